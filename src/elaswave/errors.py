@@ -1,0 +1,119 @@
+"""Every exception that elaswave raises on purpose.
+
+    ElaswaveError
+    ├── UsageError                 bad input from a person: exit code 2
+    │   ├── ConfigError            a configuration with one or more violated rules, all of them listed
+    │   ├── DataError              a data file that is missing, too short or holds impossible tokens
+    │   └── RunFolderError         a run folder that cannot be written, or holds another run
+    ├── InvalidProgramError        a program that is incomplete, deadlocks or needs too much memory
+    ├── CommError
+    │   ├── AuthenticationError    the other side does not hold the job's key
+    │   ├── FrameError             malformed, oversized or unexpected bytes on a link
+    │   ├── PeerLostError          the connection to a peer has ended
+    │   ├── InterruptedWaitError   a wait was woken on purpose (a new epoch, the end of the job)
+    │   └── WaitTimeoutError       a bounded wait has run out
+    ├── StateError                 blocks, sums or placements that contradict each other
+    ├── CheckpointError            a checkpoint that is damaged, half-written or of another model
+    ├── VoteError                  a step that cannot be committed; says which part of the certificate failed
+    │   └── NonFiniteError         a loss or gradient that is not finite: names step, micro-batch and layer
+    └── WorkerError                a worker ended with an error: names worker, step, micro-batch and layer
+"""
+
+from collections.abc import Sequence
+
+
+class ElaswaveError(Exception):
+    """Base of all of elaswave's own errors."""
+
+
+class UsageError(ElaswaveError):
+    """Bad input from a person. The message says what was seen, what was needed and what to do."""
+
+
+class ConfigError(UsageError):
+    """A configuration that breaks one or more rules.
+
+    Args:
+        problems: every problem found, one line each, such as ``"batch.num_microbatches: 0 is below 1"``.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(UsageError):
+    """A data source that is missing, too short, or holds tokens outside the vocabulary."""
+
+
+class RunFolderError(UsageError):
+    """A run folder that cannot be written, or that already holds a run."""
+
+
+class InvalidProgramError(ElaswaveError):
+    """A program that is incomplete, would deadlock, or exceeds its memory bound."""
+
+
+class CommError(ElaswaveError):
+    """Base of everything that can go wrong between two workers."""
+
+
+class AuthenticationError(CommError):
+    """The other side of a connection does not hold the key of this job."""
+
+
+class FrameError(CommError):
+    """Bytes on a link that are malformed, too long, or do not fit the receive that waits for them."""
+
+
+class PeerLostError(CommError):
+    """The connection to a peer has ended.
+
+    Args:
+        worker: id of the peer.
+        detail: what was seen on the connection.
+    """
+
+    def __init__(self, worker: int, detail: str) -> None:
+        self.worker = worker
+        super().__init__(f"lost the connection to worker {worker}: {detail}")
+
+
+class InterruptedWaitError(CommError):
+    """A wait that was woken on purpose before it had what it waited for."""
+
+
+class WaitTimeoutError(CommError):
+    """A bounded wait that has run out. The message names what was waited for."""
+
+
+class StateError(ElaswaveError):
+    """Blocks, sums or placements that contradict each other."""
+
+
+class CheckpointError(ElaswaveError):
+    """A checkpoint that is damaged, half-written, or belongs to another model."""
+
+
+class VoteError(ElaswaveError):
+    """A step whose certificate did not hold, so that it cannot be committed."""
+
+
+class NonFiniteError(VoteError):
+    """A loss or gradient that is not finite."""
+
+
+class WorkerError(ElaswaveError):
+    """A worker that has ended with an error; carries its own traceback as text.
+
+    Args:
+        worker: id of the worker.
+        summary: one line: what happened, and at which step, micro-batch and layer.
+        traceback_text: the worker's traceback, or "".
+    """
+
+    def __init__(self, worker: int, summary: str, traceback_text: str = "") -> None:
+        self.worker = worker
+        self.summary = summary
+        self.traceback_text = traceback_text
+        super().__init__(f"worker {worker}: {summary}")

@@ -1,0 +1,132 @@
+"""AdamW and SGD on blocks: elementwise, so that the result does not depend on where blocks are cut.
+
+The arithmetic is that of torch.optim's single-tensor implementations, operation by operation, so one block updated
+here equals the same elements updated by torch bit for bit (fused kernels round differently at unaligned cuts).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from elaswave.config.schema import OptimizerConfig
+
+
+class Optimizer(Protocol):
+    """What the engine needs of an optimizer."""
+
+    slots: tuple[str, ...]
+    """Names of its float32 states per element, beside "master"; all start at zero."""
+
+    def update(
+        self,
+        slots: dict[str, torch.Tensor],
+        gradient: torch.Tensor,
+        decay_runs: Sequence[tuple[int, int]],
+        *,
+        learning_rate: float,
+        num_updates: int,
+    ) -> None:
+        """Applies one update in place.
+
+        Args:
+            slots: "master" and the optimizer's own, float32 [length].
+            gradient: the clipped mean gradient, float32 [length].
+            decay_runs: runs of the block that weight decay applies to.
+            learning_rate: of this step.
+            num_updates: updates applied so far, this one included (from 1).
+        """
+        ...
+
+
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov, Hutter 2019), as torch.optim.AdamW(foreach=False)."""
+
+    slots = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._beta1, self._beta2 = config.betas
+        self._eps = config.eps
+        self._weight_decay = config.weight_decay
+
+    def update(
+        self,
+        slots: dict[str, torch.Tensor],
+        gradient: torch.Tensor,
+        decay_runs: Sequence[tuple[int, int]],
+        *,
+        learning_rate: float,
+        num_updates: int,
+    ) -> None:
+        """See `Optimizer.update`."""
+        master, exp_avg, exp_avg_sq = slots["master"], slots["exp_avg"], slots["exp_avg_sq"]
+        if self._weight_decay:
+            for start, stop in decay_runs:
+                master[start:stop].mul_(1 - learning_rate * self._weight_decay)
+        exp_avg.lerp_(gradient, 1 - self._beta1)
+        exp_avg_sq.mul_(self._beta2).addcmul_(gradient, gradient, value=1 - self._beta2)
+        correction1 = 1 - self._beta1**num_updates
+        correction2 = 1 - self._beta2**num_updates
+        denominator = exp_avg_sq.sqrt().div_(correction2**0.5).add_(self._eps)
+        master.addcdiv_(exp_avg, denominator, value=-(learning_rate / correction1))
+
+
+class SGD:
+    """Stochastic gradient descent with momentum and L2 decay, as torch.optim.SGD(foreach=False)."""
+
+    slots = ("momentum_buffer",)
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._momentum = config.momentum
+        self._weight_decay = config.weight_decay
+
+    def update(
+        self,
+        slots: dict[str, torch.Tensor],
+        gradient: torch.Tensor,
+        decay_runs: Sequence[tuple[int, int]],
+        *,
+        learning_rate: float,
+        num_updates: int,
+    ) -> None:
+        """See `Optimizer.update`."""
+        master, momentum = slots["master"], slots["momentum_buffer"]
+        if self._weight_decay and decay_runs:
+            gradient = gradient.clone()
+            for start, stop in decay_runs:
+                gradient[start:stop].add_(master[start:stop], alpha=self._weight_decay)
+        # torch starts the buffer as a copy of the first gradient; zero times the momentum plus it is the same.
+        momentum.mul_(self._momentum).add_(gradient)
+        master.add_(momentum, alpha=-learning_rate)
+
+
+OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """The learning rate of a step.
+
+    Linear warm-up over `warmup_steps`, then constant, or a cosine down to `min_lr_ratio` times the peak at num_steps.
+
+    Args:
+        step: counted from 1.
+        num_steps: steps of the whole run.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
+    floor = config.min_lr_ratio
+    return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What gradients are multiplied by so that their norm is at most max_norm (0 switches clipping off).
+
+    Source: torch.nn.utils.clip_grad_norm_, the 1e-6 included.
+    """
+    if max_norm <= 0:
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))

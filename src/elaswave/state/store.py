@@ -1,0 +1,108 @@
+"""The blocks that one worker holds: float32 masters, optimizer slots, and the gradient that waits to be applied.
+
+Owners and followers hold the same thing and apply the same updates; the role says only who reduces and serves.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
+
+import torch
+
+from elaswave.state.flat import LayerShape, Segment, segments
+from elaswave.state.placement import Block, Placement
+from elaswave.state.verify import MASK64, tensor_digest
+
+
+class Role(IntEnum):
+    """What a worker is to a block."""
+
+    OWNER = 1
+    FOLLOWER = 2
+
+
+class HeldBlock:
+    """One block's state on one worker.
+
+    Args:
+        block: which run of which layer.
+        role: owner or follower.
+        shape: the block's layer.
+        slots: float32 tensors of the block's length: "master" and the optimizer's.
+        version: the last step that was applied to the slots.
+    """
+
+    def __init__(
+        self, block: Block, role: Role, shape: LayerShape, slots: dict[str, torch.Tensor], version: int
+    ) -> None:
+        self.block = block
+        self.role = role
+        self.slots = slots
+        self.version = version
+        self.segments: tuple[Segment, ...] = tuple(segments(shape, block.start, block.stop))
+        self.gradient: torch.Tensor | None = None
+        """The reduced mean gradient of the step in flight, float32 [length], before clipping; None outside of one."""
+        self.gradient_hash = 0
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the block, padding included."""
+        return self.block.stop - self.block.start
+
+    def decay_runs(self) -> list[tuple[int, int]]:
+        """The runs [start, stop) of the block that weight decay applies to, neighbours merged."""
+        runs: list[tuple[int, int]] = []
+        for segment in self.segments:
+            if segment.slot.decays:
+                if runs and runs[-1][1] == segment.start:
+                    runs[-1] = (runs[-1][0], segment.stop)
+                else:
+                    runs.append((segment.start, segment.stop))
+        return runs
+
+    def digests(self) -> Iterator[tuple[str, int]]:
+        """The block's part of every tensor digest, as ("slot.tensor", part)."""
+        for slot_name, values in self.slots.items():
+            for segment in self.segments:
+                part = values[segment.start : segment.stop]
+                name = segment.slot.name
+                yield f"{slot_name}.{name}", tensor_digest(slot_name, name, segment.tensor_start, part)
+
+
+class BlockStore:
+    """All blocks that one worker holds, by id."""
+
+    def __init__(self, held: Mapping[int, HeldBlock]) -> None:
+        self.held = dict(sorted(held.items()))
+
+    def __iter__(self) -> Iterator[HeldBlock]:
+        return iter(self.held.values())
+
+    def __getitem__(self, block: int) -> HeldBlock:
+        return self.held[block]
+
+    def with_role(self, role: Role) -> Iterator[HeldBlock]:
+        """The blocks held in one role, ascending."""
+        return (held for held in self if held.role is role)
+
+    def optimizer_bytes(self) -> int:
+        """Bytes of masters and optimizer slots."""
+        return sum(slot.nbytes for held in self for slot in held.slots.values())
+
+    def digest_parts(self, role: Role) -> dict[str, int]:
+        """This worker's part of every tensor digest, from the blocks of one role."""
+        parts: dict[str, int] = {}
+        for held in self.with_role(role):
+            for name, value in held.digests():
+                parts[name] = (parts.get(name, 0) + value) & MASK64
+        return parts
+
+
+def roles_of(worker: int, placement: Placement, blocks: Sequence[Block]) -> dict[int, Role]:
+    """Which blocks a worker holds under a placement, and as what."""
+    roles: dict[int, Role] = {}
+    for block in blocks:
+        if placement.owner[block.id] == worker:
+            roles[block.id] = Role.OWNER
+        elif worker in placement.followers[block.id]:
+            roles[block.id] = Role.FOLLOWER
+    return roles

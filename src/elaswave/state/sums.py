@@ -1,0 +1,238 @@
+"""Exact gradient sums: 64-bit fixed point on one power-of-two grid per tensor, and the exact squared norm.
+
+Adding integers is associative, so the reduced gradient does not depend on which worker ran which micro-batch, nor on
+the order in which partial sums met. A tensor whose grid exponent is e is summed in units of ``2**-e``:
+
+1. ``n(g) = round_half_even(g * 2**e)`` for every element of every micro-batch's gradient (float32 or bfloat16);
+2. ``S = sum of n(g)`` over all N micro-batches, modulo 2**64;
+3. the reduced gradient is ``float32(float64(S) * (2**-e / N))``: the mean over micro-batches. This is the one formula.
+
+The next step's exponent follows from the largest absolute gradient M of this step (a maximum, so free of order):
+M * 2**e has `BITS_BELOW_MAXIMUM` bits, which leaves `HEADROOM_BITS` and the bits of N below 2**62. Whether a sum
+could overflow is judged from the largest single gradient, never from a partial sum; wrapping partial sums are harmless.
+
+Rounding uses the addition of ``1.5 * 2**(52 - e)`` in float64, whose bits then hold ``n(g)`` plus a constant; the
+constants of all N additions are subtracted once, by the owner. Gradients too large for that (2**51 units and more)
+take a slower path to the same integers.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from elaswave.hashing import signed64
+from elaswave.state.flat import LayerShape, segments
+
+HEADROOM_BITS = 16
+"""The largest gradient may grow by this factor (as a power of two) from one step to the next before a retry."""
+BITS_BELOW_MAXIMUM = 43
+"""Bits of resolution below a tensor's largest gradient."""
+MIN_EXPONENT, MAX_EXPONENT = -90, 200
+"""Grids are clamped to these; float32 reaches from 2**-149 to 2**128."""
+INITIAL_EXPONENT = 40
+"""Grid of the first attempt of the first step, which is made only to measure (see `elaswave.runtime.vote`)."""
+
+_FAST_LIMIT_BITS = 51
+
+
+def magnitude_bits(maximum: float) -> int:
+    """The smallest x with ``maximum < 2**x``, for a positive finite maximum."""
+    return math.frexp(maximum)[1]
+
+
+def next_exponent(maximum: float, exponent: int, num_microbatches: int) -> int:
+    """The grid exponent of the next step.
+
+    Args:
+        maximum: largest absolute gradient of the tensor in any micro-batch of this step, finite.
+        exponent: this step's exponent, kept where the maximum is 0.
+        num_microbatches: terms of each sum, at least 1.
+    """
+    if maximum == 0.0:
+        return exponent
+    bits = min(BITS_BELOW_MAXIMUM, 62 - HEADROOM_BITS - count_bits(num_microbatches))
+    return max(MIN_EXPONENT, min(MAX_EXPONENT, bits - magnitude_bits(maximum)))
+
+
+def count_bits(count: int) -> int:
+    """The smallest x with ``count <= 2**x``."""
+    return (count - 1).bit_length()
+
+
+def could_overflow(maximum: float, exponent: int, num_microbatches: int) -> bool:
+    """Whether the sum of num_microbatches values up to maximum could leave the signed 64-bit range."""
+    return maximum > 0.0 and magnitude_bits(maximum) + exponent + count_bits(num_microbatches) > 62
+
+
+class ExactAccumulator:
+    """The exact partial sum of one layer's gradients on one worker.
+
+    Args:
+        shape: the layer's tensors.
+    """
+
+    def __init__(self, shape: LayerShape) -> None:
+        self.shape = shape
+        self.sum = torch.zeros(shape.size, dtype=torch.int64)
+        """Partial sum in grid units plus `offset` per addition, wrapping, shape [shape.size]."""
+        self.maxima = [0.0] * len(shape.tensors)
+        """Largest absolute gradient seen per tensor since `reset`."""
+        self._exponents = [INITIAL_EXPONENT] * len(shape.tensors)
+        self._magic: list[float] = []
+        self._wide = torch.zeros(shape.size, dtype=torch.float64)
+        self._wide_views = [self._wide[slot.offset : slot.stop].view(slot.shape) for slot in shape.tensors]
+        self._wide_bits = self._wide.view(torch.int64)
+
+    def reset(self, exponents: Sequence[int]) -> None:
+        """Empties the sum for a new attempt on the given grids, one exponent per tensor of the layer."""
+        assert len(exponents) == len(self.shape.tensors)
+        self.sum.zero_()
+        self.maxima = [0.0] * len(self.shape.tensors)
+        self._exponents = list(exponents)
+        self._magic = [_magic(exponent) for exponent in exponents]
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Adds one micro-batch's gradients, all of them or (where one is not finite) none.
+
+        Args:
+            gradients: one per tensor of the layer, in order; None counts as zeros.
+        Returns:
+            Whether all of them were finite.
+        """
+        if not self.shape.tensors:
+            return True
+        present = [
+            torch.zeros(slot.shape) if gradient is None else gradient
+            for gradient, slot in zip(gradients, self.shape.tensors, strict=True)
+        ]
+        maxima = [_largest(gradient) for gradient in present]
+        if not all(map(math.isfinite, maxima)):
+            return False
+        self.maxima = list(map(max, self.maxima, maxima))
+        torch._foreach_copy_(self._wide_views, present)
+        wide = [
+            index
+            for index, (maximum, exponent) in enumerate(zip(maxima, self._exponents, strict=True))
+            if maximum > 0.0 and magnitude_bits(maximum) + exponent > _FAST_LIMIT_BITS
+        ]
+        torch._foreach_add_(self._wide_views, self._magic)
+        for index in wide:
+            self._convert_slowly(index, present[index])
+        self.sum.add_(self._wide_bits)
+        return True
+
+    def _convert_slowly(self, index: int, gradient: torch.Tensor) -> None:
+        """The same integers as the fast path's, for values that float64's mantissa cannot hold beside the constant."""
+        slot, exponent = self.shape.tensors[index], self._exponents[index]
+        scaled = torch.round(gradient.to(torch.float64).reshape(-1) * 2.0**exponent)
+        # A sum that could overflow is never used (the vote fails); clamping only keeps the conversion defined.
+        units = scaled.clamp_(-(2.0**62), 2.0**62).to(torch.int64)
+        self._wide_bits[slot.offset : slot.stop] = units + offset(exponent)
+
+
+class FloatAccumulator:
+    """The float32 partial sum of one layer's gradients on one worker (``consistency = "scaled"``).
+
+    Args:
+        shape: the layer's tensors.
+    """
+
+    def __init__(self, shape: LayerShape) -> None:
+        self.shape = shape
+        self.sum = torch.zeros(shape.size, dtype=torch.float32)
+        self.maxima = [0.0] * len(shape.tensors)
+        self._views = [self.sum[slot.offset : slot.stop].view(slot.shape) for slot in shape.tensors]
+
+    def reset(self, exponents: Sequence[int]) -> None:
+        """Empties the sum; the grids are not used."""
+        self.sum.zero_()
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Adds one micro-batch's gradients. Always True: the vote's norm finds what is not finite."""
+        pairs = [(v, g) for v, g in zip(self._views, gradients, strict=True) if g is not None]
+        if pairs:
+            torch._foreach_add_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        return True
+
+
+Accumulator = ExactAccumulator | FloatAccumulator
+
+
+def reduced_gradient(
+    total: torch.Tensor, shape: LayerShape, start: int, exponents: Sequence[int], num_microbatches: int
+) -> torch.Tensor:
+    """The mean gradient of a run of a layer, from its total over all workers.
+
+    Args:
+        total: int64 (exact) or float32 (scaled) sum of the run [start, start + len(total)); int64 is overwritten.
+        shape: the layer.
+        start: first element of the run.
+        exponents: one grid exponent per tensor of the layer.
+        num_microbatches: additions that the total holds, N.
+    Returns:
+        float32, shape of total; zero in the padding.
+    """
+    if total.dtype == torch.float32:
+        return total / num_microbatches
+    reduced = torch.zeros(total.shape, dtype=torch.float32)
+    first_index = shape.tensors[0].index if shape.tensors else 0
+    for segment in segments(shape, start, start + total.numel()):
+        exponent = exponents[segment.slot.index - first_index]
+        units = total[segment.start : segment.stop]
+        units -= signed64(offset(exponent) * num_microbatches)
+        reduced[segment.start : segment.stop] = units.to(torch.float64).mul_(2.0**-exponent / num_microbatches)
+    return reduced
+
+
+def _magic(exponent: int) -> float:
+    return 1.5 * 2.0 ** (52 - exponent)
+
+
+def offset(exponent: int) -> int:
+    """What one addition on the fast path adds beside the units: the bits of ``1.5 * 2**(52 - exponent)``."""
+    return ((1023 + 52 - exponent) << 52) | (1 << 51)
+
+
+def _largest(gradient: torch.Tensor) -> float:
+    """Largest absolute value; nan where there is one."""
+    if gradient.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(gradient)
+    low_value, high_value = float(low), float(high)
+    if low_value != low_value or high_value != high_value:
+        return math.nan
+    return max(-low_value, high_value, 0.0)
+
+
+NORM_LIMBS = 21
+_LIMB_BITS = 32
+_NORM_SHIFT = 320
+_LIMB_MASK = (1 << _LIMB_BITS) - 1
+
+
+def square_sum(gradient: torch.Tensor) -> float:
+    """Sum of squares of one block in float64 (squares of float32 would under- and overflow)."""
+    wide = gradient.to(torch.float64)
+    return float(wide.mul_(wide).sum())
+
+
+def norm_limbs(square_sums: Sequence[float]) -> list[int]:
+    """An exact sum of finite non-negative float64 values as 32-bit limbs, least significant first.
+
+    Limbs of several workers may be added in any order (as int64, without carrying) before `norm_from_limbs`.
+
+    Args:
+        square_sums: sums of squares of float32 values, so multiples of 2**-298.
+    """
+    total = 0
+    for value in square_sums:
+        numerator, denominator = value.as_integer_ratio()
+        total += (numerator << _NORM_SHIFT) // denominator
+    return [(total >> (_LIMB_BITS * i)) & _LIMB_MASK for i in range(NORM_LIMBS)]
+
+
+def norm_from_limbs(limbs: Sequence[int]) -> float:
+    """The square root of what `norm_limbs` (added over workers) holds."""
+    total = sum(int(limb) << (_LIMB_BITS * i) for i, limb in enumerate(limbs))
+    return math.sqrt(total / (1 << _NORM_SHIFT))

@@ -1,0 +1,81 @@
+"""Hashes of tensor contents: cheap ones for every step's vote, position-keyed ones for the state digest.
+
+`run_hash` is multilinear hashing: every 32-bit word times an odd 64-bit key of its position, summed modulo 2**64. One
+changed word always changes the sum; it costs some 0.7 ms per million elements, so it can guard every step.
+
+`tensor_digest` mixes every element with its position in its tensor, and adds: the digest of a tensor is the sum of the
+digests of its parts, wherever they are cut and whoever holds them.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+
+from elaswave.hashing import MASK64, key64, mix64
+
+_CHUNK = 1 << 15
+
+
+@functools.lru_cache(maxsize=8)
+def _position_keys(length: int) -> torch.Tensor:
+    positions = np.arange(length, dtype=np.uint64)
+    return torch.from_numpy((_mix(positions + np.uint64(key64("run_hash"))) | np.uint64(1)).view(np.int64))
+
+
+def run_hash(run: torch.Tensor) -> int:
+    """A 64-bit hash of a float32 tensor's bits, shape [length]; length at most that of a block."""
+    words = run.view(torch.int32).to(torch.int64)
+    return int(words.mul_(_position_keys(words.numel())).sum()) & MASK64
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """`elaswave.hashing.mix64` on an array of uint64, in place."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        values ^= values >> np.uint64(shift)
+        values *= np.uint64(factor)
+    values ^= values >> np.uint64(31)
+    return values
+
+
+def tensor_digest(slot: str, tensor: str, start: int, values: torch.Tensor) -> int:
+    """The digest of elements [start, start + len(values)) of a flattened tensor; digests of parts are added.
+
+    Args:
+        slot: which of the tensor's states, such as "master" or "exp_avg".
+        tensor: full name of the tensor.
+        start: position of the first value.
+        values: float32, shape [length].
+    Returns:
+        An integer in [0, 2**64).
+    """
+    key = key64("digest", slot, tensor)
+    bits = values.detach().contiguous().numpy().view(np.uint32)
+    total = 0
+    for first in range(0, len(bits), _CHUNK):
+        words = bits[first : first + _CHUNK].astype(np.uint64)
+        keys = np.arange(start + first, start + first + len(words), dtype=np.uint64)
+        keys += np.uint64(key)
+        words += _mix(keys)
+        total += int(_mix(words).sum(dtype=np.uint64))
+    return total & MASK64
+
+
+def add_digests(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The digests per tensor and slot from those of all parts, in sorted order of names."""
+    total: dict[str, int] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = (total.get(name, 0) + value) & MASK64
+    return dict(sorted(total.items()))
+
+
+def state_digest(
+    *, step: int, num_updates: int, data_cursor: tuple[int, int], grids: Iterable[int], tensor_digests: Mapping[str, int]
+) -> str:
+    """The hash of everything that decides how training goes on, as 16 hexadecimal digits."""
+    total = key64("state", step, num_updates, *data_cursor, *grids)
+    for name, value in sorted(tensor_digests.items()):
+        total = mix64(total + key64(name, value))
+    return f"{total:016x}"

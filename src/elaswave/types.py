@@ -1,0 +1,87 @@
+"""The words of DESIGN as values: ids, stages, routes, layouts. Pure data, no torch, no IO.
+
+Ranges are half-open. Worker ids are given once and never reused. A layout says who runs what; who *holds* which
+block of state is the placement (``elaswave.state.placement``), which follows from the layout and the model alone.
+"""
+
+import hashlib
+
+import msgspec
+
+from elaswave.hashing import MASK64
+
+
+class Hop(msgspec.Struct, frozen=True, array_like=True):
+    """One piece of a route: a worker that runs layers [start, stop) of a micro-batch as part of a stage.
+
+    The layers of a hop are usually all of its stage's layers; neighbouring stages may cut a shared boundary layer
+    on either side, which is why a hop carries its own range.
+    """
+
+    worker: int
+    stage: int
+    start: int
+    stop: int
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """A contiguous range of layers and the workers (data-parallel replicas) that hold it."""
+
+    start: int
+    """First layer."""
+    stop: int
+    """One past the last layer."""
+    workers: tuple[int, ...]
+    """Ids of the workers of the stage, ascending."""
+
+    @property
+    def width(self) -> int:
+        """Number of workers."""
+        return len(self.workers)
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about who runs what in a step."""
+
+    stages: tuple[Stage, ...]
+    routes: tuple[tuple[Hop, ...], ...]
+    """``routes[m]`` is the chain of hops of micro-batch m in forward order; covers every layer once."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the model, embedding and head included."""
+        return self.stages[-1].stop
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of micro-batches of the global batch."""
+        return len(self.routes)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """All workers, ascending."""
+        return tuple(sorted(worker for stage in self.stages for worker in stage.workers))
+
+    def stage_of(self, worker: int) -> int:
+        """Index of the stage that a worker belongs to.
+
+        Raises:
+            KeyError: the worker is in no stage.
+        """
+        for index, stage in enumerate(self.stages):
+            if worker in stage.workers:
+                return index
+        raise KeyError(worker)
+
+    def describe(self) -> str:
+        """A short name: "2x2" (stages x replicas), or "[1,3]" for stages of unequal width."""
+        widths = [stage.width for stage in self.stages]
+        if len(set(widths)) == 1:
+            return f"{len(widths)}x{widths[0]}"
+        return "[" + ",".join(map(str, widths)) + "]"
+
+
+def struct_hash(value: msgspec.Struct) -> int:
+    """A 62-bit hash of a struct's content, the same in every process; workers compare layouts by it."""
+    digest = hashlib.blake2b(msgspec.json.encode(value, order="deterministic"), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") & MASK64) >> 2
