@@ -1,0 +1,279 @@
+"""The log of a run: ``events.jsonl``, one JSON object per line, readable while it grows.
+
+Every line has ``kind``, ``time`` (UTC, ISO 8601) and ``elapsed_s`` (monotonic seconds since this process opened the
+log: differences are exact also when the clock is set); the rest depends on the kind. A line reaches the file in one
+write, so a reader sees whole lines, except that a crash of the machine may tear the last one: the reader leaves it
+out, and the next writer cuts it off before it appends.
+
+A resumed run appends to the same file; each ``run_started`` begins a new process and starts ``elapsed_s`` anew.
+There is one writer: the launcher. Non-finite numbers are strings, see ``elaswave.observability.result``.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from elaswave.errors import RunFolderError
+from elaswave.observability.result import CheckpointRecord, JsonFloat, Recovery, set_json_floats
+from elaswave.types import Layout
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """What every event has. The log fills in both stamps."""
+
+    time: str = ""
+    """UTC, ISO 8601 with microseconds, such as "2026-11-20T12:57:01.250000Z"."""
+    elapsed_s: float = 0.0
+    """Monotonic seconds since the log was opened."""
+
+
+class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
+    """A process has begun to work on the run."""
+
+    version: str
+    """Version of elaswave."""
+    total_steps: int
+    """``run.steps``."""
+    first_step: int = 1
+    """First step that this process will run: 1, or the one after the checkpoint that it resumes from."""
+    num_workers: int = 0
+    resumed_from: str | None = None
+    """The checkpoint's folder, if any."""
+    losses: list[JsonFloat] = []
+    """Losses of the steps before ``first_step``, carried over by the checkpoint."""
+    config: dict[str, Any] = {}
+    """The resolved configuration."""
+
+    def __post_init__(self) -> None:
+        set_json_floats(self, "losses")
+
+
+class Holdings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker holds under a layout; counts of blocks, and of parameters (elements)."""
+
+    num_parameters: int
+    """Parameters of its stage's layers, which it computes with."""
+    num_owned_blocks: int
+    num_owned_parameters: int
+    num_followed_blocks: int
+    num_followed_parameters: int
+
+
+class LayoutChosen(Event, frozen=True, kw_only=True, tag="layout"):
+    """A layout takes effect."""
+
+    epoch: int
+    layout: Layout
+    reason: str
+    first_step: int
+    layer_names: list[str] = []
+    """Names of the model's layers, in order."""
+    layer_parameters: list[int] = []
+    """Number of parameters of each layer."""
+    holdings: dict[int, Holdings] = {}
+    """By worker id."""
+
+
+class StepCommitted(Event, frozen=True, kw_only=True, tag="step"):
+    """A step has been committed."""
+
+    step: int
+    epoch: int
+    attempt: int
+    """Which try of the step was the one that committed, from 0."""
+    loss: JsonFloat
+    """Mean nats per token over the global batch."""
+    grad_norm: JsonFloat
+    """Norm of the whole gradient before clipping."""
+    lr: float
+    tokens_per_s: float
+    duration_s: float
+    phases_s: dict[str, float] = {}
+    """Seconds of the slowest worker in each phase of the step."""
+
+    def __post_init__(self) -> None:
+        set_json_floats(self, "loss", "grad_norm")
+
+
+class CheckpointWritten(Event, frozen=True, kw_only=True, tag="checkpoint"):
+    """A durable checkpoint is complete."""
+
+    checkpoint: CheckpointRecord
+
+
+class Evaluated(Event, frozen=True, kw_only=True, tag="evaluation"):
+    """The validation loss after a step."""
+
+    step: int
+    loss: JsonFloat
+    num_tokens: int = 0
+    duration_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        set_json_floats(self, "loss")
+
+
+class Recovered(Event, frozen=True, kw_only=True, tag="recovery"):
+    """Training goes on after something changed who takes part."""
+
+    recovery: Recovery
+
+
+class StepSkipped(Event, frozen=True, kw_only=True, tag="skipped"):
+    """A step was committed without an update because something in it was not finite."""
+
+    step: int
+    reason: str
+    microbatch: int | None = None
+    layer: str | None = None
+
+
+class ErrorRaised(Event, frozen=True, kw_only=True, tag="error"):
+    """Something went wrong; whether the run goes on, the following events say."""
+
+    message: str
+    worker: int | None = None
+    step: int | None = None
+    traceback: str = ""
+
+
+class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
+    """The process has ended its work on the run."""
+
+    outcome: Literal["finished", "failed", "interrupted"]
+    steps: int
+    """Last committed step."""
+    duration_s: float
+    reason: str = ""
+
+
+AnyEvent = (
+    RunStarted
+    | LayoutChosen
+    | StepCommitted
+    | CheckpointWritten
+    | Evaluated
+    | Recovered
+    | StepSkipped
+    | ErrorRaised
+    | RunFinished
+)
+"""Every kind of event, told apart by ``kind``."""
+
+KINDS: dict[str, type[Event]] = {cls.__struct_config__.tag: cls for cls in get_args(AnyEvent)}
+"""The struct of each ``kind``."""
+
+
+class EventLog:
+    """Appends events to a run's log, each in one write.
+
+    Args:
+        path: the file; created if missing, continued if not.
+        clock: monotonic seconds.
+        now: the time of day, with its time zone.
+    Raises:
+        RunFolderError: the file cannot be opened for writing.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self.path = path
+        self._clock = clock
+        self._now = now
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            _cut_torn_line(self._fd)
+        except OSError as error:
+            raise RunFolderError(f"cannot write {path}: {error.strerror or error}; choose another --run-dir") from error
+        self._start = clock()
+        self._encoder = msgspec.json.Encoder()
+
+    def write(self, event: AnyEvent) -> None:
+        """Stamps an event and appends it; it is readable by others when this returns.
+
+        Raises:
+            RunFolderError: the line cannot be written (disk full, log closed).
+        """
+        stamp = self._now().astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        elapsed_s = round(self._clock() - self._start, 6)
+        line = memoryview(self._encoder.encode(msgspec.structs.replace(event, time=stamp, elapsed_s=elapsed_s)) + b"\n")
+        try:
+            while line:
+                line = line[os.write(self._fd, line) :]
+        except OSError as error:
+            raise RunFolderError(f"cannot append to {self.path}: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        """Closes the file; further writes fail. Closing twice is allowed."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> "EventLog":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _cut_torn_line(fd: int) -> None:
+    """Truncates a file to the end of its last complete line."""
+    end = os.lseek(fd, 0, os.SEEK_END)
+    keep = end
+    while keep > 0:
+        start = max(0, keep - 65536)
+        newline = os.pread(fd, keep - start, start).rfind(b"\n")
+        if newline >= 0:
+            keep = start + newline + 1
+            break
+        keep = start
+    if keep < end:
+        os.ftruncate(fd, keep)
+
+
+class _Kind(msgspec.Struct):
+    """Only the kind of a line, to tell an event of a newer version from a damaged one."""
+
+    kind: str
+
+
+def read_events(path: Path) -> list[AnyEvent]:
+    """Reads a log, also one that is being written.
+
+    A last line without its end is left out, and so are kinds of events that this version does not know.
+
+    Args:
+        path: ``events.jsonl``.
+    Returns:
+        The events in the order they were written.
+    Raises:
+        RunFolderError: the file is missing, cannot be read, or has a damaged line other than the last.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}: {error.strerror or error}") from error
+    decoder = msgspec.json.Decoder(AnyEvent)
+    kind_decoder = msgspec.json.Decoder(_Kind)
+    events: list[AnyEvent] = []
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].split(b"\n")[:-1], start=1):
+        try:
+            events.append(decoder.decode(line))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            try:
+                unknown = kind_decoder.decode(line).kind not in KINDS
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                unknown = False
+            if not unknown:
+                raise RunFolderError(f"{path}, line {number}, is damaged: {error}") from error
+    return events

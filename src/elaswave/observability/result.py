@@ -1,0 +1,297 @@
+"""The result of a run: ``result.json`` and ``digests.json``, with their writers and readers.
+
+Two runs are the same computation exactly if their ``losses`` and ``state_digest`` are equal, so a result holds
+nothing that is rounded: losses are written with the shortest digits that read back as the same float.
+
+JSON has no not-a-number, and a writer that turns it into ``null`` loses what happened. Wherever a number may fail to
+be finite its type is ``JsonFloat``: a float, or one of the strings "nan", "inf", "-inf". The structs normalise what
+they are given, so a float nan may be passed in.
+
+Files are replaced atomically (temporary file, fsync, rename, fsync of the folder): a reader sees the old content or
+the new, never a half. This module draws nothing and reads no clock.
+"""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from elaswave.errors import RunFolderError
+from elaswave.types import Layout
+
+RESULT_FILE = "result.json"
+DIGESTS_FILE = "digests.json"
+EVENTS_FILE = "events.jsonl"
+TRACE_FILE = "trace.json"
+
+JsonFloat = float | Literal["nan", "inf", "-inf"]
+"""A float as a run folder holds it: finite ones as numbers, the others as strings."""
+
+
+def to_json_float(value: JsonFloat) -> JsonFloat:
+    """The form of a float that JSON can hold: non-finite ones become "nan", "inf" or "-inf"."""
+    if isinstance(value, str) or math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "nan"
+    return "inf" if value > 0 else "-inf"
+
+
+def from_json_float(value: JsonFloat) -> float:
+    """The number that a ``JsonFloat`` stands for."""
+    return float(value)
+
+
+def set_json_floats(struct: msgspec.Struct, *names: str) -> None:
+    """Normalises fields of a frozen struct, from its ``__post_init__``; ``None`` stays.
+
+    Args:
+        struct: the struct under construction.
+        names: fields that hold a ``JsonFloat``, a list of them, or ``None``.
+    """
+    for name in names:
+        value = getattr(struct, name)
+        if isinstance(value, (list, tuple)):
+            msgspec.structs.force_setattr(struct, name, [to_json_float(item) for item in value])
+        elif value is not None:
+            msgspec.structs.force_setattr(struct, name, to_json_float(value))
+
+
+class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One membership view of the run and the layout that it trained under."""
+
+    epoch: int
+    """Number of the membership view."""
+    layout: Layout
+    """Who ran what."""
+    reason: str
+    """Why this layout was chosen, one line."""
+    first_step: int
+    """First step that ran under it."""
+
+
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
+    """One event that changed who takes part: a failure, a join, a drain, a slow-down, a migration.
+
+    Times are in seconds, from the injected fault's own time stamp where there is one, else from the first suspicion.
+    """
+
+    kind: Literal["lost", "joined", "drained", "slowed", "migrated", "coordinator"]
+    worker: int | None
+    """The worker concerned; None for the coordinator."""
+    step: int
+    phase: str
+    """Phase of the step in which it happened: forward, backward, reduce, vote, apply, gather, or any."""
+    detected_by: Literal["exit", "link", "heartbeat", "progress", "vote", "drain"] | None
+    epoch: int
+    """The epoch that the event led to."""
+    attempt: int
+    outcome: Literal["committed", "retried"]
+    """Whether the step in flight was committed as it stood or tried again."""
+    detect_s: float | None
+    """None where no injected fault says when it really happened."""
+    agree_s: float
+    plan_s: float
+    edit_s: float
+    promote_s: float
+    redo_s: float
+    total_s: float
+    """From the fault until training went on, ``redo_s`` included."""
+    critical_bytes: int
+    """State moved before training went on; the step's own gather is not counted."""
+    num_microbatches_recomputed: int
+
+
+class WorkerMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker needed, in bytes."""
+
+    peak_bytes: int
+    """Largest resident memory of the process."""
+    optimizer_bytes: int
+    """Master weights and optimizer slots of the blocks that the worker owns or follows."""
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One durable checkpoint that was completely written."""
+
+    step: int
+    path: str
+    """Folder, relative to the run folder."""
+    num_bytes: int
+    duration_s: float
+    """From the request until it was complete; training went on meanwhile."""
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that ``result.json`` holds."""
+
+    steps: int
+    """Number of steps that the state has behind it, counted from the very first one, also after a resume."""
+    losses: list[JsonFloat]
+    """Mean nats per token of every step from the first one, also after a resume; a skipped step's is "nan"."""
+    state_digest: str
+    """Hash over step, data cursor, grids, every master weight and optimizer slot, as hexadecimal digits."""
+    throughput_tokens_per_s: float | None
+    """Start-up and the first three steps left out; None if there were no more steps than that."""
+    epochs: list[EpochRecord]
+    recoveries: list[Recovery] = []
+    val_losses: list[JsonFloat] = []
+    """Mean nats per token on the validation split, one per evaluation."""
+    val_steps: list[int] = []
+    """The step after which each of ``val_losses`` was measured."""
+    memory: dict[int, WorkerMemory] = {}
+    """By worker id."""
+    checkpoints: list[CheckpointRecord] = []
+    start_up_s: float = 0.0
+    """From the start of the command until the first step began."""
+    duration_s: float = 0.0
+    """The whole run of this process, start-up included."""
+    config: dict[str, Any] = {}
+    """The resolved configuration, section by section."""
+
+    def __post_init__(self) -> None:
+        set_json_floats(self, "losses", "val_losses")
+        if len(self.losses) != self.steps:
+            raise ValueError(f"a result of {self.steps} steps needs as many losses, not {len(self.losses)}")
+        if len(self.val_losses) != len(self.val_steps):
+            raise ValueError(f"{len(self.val_losses)} val_losses do not match {len(self.val_steps)} val_steps")
+        if not is_hex(self.state_digest):
+            raise ValueError(f"state_digest must be hexadecimal digits, not {self.state_digest!r}")
+
+
+def is_hex(text: str) -> bool:
+    """Whether a text is a digest: one or more lower-case hexadecimal digits."""
+    return bool(text) and all(character in "0123456789abcdef" for character in text)
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+def atomic_write(path: Path, chunks: Iterable[bytes]) -> None:
+    """Replaces a file's content at once: readers see the old content or the new one, also after a power cut.
+
+    Args:
+        path: the file; its folder must exist.
+        chunks: the content, piece by piece.
+    Raises:
+        RunFolderError: the folder cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with open(temporary, "wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {path}: {error.strerror or error}; choose another --run-dir") from error
+
+
+def encode_result(result: Result) -> bytes:
+    """``result.json`` as bytes: one indented JSON document that ends in a new line."""
+    return msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
+
+
+def write_result(run_dir: Path, result: Result) -> Path:
+    """Writes ``result.json``.
+
+    Returns:
+        Path of the file.
+    Raises:
+        RunFolderError: the folder cannot be written.
+    """
+    path = run_dir / RESULT_FILE
+    atomic_write(path, [encode_result(result)])
+    return path
+
+
+def write_digests(run_dir: Path, tensor_digests: Mapping[str, str]) -> Path:
+    """Writes ``digests.json``: ``{"<slot>.<tensor>": hexadecimal digest}`` in the order given.
+
+    Returns:
+        Path of the file.
+    Raises:
+        RunFolderError: the folder cannot be written.
+        ValueError: a digest is not hexadecimal.
+    """
+    for name, digest in tensor_digests.items():
+        if not is_hex(digest):
+            raise ValueError(f"the digest of {name} must be hexadecimal digits, not {digest!r}")
+    path = run_dir / DIGESTS_FILE
+    atomic_write(path, [msgspec.json.format(msgspec.json.encode(dict(tensor_digests)), indent=2), b"\n"])
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def check_run_folder(run_dir: Path) -> None:
+    """Checks that a path is the folder of a run, finished or not.
+
+    Raises:
+        RunFolderError: it is not there, is no folder, or holds neither a result nor an event log.
+    """
+    if not run_dir.exists():
+        raise RunFolderError(f"{run_dir}: no such folder; give the folder of a run, the one named by --run-dir")
+    if not run_dir.is_dir():
+        raise RunFolderError(f"{run_dir} is a file; give the folder of a run, the one named by --run-dir")
+    if not (run_dir / RESULT_FILE).exists() and not (run_dir / EVENTS_FILE).exists():
+        raise RunFolderError(
+            f"{run_dir} is not a run folder: it holds neither {RESULT_FILE} nor {EVENTS_FILE}; "
+            "give the folder of a run, the one named by --run-dir"
+        )
+
+
+def read_result(run_dir: Path) -> Result:
+    """Reads and checks ``result.json``.
+
+    Raises:
+        RunFolderError: not a run folder, a run without a result, or a result that is damaged.
+    """
+    check_run_folder(run_dir)
+    path = run_dir / RESULT_FILE
+    if not path.exists():
+        raise RunFolderError(
+            f"{run_dir} has no {RESULT_FILE}: the run is still going on or has ended before its last step; "
+            f"`elaswave inspect {run_dir}` shows how far it came"
+        )
+    return _decode(path, Result)
+
+
+def read_digests(run_dir: Path) -> dict[str, str] | None:
+    """Reads ``digests.json``; None if the run has none.
+
+    Raises:
+        RunFolderError: not a run folder, or the file is damaged.
+    """
+    check_run_folder(run_dir)
+    path = run_dir / DIGESTS_FILE
+    return _decode(path, dict[str, str]) if path.exists() else None
+
+
+_T = TypeVar("_T")
+
+
+def _decode(path: Path, type_: type[_T]) -> _T:
+    """Reads a JSON file of a known shape, with errors that name the file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=type_)
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}: {error.strerror or error}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RunFolderError(f"{path} is damaged or not of this version: {error}") from error
