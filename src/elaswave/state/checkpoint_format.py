@@ -1,0 +1,273 @@
+"""What a checkpoint folder holds: pieces, written items, the description of the run, the manifest, DCP's metadata.
+
+    checkpoints/step-00000017/
+      <shard>.distcp   the tensors, one file per worker, in torch.distributed.checkpoint's (DCP's) file format
+      meta.json        the run at that step: losses, grids, seed, data cursor, configuration, tensors
+      manifest.json    where each rectangle stands, and a checksum of every stored byte, its own included
+      .metadata        DCP's index (a pickle, which elaswave writes but never reads)
+
+DCP loads a flipped bit silently and records no losses or grids, so the manifest is what elaswave itself trusts.
+Tensor names are "model.<tensor>" for the float32 master weights and "optimizer.<slot>.<tensor>" for optimizer state.
+No files are opened here; ``checkpoint_shards`` and ``checkpoint`` do that.
+"""
+
+import hashlib
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from elaswave.errors import CheckpointError, UsageError
+
+FORMAT_VERSION = 1
+META_FILE = "meta.json"
+MANIFEST_FILE = "manifest.json"
+DCP_METADATA_FILE = ".metadata"
+SHARD_SUFFIX = ".distcp"
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+"""Element types that a checkpoint may hold, by the name that stands in its files."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def model_name(tensor: str) -> str:
+    """Name in a checkpoint of the master weights of a tensor."""
+    return f"model.{tensor}"
+
+
+def optimizer_name(slot: str, tensor: str) -> str:
+    """Name in a checkpoint of an optimizer slot ("exp_avg", "exp_avg_sq", "momentum_buffer") of a tensor."""
+    return f"optimizer.{slot}.{tensor}"
+
+
+class Piece(NamedTuple):
+    """A run of a flattened tensor, to be written."""
+
+    fqn: str
+    """Full name in the checkpoint, such as "model.block.3.attention.qkv.weight"."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    flat_start: int
+    """First element of the run, row-major."""
+    values: torch.Tensor
+    """The elements, 1-D, on the CPU, of one of ``DTYPES``."""
+
+
+class WantedPiece(NamedTuple):
+    """A run of a flattened tensor, to be read."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    flat_start: int
+    length: int
+
+
+class WrittenItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A rectangle of a tensor and where its bytes stand. Plain data: workers send it to the coordinator."""
+
+    fqn: str
+    offsets: tuple[int, ...]
+    """First index in every dimension."""
+    sizes: tuple[int, ...]
+    """Number of elements in every dimension."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dtype: str
+    """A key of ``DTYPES``."""
+    relative_path: str
+    """Name of the shard file inside the checkpoint folder."""
+    offset: int
+    """First byte in that file."""
+    length: int
+    """Number of bytes in that file (a torch.save archive, so more than the elements alone)."""
+    checksum: str
+    """``checksum_of`` those bytes."""
+
+
+class TensorInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Shape and element type of a whole tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+
+class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The run at the step of a checkpoint: everything but the tensors' elements.
+
+    Raises:
+        ValueError: a loss is neither finite nor "nan" (JSON has no other way to write it).
+    """
+
+    step: int
+    """Number of committed steps."""
+    losses: list[float | str]
+    """Loss of every step from the first, exact; "nan" for a skipped step."""
+    grids: dict[str, int]
+    """Exponent of the power-of-two grid of the exact sums, by tensor name without "model."."""
+    seed: int
+    data_cursor: tuple[int, int]
+    """(data pass, position in it) of the next sample."""
+    config: dict[str, Any]
+    """The resolved configuration."""
+    tensors: dict[str, TensorInfo]
+    """Every tensor of the checkpoint by full name; the commit checks that each is covered exactly once."""
+    elaswave_version: str
+    extra: dict[str, Any] = {}
+    """Anything else the run needs to go on, as plain data."""
+
+    def __post_init__(self) -> None:
+        for index, loss in enumerate(self.losses):
+            if loss != "nan" and (isinstance(loss, str) or not -float("inf") < loss < float("inf")):
+                raise ValueError(f"the loss of step {index + 1} is {loss!r}, but must be a finite float or 'nan'")
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checksums and places of everything in a checkpoint folder."""
+
+    format: int
+    """``FORMAT_VERSION``."""
+    shards: dict[str, int]
+    """Size of each shard file in bytes; its items cover every byte of it."""
+    files: dict[str, str]
+    """``checksum_of`` each file that is neither a shard nor the manifest."""
+    items: tuple[WrittenItem, ...]
+    """Sorted by shard file and offset."""
+
+
+class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
+    """The manifest with a checksum of its own encoding."""
+
+    checksum: str
+    manifest: msgspec.Raw
+
+
+def checksum_of(data: bytes | bytearray | memoryview) -> str:
+    """128-bit BLAKE2b of bytes, as 32 hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The content of ``manifest.json``."""
+    body = msgspec.json.encode(manifest)
+    return msgspec.json.encode(_Envelope(checksum_of(body), msgspec.Raw(body)))
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """The manifest in the content of ``manifest.json``.
+
+    Raises:
+        CheckpointError: it is cut off, altered, or of another format version.
+    """
+    try:
+        envelope = msgspec.json.decode(data, type=_Envelope)
+        if envelope.checksum != checksum_of(bytes(envelope.manifest)):
+            raise CheckpointError(f"{MANIFEST_FILE} is damaged: its checksum does not match its content")
+        manifest = msgspec.json.decode(envelope.manifest, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{MANIFEST_FILE} is damaged: {error}") from error
+    if manifest.format != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{MANIFEST_FILE} has format {manifest.format}, but this version of elaswave reads {FORMAT_VERSION}"
+        )
+    return manifest
+
+
+def encode_meta(meta: CheckpointMeta) -> bytes:
+    """The content of ``meta.json``; floats keep every bit."""
+    return msgspec.json.format(msgspec.json.encode(meta), indent=1)
+
+
+def decode_meta(data: bytes) -> CheckpointMeta:
+    """The description in the content of ``meta.json``.
+
+    Raises:
+        CheckpointError: it does not have the expected form.
+    """
+    try:
+        return msgspec.json.decode(data, type=CheckpointMeta)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{META_FILE} is damaged: {error}") from error
+
+
+def encode_dcp_metadata(tensors: Mapping[str, TensorInfo], items: Iterable[WrittenItem]) -> bytes:
+    """The content of DCP's ``.metadata`` file.
+
+    Names are nested at their slot ("model", "optimizer"."exp_avg"), as DCP itself nests the state dict
+    ``{"model": ..., "optimizer": {"exp_avg": ...}}``: ``dcp.load`` takes both the flat and the nested form, and
+    ``dcp_to_torch_save`` gives the nested one.
+
+    Args:
+        tensors: every tensor by full name.
+        items: all rectangles of all tensors, in any order.
+    """
+    # Imported here: it takes 0.6 s, and only the process that commits a checkpoint needs it.
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    state: dict[str, TensorStorageMetadata] = {
+        fqn: TensorStorageMetadata(TensorProperties(dtype=DTYPES[info.dtype]), torch.Size(info.shape), [])
+        for fqn, info in tensors.items()
+    }
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for item in sorted(items, key=lambda item: (item.fqn, item.offsets)):
+        offsets = torch.Size(item.offsets)
+        chunks = state[item.fqn].chunks
+        index = MetadataIndex(item.fqn, offsets, len(chunks))
+        chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(item.sizes)))
+        storage[index] = _StorageInfo(item.relative_path, item.offset, item.length)
+    return pickle.dumps(
+        Metadata(
+            state_dict_metadata=dict(state),
+            planner_data={fqn: _nested_path(fqn) for fqn in state},
+            storage_data=storage,
+            storage_meta=StorageMeta(),
+            version=CURRENT_DCP_VERSION,
+        )
+    )
+
+
+def _nested_path(fqn: str) -> tuple[str, ...]:
+    depth = 2 if fqn.startswith("optimizer.") else 1
+    return tuple(fqn.split(".", depth))
+
+
+def check_same_tensors(found: Mapping[str, TensorInfo], expected: Mapping[str, TensorInfo]) -> None:
+    """Refuses to resume a model from the checkpoint of another one.
+
+    Args:
+        found: tensors of the checkpoint.
+        expected: tensors of the model and optimizer that are to resume.
+    Raises:
+        UsageError: names, shapes or element types differ; names the first differences.
+    """
+    differences = [
+        f"{name}: checkpoint has {_describe(found.get(name))}, this model needs {_describe(expected.get(name))}"
+        for name in sorted(found.keys() | expected.keys())
+        if found.get(name) != expected.get(name)
+    ]
+    if differences:
+        shown = differences[:5] + ([f"... and {len(differences) - 5} more"] if len(differences) > 5 else [])
+        raise UsageError(
+            "the checkpoint is of another model or optimizer; resume with its configuration, or start a new run in "
+            "another --run-dir:\n  " + "\n  ".join(shown)
+        )
+
+
+def _describe(info: TensorInfo | None) -> str:
+    return "none" if info is None else f"{info.dtype} of shape {list(info.shape)}"

@@ -1,0 +1,219 @@
+"""Shard files: what a worker writes of a checkpoint, and what a worker reads of one, under any layout.
+
+A shard file is a row of ``torch.save`` archives, one per rectangle, which is the file format of DCP's
+``FileSystemWriter``; workers need neither its planners nor a process group, only plain data goes to the coordinator.
+Both directions touch only the bytes they must: a writer holds one rectangle at a time beyond its pieces, a reader
+opens the rectangles that overlap what it wants, each once, and checks their bytes before it uses them.
+"""
+
+import io
+import math
+import os
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from elaswave.errors import CheckpointError
+from elaswave.state.checkpoint_format import (
+    DTYPE_NAMES,
+    DTYPES,
+    MANIFEST_FILE,
+    SHARD_SUFFIX,
+    Manifest,
+    Piece,
+    WantedPiece,
+    WrittenItem,
+    checksum_of,
+    decode_manifest,
+)
+from elaswave.state.rectangles import decompose_run, run_of_rectangle
+
+MAX_MERGED_ELEMENTS = 1 << 20
+"""Neighbouring pieces are written as one run up to this length: fewer archives, yet cheap to read in part."""
+
+
+def write_shard(folder: Path, shard: str, pieces: Sequence[Piece]) -> list[WrittenItem]:
+    """Writes a worker's pieces of a checkpoint into a new file and syncs it to the disk.
+
+    Safe to call in a background thread as long as nobody changes the pieces' elements.
+
+    Args:
+        folder: the checkpoint's temporary folder, from ``checkpoint.begin_checkpoint``.
+        shard: name of the file without suffix, different for every worker, such as "worker-3".
+        pieces: in any order.
+    Returns:
+        One item per rectangle, for ``checkpoint.commit_checkpoint``.
+    Raises:
+        CheckpointError: the file exists already or cannot be written (disk full, no permission).
+    """
+    assert shard and not set(shard) & set("/\\\0") and not shard.startswith("."), f"{shard!r} is no file name"
+    path = folder / f"{shard}{SHARD_SUFFIX}"
+    items: list[WrittenItem] = []
+    try:
+        with path.open("xb") as file:
+            offset = 0
+            for fqn, shape, start, values in _merged(pieces):
+                position = 0
+                for rectangle in decompose_run(shape, start, len(values)):
+                    num_elements = math.prod(rectangle.sizes)
+                    # A copy of its own: torch.save writes the whole storage that a view belongs to.
+                    part = values[position : position + num_elements].clone().view(rectangle.sizes)
+                    position += num_elements
+                    buffer = io.BytesIO()
+                    torch.save(part, buffer)
+                    data = buffer.getbuffer()
+                    file.write(data)
+                    items.append(
+                        WrittenItem(
+                            fqn=fqn,
+                            offsets=rectangle.offsets,
+                            sizes=rectangle.sizes,
+                            shape=shape,
+                            dtype=DTYPE_NAMES[values.dtype],
+                            relative_path=path.name,
+                            offset=offset,
+                            length=len(data),
+                            checksum=checksum_of(data),
+                        )
+                    )
+                    offset += len(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except FileExistsError as error:
+        raise CheckpointError(f"{path} exists already; every worker needs a shard name of its own") from error
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    return items
+
+
+def read_pieces(folder: Path, wanted: Sequence[WantedPiece]) -> list[torch.Tensor]:
+    """Reads runs of tensors from a committed checkpoint, whoever wrote them and however they were cut.
+
+    Args:
+        folder: the checkpoint's folder.
+        wanted: runs to read, in any order, overlaps allowed.
+    Returns:
+        One new 1-D tensor per wanted run, of the stored element type.
+    Raises:
+        CheckpointError: a tensor is not in the checkpoint or has another shape, or the bytes needed are damaged.
+    """
+    items_of: defaultdict[str, list[tuple[int, int, WrittenItem]]] = defaultdict(list)
+    for item in read_manifest(folder).items:
+        items_of[item.fqn].append((*run_of_rectangle(item.shape, item.offsets, item.sizes), item))
+    for runs in items_of.values():
+        runs.sort(key=lambda run: run[0])
+
+    results: list[torch.Tensor] = []
+    copies: defaultdict[WrittenItem, list[tuple[torch.Tensor, int]]] = defaultdict(list)
+    for piece in wanted:
+        runs = items_of.get(piece.fqn, [])
+        num_elements = math.prod(piece.shape)
+        if num_elements and not runs:
+            raise CheckpointError(f"checkpoint {folder} has no tensor {piece.fqn!r}")
+        if runs and runs[0][2].shape != tuple(piece.shape):
+            raise CheckpointError(
+                f"{piece.fqn!r} has shape {list(runs[0][2].shape)} in checkpoint {folder}, not {list(piece.shape)}"
+            )
+        stop = piece.flat_start + piece.length
+        assert 0 <= piece.flat_start <= stop <= num_elements, f"{piece} is not inside its tensor"
+        result = torch.empty(piece.length, dtype=DTYPES[runs[0][2].dtype] if runs else torch.float32)
+        results.append(result)
+        first = bisect_right(runs, piece.flat_start, key=lambda run: run[0]) - 1
+        for start, length, item in runs[max(first, 0) :]:
+            if start >= stop:
+                break
+            low, high = max(start, piece.flat_start), min(start + length, stop)
+            if low < high:
+                copies[item].append((result[low - piece.flat_start : high - piece.flat_start], low - start))
+
+    for item, elements in read_items(folder, list(copies)):
+        for target, source in copies[item]:
+            target.copy_(elements[source : source + len(target)])
+    return results
+
+
+def read_items(folder: Path, items: Sequence[WrittenItem]) -> Iterator[tuple[WrittenItem, torch.Tensor]]:
+    """Reads rectangles, each after a check of its bytes.
+
+    Args:
+        folder: the checkpoint's folder.
+        items: in any order; they come back file by file, by offset.
+    Returns:
+        Pairs of an item and its elements, 1-D.
+    Raises:
+        CheckpointError: a file cannot be read, or its bytes are damaged.
+    """
+    for item, data in read_item_bytes(folder, items):
+        elements = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True).reshape(-1)
+        assert len(elements) == math.prod(item.sizes) and elements.dtype == DTYPES[item.dtype], item
+        yield item, elements
+
+
+def read_item_bytes(folder: Path, items: Sequence[WrittenItem]) -> Iterator[tuple[WrittenItem, bytes]]:
+    """Like :func:`read_items`, but gives the checked bytes as they stand in the file."""
+    by_file: defaultdict[str, list[WrittenItem]] = defaultdict(list)
+    for item in items:
+        by_file[item.relative_path].append(item)
+    for name in sorted(by_file):
+        path = folder / name
+        try:
+            with path.open("rb") as file:
+                for item in sorted(by_file[name], key=lambda item: item.offset):
+                    file.seek(item.offset)
+                    data = file.read(item.length)
+                    if checksum_of(data) != item.checksum:
+                        raise CheckpointError(
+                            f"{path} is damaged: bytes [{item.offset}, {item.offset + item.length}), a part of "
+                            f"{item.fqn!r}, do not match their checksum"
+                        )
+                    yield item, data
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The checked manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    try:
+        data = (folder / MANIFEST_FILE).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder / MANIFEST_FILE}: {error.strerror}") from error
+    return decode_manifest(data)
+
+
+def cannot_write(path: Path, error: OSError) -> CheckpointError:
+    """The error for a file that cannot be written, such as on a full disk."""
+    return CheckpointError(
+        f"cannot write {path}: {error.strerror}; the checkpoint is given up, earlier ones are untouched "
+        "(free some space, or lower run.keep_checkpoints)"
+    )
+
+
+def _merged(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """The pieces by name and place, neighbours joined up to ``MAX_MERGED_ELEMENTS``."""
+    pending: list[Piece] = []
+    num_pending = 0
+    for piece in sorted(pieces, key=lambda piece: (piece.fqn, piece.flat_start)):
+        values = piece.values
+        assert values.dim() == 1 and values.is_cpu and values.dtype in DTYPE_NAMES, f"{piece.fqn}: {values.shape}"
+        if pending:
+            first = pending[0]
+            adjacent = (piece.fqn, piece.flat_start) == (first.fqn, first.flat_start + num_pending)
+            if not adjacent or num_pending + len(values) > MAX_MERGED_ELEMENTS:
+                yield _joined(pending)
+                pending, num_pending = [], 0
+        pending.append(piece)
+        num_pending += len(values)
+    if pending:
+        yield _joined(pending)
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    fqn, shape, start, values = pieces[0]
+    return Piece(fqn, tuple(shape), start, torch.cat([piece.values for piece in pieces]) if len(pieces) > 1 else values)
