@@ -1,0 +1,328 @@
+"""``elaswave inspect RUN`` and ``elaswave inspect diff RUN_A RUN_B``: what a run did, and whether two did the same.
+
+Output is plain text without drawn frames, so that it reads well in logs, pipes and screen readers; a table that is
+wider than the terminal is printed as one short paragraph per row instead, so nothing is cut off.
+"""
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from elaswave.observability.compare import Comparison, compare_results
+from elaswave.observability.progress import format_loss, format_rate, sparkline, writes_unicode
+from elaswave.observability.result import from_json_float, read_digests, read_result
+from elaswave.observability.summary import RunSummary, StageSummary, WorkerSummary, summarize
+
+_FALLBACK_WIDTH = 100
+"""Columns when the output is no terminal and COLUMNS is not set."""
+
+
+class _InspectGroup(click.Group):
+    """A group whose first argument may be a run folder: anything but the name of a subcommand is one."""
+
+    _DEFAULT = "run"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        position = next((index for index, arg in enumerate(args) if not arg.startswith("-")), None)
+        if position is not None and args[position] in self.commands and args[position] != self._DEFAULT:
+            args = [args[position], *args[:position], *args[position + 1 :]]
+        elif args and "--help" not in args:
+            args = [self._DEFAULT, *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(
+    name="inspect",
+    cls=_InspectGroup,
+    subcommand_metavar="RUN | diff RUN_A RUN_B",
+    short_help="Look into a run folder, or compare two.",
+)
+def inspect_group() -> None:
+    """Look into the folder of a run, finished or still going on, or compare two runs.
+
+    \b
+    elaswave inspect RUN [--json]               layout, timings, losses, recoveries
+    elaswave inspect diff RUN_A RUN_B [--json]  exit 0 if both are the same computation, else 1
+
+    Write ./diff for a run folder that is called diff.
+    """
+
+
+@inspect_group.command(name="run", hidden=True)
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def inspect_run(run: Path, as_json: bool) -> None:
+    """Show what a run did: layout, timings, losses, recoveries, checkpoints."""
+    summary = summarize(run)
+    if as_json:
+        _echo_json(summary)
+        return
+    click.echo("\n".join(render_summary(summary, _width(), ascii_only=not writes_unicode(sys.stdout))))
+
+
+@inspect_group.command(name="diff")
+@click.argument("run_a", type=click.Path(path_type=Path))
+@click.argument("run_b", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def inspect_diff(run_a: Path, run_b: Path, as_json: bool) -> None:
+    """Compare two runs: exit code 0 if they are the same computation, else 1.
+
+    They are exactly if all losses and the digest of the final state are equal. Otherwise the first differing step
+    and tensor are named.
+    """
+    results = read_result(run_a), read_result(run_b)
+    comparison = compare_results(*results, read_digests(run_a), read_digests(run_b))
+    if as_json:
+        _echo_json(comparison)
+    else:
+        click.echo("\n".join(render_comparison(comparison, run_a, run_b, _width())))
+    if not comparison.same:
+        sys.exit(1)
+
+
+def _echo_json(document: msgspec.Struct) -> None:
+    click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
+
+
+def _width() -> int:
+    """Columns to use: those of the terminal, or COLUMNS, less one so that no terminal wraps."""
+    return max(20, shutil.get_terminal_size((_FALLBACK_WIDTH + 1, 24)).columns - 1)
+
+
+# ---------------------------------------------------------------------------------------------------------- rendering
+
+
+def render_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """A table as lines of text: columns if they fit, else one paragraph per row.
+
+    Args:
+        header: name of each column.
+        rows: the cells; a column of numbers is aligned to the right.
+        width: columns of the terminal.
+    Returns:
+        The lines, none wider than ``width`` unless a single word is.
+    """
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    if sum(widths) + 2 * (len(widths) - 1) <= width:
+        numeric = [all(row[column][:1] in "0123456789-" for row in rows) for column in range(len(header))]
+        return [
+            "  ".join(
+                cell.rjust(size) if right else cell.ljust(size)
+                for cell, size, right in zip(line, widths, numeric, strict=True)
+            ).rstrip()
+            for line in [header, *rows]
+        ]
+    lines: list[str] = []
+    for row in rows:
+        cells = [f"{name} {cell}" for name, cell in zip(header, row, strict=True) if cell != "-"]
+        lines += _wrap("; ".join(cells), width)
+    return lines
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """Text broken between words, continued lines indented by two."""
+    return textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def format_bytes(num_bytes: int | None) -> str:
+    """A size for people, in powers of 1024; "-" if unknown."""
+    if num_bytes is None:
+        return "-"
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def render_summary(summary: RunSummary, width: int, *, ascii_only: bool = False) -> list[str]:
+    """What ``elaswave inspect RUN`` prints.
+
+    Args:
+        summary: what the run folder tells.
+        width: columns of the terminal.
+        ascii_only: for terminals without block characters.
+    """
+    lines = _wrap(_headline(summary), width)
+    lines += _loss_lines(summary, width, ascii_only=ascii_only)
+    lines += _layout_lines(summary, width)
+    lines += _timing_lines(summary, width)
+    lines += _event_lines(summary, width)
+    if summary.state_digest is not None:
+        lines += ["", f"state digest {summary.state_digest}"]
+    return lines
+
+
+def _headline(summary: RunSummary) -> str:
+    steps = f"{summary.steps} steps"
+    if summary.total_steps is not None:
+        steps = f"{summary.steps} of {summary.total_steps} steps"
+    text = f"run {summary.run_dir}: {summary.status}, {steps}"
+    if summary.status == "unfinished" and summary.last_event_time is not None:
+        text += f" (still running, or ended without a word; last event at {summary.last_event_time})"
+    return text
+
+
+def _loss_lines(summary: RunSummary, width: int, *, ascii_only: bool) -> list[str]:
+    if not summary.losses:
+        return []
+    steps = sorted(summary.losses)
+    losses = [from_json_float(summary.losses[step]) for step in steps]
+    text = f"loss first {format_loss(losses[0])}, last {format_loss(losses[-1])}"
+    finite = [(loss, step) for loss, step in zip(losses, steps, strict=True) if abs(loss) < float("inf")]
+    if finite:
+        lowest, step = min(finite)
+        text += f", lowest {format_loss(lowest)} at step {step}"
+    lines = ["", *_wrap(text, width), sparkline(losses, min(width, 80), ascii_only=ascii_only)]
+    if summary.val_losses:
+        step = max(summary.val_losses)
+        values = [from_json_float(loss) for loss in summary.val_losses.values()]
+        text = f"validation loss last {format_loss(values[-1])} at step {step}, {len(values)} evaluations"
+        lines += _wrap(text, width)
+    return lines
+
+
+def _layout_lines(summary: RunSummary, width: int) -> list[str]:
+    if not summary.epochs:
+        return []
+    lines = [""]
+    for record in summary.epochs:
+        text = f"layout {record.layout.describe()}, epoch {record.epoch}, from step {record.first_step}"
+        lines += _wrap(f"{text}: {record.reason}", width)
+    header = ["stage", "workers", "layers", "parameters", "names"]
+    lines += ["", *render_table(*_without_empty(header, [_stage_row(stage) for stage in summary.stages]), width)]
+    header = ["worker", "stage", "micro-batches", "owns", "follows", "optimizer", "peak memory"]
+    lines += ["", *render_table(*_without_empty(header, [_worker_row(worker) for worker in summary.workers]), width)]
+    return lines
+
+
+def _without_empty(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Leaves out columns about which nothing is known."""
+    kept = [column for column in range(len(header)) if any(row[column] != "-" for row in rows)]
+    return [header[column] for column in kept], [[row[column] for column in kept] for row in rows]
+
+
+def _stage_row(stage: StageSummary) -> list[str]:
+    names = [stage.layer_names[0], stage.layer_names[-1]] if stage.layer_names else []
+    return [
+        str(stage.stage),
+        " ".join(map(str, stage.workers)),
+        f"{stage.start} to {stage.stop - 1}" if stage.stop - stage.start > 1 else str(stage.start),
+        f"{stage.num_parameters:,}" if stage.num_parameters is not None else "-",
+        " to ".join(dict.fromkeys(names)) or "-",
+    ]
+
+
+def _worker_row(worker: WorkerSummary) -> list[str]:
+    held = worker.holdings
+    return [
+        str(worker.worker),
+        str(worker.stage),
+        str(worker.num_microbatches),
+        f"{held.num_owned_parameters:,} in {held.num_owned_blocks} blocks" if held is not None else "-",
+        f"{held.num_followed_parameters:,} in {held.num_followed_blocks} blocks" if held is not None else "-",
+        format_bytes(worker.optimizer_bytes),
+        format_bytes(worker.peak_bytes),
+    ]
+
+
+def _timing_lines(summary: RunSummary, width: int) -> list[str]:
+    lines: list[str] = []
+    timings = summary.timings
+    if timings is not None:
+        text = (
+            f"step mean {_seconds(timings.mean_s)}, median {_seconds(timings.median_s)}, slowest "
+            f"{_seconds(timings.slowest_s)}, over {timings.num_steps} steps"
+        )
+        lines += _wrap(text, width)
+        if timings.phases_s:
+            phases = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in timings.phases_s.items())
+            lines += _wrap(f"phases of a step, mean: {phases}", width)
+    facts = []
+    if summary.throughput_tokens_per_s is not None:
+        facts.append(format_rate(summary.throughput_tokens_per_s))
+    if summary.start_up_s is not None:
+        facts.append(f"start-up {_seconds(summary.start_up_s)}")
+    if summary.duration_s is not None:
+        facts.append(f"whole run {_seconds(summary.duration_s)}")
+    if facts:
+        lines += _wrap(", ".join(facts), width)
+    return ["", *lines] if lines else []
+
+
+def _event_lines(summary: RunSummary, width: int) -> list[str]:
+    lines: list[str] = []
+    if summary.recoveries:
+        header = ["event", "worker", "step", "phase", "detected by", "outcome", "total"]
+        rows = [
+            [
+                recovery.kind,
+                "-" if recovery.worker is None else str(recovery.worker),
+                str(recovery.step),
+                recovery.phase,
+                recovery.detected_by or "-",
+                recovery.outcome,
+                _seconds(recovery.total_s),
+            ]
+            for recovery in summary.recoveries
+        ]
+        lines += ["", *render_table(header, rows, width)]
+    if summary.checkpoints:
+        rows = [
+            [str(point.step), point.path, format_bytes(point.num_bytes), _seconds(point.duration_s)]
+            for point in summary.checkpoints
+        ]
+        lines += ["", *render_table(["checkpoint after step", "folder", "size", "took"], rows, width)]
+    notes = [f"step {event.step} skipped: {event.reason}" for event in summary.skipped]
+    notes += [f"error: {event.message}" for event in summary.errors]
+    for note in notes:
+        lines += _wrap(note, width)
+    return lines
+
+
+def render_comparison(comparison: Comparison, run_a: Path, run_b: Path, width: int) -> list[str]:
+    """What ``elaswave inspect diff`` prints.
+
+    Args:
+        comparison: what was found.
+        run_a, run_b: the run folders, as the person called them.
+        width: columns of the terminal.
+    """
+    lines = _wrap(comparison.summary, width)
+    if comparison.same:
+        return [*lines, f"state digest {comparison.state_digests[0]}"]
+    step, tensor = comparison.first_differing_step, comparison.first_differing_tensor
+    if step is not None:
+        lines += _pair(f"loss of step {step.step}", run_a, run_b, step.losses)
+    if comparison.steps[0] == comparison.steps[1] and comparison.state_digests[0] != comparison.state_digests[1]:
+        lines += _pair("state digest", run_a, run_b, comparison.state_digests)
+        if tensor is not None:
+            lines += _pair(f"digest of {tensor.name}", run_a, run_b, tensor.digests)
+            lines += [f"{comparison.num_differing_tensors} tensors differ"]
+        else:
+            lines += _wrap("which tensor differs cannot be told: a run has no digests.json of its own state", width)
+    if comparison.differing_config:
+        lines += ["", "configuration:"]
+        for key, (value_a, value_b) in comparison.differing_config.items():
+            lines += _wrap(f"{key}: {_toml(value_a)} against {_toml(value_b)}", width)
+    return lines
+
+
+def _pair(what: str, run_a: Path, run_b: Path, values: tuple[Any, Any]) -> list[str]:
+    first, second = ("none" if value is None else value for value in values)
+    return ["", f"{what}:", f"  {first}  {run_a}", f"  {second}  {run_b}"]
+
+
+def _toml(value: Any) -> str:
+    return "unset" if value is None else msgspec.json.encode(value).decode()

@@ -1,0 +1,256 @@
+"""What a run folder tells about its run: one value that ``elaswave inspect`` prints, for people or as JSON.
+
+Works on a run that is still going on, from its event log alone; once there is a result, the result's word counts.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from elaswave.observability.events import (
+    AnyEvent,
+    CheckpointWritten,
+    ErrorRaised,
+    Evaluated,
+    Holdings,
+    LayoutChosen,
+    Recovered,
+    RunFinished,
+    RunStarted,
+    StepCommitted,
+    StepSkipped,
+    read_events,
+)
+from elaswave.observability.result import (
+    EVENTS_FILE,
+    RESULT_FILE,
+    CheckpointRecord,
+    EpochRecord,
+    JsonFloat,
+    Recovery,
+    Result,
+    check_run_folder,
+    read_result,
+)
+from elaswave.types import Layout
+
+NUM_WARM_UP_STEPS = 3
+"""Steps of a process that are left out of its timings, as in the result's throughput."""
+
+
+class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage of the latest layout."""
+
+    stage: int
+    start: int
+    """First layer."""
+    stop: int
+    """One past the last layer."""
+    layer_names: list[str]
+    """Empty if the log does not tell."""
+    num_parameters: int | None
+    workers: list[int]
+
+
+class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of the latest layout; None for what the run folder does not tell."""
+
+    worker: int
+    stage: int
+    num_microbatches: int
+    """Micro-batches of a step that run on it."""
+    holdings: Holdings | None
+    optimizer_bytes: int | None
+    peak_bytes: int | None
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds per step of the latest process, its first three steps left out."""
+
+    num_steps: int
+    """How many steps were measured."""
+    mean_s: float
+    median_s: float
+    slowest_s: float
+    phases_s: dict[str, float]
+    """Mean of each phase over the steps that tell; empty if none does."""
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that ``elaswave inspect`` shows."""
+
+    run_dir: str
+    status: Literal["finished", "failed", "interrupted", "unfinished"]
+    """"unfinished": no result and no end in the log: still running, or ended without a word."""
+    steps: int
+    """Steps committed so far."""
+    total_steps: int | None
+    """Steps asked for."""
+    last_event_time: str | None
+    """UTC time stamp of the log's last line."""
+    losses: dict[int, JsonFloat]
+    """By step."""
+    val_losses: dict[int, JsonFloat]
+    """By step."""
+    epochs: list[EpochRecord]
+    layout: str | None
+    """Short name of the latest layout."""
+    stages: list[StageSummary]
+    workers: list[WorkerSummary]
+    timings: Timings | None
+    throughput_tokens_per_s: float | None
+    start_up_s: float | None
+    duration_s: float | None
+    recoveries: list[Recovery]
+    checkpoints: list[CheckpointRecord]
+    skipped: list[StepSkipped]
+    errors: list[ErrorRaised]
+    state_digest: str | None
+
+
+def summarize(run_dir: Path) -> RunSummary:
+    """Reads a run folder.
+
+    Raises:
+        RunFolderError: not a run folder, or a damaged file in it.
+    """
+    check_run_folder(run_dir)
+    result = read_result(run_dir) if (run_dir / RESULT_FILE).exists() else None
+    events = read_events(run_dir / EVENTS_FILE) if (run_dir / EVENTS_FILE).exists() else []
+    return build_summary(str(run_dir), result, events)
+
+
+def build_summary(run_dir: str, result: Result | None, events: Sequence[AnyEvent]) -> RunSummary:
+    """Puts a result and a log together; either may be missing. Pure.
+
+    Args:
+        run_dir: what to call the run.
+        result: its result, if it has one.
+        events: its log, in order.
+    """
+    # A resumed run goes on in the same log: what the earlier process did after the checkpoint did not count.
+    losses: dict[int, JsonFloat] = {}
+    val_losses: dict[int, JsonFloat] = {}
+    for event in events:
+        if isinstance(event, RunStarted):
+            carried = dict(enumerate(event.losses, start=1))
+            kept = {step: loss for step, loss in losses.items() if step < event.first_step}
+            losses = kept | carried
+            val_losses = {step: loss for step, loss in val_losses.items() if step < event.first_step}
+        elif isinstance(event, StepCommitted):
+            losses[event.step] = event.loss
+        elif isinstance(event, StepSkipped):
+            losses.setdefault(event.step, "nan")
+        elif isinstance(event, Evaluated):
+            val_losses[event.step] = event.loss
+    starts = [index for index, event in enumerate(events) if isinstance(event, RunStarted)]
+    latest = events[starts[-1] :] if starts else events
+    started = next((event for event in latest if isinstance(event, RunStarted)), None)
+    ended = next((event for event in reversed(latest) if isinstance(event, RunFinished)), None)
+    chosen = [event for event in latest if isinstance(event, LayoutChosen)]
+    steps = [event for event in latest if isinstance(event, StepCommitted)]
+    measured = steps[NUM_WARM_UP_STEPS:]
+    if result is not None:
+        losses = dict(enumerate(result.losses, start=1))
+        val_losses = dict(zip(result.val_steps, result.val_losses, strict=True))
+    epochs = (
+        result.epochs
+        if result is not None
+        else [
+            EpochRecord(epoch=event.epoch, layout=event.layout, reason=event.reason, first_step=event.first_step)
+            for event in chosen
+        ]
+    )
+    layout = epochs[-1].layout if epochs else None
+    described = next((event for event in reversed(chosen) if event.layout == layout), None)
+    return RunSummary(
+        run_dir=run_dir,
+        status="finished" if result is not None else ended.outcome if ended is not None else "unfinished",
+        steps=result.steps if result is not None else max(losses, default=0),
+        total_steps=started.total_steps if started is not None else None,
+        last_event_time=events[-1].time if events else None,
+        losses=losses,
+        val_losses=val_losses,
+        epochs=epochs,
+        layout=layout.describe() if layout is not None else None,
+        stages=_stages(layout, described) if layout is not None else [],
+        workers=_workers(layout, described, result) if layout is not None else [],
+        timings=_timings(measured),
+        throughput_tokens_per_s=result.throughput_tokens_per_s if result is not None else _throughput(measured),
+        start_up_s=result.start_up_s if result is not None else None,
+        duration_s=result.duration_s if result is not None else latest[-1].elapsed_s if latest else None,
+        recoveries=result.recoveries if result is not None else _recoveries(events),
+        checkpoints=result.checkpoints if result is not None else _checkpoints(events),
+        skipped=[event for event in events if isinstance(event, StepSkipped)],
+        errors=[event for event in latest if isinstance(event, ErrorRaised)],
+        state_digest=result.state_digest if result is not None else None,
+    )
+
+
+def _recoveries(events: Sequence[AnyEvent]) -> list[Recovery]:
+    return [event.recovery for event in events if isinstance(event, Recovered)]
+
+
+def _checkpoints(events: Sequence[AnyEvent]) -> list[CheckpointRecord]:
+    return [event.checkpoint for event in events if isinstance(event, CheckpointWritten)]
+
+
+def _stages(layout: Layout, described: LayoutChosen | None) -> list[StageSummary]:
+    names = described.layer_names if described is not None else []
+    parameters = described.layer_parameters if described is not None else []
+    return [
+        StageSummary(
+            stage=index,
+            start=stage.start,
+            stop=stage.stop,
+            layer_names=names[stage.start : stage.stop],
+            num_parameters=sum(parameters[stage.start : stage.stop]) if parameters else None,
+            workers=list(stage.workers),
+        )
+        for index, stage in enumerate(layout.stages)
+    ]
+
+
+def _workers(layout: Layout, described: LayoutChosen | None, result: Result | None) -> list[WorkerSummary]:
+    counts = Counter(worker for route in layout.routes for worker in {hop.worker for hop in route})
+    holdings = described.holdings if described is not None else {}
+    memory = result.memory if result is not None else {}
+    return [
+        WorkerSummary(
+            worker=worker,
+            stage=index,
+            num_microbatches=counts[worker],
+            holdings=holdings.get(worker),
+            optimizer_bytes=memory[worker].optimizer_bytes if worker in memory else None,
+            peak_bytes=memory[worker].peak_bytes if worker in memory else None,
+        )
+        for index, stage in enumerate(layout.stages)
+        for worker in stage.workers
+    ]
+
+
+def _timings(steps: Sequence[StepCommitted]) -> Timings | None:
+    if not steps:
+        return None
+    durations_s = [event.duration_s for event in steps]
+    phases: dict[str, list[float]] = {}
+    for event in steps:
+        for name, seconds in event.phases_s.items():
+            phases.setdefault(name, []).append(seconds)
+    return Timings(
+        num_steps=len(steps),
+        mean_s=statistics.fmean(durations_s),
+        median_s=statistics.median(durations_s),
+        slowest_s=max(durations_s),
+        phases_s={name: statistics.fmean(seconds) for name, seconds in phases.items()},
+    )
+
+
+def _throughput(steps: Sequence[StepCommitted]) -> float | None:
+    """Tokens per second over all the steps, from their own rates."""
+    seconds = sum(event.duration_s for event in steps)
+    return sum(event.tokens_per_s * event.duration_s for event in steps) / seconds if seconds > 0 else None
