@@ -1,0 +1,167 @@
+"""Reads a configuration: defaults, then a saved one, then a TOML file, then ``--set``, the later the stronger.
+
+All problems of all sources are found and raised together. Only the TOML file is read here; no environment, no clock.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from elaswave.config.checks import check_values, shown, unknown_section
+from elaswave.config.rules import SHAPE_KEYS, broken_rules
+from elaswave.config.schema import SECTIONS, Config
+from elaswave.errors import ConfigError
+from elaswave.planning.layout import resolve_widths
+
+BUILT_IN_SOURCES = ("python-docs",)
+"""Values of ``data.source`` that are not paths."""
+
+Values = dict[str, Any]
+"""What a file holds: tables by name, and anything else that a person may have written."""
+
+
+def load_config(
+    path: Path | None = None,
+    overrides: Sequence[str] = (),
+    workers: int | None = None,
+    *,
+    base: Config | None = None,
+) -> Config:
+    """The resolved configuration of a run.
+
+    Args:
+        path: a TOML file; None for none.
+        overrides: texts ``section.key=value``; the value is read as TOML, and as a string where it is none.
+        workers: number of workers that the layout must have; decides the layout where none is given.
+        base: what takes the place of the defaults, such as the configuration of the run that is resumed. Its layout
+            counts only where none of the other arguments says anything about the layout.
+    Returns:
+        A valid configuration whose layout is written out and whose ``data.source`` does not depend on the folder that
+        the command was started in.
+    Raises:
+        ConfigError: lists every problem.
+    """
+    problems: list[str] = []
+    sources: list[Values] = []
+    if path is not None:
+        sources.append(_read_toml(path))
+    sources.append(_parse_overrides(overrides, problems))
+
+    values: Values = base.to_dict() if base is not None else {}
+    if workers is not None:
+        _forget(values, "stages", "replicas", "widths", "layers")
+    for source in sources:
+        _merge(values, source)
+    return build_config(values, workers=workers, problems=problems)
+
+
+def build_config(values: Mapping[str, Any], *, workers: int | None = None, problems: Sequence[str] = ()) -> Config:
+    """The resolved configuration with these values.
+
+    Args:
+        values: values by key, by section; what is missing takes its default.
+        workers: number of workers that the layout must have; decides the layout where none is given.
+        problems: what is known to be wrong already.
+    Raises:
+        ConfigError: lists every problem.
+    """
+    found = list(problems)
+    sections: dict[str, dict[str, Any]] = {}
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in SECTIONS:
+            found.append(unknown_section(name, value, SECTIONS))
+        elif not isinstance(value, Mapping):
+            found.append(f"{name}: got {shown(value)}, expected a table of keys, [{name}]")
+    for name, struct in SECTIONS.items():
+        given = values.get(name)
+        given = given if isinstance(given, Mapping) else {}
+        sections[name], bad = check_values(name, struct, given)
+        found += bad
+        if name == "data" and "source" in sections[name]:
+            sections[name]["source"] = _absolute(sections[name]["source"])
+        defaults = {field.name: field.default for field in msgspec.structs.fields(struct) if field.name not in given}
+        flat |= {f"{name}.{key}": value for key, value in (defaults | sections[name]).items()}
+
+    if all(key in flat for key in SHAPE_KEYS):
+        stages, replicas, widths = (flat[key] for key in SHAPE_KEYS)
+        try:
+            widths = resolve_widths(stages, replicas, widths, workers)
+            flat |= {"layout.stages": None, "layout.replicas": None, "layout.widths": widths}
+        except ConfigError as error:
+            found += error.problems
+            for key in SHAPE_KEYS:
+                del flat[key]
+    found += broken_rules(flat)
+    if found:
+        raise ConfigError(found)
+    config = Config(**{name: struct(**sections[name]) for name, struct in SECTIONS.items()})  # type: ignore[arg-type]
+    return config.resolve(workers)
+
+
+def _read_toml(path: Path) -> Values:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        # "Expected '=' after a key in a key/value pair (at line 3, column 7)"
+        message, _, place = str(error).partition(" (at ")
+        line = re.search(r"line (\d+)", place)
+        where = f"{path}, line {line.group(1)}" if line else f"{path}, at its end"
+        raise ConfigError([f"{where}: this is not TOML: {message}"]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: byte {error.start} is not UTF-8; a configuration is a text file"]) from error
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}; give the path of a TOML file"]) from error
+
+
+def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> Values:
+    values: Values = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        section, dot, name = key.strip().partition(".")
+        if not equals or not dot or not section or not name:
+            homes = [home for home, struct in SECTIONS.items() if section in struct.__struct_fields__]
+            example = f"{homes[0]}.{section}={text.strip()}" if homes and equals else "optimizer.lr=1e-3"
+            problems.append(f"--set {override}: expected section.key=value, such as --set {example}")
+            continue
+        values.setdefault(section, {})[name] = _parse_value(text.strip())
+    return values
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    # A text of several lines could have smuggled in more keys.
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _merge(values: Values, source: Values) -> None:
+    """Lays a source over the values. A layout in the other of the two forms replaces the one that was there."""
+    layout = source.get("layout")
+    if isinstance(layout, Mapping):
+        if "widths" in layout:
+            _forget(values, "stages", "replicas", "layers")
+        if "stages" in layout or "replicas" in layout:
+            _forget(values, "widths", "layers")
+    for name, table in source.items():
+        if isinstance(table, Mapping) and isinstance(values.get(name, {}), Mapping):
+            values[name] = {**values.get(name, {}), **table}
+        else:
+            values[name] = table
+
+
+def _forget(values: Values, *layout_keys: str) -> None:
+    layout = values.get("layout")
+    if isinstance(layout, Mapping):
+        values["layout"] = {key: value for key, value in layout.items() if key not in layout_keys}
+
+
+def _absolute(source: str) -> str:
+    return source if source in BUILT_IN_SOURCES else os.path.abspath(os.path.expanduser(source))

@@ -1,0 +1,141 @@
+"""The rules between keys: which values do not go together.
+
+Each rule names the keys that it reads and is skipped when one of them is bad in itself, so that every problem of a
+configuration is listed and none is listed only because of another.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from elaswave.errors import ConfigError
+from elaswave.planning.layout import layout_problems, resolve_widths
+
+ROWS_MIN = 4
+"""Fewest rows of a matrix product: with fewer, kernels round differently at different addresses."""
+
+SHAPE_KEYS = ("layout.stages", "layout.replicas", "layout.widths")
+"""The keys that decide how many workers each stage has; ``widths``, without a dot, stands for the result."""
+
+
+class Rule(NamedTuple):
+    """One rule: the keys that it reads, and what is wrong with their values, or None."""
+
+    keys: tuple[str, ...]
+    check: Callable[..., str | None]
+
+
+def broken_rules(values: Mapping[str, Any]) -> list[str]:
+    """Judges values together.
+
+    Args:
+        values: by dotted key; every value is good in itself. Rules whose keys are not all there are skipped.
+    Returns:
+        One line for every rule that is broken.
+    """
+    known = dict(values)
+    problems = _resolve_shape(known)
+    for rule in RULES:
+        if all(key in known for key in rule.keys):
+            problem = rule.check(*(known[key] for key in rule.keys))
+            if problem is not None:
+                problems.append(problem)
+    return problems + _impossible_layout(known)
+
+
+def _resolve_shape(known: dict[str, Any]) -> list[str]:
+    """Adds "widths" to the known values, if a shape is given and makes sense."""
+    if not all(key in known for key in SHAPE_KEYS):
+        return []
+    stages, replicas, widths = (known[key] for key in SHAPE_KEYS)
+    if stages is replicas is widths is None:
+        # The layout is decided later, when the number of workers is known.
+        return []
+    try:
+        known["widths"] = resolve_widths(stages, replicas, widths, None)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def _impossible_layout(known: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the layout for this model and batch; what is not known is taken to fit."""
+    if "widths" not in known or not {"model.num_layers", "batch.num_microbatches"} & known.keys():
+        return []
+    widths, layers = known["widths"], known.get("layout.layers")
+    fitting_num_layers = max(len(widths), sum(layers or ()))
+    return layout_problems(
+        widths,
+        num_layers=known["model.num_layers"] + 2 if "model.num_layers" in known else fitting_num_layers,
+        num_microbatches=known.get("batch.num_microbatches", max(widths)),
+        layers_per_stage=layers,
+    )
+
+
+def _heads_divide_width(width: int, num_heads: int) -> str | None:
+    if width % num_heads:
+        return f"model.num_heads: {num_heads} heads do not divide model.width = {width}"
+    return None
+
+
+def _kv_heads_divide_heads(family: str, num_heads: int, num_kv_heads: int | None) -> str | None:
+    if num_kv_heads is None:
+        return None
+    if family != "llama":
+        return f'model.num_kv_heads: only llama has grouped queries, not model.family = "{family}"; leave it out'
+    if num_heads % num_kv_heads:
+        return f"model.num_kv_heads: {num_kv_heads} heads do not divide model.num_heads = {num_heads}"
+    return None
+
+
+def _hidden_size_is_llamas(family: str, hidden_size: int | None) -> str | None:
+    if hidden_size is not None and family != "llama":
+        return f'model.hidden_size: fixed at 4 x model.width for model.family = "{family}"; leave it out'
+    return None
+
+
+def _rotary_pairs(family: str, width: int, num_heads: int) -> str | None:
+    if family == "llama" and width % num_heads == 0 and width // num_heads % 2:
+        return (
+            f"model.width: {width // num_heads} elements per head ({width} / {num_heads}) is odd; "
+            "rotary positions turn pairs of elements"
+        )
+    return None
+
+
+def _enough_rows(microbatch_size: int, context_length: int) -> str | None:
+    if microbatch_size * context_length < ROWS_MIN:
+        return (
+            f"batch.microbatch_size: {microbatch_size} samples of model.context_length = {context_length} tokens are "
+            f"fewer than {ROWS_MIN} rows, too few for equal bits at any address"
+        )
+    return None
+
+
+def _bin_needs_vocabulary(source: str, vocab_size: int | None) -> str | None:
+    if source.endswith(".bin") and vocab_size is None:
+        return f"data.vocab_size: unset, but {source} holds tokens, not bytes; give the number of different tokens"
+    return None
+
+
+def _evaluation_needs_tokens(eval_every: int, validation_fraction: float) -> str | None:
+    if eval_every and not validation_fraction:
+        return f"data.validation_fraction: 0 leaves nothing to evaluate; set it, or run.eval_every = {eval_every} to 0"
+    return None
+
+
+def _enough_workers(min_workers: int, widths: tuple[int, ...]) -> str | None:
+    if min_workers > sum(widths):
+        return f"elastic.min_workers: {min_workers} is more than the {sum(widths)} workers of the layout"
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(("model.width", "model.num_heads"), _heads_divide_width),
+    Rule(("model.family", "model.num_heads", "model.num_kv_heads"), _kv_heads_divide_heads),
+    Rule(("model.family", "model.hidden_size"), _hidden_size_is_llamas),
+    Rule(("model.family", "model.width", "model.num_heads"), _rotary_pairs),
+    Rule(("batch.microbatch_size", "model.context_length"), _enough_rows),
+    Rule(("data.source", "data.vocab_size"), _bin_needs_vocabulary),
+    Rule(("run.eval_every", "data.validation_fraction"), _evaluation_needs_tokens),
+    Rule(("elastic.min_workers", "widths"), _enough_workers),
+)

@@ -1,0 +1,281 @@
+"""The sections of a run's configuration and their keys: types, ranges, defaults, meaning.
+
+Every struct is frozen, takes keywords only and checks itself when it is made, from a file or in Python: a
+configuration object that exists is valid. Rules between keys stand in ``rules``. ``None`` means unset; it is never
+written to a file. This module reads no file and no environment.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from elaswave.config.checks import check_values, shown
+from elaswave.config.costs import layer_costs
+from elaswave.config.rules import broken_rules
+from elaswave.config.toml import toml_document
+from elaswave.errors import ConfigError
+from elaswave.planning.layout import partition_layers, resolve_widths
+
+Count = Annotated[int, Meta(ge=1)]
+CountOrZero = Annotated[int, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+FractionBelowOne = Annotated[float, Meta(ge=0, lt=1)]
+NonNegative = Annotated[float, Meta(ge=0)]
+
+VOCABULARY_OF_BYTES = 256
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all sections: checks every field when it is made, then the rules between its own keys."""
+
+    section: ClassVar[str]
+    """Name of the section, as in the file."""
+
+    def __post_init__(self) -> None:
+        """Checks the section.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        good, problems = check_values(self.section, type(self), msgspec.structs.asdict(self))
+        problems += broken_rules({f"{self.section}.{key}": value for key, value in good.items()})
+        if problems:
+            raise ConfigError(problems)
+        for key, value in good.items():
+            # The same value in the field's own type: a tuple for a list, 1.0 for 1.
+            msgspec.structs.force_setattr(self, key, value)
+
+
+class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The model: embedding, ``num_layers`` transformer blocks and a head, each a layer of the pipeline."""
+
+    section: ClassVar[str] = "model"
+
+    family: Literal["gpt", "llama"] = "gpt"
+    """``gpt``: learned positions, LayerNorm, GELU. ``llama``: rotary positions, RMSNorm, SwiGLU, grouped queries."""
+    num_layers: Annotated[int, Meta(ge=1, le=1024)] = 4
+    """Number of transformer blocks; embedding and head are two layers more."""
+    width: Count = 128
+    """Length of the vector that stands for a token."""
+    num_heads: Count = 4
+    """Number of attention heads; divides ``width``."""
+    num_kv_heads: Count | None = None
+    """llama: number of heads of keys and values, divides ``num_heads``; unset: as many as ``num_heads``."""
+    hidden_size: Count | None = None
+    """llama: width inside the feed-forward part; unset: the family's rule."""
+    rope_theta: Annotated[float, Meta(gt=0)] = 10000.0
+    """llama: base of the rotary positions' wavelengths."""
+    context_length: Count = 64
+    """Number of tokens of a sample."""
+    dropout: FractionBelowOne = 0.1
+    """Share of activations that are dropped while training."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of parameters and activations; the masters that the optimizer updates are float32 always."""
+    recompute: bool = False
+    """Run a block's forward pass again in the backward pass instead of keeping its activations: less memory, more
+    time, the same bits."""
+
+
+class DataConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the tokens come from."""
+
+    section: ClassVar[str] = "data"
+
+    source: Annotated[str, Meta(min_length=1)] = "python-docs"
+    """``python-docs`` (the text of Python's own documentation), the path of a text file that is read as bytes, or the
+    path of a ``.bin`` file of uint16 tokens."""
+    vocab_size: Annotated[int, Meta(ge=2, le=65536)] | None = None
+    """Number of different tokens; unset: 256, one for each byte. A ``.bin`` file needs it."""
+    validation_fraction: FractionBelowOne = 0.1
+    """Share of the tokens, at the end of the source, that is kept for evaluation."""
+
+    @property
+    def resolved_vocab_size(self) -> int:
+        """The vocabulary's size, given or by the rule."""
+        return VOCABULARY_OF_BYTES if self.vocab_size is None else self.vocab_size
+
+
+class BatchConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The global batch: always the same list of micro-batches, whoever runs them."""
+
+    section: ClassVar[str] = "batch"
+
+    num_microbatches: Annotated[int, Meta(ge=1, le=65536)] = 8
+    """Number of micro-batches of a step, over all workers."""
+    microbatch_size: Count = 8
+    """Number of samples of a micro-batch."""
+
+
+class LayoutConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who runs what. ``stages`` with ``replicas``, or ``widths``; nothing given: 2 stages x 2 replicas."""
+
+    section: ClassVar[str] = "layout"
+
+    stages: Annotated[int, Meta(ge=1, le=4096)] | None = None
+    """Number of pipeline stages; goes with ``replicas``."""
+    replicas: Annotated[int, Meta(ge=1, le=4096)] | None = None
+    """Number of workers of each stage; goes with ``stages``."""
+    widths: Annotated[tuple[Count, ...], Meta(min_length=1)] | None = None
+    """Number of workers of each stage, stage by stage: ``[1, 3]``."""
+    layers: Annotated[tuple[Count, ...], Meta(min_length=1)] | None = None
+    """Number of layers of each stage, embedding and head included; unset: balanced by their estimated cost."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order of forward and backward passes: ``1f1b`` needs less memory; the bits are the same."""
+
+
+class OptimizerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How gradients become updates. Keys of the other algorithm, or of the other schedule, are not used."""
+
+    section: ClassVar[str] = "optimizer"
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """``adamw``: Adam with decoupled weight decay. ``sgd``: with momentum; weight decay is added to the gradient."""
+    lr: NonNegative = 2e-3
+    """Largest learning rate, reached at the end of the warm-up."""
+    betas: tuple[FractionBelowOne, FractionBelowOne] = (0.9, 0.95)
+    """adamw: how much of the averages of gradient and squared gradient each step keeps."""
+    eps: Annotated[float, Meta(gt=0)] = 1e-8
+    """adamw: added to the denominator."""
+    weight_decay: NonNegative = 0.1
+    """Decay of the parameters that the model marks for it (matrices, not biases and norms)."""
+    momentum: FractionBelowOne = 0.9
+    """sgd: how much of the running gradient each step keeps."""
+    grad_clip: NonNegative = 1.0
+    """Largest norm of the whole gradient; a longer one is scaled down to it. 0: off."""
+    schedule: Literal["constant", "cosine"] = "cosine"
+    """Learning rate after the warm-up: constant, or a half cosine down to ``min_lr_ratio`` at ``run.steps``."""
+    warmup_steps: CountOrZero = 10
+    """Steps over which the learning rate grows linearly to ``lr``."""
+    min_lr_ratio: Fraction = 0.1
+    """cosine: last learning rate as a share of ``lr``."""
+
+
+class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What makes the run elastic: exact sums, copies of the state, the checks of the vote, and the bounds."""
+
+    section: ClassVar[str] = "elastic"
+
+    consistency: Literal["bitwise", "scaled"] = "bitwise"
+    """``bitwise``: exact sums, the layout does not show in the result. ``scaled``: float32 sums; same batch and
+    gradient scale, the rounding may differ."""
+    num_followers: CountOrZero = 1
+    """Live copies of every block of state beside its owner's; at most the number of workers - 1 are made."""
+    block_size: Annotated[int, Meta(ge=32, multiple_of=32)] = 16384
+    """Elements of a block, the unit of ownership and verification."""
+    verify: bool = True
+    """Compare the copies of gradients and state in every vote. Off only to measure what it costs."""
+    min_workers: Count = 1
+    """The run ends with an error rather than go on with fewer workers."""
+    max_failures_per_hour: Count = 100
+    """The run ends with an error when more workers than this are lost within an hour."""
+
+
+class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long the run lasts, what it draws from, what it keeps."""
+
+    section: ClassVar[str] = "run"
+
+    steps: Annotated[int, Meta(ge=1, le=2**32 - 1)] = 150
+    """Number of the last step, counted from the very first one, also after a resume."""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1
+    """What initial values, dropout and the order of the data are derived from."""
+    checkpoint_every: CountOrZero = 0
+    """Steps between durable checkpoints; 0: none."""
+    keep_checkpoints: Count = 2
+    """Number of checkpoints that are kept; older ones are removed."""
+    eval_every: CountOrZero = 0
+    """Steps between evaluations on the validation split; 0: none."""
+    eval_microbatches: Annotated[int, Meta(ge=1, le=65536)] = 8
+    """Number of micro-batches of an evaluation, always the same samples."""
+    skip_nonfinite: bool = False
+    """Commit a step whose loss or gradient is not finite without an update, instead of ending the run."""
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole configuration of a run."""
+
+    model: ModelConfig = msgspec.field(default_factory=ModelConfig)
+    """The model."""
+    data: DataConfig = msgspec.field(default_factory=DataConfig)
+    """The data."""
+    batch: BatchConfig = msgspec.field(default_factory=BatchConfig)
+    """The global batch."""
+    layout: LayoutConfig = msgspec.field(default_factory=LayoutConfig)
+    """Who runs what."""
+    optimizer: OptimizerConfig = msgspec.field(default_factory=OptimizerConfig)
+    """The optimizer."""
+    elastic: ElasticConfig = msgspec.field(default_factory=ElasticConfig)
+    """Consistency, copies, bounds."""
+    run: RunConfig = msgspec.field(default_factory=RunConfig)
+    """Length, seed, checkpoints, evaluation."""
+
+    def __post_init__(self) -> None:
+        """Checks the rules between sections.
+
+        Raises:
+            ConfigError: lists every problem.
+        """
+        problems = [
+            f"{name}: got {shown(getattr(self, name))}, expected a {section.__name__}"
+            for name, section in SECTIONS.items()
+            if not isinstance(getattr(self, name), section)
+        ]
+        problems = problems or broken_rules(self.flat())
+        if problems:
+            raise ConfigError(problems)
+
+    def resolve(self, workers: int | None = None) -> "Config":
+        """The same configuration with its layout written out: ``layout.widths`` and ``layout.layers`` are set.
+
+        Args:
+            workers: number of workers that the layout must have; decides the layout where none is given.
+        Raises:
+            ConfigError: lists why no such layout exists.
+        """
+        given = self.layout
+        widths = resolve_widths(given.stages, given.replicas, given.widths, workers)
+        shape = msgspec.structs.replace(given, stages=None, replicas=None, widths=widths)
+        config = msgspec.structs.replace(self, layout=shape)
+        if shape.layers is not None:
+            return config
+        layers = partition_layers(layer_costs(self.model, self.data.resolved_vocab_size), widths)
+        return msgspec.structs.replace(config, layout=msgspec.structs.replace(shape, layers=layers))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Workers of each stage, of a resolved configuration."""
+        assert self.layout.widths is not None, "the layout is not resolved"
+        return self.layout.widths
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """Layers of each stage, of a resolved configuration."""
+        assert self.layout.layers is not None, "the layout is not resolved"
+        return self.layout.layers
+
+    def flat(self) -> dict[str, Any]:
+        """Every value by its dotted key, unset ones included."""
+        return {
+            f"{name}.{key}": value
+            for name in SECTIONS
+            for key, value in msgspec.structs.asdict(getattr(self, name)).items()
+        }
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Set values by key, by section, as plain data for JSON."""
+        return {
+            name: {key: value for key, value in section.items() if value is not None}
+            for name, section in msgspec.to_builtins(self).items()
+        }
+
+    def to_toml(self) -> str:
+        """A TOML file from which the same configuration is read; unset keys are left out."""
+        return toml_document(self.to_dict())
+
+
+SECTIONS: dict[str, type[Section]] = {
+    struct.section: struct
+    for struct in (ModelConfig, DataConfig, BatchConfig, LayoutConfig, OptimizerConfig, ElasticConfig, RunConfig)
+}
+"""Type of every section, by its name."""

@@ -1,0 +1,48 @@
+"""Writes the few kinds of TOML values that a configuration holds. Reading is ``tomllib``'s; nothing else is written."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def toml_value(value: Any) -> str:
+    """One value as TOML.
+
+    Args:
+        value: a bool, int, finite float, string, or a list or tuple of such values.
+    Returns:
+        Text from which ``tomllib`` reads the same value (a tuple as a list).
+    Raises:
+        TypeError: a value of another type.
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return '"' + "".join(map(_escaped, value)) + '"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    raise TypeError(f"a configuration holds no {type(value).__name__}: {value!r}")
+
+
+def toml_document(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """A TOML document of one level of tables; keys whose value is None are left out, and so are empty tables.
+
+    Args:
+        sections: values by key, by section.
+    """
+    tables = []
+    for name, values in sections.items():
+        lines = [f"{key} = {toml_value(value)}" for key, value in values.items() if value is not None]
+        if lines:
+            tables.append("\n".join([f"[{name}]", *lines, ""]))
+    return "\n".join(tables)
+
+
+def _escaped(character: str) -> str:
+    if character in _ESCAPES:
+        return _ESCAPES[character]
+    # TOML wants every control character escaped, DEL included.
+    return f"\\u{ord(character):04x}" if ord(character) < 0x20 or ord(character) == 0x7F else character
