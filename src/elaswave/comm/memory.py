@@ -1,0 +1,280 @@
+"""The in-process transport: workers are threads (or objects) of one process. For tests and the simulator.
+
+It shares the matching and epoch rules of the socket transport (``transport.Inbox``) and passes the same conformance
+suite. Sending copies the bytes into the receiver at once, under the network's lock; so a send is always done when it returns.
+"""
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from elaswave.comm.frames import HEADER_BYTES, Tag, byte_views, decode_header, encode_header
+from elaswave.comm.transport import (
+    DEFAULT_MAX_FRAME_BYTES,
+    DEFAULT_MAX_UNEXPECTED_BYTES,
+    Handle,
+    Inbox,
+    complete,
+    describe_pending,
+    fail,
+    make_recv,
+)
+from elaswave.errors import CommError, FrameError, InterruptedWaitError, PeerLostError, WaitTimeoutError
+
+
+class MemoryNetwork:
+    """What the workers of one process are connected by."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.transports: dict[int, MemoryTransport] = {}
+
+    def transport(
+        self,
+        worker: int,
+        *,
+        epoch: int = 0,
+        max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+        max_unexpected_bytes: int = DEFAULT_MAX_UNEXPECTED_BYTES,
+    ) -> "MemoryTransport":
+        """Make a worker's transport; see ``StreamTransport`` for the bounds.
+
+        Raises:
+            ValueError: the worker has one.
+        """
+        with self.lock:
+            if worker in self.transports:
+                raise ValueError(f"worker {worker} has a transport in this network; ids are never used again")
+            transport = MemoryTransport(self, worker, epoch, max_frame_bytes, max_unexpected_bytes)
+            self.transports[worker] = transport
+            self.wake_all()
+            return transport
+
+    def wake_all(self) -> None:
+        """Let every blocked wait look again."""
+        for transport in self.transports.values():
+            transport._wake()
+
+
+class MemoryTransport:
+    """``Transport`` within a process; see there for what the methods promise. Made by ``MemoryNetwork.transport``."""
+
+    def __init__(
+        self, network: MemoryNetwork, worker: int, epoch: int, max_frame_bytes: int, max_unexpected_bytes: int
+    ) -> None:
+        self.worker = worker
+        self.epoch = epoch
+        self._network = network
+        self._max_frame_bytes = max_frame_bytes
+        self._max_unexpected_bytes = max_unexpected_bytes
+        self._links: set[int] = set()
+        self._inboxes: dict[int, Inbox] = {worker: Inbox(worker, epoch, max_unexpected_bytes)}
+        self._lost: dict[int, str] = {}
+        self._members: frozenset[int] = frozenset()
+        self._former: set[int] = set()
+        self._sent: dict[int, int] = {}
+        self._received: dict[int, int] = {}
+        self._interrupt: tuple[str, int | None] | None = None
+        self._closed = False
+        self._watched: dict[int, Callable[[], None]] = {}
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+
+    @property
+    def address(self) -> str:
+        """What other workers pass to ``connect`` to reach this one."""
+        return f"memory:{self.worker}"
+
+    @property
+    def peers(self) -> frozenset[int]:
+        """Workers to which a link is up."""
+        return frozenset(self._links)
+
+    @property
+    def bytes_sent(self) -> Mapping[int, int]:
+        """Bytes handed to each peer so far, headers included."""
+        return dict(self._sent)
+
+    @property
+    def bytes_received(self) -> Mapping[int, int]:
+        """Bytes taken from each peer so far, headers included."""
+        return dict(self._received)
+
+    def connect(self, addresses: Mapping[int, str], timeout_s: float) -> None:
+        """Make the links that are missing; see ``Transport.connect``. A link is there as soon as either side asks."""
+        wanted = [peer for peer in addresses if peer != self.worker]
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._network.lock:
+                missing = [peer for peer in wanted if peer not in self._links and not self._link(peer)]
+            if not missing:
+                return
+            if self._interrupt is not None:
+                self._raise_interrupt()
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise WaitTimeoutError(
+                    f"worker {self.worker} has no link after {timeout_s:g} s to workers {missing}: no sign of them"
+                )
+            self._turn(remaining)
+
+    def send(self, dst: int, tag: Tag, tensors: Tensor | Sequence[Tensor]) -> Handle:
+        """Send; see ``Transport.send``. The handle is done when this returns."""
+        views = byte_views(tensors)
+        length = sum(map(len, views))
+        handle = Handle("send", dst, tag)
+        header = decode_header(encode_header(self.epoch, tag, tensors, length), 0, self._max_frame_bytes)
+        with self._network.lock:
+            if self._closed or (dst not in self._links and dst != self.worker):
+                fail(handle, self._no_link(dst))
+                return handle
+            receiver = self._network.transports[dst]
+            try:
+                receiver._inboxes[self.worker].deliver(header, views)
+            except FrameError as error:
+                if dst == self.worker:
+                    fail(handle, error)
+                    return handle
+                receiver._unlink(self.worker, f"it sent what cannot be right: {error}")
+                self._unlink(dst, "it has closed the connection")
+                fail(handle, self._no_link(dst))
+                return handle
+            if dst != self.worker:
+                size = HEADER_BYTES + length
+                self._sent[dst] = self._sent.get(dst, 0) + size
+                receiver._received[self.worker] = receiver._received.get(self.worker, 0) + size
+            receiver._wake()
+        complete(handle)
+        return handle
+
+    def recv(self, src: int, tag: Tag, out: Tensor | Sequence[Tensor] | None = None) -> Handle:
+        """Start receiving; see ``Transport.recv``."""
+        handle = make_recv(src, tag, out)
+        with self._network.lock:
+            inbox = self._inboxes.get(src)
+            if inbox is None or (src not in self._links and src != self.worker and not inbox.has_frame(tag)):
+                fail(handle, self._no_link(src))
+            else:
+                inbox.post(handle)
+        return handle
+
+    def wait(self, handles: Handle | Iterable[Handle], timeout_s: float) -> None:
+        """Block until all are done well or one has failed; see ``Transport.wait``."""
+        pending = [handles] if isinstance(handles, Handle) else list(handles)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for handle in pending:
+                if handle.error is not None:
+                    raise handle.error
+            pending = [handle for handle in pending if not handle.done]
+            if not pending:
+                return
+            if self._interrupt is not None:
+                self._raise_interrupt()
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise WaitTimeoutError(f"worker {self.worker} waited {timeout_s:g} s for {describe_pending(pending)}")
+            self._turn(remaining)
+
+    def poll(self) -> None:
+        """Serve the watched descriptors; bytes move when they are sent."""
+        self._turn(0)
+
+    def interrupt(self, reason: str, epoch: int | None = None) -> None:
+        """Wake the wait that is blocked, or the next one that would block; thread-safe. See ``Transport.interrupt``."""
+        self._interrupt = (reason, epoch)
+        self._wake()
+
+    def watch(self, fd: int, callback: Callable[[], None] | None) -> None:
+        """Call back whenever a file descriptor is readable; see ``Transport.watch``."""
+        if callback is not None:
+            if fd not in self._watched:
+                self._epoll.register(fd, select.EPOLLIN)
+            self._watched[fd] = callback
+        elif self._watched.pop(fd, None) is not None:
+            with contextlib.suppress(OSError):  # closed by its owner already
+                self._epoll.unregister(fd)
+
+    def advance_epoch(self, epoch: int, members: Iterable[int]) -> None:
+        """Edit the membership in place; see ``Transport.advance_epoch``."""
+        if epoch <= self.epoch:
+            raise ValueError(f"epoch {epoch} does not follow epoch {self.epoch}: epochs only grow")
+        with self._network.lock:
+            members = frozenset(members)
+            self.epoch = epoch
+            self._former |= self._members - members
+            self._members = members
+            for peer in sorted(self._links - members):
+                error = InterruptedWaitError(f"epoch {epoch} has begun without worker {peer}")
+                self._unlink(peer, f"it is not a member of epoch {epoch}", error)
+                self._network.transports[peer]._unlink(self.worker, "it has closed the connection")
+            for peer in list(self._inboxes):
+                self._inboxes[peer].advance(epoch, None)
+                if peer not in members and peer != self.worker:
+                    del self._inboxes[peer]
+
+    def close(self) -> None:
+        """End all links; may be called twice."""
+        with self._network.lock:
+            if self._closed:
+                return
+            self._closed = True
+            error = InterruptedWaitError(f"the transport of worker {self.worker} was closed")
+            for peer in sorted(self._links):
+                self._unlink(peer, "the transport was closed", error)
+                self._network.transports[peer]._unlink(self.worker, "it has closed the connection")
+            self._inboxes[self.worker].fail_posted(lambda: error)
+            self._inboxes.clear()
+            self._epoll.close()
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+
+    def _turn(self, timeout_s: float) -> None:
+        if self._closed:
+            raise InterruptedWaitError(f"the transport of worker {self.worker} was closed")
+        for fd, _event in self._epoll.poll(timeout_s):
+            if fd == self._wake_fd:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(fd)
+            elif fd in self._watched:
+                self._watched[fd]()
+
+    def _wake(self) -> None:
+        with self._network.lock:
+            if not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def _raise_interrupt(self) -> None:
+        interrupt, self._interrupt = self._interrupt, None
+        assert interrupt is not None
+        reason, epoch = interrupt
+        if epoch is None or epoch > self.epoch:
+            raise InterruptedWaitError(reason)
+
+    def _link(self, peer: int) -> bool:
+        other = self._network.transports.get(peer)
+        if other is None or other._closed or peer in self._former or self.worker in other._former:
+            return False
+        for here, there in ((self, peer), (other, self.worker)):
+            here._links.add(there)
+            here._lost.pop(there, None)
+            here._inboxes.setdefault(there, Inbox(there, here.epoch, here._max_unexpected_bytes))
+            here._wake()
+        return True
+
+    def _unlink(self, peer: int, detail: str, error: CommError | None = None) -> None:
+        self._links.discard(peer)
+        self._lost[peer] = detail
+        self._inboxes[peer].fail_posted(lambda: error if error is not None else PeerLostError(peer, detail))
+        self._wake()
+
+    def _no_link(self, peer: int) -> CommError:
+        if self._closed:
+            return InterruptedWaitError(f"the transport of worker {self.worker} was closed")
+        return PeerLostError(peer, self._lost.get(peer, f"worker {self.worker} was never linked with it: call connect"))
