@@ -1,0 +1,1 @@
+"""Token sources and the sampler that says which samples belong to which micro-batch."""
