@@ -1,0 +1,1 @@
+"""Everything that a worker holds: flat layers, blocks and who holds them, exact sums, hashes, checkpoints."""

@@ -1,0 +1,173 @@
+"""Blocks and who holds them: the only place where it is decided where state lives. Pure: no torch, no IO.
+
+A block is a fixed-size run of one layer's flat storage, the unit of ownership, replication, transfer and
+verification. Its owner updates and serves it; its followers hold live copies and apply the same updates. The blocks
+of a layer are dealt over all workers of the stage (interleaved), so a layer that changes stage moves in disjoint
+worker-to-worker transfers; the followers of one owner are spread over many workers (declustered), so that what it
+owned is already everywhere when it dies.
+
+Block boundaries depend on the model alone, the placement also on the layout: every worker computes both by itself.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from elaswave.types import Layout
+
+DEFAULT_BLOCK_SIZE = 16384
+"""Elements of a block: 64 KiB in float32."""
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True):
+    """The run [start, stop) of one layer's flat storage."""
+
+    id: int
+    """Position among all blocks of the model, layer by layer."""
+    layer: int
+    start: int
+    """First element."""
+    stop: int
+    """One past the last element."""
+
+    @property
+    def num_elements(self) -> int:
+        """Length of the run, padding included."""
+        return self.stop - self.start
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Block -> (owner, followers)."""
+
+    owner: tuple[int, ...]
+    """``owner[b]`` is the worker that updates block b and serves it."""
+    followers: tuple[tuple[int, ...], ...]
+    """``followers[b]`` are the workers that hold a live copy of block b."""
+
+    def holders(self, block: int) -> tuple[int, ...]:
+        """Owner and followers of a block."""
+        return (self.owner[block], *self.followers[block])
+
+
+def make_blocks(layer_sizes: Sequence[int], block_size: int = DEFAULT_BLOCK_SIZE) -> tuple[Block, ...]:
+    """Cuts every layer into blocks.
+
+    Args:
+        layer_sizes: elements of each layer's flat storage; a layer without parameters has 0 and gets no block.
+        block_size: elements of a block; the last one of a layer may be shorter.
+    Returns:
+        The blocks of all layers, numbered from 0 in layer order.
+    Raises:
+        ValueError: block_size < 1 or a negative layer size.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}: a block needs at least 1 element")
+    blocks: list[Block] = []
+    for layer, size in enumerate(layer_sizes):
+        if size < 0:
+            raise ValueError(f"layer {layer} has a size of {size} elements: sizes cannot be negative")
+        for start in range(0, size, block_size):
+            blocks.append(Block(len(blocks), layer, start, min(start + block_size, size)))
+    return tuple(blocks)
+
+
+def holders_of_layers(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """For each layer the workers, ascending, that run it: of its stage, or of both stages that share it."""
+    workers: list[set[int]] = [set() for _ in range(layout.num_layers)]
+    for stage in layout.stages:
+        for layer in range(stage.start, stage.stop):
+            workers[layer].update(stage.workers)
+    return tuple(tuple(sorted(members)) for members in workers)
+
+
+def place_blocks(
+    layout: Layout, blocks: Sequence[Block], *, num_followers: int, hosts: Mapping[int, str] | None = None
+) -> Placement:
+    """Deals blocks to owners and followers, balanced by elements; a pure function of its arguments.
+
+    Owners: the worker of the block's stage that owns the fewest elements so far (ties in turn). The first follower
+    is another worker of the stage if there is one, further ones are outside of it; where the preferred kind of
+    worker has run out, any other. Among equally fitting workers those on hosts that hold no copy yet come first,
+    then those that follow the owner in the fewest blocks, then those that hold the fewest elements.
+
+    Args:
+        layout: who runs which layer.
+        blocks: of the whole model, as `make_blocks` returns them.
+        num_followers: copies beside the owner; clamped to the number of workers minus one.
+        hosts: the host of each worker; None means that all are on one.
+    Returns:
+        A placement with one entry per block; followers in the order in which they were chosen.
+    Raises:
+        ValueError: num_followers < 0, a worker without a host, or a block of a layer that the layout lacks.
+    """
+    workers = layout.workers
+    if num_followers < 0:
+        raise ValueError(f"num_followers is {num_followers}: it cannot be negative (0 means no copies)")
+    if hosts is not None and (missing := [worker for worker in workers if worker not in hosts]):
+        raise ValueError(f"no host is given for workers {missing}: name one for every worker of the layout, or none")
+    members_of_layer = holders_of_layers(layout)
+    owners = _deal_owners(members_of_layer, blocks)
+    held = dict.fromkeys(workers, 0)
+    for block, owner in zip(blocks, owners):
+        held[owner] += block.num_elements
+
+    chooser = _FollowerChooser(workers, hosts or dict.fromkeys(workers, ""), held)
+    followers = []
+    for block, owner in zip(blocks, owners):
+        chosen: tuple[int, ...] = ()
+        for _ in range(min(num_followers, len(workers) - 1)):
+            chosen += (chooser.choose(members_of_layer[block.layer], owner, chosen, block.num_elements),)
+        followers.append(chosen)
+    return Placement(tuple(owners), tuple(followers))
+
+
+def _deal_owners(members_of_layer: Sequence[tuple[int, ...]], blocks: Sequence[Block]) -> list[int]:
+    """The least loaded worker of each block's stage; ties go to the one that has waited longest."""
+    load: dict[int, int] = {}
+    last_turn: dict[int, int] = {}
+    owners = []
+    for turn, block in enumerate(blocks, start=1):
+        if not (0 <= block.layer < len(members_of_layer) and members_of_layer[block.layer]):
+            raise ValueError(
+                f"block {block.id} is of layer {block.layer}, but the layout has {len(members_of_layer)} layers: "
+                "make layout and blocks from the same model"
+            )
+        owner = min(members_of_layer[block.layer], key=lambda w: (load.get(w, 0), last_turn.get(w, 0), w))
+        load[owner] = load.get(owner, 0) + block.num_elements
+        last_turn[owner] = turn
+        owners.append(owner)
+    return owners
+
+
+class _FollowerChooser:
+    """Chooses followers one by one and keeps count of what each worker holds and follows."""
+
+    def __init__(self, workers: Sequence[int], hosts: Mapping[int, str], held: dict[int, int]) -> None:
+        self._workers = workers
+        self._hosts = hosts
+        self._held = held
+        self._followed: dict[int, dict[int, int]] = {owner: dict.fromkeys(workers, 0) for owner in workers}
+        self._candidates: dict[tuple[tuple[int, ...], int, tuple[int, ...]], tuple[int, ...]] = {}
+
+    def choose(self, members: tuple[int, ...], owner: int, chosen: tuple[int, ...], num_elements: int) -> int:
+        """The next follower of a block of these stage members, with this owner and the followers chosen so far."""
+        key = (members, owner, chosen)
+        candidates = self._candidates.get(key)
+        if candidates is None:
+            candidates = self._candidates[key] = tuple(self._fitting(members, owner, chosen))
+        followed, held = self._followed[owner], self._held
+        follower = min(candidates, key=lambda worker: (followed[worker], held[worker]))
+        followed[follower] += 1
+        held[follower] += num_elements
+        return follower
+
+    def _fitting(self, members: tuple[int, ...], owner: int, chosen: tuple[int, ...]) -> Iterator[int]:
+        """The workers of the best kind that is there, in a ring that starts after the owner."""
+        after_owner = self._workers.index(owner) + 1
+        ring = (*self._workers[after_owner:], *self._workers[: after_owner - 1])
+        inside = [worker for worker in ring if worker in members and worker not in chosen]
+        outside = [worker for worker in ring if worker not in members and worker not in chosen]
+        fitting = (inside or outside) if not chosen else (outside or inside)
+        used_hosts = {self._hosts[worker] for worker in (owner, *chosen)}
+        elsewhere = [worker for worker in fitting if self._hosts[worker] not in used_hosts]
+        yield from elsewhere or fitting
