@@ -1,0 +1,135 @@
+"""The ``elaswave`` command: finds the verb, and turns every way in which it can end into an exit code.
+
+0 success, 1 failure or difference found, 2 bad input, 128 + signal for signals (130 Ctrl-C, 143 SIGTERM). An error
+that elaswave raises on purpose is printed once on standard error, without a traceback of this process; any other is a
+bug of ours and shows its traceback. With ``--json`` standard output is one JSON document also when the command fails.
+"""
+
+import contextlib
+import importlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import click
+import msgspec
+
+from elaswave import __version__
+from elaswave.errors import ConfigError, ElaswaveError, UsageError, WorkerError
+
+EXIT_SUCCESS = 0
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_SIGNAL_BASE = 128
+
+COMMANDS = {
+    "train": "elaswave.cli.train:train_command",
+    "inspect": "elaswave.cli.inspect:inspect_group",
+}
+"""Where each verb stands; imported when it is asked for."""
+
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+class _Verbs(click.Group):
+    """A group that imports a verb's module only when it is used, so that no verb waits for another's libraries."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="elaswave", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Elastic training of PyTorch models that computes the same bits whatever happens to its machines.
+
+    \b
+    elaswave train                  train a small GPT on Python's own documentation, in about a minute
+    elaswave COMMAND --help         what a command does, with examples
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line.
+
+    Args:
+        arguments: without the program's name; the process's own if None.
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in arguments
+    try:
+        with _signals_raise():
+            result = cli.main(arguments, prog_name="elaswave", standalone_mode=False)
+        return result if isinstance(result, int) else EXIT_SUCCESS
+    except click.ClickException as error:
+        error.show(sys.stderr)
+        return _failed(error, error.format_message(), error.exit_code, as_json)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return EXIT_SIGNAL_BASE + signal.SIGINT
+    except SystemExit as error:
+        return _exit_code(error)
+    except ElaswaveError as error:
+        click.echo(_for_people(error), err=True)
+        return _failed(error, str(error), EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE, as_json)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """While inside, a signal that ends the process unwinds it instead, so that everything is cleaned up."""
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(EXIT_SIGNAL_BASE + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        # Only the main thread may set handlers; whoever calls from another one has its own.
+        yield
+        return
+    # What is ignored stays ignored: that is how nohup works.
+    previous = {number: signal.getsignal(number) for number in _ENDING_SIGNALS}
+    handled = [number for number, handler in previous.items() if handler == signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, unwind)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, previous[number])
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return EXIT_SUCCESS
+    if isinstance(error.code, int):
+        return error.code
+    click.echo(error.code, err=True)
+    return EXIT_FAILURE
+
+
+def _for_people(error: ElaswaveError) -> str:
+    if isinstance(error, ConfigError) and len(error.problems) > 1:
+        return f"error: {len(error.problems)} problems:\n" + "\n".join(f"  {problem}" for problem in error.problems)
+    if isinstance(error, WorkerError) and error.traceback_text:
+        return f"{error.traceback_text.rstrip()}\nerror: {error}"
+    return f"error: {error}"
+
+
+def _failed(error: Exception, message: str, code: int, as_json: bool) -> int:
+    if as_json:
+        document: dict[str, Any] = {"error": type(error).__name__, "message": message, "exit_code": code}
+        if isinstance(error, ConfigError):
+            document["problems"] = error.problems
+        click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
+    return code

@@ -1,0 +1,266 @@
+"""The folder of a run: where everything stands in it, when it may be used, what is removed from it.
+
+A folder *is a run* if it holds ``run.json``, which is written first and removed last. A folder that is not one is only
+used if nothing in it has a name that a run would write, and nothing is ever removed from it. A lock, which the system
+drops when its holders end, keeps two commands from working in one folder.
+
+No clock and no random source here: the caller says when it is and what the folder is called.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+
+from elaswave import __version__
+from elaswave.config.load import load_config
+from elaswave.config.schema import Config
+from elaswave.errors import ConfigError, RunFolderError
+from elaswave.observability.result import DIGESTS_FILE, EVENTS_FILE, RESULT_FILE, TRACE_FILE, atomic_write
+
+MARKER_FILE = "run.json"
+CONFIG_FILE = "config.toml"
+LOCK_FILE = ".lock"
+CHECKPOINTS_DIR = "checkpoints"
+LOGS_DIR = "logs"
+DATA_DIR = "data"
+
+WRITTEN_NAMES = (
+    LOCK_FILE,
+    CONFIG_FILE,
+    RESULT_FILE,
+    DIGESTS_FILE,
+    EVENTS_FILE,
+    TRACE_FILE,
+    CHECKPOINTS_DIR,
+    LOGS_DIR,
+    DATA_DIR,
+)
+"""What a run writes into its folder, beside the marker."""
+WRITTEN_PATTERNS = ("trace-worker-*.json.part", *(f".{name}.*.tmp" for name in (MARKER_FILE, *WRITTEN_NAMES)))
+"""What a run that was cut short may leave beside them."""
+
+KEYS_FREE_ON_RESUME = ("layout.", "elastic.", "run.", "model.recompute")
+"""Keys, or the beginnings of keys, that a resumed run may change."""
+KEYS_FIXED_ON_RESUME = ("run.seed",)
+"""Exceptions from them."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The places inside the folder of a run."""
+
+    path: Path
+    """The folder, absolute."""
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration, TOML."""
+        return self.path / CONFIG_FILE
+
+    @property
+    def result_file(self) -> Path:
+        """The result, written at the end."""
+        return self.path / RESULT_FILE
+
+    @property
+    def digests_file(self) -> Path:
+        """The digest of every tensor, written at the end."""
+        return self.path / DIGESTS_FILE
+
+    @property
+    def events_file(self) -> Path:
+        """The log of events."""
+        return self.path / EVENTS_FILE
+
+    @property
+    def trace_file(self) -> Path:
+        """The trace of ``--profile``."""
+        return self.path / TRACE_FILE
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the durable checkpoints."""
+        return self.path / CHECKPOINTS_DIR
+
+    @property
+    def data_cache(self) -> Path:
+        """Folder for data that the run prepares for itself."""
+        return self.path / DATA_DIR
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the workers' logs."""
+        return self.path / LOGS_DIR
+
+    def log_file(self, worker: int) -> Path:
+        """The log of one worker."""
+        return self.logs / f"worker-{worker}.log"
+
+
+def default_run_dir(now: datetime, token: str) -> Path:
+    """The folder of a run that was not given one: ``runs/<UTC time>-<token>``.
+
+    Args:
+        now: the time, UTC.
+        token: a few random characters.
+    """
+    return Path("runs") / f"{now:%Y%m%dT%H%M%SZ}-{token}"
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run, finished or not."""
+    return (path / MARKER_FILE).is_file()
+
+
+def saved_config(path: Path) -> Config:
+    """The configuration that the run in a folder was started with.
+
+    Raises:
+        RunFolderError: the folder holds no run, or its configuration cannot be read.
+    """
+    _check_usable(path, resume=True, overwrite=False)
+    try:
+        return load_config(path / CONFIG_FILE)
+    except ConfigError as error:
+        raise RunFolderError(f"the configuration saved in {path} is damaged: {'; '.join(error.problems)}") from error
+
+
+@contextlib.contextmanager
+def open_run_dir(
+    path: Path, config: Config, *, now: datetime, resume: bool = False, overwrite: bool = False
+) -> Iterator[RunDir]:
+    """Makes a folder ready for a run and keeps others out of it for as long as the context lasts.
+
+    Args:
+        path: the folder; made, with its parents, if it is not there.
+        config: resolved configuration of the run; saved in the folder.
+        now: the time, UTC.
+        resume: go on with the run that the folder holds.
+        overwrite: remove the run that the folder holds, and nothing else.
+    Returns:
+        The places inside the folder (entering the context).
+    Raises:
+        RunFolderError: the folder holds a run and neither `resume` nor `overwrite` is given, holds files of others
+            where the run would write, holds no run to resume or one of another model, is in use, or cannot be written.
+    """
+    assert not (resume and overwrite), "resume keeps what overwrite removes"
+    path = Path(os.path.abspath(path))
+    _check_usable(path, resume=resume, overwrite=overwrite)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_writable(path, error) from error
+    with _locked(path):
+        # Once more, because only now nobody else can change it.
+        _check_usable(path, resume=resume, overwrite=overwrite)
+        if resume:
+            _check_same_model(saved_config(path), config, path)
+        try:
+            if overwrite and is_run(path):
+                _remove_run(path)
+            if not resume:
+                marker = {"written_by": "elaswave", "version": __version__, "created": f"{now:%Y-%m-%dT%H:%M:%SZ}"}
+                atomic_write(path / MARKER_FILE, [msgspec.json.encode(marker), b"\n"])
+            atomic_write(path / CONFIG_FILE, [config.to_toml().encode()])
+            (path / LOGS_DIR).mkdir(exist_ok=True)
+        except OSError as error:
+            raise _not_writable(path, error) from error
+        yield RunDir(path)
+
+
+def differing_keys(a: Config, b: Config) -> dict[str, tuple[object, object]]:
+    """Both values of every key in which two configurations differ, by dotted key."""
+    flat_a, flat_b = a.flat(), b.flat()
+    return {key: (flat_a[key], flat_b[key]) for key in flat_a if flat_a[key] != flat_b[key]}
+
+
+def _check_usable(path: Path, *, resume: bool, overwrite: bool) -> None:
+    try:
+        if path.exists() and not path.is_dir():
+            raise RunFolderError(f"{path} is a file; choose another --run-dir")
+        if is_run(path):
+            if not resume and not overwrite:
+                raise RunFolderError(
+                    f"{path} holds a run already; add --resume to go on with it, --overwrite to replace it, "
+                    "or choose another --run-dir"
+                )
+            return
+        if resume:
+            raise RunFolderError(f"{path} holds no run that could be resumed; start one without --resume")
+        in_the_way = [name for name in WRITTEN_NAMES if name != LOCK_FILE and os.path.lexists(path / name)]
+    except OSError as error:
+        raise _not_writable(path, error) from error
+    if in_the_way:
+        raise RunFolderError(
+            f"{path} is not the folder of a run, but holds {', '.join(in_the_way)}, where a run would write; "
+            "choose another --run-dir, or move them away"
+        )
+
+
+def _check_same_model(saved: Config, config: Config, path: Path) -> None:
+    differences = [
+        f"{key} is {_shown(old)} there and {_shown(new)} here"
+        for key, (old, new) in differing_keys(saved, config).items()
+        if key in KEYS_FIXED_ON_RESUME or not key.startswith(KEYS_FREE_ON_RESUME)
+    ]
+    if differences:
+        raise RunFolderError(
+            f"the run in {path} is another computation, so it cannot be resumed with this configuration: "
+            + "; ".join(differences)
+        )
+
+
+def _shown(value: object) -> str:
+    return "unset" if value is None else msgspec.json.encode(value).decode()
+
+
+def _remove_run(path: Path) -> None:
+    """Removes what a run has written, its marker last: a removal cut short leaves a folder that still is a run."""
+    found = [path / name for name in WRITTEN_NAMES if name != LOCK_FILE]
+    for pattern in WRITTEN_PATTERNS:
+        found += path.glob(pattern)
+    for item in [*found, path / MARKER_FILE]:
+        if item.is_dir() and not item.is_symlink():
+            shutil.rmtree(item)
+        else:
+            item.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the folder's lock. Processes forked inside hold it too, until they end or the context is left."""
+    try:
+        descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _not_writable(path, error) from error
+    owner = os.getpid()
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise RunFolderError(
+                    f"another elaswave is at work in {path}; wait for its end or choose another --run-dir"
+                ) from error
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise _not_writable(path, error) from error
+            # A file system without locks: the marker still protects what is there.
+        yield
+    finally:
+        # A forked worker that unwinds through here must not unlock for the launcher, whose lock it shares.
+        if os.getpid() == owner:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _not_writable(path: Path, error: OSError) -> RunFolderError:
+    place = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
+    return RunFolderError(f"cannot write {path}: {error.strerror or error}{place}; choose another --run-dir")
