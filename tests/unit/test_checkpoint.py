@@ -28,7 +28,6 @@ from elaswave.state.checkpoint import (
     TensorInfo,
     WantedPiece,
     WrittenItem,
-    begin_checkpoint,
     check_same_tensors,
     commit_checkpoint,
     discard_checkpoint,
@@ -40,6 +39,7 @@ from elaswave.state.checkpoint import (
     read_meta,
     read_pieces,
     remove_stale,
+    shard_folder,
     verify_checkpoint,
     write_shard,
 )
@@ -93,7 +93,7 @@ def cut(tensors: dict[str, torch.Tensor], num_workers: int, seed: int, max_run: 
 
 
 def save(run_dir: Path, step: int, tensors: dict[str, torch.Tensor], num_workers: int = 3) -> CheckpointRef:
-    folder = begin_checkpoint(run_dir, step)
+    folder = shard_folder(run_dir, step)
     pieces = cut(tensors, num_workers, seed=step)
     with ThreadPoolExecutor(num_workers) as pool:
         items = list(pool.map(lambda w: write_shard(folder, f"worker-{w}", pieces[w]), range(num_workers)))
@@ -198,7 +198,7 @@ def _write_in_process(folder: Path, worker: int, out: multiprocessing.connection
 
 
 def test_writers_in_other_processes_send_plain_data(tmp_path: Path) -> None:
-    folder = begin_checkpoint(tmp_path, 5)
+    folder = shard_folder(tmp_path, 5)
     context = multiprocessing.get_context("spawn")
     items: list[WrittenItem] = []
     processes = []
@@ -222,7 +222,7 @@ def test_writers_in_other_processes_send_plain_data(tmp_path: Path) -> None:
 def test_neighbouring_pieces_are_joined_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flat = torch.arange(48.0)
     pieces = [Piece("model.w", (6, 8), start, flat[start : start + 8]) for start in range(0, 48, 8)]
-    folder = begin_checkpoint(tmp_path, 1)
+    folder = shard_folder(tmp_path, 1)
     whole = write_shard(folder, "joined", pieces[::-1])
     assert [item.sizes for item in whole] == [(6, 8)]
     monkeypatch.setattr(checkpoint_shards, "MAX_MERGED_ELEMENTS", 16)
@@ -232,7 +232,7 @@ def test_neighbouring_pieces_are_joined_up_to_a_limit(tmp_path: Path, monkeypatc
 
 def test_a_reader_opens_only_what_it_needs(tmp_path: Path) -> None:
     tensors = {"model.a": torch.arange(6.0), "model.b": torch.arange(8.0)}
-    folder = begin_checkpoint(tmp_path, 1)
+    folder = shard_folder(tmp_path, 1)
     items = write_shard(folder, "a", [Piece("model.a", (6,), 0, tensors["model.a"])])
     items += write_shard(folder, "b", [Piece("model.b", (8,), 0, tensors["model.b"])])
     ref = commit_checkpoint(folder, items, make_meta(tensors, 1))
@@ -289,7 +289,7 @@ def test_a_cover_that_is_not_exact_is_not_committed(
     tmp_path: Path, change: Callable[[list[WrittenItem]], list[WrittenItem]], message: str
 ) -> None:
     tensors = {"model.w": torch.arange(8.0).view(2, 4)}
-    folder = begin_checkpoint(tmp_path, 1)
+    folder = shard_folder(tmp_path, 1)
     flat = tensors["model.w"].view(-1)
     first = write_shard(folder, "worker-0", [Piece("model.w", (2, 4), 0, flat[:4])])
     second = write_shard(folder, "worker-1", [Piece("model.w", (2, 4), 4, flat[4:])])
@@ -302,7 +302,7 @@ def test_a_cover_that_is_not_exact_is_not_committed(
 
 def test_a_shard_that_was_cut_off_before_the_commit_is_noticed(tmp_path: Path) -> None:
     tensors = {"model.w": torch.arange(8.0)}
-    folder = begin_checkpoint(tmp_path, 1)
+    folder = shard_folder(tmp_path, 1)
     items = write_shard(folder, "worker-0", [Piece("model.w", (8,), 0, tensors["model.w"])])
     truncate(folder / "worker-0.distcp", 1)
     with pytest.raises(CheckpointError, match="is damaged: it has"):
@@ -400,7 +400,7 @@ def test_a_description_of_another_form_is_refused() -> None:
 
 def test_half_written_checkpoints_are_skipped_and_removed_on_start(tmp_path: Path) -> None:
     older = save(tmp_path, 1, make_tensors())
-    half = begin_checkpoint(tmp_path, 2)
+    half = shard_folder(tmp_path, 2)
     write_shard(half, "worker-0", cut(make_tensors(), 1, 0)[0])
     search = find_newest_checkpoint(tmp_path)
     assert search.newest == older
@@ -424,10 +424,10 @@ def test_checkpoints_that_cannot_be_listed_are_an_error(tmp_path: Path) -> None:
         newest_valid_checkpoint(tmp_path)
 
 
-def test_beginning_again_starts_from_an_empty_folder(tmp_path: Path) -> None:
-    folder = begin_checkpoint(tmp_path, 4)
+def test_all_writers_get_the_same_folder(tmp_path: Path) -> None:
+    folder = shard_folder(tmp_path, 4)
     write_shard(folder, "worker-0", [])
-    assert _files_of(begin_checkpoint(tmp_path, 4)) == []
+    assert shard_folder(tmp_path, 4) == folder and _files_of(folder) == ["worker-0.distcp"]
     discard_checkpoint(folder)
     discard_checkpoint(folder)
     assert not folder.exists()
@@ -446,7 +446,7 @@ def test_prune_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
     tensors = {"model.w": torch.arange(4.0)}
     refs = [save(tmp_path, step, tensors, num_workers=1) for step in (1, 2, 3, 4, 100_000_000)]
     truncate(refs[3].folder / "worker-0.distcp", 1)
-    pending = begin_checkpoint(tmp_path, 5)
+    pending = shard_folder(tmp_path, 5)
     (tmp_path / "checkpoints" / "step-00000002.old.tmp").mkdir()  # a removal that was cut short
     assert prune(tmp_path, 2) == [refs[1].folder, refs[0].folder]
     left = _files_of(tmp_path / "checkpoints")
@@ -472,7 +472,7 @@ def test_prune_says_what_it_cannot_remove(tmp_path: Path) -> None:
 
 
 def test_every_worker_needs_a_shard_of_its_own(tmp_path: Path) -> None:
-    folder = begin_checkpoint(tmp_path, 1)
+    folder = shard_folder(tmp_path, 1)
     write_shard(folder, "worker-0", [])
     with pytest.raises(CheckpointError, match="exists already"):
         write_shard(folder, "worker-0", [])
@@ -481,7 +481,7 @@ def test_every_worker_needs_a_shard_of_its_own(tmp_path: Path) -> None:
 def test_folders_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot write .*: Not a directory; the checkpoint is given up"):
-        begin_checkpoint(tmp_path / "file", 1)
+        shard_folder(tmp_path / "file", 1)
     with pytest.raises(CheckpointError, match="cannot write .*worker-0.distcp: No such file or directory"):
         write_shard(tmp_path / "gone", "worker-0", [])
 
@@ -489,7 +489,7 @@ def test_folders_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
 def test_a_commit_that_cannot_be_written_leaves_the_previous_one(tmp_path: Path) -> None:
     tensors = {"model.w": torch.arange(4.0)}
     older = save(tmp_path, 1, tensors)
-    folder = begin_checkpoint(tmp_path, 2)
+    folder = shard_folder(tmp_path, 2)
     items = write_shard(folder, "worker-0", [Piece("model.w", (4,), 0, tensors["model.w"])])
     (folder / ".metadata").mkdir()
     with pytest.raises(CheckpointError, match="cannot write .*Is a directory"):
@@ -508,7 +508,7 @@ def _write_with_little_space(folder: Path, out: multiprocessing.connection.Conne
 
 
 def test_a_file_that_grows_too_large_is_an_error(tmp_path: Path) -> None:
-    folder = begin_checkpoint(tmp_path, 1)
+    folder = shard_folder(tmp_path, 1)
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_write_with_little_space, args=(folder, send))

@@ -21,10 +21,10 @@ from elaswave.state.checkpoint import (
     CheckpointRef,
     Piece,
     TensorInfo,
-    begin_checkpoint,
     commit_checkpoint,
     model_name,
     optimizer_name,
+    shard_folder,
     write_shard,
 )
 from elaswave.state.export import export_safetensors
@@ -52,7 +52,7 @@ def save(run_dir: Path, step: int, weights: dict[str, torch.Tensor], config: dic
     """A checkpoint by two workers, each with half of every tensor."""
     state = {model_name(name): weight for name, weight in weights.items()}
     state |= {optimizer_name("exp_avg", name): torch.zeros_like(weight) for name, weight in weights.items()}
-    folder = begin_checkpoint(run_dir, step)
+    folder = shard_folder(run_dir, step)
     items = []
     for worker in range(2):
         pieces = []

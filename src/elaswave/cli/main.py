@@ -28,6 +28,7 @@ EXIT_SIGNAL_BASE = 128
 COMMANDS = {
     "train": "elaswave.cli.train:train_command",
     "inspect": "elaswave.cli.inspect:inspect_group",
+    "export": "elaswave.cli.export:export_command",
 }
 """Where each verb stands; imported when it is asked for."""
 

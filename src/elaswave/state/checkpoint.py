@@ -1,7 +1,7 @@
-"""Durable checkpoints of a run: begun, committed, found again, pruned.
+"""Durable checkpoints of a run: committed, found again, pruned.
 
-The coordinator begins a checkpoint (a temporary folder), every worker writes its own shard there in the background
-(``checkpoint_shards.write_shard``), the coordinator merges their items and commits. The order of a commit is the
+Every worker writes its own shard into the checkpoint's temporary folder in the background
+(``checkpoint_shards.write_shard``); the coordinator merges their items and commits. The order of a commit is the
 contract: shards are on the disk before their items are reported; then ``meta.json`` and the manifest; then
 ``.metadata``; then the folder gets its final name in one rename. A folder without the final name was never
 committed; a folder with it is whole unless the disk lied, which its checksums show.
@@ -52,7 +52,6 @@ __all__ = [
     "TensorInfo",
     "WantedPiece",
     "WrittenItem",
-    "begin_checkpoint",
     "check_same_tensors",
     "commit_checkpoint",
     "discard_checkpoint",
@@ -64,6 +63,7 @@ __all__ = [
     "read_meta",
     "read_pieces",
     "remove_stale",
+    "shard_folder",
     "verify_checkpoint",
     "write_shard",
 ]
@@ -95,17 +95,15 @@ class CheckpointSearch(msgspec.Struct, frozen=True):
     """Newer ones that cannot be used, newest first."""
 
 
-def begin_checkpoint(run_dir: Path, step: int) -> Path:
-    """Makes the temporary folder for the shards of a new checkpoint; what an earlier attempt left there is removed.
+def shard_folder(run_dir: Path, step: int) -> Path:
+    """The temporary folder for the shards of a checkpoint; made if it is not there yet, by whoever comes first.
 
     Raises:
         CheckpointError: the folder cannot be made.
     """
     folder = _folder_of(run_dir, step).with_suffix(_TEMPORARY_SUFFIX)
     try:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(folder, error) from error
     return folder
@@ -117,7 +115,7 @@ def commit_checkpoint(folder: Path, items: Sequence[WrittenItem], meta: Checkpoi
     A checkpoint of the same step (a damaged one, say, that a resumed run has passed again) is replaced.
 
     Args:
-        folder: from :func:`begin_checkpoint`, with every worker's shard.
+        folder: from :func:`shard_folder`, with every worker's shard.
         items: what all workers' ``write_shard`` returned, in any order.
         meta: the run at that step; ``meta.tensors`` says what the checkpoint must hold.
     Returns:

@@ -41,7 +41,7 @@ def write_shard(folder: Path, shard: str, pieces: Sequence[Piece]) -> list[Writt
     Safe to call in a background thread as long as nobody changes the pieces' elements.
 
     Args:
-        folder: the checkpoint's temporary folder, from ``checkpoint.begin_checkpoint``.
+        folder: the checkpoint's temporary folder, from ``checkpoint.shard_folder``.
         shard: name of the file without suffix, different for every worker, such as "worker-3".
         pieces: in any order.
     Returns:
