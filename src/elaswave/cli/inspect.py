@@ -32,7 +32,9 @@ class _InspectGroup(click.Group):
         position = next((index for index, arg in enumerate(args) if not arg.startswith("-")), None)
         if position is not None and args[position] in self.commands and args[position] != self._DEFAULT:
             args = [args[position], *args[:position], *args[position + 1 :]]
-        elif args and "--help" not in args:
+        elif "--help" in args:
+            args = ["--help"]
+        elif args:
             args = [self._DEFAULT, *args]
         return super().parse_args(ctx, args)
 
@@ -310,8 +312,10 @@ def render_comparison(comparison: Comparison, run_a: Path, run_b: Path, width: i
         if tensor is not None:
             lines += _pair(f"digest of {tensor.name}", run_a, run_b, tensor.digests)
             lines += [f"{comparison.num_differing_tensors} tensors differ"]
+        elif comparison.num_differing_tensors is None:
+            lines += _wrap("which tensor differs cannot be told: one of the runs has no digests.json", width)
         else:
-            lines += _wrap("which tensor differs cannot be told: a run has no digests.json of its own state", width)
+            lines += _wrap("no tensor differs: the data cursor or the grids of the exact sums do", width)
     if comparison.differing_config:
         lines += ["", "configuration:"]
         for key, (value_a, value_b) in comparison.differing_config.items():

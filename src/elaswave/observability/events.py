@@ -85,7 +85,7 @@ class StepCommitted(Event, frozen=True, kw_only=True, tag="step"):
     step: int
     epoch: int
     attempt: int
-    """Which try of the step was the one that committed, from 0."""
+    """Which try of the step was the one that committed, from 1."""
     loss: JsonFloat
     """Mean nats per token over the global batch."""
     grad_norm: JsonFloat
@@ -95,6 +95,8 @@ class StepCommitted(Event, frozen=True, kw_only=True, tag="step"):
     duration_s: float
     phases_s: dict[str, float] = {}
     """Seconds of the slowest worker in each phase of the step."""
+    retries: list[str] = []
+    """Why earlier attempts of the step did not commit."""
 
     def __post_init__(self) -> None:
         set_json_floats(self, "loss", "grad_norm")

@@ -5,12 +5,14 @@ may fork at any time and nothing has to be stopped after an error. On a terminal
 there are no control characters and no cursor movements.
 """
 
+import contextlib
 import math
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, cast
 
 import msgspec
 from rich.console import Console, Group
@@ -70,12 +72,18 @@ def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) 
 
 
 def writes_unicode(stream: TextIO) -> bool:
-    """Whether a stream's encoding has the characters that tables and curves are drawn with."""
+    """Whether a stream's encoding has the characters that curves are drawn with; a stream without one holds any."""
     try:
-        (_BLOCKS + "×─").encode(getattr(stream, "encoding", None) or "ascii")
+        (_BLOCKS + "×→").encode(getattr(stream, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
         return False
     return True
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    """The text with "?" for every character that a stream's encoding lacks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
 
 
 class Reporter(Protocol):
@@ -206,6 +214,18 @@ def _summary(result: Result, run_dir: Path, *, width: int, ascii_only: bool) -> 
 # -------------------------------------------------------------------------------------------------------------- lines
 
 
+@contextlib.contextmanager
+def _reader_may_leave(stream: TextIO) -> Iterator[None]:
+    """Goes on without output when nobody reads it any more: a run does not end because its ``| head`` did."""
+    try:
+        yield
+    except BrokenPipeError:
+        # What is still buffered would fail again at exit, so the descriptor itself has to lead somewhere.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
 class _LineReporter:
     """Plain lines: the first step, then about every tenth or every few seconds, and the last."""
 
@@ -219,9 +239,9 @@ class _LineReporter:
 
     def _print(self, text: str, stream: TextIO | None = None) -> None:
         stream = stream or self._stream
-        encoding = getattr(stream, "encoding", None) or "utf-8"
-        stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
-        stream.flush()
+        with _reader_may_leave(stream):
+            stream.write(_encodable(text, stream) + "\n")
+            stream.flush()
 
     def started(self, config: object, layout: Layout, run_dir: Path) -> None:
         self._print(_headline(config, layout, run_dir))
@@ -255,7 +275,6 @@ class _LineReporter:
         self._print(text)
 
     def error(self, text: str) -> None:
-        self._stream.flush()
         self._print(f"error: {text}", self._errors)
 
     def finished(self, result: Result, run_dir: Path) -> None:
@@ -266,7 +285,7 @@ class _LineReporter:
         pass
 
     def close(self) -> None:
-        self._stream.flush()
+        pass
 
 
 # --------------------------------------------------------------------------------------------------------------- live
@@ -313,7 +332,7 @@ class _LiveReporter:
         self._curve = _Curve()
 
     def _print(self, text: str, style: str = "") -> None:
-        self._console.print(Text(text, style=style), soft_wrap=True)
+        self._console.print(Text(_encodable(text, cast(TextIO, self._console.file)), style=style), soft_wrap=True)
 
     def started(self, config: object, layout: Layout, run_dir: Path) -> None:
         headline, _, folder = _headline(config, layout, run_dir).partition("\n")
@@ -379,7 +398,7 @@ class _LiveReporter:
         curve = sparkline(self._curve.means(), min(_CURVE_WIDTH, width), ascii_only=self._ascii_only)
         return Group(
             bar,
-            Text(self._facts, no_wrap=True, overflow="ellipsis"),
+            Text(self._facts, no_wrap=True, overflow="crop" if self._ascii_only else "ellipsis"),
             Text(curve, style="cyan", no_wrap=True, overflow="crop"),
         )
 

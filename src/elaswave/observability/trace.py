@@ -272,10 +272,11 @@ def _transfer_events(part: TracePart, zero_ns: int) -> Iterator[dict[str, Any]]:
 
 
 class _Row:
-    """The spans of one worker, for finding the one that an arrow begins or ends at."""
+    """The phases and actions of one worker, for finding the one that an arrow begins or ends at."""
 
     def __init__(self, part: TracePart) -> None:
-        self.spans = sorted(part.spans, key=lambda span: (span.start_ns, -span.end_ns))
+        known = (span for span in part.spans if span.category in (ACTION, PHASE))
+        self.spans = sorted(known, key=lambda span: (span.start_ns, -span.end_ns))
         self.starts = [span.start_ns for span in self.spans]
         self.actions = [span for span in self.spans if span.category == ACTION]
         self.action_starts = [span.start_ns for span in self.actions]
