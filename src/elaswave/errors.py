@@ -16,7 +16,8 @@
     ├── CheckpointError            a checkpoint that is damaged, half-written or of another model
     ├── VoteError                  a step that cannot be committed; says which part of the certificate failed
     │   └── NonFiniteError         a loss or gradient that is not finite: names step, micro-batch and layer
-    └── WorkerError                a worker ended with an error: names worker, step, micro-batch and layer
+    ├── WorkerError                a worker ended with an error: names worker, step, micro-batch and layer
+    └── StoppedBySignalError       the job was asked to end: exit code 128 + signal
 """
 
 from collections.abc import Sequence
@@ -117,3 +118,16 @@ class WorkerError(ElaswaveError):
         self.summary = summary
         self.traceback_text = traceback_text
         super().__init__(f"worker {worker}: {summary}")
+
+
+class StoppedBySignalError(ElaswaveError):
+    """The job was asked to end by a signal, and has ended.
+
+    Args:
+        signal_number: SIGINT or SIGTERM.
+        detail: how far it came.
+    """
+
+    def __init__(self, signal_number: int, detail: str) -> None:
+        self.signal_number = signal_number
+        super().__init__(detail)

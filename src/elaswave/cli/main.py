@@ -18,7 +18,7 @@ import click
 import msgspec
 
 from elaswave import __version__
-from elaswave.errors import ConfigError, ElaswaveError, UsageError, WorkerError
+from elaswave.errors import ConfigError, ElaswaveError, StoppedBySignalError, UsageError, WorkerError
 
 EXIT_SUCCESS = 0
 EXIT_FAILURE = 1
@@ -28,6 +28,7 @@ EXIT_SIGNAL_BASE = 128
 COMMANDS = {
     "train": "elaswave.cli.train:train_command",
     "inspect": "elaswave.cli.inspect:inspect_group",
+    "export": "elaswave.cli.export:export_command",
     "export": "elaswave.cli.export:export_command",
 }
 """Where each verb stands; imported when it is asked for."""
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _exit_code(error)
     except ElaswaveError as error:
         click.echo(_for_people(error), err=True)
-        return _failed(error, str(error), EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE, as_json)
+        return _failed(error, str(error), _code_of(error), as_json)
 
 
 @contextlib.contextmanager
@@ -108,6 +109,12 @@ def _signals_raise() -> Iterator[None]:
     finally:
         for number in handled:
             signal.signal(number, previous[number])
+
+
+def _code_of(error: ElaswaveError) -> int:
+    if isinstance(error, StoppedBySignalError):
+        return EXIT_SIGNAL_BASE + error.signal_number
+    return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE
 
 
 def _exit_code(error: SystemExit) -> int:

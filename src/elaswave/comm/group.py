@@ -19,6 +19,7 @@ from elaswave.comm.transport import Handle, Transport
 _SMALL_BYTES = 16 << 10
 _PART_BYTES = 512 << 10
 _ALIGN_ELEMENTS = 64
+_MAX_SPARE_BYTES = 32 << 20
 _OPS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "sum": lambda total, other: total.add_(other),
     "max": lambda total, other: torch.maximum(total, other, out=total),
@@ -47,6 +48,7 @@ class Group:
             )
         self.rank = self.workers.index(transport.worker)
         """Position of this worker in ``workers``."""
+        self._spare: Tensor | None = None  # scratch of the last large all-reduce: fresh memory costs page faults
 
     @property
     def size(self) -> int:
@@ -232,10 +234,11 @@ class Group:
         others = self._others()
         # A member starts on its copy of slice i only after member i has received this worker's part of it, so that
         # the results may land where the sent values were.
-        scratch = [torch.empty(slices[self.rank][1] - slices[self.rank][0], dtype=flat.dtype) for _ in others]
-        base = slices[self.rank][0]
+        base, stop = slices[self.rank]
+        scratch = self._scratch(len(others) * (stop - base), flat.dtype)
+        spaces = scratch.view(len(others), stop - base)
         incoming = [
-            [recv(peer, 2 * index, space[start - base : stop - base]) for peer, space in zip(others, scratch)]
+            [recv(peer, 2 * index, space[start - base : stop - base]) for peer, space in zip(others, spaces)]
             for index, (start, stop) in enumerate(mine)
         ]
         handles = []
@@ -256,6 +259,14 @@ class Group:
                 combine(total, handle.result)
             handles += [send(peer, 2 * index + 1, total) for peer in others]
         wait(handles, timeout_s)
+        if scratch.nbytes <= _MAX_SPARE_BYTES:  # not after an error: then late bytes may still land in it
+            self._spare = scratch
+
+    def _scratch(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.dtype == dtype and spare.numel() == num_elements:
+            return spare
+        return torch.empty(num_elements, dtype=dtype)
 
     def _others(self) -> list[int]:
         """Positions of the other members, each worker beginning with another one."""
@@ -275,6 +286,28 @@ class Group:
             return transport.recv(workers[rank], Tag(channel, step, attempt, a, b), out)
 
         return send, recv
+
+
+def doubling_partners(workers: Sequence[int], worker: int) -> set[int]:
+    """The workers that ``Group.all_reduce_with`` needs links to.
+
+    Args:
+        workers: the group's members, in its order.
+        worker: one of them.
+    """
+    rank, size = workers.index(worker), len(workers)
+    num_active = 1 << (size.bit_length() - 1)
+    num_lenders = size - num_active
+    if rank < 2 * num_lenders and rank % 2 == 0:
+        return {workers[rank + 1]}
+    partners = {workers[rank - 1]} if rank < 2 * num_lenders else set()
+    place = rank // 2 if rank < 2 * num_lenders else rank - num_lenders
+    distance = 1
+    while distance < num_active:
+        partner = place ^ distance
+        partners.add(workers[2 * partner + 1 if partner < num_lenders else partner + num_lenders])
+        distance *= 2
+    return partners
 
 
 def _cut(num_elements: int, num_slices: int) -> list[tuple[int, int]]:

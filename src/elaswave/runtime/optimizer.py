@@ -5,7 +5,7 @@ here equals the same elements updated by torch bit for bit (fused kernels round 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -43,7 +43,7 @@ class Optimizer(Protocol):
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov, Hutter 2019), as torch.optim.AdamW(foreach=False)."""
 
-    slots = ("exp_avg", "exp_avg_sq")
+    slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._beta1, self._beta2 = config.betas
@@ -75,10 +75,9 @@ class AdamW:
 class SGD:
     """Stochastic gradient descent with momentum and L2 decay, as torch.optim.SGD(foreach=False)."""
 
-    slots = ("momentum_buffer",)
-
     def __init__(self, config: OptimizerConfig) -> None:
         self._momentum = config.momentum
+        self.slots: tuple[str, ...] = ("momentum_buffer",) if self._momentum else ()
         self._weight_decay = config.weight_decay
 
     def update(
@@ -91,17 +90,18 @@ class SGD:
         num_updates: int,
     ) -> None:
         """See `Optimizer.update`."""
-        master, momentum = slots["master"], slots["momentum_buffer"]
+        master = slots["master"]
         if self._weight_decay and decay_runs:
             gradient = gradient.clone()
             for start, stop in decay_runs:
                 gradient[start:stop].add_(master[start:stop], alpha=self._weight_decay)
-        # torch starts the buffer as a copy of the first gradient; zero times the momentum plus it is the same.
-        momentum.mul_(self._momentum).add_(gradient)
-        master.add_(momentum, alpha=-learning_rate)
+        if self._momentum:
+            # torch starts the buffer as a copy of the first gradient: the same as zero times the momentum plus it.
+            gradient = slots["momentum_buffer"].mul_(self._momentum).add_(gradient)
+        master.add_(gradient, alpha=-learning_rate)
 
 
-OPTIMIZERS = {"adamw": AdamW, "sgd": SGD}
+OPTIMIZERS: dict[str, Callable[[OptimizerConfig], Optimizer]] = {"adamw": AdamW, "sgd": SGD}
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:

@@ -20,7 +20,7 @@ products differently when rows start elsewhere, so the alignment is part of what
 class TensorSlot(NamedTuple):
     """One parameter tensor of the model and its place in its layer's flat storage."""
 
-    index: int
+    id: int
     """Position among all tensors of the model."""
     name: str
     """Full name, such as ``block.0.attention.qkv.weight``."""
@@ -128,5 +128,5 @@ def segments(shape: LayerShape, start: int, stop: int) -> Iterator[Segment]:
 
 
 def all_tensors(shapes: Sequence[LayerShape]) -> tuple[TensorSlot, ...]:
-    """Every tensor of the model, in the order of `TensorSlot.index`."""
+    """Every tensor of the model, in the order of `TensorSlot.id`."""
     return tuple(slot for shape in shapes for slot in shape.tensors)

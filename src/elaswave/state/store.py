@@ -8,9 +8,10 @@ from enum import IntEnum
 
 import torch
 
+from elaswave.hashing import MASK64
 from elaswave.state.flat import LayerShape, Segment, segments
 from elaswave.state.placement import Block, Placement
-from elaswave.state.verify import MASK64, tensor_digest
+from elaswave.state.verify import tensor_digest
 
 
 class Role(IntEnum):
@@ -39,25 +40,15 @@ class HeldBlock:
         self.slots = slots
         self.version = version
         self.segments: tuple[Segment, ...] = tuple(segments(shape, block.start, block.stop))
+        self.decay_runs = tuple(_decay_runs(self.segments))
+        """The runs [start, stop) of the block that weight decay applies to."""
         self.gradient: torch.Tensor | None = None
         """The reduced mean gradient of the step in flight, float32 [length], before clipping; None outside of one."""
-        self.gradient_hash = 0
 
     @property
     def num_elements(self) -> int:
         """Elements of the block, padding included."""
         return self.block.stop - self.block.start
-
-    def decay_runs(self) -> list[tuple[int, int]]:
-        """The runs [start, stop) of the block that weight decay applies to, neighbours merged."""
-        runs: list[tuple[int, int]] = []
-        for segment in self.segments:
-            if segment.slot.decays:
-                if runs and runs[-1][1] == segment.start:
-                    runs[-1] = (runs[-1][0], segment.stop)
-                else:
-                    runs.append((segment.start, segment.stop))
-        return runs
 
     def digests(self) -> Iterator[tuple[str, int]]:
         """The block's part of every tensor digest, as ("slot.tensor", part)."""
@@ -66,6 +57,16 @@ class HeldBlock:
                 part = values[segment.start : segment.stop]
                 name = segment.slot.name
                 yield f"{slot_name}.{name}", tensor_digest(slot_name, name, segment.tensor_start, part)
+
+
+def _decay_runs(parts: Sequence[Segment]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for segment in parts:
+        if segment.slot.decays and runs and runs[-1][1] == segment.start:
+            runs[-1] = (runs[-1][0], segment.stop)
+        elif segment.slot.decays:
+            runs.append((segment.start, segment.stop))
+    return runs
 
 
 class BlockStore:

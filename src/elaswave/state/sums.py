@@ -176,9 +176,9 @@ def reduced_gradient(
     if total.dtype == torch.float32:
         return total / num_microbatches
     reduced = torch.zeros(total.shape, dtype=torch.float32)
-    first_index = shape.tensors[0].index if shape.tensors else 0
+    first_index = shape.tensors[0].id if shape.tensors else 0
     for segment in segments(shape, start, start + total.numel()):
-        exponent = exponents[segment.slot.index - first_index]
+        exponent = exponents[segment.slot.id - first_index]
         units = total[segment.start : segment.stop]
         units -= signed64(offset(exponent) * num_microbatches)
         reduced[segment.start : segment.stop] = units.to(torch.float64).mul_(2.0**-exponent / num_microbatches)

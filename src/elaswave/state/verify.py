@@ -72,7 +72,12 @@ def add_digests(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def state_digest(
-    *, step: int, num_updates: int, data_cursor: tuple[int, int], grids: Iterable[int], tensor_digests: Mapping[str, int]
+    *,
+    step: int,
+    num_updates: int,
+    data_cursor: tuple[int, int],
+    grids: Iterable[int],
+    tensor_digests: Mapping[str, int],
 ) -> str:
     """The hash of everything that decides how training goes on, as 16 hexadecimal digits."""
     total = key64("state", step, num_updates, *data_cursor, *grids)

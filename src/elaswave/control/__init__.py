@@ -1,0 +1,1 @@
+"""The control plane: starting workers, watching them, and keeping the books of a run."""

@@ -1,0 +1,124 @@
+"""What every worker derives from the configuration alone: model, blocks, layout, placement, programs.
+
+Nothing of it is negotiated: the same configuration gives the same blueprint in every process, and the vote compares
+its hash.
+"""
+
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from elaswave.config.schema import Config
+from elaswave.data.sampler import Sampler
+from elaswave.data.sources import TokenSource, open_source
+from elaswave.models.layers import ModelSpec
+from elaswave.models.registry import build_model
+from elaswave.planning.layout import make_layout
+from elaswave.planning.program import Program
+from elaswave.planning.schedule import compile_programs
+from elaswave.planning.validate import validate_programs
+from elaswave.state.flat import LayerShape, TensorSlot, all_tensors, model_shapes
+from elaswave.state.placement import Block, Placement, make_blocks, place_blocks
+from elaswave.types import Layout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Blueprint:
+    """Everything about a run that follows from its configuration.
+
+    Args:
+        config: with its layout resolved.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        model = config.model
+        self.model: ModelSpec = build_model(
+            model.family,
+            vocab_size=config.data.resolved_vocab_size,
+            num_layers=model.num_layers,
+            width=model.width,
+            num_heads=model.num_heads,
+            context_length=model.context_length,
+            dropout=model.dropout,
+            num_kv_heads=model.num_kv_heads,
+            hidden_size=model.hidden_size,
+            rope_theta=model.rope_theta,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What forward and backward compute in."""
+        return DTYPES[self.config.model.dtype]
+
+    @cached_property
+    def shapes(self) -> tuple[LayerShape, ...]:
+        """The flat storage of every layer."""
+        return model_shapes(self.model)
+
+    @cached_property
+    def tensors(self) -> tuple[TensorSlot, ...]:
+        """Every tensor of the model."""
+        return all_tensors(self.shapes)
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every block of the model."""
+        return make_blocks([shape.size for shape in self.shapes], self.config.elastic.block_size)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of training."""
+        return self._layout(self.config.batch.num_microbatches)
+
+    @cached_property
+    def evaluation_layout(self) -> Layout:
+        """The same stages with the micro-batches of an evaluation."""
+        return self._layout(self.config.run.eval_microbatches)
+
+    def _layout(self, num_microbatches: int) -> Layout:
+        config = self.config
+        return make_layout(
+            widths=config.widths, layers_per_stage=config.layers_per_stage, num_microbatches=num_microbatches
+        )
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Who holds which block."""
+        return place_blocks(self.layout, self.blocks, num_followers=self.config.elastic.num_followers)
+
+    @cached_property
+    def programs(self) -> dict[int, Program]:
+        """The validated program of every worker for a training step."""
+        programs = compile_programs(self.layout, self.config.layout.schedule)
+        validate_programs(self.layout, programs)
+        return programs
+
+    @cached_property
+    def evaluation_programs(self) -> dict[int, Program]:
+        """The program of every worker for an evaluation."""
+        return compile_programs(self.evaluation_layout, self.config.layout.schedule, forward_only=True)
+
+    def open_source(self, cache_dir: Path) -> TokenSource:
+        """The tokens of the run.
+
+        Args:
+            cache_dir: where generated text is kept.
+        Raises:
+            DataError: see `elaswave.data.sources.open_source`.
+        """
+        data = self.config.data
+        return open_source(
+            data.source,
+            vocab_size=data.vocab_size,
+            context_length=self.config.model.context_length,
+            validation_fraction=data.validation_fraction,
+            cache_dir=cache_dir,
+        )
+
+    def sampler(self, source: TokenSource) -> Sampler:
+        """Which samples make up which micro-batch of training."""
+        batch = self.config.batch
+        return Sampler(self.config.run.seed, source.num_samples("train"), batch.microbatch_size, batch.num_microbatches)

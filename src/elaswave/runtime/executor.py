@@ -1,0 +1,145 @@
+"""Interprets one worker's program: runs its actions in order and moves tensors along the routes.
+
+Sends are asynchronous and make progress between layers; a received activation is waited for only by the action that
+uses it. The program decides the order, the routes decide the partners; nothing here decides anything.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from elaswave.comm.frames import Tag
+from elaswave.comm.transport import Handle, Transport
+from elaswave.observability.trace import ACTION, TraceRecorder
+from elaswave.planning.program import Action, Program
+from elaswave.runtime.channels import WAIT_TIMEOUT_S, Channel
+from elaswave.runtime.compute import Compute
+from elaswave.types import Hop, Layout
+
+
+class Batches(Protocol):
+    """Where micro-batches come from."""
+
+    def __call__(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and targets of one micro-batch, int64 [samples, context_length] each."""
+        ...
+
+
+class Executor:
+    """Runs programs of one worker under one layout.
+
+    Args:
+        worker: this worker's id.
+        layout: routes and stages.
+        compute: the layers of this worker.
+        transport: its links.
+        trace: records every action.
+    """
+
+    def __init__(
+        self, worker: int, layout: Layout, compute: Compute, transport: Transport, trace: TraceRecorder
+    ) -> None:
+        self._worker = worker
+        self._layout = layout
+        self._compute = compute
+        self._transport = transport
+        self._trace = trace
+        self._position: dict[tuple[int, int], int] = {
+            (hop.stage, microbatch): index
+            for microbatch, route in enumerate(layout.routes)
+            for index, hop in enumerate(route)
+            if hop.worker == worker
+        }
+
+    def run(
+        self,
+        program: Program,
+        batches: Batches,
+        *,
+        step: int,
+        attempt: int,
+        sends: list[Handle],
+        before_action: Callable[[Action], None],
+        on_layer_done: Callable[[int], None],
+        train: bool = True,
+    ) -> None:
+        """Runs a program to its end.
+
+        Args:
+            program: this worker's actions.
+            batches: tokens and targets of the step's micro-batches.
+            step, attempt: part of every frame's tag.
+            sends: gets the handles of all sends; their buffers stay alive in them.
+            before_action: called before each action.
+            on_layer_done: called with a layer once its last gradient of the step has been added here.
+            train: False runs forward actions for evaluation, on tags of their own.
+        """
+        forward_channel = Channel.ACTIVATION if train else Channel.EVALUATION
+        remaining = self._contributions(program)
+        local: dict[tuple[Channel, int, int], torch.Tensor] = {}
+
+        def pass_on(hop: Hop, channel: Channel, microbatch: int, value: torch.Tensor) -> None:
+            if hop.worker == self._worker:
+                local[channel, microbatch, hop.stage] = value
+            else:
+                tag = Tag(channel, step, attempt, microbatch, hop.stage)
+                sends.append(self._transport.send(hop.worker, tag, value))
+
+        def take(source: Hop, own: Hop, channel: Channel, microbatch: int) -> torch.Tensor:
+            if source.worker == self._worker:
+                return local.pop((channel, microbatch, own.stage))
+            handle = self._transport.recv(source.worker, Tag(channel, step, attempt, microbatch, own.stage))
+            self._transport.wait(handle, WAIT_TIMEOUT_S)
+            assert handle.result is not None
+            return handle.result
+
+        for action in program:
+            before_action(action)
+            asked_ns = time.monotonic_ns()
+            route = self._layout.routes[action.microbatch]
+            index = self._position[action.stage, action.microbatch]
+            hop = route[index]
+            previous = route[index - 1] if index > 0 else None
+            following = route[index + 1] if index + 1 < len(route) else None
+            layers = range(hop.start, hop.stop)
+            if action.kind == "F":
+                targets = None
+                if previous is None or following is None:
+                    tokens, targets = batches(step, action.microbatch)
+                value = tokens if previous is None else take(previous, hop, forward_channel, action.microbatch)
+                start_ns = time.monotonic_ns()
+                output = self._compute.forward(
+                    layers, action.microbatch, value, None if following is not None else targets, train=train
+                )
+                if following is not None:
+                    pass_on(following, forward_channel, action.microbatch, output)
+            else:
+                assert action.kind == "B", f"the executor cannot run {action}"
+                gradient = None
+                if following is not None:
+                    gradient = take(following, hop, Channel.GRADIENT, action.microbatch)
+                start_ns = time.monotonic_ns()
+                result = self._compute.backward(layers, action.microbatch, gradient)
+                if previous is not None:
+                    assert result is not None
+                    pass_on(previous, Channel.GRADIENT, action.microbatch, result)
+                for layer in reversed(layers):
+                    remaining[layer] -= 1
+                    if remaining[layer] == 0:
+                        on_layer_done(layer)
+            if self._trace.enabled:
+                self._trace.add("wait", "wait", asked_ns, start_ns, {"for": str(action)})
+                self._trace.add(str(action), ACTION, start_ns, time.monotonic_ns(), {"step": step})
+            self._transport.poll()
+
+    def _contributions(self, program: Program) -> dict[int, int]:
+        """How many gradients this worker will add to each layer."""
+        remaining: dict[int, int] = {}
+        for action in program:
+            if action.kind == "B":
+                hop = self._layout.routes[action.microbatch][self._position[action.stage, action.microbatch]]
+                for layer in range(hop.start, hop.stop):
+                    remaining[layer] = remaining.get(layer, 0) + 1
+        return remaining

@@ -1,0 +1,67 @@
+"""Writes a worker's part of durable checkpoints in a background thread, from copies, one at a time."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from elaswave.errors import CheckpointError, ElaswaveError, WaitTimeoutError
+from elaswave.runtime.materialise import owned_pieces
+from elaswave.runtime.messages import ShardFailed, ShardWritten, Standing
+from elaswave.state.checkpoint import shard_folder
+from elaswave.state.checkpoint_shards import write_shard
+from elaswave.state.store import BlockStore
+
+WRITE_TIMEOUT_S = 1800.0
+"""Bound of one shard's writing."""
+
+
+class ShardWriter:
+    """The background writer of one worker.
+
+    Args:
+        worker: its id, which names its files.
+        run_dir: the run's folder.
+        report: sends a message to the coordinator; called from the background thread.
+    """
+
+    def __init__(self, worker: int, run_dir: Path, report: Callable[[ShardWritten | ShardFailed], None]) -> None:
+        self._worker = worker
+        self._run_dir = run_dir
+        self._report = report
+        self._thread: threading.Thread | None = None
+
+    def start(self, store: BlockStore, standing: Standing) -> None:
+        """Copies the owned blocks and begins to write them; waits first for the shard before this one."""
+        self.finish()
+        pieces = list(owned_pieces(store))
+
+        def write() -> None:
+            try:
+                folder = shard_folder(self._run_dir, standing.step)
+                items = write_shard(folder, f"worker-{self._worker}", pieces)
+            except (CheckpointError, OSError) as error:
+                self._send(ShardFailed(worker=self._worker, step=standing.step, reason=str(error)))
+            else:
+                self._send(ShardWritten(worker=self._worker, standing=standing, items=items))
+
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _send(self, message: ShardWritten | ShardFailed) -> None:
+        try:
+            self._report(message)
+        except ElaswaveError:
+            pass  # the coordinator is gone; the worker's main thread sees that as well and ends
+
+    def finish(self) -> None:
+        """Waits until the shard in hand is written and reported.
+
+        Raises:
+            WaitTimeoutError: the disk does not take it.
+        """
+        if self._thread is None:
+            return
+        self._thread.join(WRITE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise WaitTimeoutError(f"worker {self._worker} could not write its checkpoint in {WRITE_TIMEOUT_S:.0f} s")
+        self._thread = None
