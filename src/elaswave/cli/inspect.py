@@ -21,6 +21,8 @@ from elaswave.observability.summary import RunSummary, StageSummary, WorkerSumma
 
 _FALLBACK_WIDTH = 100
 """Columns when the output is no terminal and COLUMNS is not set."""
+_MAX_NOTES = 20
+"""Skipped and repeated steps that are listed one by one."""
 
 
 class _InspectGroup(click.Group):
@@ -32,7 +34,7 @@ class _InspectGroup(click.Group):
         position = next((index for index, arg in enumerate(args) if not arg.startswith("-")), None)
         if position is not None and args[position] in self.commands and args[position] != self._DEFAULT:
             args = [args[position], *args[:position], *args[position + 1 :]]
-        elif "--help" in args:
+        elif set(args) & set(ctx.help_option_names):
             args = ["--help"]
         elif args:
             args = [self._DEFAULT, *args]
@@ -287,7 +289,12 @@ def _event_lines(summary: RunSummary, width: int) -> list[str]:
         ]
         lines += ["", *render_table(["checkpoint after step", "folder", "size", "took"], rows, width)]
     notes = [f"step {event.step} skipped: {event.reason}" for event in summary.skipped]
+    notes += [f"step {retry.step} tried again: {retry.reason}" for retry in summary.retries]
+    if len(notes) > _MAX_NOTES:
+        notes[_MAX_NOTES:] = [f"{len(notes) - _MAX_NOTES} more skipped or repeated steps; --json lists all"]
     notes += [f"error: {event.message}" for event in summary.errors]
+    if notes:
+        lines.append("")
     for note in notes:
         lines += _wrap(note, width)
     return lines

@@ -5,9 +5,9 @@ Works on a run that is still going on, from its event log alone; once there is a
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -40,6 +40,8 @@ from elaswave.types import Layout
 
 NUM_WARM_UP_STEPS = 3
 """Steps of a process that are left out of its timings, as in the result's throughput."""
+PHASES = ("run", "reduce", "vote", "apply", "gather")
+"""The phases of a step, in order."""
 
 
 class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +79,14 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     median_s: float
     slowest_s: float
     phases_s: dict[str, float]
-    """Mean of each phase over the steps that tell; empty if none does."""
+    """Mean of each phase over the steps that tell, in the order in which they run; empty if none does."""
+
+
+class Retry(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt at a step that did not commit."""
+
+    step: int
+    reason: str
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +117,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     recoveries: list[Recovery]
     checkpoints: list[CheckpointRecord]
     skipped: list[StepSkipped]
+    retries: list[Retry]
     errors: list[ErrorRaised]
     state_digest: str | None
 
@@ -135,16 +145,19 @@ def build_summary(run_dir: str, result: Result | None, events: Sequence[AnyEvent
     # A resumed run goes on in the same log: what the earlier process did after the checkpoint did not count.
     losses: dict[int, JsonFloat] = {}
     val_losses: dict[int, JsonFloat] = {}
+    skipped: dict[int, StepSkipped] = {}
+    retries: dict[int, list[str]] = {}
     for event in events:
         if isinstance(event, RunStarted):
-            carried = dict(enumerate(event.losses, start=1))
-            kept = {step: loss for step, loss in losses.items() if step < event.first_step}
-            losses = kept | carried
-            val_losses = {step: loss for step, loss in val_losses.items() if step < event.first_step}
+            losses, val_losses = _before(event.first_step, losses), _before(event.first_step, val_losses)
+            skipped, retries = _before(event.first_step, skipped), _before(event.first_step, retries)
+            losses |= dict(enumerate(event.losses, start=1))
         elif isinstance(event, StepCommitted):
             losses[event.step] = event.loss
+            retries[event.step] = event.retries
         elif isinstance(event, StepSkipped):
             losses.setdefault(event.step, "nan")
+            skipped[event.step] = event
         elif isinstance(event, Evaluated):
             val_losses[event.step] = event.loss
     starts = [index for index, event in enumerate(events) if isinstance(event, RunStarted)]
@@ -185,10 +198,19 @@ def build_summary(run_dir: str, result: Result | None, events: Sequence[AnyEvent
         duration_s=result.duration_s if result is not None else latest[-1].elapsed_s if latest else None,
         recoveries=result.recoveries if result is not None else _recoveries(events),
         checkpoints=result.checkpoints if result is not None else _checkpoints(events),
-        skipped=[event for event in events if isinstance(event, StepSkipped)],
+        skipped=list(skipped.values()),
+        retries=[Retry(step=step, reason=reason) for step, reasons in retries.items() for reason in reasons],
         errors=[event for event in latest if isinstance(event, ErrorRaised)],
         state_digest=result.state_digest if result is not None else None,
     )
+
+
+_T = TypeVar("_T")
+
+
+def _before(step: int, values: Mapping[int, _T]) -> dict[int, _T]:
+    """What belongs to earlier steps."""
+    return {key: value for key, value in values.items() if key < step}
 
 
 def _recoveries(events: Sequence[AnyEvent]) -> list[Recovery]:
@@ -196,7 +218,9 @@ def _recoveries(events: Sequence[AnyEvent]) -> list[Recovery]:
 
 
 def _checkpoints(events: Sequence[AnyEvent]) -> list[CheckpointRecord]:
-    return [event.checkpoint for event in events if isinstance(event, CheckpointWritten)]
+    return list(
+        {event.checkpoint.path: event.checkpoint for event in events if isinstance(event, CheckpointWritten)}.values()
+    )
 
 
 def _stages(layout: Layout, described: LayoutChosen | None) -> list[StageSummary]:
@@ -246,8 +270,12 @@ def _timings(steps: Sequence[StepCommitted]) -> Timings | None:
         mean_s=statistics.fmean(durations_s),
         median_s=statistics.median(durations_s),
         slowest_s=max(durations_s),
-        phases_s={name: statistics.fmean(seconds) for name, seconds in phases.items()},
+        phases_s={name: statistics.fmean(phases[name]) for name in sorted(phases, key=_phase_order)},
     )
+
+
+def _phase_order(name: str) -> int:
+    return PHASES.index(name) if name in PHASES else len(PHASES)
 
 
 def _throughput(steps: Sequence[StepCommitted]) -> float | None:

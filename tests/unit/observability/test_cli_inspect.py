@@ -8,8 +8,9 @@ from click.testing import CliRunner, Result
 from tests.unit.observability.samples import LOSSES, RECOVERY, make_result, write_events
 
 from elaswave.cli.inspect import format_bytes, inspect_group, render_summary, render_table
+from elaswave.cli.main import main
 from elaswave.errors import RunFolderError
-from elaswave.observability.events import Evaluated, EventLog, Recovered, RunFinished, StepSkipped
+from elaswave.observability.events import ErrorRaised, Evaluated, EventLog, Recovered, RunFinished, StepSkipped
 from elaswave.observability.result import write_digests, write_result
 from elaswave.observability.summary import summarize
 
@@ -26,6 +27,8 @@ def run(tmp_path: Path) -> Path:
     write_result(folder, make_result(recoveries=[RECOVERY]))
     return folder
 
+
+ADVICE = "give the folder of a run, the one named by --run-dir\n"
 
 WIDE = """\
 run RUN: finished, 6 of 6 steps
@@ -227,7 +230,6 @@ def test_diff_of_different_numbers_of_steps(run: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compared_is_an_error_of_the_user(run: Path, tmp_path: Path) -> None:
-    """The command line turns these errors into exit code 2."""
     running = tmp_path / "running"
     running.mkdir()
     write_events(running)
@@ -237,6 +239,36 @@ def test_what_cannot_be_compared_is_an_error_of_the_user(run: Path, tmp_path: Pa
         assert message in str(result.exception)
         assert result.stdout == ""
     assert isinstance(inspect(tmp_path).exception, RunFolderError)
+
+
+def test_the_exit_codes_of_the_whole_command(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "b"
+    other.mkdir()
+    write_result(other, make_result(losses=LOSSES[:4]))
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", "a"]) == 0
+    assert main(["inspect", "diff", "a", "a"]) == 0
+    assert main(["inspect", "diff", "a", "b"]) == 1
+    capsys.readouterr()
+    assert main(["inspect", "diff", "a", "missing"]) == 2
+    assert capsys.readouterr() == ("", "error: missing: no such folder; " + ADVICE)
+    assert main(["inspect", "-h"]) == 0
+    assert "elaswave inspect diff RUN_A RUN_B" in capsys.readouterr().out
+
+
+def test_many_notes_are_cut_short(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for step in range(1, 31):
+            log.write(StepSkipped(step=step, reason="loss is nan"))
+        log.write(ErrorRaised(message="worker 1: out of memory"))
+    lines = inspect(tmp_path, columns=400).output.splitlines()
+    assert lines[-3:] == [
+        "step 20 skipped: loss is nan",
+        "10 more skipped or repeated steps; --json lists all",
+        "error: worker 1: out of memory",
+    ]
 
 
 def test_a_run_folder_called_like_a_subcommand(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,11 @@ from elaswave.observability.events import (
     Recovered,
     RunFinished,
     RunStarted,
+    StepCommitted,
     StepSkipped,
 )
 from elaswave.observability.result import CheckpointRecord, write_result
-from elaswave.observability.summary import build_summary, summarize
+from elaswave.observability.summary import Retry, build_summary, summarize
 
 
 def test_a_running_run_is_told_from_its_events(tmp_path: Path) -> None:
@@ -102,6 +103,32 @@ def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) ->
     assert summary.losses == {1: 5.0, 2: 4.0, 3: 2.5}
     assert summary.epochs[-1].layout == LAYOUT
     assert summary.timings is None
+
+
+def test_repeated_and_skipped_steps_are_told_once(tmp_path: Path) -> None:
+    step = StepCommitted(
+        step=3,
+        epoch=0,
+        attempt=2,
+        loss="nan",
+        grad_norm="inf",
+        lr=0.1,
+        tokens_per_s=1.0,
+        duration_s=1.0,
+        retries=["a grid was too fine"],
+    )
+    started = RunStarted(version="0.1", total_steps=6)
+    for _ in range(2):  # the second process repeats what the first did
+        with EventLog(tmp_path / "events.jsonl") as log:
+            log.write(started)
+            log.write(StepSkipped(step=3, reason="loss is nan"))
+            log.write(step)
+            log.write(CheckpointWritten(checkpoint=make_result().checkpoints[0]))
+    summary = summarize(tmp_path)
+    assert summary.retries == [Retry(step=3, reason="a grid was too fine")]
+    assert [event.step for event in summary.skipped] == [3]
+    assert summary.losses == {3: "nan"}
+    assert summary.checkpoints == make_result().checkpoints
 
 
 def test_a_run_in_another_folder_that_carried_its_losses_over() -> None:
