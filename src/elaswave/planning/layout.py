@@ -1,7 +1,7 @@
 """Layouts from what a person asks for: widths of stages, layers per stage, routes of micro-batches. Pure.
 
 Every worker computes its layout from the configuration by itself, so everything here is a deterministic function of
-its arguments. Rules: see "Layout" in the reference of the configuration.
+its arguments. Who holds which block of state is not decided here but in ``elaswave.state.placement``.
 """
 
 from collections.abc import Sequence
@@ -181,30 +181,27 @@ def partition_layers(costs: Sequence[float], widths: Sequence[int]) -> tuple[int
 def _smallest_slowest(prefix: Sequence[int], factors: Sequence[int]) -> int:
     """The smallest possible largest stage time over all contiguous splits, by dynamic programming over stages.
 
-    For a fixed end the slowest of the earlier stages never falls, and the next stage's time never rises, the later
-    that stage begins. So the best cut is where the two cross: O(stages x layers x log layers) altogether.
+    No bisection: since every stage needs a layer, the slowest of the stages up to a layer may fall when a layer is
+    added (a costly one moves to an earlier, wider stage).
 
     Args:
         prefix: cost of the layers before each one, and of all of them.
         factors: stage time per unit of cost.
     """
     num_layers, num_stages = len(prefix) - 1, len(factors)
-    # earlier[start]: slowest of the stages so far if they end at layer `start`.
-    earlier = {stop: prefix[stop] * factors[0] for stop in range(1, num_layers - num_stages + 2)}
+    # earlier[stop]: slowest of the stages so far if they end at layer `stop`.
+    earlier = [prefix[stop] * factors[0] for stop in range(num_layers - num_stages + 2)]
     for stage, factor in enumerate(factors[1:], start=1):
-        current: dict[int, int] = {}
+        current = [0] * (stage + 1)  # too few layers for the stages so far; never looked at
         for stop in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
-            low, high = stage, stop - 1
-            while low < high:
-                start = (low + high) // 2
-                if earlier[start] >= (prefix[stop] - prefix[start]) * factor:
-                    high = start
-                else:
-                    low = start + 1
-            current[stop] = min(
-                max(earlier[start], (prefix[stop] - prefix[start]) * factor)
-                for start in range(max(stage, low - 1), low + 1)
-            )
+            slowest: int | None = None
+            for start in range(stop - 1, stage - 1, -1):
+                time = (prefix[stop] - prefix[start]) * factor
+                if slowest is not None and time >= slowest:
+                    break
+                slowest = max(time, earlier[start]) if slowest is None else min(slowest, max(time, earlier[start]))
+            assert slowest is not None
+            current.append(slowest)
         earlier = current
     return earlier[num_layers]
 
