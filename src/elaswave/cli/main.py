@@ -29,7 +29,6 @@ COMMANDS = {
     "train": "elaswave.cli.train:train_command",
     "inspect": "elaswave.cli.inspect:inspect_group",
     "export": "elaswave.cli.export:export_command",
-    "export": "elaswave.cli.export:export_command",
 }
 """Where each verb stands; imported when it is asked for."""
 
@@ -127,6 +126,8 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _for_people(error: ElaswaveError) -> str:
+    if isinstance(error, StoppedBySignalError):
+        return str(error)
     if isinstance(error, ConfigError) and len(error.problems) > 1:
         return f"error: {len(error.problems)} problems:\n" + "\n".join(f"  {problem}" for problem in error.problems)
     if isinstance(error, WorkerError) and error.traceback_text:

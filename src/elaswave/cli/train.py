@@ -85,7 +85,7 @@ def train_command(
         from elaswave.observability.progress import make_reporter
 
         with contextlib.closing(make_reporter(json_mode=as_json)) as reporter:
-            result = launcher.train(config, run.path, resume=resume, profile=profile, reporter=reporter)
+            result = launcher.train(config, run, resume=resume, profile=profile, reporter=reporter)
     if as_json:
         click.echo(_as_json(result))
 

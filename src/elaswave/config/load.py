@@ -151,10 +151,11 @@ def _merge(values: Values, source: Values) -> None:
         if "stages" in layout or "replicas" in layout:
             _forget(values, "widths", "layers")
     for name, table in source.items():
-        if isinstance(table, Mapping) and isinstance(values.get(name, {}), Mapping):
-            values[name] = {**values.get(name, {}), **table}
-        else:
-            values[name] = table
+        below = values.get(name, {})
+        if not isinstance(below, Mapping):
+            # What is no table stays, to be reported, whatever is laid over it.
+            continue
+        values[name] = {**below, **table} if isinstance(table, Mapping) else table
 
 
 def _forget(values: Values, *layout_keys: str) -> None:

@@ -1,4 +1,4 @@
-"""The folder of a run: where everything stands in it, when it may be used, what is removed from it.
+"""The folder of a run: when it may be used, what is saved when it begins, what is removed from it.
 
 A folder *is a run* if it holds ``run.json``, which is written first and removed last. A folder that is not one is only
 used if nothing in it has a name that a run would write, and nothing is ever removed from it. A lock, which the system
@@ -13,7 +13,6 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -31,6 +30,7 @@ LOCK_FILE = ".lock"
 CHECKPOINTS_DIR = "checkpoints"
 LOGS_DIR = "logs"
 DATA_DIR = "data"
+EXPORT_DIR = "export"
 
 WRITTEN_NAMES = (
     LOCK_FILE,
@@ -42,8 +42,9 @@ WRITTEN_NAMES = (
     CHECKPOINTS_DIR,
     LOGS_DIR,
     DATA_DIR,
+    EXPORT_DIR,
 )
-"""What a run writes into its folder, beside the marker."""
+"""What a run, and what is made from it, stands under in its folder, beside the marker."""
 WRITTEN_PATTERNS = ("trace-worker-*.json.part", *(f".{name}.*.tmp" for name in (MARKER_FILE, *WRITTEN_NAMES)))
 """What a run that was cut short may leave beside them."""
 
@@ -51,58 +52,6 @@ KEYS_FREE_ON_RESUME = ("layout.", "elastic.", "run.", "model.recompute")
 """Keys, or the beginnings of keys, that a resumed run may change."""
 KEYS_FIXED_ON_RESUME = ("run.seed",)
 """Exceptions from them."""
-
-
-@dataclass(frozen=True)
-class RunDir:
-    """The places inside the folder of a run."""
-
-    path: Path
-    """The folder, absolute."""
-
-    @property
-    def config_file(self) -> Path:
-        """The resolved configuration, TOML."""
-        return self.path / CONFIG_FILE
-
-    @property
-    def result_file(self) -> Path:
-        """The result, written at the end."""
-        return self.path / RESULT_FILE
-
-    @property
-    def digests_file(self) -> Path:
-        """The digest of every tensor, written at the end."""
-        return self.path / DIGESTS_FILE
-
-    @property
-    def events_file(self) -> Path:
-        """The log of events."""
-        return self.path / EVENTS_FILE
-
-    @property
-    def trace_file(self) -> Path:
-        """The trace of ``--profile``."""
-        return self.path / TRACE_FILE
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the durable checkpoints."""
-        return self.path / CHECKPOINTS_DIR
-
-    @property
-    def data_cache(self) -> Path:
-        """Folder for data that the run prepares for itself."""
-        return self.path / DATA_DIR
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the workers' logs."""
-        return self.path / LOGS_DIR
-
-    def log_file(self, worker: int) -> Path:
-        """The log of one worker."""
-        return self.logs / f"worker-{worker}.log"
 
 
 def default_run_dir(now: datetime, token: str) -> Path:
@@ -136,7 +85,7 @@ def saved_config(path: Path) -> Config:
 @contextlib.contextmanager
 def open_run_dir(
     path: Path, config: Config, *, now: datetime, resume: bool = False, overwrite: bool = False
-) -> Iterator[RunDir]:
+) -> Iterator[Path]:
     """Makes a folder ready for a run and keeps others out of it for as long as the context lasts.
 
     Args:
@@ -146,7 +95,7 @@ def open_run_dir(
         resume: go on with the run that the folder holds.
         overwrite: remove the run that the folder holds, and nothing else.
     Returns:
-        The places inside the folder (entering the context).
+        The folder as an absolute path (entering the context).
     Raises:
         RunFolderError: the folder holds a run and neither `resume` nor `overwrite` is given, holds files of others
             where the run would write, holds no run to resume or one of another model, is in use, or cannot be written.
@@ -173,7 +122,7 @@ def open_run_dir(
             (path / LOGS_DIR).mkdir(exist_ok=True)
         except OSError as error:
             raise _not_writable(path, error) from error
-        yield RunDir(path)
+        yield path
 
 
 def differing_keys(a: Config, b: Config) -> dict[str, tuple[object, object]]:

@@ -1,0 +1,301 @@
+"""The rules of the run folder: what is used, what is refused, what is removed."""
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from elaswave.config.load import load_config
+from elaswave.config.schema import Config
+from elaswave.errors import RunFolderError
+from elaswave.observability import run_folder
+from elaswave.observability.run_folder import (
+    default_run_dir,
+    differing_keys,
+    is_run,
+    open_run_dir,
+    saved_config,
+)
+
+NOW = datetime(2026, 11, 20, 13, 3, 5, tzinfo=UTC)
+
+
+@contextmanager
+def opened(path: Path, config: Config | None = None, **flags: bool) -> Iterator[Path]:
+    with open_run_dir(path, config or load_config(), now=NOW, **flags) as run:
+        yield run
+
+
+def start(path: Path, *overrides: str, **flags: bool) -> Path:
+    """A run that began in a folder and ended."""
+    with opened(path, load_config(None, overrides), **flags) as run:
+        (run / "result.json").write_text("{}")
+        (run / "events.jsonl").write_text("")
+        (run / "logs" / "worker-0.log").write_text("hello")
+        (run / "checkpoints" / "step-5").mkdir(parents=True)
+        (run / "checkpoints" / "step-5" / "shard").write_text("x")
+    return path
+
+
+def test_the_default_folder_bears_the_time() -> None:
+    assert default_run_dir(NOW, "3f9c21") == Path("runs/20261120T130305Z-3f9c21")
+
+
+def test_a_new_folder_is_made_with_its_parents(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b"
+    with opened(path) as run:
+        assert run == path and is_run(path)
+        assert (run / "logs").is_dir()
+    assert (path / "run.json").read_text() == (
+        '{"written_by":"elaswave","version":"0.1.0","created":"2026-11-20T13:03:05Z"}\n'
+    )
+    assert saved_config(path) == load_config()
+
+
+def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with opened(Path("r")) as run:
+        assert run == tmp_path / "r"
+
+
+def test_an_empty_folder_and_one_with_foreign_files_are_used(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    start(tmp_path)
+    assert is_run(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    start(tmp_path)
+    with pytest.raises(RunFolderError, match="holds a run already; add --resume .* --overwrite"), opened(tmp_path):
+        pass
+    assert (tmp_path / "result.json").exists()
+
+
+def test_overwrite_removes_what_the_run_wrote_and_nothing_else(tmp_path: Path) -> None:
+    start(tmp_path)
+    (tmp_path / "trace-worker-1.json.part").write_text("")
+    (tmp_path / ".result.json.77.tmp").write_text("")
+    (tmp_path / ".secret.tmp").write_text("mine")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    with opened(tmp_path, load_config(None, ["run.seed=2"]), overwrite=True):
+        left = {path.name for path in tmp_path.iterdir()}
+    assert left == {".lock", "run.json", "config.toml", "logs", "notes", ".secret.tmp"}
+    assert (tmp_path / "notes" / "a.txt").read_text() == "mine"
+    assert list((tmp_path / "logs").iterdir()) == []
+    assert saved_config(tmp_path).run.seed == 2
+
+
+def test_overwrite_does_not_follow_links(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("mine")
+    path = start(tmp_path / "run")
+    for name in ("data", "trace.json"):
+        (path / name).symlink_to(elsewhere)
+    with opened(path, overwrite=True):
+        assert not (path / "data").is_symlink() and not (path / "trace.json").is_symlink()
+    assert (elsewhere / "precious").read_text() == "mine"
+
+
+def test_overwrite_of_nothing_is_a_new_run(tmp_path: Path) -> None:
+    with opened(tmp_path / "new", overwrite=True) as run:
+        assert is_run(run)
+
+
+@pytest.mark.parametrize("flags", [{}, {"overwrite": True}])
+@pytest.mark.parametrize("name", ["config.toml", "checkpoints", "result.json"])
+def test_a_folder_that_is_no_run_keeps_its_files(tmp_path: Path, flags: dict[str, bool], name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    message = f"not the folder of a run, but holds {name}, where a run would write"
+    with pytest.raises(RunFolderError, match=message), opened(tmp_path, **flags):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_a_removal_cut_short_leaves_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(tmp_path)
+
+    def fails(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(run_folder.shutil, "rmtree", fails)
+    with pytest.raises(RunFolderError, match=r"Input/output error \(.*checkpoints\)"), opened(tmp_path, overwrite=True):
+        pass
+    assert is_run(tmp_path)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="is a file; choose another --run-dir"), opened(tmp_path / "file"):
+        pass
+    with pytest.raises(RunFolderError, match="Not a directory.*choose another"), opened(tmp_path / "file" / "run"):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="cannot write /proc/elaswave: "), opened(Path("/proc/elaswave")):
+        pass
+    with pytest.raises(RunFolderError, match="cannot write /proc: "), opened(Path("/proc")):
+        pass
+    with pytest.raises(RunFolderError, match="File name too long"), opened(tmp_path / ("x" * 300)):
+        pass
+
+
+def test_resume_keeps_what_is_there_and_saves_the_new_configuration(tmp_path: Path) -> None:
+    start(tmp_path)
+    marker = (tmp_path / "run.json").read_bytes()
+    config = load_config(None, ["layout.widths=[1,3]", "elastic.num_followers=2", "run.steps=300"])
+    with opened(tmp_path, config, resume=True) as run:
+        assert (run / "checkpoints" / "step-5" / "shard").exists()
+        assert (run / "logs" / "worker-0.log").exists()
+    assert (tmp_path / "run.json").read_bytes() == marker
+    assert saved_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "layout.schedule=gpipe",
+        "elastic.consistency=scaled",
+        "elastic.block_size=32",
+        "run.checkpoint_every=3",
+        "run.eval_every=3",
+        "run.keep_checkpoints=3",
+        "run.skip_nonfinite=true",
+        "model.recompute=true",
+    ],
+)
+def test_resume_allows_what_does_not_change_the_model(tmp_path: Path, override: str) -> None:
+    start(tmp_path)
+    with opened(tmp_path, load_config(None, [override]), resume=True):
+        pass
+
+
+def test_resume_of_another_model_lists_what_differs(tmp_path: Path) -> None:
+    start(tmp_path)
+    other = load_config(None, ["model.width=64", "model.family=llama", "model.num_kv_heads=2", "run.seed=2"])
+    with pytest.raises(RunFolderError) as caught, opened(tmp_path, other, resume=True):
+        pass
+    assert str(caught.value) == (
+        f"the run in {tmp_path} is another computation, so it cannot be resumed with this configuration: "
+        'model.family is "gpt" there and "llama" here; model.width is 128 there and 64 here; '
+        "model.num_kv_heads is unset there and 2 here; run.seed is 1 there and 2 here"
+    )
+    assert saved_config(tmp_path) == load_config()
+
+
+def test_resume_of_nothing_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "none"
+    with pytest.raises(RunFolderError, match="holds no run that could be resumed"), opened(path, resume=True):
+        pass
+    with pytest.raises(RunFolderError, match="holds no run that could be resumed"):
+        saved_config(path)
+    assert not path.exists()
+
+
+def test_a_damaged_saved_configuration_is_named(tmp_path: Path) -> None:
+    start(tmp_path)
+    (tmp_path / "config.toml").write_text("[model]\nwidth = 0\n")
+    with pytest.raises(RunFolderError, match="saved in .* is damaged: model.width: got 0"):
+        saved_config(tmp_path)
+    (tmp_path / "config.toml").unlink()
+    with pytest.raises(RunFolderError, match="is damaged: .*No such file"):
+        saved_config(tmp_path)
+
+
+def test_two_commands_cannot_work_in_one_folder(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        with pytest.raises(RunFolderError, match="another elaswave is at work in"), opened(tmp_path, overwrite=True):
+            pass
+        with pytest.raises(RunFolderError, match="another elaswave is at work in"), opened(tmp_path, resume=True):
+            pass
+    with opened(tmp_path, resume=True):
+        pass
+
+
+def test_a_folder_that_became_a_run_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two commands started at the same instant: the one that gets the lock second looks again."""
+    real = fcntl.flock
+
+    def other_was_first(descriptor: int, operation: int) -> None:
+        (tmp_path / "run.json").write_text("{}")
+        real(descriptor, operation)
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", other_was_first)
+    with pytest.raises(RunFolderError, match="holds a run already"), opened(tmp_path):
+        pass
+
+
+def test_a_forked_worker_does_not_unlock_for_its_launcher(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(opened(tmp_path))
+        child = os.fork()
+        if child == 0:
+            stack.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        with pytest.raises(RunFolderError, match="at work"), opened(tmp_path, resume=True):
+            pass
+
+
+def test_a_worker_that_outlives_its_launcher_keeps_others_out(tmp_path: Path) -> None:
+    """A launcher killed with SIGKILL leaves its folder locked until its last worker has ended."""
+    reader, writer = os.pipe()
+    launcher = os.fork()
+    if launcher == 0:
+        os.close(writer)
+        stack = ExitStack()
+        stack.enter_context(opened(tmp_path))
+        if os.fork() == 0:
+            os.read(reader, 1)
+        os._exit(0)
+    os.close(reader)
+    os.waitpid(launcher, 0)
+    with pytest.raises(RunFolderError, match="at work"), opened(tmp_path, resume=True):
+        pass
+    os.close(writer)
+    lock = os.open(tmp_path / ".lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.close(lock)
+
+
+@pytest.mark.parametrize(("number", "works"), [(errno.ENOLCK, True), (errno.EIO, False)])
+def test_file_systems_without_locks_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, works: bool
+) -> None:
+    def fails(descriptor: int, operation: int) -> None:
+        if operation & fcntl.LOCK_EX:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", fails)
+    if works:
+        with opened(tmp_path) as run:
+            assert is_run(run)
+    else:
+        with pytest.raises(RunFolderError, match="Input/output error"), opened(tmp_path):
+            pass
+
+
+def test_an_error_inside_passes_and_frees_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="inside"), opened(tmp_path):
+        raise ValueError("inside")
+    with opened(tmp_path, resume=True):
+        pass
+
+
+def test_differing_keys_hold_both_values() -> None:
+    a, b = load_config(), load_config(None, ["model.width=64", "layout.widths=[4]"])
+    assert differing_keys(a, a) == {}
+    assert differing_keys(a, b) == {
+        "model.width": (128, 64),
+        "layout.widths": ((2, 2), (4,)),
+        "layout.layers": ((3, 3), (6,)),
+    }
