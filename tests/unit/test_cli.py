@@ -40,11 +40,8 @@ class Launcher(ModuleType):
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launcher:
-    import elaswave.control
-
     stand_in = Launcher()
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    monkeypatch.setattr(elaswave.control, "launcher", stand_in, raising=False)
     monkeypatch.chdir(tmp_path)
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(variable, "7")

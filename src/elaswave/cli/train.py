@@ -81,11 +81,11 @@ def train_command(
     run_dir = run_dir or default_run_dir(now, secrets.token_hex(3))
     with open_run_dir(run_dir, config, now=now, resume=resume, overwrite=overwrite) as run:
         os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
-        from elaswave.control import launcher
+        from elaswave.control.launcher import train
         from elaswave.observability.progress import make_reporter
 
         with contextlib.closing(make_reporter(json_mode=as_json)) as reporter:
-            result = launcher.train(config, run, resume=resume, profile=profile, reporter=reporter)
+            result = train(config, run, resume=resume, profile=profile, reporter=reporter)
     if as_json:
         click.echo(_as_json(result))
 
