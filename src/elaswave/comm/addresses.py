@@ -1,8 +1,8 @@
 """Where a worker listens: text to sockets. ``unix:/private/folder`` on one host, ``tcp:10.0.0.7`` between hosts.
 
 An address that is passed on names one listener: ``unix:/private/folder/w3-1f2e.sock`` or ``tcp:10.0.0.7:40123``. Hosts
-are numeric, because look-ups of names have been seen to stall for seconds. Folders of Unix sockets must be private (0700);
-paths longer than the system's 107 bytes are reached through ``/proc/self/fd``.
+are numeric, because look-ups of names have been seen to stall for seconds. Folders of Unix sockets must be private
+(0700); paths longer than the system's 107 bytes are reached through ``/proc/self/fd``.
 """
 
 import contextlib

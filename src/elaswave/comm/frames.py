@@ -205,5 +205,14 @@ def decode_header(data: bytes | bytearray | memoryview, offset: int, max_frame_b
 
 
 def empty_tensor(dtype_code: int, shape: tuple[int, ...]) -> Tensor:
-    """New memory for a received frame; torch's CPU allocator aligns it to 64 bytes."""
-    return torch.empty(shape, dtype=_DTYPES[dtype_code])
+    """New memory for a received frame; torch's CPU allocator aligns it to 64 bytes.
+
+    Raises:
+        FrameError: there is not so much memory.
+    """
+    try:
+        return torch.empty(shape, dtype=_DTYPES[dtype_code])
+    except RuntimeError as error:
+        raise FrameError(
+            f"no memory for a frame of {_DTYPES[dtype_code]} {shape}: lower max_frame_bytes or send less at once"
+        ) from error

@@ -73,6 +73,8 @@ class Group:
         Raises:
             ValueError: another op, or a tensor that cannot be sent.
         """
+        if not tensor.is_contiguous():
+            raise ValueError(f"a tensor with strides {tensor.stride()} is not contiguous: call .contiguous() first")
         combine = _OPS.get(op)
         if combine is None:
             raise ValueError(f"all_reduce knows {sorted(_OPS)}, not {op!r}: use all_reduce_with for other operations")
@@ -103,34 +105,24 @@ class Group:
             sub: distinguishes collectives of one group in one attempt.
             timeout_s: bound in seconds for each of its waits.
         """
-        rank, size = self.rank, self.size
-        if size == 1:
+        if self.size == 1:
             return
         send, recv = self._pair(Tag(self.channel, step, attempt, sub))
         wait = self.transport.wait
         other = torch.empty_like(tensor)
-        # The largest power of two takes part; the members beyond it lend their values to a neighbour.
-        num_active = 1 << (size.bit_length() - 1)
-        num_lenders = size - num_active
-        if rank < 2 * num_lenders:
-            if rank % 2 == 0:
-                wait([send(rank + 1, 0, tensor)], timeout_s)
-                wait([recv(rank + 1, 1, tensor)], timeout_s)
-                return
-            wait([recv(rank - 1, 0, other)], timeout_s)
+        helper, lender, partners = _doubling(self.size, self.rank)
+        if helper is not None:
+            wait(send(helper, 0, tensor), timeout_s)
+            wait(recv(helper, 1, tensor), timeout_s)
+            return
+        if lender is not None:
+            wait(recv(lender, 0, other), timeout_s)
             combine(tensor, other)
-            place = rank // 2
-        else:
-            place = rank - num_lenders
-        distance = 1
-        while distance < num_active:
-            partner = place ^ distance
-            partner = 2 * partner + 1 if partner < num_lenders else partner + num_lenders
-            wait([send(partner, 1 + distance, tensor), recv(partner, 1 + distance, other)], timeout_s)
+        for turn, partner in enumerate(partners):
+            wait([send(partner, 2 + turn, tensor), recv(partner, 2 + turn, other)], timeout_s)
             combine(tensor, other)
-            distance *= 2
-        if rank < 2 * num_lenders:
-            wait([send(rank - 1, 1, tensor)], timeout_s)
+        if lender is not None:
+            wait(send(lender, 1, tensor), timeout_s)
 
     def all_gather(
         self,
@@ -295,19 +287,30 @@ def doubling_partners(workers: Sequence[int], worker: int) -> set[int]:
         workers: the group's members, in its order.
         worker: one of them.
     """
-    rank, size = workers.index(worker), len(workers)
+    helper, lender, partners = _doubling(len(workers), workers.index(worker))
+    return {workers[rank] for rank in (helper, lender, *partners) if rank is not None}
+
+
+def _doubling(size: int, rank: int) -> tuple[int | None, int | None, list[int]]:
+    """Who exchanges with whom in recursive doubling.
+
+    The largest power of two takes part; every member beyond it lends its value to a neighbour, who helps it out with
+    the result.
+
+    Returns:
+        The helper of this member (then it does nothing else), the member that lends to this one, and the partners of
+        this one, in order.
+    """
     num_active = 1 << (size.bit_length() - 1)
     num_lenders = size - num_active
-    if rank < 2 * num_lenders and rank % 2 == 0:
-        return {workers[rank + 1]}
-    partners = {workers[rank - 1]} if rank < 2 * num_lenders else set()
-    place = rank // 2 if rank < 2 * num_lenders else rank - num_lenders
-    distance = 1
-    while distance < num_active:
-        partner = place ^ distance
-        partners.add(workers[2 * partner + 1 if partner < num_lenders else partner + num_lenders])
-        distance *= 2
-    return partners
+    if rank < 2 * num_lenders:
+        if rank % 2 == 0:
+            return rank + 1, None, []
+        lender, place = rank - 1, rank // 2
+    else:
+        lender, place = None, rank - num_lenders
+    places = [place ^ (1 << turn) for turn in range(num_active.bit_length() - 1)]
+    return None, lender, [2 * at + 1 if at < num_lenders else at + num_lenders for at in places]
 
 
 def _cut(num_elements: int, num_slices: int) -> list[tuple[int, int]]:

@@ -9,7 +9,8 @@ import socket
 from collections import deque
 
 from elaswave.comm.frames import HEADER_BYTES, decode_header
-from elaswave.comm.transport import Handle, Inbox, Incoming, complete, fail, interrupted_by_epoch
+from elaswave.comm.inbox import Inbox, Incoming, interrupted_by_epoch
+from elaswave.comm.transport import Handle, complete, fail
 from elaswave.errors import CommError, PeerLostError
 
 SCRATCH_BYTES = 64 << 10

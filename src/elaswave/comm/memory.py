@@ -1,12 +1,10 @@
 """The in-process transport: workers are threads (or objects) of one process. For tests and the simulator.
 
-It shares the matching and epoch rules of the socket transport (``transport.Inbox``) and passes the same conformance
-suite. Sending copies the bytes into the receiver at once, under the network's lock; so a send is always done when it returns.
+It shares the matching and epoch rules (``inbox``) and the waiting (``waiter``) of the socket transport and passes the
+same conformance suite. Sending copies the bytes into the receiver at once, under the network's lock, so a send is
+done when it returns.
 """
 
-import contextlib
-import os
-import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,16 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from elaswave.comm.frames import HEADER_BYTES, Tag, byte_views, decode_header, encode_header
+from elaswave.comm.inbox import Inbox, make_recv
 from elaswave.comm.transport import (
     DEFAULT_MAX_FRAME_BYTES,
     DEFAULT_MAX_UNEXPECTED_BYTES,
     Handle,
-    Inbox,
     complete,
-    describe_pending,
     fail,
-    make_recv,
 )
+from elaswave.comm.waiter import Waiter
 from elaswave.errors import CommError, FrameError, InterruptedWaitError, PeerLostError, WaitTimeoutError
 
 
@@ -42,23 +39,19 @@ class MemoryNetwork:
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         max_unexpected_bytes: int = DEFAULT_MAX_UNEXPECTED_BYTES,
     ) -> "MemoryTransport":
-        """Make a worker's transport; see ``StreamTransport`` for the bounds.
+        """Make a worker's transport; see ``StreamTransport`` for the arguments.
 
         Raises:
-            ValueError: the worker has one.
+            ValueError: the worker has had one.
         """
         with self.lock:
             if worker in self.transports:
-                raise ValueError(f"worker {worker} has a transport in this network; ids are never used again")
+                raise ValueError(f"worker {worker} has had a transport in this network: ids are never used again")
             transport = MemoryTransport(self, worker, epoch, max_frame_bytes, max_unexpected_bytes)
             self.transports[worker] = transport
-            self.wake_all()
+            for other in self.transports.values():  # one of them may wait for this worker in connect
+                other._waiter.wake()
             return transport
-
-    def wake_all(self) -> None:
-        """Let every blocked wait look again."""
-        for transport in self.transports.values():
-            transport._wake()
 
 
 class MemoryTransport:
@@ -79,12 +72,7 @@ class MemoryTransport:
         self._former: set[int] = set()
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
-        self._interrupt: tuple[str, int | None] | None = None
-        self._closed = False
-        self._watched: dict[int, Callable[[], None]] = {}
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = select.epoll()
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._waiter = Waiter(worker)
 
     @property
     def address(self) -> str:
@@ -115,47 +103,49 @@ class MemoryTransport:
                 missing = [peer for peer in wanted if peer not in self._links and not self._link(peer)]
             if not missing:
                 return
-            if self._interrupt is not None:
-                self._raise_interrupt()
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            self._waiter.check_interrupts(self.epoch)
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 raise WaitTimeoutError(
                     f"worker {self.worker} has no link after {timeout_s:g} s to workers {missing}: no sign of them"
                 )
-            self._turn(remaining)
+            self._waiter.turn(remaining_s)
 
     def send(self, dst: int, tag: Tag, tensors: Tensor | Sequence[Tensor]) -> Handle:
         """Send; see ``Transport.send``. The handle is done when this returns."""
         views = byte_views(tensors)
         length = sum(map(len, views))
-        handle = Handle("send", dst, tag)
-        header = decode_header(encode_header(self.epoch, tag, tensors, length), 0, self._max_frame_bytes)
+        if length > self._max_frame_bytes:
+            raise ValueError(f"{tag} has {length} bytes, a frame at most {self._max_frame_bytes}: send it in parts")
+        encoded = encode_header(self.epoch, tag, tensors, length)
+        handle = Handle("send", dst, tag, self._waiter.failures)
         with self._network.lock:
-            if self._closed or (dst not in self._links and dst != self.worker):
+            if self._waiter.closed or (dst not in self._links and dst != self.worker):
                 fail(handle, self._no_link(dst))
                 return handle
             receiver = self._network.transports[dst]
             try:
+                header = decode_header(encoded, 0, receiver._max_frame_bytes)
                 receiver._inboxes[self.worker].deliver(header, views)
             except FrameError as error:
                 if dst == self.worker:
                     fail(handle, error)
-                    return handle
-                receiver._unlink(self.worker, f"it sent what cannot be right: {error}")
-                self._unlink(dst, "it has closed the connection")
-                fail(handle, self._no_link(dst))
+                else:
+                    receiver._unlink(self.worker, f"it sent what cannot be right: {error}")
+                    self._unlink(dst, "it has closed the connection")
+                    fail(handle, self._no_link(dst))
                 return handle
             if dst != self.worker:
                 size = HEADER_BYTES + length
                 self._sent[dst] = self._sent.get(dst, 0) + size
                 receiver._received[self.worker] = receiver._received.get(self.worker, 0) + size
-            receiver._wake()
+                receiver._waiter.wake()
         complete(handle)
         return handle
 
     def recv(self, src: int, tag: Tag, out: Tensor | Sequence[Tensor] | None = None) -> Handle:
         """Start receiving; see ``Transport.recv``."""
-        handle = make_recv(src, tag, out)
+        handle = make_recv(src, tag, out, self._waiter.failures)
         with self._network.lock:
             inbox = self._inboxes.get(src)
             if inbox is None or (src not in self._links and src != self.worker and not inbox.has_frame(tag)):
@@ -166,115 +156,74 @@ class MemoryTransport:
 
     def wait(self, handles: Handle | Iterable[Handle], timeout_s: float) -> None:
         """Block until all are done well or one has failed; see ``Transport.wait``."""
-        pending = [handles] if isinstance(handles, Handle) else list(handles)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            for handle in pending:
-                if handle.error is not None:
-                    raise handle.error
-            pending = [handle for handle in pending if not handle.done]
-            if not pending:
-                return
-            if self._interrupt is not None:
-                self._raise_interrupt()
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise WaitTimeoutError(f"worker {self.worker} waited {timeout_s:g} s for {describe_pending(pending)}")
-            self._turn(remaining)
+        self._waiter.wait(handles, timeout_s, self.epoch)
 
     def poll(self) -> None:
-        """Serve the watched descriptors; bytes move when they are sent."""
-        self._turn(0)
+        """Serve the watched descriptors; bytes have moved when they were sent."""
+        self._waiter.turn(0)
 
     def interrupt(self, reason: str, epoch: int | None = None) -> None:
         """Wake the wait that is blocked, or the next one that would block; thread-safe. See ``Transport.interrupt``."""
-        self._interrupt = (reason, epoch)
-        self._wake()
+        self._waiter.interrupt(reason, epoch)
 
     def watch(self, fd: int, callback: Callable[[], None] | None) -> None:
         """Call back whenever a file descriptor is readable; see ``Transport.watch``."""
-        if callback is not None:
-            if fd not in self._watched:
-                self._epoll.register(fd, select.EPOLLIN)
-            self._watched[fd] = callback
-        elif self._watched.pop(fd, None) is not None:
-            with contextlib.suppress(OSError):  # closed by its owner already
-                self._epoll.unregister(fd)
+        if callback is None:
+            self._waiter.unregister(fd)
+        else:
+            watched = callback
+            self._waiter.register(fd, lambda event: watched())
 
     def advance_epoch(self, epoch: int, members: Iterable[int]) -> None:
         """Edit the membership in place; see ``Transport.advance_epoch``."""
         if epoch <= self.epoch:
             raise ValueError(f"epoch {epoch} does not follow epoch {self.epoch}: epochs only grow")
         with self._network.lock:
-            members = frozenset(members)
             self.epoch = epoch
+            members = frozenset(members)
             self._former |= self._members - members
             self._members = members
             for peer in sorted(self._links - members):
-                error = InterruptedWaitError(f"epoch {epoch} has begun without worker {peer}")
-                self._unlink(peer, f"it is not a member of epoch {epoch}", error)
+                detail = f"epoch {epoch} has begun without worker {peer}"
+                self._unlink(peer, detail, InterruptedWaitError(detail))
                 self._network.transports[peer]._unlink(self.worker, "it has closed the connection")
-            for peer in list(self._inboxes):
-                self._inboxes[peer].advance(epoch, None)
+            for peer, inbox in list(self._inboxes.items()):
+                inbox.advance(epoch, None)
                 if peer not in members and peer != self.worker:
                     del self._inboxes[peer]
 
     def close(self) -> None:
         """End all links; may be called twice."""
         with self._network.lock:
-            if self._closed:
+            if self._waiter.closed:
                 return
-            self._closed = True
             error = InterruptedWaitError(f"the transport of worker {self.worker} was closed")
             for peer in sorted(self._links):
                 self._unlink(peer, "the transport was closed", error)
                 self._network.transports[peer]._unlink(self.worker, "it has closed the connection")
             self._inboxes[self.worker].fail_posted(lambda: error)
             self._inboxes.clear()
-            self._epoll.close()
-            os.close(self._wake_fd)
-            self._wake_fd = -1
-
-    def _turn(self, timeout_s: float) -> None:
-        if self._closed:
-            raise InterruptedWaitError(f"the transport of worker {self.worker} was closed")
-        for fd, _event in self._epoll.poll(timeout_s):
-            if fd == self._wake_fd:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(fd)
-            elif fd in self._watched:
-                self._watched[fd]()
-
-    def _wake(self) -> None:
-        with self._network.lock:
-            if not self._closed:
-                os.eventfd_write(self._wake_fd, 1)
-
-    def _raise_interrupt(self) -> None:
-        interrupt, self._interrupt = self._interrupt, None
-        assert interrupt is not None
-        reason, epoch = interrupt
-        if epoch is None or epoch > self.epoch:
-            raise InterruptedWaitError(reason)
+            self._waiter.close()
 
     def _link(self, peer: int) -> bool:
         other = self._network.transports.get(peer)
-        if other is None or other._closed or peer in self._former or self.worker in other._former:
+        if other is None or other._waiter.closed or peer in self._former or self.worker in other._former:
             return False
         for here, there in ((self, peer), (other, self.worker)):
             here._links.add(there)
             here._lost.pop(there, None)
-            here._inboxes.setdefault(there, Inbox(there, here.epoch, here._max_unexpected_bytes))
-            here._wake()
+            if there not in here._inboxes:
+                here._inboxes[there] = Inbox(there, here.epoch, here._max_unexpected_bytes)
+            here._waiter.wake()
         return True
 
     def _unlink(self, peer: int, detail: str, error: CommError | None = None) -> None:
         self._links.discard(peer)
         self._lost[peer] = detail
         self._inboxes[peer].fail_posted(lambda: error if error is not None else PeerLostError(peer, detail))
-        self._wake()
+        self._waiter.wake()
 
     def _no_link(self, peer: int) -> CommError:
-        if self._closed:
+        if self._waiter.closed:
             return InterruptedWaitError(f"the transport of worker {self.worker} was closed")
         return PeerLostError(peer, self._lost.get(peer, f"worker {self.worker} was never linked with it: call connect"))
