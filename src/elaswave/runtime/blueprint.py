@@ -4,9 +4,11 @@ Nothing of it is negotiated: the same configuration gives the same blueprint in 
 its hash.
 """
 
+import itertools
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
 import torch
 
 from elaswave.config.schema import Config
@@ -16,7 +18,7 @@ from elaswave.models.layers import ModelSpec
 from elaswave.models.registry import build_model
 from elaswave.planning.layout import make_layout
 from elaswave.planning.program import Program
-from elaswave.planning.schedule import compile_programs
+from elaswave.planning.schedule import compile_programs, in_flight_bounds
 from elaswave.planning.validate import validate_programs
 from elaswave.state.flat import LayerShape, TensorSlot, all_tensors, model_shapes
 from elaswave.state.placement import Block, Placement, make_blocks, place_blocks
@@ -71,18 +73,22 @@ class Blueprint:
     @cached_property
     def layout(self) -> Layout:
         """The layout of training."""
-        return self._layout(self.config.batch.num_microbatches)
+        config = self.config
+        return make_layout(
+            widths=config.widths,
+            layers_per_stage=config.layers_per_stage,
+            num_microbatches=config.batch.num_microbatches,
+        )
 
     @cached_property
     def evaluation_layout(self) -> Layout:
-        """The same stages with the micro-batches of an evaluation."""
-        return self._layout(self.config.run.eval_microbatches)
+        """The same stages with the micro-batches of an evaluation.
 
-    def _layout(self, num_microbatches: int) -> Layout:
-        config = self.config
-        return make_layout(
-            widths=config.widths, layers_per_stage=config.layers_per_stage, num_microbatches=num_microbatches
-        )
+        They take the routes of training in turn, so that every link they need is there, and so that there may be
+        fewer of them than a stage has workers.
+        """
+        routes = itertools.islice(itertools.cycle(self.layout.routes), self.config.run.eval_microbatches)
+        return msgspec.structs.replace(self.layout, routes=tuple(routes))
 
     @cached_property
     def placement(self) -> Placement:
@@ -93,7 +99,8 @@ class Blueprint:
     def programs(self) -> dict[int, Program]:
         """The validated program of every worker for a training step."""
         programs = compile_programs(self.layout, self.config.layout.schedule)
-        validate_programs(self.layout, programs)
+        bounds = in_flight_bounds(self.layout, self.config.layout.schedule)
+        validate_programs(self.layout, programs, max_in_flight=bounds)
         return programs
 
     @cached_property
