@@ -20,7 +20,7 @@ class StepDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """The first tensor, in the order of the model, whose digests differ."""
+    """The first tensor, in the order of ``digests.json``, whose digests differ."""
 
     name: str
     """"<slot>.<tensor>"."""

@@ -1,6 +1,8 @@
 """``elaswave inspect`` and ``elaswave inspect diff``: what they print, and how they exit."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -306,3 +308,9 @@ def test_a_table_that_does_not_fit_leaves_out_what_is_unknown() -> None:
 )
 def test_sizes_for_people(num_bytes: int | None, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+def test_looking_needs_no_torch(run: Path) -> None:
+    """It takes seconds to import, and whoever looks into a run wants to see something at once."""
+    program = "import sys; from elaswave.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program, "inspect", str(run)], check=True, capture_output=True, timeout=60)

@@ -39,7 +39,7 @@ def test_losses_that_differ_are_a_difference_though_the_states_are_equal() -> No
     assert comparison.num_differing_tensors is None
 
 
-def test_the_first_differing_tensor_is_named_in_the_order_of_the_model() -> None:
+def test_the_first_differing_tensor_is_named_in_the_order_of_the_first_run() -> None:
     other = {"exp_avg.embedding.weight": "b0", "master.head.weight": "c0", "master.embedding.weight": "aa"}
     comparison = compare_results(make_result(), make_result(state_digest="ab"), TENSORS, other)
     assert not comparison.same
