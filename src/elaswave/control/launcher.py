@@ -28,8 +28,15 @@ from elaswave.control.coordinator import Coordinator
 from elaswave.errors import CheckpointError, ElaswaveError, PeerLostError, StoppedBySignalError, WorkerError
 from elaswave.observability.events import ErrorRaised, EventLog, RunFinished
 from elaswave.observability.progress import Reporter
-from elaswave.observability.result import EVENTS_FILE, Result, write_digests, write_result
-from elaswave.observability.trace import merge_traces
+from elaswave.observability.result import (
+    DIGESTS_FILE,
+    EVENTS_FILE,
+    RESULT_FILE,
+    Result,
+    write_digests,
+    write_result,
+)
+from elaswave.observability.trace import PART_PATTERN, merge_traces
 from elaswave.runtime.blueprint import Blueprint
 from elaswave.runtime.messages import Exit, Failed, FromWorker, Stop, ToWorker
 from elaswave.runtime.probe import NoProbe, Probe
@@ -78,6 +85,9 @@ def train(
     _ = blueprint.programs, blueprint.placement  # computed and checked once, inherited by all workers
     remove_stale(run_dir)
     checkpoint = _newest_checkpoint(run_dir, reporter) if resume else None
+    # A run that goes on has no result until its new end, and no part of a trace of workers that are long gone.
+    for stale in (run_dir / RESULT_FILE, run_dir / DIGESTS_FILE, *run_dir.glob(PART_PATTERN)):
+        stale.unlink(missing_ok=True)
     with EventLog(run_dir / EVENTS_FILE) as events, _Job(run_dir) as job:
         coordinator = Coordinator(
             blueprint,
@@ -107,8 +117,6 @@ def train(
                 )
             job.run(coordinator, reporter)
             result, digests = coordinator.result()
-            if profile:
-                merge_traces(run_dir)
             write_digests(run_dir, digests)
             write_result(run_dir, result)
             outcome = "finished"
@@ -123,6 +131,8 @@ def train(
             raise
         finally:
             job.end()
+            if profile:
+                merge_traces(run_dir)  # an interrupted run has recorded something too
             events.write(
                 RunFinished(
                     outcome=outcome,

@@ -31,6 +31,9 @@ ACTION = "action"
 PHASE = "phase"
 """Category of the phases of a step."""
 
+PART_PATTERN = "trace-worker-*.json.part"
+"""Names of the files that workers leave to be merged."""
+
 MAX_EVENTS = 1_000_000
 """Events that a recorder keeps: some 200 bytes each."""
 
@@ -173,7 +176,7 @@ def merge_traces(run_dir: Path) -> Path | None:
     Raises:
         RunFolderError: the folder cannot be written.
     """
-    paths = sorted(run_dir.glob("trace-worker-*.json.part"))
+    paths = sorted(run_dir.glob(PART_PATTERN))
     if not paths:
         return None
     parts: list[TracePart] = []
