@@ -1,0 +1,549 @@
+"""The coordinator as a machine: who is a member, what is committed, who goes on with what. No IO.
+
+`Coordinator.handle(event, now_s)` returns effects, to be carried out in their order. The order is part of the
+contract: a `Persist` stands before every `Send` that depends on it, so that nobody can act on a decision that a new
+coordinator would not know.
+
+                         all registered                      somebody is suspected
+    STARTING ───────────────────────────────▶ TRAINING ─────────────────────────────────┐
+                                                 ▲                                       ▼
+                                                 │ all survivors have reported      COLLECTING ◀─┐ another one
+                                                 └───────────────────────────────────────┤ └─────┘ is suspected
+                                                                  a block has no copy    ▼
+                                                                  left: find a     ROLLING_BACK
+                                                                  checkpoint             │
+                                                                                         ▼
+                                       ENDED ◀── nothing left to go on with, or a bound is exceeded
+
+One rise of the epoch is two records: `RaiseRecord` (who is left behind; from then on the old epoch can commit nothing
+that survivors have not already learned) and `Decision`. A coordinator that dies between them is replaced by one that
+reads the first, asks again, and gets the same answers, because answers are promises.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+from elaswave.control.core.messages import (
+    Copies,
+    CoreToWorker,
+    Decision,
+    Evidence,
+    Fenced,
+    Installed,
+    Prepare,
+    Registered,
+    Report,
+)
+from elaswave.state.placement import Block, Placement
+from elaswave.types import Layout
+
+
+class State(Enum):
+    """What the coordinator is waiting for."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    COLLECTING = "collecting"
+    ROLLING_BACK = "rolling back"
+    ENDED = "ended"
+
+
+# ------------------------------------------------------------------------------------------------------------- records
+
+
+class TermRecord(msgspec.Struct, frozen=True, kw_only=True, tag="term"):
+    """A coordinator has begun its work."""
+
+    term: int
+
+
+class RaiseRecord(msgspec.Struct, frozen=True, kw_only=True, tag="raise"):
+    """The epoch has risen and left workers behind; no decision yet."""
+
+    term: int
+    epoch: int
+    members: tuple[int, ...]
+    lost: tuple[int, ...]
+    """Lost since the last decision."""
+    reason: str
+
+
+Record = TermRecord | RaiseRecord | Decision
+"""What a coordinator persists, in order."""
+
+
+# -------------------------------------------------------------------------------------------------------------- events
+
+
+class Suspected(NamedTuple):
+    """A detector holds a worker for lost."""
+
+    worker: int
+    detected_by: str
+    """One of exit, link, heartbeat, progress, vote."""
+    reason: str
+
+
+class EvidenceSeen(NamedTuple):
+    """A worker has reported a committed step with its vote."""
+
+    evidence: Evidence
+
+
+class CheckpointFound(NamedTuple):
+    """The answer to `FindCheckpoint`."""
+
+    step: int | None
+
+
+class Books(NamedTuple):
+    """What of the last committed step is still to be done, asked when a decision is made."""
+
+    evaluate: bool
+    checkpoint: bool
+
+
+Event = Registered | Report | Installed | Suspected | EvidenceSeen | CheckpointFound
+
+
+# ------------------------------------------------------------------------------------------------------------- effects
+
+
+class Persist(NamedTuple):
+    """Write a record durably before going on to the next effect."""
+
+    record: Record
+
+
+class Send(NamedTuple):
+    """Send a message to a worker; if it is not connected, it gets the state again when it registers."""
+
+    worker: int
+    message: CoreToWorker
+
+
+class FindCheckpoint(NamedTuple):
+    """Find the newest valid checkpoint and come back with `CheckpointFound`."""
+
+
+class Start(NamedTuple):
+    """Every worker has registered: tell them each other's addresses."""
+
+    addresses: dict[int, str]
+
+
+class Raised(NamedTuple):
+    """For the report: the epoch has risen because of these suspicions."""
+
+    epoch: int
+    suspicions: tuple[Suspected, ...]
+
+
+class Decided(NamedTuple):
+    """For the report: survivors go on with this decision."""
+
+    decision: Decision
+
+
+class Resumed(NamedTuple):
+    """For the report: every member of the epoch computes again."""
+
+    epoch: int
+    installed: tuple[Installed, ...]
+
+
+class End(NamedTuple):
+    """The job cannot go on."""
+
+    reason: str
+
+
+class Note(NamedTuple):
+    """Something was ignored or refused, and why."""
+
+    text: str
+
+
+Effect = Persist | Send | FindCheckpoint | Start | Raised | Decided | Resumed | End | Note
+
+
+class Planned(NamedTuple):
+    """What the planner says after a loss."""
+
+    layout: Layout
+    placement: Placement
+    promoted: int
+    orphans: tuple[int, ...]
+    """Blocks of which no valid copy is left."""
+
+
+class Planner(NamedTuple):
+    """The pure functions that the coordinator plans with; the simulator and the product use the same."""
+
+    survive: Callable[[Layout, Placement, Collection[int], Callable[[int, int], bool]], Planned]
+    """(layout, placement, lost, valid(block, worker)) -> how the survivors go on."""
+    replace: Callable[[Layout], Placement]
+    """A fresh placement under a layout, for a rollback."""
+
+
+class Bounds(NamedTuple):
+    """When to give up."""
+
+    min_workers: int = 1
+    max_failures_per_hour: int = 100
+
+
+class Coordinator:
+    """The coordinator's machine.
+
+    Args:
+        layout, placement: of the start.
+        blocks: of the model.
+        planner: how survivors go on.
+        bounds: when to give up.
+        first_step: the step that training begins with.
+        records: what earlier coordinators of the job have persisted, in order.
+        books: asked at each decision for the committed step's unfinished work.
+    """
+
+    FIRST_EPOCH = 1
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        placement: Placement,
+        blocks: Sequence[Block],
+        planner: Planner,
+        bounds: Bounds = Bounds(),
+        first_step: int = 1,
+        records: Sequence[Record] = (),
+        books: Callable[[int], Books] = lambda step: Books(False, False),
+    ) -> None:
+        self.state = State.STARTING
+        self.epoch = self.FIRST_EPOCH
+        self.term = 1 + max((record.term for record in records), default=0)
+        self.members: tuple[int, ...] = layout.workers
+        self.layout = layout
+        self.placement = placement
+        self.decision: Decision | None = None
+        """The newest decision."""
+        self._blocks = blocks
+        self._planner = planner
+        self._bounds = bounds
+        self._first_step = first_step
+        self._books = books
+        self._evidence: Evidence | None = None
+        self._lost: tuple[int, ...] = ()
+        """Lost since the newest decision."""
+        self._reason = ""
+        self._addresses: dict[int, str] = {}
+        self._reports: dict[int, Report] = {}
+        self._installed: dict[int, Installed] = {}
+        self._resumed = True
+        self._losses_at_s: list[float] = []
+        for record in records:
+            self._replay(record)
+        self._recovered = bool(records)
+
+    def _replay(self, record: Record) -> None:
+        if isinstance(record, RaiseRecord):
+            self.epoch, self.members, self._lost, self._reason = (
+                record.epoch,
+                record.members,
+                record.lost,
+                record.reason,
+            )
+            self.state = State.COLLECTING
+        elif isinstance(record, Decision):
+            self._take_over(record)
+            self.state = State.TRAINING
+
+    def _take_over(self, decision: Decision) -> None:
+        self.decision = decision
+        self.epoch, self.members = decision.epoch, decision.members
+        self.layout, self.placement = decision.layout, decision.placement
+        self._lost = ()
+        if decision.rollback is not None:
+            self._evidence = None
+        elif decision.evidence is not None:
+            self._evidence = decision.evidence
+
+    def begin(self) -> list[Effect]:
+        """The effects of starting: a new term; a rise that was begun is taken up again."""
+        effects: list[Effect] = [Persist(TermRecord(term=self.term))]
+        if self.state is State.COLLECTING:
+            effects += [Send(worker, self._prepare()) for worker in self.members]
+        return effects
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """Takes one event.
+
+        Args:
+            now_s: monotonic time, for the failure rate only.
+        Returns:
+            Effects, to be carried out in this order.
+        """
+        if self.state is State.ENDED:
+            return [Note(f"{type(event).__name__} after the end is ignored")]
+        if isinstance(event, Registered):
+            return self._on_registered(event)
+        if isinstance(event, Report):
+            return self._on_report(event)
+        if isinstance(event, Installed):
+            return self._on_installed(event)
+        if isinstance(event, Suspected):
+            return self.suspect([event], now_s)
+        if isinstance(event, EvidenceSeen):
+            return self._on_evidence(event.evidence)
+        return self._on_checkpoint(event)
+
+    # ------------------------------------------------------------------------------------------------- registration
+
+    def _on_registered(self, event: Registered) -> list[Effect]:
+        worker = event.worker
+        if worker not in self.members:
+            return [Send(worker, self._fenced(f"worker {worker} is not a member of epoch {self.epoch}"))]
+        self._addresses[worker] = event.address
+        if self.state is State.STARTING:
+            if event.epoch != self.FIRST_EPOCH:
+                return [Note(f"worker {worker} registers in epoch {event.epoch} at the start")]
+            if len(self._addresses) < len(self.members):
+                return []
+            self.state = State.TRAINING
+            return [Start(dict(self._addresses))]
+        effects: list[Effect] = []
+        if event.epoch == self.epoch and event.report is not None and self.state is State.COLLECTING:
+            effects += self._on_report(event.report)
+        elif self.state is State.COLLECTING:
+            effects.append(Send(worker, self._prepare()))
+        elif self.decision is not None and (event.epoch < self.epoch or event.report is not None):
+            # It has missed the decision, and perhaps the question before it: both are sent again, in order.
+            effects.append(Send(worker, self._prepare()))
+            effects.append(Send(worker, self.decision))
+        elif event.epoch > self.epoch:
+            effects.append(Note(f"worker {worker} registers in epoch {event.epoch}, the newest is {self.epoch}"))
+        return effects
+
+    def _fenced(self, reason: str) -> Fenced:
+        return Fenced(term=self.term, epoch=self.epoch, reason=reason)
+
+    def _prepare(self) -> Prepare:
+        lost = self._lost if self.state is State.COLLECTING or self.decision is None else self.decision.lost
+        return Prepare(term=self.term, epoch=self.epoch, members=self.members, lost=lost, reason=self._reason)
+
+    # ---------------------------------------------------------------------------------------------- losing a worker
+
+    def suspect(self, suspicions: Sequence[Suspected], now_s: float) -> list[Effect]:
+        """Takes suspicions that came together: the epoch rises once for all of them."""
+        fresh = [suspicion for suspicion in suspicions if suspicion.worker in self.members]
+        if not fresh or self.state is State.ENDED:
+            return [Note(f"worker {suspicion.worker} is no member any more") for suspicion in suspicions]
+        if self.state is State.STARTING:
+            first = fresh[0]
+            return self._end(f"worker {first.worker} was lost before training began: {first.reason}")
+        leaving = sorted({suspicion.worker for suspicion in fresh})
+        members = tuple(worker for worker in self.members if worker not in leaving)
+        self._losses_at_s = [at for at in self._losses_at_s if now_s - at < 3600.0] + [now_s] * len(leaving)
+        if len(self._losses_at_s) > self._bounds.max_failures_per_hour:
+            return self._end(
+                f"{len(self._losses_at_s)} workers were lost within an hour, elastic.max_failures_per_hour allows "
+                f"{self._bounds.max_failures_per_hour}"
+            )
+        if len(members) < max(1, self._bounds.min_workers):
+            return self._end(
+                f"{len(members)} workers are left after the loss of workers {leaving}, elastic.min_workers asks for "
+                f"{self._bounds.min_workers}"
+            )
+        self.epoch += 1
+        self.members = members
+        self._lost = (*self._lost, *leaving)
+        self._reason = "; ".join(suspicion.reason for suspicion in fresh)
+        self.state = State.COLLECTING
+        self._reports.clear()
+        record = RaiseRecord(term=self.term, epoch=self.epoch, members=members, lost=self._lost, reason=self._reason)
+        fences: list[Effect] = [Send(worker, self._fenced(self._reason)) for worker in leaving]
+        return [
+            Persist(record),
+            *(Send(worker, self._prepare()) for worker in members),
+            *fences,
+            Raised(self.epoch, tuple(fresh)),
+        ]
+
+    def _end(self, reason: str) -> list[Effect]:
+        self.state = State.ENDED
+        return [End(reason)]
+
+    # -------------------------------------------------------------------------------------------------- the decision
+
+    def _on_evidence(self, evidence: Evidence) -> list[Effect]:
+        if self._evidence is None or evidence.order > self._evidence.order:
+            self._evidence = evidence
+        return []
+
+    def _on_report(self, report: Report) -> list[Effect]:
+        if report.worker not in self.members:
+            return [Send(report.worker, self._fenced(f"worker {report.worker} is no member of epoch {self.epoch}"))]
+        if report.epoch != self.epoch or self.state is not State.COLLECTING:
+            return [Note(f"a report of worker {report.worker} for epoch {report.epoch} is not awaited")]
+        self._reports[report.worker] = report
+        if len(self._reports) < len(self.members):
+            return []
+        return self._decide()
+
+    def _decide(self) -> list[Effect]:
+        reports = [self._reports[worker] for worker in self.members]
+        evidence = newest_evidence([self._evidence, *(report.evidence for report in reports)])
+        base = self._base_step(evidence)
+        held = {report.worker: _versions(report.copies) for report in reports}
+
+        def valid(block: int, worker: int) -> bool:
+            version = held.get(worker, {}).get(block)
+            return version is not None and can_reach(version, self._reports[worker], evidence, base)
+
+        lost = tuple(sorted(set(self.layout.workers) - set(self.members)))
+        planned = self._planner.survive(self.layout, self._merged_placement(), lost, valid)
+        if planned.orphans:
+            self.state = State.ROLLING_BACK
+            self._orphans = planned.orphans
+            return [FindCheckpoint()]
+        attempt = 1 + max((report.attempt for report in reports if report.step == base + 1), default=0)
+        if evidence is not None and not evidence.commits:
+            attempt = max(attempt, evidence.attempt + 1)
+        books = self._books(base)
+        decision = Decision(
+            term=self.term,
+            epoch=self.epoch,
+            members=self.members,
+            lost=self._lost,
+            evidence=evidence,
+            resume_step=base + 1,
+            resume_attempt=attempt,
+            layout=planned.layout,
+            placement=planned.placement,
+            deliver=tuple(_deliveries(planned.layout, reports, base)),
+            rollback=None,
+            evaluate=books.evaluate,
+            checkpoint=books.checkpoint,
+            promoted=planned.promoted,
+            reason=self._reason,
+        )
+        return self._issue(decision)
+
+    def _base_step(self, evidence: Evidence | None) -> int:
+        """The newest step that is committed."""
+        start = self._first_step - 1
+        if self.decision is not None and self.decision.rollback is not None:
+            start = self.decision.rollback
+        return start if evidence is None else max(start, evidence.committed_step)
+
+    def _merged_placement(self) -> Placement:
+        """The last decision's placement, with the followers that have been filled since, as the survivors report."""
+        owner = list(self.placement.owner)
+        followers: list[list[int]] = [[] for _ in owner]
+        for worker in self.members:
+            copies = self._reports[worker].copies
+            for block, owned in zip(copies.blocks, copies.owned, strict=True):
+                if owned:
+                    owner[block] = worker
+                else:
+                    followers[block].append(worker)
+        return Placement(tuple(owner), tuple(tuple(sorted(workers)) for workers in followers))
+
+    def _on_checkpoint(self, event: CheckpointFound) -> list[Effect]:
+        if self.state is not State.ROLLING_BACK:
+            return [Note("a checkpoint that nobody waits for")]
+        orphans = ", ".join(map(str, self._orphans[:8])) + (" ..." if len(self._orphans) > 8 else "")
+        if event.step is None:
+            return self._end(
+                f"all copies of {len(self._orphans)} blocks ({orphans}) were lost with workers {list(self._lost)}, and "
+                "there is no valid durable checkpoint; set run.checkpoint_every, or elastic.num_followers higher"
+            )
+        lost = tuple(sorted(set(self.layout.workers) - set(self.members)))
+        layout = self._planner.survive(self.layout, self.placement, lost, lambda block, worker: True).layout
+        decision = Decision(
+            term=self.term,
+            epoch=self.epoch,
+            members=self.members,
+            lost=self._lost,
+            evidence=None,
+            resume_step=event.step + 1,
+            resume_attempt=1,
+            layout=layout,
+            placement=self._planner.replace(layout),
+            deliver=(),
+            rollback=event.step,
+            evaluate=False,
+            checkpoint=False,
+            promoted=0,
+            reason=f"{self._reason}; all copies of {len(self._orphans)} blocks ({orphans}) were lost",
+        )
+        return self._issue(decision)
+
+    def _issue(self, decision: Decision) -> list[Effect]:
+        self._take_over(decision)
+        self.state = State.TRAINING
+        self._reports.clear()
+        self._installed.clear()
+        self._resumed = False
+        return [
+            Persist(decision),
+            *(Send(worker, decision) for worker in self.members),
+            Decided(decision),
+        ]
+
+    def _on_installed(self, event: Installed) -> list[Effect]:
+        if event.epoch != self.epoch or event.worker not in self.members or self._resumed:
+            return []
+        self._installed[event.worker] = event
+        if len(self._installed) < len(self.members):
+            return []
+        self._resumed = True
+        return [Resumed(self.epoch, tuple(self._installed[worker] for worker in self.members))]
+
+
+def newest_evidence(found: Sequence[Evidence | None]) -> Evidence | None:
+    """The newest of several votes."""
+    known = [evidence for evidence in found if evidence is not None]
+    return max(known, key=lambda evidence: evidence.order, default=None)
+
+
+def can_reach(version: int, report: Report, evidence: Evidence | None, base: int) -> bool:
+    """Whether a copy at a version is, or can at once be brought, to the committed step.
+
+    One step behind is enough where the worker holds that step's complete gradients: every voter does.
+    """
+    if version == base:
+        return True
+    return (
+        version == base - 1
+        and evidence is not None
+        and evidence.commits
+        and evidence.step == base
+        and (
+            (report.evidence is not None and report.evidence.order == evidence.order) or _is_prepared(report, evidence)
+        )
+    )
+
+
+def _is_prepared(report: Report, evidence: Evidence) -> bool:
+    return report.prepared and (report.step, report.attempt) == evidence.order
+
+
+def _versions(copies: Copies) -> Mapping[int, int]:
+    return dict(zip(copies.blocks, copies.versions, strict=True))
+
+
+def _deliveries(layout: Layout, reports: Sequence[Report], base: int) -> list[tuple[int, int]]:
+    """(worker, layer) of all parameters that are not where they are needed, or not of the committed step."""
+    by_worker = {report.worker: report for report in reports}
+    deliveries = []
+    for stage in layout.stages:
+        for worker in stage.workers:
+            report = by_worker[worker]
+            has = range(*report.layers) if report.parameters_step == base else range(0)
+            deliveries += [(worker, layer) for layer in range(stage.start, stage.stop) if layer not in has]
+    return deliveries
