@@ -199,9 +199,10 @@ class StepEngine:
                         f"{step - 1} is unchanged; resume from the last checkpoint, and look at the hardware and "
                         "the log of the workers that are named"
                     )
-            self.progress = self.progress._replace(
-                grids=self.progress.grids._replace(exponents=verdict.grids, calibrated=True)
-            )
+            grids = self.progress.grids
+            # An attempt that was rejected has measured nothing that could be trusted.
+            measured = grids.calibrated or verdict.outcome is Outcome.RETRY
+            self.progress = self.progress._replace(grids=grids._replace(exponents=verdict.grids, calibrated=measured))
             retries.append(reason)
         rate = learning_rate(self._config.optimizer, step, self._config.run.steps)
         skipped = verdict.outcome is Outcome.SKIP

@@ -1,0 +1,161 @@
+"""Whole jobs with real worker processes, small enough to run many of them, and what is left when they have ended."""
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from elaswave.config.load import load_config
+from elaswave.config.schema import Config
+from elaswave.control import launcher
+from elaswave.observability.result import Result, read_digests
+from elaswave.runtime.probe import Probe
+from elaswave.types import Layout
+
+SMALL: dict[str, Any] = {
+    "model.num_layers": 3,
+    "model.width": 32,
+    "model.num_heads": 2,
+    "model.context_length": 16,
+    "batch.num_microbatches": 6,
+    "batch.microbatch_size": 2,
+    "optimizer.lr": 1e-3,
+    "elastic.block_size": 1024,
+    "run.steps": 12,
+}
+"""A GPT of 5 layers and some 57,000 parameters in 60 blocks; a step takes about 10 ms."""
+
+
+class QuietReporter:
+    """A reporter that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.errors: list[str] = []
+        self.losses: dict[int, float] = {}
+
+    def started(self, config: object, layout: Layout, run_dir: Path) -> None:
+        pass
+
+    def step(
+        self,
+        step: int,
+        total_steps: int,
+        loss: float,
+        tokens_per_s: float,
+        data_pass: int,
+        epoch: int,
+        layout_name: str,
+    ) -> None:
+        self.losses[step] = loss
+
+    def evaluation(self, step: int, loss: float) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def error(self, text: str) -> None:
+        self.errors.append(text)
+
+    def finished(self, result: Result, run_dir: Path) -> None:
+        pass
+
+    def refresh(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Job(NamedTuple):
+    """A job that has ended well."""
+
+    run_dir: Path
+    result: Result
+    digests: dict[str, str]
+    messages: list[str]
+
+    @property
+    def computation(self) -> tuple[list[Any], str, dict[str, str]]:
+        """What must be equal for two jobs to be the same computation: losses, state digest, digests per tensor."""
+        return self.result.losses, self.result.state_digest, self.digests
+
+
+def small_config(settings: Mapping[str, Any] | None = None) -> Config:
+    """The small model's configuration with changes by dotted key; its layout is resolved."""
+    values = {**SMALL, **(settings or {})}
+    return load_config(None, [f"{key}={_toml(value)}" for key, value in values.items()], None)
+
+
+def run_job(
+    run_dir: Path,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    probe: Probe | None = None,
+    resume: bool = False,
+    reporter: QuietReporter | None = None,
+) -> Job:
+    """Trains in real processes, and checks that nothing of the job is left.
+
+    Args:
+        run_dir: made if it is not there.
+        settings: changes to `SMALL`, by dotted key.
+        probe: told of every point inside the workers.
+        resume: go on from the newest checkpoint in run_dir.
+        reporter: gets the messages.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    reporter = reporter or QuietReporter()
+    with nothing_left():
+        result = launcher.train(small_config(settings), run_dir, resume=resume, probe=probe, reporter=reporter)
+    digests = read_digests(run_dir)
+    assert digests is not None
+    return Job(run_dir, result, digests, reporter.messages)
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Whatever happens inside, no process, thread, descriptor, socket or temporary file of a job may stay."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        before = _traces()
+        previous, tempfile.tempdir = tempfile.tempdir, folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = previous
+            left = {name: value for name, value in _traces().items() if value != before[name]}
+            # torch makes an empty folder for its compiler when it is first used.
+            files = [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
+            left |= {"temporary files": files} if files else {}
+            assert not left, f"left behind: {left}"
+
+
+def _traces() -> dict[str, object]:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        children = True
+    except ChildProcessError:
+        children = False
+    return {
+        "child processes": children,
+        "threads": threading.active_count(),
+        "descriptors": sorted(os.listdir("/proc/self/fd")),
+        "shared memory": sorted(name for name in os.listdir("/dev/shm") if "elaswave" in name),
+    }
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def flip_bit(tensor: torch.Tensor, element: int, bit: int) -> None:
+    """Flips one bit of one element of a contiguous float32 tensor."""
+    tensor.view(torch.int32)[element] ^= 1 << bit

@@ -1,0 +1,97 @@
+"""The layout does not show in the result: equal losses, state and digests per tensor under every layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.jobs import Job, run_job
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1x2": {"layout.stages": 1, "layout.replicas": 2},
+    "1x4": {"layout.stages": 1, "layout.replicas": 4},
+    "2x1": {"layout.stages": 2, "layout.replicas": 1},
+    "2x2": {"layout.stages": 2, "layout.replicas": 2},
+    "4x1": {"layout.stages": 4, "layout.replicas": 1},
+    "1+3": {"layout.widths": [1, 3]},
+    "3+1": {"layout.widths": [3, 1]},
+    "2+1+2": {"layout.widths": [2, 1, 2]},
+    "2x2, layers 1+4": {"layout.widths": [2, 2], "layout.layers": [1, 4]},
+    "1+3, layers 4+1": {"layout.widths": [1, 3], "layout.layers": [4, 1]},
+    "4x1, gpipe": {"layout.stages": 4, "layout.replicas": 1, "layout.schedule": "gpipe"},
+    "2+1+2, gpipe, recomputed": {"layout.widths": [2, 1, 2], "layout.schedule": "gpipe", "model.recompute": True},
+    "2x2, recomputed, 2 followers": {"layout.widths": [2, 2], "model.recompute": True, "elastic.num_followers": 2},
+    "1x2, no followers": {"layout.widths": [2], "elastic.num_followers": 0},
+}
+"""Every one is compared with one worker."""
+
+ONE_WORKER = {"layout.stages": 1, "layout.replicas": 1}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt-float32": {"model.family": "gpt"},
+    "gpt-bfloat16": {"model.family": "gpt", "model.dtype": "bfloat16"},
+    "llama-float32": {"model.family": "llama", "model.num_heads": 4, "model.num_kv_heads": 2},
+    "llama-bfloat16": {
+        "model.family": "llama",
+        "model.num_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.dtype": "bfloat16",
+    },
+}
+
+FULL: dict[str, Any] = {
+    "model.num_layers": 4,
+    "model.width": 128,
+    "model.num_heads": 4,
+    "model.context_length": 64,
+    "batch.num_microbatches": 8,
+    "batch.microbatch_size": 8,
+    "optimizer.lr": 2e-3,
+    "elastic.block_size": 16384,
+    "run.steps": 16,
+}
+"""The default model."""
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Job]:
+    """A model's settings and its training by one worker."""
+    settings = MODELS[request.param]
+    return settings, run_job(tmp_path_factory.mktemp("alone"), settings | ONE_WORKER)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_the_same_computation(alone: tuple[dict[str, Any], Job], layout: str, tmp_path: Path) -> None:
+    settings, expected = alone
+    job = run_job(tmp_path, settings | LAYOUTS[layout])
+    assert job.computation == expected.computation
+    assert len(job.result.losses) == 12
+    assert job.result.losses[-1] < job.result.losses[0]
+
+
+@pytest.mark.parametrize("before, after", [("2x2", "1+3"), ("1x4", "4x1"), ("3+1", "1x2, no followers")])
+def test_a_resume_under_another_layout_is_the_same_computation(
+    alone: tuple[dict[str, Any], Job], before: str, after: str, tmp_path: Path
+) -> None:
+    settings, _ = alone
+    settings = settings | {"optimizer.schedule": "constant"}
+    expected = run_job(tmp_path / "whole", settings | ONE_WORKER)
+    run_job(tmp_path / "parts", settings | LAYOUTS[before] | {"run.steps": 7})
+    job = run_job(tmp_path / "parts", settings | LAYOUTS[after], resume=True)
+    assert job.computation == expected.computation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout_of_the_default_model_is_the_same_computation(model: str, tmp_path: Path) -> None:
+    settings = FULL | MODELS[model]
+    expected = run_job(tmp_path / "alone", settings | ONE_WORKER)
+    for name, layout in LAYOUTS.items():
+        for schedule in ("1f1b", "gpipe"):
+            job = run_job(tmp_path / name / schedule, settings | {"layout.schedule": schedule} | layout)
+            assert job.computation == expected.computation, (name, schedule)
+    constant = {"optimizer.schedule": "constant"}
+    expected = run_job(tmp_path / "constant", settings | ONE_WORKER | constant)
+    run_job(tmp_path / "parts", settings | LAYOUTS["2x2"] | constant | {"run.steps": 5})
+    run_job(tmp_path / "parts", settings | LAYOUTS["1+3"] | constant | {"run.steps": 10}, resume=True)
+    job = run_job(tmp_path / "parts", settings | LAYOUTS["4x1"] | constant, resume=True)
+    assert job.computation == expected.computation

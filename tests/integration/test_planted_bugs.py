@@ -1,0 +1,204 @@
+"""Bugs planted inside real workers are caught by the vote, and the finding names what is wrong.
+
+A bug that strikes once costs another attempt and does not show in the result; one that stays ends the job, before any
+state has changed.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from tests.integration.jobs import Job, QuietReporter, flip_bit, run_job
+
+from elaswave.errors import WorkerError
+from elaswave.planning.program import Action
+from elaswave.runtime.step import STATE_SAMPLE_PERIOD, StepEngine
+from elaswave.state.store import HeldBlock, Role
+
+STEP = 3
+DIFFERS = "block 0 differs between its owner, worker 0, and its followers, workers [1]"
+LAYOUT: dict[str, Any] = {"layout.stages": 2, "layout.replicas": 2, "run.steps": 6}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return run_job(tmp_path_factory.mktemp("undisturbed"), LAYOUT)
+
+
+class Plant:
+    """Calls a function before the vote of a step on one worker: in the first attempt, or in every one.
+
+    Args:
+        plant: the bug.
+        worker: where it is.
+        step: when.
+        always: strikes again in every attempt.
+    """
+
+    def __init__(
+        self, plant: Callable[[StepEngine], None], worker: int, *, step: int = STEP, always: bool = False
+    ) -> None:
+        self.plant = plant
+        self.worker = worker
+        self.step = step
+        self.always = always
+
+    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
+        here = (engine.worker, engine.step, phase) == (self.worker, self.step, "vote")
+        if here and (self.always or engine.attempt == 1):
+            self.plant(engine)
+
+
+class StaleFollower:
+    """From step `STEP` on, one worker's copy of one block misses an update, and does not know."""
+
+    def __init__(self, worker: int) -> None:
+        self.worker = worker
+        self.before: dict[str, torch.Tensor] = {}
+
+    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
+        if (engine.worker, index) != (self.worker, 0):
+            return
+        if (engine.step, phase) == (STEP, "vote"):
+            self.before = {name: values.clone() for name, values in followed(engine).slots.items()}
+        elif (engine.step, phase) == (STEP + 1, "forward"):
+            for name, values in self.before.items():
+                followed(engine).slots[name].copy_(values)
+
+
+class PlantedProgram:
+    """All workers run a wrong program in step `STEP`: the first attempt, or every one.
+
+    Args:
+        change: from a right program to a wrong one.
+        always: in every attempt.
+    """
+
+    def __init__(self, change: Callable[[tuple[Action, ...]], tuple[Action, ...]], *, always: bool) -> None:
+        self.change = change
+        self.always = always
+        self.right: tuple[Action, ...] = ()
+
+    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
+        if (engine.step, phase, index) == (STEP - 1, "apply", 0):
+            self.right = engine.program
+            engine.program = self.change(engine.program)
+        elif (engine.step, phase) == (STEP, "vote") and not self.always:
+            engine.program = self.right
+
+
+def followed(engine: StepEngine) -> HeldBlock:
+    """The first block that a worker follows."""
+    return next(engine.store.with_role(Role.FOLLOWER))
+
+
+def run_twice(program: tuple[Action, ...]) -> tuple[Action, ...]:
+    return program + tuple(action for action in program if action.microbatch == 1)
+
+
+def run_not_at_all(program: tuple[Action, ...]) -> tuple[Action, ...]:
+    return tuple(action for action in program if action.microbatch != 1)
+
+
+def flip_gradient(engine: StepEngine) -> None:
+    gradient = followed(engine).gradient
+    assert gradient is not None
+    flip_bit(gradient, 7, 0)
+
+
+def flip_owned_gradient(engine: StepEngine) -> None:
+    gradient = next(engine.store.with_role(Role.OWNER)).gradient
+    assert gradient is not None
+    flip_bit(gradient, 7, 0)
+
+
+def own_it_too(engine: StepEngine) -> None:
+    followed(engine).role = Role.OWNER
+
+
+def another_next_layout(engine: StepEngine) -> None:
+    engine.next_layout_hash += 1
+
+
+def flip_master(engine: StepEngine) -> None:
+    flip_bit(followed(engine).slots["master"], 100, 5)
+
+
+def lose_update(engine: StepEngine) -> None:
+    followed(engine).version -= 1
+
+
+def retries_of(job: Job, step: int = STEP) -> list[str]:
+    """What the log says of a step's failed attempts."""
+    lines = (job.run_dir / "events.jsonl").read_text().splitlines()
+    events = [msgspec.json.decode(line) for line in lines]
+    return [reason for event in events if event.get("step") == step for reason in event.get("retries", [])]
+
+
+@pytest.mark.parametrize(
+    "probe, finding",
+    [
+        (PlantedProgram(run_twice, always=False), "coverage (micro-batch 1 was added 2 times in layers [0, 1, 2, 3"),
+        (PlantedProgram(run_not_at_all, always=False), "coverage (micro-batch 1 was added 0 times in layers [0, 1"),
+        (Plant(flip_gradient, 1), f"agreement ({DIFFERS})"),
+        (Plant(flip_owned_gradient, 0), f"agreement ({DIFFERS})"),
+    ],
+    ids=["run twice", "not run", "flipped in a follower", "flipped in an owner"],
+)
+def test_a_fault_that_strikes_once_costs_an_attempt_and_no_bit(
+    undisturbed: Job, probe: Any, finding: str, tmp_path: Path
+) -> None:
+    reporter = QuietReporter()
+    job = run_job(tmp_path, LAYOUT, probe=probe, reporter=reporter)
+    assert job.computation == undisturbed.computation
+    assert len(retries_of(job)) == 1
+    assert finding in retries_of(job)[0]
+    assert any(f"step {STEP} was tried again" in message and finding in message for message in reporter.messages)
+
+
+@pytest.mark.parametrize(
+    "probe, finding",
+    [
+        (PlantedProgram(run_twice, always=True), "coverage (micro-batch 1 was added 2 times in layers [0, 1, 2, 3"),
+        (PlantedProgram(run_not_at_all, always=True), "coverage (micro-batch 1 was added 0 times in layers [0, 1"),
+        (Plant(flip_gradient, 1, always=True), DIFFERS),
+        (Plant(own_it_too, 1), "block 0 has 2 owners and 0 followers, needed are 1 and 1"),
+        (Plant(lose_update, 1), "a copy of block 0 is 1 steps behind"),
+        (Plant(another_next_layout, 2), "the next layout differs between workers [0, 1, 3] and [2]"),
+    ],
+    ids=["run twice", "not run", "flipped", "two owners", "stale follower", "two next layouts"],
+)
+def test_a_bug_that_stays_ends_the_job_and_is_named(probe: Any, finding: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError) as raised:
+        run_job(tmp_path, LAYOUT, probe=probe)
+    message = str(raised.value)
+    assert "VoteError" in message
+    assert f"step {STEP} cannot be committed, attempt 2" in message
+    assert finding in message
+
+
+def test_a_fault_in_the_first_attempt_of_all_still_leaves_room_to_measure_the_grids(
+    undisturbed: Job, tmp_path: Path
+) -> None:
+    job = run_job(tmp_path, LAYOUT, probe=Plant(flip_gradient, 1, step=1))
+    assert job.computation == undisturbed.computation
+    first, second = retries_of(job, step=1)
+    assert "block 0 differs" in first
+    assert second == "the first gradients have been measured"
+
+
+@pytest.mark.parametrize("probe", [StaleFollower(1), Plant(flip_master, 1)], ids=["missed update", "flipped bit"])
+def test_a_copy_that_has_silently_changed_is_found_within_one_sampling_period(probe: Any, tmp_path: Path) -> None:
+    reporter = QuietReporter()
+    with pytest.raises(WorkerError, match="block 0 differs between its owner, worker 0, and its followers"):
+        run_job(tmp_path, LAYOUT | {"run.steps": STEP + STATE_SAMPLE_PERIOD}, probe=probe, reporter=reporter)
+    assert STEP <= max(reporter.losses) < STEP + STATE_SAMPLE_PERIOD
+
+
+def test_a_job_that_a_bug_has_ended_resumes_to_the_same_bits(undisturbed: Job, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError):
+        run_job(tmp_path, LAYOUT | {"run.checkpoint_every": 1}, probe=Plant(flip_gradient, 1, step=5, always=True))
+    assert run_job(tmp_path, LAYOUT, resume=True).computation == undisturbed.computation
