@@ -1,16 +1,15 @@
 """The sections of the configuration: what they accept, and that every problem is named."""
 
-import ast
-import inspect
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from elaswave.config import schema
 from elaswave.config.checks import expectation
 from elaswave.config.costs import layer_costs
 from elaswave.config.load import build_config
+from elaswave.config.reference import field_docstrings, render
 from elaswave.config.rules import RULES
 from elaswave.config.schema import (
     SECTIONS,
@@ -44,17 +43,12 @@ def test_the_defaults_are_those_of_the_default_recipe() -> None:
 
 @pytest.mark.parametrize("struct", [*SECTIONS.values(), Config], ids=lambda struct: struct.__name__)
 def test_every_key_has_a_docstring(struct: type[msgspec.Struct]) -> None:
-    tree = ast.parse(inspect.getsource(schema))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == struct.__name__)
-    documented = {
-        node.target.id
-        for node, following in zip(body, body[1:])
-        if isinstance(node, ast.AnnAssign)
-        and isinstance(node.target, ast.Name)
-        and isinstance(following, ast.Expr)
-        and isinstance(following.value, ast.Constant)
-    }
-    assert set(struct.__struct_fields__) <= documented
+    assert set(struct.__struct_fields__) <= field_docstrings(struct).keys()
+
+
+def test_the_reference_is_up_to_date() -> None:
+    page = Path(__file__).parents[2] / "docs" / "configuration.md"
+    assert page.read_text() == render(), "python -m elaswave.config.reference > docs/configuration.md"
 
 
 def test_every_field_can_be_explained() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
-from elaswave.errors import RunFolderError
+from elaswave.errors import ConfigError, DataError, RunFolderError
 from elaswave.observability import run_folder
 from elaswave.observability.run_folder import (
     default_run_dir,
@@ -289,6 +289,35 @@ def test_an_error_inside_passes_and_frees_the_folder(tmp_path: Path) -> None:
         raise ValueError("inside")
     with opened(tmp_path, resume=True):
         pass
+
+
+@pytest.mark.parametrize("error", [DataError("too short"), ConfigError(["bad"])])
+def test_bad_input_leaves_no_run_in_the_way(tmp_path: Path, error: Exception) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(type(error)), opened(tmp_path) as run:
+        (run / "events.jsonl").write_text("{}")
+        raise error
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "notes.txt"}
+    with opened(tmp_path):
+        pass
+
+
+def test_bad_input_never_costs_a_checkpoint(tmp_path: Path) -> None:
+    start(tmp_path)
+    with pytest.raises(DataError), opened(tmp_path, resume=True):
+        raise DataError("gone")
+    assert (tmp_path / "checkpoints" / "step-5" / "shard").exists()
+    with pytest.raises(DataError), opened(tmp_path, overwrite=True) as run:
+        (run / "checkpoints" / "step-9").mkdir(parents=True)
+        raise DataError("gone")
+    assert (tmp_path / "checkpoints" / "step-9").exists()
+
+
+def test_an_unwritable_folder_at_the_end_costs_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError), opened(tmp_path) as run:
+        (run / "events.jsonl").write_text("{}")
+        raise RunFolderError("no space left")
+    assert is_run(tmp_path) and (tmp_path / "events.jsonl").exists()
 
 
 def test_differing_keys_hold_both_values() -> None:

@@ -181,7 +181,7 @@ class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1
     """What initial values, dropout and the order of the data are derived from."""
     checkpoint_every: CountOrZero = 0
-    """Steps between durable checkpoints; 0: none."""
+    """Steps between durable checkpoints; 0: only the one after the last step."""
     keep_checkpoints: Count = 2
     """Number of checkpoints that are kept; older ones are removed."""
     eval_every: CountOrZero = 0

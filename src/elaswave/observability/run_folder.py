@@ -21,7 +21,7 @@ import msgspec
 from elaswave import __version__
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
-from elaswave.errors import ConfigError, RunFolderError
+from elaswave.errors import ConfigError, DataError, RunFolderError
 from elaswave.observability.result import DIGESTS_FILE, EVENTS_FILE, RESULT_FILE, TRACE_FILE, atomic_write
 
 MARKER_FILE = "run.json"
@@ -88,6 +88,8 @@ def open_run_dir(
 ) -> Iterator[Path]:
     """Makes a folder ready for a run and keeps others out of it for as long as the context lasts.
 
+    When bad input (`ConfigError`, `DataError`) ends a new run that has no checkpoint, the folder is no run afterwards.
+
     Args:
         path: the folder; made, with its parents, if it is not there.
         config: resolved configuration of the run; saved in the folder.
@@ -122,7 +124,14 @@ def open_run_dir(
             (path / LOGS_DIR).mkdir(exist_ok=True)
         except OSError as error:
             raise _not_writable(path, error) from error
-        yield path
+        try:
+            yield path
+        except (ConfigError, DataError):
+            # Bad input, so nothing has been computed: the next try should not find a run in its way.
+            if not resume and not any((path / CHECKPOINTS_DIR).glob("*")):
+                with contextlib.suppress(OSError):
+                    _remove_run(path)
+            raise
 
 
 def differing_keys(a: Config, b: Config) -> dict[str, tuple[object, object]]:
