@@ -140,13 +140,7 @@ def partition_layers(costs: Sequence[float], widths: Sequence[int]) -> tuple[int
         raise ValueError(f"cannot split {num_layers} layers into {num_stages} stages: every stage needs a layer")
     if min(widths) < 1:
         raise ValueError(f"stage widths are {_show(widths)}: each must be at least 1")
-    if not all(0 <= cost < float("inf") for cost in costs):
-        raise ValueError(f"layer costs are {list(costs)}: each must be finite and at least 0")
-    # Exact integers from here on, so that ties are ties: costs over a common denominator, stage times over the
-    # widths' least common multiple.
-    ratios = [float(cost).as_integer_ratio() for cost in costs]
-    denominator = max(denominator for _, denominator in ratios)  # all are powers of two
-    prefix = [0, *accumulate(numerator * (denominator // own) for numerator, own in ratios)]
+    prefix = exact_prefix(costs)
     common = lcm(*widths)
     factors = [common // width for width in widths]
     slowest = _smallest_slowest(prefix, factors)
@@ -176,6 +170,25 @@ def partition_layers(costs: Sequence[float], widths: Sequence[int]) -> tuple[int
         bounds.append(choice[bounds[-1]])
     assert bounds[-1] == num_layers
     return tuple(stop - start for start, stop in pairwise(bounds))
+
+
+def exact_prefix(costs: Sequence[float]) -> list[int]:
+    """Cost of the layers before each layer, and of all of them, as integers over one common denominator.
+
+    Exact, so that ties between splits are ties.
+
+    Args:
+        costs: of each layer, at least 0, in any unit.
+    Returns:
+        One entry more than there are layers, the first 0, in some unit of its own.
+    Raises:
+        ValueError: a cost that is negative or not finite.
+    """
+    if not all(0 <= cost < float("inf") for cost in costs):
+        raise ValueError(f"layer costs are {list(costs)}: each must be finite and at least 0")
+    ratios = [float(cost).as_integer_ratio() for cost in costs]
+    denominator = max(denominator for _, denominator in ratios)  # all are powers of two
+    return [0, *accumulate(numerator * (denominator // own) for numerator, own in ratios)]
 
 
 def _smallest_slowest(prefix: Sequence[int], factors: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ owned is already everywhere when it dies.
 Block boundaries depend on the model alone, the placement also on the layout: every worker computes both by itself.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -107,16 +107,16 @@ def place_blocks(
         raise ValueError(f"no host is given for workers {missing}: name one for every worker of the layout, or none")
     members_of_layer = holders_of_layers(layout)
     owners = _deal_owners(members_of_layer, blocks)
-    held = dict.fromkeys(workers, 0)
+    chooser = FollowerChooser(workers, hosts)
     for block, owner in zip(blocks, owners):
-        held[owner] += block.num_elements
-
-    chooser = _FollowerChooser(workers, hosts or dict.fromkeys(workers, ""), held)
+        chooser.count((owner,), block.num_elements)
     followers = []
     for block, owner in zip(blocks, owners):
         chosen: tuple[int, ...] = ()
         for _ in range(min(num_followers, len(workers) - 1)):
-            chosen += (chooser.choose(members_of_layer[block.layer], owner, chosen, block.num_elements),)
+            follower = chooser.choose(members_of_layer[block.layer], owner, chosen, block.num_elements)
+            assert follower is not None
+            chosen += (follower,)
         followers.append(chosen)
     return Placement(tuple(owners), tuple(followers))
 
@@ -139,23 +139,57 @@ def _deal_owners(members_of_layer: Sequence[tuple[int, ...]], blocks: Sequence[B
     return owners
 
 
-class _FollowerChooser:
-    """Chooses followers one by one and keeps count of what each worker holds and follows."""
+class FollowerChooser:
+    """Chooses followers one by one and keeps count of what each worker holds and follows.
 
-    def __init__(self, workers: Sequence[int], hosts: Mapping[int, str], held: dict[int, int]) -> None:
+    Args:
+        workers: of the layout, ascending.
+        hosts: the host of each worker; None means that all are on one.
+    """
+
+    def __init__(self, workers: Sequence[int], hosts: Mapping[int, str] | None) -> None:
         self._workers = workers
-        self._hosts = hosts
-        self._held = held
-        self._followed: dict[int, dict[int, int]] = {owner: dict.fromkeys(workers, 0) for owner in workers}
+        self._hosts = hosts if hosts is not None else dict.fromkeys(workers, "")
+        self._held = dict.fromkeys(workers, 0)
+        self._followed = {owner: dict.fromkeys(workers, 0) for owner in workers}
         self._candidates: dict[tuple[tuple[int, ...], int, tuple[int, ...]], tuple[int, ...]] = {}
 
-    def choose(self, members: tuple[int, ...], owner: int, chosen: tuple[int, ...], num_elements: int) -> int:
-        """The next follower of a block of these stage members, with this owner and the followers chosen so far."""
+    def count(self, holders: Sequence[int], num_elements: int) -> None:
+        """Takes note of a block that is already held by an owner, given first, and followers."""
+        followed = self._followed[holders[0]]
+        for follower in holders[1:]:
+            followed[follower] += 1
+        for worker in holders:
+            self._held[worker] += num_elements
+
+    def choose(
+        self,
+        members: tuple[int, ...],
+        owner: int,
+        chosen: tuple[int, ...],
+        num_elements: int,
+        full: Container[int] = (),
+    ) -> int | None:
+        """The next follower of a block, and takes note of it.
+
+        Args:
+            members: workers of the block's stage.
+            owner: of the block.
+            chosen: its followers so far.
+            num_elements: of the block.
+            full: workers that may not be chosen.
+        Returns:
+            None if everybody of the best kind is full, or if everybody holds the block.
+        """
         key = (members, owner, chosen)
         candidates = self._candidates.get(key)
         if candidates is None:
             candidates = self._candidates[key] = tuple(self._fitting(members, owner, chosen))
         followed, held = self._followed[owner], self._held
+        if full:
+            candidates = tuple(worker for worker in candidates if worker not in full)
+        if not candidates:
+            return None
         follower = min(candidates, key=lambda worker: (followed[worker], held[worker]))
         followed[follower] += 1
         held[follower] += num_elements
@@ -167,7 +201,8 @@ class _FollowerChooser:
         ring = (*self._workers[after_owner:], *self._workers[: after_owner - 1])
         inside = [worker for worker in ring if worker in members and worker not in chosen]
         outside = [worker for worker in ring if worker not in members and worker not in chosen]
-        fitting = (inside or outside) if not chosen else (outside or inside)
+        has_inside = any(worker in members for worker in chosen)
+        fitting = (outside or inside) if has_inside else (inside or outside)
         used_hosts = {self._hosts[worker] for worker in (owner, *chosen)}
         elsewhere = [worker for worker in fitting if self._hosts[worker] not in used_hosts]
         yield from elsewhere or fitting

@@ -1,0 +1,345 @@
+"""What remains after a loss: who runs what, who owns what, and where new copies go. Pure.
+
+`survivor_layout` and `promote` lie on the critical path of a recovery. They move as little as possible: a survivor
+keeps its stage and its micro-batches, a block stays where a valid copy of it is. `choose_followers` makes up for the
+lost copies afterwards, round by round, while training goes on. Every survivor computes all of this by itself, so
+everything is a deterministic function of its arguments.
+
+Deliberately absent: rebalancing of layers among stages that all have somebody left. That is a planned change.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from heapq import heapify, heapreplace
+from math import lcm
+
+import msgspec
+
+from elaswave.planning.layout import exact_prefix
+from elaswave.state.placement import Block, FollowerChooser, Placement, holders_of_layers
+from elaswave.types import Hop, Layout, Stage
+
+
+def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence[float] | None = None) -> Layout:
+    """The layout without the lost workers; survivors stay in their stage and keep their micro-batches.
+
+    A stage that has lost everybody is dissolved: its layers go to the remaining stages beside it, cut so that the
+    slowest of those (cost of its layers over its width) is as fast as possible; among equal cuts so that the fewest
+    (worker, layer) pairs move, then to the later stage. All other boundaries stay, and stages are numbered anew.
+    Micro-batches of lost workers go one by one to the survivor of the stage with the fewest, then the lowest id.
+
+    Args:
+        layout: any valid layout; neighbouring stages may share layers.
+        lost: ids of the workers to take out; those that are not in the layout do not matter.
+        layer_costs: of each layer, at least 0, in any unit; None means that all cost the same.
+    Returns:
+        A valid layout of the same layers and micro-batches.
+    Raises:
+        ValueError: nobody is left, or the costs are not one finite non-negative number per layer.
+    """
+    gone = frozenset(lost)
+    survivors = [tuple(worker for worker in stage.workers if worker not in gone) for stage in layout.stages]
+    kept = [index for index, workers in enumerate(survivors) if workers]
+    if not kept:
+        raise ValueError(
+            f"all workers of the layout are lost ({_show(layout.workers)}): nobody can go on; start the job again from "
+            "its last durable checkpoint"
+        )
+    if layer_costs is not None and len(layer_costs) != layout.num_layers:
+        raise ValueError(f"{len(layer_costs)} layer costs are given for {layout.num_layers} layers: give one for each")
+    ranges = [(layout.stages[index].start, layout.stages[index].stop) for index in kept]
+    workers = [survivors[index] for index in kept]
+    if len(kept) < len(survivors):
+        prefix = exact_prefix([1] * layout.num_layers if layer_costs is None else layer_costs)
+        ranges = _close_gaps(ranges, [len(members) for members in workers], prefix)
+    stages = tuple(
+        Stage(start=start, stop=stop, workers=members) for (start, stop), members in zip(ranges, workers, strict=True)
+    )
+    return Layout(stages=stages, routes=_reroute(layout, kept, stages, gone))
+
+
+def _close_gaps(
+    ranges: Sequence[tuple[int, int]], widths: Sequence[int], prefix: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Layer ranges of the remaining stages, extended over the layers that no remaining stage holds.
+
+    Args:
+        ranges: of the remaining stages before, ascending; neighbours may overlap or leave a gap.
+        widths: workers of each of them.
+        prefix: cost of the layers before each one, and of all of them.
+    """
+    bounds = [list(bounds) for bounds in ranges]
+    bounds[0][0], bounds[-1][1] = 0, len(prefix) - 1
+    first = 0
+    while first < len(bounds):
+        last = first  # of a run of stages with a gap between each two: their cuts depend on each other
+        while last + 1 < len(bounds) and bounds[last][1] < bounds[last + 1][0]:
+            last += 1
+        if first < last:
+            run = slice(first, last + 1)
+            for index, cut in enumerate(_best_cuts(bounds[run], widths[run], prefix), start=first):
+                bounds[index][1] = bounds[index + 1][0] = cut
+        first = last + 1
+    return [(start, stop) for start, stop in bounds]
+
+
+def _best_cuts(bounds: Sequence[Sequence[int]], widths: Sequence[int], prefix: Sequence[int]) -> tuple[int, ...]:
+    """Where to cut each gap between stages: smallest slowest stage, then fewest layers moved, then earliest cuts.
+
+    Two dynamic programmes over stages, from the last to the first, each by the layer at which a stage begins: the
+    smallest possible slowest time, then the fewest (worker, layer) pairs moved by cuts that keep to it.
+    """
+    common = lcm(*widths)
+    gaps = [range(before[1], after[0] + 1) for before, after in zip(bounds, bounds[1:])]
+    starts = [range(bounds[0][0], bounds[0][0] + 1), *gaps]
+    stops = [*gaps, range(bounds[-1][1], bounds[-1][1] + 1)]
+
+    def time(stage: int, start: int, stop: int) -> int:
+        return (prefix[stop] - prefix[start]) * (common // widths[stage])
+
+    slowest = {bounds[-1][1]: 0}
+    for stage in reversed(range(len(bounds))):
+        slowest = {
+            start: min(max(time(stage, start, stop), slowest[stop]) for stop in stops[stage]) for start in starts[stage]
+        }
+    limit = slowest[bounds[0][0]]
+
+    fewest: dict[int, tuple[int, tuple[int, ...]]] = {bounds[-1][1]: (0, ())}
+    for stage in reversed(range(len(bounds))):
+        following, fewest = fewest, {}
+        for start in starts[stage]:
+            options = [
+                (widths[stage] * (stop - start) + following[stop][0], (stop, *following[stop][1]))
+                for stop in stops[stage]
+                if stop in following and time(stage, start, stop) <= limit
+            ]
+            if options:
+                fewest[start] = min(options)
+    return fewest[bounds[0][0]][1][:-1]
+
+
+def _reroute(
+    layout: Layout, kept: Sequence[int], stages: Sequence[Stage], gone: frozenset[int]
+) -> tuple[tuple[Hop, ...], ...]:
+    """The routes over the remaining stages; a hop keeps its worker where that one is left.
+
+    Args:
+        layout: before the loss.
+        kept: index that each remaining stage had.
+        stages: the remaining stages.
+        gone: lost workers.
+    """
+    # The range of a stage is all that limits where a route may be cut: between two remaining stages it is cut where
+    # the old route left the first one, moved into what the two can run.
+    limits = [(after.start, before.stop) for before, after in zip(stages, stages[1:])]
+    limits.append((layout.num_layers, layout.num_layers))
+    pieces: list[list[tuple[int | None, int, int, int]]] = []  # worker, stage, start, stop
+    load: Counter[int] = Counter()
+    for route in layout.routes:
+        piece: list[tuple[int | None, int, int, int]] = []
+        following = start = reached = 0
+        for index, old_index in enumerate(kept):
+            worker = None
+            while following < len(route) and route[following].stage <= old_index:
+                hop = route[following]
+                reached = hop.stop
+                if hop.stage == old_index and hop.worker not in gone:
+                    worker = hop.worker
+                following += 1
+            lowest, highest = limits[index]
+            stop = min(max(reached, lowest), highest)
+            if start < stop:
+                piece.append((worker, index, start, stop))
+                if worker is not None:
+                    load[worker] += 1
+                start = stop
+        pieces.append(piece)
+
+    heaps = [[(load[worker], worker) for worker in stage.workers] for stage in stages]
+    for heap in heaps:
+        heapify(heap)
+    routes = []
+    for piece in pieces:
+        hops = []
+        for worker, index, start, stop in piece:
+            if worker is None:
+                carried, worker = heaps[index][0]
+                heapreplace(heaps[index], (carried + 1, worker))
+            hops.append(Hop(worker, index, start, stop))
+        routes.append(tuple(hops))
+    return tuple(routes)
+
+
+def moved_layers(old: Layout, new: Layout) -> dict[int, list[int]]:
+    """The layers that workers hold as members of a stage under one layout, but did not under another.
+
+    Args:
+        old: the layout before.
+        new: the layout after.
+    Returns:
+        Worker -> layers, ascending; only workers with such layers. For a worker that is new these are all of its stage.
+    """
+    before = {worker: range(stage.start, stage.stop) for stage in old.stages for worker in stage.workers}
+    moved: dict[int, list[int]] = {}
+    for stage in new.stages:
+        for worker in stage.workers:
+            held = before.get(worker, range(0))
+            if layers := [layer for layer in range(stage.start, stage.stop) if layer not in held]:
+                moved[worker] = layers
+    return moved
+
+
+class Promotion(msgspec.Struct, frozen=True):
+    """A placement of what is left, and what was done to get there."""
+
+    placement: Placement
+    """Owners with a valid copy, and the other valid copies as followers."""
+    promoted: tuple[int, ...]
+    """Ids of the blocks whose owner changed, ascending."""
+    orphans: tuple[int, ...]
+    """Ids of the blocks without any valid copy, ascending. Their owner in the placement is the old one, without a
+    valid copy: only a durable checkpoint can bring them back."""
+
+
+def promote(
+    placement: Placement, blocks: Sequence[Block], layout: Layout, valid: Callable[[int, int], bool]
+) -> Promotion:
+    """Gives every block an owner among those who hold a valid copy; nothing is moved.
+
+    An owner with a valid copy stays. Otherwise a follower with one takes over: preferably a worker of the block's
+    stage, then the one that owns the fewest elements so far, then the lowest id. Followers without one are dropped.
+
+    Args:
+        placement: before the loss.
+        blocks: of the whole model, as `make_blocks` returns them.
+        layout: who runs which layer from now on.
+        valid: whether (block id, worker) are a live worker and its copy of the block is current.
+    """
+    members = [frozenset(workers) for workers in holders_of_layers(layout)]
+    owned: Counter[int] = Counter()
+    owners = list(placement.owner)
+    followers = list(placement.followers)
+    headless: list[Block] = []
+    for block in blocks:
+        index = block.id
+        copies = followers[index]
+        for follower in copies:
+            if not valid(index, follower):
+                followers[index] = tuple(other for other in copies if other != follower and valid(index, other))
+                break
+        owner = owners[index]
+        if valid(index, owner):
+            owned[owner] += block.stop - block.start
+        else:
+            headless.append(block)
+
+    promoted, orphans = [], []
+    for block in headless:
+        index = block.id
+        copies = followers[index]
+        if not copies:
+            orphans.append(index)
+            continue
+        stage = members[block.layer]
+        owner = min(copies, key=lambda worker: (worker not in stage, owned[worker], worker))
+        owned[owner] += block.stop - block.start
+        owners[index] = owner
+        followers[index] = tuple(worker for worker in copies if worker != owner)
+        promoted.append(index)
+    return Promotion(Placement(tuple(owners), tuple(followers)), tuple(sorted(promoted)), tuple(sorted(orphans)))
+
+
+def choose_followers(
+    placement: Placement,
+    blocks: Sequence[Block],
+    layout: Layout,
+    *,
+    num_followers: int,
+    max_elements: int,
+    hosts: Mapping[int, str] | None = None,
+) -> Placement:
+    """The next placement on the way back to full redundancy: one more follower for some of the blocks that lack one.
+
+    Blocks with the fewest followers come first. Whom a block gets is decided as in `place_blocks`; a block waits for
+    a later round when its owner, or everybody of the best kind, has no room left in this one. Some block always gets
+    a follower if one is lacking, however large it is, so repeated rounds come to an end.
+
+    Args:
+        placement: owners and followers, all of them workers of the layout (as after `promote`).
+        blocks: of the whole model, as `make_blocks` returns them.
+        layout: who runs which layer.
+        num_followers: copies wanted beside the owner; clamped to the number of workers minus one.
+        max_elements: the most that one owner sends, and that one worker receives, in this round.
+        hosts: the host of each worker; None means that all are on one.
+    Returns:
+        The placement with new followers appended; an equal one if nothing is lacking.
+    Raises:
+        ValueError: a holder that is not in the layout, or a worker without a host.
+    """
+    workers = layout.workers
+    wanted = min(num_followers, len(workers) - 1)
+    known = set(workers)
+    if hosts is not None and (missing := known.difference(hosts)):
+        raise ValueError(f"no host is given for workers {_show(sorted(missing))}: name one for every worker, or none")
+    chooser = FollowerChooser(workers, hosts)
+    lacking = []
+    for block in blocks:
+        holders = placement.holders(block.id)
+        if not known.issuperset(holders):
+            raise ValueError(
+                f"block {block.id} is held by workers {_show(holders)}, but the layout has only {_show(workers)}: "
+                "promote the copies that are left before choosing new ones"
+            )
+        chooser.count(holders, block.num_elements)
+        if len(holders) <= wanted:
+            lacking.append(block)
+    if not lacking:
+        return placement
+
+    members_of_layer = holders_of_layers(layout)
+    followers = list(placement.followers)
+    sent, received = dict.fromkeys(workers, 0), dict.fromkeys(workers, 0)
+    anything = False
+    for block in sorted(lacking, key=lambda block: (len(followers[block.id]), block.id)):
+        owner, size = placement.owner[block.id], block.num_elements
+        if anything and sent[owner] + size > max_elements:
+            continue
+        full = {worker for worker in workers if received[worker] + size > max_elements} if anything else set()
+        follower = chooser.choose(members_of_layer[block.layer], owner, followers[block.id], size, full)
+        if follower is None:
+            continue
+        anything = True
+        sent[owner] += size
+        received[follower] += size
+        followers[block.id] += (follower,)
+    return Placement(placement.owner, tuple(followers))
+
+
+def dropped_followers(
+    placement: Placement, blocks: Sequence[Block], layout: Layout, *, num_followers: int
+) -> dict[int, tuple[int, ...]]:
+    """The followers that are more than wanted, as a planned change leaves them behind; a loss never does.
+
+    Kept are the earliest follower in the block's stage, if there is one, and the earliest others.
+
+    Args:
+        placement: owners and followers.
+        blocks: of the whole model, as `make_blocks` returns them.
+        layout: who runs which layer.
+        num_followers: copies wanted beside the owner.
+    Returns:
+        Block id -> followers to drop; only blocks that have any.
+    """
+    members_of_layer = holders_of_layers(layout)
+    dropped = {}
+    for block in blocks:
+        copies = placement.followers[block.id]
+        if len(copies) > num_followers:
+            inside = next((worker for worker in copies if worker in members_of_layer[block.layer]), None)
+            ranked = sorted(copies, key=lambda worker: worker != inside)
+            dropped[block.id] = tuple(ranked[num_followers:])
+    return dropped
+
+
+def _show(workers: Collection[int]) -> str:
+    return ", ".join(map(str, workers))
