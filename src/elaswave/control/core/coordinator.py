@@ -60,6 +60,12 @@ class TermRecord(msgspec.Struct, frozen=True, kw_only=True, tag="term"):
     term: int
 
 
+class StartRecord(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """Every worker has registered and training begins."""
+
+    term: int
+
+
 class RaiseRecord(msgspec.Struct, frozen=True, kw_only=True, tag="raise"):
     """The epoch has risen and left workers behind; no decision yet."""
 
@@ -71,7 +77,7 @@ class RaiseRecord(msgspec.Struct, frozen=True, kw_only=True, tag="raise"):
     reason: str
 
 
-Record = TermRecord | RaiseRecord | Decision
+Record = TermRecord | StartRecord | RaiseRecord | Decision
 """What a coordinator persists, in order."""
 
 
@@ -87,10 +93,21 @@ class Suspected(NamedTuple):
     reason: str
 
 
+class Failed(NamedTuple):
+    """A worker has ended itself with an error and said so."""
+
+    worker: int
+    signature: str
+    """Equal for the same error at the same step and micro-batch."""
+    summary: str
+
+
 class EvidenceSeen(NamedTuple):
     """A worker has reported a committed step with its vote."""
 
     evidence: Evidence
+    epoch: int
+    """The epoch in which the vote was held."""
 
 
 class CheckpointFound(NamedTuple):
@@ -106,7 +123,7 @@ class Books(NamedTuple):
     checkpoint: bool
 
 
-Event = Registered | Report | Installed | Suspected | EvidenceSeen | CheckpointFound
+Event = Registered | Report | Installed | Suspected | Failed | EvidenceSeen | CheckpointFound
 
 
 # ------------------------------------------------------------------------------------------------------------- effects
@@ -159,6 +176,8 @@ class End(NamedTuple):
     """The job cannot go on."""
 
     reason: str
+    worker: int | None = None
+    """The worker whose own error it is."""
 
 
 class Note(NamedTuple):
@@ -196,6 +215,9 @@ class Bounds(NamedTuple):
     max_failures_per_hour: int = 100
 
 
+DEFAULT_BOUNDS = Bounds()
+
+
 class Coordinator:
     """The coordinator's machine.
 
@@ -218,7 +240,7 @@ class Coordinator:
         placement: Placement,
         blocks: Sequence[Block],
         planner: Planner,
-        bounds: Bounds = Bounds(),
+        bounds: Bounds = DEFAULT_BOUNDS,
         first_step: int = 1,
         records: Sequence[Record] = (),
         books: Callable[[int], Books] = lambda step: Books(False, False),
@@ -245,12 +267,16 @@ class Coordinator:
         self._installed: dict[int, Installed] = {}
         self._resumed = True
         self._losses_at_s: list[float] = []
+        self._failures: dict[str, int] = {}
+        """Signature of an error -> the worker that ended with it."""
+        self._orphans: tuple[int, ...] = ()
         for record in records:
             self._replay(record)
-        self._recovered = bool(records)
 
     def _replay(self, record: Record) -> None:
-        if isinstance(record, RaiseRecord):
+        if isinstance(record, StartRecord):
+            self.state = State.TRAINING
+        elif isinstance(record, RaiseRecord):
             self.epoch, self.members, self._lost, self._reason = (
                 record.epoch,
                 record.members,
@@ -297,8 +323,10 @@ class Coordinator:
             return self._on_installed(event)
         if isinstance(event, Suspected):
             return self.suspect([event], now_s)
+        if isinstance(event, Failed):
+            return self._on_failed(event, now_s)
         if isinstance(event, EvidenceSeen):
-            return self._on_evidence(event.evidence)
+            return self._on_evidence(event)
         return self._on_checkpoint(event)
 
     # ------------------------------------------------------------------------------------------------- registration
@@ -314,7 +342,7 @@ class Coordinator:
             if len(self._addresses) < len(self.members):
                 return []
             self.state = State.TRAINING
-            return [Start(dict(self._addresses))]
+            return [Persist(StartRecord(term=self.term)), Start(dict(self._addresses))]
         effects: list[Effect] = []
         if event.epoch == self.epoch and event.report is not None and self.state is State.COLLECTING:
             effects += self._on_report(event.report)
@@ -373,15 +401,27 @@ class Coordinator:
             Raised(self.epoch, tuple(fresh)),
         ]
 
-    def _end(self, reason: str) -> list[Effect]:
+    def _on_failed(self, event: Failed, now_s: float) -> list[Effect]:
+        """An error of a worker's own: what fails twice at the same place will fail everywhere."""
+        before = self._failures.get(event.signature)
+        if before is not None and before != event.worker:
+            return self._end(f"{event.summary}; the same error has ended worker {before}", event.worker)
+        self._failures[event.signature] = event.worker
+        if event.worker in self.members and len(self.members) <= max(1, self._bounds.min_workers):
+            return self._end(event.summary, event.worker)
+        return self.suspect([Suspected(event.worker, "exit", event.summary)], now_s)
+
+    def _end(self, reason: str, worker: int | None = None) -> list[Effect]:
         self.state = State.ENDED
-        return [End(reason)]
+        return [End(reason, worker)]
 
     # -------------------------------------------------------------------------------------------------- the decision
 
-    def _on_evidence(self, evidence: Evidence) -> list[Effect]:
-        if self._evidence is None or evidence.order > self._evidence.order:
-            self._evidence = evidence
+    def _on_evidence(self, event: EvidenceSeen) -> list[Effect]:
+        decided = self.FIRST_EPOCH if self.decision is None else self.decision.epoch
+        if event.epoch < decided:
+            return [Note(f"a vote of epoch {event.epoch} comes after the decision of epoch {decided}")]
+        self._evidence = newest_evidence([self._evidence, event.evidence])
         return []
 
     def _on_report(self, report: Report) -> list[Effect]:
@@ -445,13 +485,10 @@ class Coordinator:
         owner = list(self.placement.owner)
         followers: list[list[int]] = [[] for _ in owner]
         for worker in self.members:
-            copies = self._reports[worker].copies
-            for block, owned in zip(copies.blocks, copies.owned, strict=True):
-                if owned:
-                    owner[block] = worker
-                else:
+            for block in self._reports[worker].copies.blocks:
+                if owner[block] != worker:
                     followers[block].append(worker)
-        return Placement(tuple(owner), tuple(tuple(sorted(workers)) for workers in followers))
+        return Placement(tuple(owner), tuple(map(tuple, followers)))
 
     def _on_checkpoint(self, event: CheckpointFound) -> list[Effect]:
         if self.state is not State.ROLLING_BACK:

@@ -115,8 +115,6 @@ class Ledger:
         self.promised_epoch = None
         catch_up = self._catch_up(decision)
         base = decision.resume_step - 1
-        if catch_up is not CatchUp.NOTHING:
-            self.parameters_step = -1
         self.step, self.attempt, self.prepared = base, 0, False
         if decision.resume_attempt > 1:
             self.step, self.attempt = decision.resume_step, decision.resume_attempt - 1
