@@ -200,7 +200,9 @@ def decode_header(data: bytes | bytearray | memoryview, offset: int, max_frame_b
         raise FrameError(f"frame announces {length} bytes, the limit is {max_frame_bytes}: raise max_frame_bytes")
     shape = fields[11 : 11 + ndim]
     if math.prod(shape) * _ITEM_BYTES[dtype_code] != length or any(fields[11 + ndim :]):
-        raise FrameError(f"frame announces {length} bytes for {_DTYPES[dtype_code]} of {ndim} dimensions {fields[11:]}")
+        raise FrameError(
+            f"frame announces {length} bytes, {ndim} dimensions {fields[11:]} of {_DTYPES[dtype_code]}: they contradict"
+        )
     return Header(epoch, Tag._make(fields[5:10]), dtype_code, shape, length)
 
 

@@ -246,7 +246,7 @@ class StreamTransport:
             link.sock.close()
         self._links.clear()
         self._door.close(remove=False)
-        self._waiter.close()
+        self._waiter.close(forked=True)
 
     def _on_link_event(self, link: Link, event: int) -> None:
         try:

@@ -8,6 +8,7 @@ import contextlib
 import math
 import os
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -36,6 +37,7 @@ class Waiter:
         self._interrupts: deque[tuple[str, int | None]] = deque()
         self._on_event: dict[int, Callable[[int], None]] = {}
         self._epoll = select.epoll()
+        self._wake_lock = threading.RLock()  # a signal handler may interrupt, too
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.register(self._wake_fd, self._woken)
 
@@ -59,8 +61,9 @@ class Waiter:
 
     def wake(self) -> None:
         """Let a blocked ``turn`` return. Thread-safe."""
-        with contextlib.suppress(OSError):  # closed meanwhile: nobody waits any more
-            os.eventfd_write(self._wake_fd, 1)
+        with self._wake_lock:  # the number of a closed descriptor may be another file's by now
+            if not self.closed:
+                os.eventfd_write(self._wake_fd, 1)
 
     def interrupt(self, reason: str, epoch: int | None) -> None:
         """See ``Transport.interrupt``. Thread-safe."""
@@ -125,14 +128,21 @@ class Waiter:
             else:
                 raise WaitTimeoutError(f"worker {self.worker} waited {timeout_s:g} s for {describe_pending(pending)}")
 
-    def close(self) -> None:
-        """Close the descriptors that were made here; may be called twice."""
-        if not self.closed:
+    def close(self, *, forked: bool = False) -> None:
+        """Close the descriptors that were made here; may be called twice.
+
+        Args:
+            forked: this is a child of the process that made them; whoever held the lock is not here.
+        """
+        if forked:
+            self._wake_lock = threading.RLock()
+        with self._wake_lock:
+            if self.closed:
+                return
             self.closed = True
-            self._on_event.clear()
-            self._epoll.close()
             os.close(self._wake_fd)
-            self._wake_fd = -1
+        self._on_event.clear()
+        self._epoll.close()
 
     def _woken(self, event: int) -> None:
         with contextlib.suppress(BlockingIOError):
