@@ -212,7 +212,7 @@ def _map_file(path: Path, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """A read-only view of a file's tokens, shape [num_tokens]."""
     try:
         # Non-blocking, so that a pipe without a writer does not hang; the check is on what was opened.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"{path}: not a regular file: data.source must name a file of tokens")
