@@ -302,6 +302,14 @@ def test_bad_input_leaves_no_run_in_the_way(tmp_path: Path, error: Exception) ->
         pass
 
 
+def test_bad_input_never_costs_a_run_that_was_there_before(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        pass
+    with pytest.raises(DataError), opened(tmp_path, resume=True):
+        raise DataError("gone")
+    assert is_run(tmp_path) and saved_config(tmp_path) == load_config()
+
+
 def test_bad_input_never_costs_a_checkpoint(tmp_path: Path) -> None:
     start(tmp_path)
     with pytest.raises(DataError), opened(tmp_path, resume=True):
