@@ -41,6 +41,14 @@ class TokenSource(Protocol):
         """Samples of a split; 0 where it is shorter than one."""
         ...
 
+    def require_sample(self, split: Split) -> None:
+        """Refuses a split that is shorter than one sample.
+
+        Raises:
+            DataError: says how many tokens there are and how many are needed.
+        """
+        ...
+
     def batch(self, indices: Sequence[int], split: Split) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples as tensors.
 
@@ -87,11 +95,7 @@ class MappedTokens:
         return max(0, (self.num_tokens(split) - 1) // self.context_length)
 
     def require_sample(self, split: Split) -> None:
-        """Refuses a split that is shorter than one sample.
-
-        Raises:
-            DataError: says how many tokens there are and how many are needed.
-        """
+        """See `TokenSource.require_sample`."""
         if self.num_samples(split) == 0:
             raise DataError(
                 f"{self.path}: {self.num_tokens(split)} of its {len(self._tokens)} tokens are for "

@@ -117,13 +117,16 @@ class Blueprint:
             DataError: see `elaswave.data.sources.open_source`.
         """
         data = self.config.data
-        return open_source(
+        source = open_source(
             data.source,
             vocab_size=data.vocab_size,
             context_length=self.config.model.context_length,
             validation_fraction=data.validation_fraction,
             cache_dir=cache_dir,
         )
+        if self.config.run.eval_every:
+            source.require_sample("validation")
+        return source
 
     def sampler(self, source: TokenSource) -> Sampler:
         """Which samples make up which micro-batch of training."""
