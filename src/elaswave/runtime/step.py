@@ -392,9 +392,10 @@ class StepEngine:
 
     def describe_nonfinite(self, nonfinite: NonFinite) -> str:
         """A clause that names what was not finite in the present step, and where."""
-        name = self.compute.layer_name(nonfinite.layer)
         is_loss = nonfinite.layer == self.compute.num_layers
-        what = "the loss" if is_loss else f"a gradient of layer {nonfinite.layer} ({name})"
+        layer = nonfinite.layer - 1 if is_loss else nonfinite.layer
+        place = f"layer {layer} ({self.compute.layer_name(layer)})"
+        what = f"the loss, after {place}," if is_loss else f"a gradient of {place}"
         known = nonfinite.microbatch != UNKNOWN_MICROBATCH
         where = f"micro-batch {nonfinite.microbatch}" if known else "the sum over micro-batches"
         return f"{what} is not finite in step {self.step}, {where}"

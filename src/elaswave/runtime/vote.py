@@ -100,7 +100,9 @@ class Verdict(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Mean over micro-batches, added in their order."""
+        """Mean over micro-batches, added in their order; nan where a loss or gradient is not finite."""
+        if self.nonfinite is not None:
+            return math.nan
         return math.fsum(self.losses) / len(self.losses)
 
 

@@ -15,7 +15,7 @@ from elaswave.comm.group import Group, doubling_partners
 from elaswave.comm.stream import StreamTransport
 from elaswave.comm.transport import Transport
 from elaswave.config.schema import Config
-from elaswave.errors import CommError, PeerLostError, WaitTimeoutError
+from elaswave.errors import CommError, PeerLostError, VoteError, WaitTimeoutError
 from elaswave.observability.trace import TraceRecorder
 from elaswave.planning.layout import peers_of
 from elaswave.runtime.blueprint import Blueprint
@@ -310,7 +310,7 @@ def _wait_for_start(control: ControlChannel) -> dict[int, str]:
 def _report_failure(worker_id: int, worker: Worker | None, error: Exception, control: ControlChannel) -> None:
     cause = error.__cause__ if isinstance(error, LayerError) and error.__cause__ is not None else error
     summary = str(error) if isinstance(error, LayerError) else f"{type(error).__name__}: {error}"
-    if worker is not None and worker.engine.step and not isinstance(error, LayerError):
+    if worker is not None and worker.engine.step and not isinstance(error, LayerError | VoteError):
         summary += f" (in step {worker.engine.step})"
     try:
         control.send(
@@ -318,7 +318,8 @@ def _report_failure(worker_id: int, worker: Worker | None, error: Exception, con
                 worker=worker_id,
                 kind=type(cause).__name__,
                 summary=summary,
-                traceback_text="".join(traceback.format_exception(cause)),
+                # What the vote has found says all; where in this code that was said does not help anybody.
+                traceback_text="" if isinstance(error, VoteError) else "".join(traceback.format_exception(cause)),
                 lost_peer=error.worker if isinstance(error, PeerLostError) else None,
             )
         )

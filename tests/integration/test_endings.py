@@ -1,0 +1,104 @@
+"""How jobs end: a user's error, a worker's death, a damaged checkpoint. Once, clearly, and nothing is left."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaswave.cli.main import main
+from elaswave.errors import CheckpointError, WorkerError
+from elaswave.runtime.step import StepEngine
+from tests.integration.jobs import QuietReporter, nothing_left, run_job
+from tests.integration.unlucky import broken, make_unlucky
+
+LAYOUT: dict[str, Any] = {"layout.stages": 2, "layout.replicas": 2, "run.steps": 6}
+STEP = 3
+
+
+class Kill:
+    """Ends a worker with a signal before the first action of a phase of step `STEP`."""
+
+    def __init__(self, worker: int, phase: str) -> None:
+        self.worker = worker
+        self.phase = phase
+
+    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
+        if (engine.worker, engine.step, phase, index) == (self.worker, STEP, self.phase, 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Break:
+    """Makes one layer of one worker raise from its second forward action of step `STEP` on."""
+
+    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
+        if (engine.worker, engine.step, phase, index) == (3, STEP, "forward", 1):
+
+            def explode(*args: Any) -> None:
+                raise ZeroDivisionError("a plain mistake")
+
+            engine.layers[4].module.register_forward_pre_hook(explode)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "vote", "apply", "gather"])
+def test_a_killed_worker_ends_the_job_with_a_clear_error(phase: str, tmp_path: Path) -> None:
+    # Without followers, everybody gathers; in APPLY and GATHER the others may be done with the step already.
+    with pytest.raises(WorkerError) as raised:
+        run_job(tmp_path, LAYOUT | {"elastic.num_followers": 0}, probe=Kill(1, phase))
+    assert raised.value.worker == 1
+    last_steps = [STEP - 1, STEP] if phase in ("apply", "gather") else [STEP - 1]
+    log = tmp_path / "logs" / "worker-1.log"
+    assert raised.value.summary in [f"was killed by SIGKILL after step {step}; its log is {log}" for step in last_steps]
+
+
+def test_a_layers_error_names_worker_step_microbatch_and_layer(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError) as raised:
+        run_job(tmp_path, LAYOUT, probe=Break())
+    assert str(raised.value) == (
+        "worker 3: ZeroDivisionError: a plain mistake (at step 3, micro-batch 3, layer 4 (head))"
+    )
+    assert raised.value.traceback_text.rstrip().endswith("ZeroDivisionError: a plain mistake")
+    assert "in explode" in raised.value.traceback_text
+    assert "ZeroDivisionError" in (tmp_path / "logs" / "worker-3.log").read_text()
+
+
+def test_an_error_on_every_worker_is_shown_once_and_the_exit_code_is_1(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make_unlucky(monkeypatch, broken, probability=1.0)
+    settings = ["model.num_layers=2", "model.width=32", "run.steps=5", "layout.widths=[1,3]"]
+    with nothing_left():
+        code = main(["train", "--run-dir", str(tmp_path / "run"), *(x for pair in settings for x in ("--set", pair))])
+    assert code == 1
+    shown = capfd.readouterr().err
+    assert shown.count("Traceback (most recent call last)") == 1
+    assert shown.count("ArithmeticError: the layer is broken (at step 1, micro-batch ") == 1
+    assert "layer 2 (block.1))" in shown
+    assert "error: worker " in shown.splitlines()[-1]
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_to_the_same_bits(tmp_path: Path) -> None:
+    settings = LAYOUT | {"run.checkpoint_every": 2, "optimizer.schedule": "constant", "run.steps": 4}
+    expected = run_job(tmp_path / "whole", settings | {"run.steps": 8})
+    run_job(tmp_path / "parts", settings)
+    damaged = tmp_path / "parts" / "checkpoints" / "step-00000004"
+    shard = max(damaged.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    half_written = tmp_path / "parts" / "checkpoints" / "step-00000005.tmp"
+    half_written.mkdir()
+    reporter = QuietReporter()
+    job = run_job(tmp_path / "parts", settings | {"run.steps": 8}, resume=True, reporter=reporter)
+    assert any("step-00000004 is not used" in message for message in reporter.messages)
+    assert not half_written.exists()
+    assert job.computation == expected.computation
+
+
+def test_without_any_whole_checkpoint_a_resume_says_so(tmp_path: Path) -> None:
+    run_job(tmp_path, LAYOUT | {"run.checkpoint_every": 2})
+    for file in tmp_path.glob("checkpoints/*/.metadata"):
+        file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="has no valid checkpoint to resume from; start again with --overwrite"):
+        run_job(tmp_path, LAYOUT, resume=True)
