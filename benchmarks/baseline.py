@@ -1,0 +1,190 @@
+"""Plain PyTorch programs that train the same model on the same batches: what elaswave is compared with.
+
+Both use our layers, loss, data and sampler, and torch for everything else, each part in the fastest form that torch
+offers (measured, see README.md): fused AdamW, gradients in one flat tensor where they are sent, one all-reduce for
+clipping and loss together. Every step's loss is written to a file. One thread per process.
+"""
+
+import itertools
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import torch
+import torch.distributed as dist
+from harness import Body, Gate, fork_workers, with_steps
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from elaswave.config.schema import Config
+from elaswave.models.layers import build_layer
+from elaswave.runtime.blueprint import Blueprint
+from elaswave.runtime.optimizer import learning_rate
+
+TIMEOUT = timedelta(seconds=600)
+
+
+def plain_loop(config: Config) -> Body:
+    """One process: ordinary autograd accumulation, clip_grad_norm_, fused AdamW."""
+
+    def body(gate: Gate, folder: Path, num_steps: int) -> None:
+        torch.set_num_threads(1)
+        run = Blueprint(with_steps(config, num_steps))
+        source = run.open_source(folder)
+        sampler = run.sampler(source)
+        num_microbatches = config.batch.num_microbatches
+        model = nn.Sequential(*_layers(run, range(len(run.model.layers))))
+        optimizer = torch.optim.AdamW(_decay_groups(run, model), **_adamw(config), fused=True)
+        with open(folder / "loss.log", "w", buffering=1) as log:
+            for step in range(1, num_steps + 1):
+                gate.before_step(0)
+                total = torch.zeros(())
+                for microbatch in range(num_microbatches):
+                    tokens, targets = source.batch(sampler.microbatch(step, microbatch), "train")
+                    loss = run.model.loss(model(tokens), targets) / num_microbatches
+                    loss.backward()
+                    total += loss.detach()
+                norm = nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip)
+                _set_learning_rate(optimizer, run.config, step)
+                optimizer.step()
+                optimizer.zero_grad()
+                _report(log, step, float(total), float(norm))
+
+    return body
+
+
+def torch_pipeline(config: Config) -> Body:
+    """Stages x replicas: Schedule1F1B, gradient all-reduce and ZeRO-1 inside each stage, on gloo."""
+
+    def body(gate: Gate, folder: Path, num_steps: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        widths = config.widths
+        assert len(set(widths)) == 1, "torch's pipeline has as many replicas in every stage"
+        job = _PipelineJob(config, gate, folder, num_steps, len(widths), widths[0], port)
+        fork_workers(sum(widths), job.worker)
+
+    return body
+
+
+class _PipelineJob(NamedTuple):
+    config: Config
+    gate: Gate
+    folder: Path
+    num_steps: int
+    num_stages: int
+    num_replicas: int
+    port: int
+
+    def worker(self, rank: int) -> None:
+        """One process of the job; ranks are stage-major, as our workers are."""
+        torch.set_num_threads(1)
+        config, num_replicas = self.config, self.num_replicas
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{self.port}",
+            rank=rank,
+            world_size=self.num_stages * num_replicas,
+            timeout=TIMEOUT,
+        )
+        stage_index, replica = divmod(rank, num_replicas)
+        ranks = range(self.num_stages * num_replicas)
+        pipelines = [dist.new_group(list(ranks[first::num_replicas])) for first in range(num_replicas)]
+        replicas = [dist.new_group(list(ranks[first : first + num_replicas])) for first in ranks[::num_replicas]]
+        pipeline_group, replica_group = pipelines[replica], replicas[stage_index]
+
+        run = Blueprint(with_steps(config, self.num_steps))
+        source = run.open_source(self.folder / f"data-{rank}")
+        sampler = run.sampler(source)
+        total_microbatches = config.batch.num_microbatches
+        own_microbatches = range(replica, total_microbatches, num_replicas)
+        stops = list(itertools.accumulate(config.layers_per_stage))
+        own_layers = range(stops[stage_index] - config.layers_per_stage[stage_index], stops[stage_index])
+        module = nn.Sequential(*_layers(run, own_layers))
+        parameters = list(module.parameters())
+        gradients = _flat_gradients(parameters)
+        optimizer = ZeroRedundancyOptimizer(
+            _decay_groups(run, module, own_layers),
+            torch.optim.AdamW,
+            process_group=replica_group,
+            parameters_as_bucket_view=True,
+            fused=True,
+            **_adamw(config),
+        )
+
+        def loss_fn(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return run.model.loss(output, targets) / total_microbatches
+
+        stage = PipelineStage(module, stage_index, self.num_stages, torch.device("cpu"), group=pipeline_group)
+        schedule = Schedule1F1B(stage, len(own_microbatches), loss_fn=loss_fn, scale_grads=False)
+        is_first, is_last = stage_index == 0, stage_index == self.num_stages - 1
+        with open(self.folder / f"loss-{rank}.log", "w", buffering=1) as log:
+            for step in range(1, self.num_steps + 1):
+                self.gate.before_step(rank)
+                losses: list[torch.Tensor] = []
+                indices = [sample for m in own_microbatches for sample in sampler.microbatch(step, m)]
+                tokens, targets = source.batch(indices, "train") if is_first or is_last else (None, None)
+                gradients.zero_()
+                schedule.step(
+                    *([tokens] if is_first else []),
+                    **({"target": targets, "losses": losses} if is_last else {}),
+                    return_outputs=False,
+                )
+                dist.all_reduce(gradients, group=replica_group)
+                # The same on all replicas of a stage, so that the world's sum counts it once per replica.
+                squares = torch.dot(gradients, gradients) / num_replicas
+                sums = torch.stack([squares, torch.stack(losses).detach().sum() if losses else squares.new_zeros(())])
+                dist.all_reduce(sums)
+                norm, loss = float(sums[0]) ** 0.5, float(sums[1])
+                if norm > config.optimizer.grad_clip > 0:
+                    gradients.mul_(config.optimizer.grad_clip / (norm + 1e-6))
+                _set_learning_rate(optimizer, run.config, step)
+                optimizer.step()
+                _report(log, step, loss, norm)
+        dist.destroy_process_group()
+
+
+def _layers(run: Blueprint, indices: Sequence[int]) -> Iterator[nn.Module]:
+    """Our layers, with the same initial values as in our own runs."""
+    return (build_layer(run.model.layers[index], run.config.run.seed, index) for index in indices)
+
+
+def _adamw(config: Config) -> dict:
+    return {"lr": config.optimizer.lr, "betas": config.optimizer.betas, "eps": config.optimizer.eps}
+
+
+def _decay_groups(run: Blueprint, model: nn.Sequential, indices: Sequence[int] | None = None) -> list[dict]:
+    """Parameter groups with and without weight decay, as the layers ask for."""
+    groups = {True: [], False: []}
+    indices = range(len(model)) if indices is None else indices
+    for index, layer in zip(indices, model, strict=True):
+        for name, parameter in layer.named_parameters():
+            groups[run.model.layers[index].decays(name, parameter.shape)].append(parameter)
+    decay = run.config.optimizer.weight_decay
+    return [{"params": params, "weight_decay": decay if decays else 0.0} for decays, params in groups.items() if params]
+
+
+def _flat_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Makes every parameter's gradient a view into one tensor, which one all-reduce sums."""
+    flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return flat
+
+
+def _set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(config.optimizer, step, config.run.steps)
+
+
+def _report(log: TextIO, step: int, loss: float, norm: float) -> None:
+    log.write(f"step {step} loss {loss:.6f} norm {norm:.4f}\n")
+
+
+PLAIN: dict[str, Callable[[Config], Body]] = {"loop": plain_loop, "pipeline": torch_pipeline}

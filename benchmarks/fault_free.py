@@ -1,0 +1,114 @@
+"""Tokens per second of elaswave against plain PyTorch, with nothing going wrong.
+
+    python benchmarks/fault_free.py [--sizes default 10m] [--layouts 1x1 2x2] [--rounds 15] [--json]
+
+One worker against a plain loop, and 2 stages x 2 replicas against torch.distributed.pipelining with ZeRO-1 on gloo;
+same model code, data, layer split, clipping, loss reporting, one thread per process. See README.md beside this file.
+"""
+
+import argparse
+import json
+import os
+import sys
+
+os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+
+from baseline import plain_loop, torch_pipeline
+from harness import Compared, Program, compare, configuration, elaswave_program, machine, quartiles, run_in_turns
+
+SIZES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "10m": ("model.num_layers=8", "model.width=320"),
+    "tiny": ("model.num_layers=2", "model.width=32", "model.context_length=16", "batch.microbatch_size=4"),
+}
+"""What differs from the default recipe; `tiny` is for a quick look whether everything runs."""
+STEPS_PER_TURN = {"default": 5, "10m": 1, "tiny": 2}
+TARGETS = {
+    ("default", "1x1", "bitwise"): 0.90,
+    ("default", "1x1", "scaled"): 1.0,
+    ("10m", "1x1", "bitwise"): 0.95,
+    ("default", "2x2", "bitwise"): 1.0,
+    ("10m", "2x2", "bitwise"): 1.0,
+}
+"""Smallest ratio of tokens per second, by size, layout and consistency."""
+STEPS_BEFORE = 3
+
+
+def main() -> int:
+    """Runs the benchmark; the exit code is 1 if a target was missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["default", "10m"])
+    parser.add_argument("--layouts", nargs="+", choices=("1x1", "2x2"), default=["1x1", "2x2"])
+    parser.add_argument("--consistency", nargs="+", choices=("bitwise", "scaled"), default=["bitwise", "scaled"])
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each program")
+    parser.add_argument("--steps-per-turn", type=int, help="default: by size")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change both sides")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    options = parser.parse_args()
+
+    rows = []
+    where = machine()
+    for size in options.sizes:
+        for layout in options.layouts:
+            steps_per_turn = options.steps_per_turn or STEPS_PER_TURN[size]
+            rows += measure(size, layout, options.consistency, options.rounds, steps_per_turn, tuple(options.set))
+    if options.json:
+        print(json.dumps({"machine": where, "rounds": options.rounds, "rows": rows}, indent=2))
+    else:
+        print_table(rows, where, options.rounds)
+    return 1 if any(row["needed"] is not None and row["ratio"] < row["needed"] for row in rows) else 0
+
+
+def measure(
+    size: str, layout: str, modes: list[str], rounds: int, steps_per_turn: int, settings: tuple[str, ...]
+) -> list[dict]:
+    """Plain PyTorch and elaswave in each mode, in turns; one row for each mode."""
+    stages, replicas = layout.split("x")
+    settings = (f"layout.stages={stages}", f"layout.replicas={replicas}", *SIZES[size], *settings)
+    config = configuration(*settings)
+    num_workers = sum(config.widths)
+    tokens = config.batch.num_microbatches * config.batch.microbatch_size * config.model.context_length
+    plain = Program("plain PyTorch", (plain_loop if layout == "1x1" else torch_pipeline)(config), num_workers)
+    ours = {
+        mode: Program(mode, elaswave_program(configuration(*settings, f"elastic.consistency={mode}")), num_workers)
+        for mode in modes
+    }
+    run_in_turns([plain, *ours.values()], rounds=rounds, steps_per_turn=steps_per_turn, steps_before=STEPS_BEFORE)
+    return [row(size, layout, mode, tokens, plain, program, compare(program, plain)) for mode, program in ours.items()]
+
+
+def row(size: str, layout: str, mode: str, tokens: int, plain: Program, ours: Program, compared: Compared) -> dict:
+    """One line of the table."""
+    needed = TARGETS.get((size, layout, mode))
+    return {
+        "size": size,
+        "layout": layout,
+        "consistency": mode,
+        "plain_tokens_per_s": tokens / quartiles(plain.wall_s)[1],
+        "elaswave_tokens_per_s": tokens / quartiles(ours.wall_s)[1],
+        "ratio": compared.ratio,
+        "ratio_quartiles": [compared.low, compared.high],
+        "cpu_ratio": compared.cpu_ratio,
+        "needed": needed,
+    }
+
+
+def print_table(rows: list[dict], where: dict, rounds: int) -> None:
+    """The rows for people."""
+    print(f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, load {where['load_1_min']} at the start")
+    print(f"tokens/s against plain PyTorch; medians of {rounds} pairs; cpu: the same ratio of CPU seconds")
+    print(
+        f"{'size':<8} {'layout':<6} {'mode':<8} {'plain':>8} {'elaswave':>8} {'ratio':>6} {'quartiles':>11} {'cpu':>5} {'needed':>6}"
+    )
+    for each in rows:
+        low, high = each["ratio_quartiles"]
+        needed = "-" if each["needed"] is None else f"{each['needed']:.2f}"
+        print(
+            f"{each['size']:<8} {each['layout']:<6} {each['consistency']:<8} {each['plain_tokens_per_s']:>8.0f} "
+            f"{each['elaswave_tokens_per_s']:>8.0f} {each['ratio']:>6.3f} {f'{low:.2f}-{high:.2f}':>11} "
+            f"{each['cpu_ratio']:>5.2f} {needed:>6}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

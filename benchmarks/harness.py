@@ -1,0 +1,337 @@
+"""Runs several training programs beside each other, a few steps of one at a time, and compares their times.
+
+All programs are alive from the beginning to the end, and all but one wait at a step boundary: ``A B A B``, so that
+whatever else the machine does meets all of them. A program is a process forked from this warm one (torch is imported,
+no tensor operation has run), with workers that call `Gate.before_step` before every step. A turn lasts from the
+moment its workers are let go until all of them have come back to their gate.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import statistics
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from elaswave.config.load import load_config
+from elaswave.config.schema import Config
+from elaswave.control.launcher import train
+from elaswave.observability.progress import make_reporter
+
+TURN_TIMEOUT_S = 600.0
+"""A turn that takes longer means that something hangs."""
+END_TIMEOUT_S = 60.0
+_COUNT = struct.Struct("<I")
+_PID = struct.Struct("<I")
+_PR_SET_PDEATHSIG = 1
+
+
+class Gate:
+    """What holds a worker at the beginning of a step until it is the program's turn; inherited by forked workers."""
+
+    def __init__(self, num_workers: int) -> None:
+        pairs = [socket.socketpair() for _ in range(num_workers)]
+        self._ours = [ours for ours, _ in pairs]
+        self._theirs = [theirs for _, theirs in pairs]
+        self._left = 0
+
+    def before_step(self, worker: int) -> None:
+        """Called by a worker before each step; waits when its turn is over."""
+        if self._left == 0:
+            end = self._theirs[worker]
+            end.sendall(_PID.pack(os.getpid()))
+            self._left = _COUNT.unpack(_receive(end, _COUNT.size))[0]
+        self._left -= 1
+
+    def let_go(self, num_steps: int) -> None:
+        """Lets every worker run some steps."""
+        for end in self._ours:
+            end.sendall(_COUNT.pack(num_steps))
+
+    def wait(self) -> list[int]:
+        """Waits until every worker has come to its gate.
+
+        Returns:
+            Their process ids.
+        Raises:
+            RuntimeError: a worker has ended, or TURN_TIMEOUT_S has passed.
+        """
+        pids = []
+        for worker, end in enumerate(self._ours):
+            end.settimeout(TURN_TIMEOUT_S)
+            try:
+                pids.append(_PID.unpack(_receive(end, _PID.size))[0])
+            except (EOFError, TimeoutError) as error:
+                raise RuntimeError(f"worker {worker} did not come to its gate: {error or 'it was silent'}") from error
+        return pids
+
+    def keep_side(self, *, conductor: bool) -> None:
+        """Closes the ends that this process does not use, so that a process's end is noticed at the other side."""
+        for end in self._theirs if conductor else self._ours:
+            end.close()
+
+
+def _receive(end: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        part = end.recv(num_bytes - len(data))
+        if not part:
+            raise EOFError("its process has ended")
+        data += part
+    return data
+
+
+class _GateProbe:
+    """Holds the workers of our own launcher at the first action of a step."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._step = 0
+
+    def reached(self, phase: str, index: int, engine: Any) -> None:
+        """See `elaswave.runtime.probe.Probe`; a step that is tried again does not count twice."""
+        if phase == "forward" and index == 0 and engine.step != self._step:
+            self._step = engine.step
+            self._gate.before_step(engine.worker)
+
+
+Body = Callable[[Gate, Path, int], None]
+"""(gate, an empty folder, number of steps) -> None: a training program, in a process of its own."""
+
+
+def elaswave_program(config: Config) -> Body:
+    """``elaswave train`` as users run it, launcher and run folder included; its progress goes to the folder's log."""
+
+    def body(gate: Gate, folder: Path, num_steps: int) -> None:
+        with open(folder / "progress.log", "w") as log:
+            reporter = make_reporter(json_mode=True, stream=log)
+            train(with_steps(config, num_steps), folder, reporter=reporter, probe=_GateProbe(gate))
+
+    return body
+
+
+def configuration(*settings: str) -> Config:
+    """The resolved configuration with ``section.key=value`` settings."""
+    return load_config(overrides=settings)
+
+
+def with_steps(config: Config, num_steps: int) -> Config:
+    """The same configuration for another number of steps."""
+    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=num_steps))
+
+
+@dataclass
+class Program:
+    """One of the programs to be compared.
+
+    Args:
+        name: in tables.
+        body: what it does.
+        num_workers: how many workers come to the gate.
+    """
+
+    name: str
+    body: Body
+    num_workers: int
+    wall_s: list[float] = field(default_factory=list)
+    """Seconds per step of each turn."""
+    cpu_s: list[float] = field(default_factory=list)
+    """CPU seconds (user and system) per step of each turn, of all its processes."""
+
+
+class Compared(NamedTuple):
+    """One program against another, over pairs of neighbouring turns."""
+
+    ratio: float
+    """Median of (time of the other / time of the one): above 1 the one is faster."""
+    low: float
+    high: float
+    """First and third quartile."""
+    cpu_ratio: float
+    """The same of CPU seconds."""
+
+
+def compare(one: Program, other: Program) -> Compared:
+    """How much faster `one` is than `other`."""
+    ratios = [theirs / ours for ours, theirs in zip(one.wall_s, other.wall_s, strict=True)]
+    cpu_ratios = [theirs / ours for ours, theirs in zip(one.cpu_s, other.cpu_s, strict=True)]
+    low, middle, high = quartiles(ratios)
+    return Compared(middle, low, high, statistics.median(cpu_ratios))
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median and third quartile."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def run_in_turns(programs: Sequence[Program], *, rounds: int, steps_per_turn: int, steps_before: int) -> None:
+    """Runs all programs in turns and fills in their times.
+
+    Args:
+        programs: to be compared.
+        rounds: turns of each program; every other round goes through them backward.
+        steps_per_turn: steps of a turn.
+        steps_before: steps of each program that are not measured.
+    Raises:
+        RuntimeError: a program has failed; its own message stands on standard error.
+    """
+    num_steps = steps_before + rounds * steps_per_turn + 1  # the last step only lets the programs end
+    with contextlib.ExitStack() as stack:
+        running = [stack.enter_context(_started(program, num_steps)) for program in programs]
+        for process in running:
+            process.turn(steps_before)
+        for round_ in range(rounds):
+            order = running if round_ % 2 == 0 else running[::-1]
+            for process in order:
+                wall_s, cpu_s = process.turn(steps_per_turn)
+                process.program.wall_s.append(wall_s / steps_per_turn)
+                process.program.cpu_s.append(cpu_s / steps_per_turn)
+        for process in running:
+            process.finish()
+
+
+class _Running:
+    """A program that has been started and waits at its gate."""
+
+    def __init__(self, program: Program, pid: int, gate: Gate) -> None:
+        self.program = program
+        self.pid: int | None = pid
+        self._gate = gate
+        self._pids = [pid, *gate.wait()]
+
+    def turn(self, num_steps: int) -> tuple[float, float]:
+        """Lets it run some steps; wall-clock and CPU seconds."""
+        cpu_s = self._cpu_s()
+        start_s = time.monotonic()
+        self._gate.let_go(num_steps)
+        self._gate.wait()
+        return time.monotonic() - start_s, self._cpu_s() - cpu_s
+
+    def finish(self) -> None:
+        """Lets it run its last step and end."""
+        self._gate.let_go(1)
+        deadline_s = time.monotonic() + END_TIMEOUT_S
+        while self.pid is not None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.pid = None
+                if status:
+                    raise RuntimeError(f"{self.program.name} ended with status {os.waitstatus_to_exitcode(status)}")
+            elif time.monotonic() > deadline_s:
+                raise RuntimeError(f"{self.program.name} did not end within {END_TIMEOUT_S:g} s")
+            else:
+                time.sleep(0.01)
+
+    def _cpu_s(self) -> float:
+        return sum(time.clock_gettime(_cpu_clock(pid)) for pid in set(self._pids))
+
+
+def _cpu_clock(pid: int) -> int:
+    """The clock of a process's CPU time, all its threads (clock_getcpuclockid of glibc)."""
+    return (~pid << 3) | 2
+
+
+@contextlib.contextmanager
+def _started(program: Program, num_steps: int) -> Iterator[_Running]:
+    gate = Gate(program.num_workers)
+    folder = Path(tempfile.mkdtemp(prefix="elaswave-bench-"))
+    process: _Running | None = None
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        _run_and_exit(lambda: program.body(gate, folder, num_steps), gate)
+    gate.keep_side(conductor=True)
+    try:
+        process = _Running(program, pid, gate)
+        yield process
+    finally:
+        if process is None or process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_and_exit(body: Callable[[], None], gate: Gate) -> None:
+    """The life of a forked process: ends with it, and never returns into the caller's code."""
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        _end_with_parent()
+        gate.keep_side(conductor=False)
+        body()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def fork_workers(num_workers: int, body: Callable[[int], None]) -> None:
+    """Runs ``body(worker)`` in as many forked processes and waits for all of them.
+
+    Raises:
+        RuntimeError: one has failed; the others are killed.
+    """
+    pids = {}
+    for worker in range(num_workers):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                _end_with_parent()
+                body(worker)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        pids[pid] = worker
+    while pids:
+        pid, status = os.wait()
+        worker = pids.pop(pid)
+        if status:
+            for other in pids:
+                os.kill(other, signal.SIGKILL)
+            raise RuntimeError(f"worker {worker} ended with status {os.waitstatus_to_exitcode(status)}")
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        "unknown",
+    )
+    return {
+        "cores": os.cpu_count(),
+        "cpu": model,
+        "torch": torch.__version__,
+        "load_1_min": round(os.getloadavg()[0], 2),
+    }
