@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.property.layouts import layouts, regular_layouts
 
 from elaswave.errors import ConfigError, InvalidProgramError
 from elaswave.planning.layout import (
@@ -20,46 +21,6 @@ from elaswave.planning.program import Action, parse_programs, print_programs
 from elaswave.planning.schedule import SCHEDULES, compile_programs, in_flight_bounds
 from elaswave.planning.validate import validate_programs
 from elaswave.state.placement import holders_of_layers, make_blocks, place_blocks
-from elaswave.types import Hop, Layout, Stage
-
-widths_of_stages = st.lists(st.integers(1, 4), min_size=1, max_size=4)
-
-
-@st.composite
-def regular_layouts(draw):
-    widths = draw(widths_of_stages)
-    layers = draw(st.lists(st.integers(1, 3), min_size=len(widths), max_size=len(widths)))
-    num_microbatches = draw(st.integers(max(widths), 10))
-    return make_layout(widths=widths, layers_per_stage=layers, num_microbatches=num_microbatches)
-
-
-@st.composite
-def irregular_layouts(draw):
-    """Any worker of each stage may get any micro-batch, ids have gaps, and neighbouring stages may share layers."""
-    widths = draw(widths_of_stages)
-    ids = draw(st.permutations(range(2 * sum(widths))))
-    stages = []
-    start = stop = 0
-    for width in widths:
-        start = max(start + 1, stop - draw(st.integers(0, 1))) if stages else 0
-        stop = max(stop, start) + draw(st.integers(1, 3))
-        stages.append(Stage(start=start, stop=stop, workers=tuple(sorted(ids[:width]))))
-        ids = ids[width:]
-    routes = []
-    for _ in range(draw(st.integers(1, 8))):
-        route = []
-        first = 0
-        for index, stage in enumerate(stages):
-            # The cut lies anywhere in the layers that this stage shares with the next one.
-            lowest = max(stages[index + 1].start, first + 1) if index + 1 < len(stages) else stage.stop
-            last = draw(st.integers(lowest, stage.stop))
-            route.append(Hop(draw(st.sampled_from(stage.workers)), index, first, last))
-            first = last
-        routes.append(tuple(route))
-    return Layout(stages=tuple(stages), routes=tuple(routes))
-
-
-layouts = st.one_of(regular_layouts(), irregular_layouts())
 
 
 def runs_to_the_end(layout, programs, pick):
