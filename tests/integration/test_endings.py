@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.jobs import QuietReporter, nothing_left, run_job
+from tests.integration.unlucky import broken, make_unlucky
 
 from elaswave.cli.main import main
 from elaswave.errors import CheckpointError, WorkerError
 from elaswave.runtime.step import StepEngine
-from tests.integration.jobs import QuietReporter, nothing_left, run_job
-from tests.integration.unlucky import broken, make_unlucky
 
 LAYOUT: dict[str, Any] = {"layout.stages": 2, "layout.replicas": 2, "run.steps": 6}
 STEP = 3

@@ -1,0 +1,92 @@
+"""State really is sharded and really is copied, and the digest says what it holds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.jobs import flip_bit, run_job
+
+from elaswave.control.coordinator import Coordinator
+from elaswave.errors import StateError
+from elaswave.runtime.messages import Finished, FromWorker
+from elaswave.runtime.step import StepEngine
+from elaswave.state.store import Role
+from elaswave.state.verify import add_digests
+
+SHORT: dict[str, Any] = {"run.steps": 4}
+
+
+@pytest.fixture
+def last_words(monkeypatch: pytest.MonkeyPatch) -> dict[int, Finished]:
+    """What every worker says of its state at the end of a job."""
+    heard: dict[int, Finished] = {}
+    handle = Coordinator.handle
+
+    def listen(coordinator: Coordinator, message: FromWorker) -> None:
+        if isinstance(message, Finished):
+            heard[message.worker] = message
+        handle(coordinator, message)
+
+    monkeypatch.setattr(Coordinator, "handle", listen)
+    return heard
+
+
+@pytest.mark.parametrize("widths", [[2, 2], [1, 3], [2, 1, 2]])
+def test_a_digest_from_followers_alone_is_that_of_the_owners(
+    widths: list[int], last_words: dict[int, Finished], tmp_path: Path
+) -> None:
+    job = run_job(tmp_path, SHORT | {"layout.widths": widths})
+    assert len(last_words) == sum(widths)
+    followers = add_digests(words.follower_digests for words in last_words.values())
+    assert {name: f"{value:016x}" for name, value in followers.items()} == job.digests
+    assert all(words.owner_digests != followers for words in last_words.values())  # nobody holds everything
+
+
+def test_a_copy_that_differs_after_the_last_step_is_found(tmp_path: Path) -> None:
+    class FlipAtTheEnd:
+        def reached(self, phase: str, index: int, engine: StepEngine) -> None:
+            if (engine.worker, engine.step, phase, index) == (1, 4, "apply", len(engine.store.held) - 1):
+                flip_bit(next(engine.store.with_role(Role.FOLLOWER)).slots["exp_avg"], 0, 0)
+
+    with pytest.raises(
+        StateError, match=r"the followers' copy of exp_avg\.embedding\.token\.weight is not the owners'"
+    ):
+        run_job(tmp_path, SHORT | {"layout.widths": [2, 2]}, probe=FlipAtTheEnd())
+    assert not (tmp_path / "result.json").exists()
+
+
+@pytest.mark.parametrize("num_followers", [0, 1, 2])
+def test_optimizer_bytes_of_a_worker_are_its_share(num_followers: int, tmp_path: Path) -> None:
+    default_model = {
+        "model.num_layers": 4,
+        "model.width": 128,
+        "model.num_heads": 4,
+        "model.context_length": 64,
+        "batch.num_microbatches": 2,
+        "elastic.block_size": 16384,
+        "run.steps": 1,
+    }
+    layout = {"layout.widths": [2, 2], "elastic.num_followers": num_followers}
+    memory = run_job(tmp_path, default_model | layout).result.memory
+    alone = run_job(tmp_path / "alone", default_model | {"layout.widths": [1]}).result.memory[0].optimizer_bytes
+    total = sum(worker.optimizer_bytes for worker in memory.values())
+    assert total == (1 + num_followers) * alone
+    assert max(worker.optimizer_bytes for worker in memory.values()) <= 1.1 * (1 + num_followers) / 4 * alone
+
+
+def test_another_seed_is_another_computation(tmp_path: Path) -> None:
+    one, same, other = (
+        run_job(tmp_path / name, SHORT | {"layout.widths": [1, 1], "run.seed": seed})
+        for name, seed in (("one", 1), ("same", 1), ("other", 2))
+    )
+    assert one.computation == same.computation
+    assert one.result.state_digest != other.result.state_digest
+    assert set(one.digests.values()).isdisjoint(other.digests.values())
+    assert set(one.result.losses).isdisjoint(other.result.losses)
+
+
+def test_verification_off_gives_the_same_bits(tmp_path: Path) -> None:
+    on, off = (
+        run_job(tmp_path / str(on), SHORT | {"elastic.verify": on, "layout.widths": [2, 2]}) for on in (True, False)
+    )
+    assert on.computation == off.computation
