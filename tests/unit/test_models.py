@@ -280,6 +280,52 @@ class TestLayers:
             small(family, num_heads=0)
 
 
+def moved(tensor: torch.Tensor, offset_bytes: int) -> torch.Tensor:
+    """A copy that starts at an address equal to offset_bytes modulo 4096."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    buffer = torch.empty(num_bytes + 2 * 4096, dtype=torch.uint8)
+    start = -buffer.data_ptr() % 4096 + offset_bytes
+    return buffer[start : start + num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_bits_do_not_depend_on_where_parameters_and_activations_lie(family: str, dtype: torch.dtype):
+    model = small(family, dropout=0.2, width=96, context_length=33, num_heads=6, num_kv_heads=3)
+    torch.default_generator.manual_seed(3)
+    values = {name: value.to(dtype) for name, value in perturbed(model).items()}
+    activations, gradient = torch.randn(2, 33, 96, dtype=dtype), torch.randn(2, 33, 96, dtype=dtype)
+    for index, spec in enumerate(model.layers[:-1]):
+        results = []
+        for offset in (0, 64, 704):
+            layer = build_layer(spec, 0, index)
+            for position, (name, parameter) in enumerate(layer.named_parameters()):
+                parameter.data = moved(values[f"{spec.name}.{name}"], offset * (position + 1) % 4096)
+            x = tokens(2, 33) if index == 0 else moved(activations, offset).requires_grad_()
+            torch.default_generator.manual_seed(4)
+            out = layer(x)
+            wanted = [*layer.parameters(), *([x] if index else [])]
+            results.append((out.detach(), *torch.autograd.grad(out, wanted, moved(gradient, offset))))
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other)), spec.name
+
+
+@pytest.mark.device
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_a_gpu_uses_the_same_dropout_and_computes_nearly_the_same(family: str):
+    model = small(family, dropout=0.2)
+    torch.default_generator.manual_seed(3)
+    for index, spec in enumerate(model.layers):
+        x = tokens() if index == 0 else torch.randn(3, 16, 32)
+        outputs = []
+        for device in ("cpu", "cuda"):
+            layer = build_layer(spec, 0, index).to(device)
+            torch.default_generator.manual_seed(4)
+            outputs.append(layer(x.to(device)).detach().cpu())
+        torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-4)
+
+
 IN_ANOTHER_PROCESS = """
 import sys, hashlib
 from elaswave.models.layers import build_layer

@@ -199,7 +199,8 @@ class Dropout(nn.Module):
         """Any shape in, the same shape out."""
         if not self.training or _drop_threshold(self.probability) == 0:
             return x
-        return x * dropout_noise(x.shape, self.probability, x.dtype)
+        # Drawn on the CPU wherever x is: the mask of a micro-batch does not depend on the device that runs it.
+        return x * dropout_noise(x.shape, self.probability, x.dtype).to(x.device)
 
 
 class CausalAttention(nn.Module):
@@ -238,7 +239,7 @@ class CausalAttention(nn.Module):
         q_NRD = q_BTHD.view(B, T, K, G, D).permute(0, 2, 3, 1, 4).reshape(B * K, G * T, D)
         k_NTD = k_BTKD.transpose(1, 2).reshape(B * K, T, D)
         v_NTD = v_BTKD.transpose(1, 2).reshape(B * K, T, D)
-        mask_TT = torch.full((T, T), -math.inf, dtype=q_NRD.dtype).triu_(1)
+        mask_TT = torch.full((T, T), -math.inf, dtype=q_NRD.dtype, device=q_NRD.device).triu_(1)
         scores_NRT = torch.baddbmm(mask_TT.repeat(G, 1), q_NRD, k_NTD.transpose(1, 2), alpha=D**-0.5)
         weights_NRT = self.dropout(scores_NRT.softmax(-1))
         out_BKGTD = torch.bmm(weights_NRT, v_NTD).view(B, K, G, T, D)
