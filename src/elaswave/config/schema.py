@@ -163,6 +163,8 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Live copies of every block of state beside its owner's; at most the number of workers - 1 are made."""
     block_size: Annotated[int, Meta(ge=32, multiple_of=32)] = 16384
     """Elements of a block, the unit of ownership and verification."""
+    refill_bytes_per_step: Annotated[int, Meta(ge=1)] = 4 << 20
+    """After a loss, bytes of state that a worker sends during one step, and receives, to make new copies of blocks."""
     verify: bool = True
     """Compare the copies of gradients and state in every vote. Off only to measure what it costs."""
     min_workers: Count = 1

@@ -81,16 +81,6 @@ class Blueprint:
         )
 
     @cached_property
-    def evaluation_layout(self) -> Layout:
-        """The same stages with the micro-batches of an evaluation.
-
-        They take the routes of training in turn, so that every link they need is there, and so that there may be
-        fewer of them than a stage has workers.
-        """
-        routes = itertools.islice(itertools.cycle(self.layout.routes), self.config.run.eval_microbatches)
-        return msgspec.structs.replace(self.layout, routes=tuple(routes))
-
-    @cached_property
     def placement(self) -> Placement:
         """Who holds which block."""
         return place_blocks(self.layout, self.blocks, num_followers=self.config.elastic.num_followers)
@@ -102,11 +92,6 @@ class Blueprint:
         bounds = in_flight_bounds(self.layout, self.config.layout.schedule)
         validate_programs(self.layout, programs, max_in_flight=bounds)
         return programs
-
-    @cached_property
-    def evaluation_programs(self) -> dict[int, Program]:
-        """The program of every worker for an evaluation."""
-        return compile_programs(self.evaluation_layout, self.config.layout.schedule, forward_only=True)
 
     def open_source(self, cache_dir: Path) -> TokenSource:
         """The tokens of the run.
@@ -132,3 +117,13 @@ class Blueprint:
         """Which samples make up which micro-batch of training."""
         batch = self.config.batch
         return Sampler(self.config.run.seed, source.num_samples("train"), batch.microbatch_size, batch.num_microbatches)
+
+
+def evaluation_layout(layout: Layout, num_microbatches: int) -> Layout:
+    """The same stages with the micro-batches of an evaluation.
+
+    They take the routes of training in turn, so that every link they need is there, and so that there may be fewer
+    of them than a stage has workers.
+    """
+    routes = itertools.islice(itertools.cycle(layout.routes), num_microbatches)
+    return msgspec.structs.replace(layout, routes=tuple(routes))

@@ -15,6 +15,8 @@ class Channel(IntEnum):
     DIAGNOSIS = 7  # used by the collective
     EVALUATION = 8  # micro-batch, stage of the receiver
     EVALUATION_LOSS = 9  # used by the collective
+    BASE_COPY = 10  # block, 0
+    DELIVERY = 11  # layer, 0
 
 
 WAIT_TIMEOUT_S = 600.0

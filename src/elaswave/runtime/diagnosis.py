@@ -74,9 +74,10 @@ def _agreement(engine: StepEngine) -> list[str]:
     differences = [0] * len(engine.blocks)
     for block, weight, key in engine.agreement_terms():
         differences[block] = signed64(weight * key)
+    placement = engine.voting_placement
     return [
-        f"block {block} differs between its owner, worker {engine.placement.owner[block]}, and its followers, workers "
-        f"{list(engine.placement.followers[block])}"
+        f"block {block} differs between its owner, worker {placement.owner[block]}, and its followers, workers "
+        f"{list(placement.followers[block])}"
         for block, difference in enumerate(_sum(engine, differences, part=2))
         if difference
     ]
@@ -85,7 +86,7 @@ def _agreement(engine: StepEngine) -> list[str]:
 def _residency(engine: StepEngine) -> list[str]:
     num_blocks = len(engine.blocks)
     counts = [0] * (3 * num_blocks)
-    for held in engine.store:
+    for held in engine.voting_store:
         block = held.block.id
         counts[block + (0 if held.role is Role.OWNER else num_blocks)] += 1
         counts[block + 2 * num_blocks] += engine.step - 1 - held.version
@@ -93,7 +94,7 @@ def _residency(engine: StepEngine) -> list[str]:
     findings = []
     for block in range(num_blocks):
         owners, followers, behind = total[block], total[block + num_blocks], total[block + 2 * num_blocks]
-        wanted = len(engine.placement.followers[block])
+        wanted = len(engine.voting_placement.followers[block])
         if owners != 1 or followers != wanted:
             findings.append(f"block {block} has {owners} owners and {followers} followers, needed are 1 and {wanted}")
         elif behind:

@@ -14,6 +14,7 @@ from elaswave.comm.frames import Tag
 from elaswave.comm.transport import Handle, Transport
 from elaswave.observability.trace import ACTION, TraceRecorder
 from elaswave.planning.program import Action, Program
+from elaswave.runtime.activity import Activity
 from elaswave.runtime.channels import WAIT_TIMEOUT_S, Channel
 from elaswave.runtime.compute import Compute
 from elaswave.types import Hop, Layout
@@ -35,16 +36,24 @@ class Executor:
         layout: routes and stages.
         compute: the layers of this worker.
         transport: its links.
+        activity: told of every wait.
         trace: records every action.
     """
 
     def __init__(
-        self, worker: int, layout: Layout, compute: Compute, transport: Transport, trace: TraceRecorder
+        self,
+        worker: int,
+        layout: Layout,
+        compute: Compute,
+        transport: Transport,
+        activity: Activity,
+        trace: TraceRecorder,
     ) -> None:
         self._worker = worker
         self._layout = layout
         self._compute = compute
         self._transport = transport
+        self._activity = activity
         self._trace = trace
         self._position: dict[tuple[int, int], int] = {
             (hop.stage, microbatch): index
@@ -91,7 +100,13 @@ class Executor:
             if source.worker == self._worker:
                 return local.pop((channel, microbatch, own.stage))
             handle = self._transport.recv(source.worker, Tag(channel, step, attempt, microbatch, own.stage))
-            self._transport.wait(handle, WAIT_TIMEOUT_S)
+            if not handle.done:
+                label = self._activity.label
+                self._activity.wait(label, (source.worker,))
+                self._transport.wait(handle, WAIT_TIMEOUT_S)
+                self._activity.compute(label)
+            elif handle.error is not None:
+                raise handle.error
             assert handle.result is not None
             return handle.result
 

@@ -1,7 +1,8 @@
 """The life of a step on one worker: RUN, REDUCE, VOTE, APPLY, GATHER, and another attempt where the vote says so.
 
-The order is the contract. Until a worker's own vote has passed it holds step k-1 and changes no state; from then on
-step k is committed for everybody, because the vote can pass only when everybody is prepared.
+The order is the contract, and the `Ledger` refuses any other. Until a worker's own vote has passed it holds step k-1
+and changes no state; from then on step k is committed for everybody, because the vote can pass only when everybody is
+prepared. An interrupt (a new epoch) leaves a step where it is; `catch_up` and `install` go on from there.
 """
 
 import math
@@ -12,19 +13,26 @@ from typing import NamedTuple
 
 import torch
 
+from elaswave.comm.frames import Tag
 from elaswave.comm.group import Group
 from elaswave.comm.transport import Handle, Transport
 from elaswave.config.schema import Config
-from elaswave.errors import NonFiniteError, VoteError
-from elaswave.hashing import MASK64
-from elaswave.models.layers import ModelSpec
+from elaswave.control.core.ledger import CatchUp, Held, Ledger
+from elaswave.control.core.messages import Decision
+from elaswave.errors import NonFiniteError, StateError, VoteError
+from elaswave.hashing import MASK64, key64
 from elaswave.observability.trace import PHASE, TraceRecorder
-from elaswave.planning.program import Action, Program
+from elaswave.planning.program import Action
+from elaswave.planning.recovery import choose_followers
+from elaswave.planning.schedule import compile_programs
+from elaswave.runtime.activity import Activity
+from elaswave.runtime.blueprint import Blueprint, evaluation_layout
 from elaswave.runtime.channels import WAIT_TIMEOUT_S, Channel
 from elaswave.runtime.compute import Compute, NonFinite, expected_coverage
 from elaswave.runtime.diagnosis import diagnose
 from elaswave.runtime.exchange import Exchange
 from elaswave.runtime.executor import Batches, Executor
+from elaswave.runtime.filling import Filling
 from elaswave.runtime.optimizer import Optimizer, clip_factor, learning_rate
 from elaswave.runtime.probe import Phase, Probe
 from elaswave.runtime.vote import (
@@ -41,8 +49,8 @@ from elaswave.runtime.vote import (
     residency_key,
 )
 from elaswave.state.flat import FlatLayer, LayerShape, all_tensors
-from elaswave.state.placement import Block, Placement
-from elaswave.state.store import BlockStore, HeldBlock, Role
+from elaswave.state.placement import Placement
+from elaswave.state.store import BlockStore, HeldBlock, Role, roles_of
 from elaswave.state.sums import INITIAL_EXPONENT, Accumulator, ExactAccumulator, FloatAccumulator, square_sum
 from elaswave.state.verify import run_hash
 from elaswave.types import Layout, struct_hash
@@ -76,101 +84,229 @@ class Progress(NamedTuple):
 
 
 class StepEngine:
-    """Runs steps of one worker under one layout.
+    """Runs steps of one worker.
 
     Args:
-        config: the run.
+        blueprint: the run.
         worker: this worker's id.
-        model, shapes, blocks: the model, its flat storage and how that is cut.
-        layout, placement, program: who runs and holds what, and this worker's actions.
+        layout, placement: who runs and holds what at the start.
         layers: the materialised layers of this worker's stage, with current parameters.
         store: the blocks held here.
         progress: where training stands.
+        ledger: keeps the order of commits.
         transport: links to all workers that the layout needs.
         batches: the training micro-batches.
         optimizer: applied to every held block.
         request: read when this worker votes.
+        check: called between layers and blocks; moves bytes, and raises InterruptedWaitError if the epoch has risen.
         probe: told of every point.
+        activity: told what the worker is doing, for the progress watch.
         trace: records phases and actions.
     """
 
     def __init__(
         self,
-        config: Config,
+        blueprint: Blueprint,
         worker: int,
         *,
-        model: ModelSpec,
-        shapes: Sequence[LayerShape],
-        blocks: Sequence[Block],
         layout: Layout,
         placement: Placement,
-        program: Program,
         layers: dict[int, FlatLayer],
         store: BlockStore,
         progress: Progress,
+        ledger: Ledger,
         transport: Transport,
         batches: Batches,
         optimizer: Optimizer,
         request: Callable[[], Request],
+        check: Callable[[], None],
         probe: Probe,
+        activity: Activity,
         trace: TraceRecorder,
     ) -> None:
         self.worker = worker
         self.step = 0
         self.attempt = 0
-        self.layout = layout
         self.phases_s: dict[str, float] = {}
         """Seconds of this worker in each phase of the present step, all attempts added."""
-        self.next_layout_hash = struct_hash(layout)
-        self.placement = placement
-        self.program = program
-        self.blocks = blocks
+        self.blueprint = blueprint
+        self.blocks = blueprint.blocks
+        self.ledger = ledger
         self.store = store
+        """The blocks held at the last committed step."""
+        self.placement = placement
         self.progress = progress
         self.layers = layers
         self.transport = transport
-        self.group = Group(transport, layout.workers, Channel.VOTE)
-        self._config = config
-        self._shapes = shapes
+        self._config: Config = blueprint.config
+        self._shapes = blueprint.shapes
         self._batches = batches
         self._optimizer = optimizer
         self._request = request
+        self._check = check
         self._probe = probe
+        self._activity = activity
         self._trace = trace
-        self._exact = config.elastic.consistency == "bitwise"
-        make: Callable[[LayerShape], Accumulator] = ExactAccumulator if self._exact else FloatAccumulator
-        accumulators = {index: make(layer.shape) for index, layer in layers.items()}
+        exact = self._config.elastic.consistency == "bitwise"
+        self._make_accumulator: Callable[[LayerShape], Accumulator] = ExactAccumulator if exact else FloatAccumulator
+        self._accumulators = {index: self._make_accumulator(layer.shape) for index, layer in layers.items()}
         self.compute = Compute(
-            model,
+            blueprint.model,
             layers,
-            accumulators,
-            seed=config.run.seed,
-            recompute=config.model.recompute,
-            between_layers=transport.poll,
+            self._accumulators,
+            seed=self._config.run.seed,
+            recompute=self._config.model.recompute,
+            between_layers=check,
         )
-        self._executor = Executor(worker, layout, self.compute, transport, trace)
-        self._exchange = Exchange(
-            worker,
-            layout=layout,
-            placement=placement,
-            blocks=blocks,
-            shapes=shapes,
-            store=store,
-            layers=layers,
-            accumulators=accumulators,
-            transport=transport,
-        )
-        self._tensors = all_tensors(shapes)
-        self._vote_shape = VoteShape(layout.num_microbatches, len(self._tensors))
+        self._tensors = all_tensors(self._shapes)
+        self._vote_shape = VoteShape(self._config.batch.num_microbatches, len(self._tensors))
         self._sends: list[Handle] = []
         self._reached: dict[Phase, int] = {}
+        self._known_vote: tuple[int, int, Verdict] | None = None
+        """Step, attempt and verdict of the newest vote that has been taken over."""
+        self._complete: Placement | None = None
+        """The newest placement found to lack no follower."""
+        self._use_layout(layout)
+        self._use_placement(placement, store)
 
-    def run_step(self, step: int) -> StepResult:
+    # ------------------------------------------------------------------------------------------- layout and placement
+
+    def _use_layout(self, layout: Layout) -> None:
+        schedule = self._config.layout.schedule
+        self.layout = layout
+        self._layout_hash = struct_hash(layout)
+        self.group = Group(self.transport, layout.workers, Channel.VOTE)
+        self.program = compile_programs(layout, schedule)[self.worker]
+        self._executor = Executor(self.worker, layout, self.compute, self.transport, self._activity, self._trace)
+
+    def _use_placement(self, placement: Placement, store: BlockStore) -> None:
+        """The placement under which the next attempt votes, and the copies that this worker holds under it."""
+        self._filled = {
+            block
+            for block, (before, after) in enumerate(zip(self.placement.followers, placement.followers, strict=True))
+            if before != after
+        }
+        self.voting_placement = placement
+        self.voting_store = store
+        self.next_layout_hash = key64(self._layout_hash, struct_hash(placement)) >> 2
+        self._exchange = Exchange(
+            self.worker,
+            layout=self.layout,
+            placement=placement,
+            blocks=self.blocks,
+            shapes=self._shapes,
+            store=store,
+            layers=self.layers,
+            accumulators=self._accumulators,
+            transport=self.transport,
+        )
+
+    def held(self) -> dict[int, Held]:
+        """The copies at the last committed step, for a report."""
+        return {held.block.id: Held(held.role is Role.OWNER, held.version) for held in self.store}
+
+    def install(self, decision: Decision) -> int:
+        """Takes over a decision's layout and placement and makes missing parameters complete.
+
+        The links that it needs must be there, and `catch_up` must have been called.
+
+        Returns:
+            Bytes of state that this worker received, parameters of the step's own gather not counted.
+        """
+        layout, placement = decision.layout, decision.placement
+        base = decision.resume_step - 1
+        roles = roles_of(self.worker, placement, self.blocks)
+        missing = sorted(set(roles) - set(self.store.held))
+        if missing:
+            raise StateError(
+                f"epoch {decision.epoch} counts on blocks {missing} of worker {self.worker}, not held here"
+            )
+        held = {block: self.store[block] for block in roles}
+        for block, role in roles.items():
+            held[block].role = role
+            if held[block].version != base:
+                raise StateError(f"block {block} of worker {self.worker} is of step {held[block].version}, not {base}")
+        self.store = BlockStore(held)
+        self.placement = placement
+        stage = layout.stages[layout.stage_of(self.worker)]
+        if any(worker == self.worker for worker, _ in decision.deliver):
+            self.ledger.parameters_step = -1
+        moved = self._materialise(range(stage.start, stage.stop))
+        self._use_layout(layout)
+        self._use_placement(placement, self.store)
+        received = self._deliver(decision, moved)
+        self.ledger.gathered(base)
+        return received
+
+    def _materialise(self, wanted: range) -> set[int]:
+        """Makes and drops layers so that exactly the wanted ones are here; returns the new ones, yet without values."""
+        for index in set(self.layers) - set(wanted):
+            del self.layers[index], self._accumulators[index]
+        new = {index for index in wanted if index not in self.layers}
+        for index in sorted(new):
+            shape = self._shapes[index]
+            self.layers[index] = FlatLayer(self.blueprint.model.layers[index], shape, self.blueprint.dtype)
+            self._accumulators[index] = self._make_accumulator(shape)
+        return new
+
+    def _deliver(self, decision: Decision, moved: set[int]) -> int:
+        """Sends and receives the parameters that a decision asks for."""
+        step, attempt = decision.resume_step - 1, decision.resume_attempt
+        sends, receives, received = [], [], 0
+        for worker, layer in decision.deliver:
+            tag = Tag(Channel.DELIVERY, step, attempt, layer, 0)
+            by_owner: dict[int, list[int]] = {}
+            for block in self.blocks:
+                if block.layer == layer and worker not in self.placement.holders(block.id):
+                    by_owner.setdefault(self.placement.owner[block.id], []).append(block.id)
+            if worker == self.worker:
+                flat = self.layers[layer].flat
+                for owner, ids in by_owner.items():
+                    views = [flat[self.blocks[index].start : self.blocks[index].stop] for index in ids]
+                    receives.append(self.transport.recv(owner, tag, views))
+                    received += sum(view.nbytes for view in views) if layer in moved else 0
+            elif ids := by_owner.get(self.worker, []):
+                values = [self.store[index].slots["master"].to(self.blueprint.dtype) for index in ids]
+                sends.append(self.transport.send(worker, tag, values))
+        if decision.deliver:
+            self._exchange.publish()
+        self.transport.wait([*sends, *receives], WAIT_TIMEOUT_S)
+        return received
+
+    def catch_up(self, todo: CatchUp, decision: Decision) -> Verdict | None:
+        """Does to this worker's state what the ledger says about a decision.
+
+        Returns:
+            The verdict of the decision's vote, or None if there is none.
+        """
+        self._sends.clear()  # what was pending failed with its epoch
+        evidence = decision.evidence
+        if evidence is None:
+            return None
+        vector = torch.frombuffer(bytearray(evidence.vector), dtype=torch.int64)
+        if todo is CatchUp.NOTHING:
+            return None
+        known = self._known_vote
+        if known is not None and known[:2] == (evidence.step, evidence.attempt):
+            verdict = known[2]
+        else:
+            verdict = self._judge(vector, evidence.step)
+            self._take(verdict)
+            self._known_vote = (evidence.step, evidence.attempt, verdict)
+        if todo is CatchUp.APPLY:
+            self._apply(evidence.step, verdict)
+        return verdict
+
+    # --------------------------------------------------------------------------------------------------------- a step
+
+    def run_step(self, step: int, attempt: int = 1) -> StepResult:
         """Runs one step until it is committed.
 
         Args:
             step: its number, from 1.
+            attempt: number of its next attempt.
         Raises:
+            InterruptedWaitError: the epoch has risen.
             NonFiniteError: a loss or gradient is not finite (and ``run.skip_nonfinite`` is off).
             VoteError: the certificate has failed twice.
             LayerError, CommError: from the layers or the links.
@@ -178,7 +314,7 @@ class StepEngine:
         retries: list[str] = []
         num_rejected = 0
         while True:
-            verdict = self._try_step(step, len(retries) + 1)
+            verdict = self._try_step(step, attempt)
             if verdict.outcome in (Outcome.COMMIT, Outcome.SKIP):
                 break
             if verdict.outcome is Outcome.NON_FINITE:
@@ -199,30 +335,31 @@ class StepEngine:
                         f"{step - 1} is unchanged; resume from the last checkpoint, and look at the hardware and "
                         "the log of the workers that are named"
                     )
-            grids = self.progress.grids
-            # An attempt that was rejected has measured nothing that could be trusted.
-            measured = grids.calibrated or verdict.outcome is Outcome.RETRY
-            self.progress = self.progress._replace(grids=grids._replace(exponents=verdict.grids, calibrated=measured))
             retries.append(reason)
-        rate = learning_rate(self._config.optimizer, step, self._config.run.steps)
-        skipped = verdict.outcome is Outcome.SKIP
+            attempt += 1
         with self._timed("apply"):
-            self._apply(verdict, rate, skip=skipped)
+            self._activity.compute("apply")
+            self._apply(step, verdict)
         with self._timed("gather"):
+            self._activity.wait("gather")
             self._gather()
-        grids = self.progress.grids._replace(exponents=verdict.grids)
-        self.progress = Progress(self.progress.num_updates + (not skipped), grids)
-        nonfinite = verdict.nonfinite if skipped else None
-        return StepResult(
-            step, self.attempt, verdict.loss, verdict.norm, rate, nonfinite, verdict.request, tuple(retries)
-        )
+        return self.result_of(step, attempt, verdict, tuple(retries))
+
+    def result_of(self, step: int, attempt: int, verdict: Verdict, retries: tuple[str, ...]) -> StepResult:
+        """What is to be reported of a committed step."""
+        rate = learning_rate(self._config.optimizer, step, self._config.run.steps)
+        nonfinite = verdict.nonfinite if verdict.outcome is Outcome.SKIP else None
+        return StepResult(step, attempt, verdict.loss, verdict.norm, rate, nonfinite, verdict.request, retries)
 
     def _try_step(self, step: int, attempt: int) -> Verdict:
         """RUN, REDUCE and VOTE."""
+        self.ledger.begin(step, attempt)
         self.step, self.attempt = step, attempt
         if attempt == 1:
             self.phases_s.clear()
         self._reached = {}
+        self._drain()
+        filling = self._fill()
         exponents = self._exponents_by_layer()
         self.compute.begin(step, exponents)
         self._exchange.begin(step, attempt)
@@ -243,24 +380,65 @@ class StepEngine:
             )
         with self._timed("reduce"):
             self._reach("reduce")
+            self._activity.wait("reduce")
             self._sends += self._exchange.reduce(step, attempt, exponents)
+            self.transport.wait(filling, WAIT_TIMEOUT_S)
+        self.ledger.prepare()
         with self._timed("vote"):
             self._reach("vote")
+            self._activity.wait("vote")
             verdict = self._vote()
             self._drain()  # also REDUCE's buffers are free again now
         return verdict
+
+    def _fill(self) -> list[Handle]:
+        """Begins to give new followers to blocks that lack some: their base copies travel while the step runs.
+
+        Every worker comes to the same placement by itself; the vote compares its hash, and with it the copies count.
+        """
+        if self._complete is self.placement is self.voting_placement:
+            return []
+        elastic = self._config.elastic
+        placement = choose_followers(
+            self.placement,
+            self.blocks,
+            self.layout,
+            num_followers=elastic.num_followers,
+            max_elements=elastic.refill_bytes_per_step // (4 * (1 + len(self._optimizer.slots))),
+        )
+        if placement == self.placement:
+            self._complete = self.placement
+            self._use_placement(self.placement, self.store)
+            return []
+        filling = Filling(
+            self.worker, self.placement, placement, self.blocks, self._shapes, self.store, self._optimizer.slots
+        )
+        self._use_placement(placement, filling.store)
+        sends, receives = filling.start(self.transport, self.step, self.attempt)
+        self._sends += sends
+        return receives
 
     def _exponents_by_layer(self) -> list[list[int]]:
         exponents = self.progress.grids.exponents
         return [[exponents[slot.id] for slot in shape.tensors] for shape in self._shapes]
 
     def _vote(self) -> Verdict:
-        certificate = self.certificate()
-        vector = self._vote_shape.encode(certificate)
+        vector = self._vote_shape.encode(self.certificate())
         self.group.all_reduce_with(
             vector, self._vote_shape.combine, step=self.step, attempt=self.attempt, timeout_s=WAIT_TIMEOUT_S
         )
-        residency = self._expected_residency()
+        verdict = self._judge(vector, self.step)
+        commits = verdict.outcome in (Outcome.COMMIT, Outcome.SKIP)
+        self.ledger.learn(vector.numpy().tobytes(), commits=commits)
+        self._known_vote = (self.step, self.attempt, verdict)
+        if commits:
+            self.store, self.placement = self.voting_store, self.voting_placement
+        self._take(verdict)
+        return verdict
+
+    def _judge(self, vector: torch.Tensor, step: int) -> Verdict:
+        """Reads a vote on the present grids; a worker that did not see it come about reads the same."""
+        residency = self._expected_residency(step)
         expected = Expected(
             num_workers=len(self.layout.workers),
             coverage=expected_coverage(len(self._shapes), self.layout.num_microbatches),
@@ -268,8 +446,6 @@ class StepEngine:
             next_residency=residency,
             next_layout=self.next_layout_hash,
         )
-        if not self._config.elastic.verify:
-            expected = expected._replace(residency=0, next_residency=0)
         return judge(
             vector,
             self._vote_shape,
@@ -278,11 +454,52 @@ class StepEngine:
             skip_nonfinite=self._config.run.skip_nonfinite,
         )
 
+    def _take(self, verdict: Verdict) -> None:
+        """Takes over what a vote says about grids and the number of updates."""
+        progress, grids = self.progress, self.progress.grids
+        # An attempt that was rejected has measured nothing that could be trusted.
+        measured = grids.calibrated or verdict.outcome is Outcome.RETRY
+        self.progress = Progress(
+            progress.num_updates + (verdict.outcome is Outcome.COMMIT),
+            grids._replace(exponents=verdict.grids, calibrated=measured),
+        )
+
+    def evaluate(self, step: int, batches: Batches) -> float:
+        """The mean validation loss after a step, equal on all workers; forward only, without dropout.
+
+        Args:
+            step: part of every tag.
+            batches: the validation micro-batches.
+        """
+        num_microbatches = self._config.run.eval_microbatches
+        layout = evaluation_layout(self.layout, num_microbatches)
+        program = compile_programs(layout, self._config.layout.schedule, forward_only=True)[self.worker]
+        executor = Executor(self.worker, layout, self.compute, self.transport, self._activity, self._trace)
+        self.compute.losses.clear()
+        sends: list[Handle] = []
+        executor.run(
+            program,
+            batches,
+            step=step,
+            attempt=0,
+            sends=sends,
+            before_action=lambda action: None,
+            on_layer_done=lambda layer: None,
+            train=False,
+        )
+        losses = torch.zeros(num_microbatches, dtype=torch.float64)
+        for microbatch, loss in self.compute.losses.items():
+            losses[microbatch] = loss
+        group = Group(self.transport, layout.workers, Channel.EVALUATION_LOSS)
+        group.all_reduce_with(losses.view(torch.int64), torch.Tensor.add_, step=step, timeout_s=WAIT_TIMEOUT_S)
+        self.transport.wait(sends, WAIT_TIMEOUT_S)
+        return math.fsum(losses.tolist()) / num_microbatches
+
     def certificate(self) -> Certificate:
         """What this worker brings to the vote of the present attempt."""
         square_sums = []
         nonfinite = self.compute.nonfinite
-        for held in self.store.with_role(Role.OWNER):
+        for held in self.voting_store.with_role(Role.OWNER):
             assert held.gradient is not None
             value = square_sum(held.gradient)
             if value - value != 0.0:
@@ -312,15 +529,17 @@ class StepEngine:
         )
 
     def _residency(self) -> int:
-        keys = (residency_key(held.block.id, held.role, self.worker, held.version) for held in self.store)
+        keys = (residency_key(held.block.id, held.role, self.worker, held.version) for held in self.voting_store)
         return sum(keys) & MASK64
 
-    def _expected_residency(self) -> int:
+    def _expected_residency(self, step: int) -> int:
+        if not self._config.elastic.verify:
+            return 0
         total = 0
         for block in self.blocks:
-            total += residency_key(block.id, Role.OWNER, self.placement.owner[block.id], self.step - 1)
-            for follower in self.placement.followers[block.id]:
-                total += residency_key(block.id, Role.FOLLOWER, follower, self.step - 1)
+            total += residency_key(block.id, Role.OWNER, self.voting_placement.owner[block.id], step - 1)
+            for follower in self.voting_placement.followers[block.id]:
+                total += residency_key(block.id, Role.FOLLOWER, follower, step - 1)
         return total & MASK64
 
     def _agreement(self) -> int:
@@ -329,30 +548,36 @@ class StepEngine:
     def agreement_terms(self) -> list[tuple[int, int, int]]:
         """(block, weight, key) of every copy that this worker compares; weights of equal copies add up to zero."""
         terms = []
-        for held in self.store:
+        for held in self.voting_store:
             block = held.block.id
-            num_followers = len(self.placement.followers[block])
+            num_followers = len(self.voting_placement.followers[block])
             if num_followers == 0:
                 continue
             weight = num_followers if held.role is Role.OWNER else -1
             assert held.gradient is not None
             key = agreement_key("gradient", block, self.step, self.attempt, run_hash(held.gradient))
-            if (block + self.step) % STATE_SAMPLE_PERIOD == 0:
+            if (block + self.step) % STATE_SAMPLE_PERIOD == 0 or block in self._filled:
                 for name, values in held.slots.items():
                     key += agreement_key(name, block, self.step, self.attempt, run_hash(values))
             terms.append((block, weight, key & MASK64))
         return terms
 
-    def _apply(self, verdict: Verdict, rate: float, *, skip: bool) -> None:
-        clip = clip_factor(verdict.norm, self._config.optimizer.grad_clip) if not skip else 1.0
+    def _apply(self, step: int, verdict: Verdict) -> None:
+        """Applies a committed step to every held block that is still at the version before it."""
+        skip = verdict.outcome is Outcome.SKIP
+        clip = 1.0 if skip else clip_factor(verdict.norm, self._config.optimizer.grad_clip)
+        rate = learning_rate(self._config.optimizer, step, self._config.run.steps)
         for held in self.store:
+            if held.version == step:
+                continue
+            self._check()
             self._reach("apply")
-            self._apply_block(held, clip, rate, skip=skip)
+            self._apply_block(held, step, clip, rate, skip=skip)
         self._exchange.publish()
 
-    def _apply_block(self, held: HeldBlock, clip: float, rate: float, *, skip: bool) -> None:
+    def _apply_block(self, held: HeldBlock, step: int, clip: float, rate: float, *, skip: bool) -> None:
         gradient = held.gradient
-        assert gradient is not None and held.version == self.step - 1
+        assert gradient is not None and held.version == step - 1
         held.gradient = None
         if not skip:
             if clip != 1.0:
@@ -362,19 +587,22 @@ class StepEngine:
                 gradient,
                 held.decay_runs,
                 learning_rate=rate,
-                num_updates=self.progress.num_updates + 1,
+                num_updates=self.progress.num_updates,
             )
-        held.version = self.step
+        held.version = step
 
     def _gather(self) -> None:
+        assert self.ledger.may_write_parameters(self.step)
         self._sends += self._exchange.gather(self.step, self.attempt, lambda: self._reach("gather"))
         self._drain()
+        self.ledger.gathered(self.step)
 
     def _drain(self) -> None:
         self.transport.wait(self._sends, WAIT_TIMEOUT_S)
         self._sends.clear()
 
     def _before_action(self, action: Action) -> None:
+        self._activity.compute(str(action))
         self._reach("forward" if action.kind == "F" else "backward")
 
     def _reach(self, phase: Phase) -> None:
@@ -406,43 +634,3 @@ def initial_progress(shapes: Sequence[LayerShape], config: Config) -> Progress:
     exact = config.elastic.consistency == "bitwise"
     exponents = (INITIAL_EXPONENT,) * len(all_tensors(shapes))
     return Progress(0, GridState(exponents, calibrated=not exact, exact=exact))
-
-
-def evaluation_loss(
-    *,
-    group: Group,
-    executor: Executor,
-    compute: Compute,
-    program: Program,
-    batches: Batches,
-    num_microbatches: int,
-    step: int,
-) -> float:
-    """The mean validation loss, equal on all workers; forward only, without dropout.
-
-    Args:
-        group: all workers, on a channel of its own.
-        executor, program: of the evaluation's layout.
-        batches: validation micro-batches.
-        num_microbatches: of the evaluation.
-        step: the step after which it runs; part of every tag.
-    """
-    compute.losses.clear()
-    sends: list[Handle] = []
-    executor.run(
-        program,
-        batches,
-        step=step,
-        attempt=0,
-        sends=sends,
-        before_action=lambda action: None,
-        on_layer_done=lambda layer: None,
-        train=False,
-    )
-    slots = torch.zeros(num_microbatches, dtype=torch.float64)
-    for microbatch, loss in compute.losses.items():
-        slots[microbatch] = loss
-    bits = slots.view(torch.int64)
-    group.all_reduce_with(bits, torch.Tensor.add_, step=step, timeout_s=WAIT_TIMEOUT_S)
-    group.transport.wait(sends, WAIT_TIMEOUT_S)
-    return math.fsum(slots.tolist()) / num_microbatches

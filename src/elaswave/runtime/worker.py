@@ -11,17 +11,17 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from elaswave.comm.group import Group, doubling_partners
+from elaswave.comm.group import doubling_partners
 from elaswave.comm.stream import StreamTransport
 from elaswave.comm.transport import Transport
 from elaswave.config.schema import Config
+from elaswave.control.core.ledger import Ledger
 from elaswave.errors import CommError, PeerLostError, VoteError, WaitTimeoutError
 from elaswave.observability.trace import TraceRecorder
 from elaswave.planning.layout import peers_of
+from elaswave.runtime.activity import Activity
 from elaswave.runtime.blueprint import Blueprint
-from elaswave.runtime.channels import Channel
 from elaswave.runtime.compute import LayerError
-from elaswave.runtime.executor import Executor
 from elaswave.runtime.materialise import materialise
 from elaswave.runtime.messages import (
     EvaluationReport,
@@ -41,7 +41,7 @@ from elaswave.runtime.messages import (
 from elaswave.runtime.optimizer import OPTIMIZERS
 from elaswave.runtime.probe import Probe
 from elaswave.runtime.shard_writer import ShardWriter
-from elaswave.runtime.step import StepEngine, StepResult, evaluation_loss
+from elaswave.runtime.step import StepEngine, StepResult
 from elaswave.runtime.traced import TracedTransport
 from elaswave.runtime.vote import Request
 from elaswave.state.checkpoint_format import CheckpointMeta
@@ -119,22 +119,21 @@ class Worker:
         self._source = self._blueprint.open_source(setup.run_dir / "data")
         self._sampler = self._blueprint.sampler(self._source)
         self.engine = StepEngine(
-            config,
+            self._blueprint,
             setup.worker,
-            model=self._blueprint.model,
-            shapes=self._blueprint.shapes,
-            blocks=self._blueprint.blocks,
             layout=self._blueprint.layout,
             placement=self._blueprint.placement,
-            program=self._blueprint.programs[setup.worker],
             layers=self._layers,
             store=self._store,
             progress=progress,
+            ledger=Ledger(setup.worker, self._first_step - 1),
             transport=self._transport,
             batches=self._training_batch,
             optimizer=optimizer,
             request=lambda: self._request,
+            check=self._transport.poll,
             probe=setup.probe,
+            activity=Activity(),
             trace=self._trace,
         )
         self._writer = ShardWriter(setup.worker, setup.run_dir, control.send)
@@ -233,17 +232,8 @@ class Worker:
 
     def _evaluate(self, step: int) -> None:
         start_s = time.monotonic()
-        blueprint, engine = self._blueprint, self.engine
         num_microbatches = self._config.run.eval_microbatches
-        loss = evaluation_loss(
-            group=Group(self._transport, blueprint.layout.workers, Channel.EVALUATION_LOSS),
-            executor=Executor(self._worker, blueprint.evaluation_layout, engine.compute, self._transport, self._trace),
-            compute=engine.compute,
-            program=blueprint.evaluation_programs[self._worker],
-            batches=self._evaluation_batch,
-            num_microbatches=num_microbatches,
-            step=step,
-        )
+        loss = self.engine.evaluate(step, self._evaluation_batch)
         batch, length = self._config.batch.microbatch_size, self._config.model.context_length
         self._control.send(
             EvaluationReport(
