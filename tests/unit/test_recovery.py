@@ -180,6 +180,13 @@ def test_elements_decide_before_ids():
     assert promotion.placement == Placement((1, 2, 2, 3), ((), (), (1,), (1, 2)))
 
 
+def test_promotions_count_as_load_of_the_next_ones():
+    blocks = make_blocks([40], 10)
+    placement = Placement((0,) * 4, ((1, 2),) * 4)
+    promotion = promote(placement, blocks, layout_of([3], num_microbatches=3), all_but(0))
+    assert promotion.placement.owner == (1, 2, 1, 2)
+
+
 def test_stale_copies_count_as_lost():
     layout = layout_of([3], num_microbatches=3)
     blocks = make_blocks([30], 10)
