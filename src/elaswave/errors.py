@@ -11,7 +11,9 @@
     │   ├── FrameError             malformed, oversized or unexpected bytes on a link
     │   ├── PeerLostError          the connection to a peer has ended
     │   ├── InterruptedWaitError   a wait was woken on purpose (a new epoch, the end of the job)
-    │   └── WaitTimeoutError       a bounded wait has run out
+    │   ├── WaitTimeoutError       a bounded wait has run out
+    │   └── BacklogError           more is waiting to be acknowledged than may be kept
+    ├── StoreError                 a coordinator's journal that is damaged, locked by another one, or cannot be written
     ├── StateError                 blocks, sums or placements that contradict each other
     ├── CheckpointError            a checkpoint that is damaged, half-written or of another model
     ├── VoteError                  a step that cannot be committed; says which part of the certificate failed
@@ -86,6 +88,14 @@ class InterruptedWaitError(CommError):
 
 class WaitTimeoutError(CommError):
     """A bounded wait that has run out. The message names what was waited for."""
+
+
+class BacklogError(CommError):
+    """More messages wait for the coordinator's acknowledgement than may be kept."""
+
+
+class StoreError(ElaswaveError):
+    """A coordinator's journal that is damaged, held by another coordinator, or cannot be written."""
 
 
 class StateError(ElaswaveError):

@@ -64,6 +64,45 @@ def listen(where: str, worker: int) -> tuple[socket.socket, str, Callable[[], No
     return sock, address, remove
 
 
+def listen_at(address: str) -> tuple[socket.socket, str, Callable[[], None]]:
+    """Start listening at one exact address, which a successor can take over.
+
+    A Unix socket takes the place of the file that is there, in one instant: whoever dials meanwhile reaches the old
+    or the new one. That only one process at a time is entitled to the address is the caller's business.
+
+    Args:
+        address: ``unix:PATH`` of the socket file, in a private folder (made with mode 0700 if it is missing), or
+            ``tcp:HOST[:PORT]``.
+    Returns:
+        As `listen`.
+    Raises:
+        OSError: the system refuses.
+        ValueError: the address cannot be understood, or the folder is open to others.
+    """
+    kind, rest = _split(address)
+    if kind == "tcp":
+        return listen(address, 0)
+    path = Path(rest)
+    if path.name in ("", ".."):
+        raise ValueError(f"{address}: a path to a socket file is needed")
+    sock, temporary, remove = listen(f"unix:{path.parent}", 0)
+    try:
+        ours = os.stat(temporary.removeprefix("unix:"))
+        os.rename(temporary.removeprefix("unix:"), path)
+    except BaseException:
+        sock.close()
+        remove()
+        raise
+
+    def remove_ours() -> None:
+        with contextlib.suppress(FileNotFoundError):
+            there = os.stat(path)
+            if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
+                path.unlink()
+
+    return sock, address, remove_ours
+
+
 def dial(address: str) -> socket.socket:
     """Begin to connect.
 

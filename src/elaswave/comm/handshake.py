@@ -9,7 +9,8 @@ HMAC-SHA256 challenge and response over fresh nonces of both sides, both ids and
     listener -> dialler    WELCOME  mac("welcome" + transcript)
 
 Each message has a fixed size, so a stranger can make us hold at most 64 bytes. Every proof covers the whole transcript
-and the speaker's role, so that a replayed, reflected or redirected message proves nothing.
+and the speaker's role, so that a replayed, reflected or redirected message proves nothing. From the same transcript both
+sides can derive secrets of this connection alone (``secret``), with which frames can be authenticated.
 """
 
 import hashlib
@@ -39,6 +40,11 @@ def check_key(key: bytes) -> bytes:
     return bytes(key)
 
 
+def worker_name(worker: int) -> str:
+    """What a worker is called in messages."""
+    return f"worker {worker}"
+
+
 class Dialler:
     """The side that connects (the lower worker id).
 
@@ -47,13 +53,17 @@ class Dialler:
         worker: own id.
         peer: id of the worker that is dialled.
         nonce: 32 fresh random bytes.
+        name: what an id is called in messages.
     """
 
-    def __init__(self, key: bytes, worker: int, peer: int, nonce: bytes) -> None:
+    def __init__(
+        self, key: bytes, worker: int, peer: int, nonce: bytes, name: Callable[[int], str] = worker_name
+    ) -> None:
         self.peer = peer
         self.done = False
         self.bytes_needed = _PROOF.size
         self._key = key
+        self._name = name
         self._hello = _HELLO.pack(MAGIC, VERSION, worker, peer, nonce)
         self._transcript = b""
 
@@ -70,20 +80,24 @@ class Dialler:
         assert len(data) == self.bytes_needed and not self.done
         if not self._transcript:
             magic, version, listener, nonce, mac = _PROOF.unpack(data)
-            _check_magic(magic, version, f"worker {self.peer}")
+            _check_magic(magic, version, self._name(self.peer))
             self._transcript = self._hello + nonce
             if listener != self.peer or not hmac.compare_digest(mac, _mac(self._key, b"listener", self._transcript)):
                 raise AuthenticationError(
-                    f"whoever listens at the address of worker {self.peer} does not hold this job's key: "
-                    "check the address and that all workers were given the same key"
+                    f"whoever listens at the address of {self._name(self.peer)} does not hold this job's key: "
+                    "check the address and that all processes were given the same key"
                 )
             self.bytes_needed = _MAC_BYTES
             return _mac(self._key, b"dialler", self._transcript)
         if not hmac.compare_digest(data, _mac(self._key, b"welcome", self._transcript)):
-            raise AuthenticationError(f"worker {self.peer} ended the handshake with a wrong proof: dial it again")
+            raise AuthenticationError(f"{self._name(self.peer)} ended the handshake with a wrong proof: dial it again")
         self.done = True
         self.bytes_needed = 0
         return b""
+
+    def secret(self, purpose: bytes) -> bytes:
+        """32 bytes that only the two ends of this connection know, for one purpose; to be called once ``done``."""
+        return _secret(self._key, self._transcript, purpose)
 
 
 class Listener:
@@ -94,9 +108,17 @@ class Listener:
         worker: own id.
         nonce: 32 fresh random bytes.
         refusal: returns why a worker may not link with us, or None if it may.
+        name: what an id is called in messages.
     """
 
-    def __init__(self, key: bytes, worker: int, nonce: bytes, refusal: Callable[[int], str | None]) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        worker: int,
+        nonce: bytes,
+        refusal: Callable[[int], str | None],
+        name: Callable[[int], str] = worker_name,
+    ) -> None:
         self.peer = -1
         """The id that the dialler claims; to be believed once ``done``."""
         self.done = False
@@ -105,6 +127,7 @@ class Listener:
         self._worker = worker
         self._nonce = nonce
         self._refusal = refusal
+        self._name = name
         self._transcript = b""
 
     def opening(self) -> bytes:
@@ -123,20 +146,26 @@ class Listener:
             magic, version, dialler, listener, _ = _HELLO.unpack(data)
             _check_magic(magic, version, "a dialler")
             if listener != self._worker:
-                raise AuthenticationError(f"worker {dialler} dialled worker {listener} but reached {self._worker}")
+                raise AuthenticationError(
+                    f"{self._name(dialler)} dialled {self._name(listener)} but reached {self._name(self._worker)}"
+                )
             self.peer = dialler
             self._transcript = data + self._nonce
             self.bytes_needed = _MAC_BYTES
             mac = _mac(self._key, b"listener", self._transcript)
             return _PROOF.pack(MAGIC, VERSION, self._worker, self._nonce, mac)
         if not hmac.compare_digest(data, _mac(self._key, b"dialler", self._transcript)):
-            raise AuthenticationError(f"whoever claims to be worker {self.peer} does not hold this job's key")
+            raise AuthenticationError(f"whoever claims to be {self._name(self.peer)} does not hold this job's key")
         reason = self._refusal(self.peer)
         if reason is not None:
-            raise AuthenticationError(f"worker {self.peer} may not link with worker {self._worker}: {reason}")
+            raise AuthenticationError(f"{self._name(self.peer)} may not link with {self._name(self._worker)}: {reason}")
         self.done = True
         self.bytes_needed = 0
         return _mac(self._key, b"welcome", self._transcript)
+
+    def secret(self, purpose: bytes) -> bytes:
+        """32 bytes that only the two ends of this connection know, for one purpose; to be called once ``done``."""
+        return _secret(self._key, self._transcript, purpose)
 
 
 def _check_magic(magic: bytes, version: int, who: str) -> None:
@@ -150,3 +179,7 @@ def _check_magic(magic: bytes, version: int, who: str) -> None:
 
 def _mac(key: bytes, role: bytes, transcript: bytes) -> bytes:
     return hmac.digest(key, role + b"\0" + transcript, hashlib.sha256)
+
+
+def _secret(key: bytes, transcript: bytes, purpose: bytes) -> bytes:
+    return _mac(key, b"secret " + purpose, transcript)

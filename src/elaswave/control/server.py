@@ -1,0 +1,384 @@
+"""The coordinator's end of all control connections, on asyncio. It moves messages and decides nothing.
+
+Nothing here waits: messages are handled and sent from the event loop's callbacks, and a peer that does not read is cut
+off instead of being waited for. Strangers cannot disturb: only so many may be in the handshake at a time, each for a
+bounded time and with bounded memory; whoever is turned away is logged under ``elaswave.control``.
+
+A message that must not be lost carries a number. It is acknowledged when `on_message` has returned; one that comes
+again, because its connection ended before the acknowledgement, is handled once in the life of a server. A new server
+knows of none, so that messages may be handled once by each.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+
+from elaswave.comm import addresses
+from elaswave.comm.handshake import check_key
+from elaswave.control.wire import COORDINATOR, MAX_MESSAGE_BYTES, Frame, Kind, Session, Tls, encode, peer_name
+from elaswave.errors import AuthenticationError, FrameError
+
+MAX_STRANGERS = 128
+"""Connections that may be in the handshake at a time; one more ends the oldest."""
+HANDSHAKE_TIMEOUT_S = 5.0
+STALL_TIMEOUT_S = 30.0
+"""A peer that has not taken all that waits for it within this time is cut off."""
+MAX_OUTBOX_BYTES = 128 << 20
+"""A peer for which more than this waits is cut off."""
+MAX_REFUSALS_PER_PERIOD = 20
+"""More in `REFUSAL_PERIOD_S` are only counted, so that a flood of strangers does not become a flood of log lines."""
+REFUSAL_PERIOD_S = 10.0
+
+_log = logging.getLogger("elaswave.control")
+_T = TypeVar("_T")
+
+
+class ControlServer(Generic[_T]):
+    """Listens for workers and agents, and exchanges messages with them.
+
+    Everything happens on the event loop that `start` was called on; no method may be called from another thread.
+
+    Args:
+        max_message_bytes: largest message in either direction.
+        max_outbox_bytes: a peer for which more waits is cut off.
+        handshake_timeout_s: how long a stranger may take to prove that it holds the key.
+        stall_timeout_s: how long a peer may leave unread what waits for it.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        max_outbox_bytes: int = MAX_OUTBOX_BYTES,
+        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+    ) -> None:
+        self.address = ""
+        """Where clients connect, once started."""
+        self.max_message_bytes = max_message_bytes
+        self.max_outbox_bytes = max_outbox_bytes
+        self.handshake_timeout_s = handshake_timeout_s
+        self.stall_timeout_s = stall_timeout_s
+        self._strangers: dict[_Connection, None] = {}
+        self._peers: dict[int, _Connection] = {}
+        self._handled: dict[int, tuple[int, int]] = {}
+        """By peer: which client it was, and the number of its last message that was handled."""
+        self._num_refusals = 0
+        self._closing = False
+
+    async def start(
+        self,
+        listen: str,
+        key: bytes,
+        receives: Any,
+        on_message: Callable[[int, _T], None],
+        on_connected: Callable[[int], None],
+        on_closed: Callable[[int], None],
+        *,
+        tls: Tls | None = None,
+        on_refused: Callable[[str], None] = lambda reason: None,
+        refusal: Callable[[int], str | None] = lambda peer: None,
+    ) -> None:
+        """Starts listening. The callbacks must not block for long; what they raise ends `serve`.
+
+        Args:
+            listen: ``unix:PATH`` of the socket file (a stale one is replaced) or ``tcp:HOST[:PORT]``.
+            key: the job's key.
+            receives: union of the message types that may arrive.
+            on_message: called with the peer's id and its message.
+            on_connected: called with the id of a peer that has connected, or has replaced its older connection.
+            on_closed: called with the id of a peer that has no connection any more.
+            tls: certificate files; only for ``tcp:``.
+            on_refused: called with one line about a connection that was turned away or a peer that was cut off.
+            refusal: returns why a participant may not connect, or None if it may.
+        Raises:
+            OSError: the system refuses to listen there.
+            ValueError: the address or the key cannot be used, or TLS is asked for on a Unix socket.
+            ConfigError: certificate files that cannot be used.
+        """
+        self._key = check_key(key)
+        self._receives = receives
+        self._on_message, self._on_connected, self._on_closed = on_message, on_connected, on_closed
+        self._on_refused, self._refusal = on_refused, refusal
+        if tls is not None and not listen.startswith("tcp:"):
+            raise ValueError(
+                f"TLS is for connections between hosts, but {listen!r} is on one: leave out the certificate"
+            )
+        self._security = tls.listening() if tls else None
+        self._loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[None] = self._loop.create_future()
+        sock, self.address, self._remove = addresses.listen_at(listen)
+        if sock.family != socket.AF_UNIX and tls is None:
+            host = sock.getsockname()[0]
+            if not ipaddress.ip_address(host).is_loopback:
+                _log.warning(
+                    "control connections at %s are authenticated but not encrypted: configure a certificate if others "
+                    "can read the network",
+                    self.address,
+                )
+        if sock.family == socket.AF_UNIX:
+            self._server = await self._loop.create_unix_server(lambda: _Connection(self), sock=sock)
+        else:
+            self._server = await self._loop.create_server(lambda: _Connection(self), sock=sock)
+
+    async def serve(self) -> None:
+        """Waits until the server is closed.
+
+        Raises:
+            Exception: what a callback has raised; the server should be closed then.
+        """
+        await asyncio.shield(self._done)
+
+    @property
+    def peers(self) -> list[int]:
+        """Ids of the peers that are connected, ascending."""
+        return sorted(self._peers)
+
+    def heard_s(self, peer: int) -> float | None:
+        """Seconds since something came from a peer; None if it is not connected."""
+        connection = self._peers.get(peer)
+        return None if connection is None else self._loop.time() - connection.heard
+
+    def send(self, peer: int, message: msgspec.Struct) -> bool:
+        """Sends a message now; never waits.
+
+        Returns:
+            Whether the peer is connected. If not, the message is dropped: what a peer must know, it is told again when
+            it connects.
+        Raises:
+            FrameError: the message is larger than may be sent.
+        """
+        return bool(self.send_all([peer], message))
+
+    def send_all(self, peers: Iterable[int], message: msgspec.Struct) -> list[int]:
+        """Sends one message to several peers.
+
+        Returns:
+            Those that are connected.
+        Raises:
+            FrameError: the message is larger than may be sent.
+        """
+        payload = encode(message, self.max_message_bytes)
+        reached = []
+        for peer in peers:
+            connection = self._peers.get(peer)
+            if connection is not None and connection.write(Kind.MESSAGE, 0, payload):
+                reached.append(peer)
+        return reached
+
+    def disconnect(self, peer: int) -> None:
+        """Ends a peer's connection, if there is one, after what was sent before. `on_closed` is called."""
+        connection = self._peers.get(peer)
+        if connection is not None:
+            connection.transport.close()
+
+    async def close(self, flush_timeout_s: float = 1.0) -> None:
+        """Stops listening, sends what waits, ends all connections. No callback is called any more.
+
+        Args:
+            flush_timeout_s: how long peers have to take what waits for them.
+        """
+        if self._closing:
+            return
+        self._closing = True
+        self._server.close()
+        self._remove()
+        connections = [*self._strangers, *self._peers.values()]
+        for connection in self._strangers:
+            connection.transport.abort()
+        for connection in self._peers.values():
+            connection.transport.close()
+        if connections:
+            await asyncio.wait([connection.lost for connection in connections], timeout=flush_timeout_s)
+        for connection in connections:
+            connection.transport.abort()
+        if connections:
+            await asyncio.wait([connection.lost for connection in connections], timeout=flush_timeout_s)
+        if not self._done.done():
+            self._done.set_result(None)
+
+    # --------------------------------------------------------------------------------------------- from connections
+
+    def new_session(self) -> Session[_T]:
+        """For a connection that was accepted."""
+        return Session.listening(
+            self._key,
+            COORDINATOR,
+            self._receives,
+            self._refusal,
+            security=self._security,
+            max_message_bytes=self.max_message_bytes,
+        )
+
+    def entered(self, connection: "_Connection") -> None:
+        """A stranger has connected."""
+        if len(self._strangers) >= MAX_STRANGERS:
+            next(iter(self._strangers)).refuse("too many handshakes at a time; the oldest is ended")
+        self._strangers[connection] = None
+
+    def left(self, connection: "_Connection") -> None:
+        """A connection has ended."""
+        self._strangers.pop(connection, None)
+        peer = connection.session.peer
+        if self._peers.get(peer) is connection:
+            del self._peers[peer]
+            if not self._closing:
+                self._call(self._on_closed, peer)
+
+    def arrived(self, connection: "_Connection", frames: list[Frame]) -> None:
+        """Frames have come from a peer that has proved that it holds the key."""
+        peer = connection.session.peer
+        answer = False
+        try:
+            for frame in frames:
+                if self._closing or self._done.done():
+                    return
+                if frame.kind is Kind.OPEN:
+                    self._opened(connection, peer, frame.number)
+                    continue
+                if self._peers.get(peer) is not connection or frame.kind is Kind.ACK:
+                    raise FrameError(f"{frame.kind.name} from {peer_name(peer)}, which may not be sent here")
+                answer |= frame.kind is Kind.HEARTBEAT or frame.number > 0
+                client, handled = self._handled[peer]
+                if 0 < frame.number <= handled:
+                    continue
+                if frame.message is not None and not self._call(self._on_message, peer, frame.message):
+                    return
+                if frame.number:
+                    self._handled[peer] = (client, frame.number)
+        finally:
+            if answer and self._peers.get(peer) is connection:
+                connection.write(Kind.ACK, self._handled[peer][1], b"")
+
+    def refused(self, reason: str) -> None:
+        """Notes that somebody was turned away."""
+        self._num_refusals += 1
+        if self._num_refusals == 1:
+            self._loop.call_later(REFUSAL_PERIOD_S, self._end_refusal_period)
+        if self._num_refusals <= MAX_REFUSALS_PER_PERIOD and not self._closing:
+            _log.warning("%s", reason)
+            self._call(self._on_refused, reason)
+
+    def _end_refusal_period(self) -> None:
+        unsaid = self._num_refusals - MAX_REFUSALS_PER_PERIOD
+        self._num_refusals = 0
+        if unsaid > 0 and not self._closing:
+            reason = f"{unsaid} more control connections were turned away within {REFUSAL_PERIOD_S:g} s"
+            _log.warning("%s", reason)
+            self._call(self._on_refused, reason)
+
+    def _opened(self, connection: "_Connection", peer: int, client: int) -> None:
+        if connection not in self._strangers:
+            raise FrameError(f"{peer_name(peer)} opened its connection twice")
+        del self._strangers[connection]
+        connection.settle()
+        older = self._peers.get(peer)
+        self._peers[peer] = connection
+        if older is not None:
+            older.transport.abort()
+        if peer not in self._handled or self._handled[peer][0] != client:
+            self._handled[peer] = (client, 0)
+        self._call(self._on_connected, peer)
+
+    def _call(self, callback: Callable[..., None], *arguments: Any) -> bool:
+        try:
+            callback(*arguments)
+        except Exception as error:
+            if not self._done.done():
+                self._done.set_exception(error)
+            return False
+        return True
+
+
+class _Connection(asyncio.Protocol):
+    """One accepted connection."""
+
+    def __init__(self, server: ControlServer[Any]) -> None:
+        self.session: Session[Any] = server.new_session()
+        self.heard = 0.0
+        """Loop time at which something came last."""
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[None] = self._loop.create_future()
+        self._timer: asyncio.TimerHandle | None = None
+        self._refused = False
+        self._settled = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=0)
+        sock = transport.get_extra_info("socket")
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._server.entered(self)
+        slow = "it did not finish the handshake in time"
+        self._timer = self._loop.call_later(self._server.handshake_timeout_s, self.refuse, slow)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self.heard = self._loop.time()
+        try:
+            frames = self.session.feed(data)
+            self._flush()
+            if frames:
+                self._server.arrived(self, frames)
+        except (AuthenticationError, FrameError) as error:
+            self._flush()
+            self.refuse(str(error))
+
+    def write(self, kind: Kind, number: int, payload: bytes) -> bool:
+        """Sends a frame; returns whether the connection still stands."""
+        if self._refused or self.transport.is_closing():
+            return False
+        self.session.write(kind, number, payload)
+        self._flush()
+        waiting = self.transport.get_write_buffer_size()
+        if waiting > self._server.max_outbox_bytes:
+            self.refuse(f"{peer_name(self.session.peer)} does not read: {waiting} bytes wait for it")
+            return False
+        return True
+
+    def settle(self) -> None:
+        """The handshake is over: its time limit ends."""
+        self._settled = True
+        self._stop_timer()
+
+    def pause_writing(self) -> None:
+        if self._timer is None:
+            stalled = f"it did not read what waited for it within {self._server.stall_timeout_s:g} s"
+            self._timer = self._loop.call_later(self._server.stall_timeout_s, self.refuse, stalled)
+
+    def resume_writing(self) -> None:
+        if self._settled:
+            self._stop_timer()
+
+    def refuse(self, reason: str) -> None:
+        """Ends the connection at once, and says why."""
+        if self._refused:
+            return
+        self._refused = True
+        who = peer_name(self.session.peer) if self._settled else "a stranger"
+        self.transport.abort()
+        self._server.refused(f"control connection of {who} ended: {reason}")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._stop_timer()
+        if not self.lost.done():
+            self.lost.set_result(None)
+        self._server.left(self)
+
+    def _flush(self) -> None:
+        data = self.session.take()
+        if data and not self.transport.is_closing():
+            self.transport.write(data)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,385 @@
+"""One end of a control connection as bytes in, messages out. No sockets, threads or clocks here.
+
+From the outside in: TLS where a certificate is configured; the handshake of ``elaswave.comm.handshake``, in which both
+sides prove that they hold the job's key; then frames:
+
+    version 1 | kind 1 | length 4 | number 8 | payload | mac 16
+
+The payload is one msgpack message of the agreed union, or nothing. The mac covers the frame, its place in the stream
+and its direction, under secrets of this connection alone, so that a frame that was changed, replayed, left out or moved
+ends the connection. Nothing is decoded before its mac is right, and nothing is ever pickled. Before a stranger has
+proved anything, we hold a few hundred bytes for it.
+
+With TLS the handshake's key also depends on the listener's certificate: whoever terminates TLS in the middle fails the
+handshake, also where no authority vouches for the certificate.
+"""
+
+import hashlib
+import hmac
+import os
+import ssl
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from elaswave.comm.handshake import NONCE_BYTES, Dialler, Listener, check_key
+from elaswave.control.core.messages import PROTOCOL_VERSION
+from elaswave.errors import AuthenticationError, ConfigError, FrameError
+
+COORDINATOR = 2**32 - 2
+"""The coordinator's id in the handshake."""
+FIRST_AGENT = 2**31
+"""Ids of agents begin here; those below belong to workers."""
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest message, encoded: checkpoint items of models with very many tensors."""
+
+_HEADER = struct.Struct("<BBIQ")
+_PLACE = struct.Struct("<Q")
+_MAC_BYTES = 16
+_T = TypeVar("_T")
+
+
+def agent_id(node: int) -> int:
+    """The id of a node's agent on control connections."""
+    return FIRST_AGENT + node
+
+
+def peer_name(peer: int) -> str:
+    """What a participant is called in messages."""
+    if peer == COORDINATOR:
+        return "the coordinator"
+    return f"worker {peer}" if peer < FIRST_AGENT else f"the agent of node {peer - FIRST_AGENT}"
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    OPEN = 1
+    """The client's first one. Its number tells this client apart from others that have had its id."""
+    MESSAGE = 2
+    """A message; its number is 0, or counts those that must not be lost."""
+    ACK = 3
+    """The server has handled all messages up to this number. Also the answer to every heartbeat."""
+    HEARTBEAT = 4
+    """The client is alive; with or without a message."""
+
+
+class Frame(NamedTuple):
+    """One frame that has arrived."""
+
+    kind: Kind
+    number: int
+    message: Any
+    """Of the agreed union; None if the frame carries none."""
+
+
+class Tls(msgspec.Struct, frozen=True, kw_only=True):
+    """Certificate files for control connections between hosts, the same ones for every process of the job."""
+
+    certificate: Path
+    """PEM: the certificate, followed by those between it and the authority."""
+    key: Path
+    """PEM: its private key, without a passphrase."""
+    ca: Path | None = None
+    """PEM: the authority whose signature is asked of both sides. None: any certificate will do, because the job's key
+    vouches for the listener's (see the module's docstring)."""
+
+    def listening(self) -> "Security":
+        """What the listener needs.
+
+        Raises:
+            ConfigError: files that cannot be read or do not belong together.
+        """
+        return self._load(ssl.PROTOCOL_TLS_SERVER)
+
+    def dialling(self) -> "Security":
+        """What a dialler needs.
+
+        Raises:
+            ConfigError: files that cannot be read or do not belong together.
+        """
+        return self._load(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _load(self, protocol: int) -> "Security":
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # nodes are dialled by number
+        context.verify_mode = ssl.CERT_NONE if self.ca is None else ssl.CERT_REQUIRED
+        reading = self.certificate
+        try:
+            text = self.certificate.read_text()
+            first = text[: text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)]
+            certificate = ssl.PEM_cert_to_DER_cert(first[first.index(ssl.PEM_HEADER) :])
+            # An encrypted key must not make a process wait for a passphrase on its terminal.
+            context.load_cert_chain(self.certificate, self.key, password="")
+            if self.ca is not None:
+                reading = self.ca
+                context.load_verify_locations(self.ca)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                [f"TLS: {reading} and {self.key} cannot be used: {error}; PEM files that belong together are needed"]
+            ) from None
+        return Security(context, hashlib.sha256(certificate).digest())
+
+
+class Security(NamedTuple):
+    """TLS as one side uses it."""
+
+    context: ssl.SSLContext
+    certificate_digest: bytes
+    """Of the own certificate."""
+
+
+class _TlsLayer:
+    """TLS between bytes from the socket and the bytes within."""
+
+    def __init__(self, security: Security, *, listens: bool) -> None:
+        self.peer_digest: bytes | None = None
+        """Digest of the listener's certificate, once the TLS handshake is done."""
+        self._own_digest = security.certificate_digest
+        self._listens = listens
+        self._arrived = ssl.MemoryBIO()
+        self._leaving = ssl.MemoryBIO()
+        self._object = security.context.wrap_bio(self._arrived, self._leaving, server_side=listens)
+
+    def feed(self, data: bytes) -> bytes:
+        self._arrived.write(data)
+        plain = bytearray()
+        try:
+            if self.peer_digest is None:
+                self._object.do_handshake()
+                certificate = b"" if self._listens else self._object.getpeercert(binary_form=True)
+                digest = hashlib.sha256(certificate or b"").digest()
+                self.peer_digest = self._own_digest if self._listens else digest
+            while chunk := self._object.read(1 << 16):
+                plain += chunk
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            raise AuthenticationError(
+                f"TLS failed ({error.reason or error}): both sides must use it, with certificates of one authority"
+            ) from None
+        return bytes(plain)
+
+    def write(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._object.write(rest) :]
+
+    def take(self) -> bytes:
+        return self._leaving.read()
+
+
+class Session(Generic[_T]):
+    """One end of a control connection.
+
+    Made by `dialling` or `listening`. Whoever owns the socket passes what arrives to `feed` and writes what `take`
+    returns, after each call.
+    """
+
+    def __init__(
+        self,
+        make_side: Callable[[bytes], Dialler | Listener],
+        key: bytes,
+        receives: Any,
+        security: Security | None,
+        max_message_bytes: int,
+        *,
+        listens: bool,
+    ) -> None:
+        self.open = False
+        """The handshake is done: frames may be written."""
+        self._make_side = make_side
+        self._key = check_key(key)
+        self._listens = listens
+        self._max_message_bytes = max_message_bytes
+        self._decoder: msgspec.msgpack.Decoder[_T] = msgspec.msgpack.Decoder(receives)
+        self._tls = _TlsLayer(security, listens=listens) if security else None
+        self._side: Dialler | Listener | None = None
+        self._arrived = bytearray()
+        self._leaving: list[bytes] = []
+        self._keys = (b"", b"")
+        self._num_written = 0
+        self._num_read = 0
+        if self._tls is None:
+            self._begin(self._key)
+        else:
+            self._tls.feed(b"")  # the dialler speaks first
+
+    @classmethod
+    def dialling(
+        cls,
+        key: bytes,
+        own: int,
+        peer: int,
+        receives: Any,
+        *,
+        security: Security | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> "Session[_T]":
+        """The end that connects.
+
+        Args:
+            key: the job's key.
+            own: own id.
+            peer: id that must answer.
+            receives: union of the message types that may arrive.
+            security: TLS, where it is used.
+            max_message_bytes: largest message that may arrive.
+        Raises:
+            ValueError: the key is too short.
+        """
+
+        def make_side(key: bytes) -> Dialler:
+            return Dialler(key, own, peer, os.urandom(NONCE_BYTES), peer_name)
+
+        return cls(make_side, key, receives, security, max_message_bytes, listens=False)
+
+    @classmethod
+    def listening(
+        cls,
+        key: bytes,
+        own: int,
+        receives: Any,
+        refusal: Callable[[int], str | None] = lambda peer: None,
+        *,
+        security: Security | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> "Session[_T]":
+        """The end that has accepted a connection.
+
+        Args:
+            key, own, receives, security, max_message_bytes: as for `dialling`.
+            refusal: returns why a participant may not connect, or None if it may.
+        Raises:
+            ValueError: the key is too short.
+        """
+
+        def make_side(key: bytes) -> Listener:
+            return Listener(key, own, os.urandom(NONCE_BYTES), refusal, peer_name)
+
+        return cls(make_side, key, receives, security, max_message_bytes, listens=True)
+
+    @property
+    def peer(self) -> int:
+        """Id of the other side, once `open`; before that what it claims, or -1."""
+        return -1 if self._side is None else self._side.peer
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Takes bytes from the socket; returns the frames that are complete.
+
+        Raises:
+            AuthenticationError: the other side does not hold the key, or what came is not what it sent.
+            FrameError: an authenticated peer sent what is no message, too long, or of another version.
+        """
+        if self._tls is not None:
+            self._arrived += self._tls.feed(data)
+            if self._side is None:
+                if self._tls.peer_digest is None:
+                    return []
+                self._begin(hmac.digest(self._key, b"tls" + self._tls.peer_digest, hashlib.sha256))
+        else:
+            self._arrived += data
+        if not self.open:
+            self._shake_hands()
+        return self._frames() if self.open else []
+
+    def write(self, kind: Kind, number: int = 0, payload: bytes = b"") -> None:
+        """Appends a frame to what is to be sent. Only when `open`."""
+        assert self.open and len(payload) <= 0xFFFFFFFF
+        header = _HEADER.pack(PROTOCOL_VERSION, kind, len(payload), number)
+        self._leaving += (header, payload, _mac(self._keys[0], self._num_written, header, payload))
+        self._num_written += 1
+
+    def take(self) -> bytes:
+        """What is to be written to the socket now; forgets it."""
+        data = b"".join(self._leaving)
+        self._leaving.clear()
+        if self._tls is None:
+            return data
+        self._tls.write(data)
+        return self._tls.take()
+
+    def _begin(self, key: bytes) -> None:
+        self._side = self._make_side(key)
+        self._leaving.append(self._side.opening())
+
+    def _shake_hands(self) -> None:
+        side = self._side
+        assert side is not None
+        while not side.done and len(self._arrived) >= side.bytes_needed:
+            data = bytes(self._arrived[: side.bytes_needed])
+            del self._arrived[: len(data)]
+            self._leaving.append(side.receive(data))
+            if self._listens and self._arrived:
+                raise AuthenticationError("it spoke out of turn during the handshake: it is not an elaswave process")
+        if side.done:
+            dialler, listener = side.secret(b"dialler's frames"), side.secret(b"listener's frames")
+            self._keys = (listener, dialler) if self._listens else (dialler, listener)
+            self.open = True
+
+    def _frames(self) -> list[Frame]:
+        frames = []
+        at = 0
+        while len(self._arrived) - at >= _HEADER.size:
+            version, kind, length, number = _HEADER.unpack_from(self._arrived, at)
+            if version != PROTOCOL_VERSION:
+                raise FrameError(
+                    f"{peer_name(self.peer)} speaks version {version} of the control protocol, this process "
+                    f"{PROTOCOL_VERSION}: install one release everywhere"
+                )
+            if length > self._max_message_bytes:
+                raise FrameError(
+                    f"a message of {length} bytes from {peer_name(self.peer)}; at most {self._max_message_bytes} are "
+                    "allowed"
+                )
+            end = at + _HEADER.size + length
+            if len(self._arrived) < end + _MAC_BYTES:
+                break
+            frame = bytes(memoryview(self._arrived)[at : end + _MAC_BYTES])
+            header, payload, mac = frame[: _HEADER.size], frame[_HEADER.size : -_MAC_BYTES], frame[-_MAC_BYTES:]
+            if not hmac.compare_digest(mac, _mac(self._keys[1], self._num_read, header, payload)):
+                raise AuthenticationError(
+                    f"a frame that {peer_name(self.peer)} did not send in this place: it was changed, replayed or "
+                    "moved on its way"
+                )
+            self._num_read += 1
+            at = end + _MAC_BYTES
+            frames.append(self._frame(kind, number, payload))
+        del self._arrived[:at]
+        return frames
+
+    def _frame(self, kind: int, number: int, payload: bytes) -> Frame:
+        try:
+            return Frame(Kind(kind), number, self._decoder.decode(payload) if payload else None)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise FrameError(f"a malformed message from {peer_name(self.peer)}: {error}") from error
+
+
+def encode(message: msgspec.Struct, max_message_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
+    """A message as a payload.
+
+    Raises:
+        FrameError: it is larger than may be sent.
+    """
+    payload = _encoder.encode(message)
+    if len(payload) > max_message_bytes:
+        raise FrameError(
+            f"a {type(message).__name__} of {len(payload)} bytes is larger than the {max_message_bytes} that a control "
+            "message may have"
+        )
+    return payload
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def _mac(key: bytes, place: int, header: bytes, payload: bytes) -> bytes:
+    mac = hashlib.blake2b(_PLACE.pack(place), digest_size=_MAC_BYTES, key=key)
+    mac.update(header)
+    mac.update(payload)
+    return mac.digest()
