@@ -11,6 +11,7 @@ import torch
 from tests.conformance.worlds import KEY, PATIENCE_S, finish, in_threads, link, until
 
 from elaswave.comm import addresses, door
+from elaswave.comm import link as link_module
 from elaswave.comm.frames import HEADER_BYTES, Tag, encode_header
 from elaswave.comm.handshake import Dialler, Listener
 from elaswave.comm.stream import StreamTransport
@@ -270,6 +271,24 @@ def test_a_header_that_comes_byte_by_byte(stream_world):
         finish(handles, c)
         assert [handle.result.tolist() for handle in handles] == [[0, 1, 2, 3]] * 2
         assert len(frame) == HEADER_BYTES + 16
+    finally:
+        sock.close()
+
+
+def test_a_header_that_is_cut_where_the_read_buffer_ends(stream_world):
+    a, b, c = stream_world.linked(3)
+    sock = intruder(c, 1)
+    try:
+        frame = header() + torch.arange(4.0).numpy().tobytes()
+        assert link_module.SCRATCH_BYTES % len(frame) in range(1, HEADER_BYTES)
+        data = frame * (link_module.SCRATCH_BYTES // len(frame) + 1)
+        handles = [c.recv(1, TAG) for _ in range(len(data) // len(frame))]
+        for part in (data[: link_module.SCRATCH_BYTES], data[link_module.SCRATCH_BYTES :]):
+            sock.sendall(part)
+            until(lambda part=part: len(data) - c.bytes_received[1] < len(data) - len(part) + 1, c)
+            c.poll()
+        finish(handles, c)
+        assert all(handle.result.tolist() == [0, 1, 2, 3] for handle in handles)
     finally:
         sock.close()
 

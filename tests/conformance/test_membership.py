@@ -83,9 +83,10 @@ def test_a_lost_peer_fails_only_what_needs_it(world):
     a, b, c = world.linked(3)
     needs_a, needs_b = c.recv(0, TAG), c.recv(1, TAG)
     a.close()
-    with pytest.raises(PeerLostError, match="worker 0") as caught:
-        c.wait([needs_b, needs_a], PATIENCE_S)  # at once, though the first goes on
-    assert caught.value.worker == 0
+    for handles in ([needs_b, needs_a], [needs_a, needs_b]):
+        with pytest.raises(PeerLostError, match="worker 0") as caught:
+            c.wait(handles, PATIENCE_S)  # at once, though the other goes on
+        assert caught.value.worker == 0
     assert outcome(needs_b) == "pending" and c.peers == {1}
     with pytest.raises(PeerLostError):
         c.wait(c.recv(0, TAG), PATIENCE_S)
@@ -115,6 +116,30 @@ def test_what_a_peer_sent_before_it_went_can_still_be_received(world):
     assert [handle.result.item() for handle in (posted, *late)] == [0, 1, 2]
     with pytest.raises(PeerLostError):
         b.wait(b.recv(0, TAG), PATIENCE_S)
+
+
+def test_a_blocked_wait_looks_at_all_its_handles_when_a_peer_goes(world):
+    a, b, c = world.linked(3)
+    handles = [c.recv(0, TAG), c.recv(1, TAG)]
+    timer = threading.Timer(0.05, a.close)
+    timer.start()
+    with pytest.raises(PeerLostError, match="worker 0"):
+        c.wait(handles, PATIENCE_S)
+    timer.join()
+
+
+def test_what_a_peer_sent_is_kept_even_if_its_end_is_met_by_a_send(world):
+    if world.kind == "tcp":
+        pytest.skip("TCP itself forgets what has come when a send meets the end of a connection")
+    a, b = world.linked(2)
+    finish([a.send(1, TAG._replace(b=index), torch.full((1000,), index)) for index in range(300)], a)
+    a.close()
+    sent = b.send(0, TAG, torch.ones(1))
+    late = [b.recv(0, TAG._replace(b=index)) for index in range(300)]
+    b.wait(late, PATIENCE_S)
+    assert [handle.result[0].item() for handle in late] == list(range(300))
+    until(lambda: not b.peers, b)
+    assert sent.done
 
 
 def test_an_epoch_fails_what_is_pending_and_gives_its_memory_back(world):
@@ -184,6 +209,28 @@ def test_frames_of_newer_epochs_are_bounded(world):
     assert b.peers == {0}
     a.send(1, TAG, torch.zeros(600, dtype=torch.uint8))
     until(lambda: not b.peers, a, b)
+
+
+def test_late_frames_cost_no_memory(world):
+    a, b = world.linked(2, max_unexpected_bytes=1000)
+    b.advance_epoch(1, [0, 1])
+    for _ in range(5):
+        a.send(1, TAG, torch.zeros(900, dtype=torch.uint8))
+    settle(a, b)
+    assert b.peers == {0}
+
+
+def test_frames_of_epochs_that_were_passed_over_cost_no_memory(world):
+    a, b = world.linked(2, max_unexpected_bytes=1000)
+    for epoch in (1, 3, 5):
+        a.advance_epoch(epoch, [0, 1])
+        finish([a.send(1, TAG, torch.zeros(900, dtype=torch.uint8))], a)
+        settle(a, b)
+        assert b.peers == {0}
+        b.advance_epoch(epoch + 1, [0, 1])
+    for transport in (a, b):
+        transport.advance_epoch(7, [0, 1])
+    finish([a.send(1, TAG, torch.zeros(1000, dtype=torch.uint8)), b.recv(0, TAG)], a, b)
 
 
 def test_an_epoch_makes_room_for_new_unexpected_bytes(world):

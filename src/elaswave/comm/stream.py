@@ -217,7 +217,6 @@ class StreamTransport:
         for peer, link in list(self._links.items()):
             if peer in members:
                 link.advance(epoch)
-                self._stop_writing_if_done(link)
             else:
                 detail = f"epoch {epoch} has begun without worker {peer}"
                 self._close_link(link, detail, InterruptedWaitError(detail))
@@ -254,15 +253,12 @@ class StreamTransport:
                 link.read()
             if event & WRITE:
                 link.flush()
-                self._stop_writing_if_done(link)
+                if not link.wants_write:
+                    self._waiter.set_mask(link.sock.fileno(), READ)
         except LinkEndedError as error:
             self._link_ended(link, str(error))
         except FrameError as error:
             self._refuse_link(link, error)
-
-    def _stop_writing_if_done(self, link: Link) -> None:
-        if not link.wants_write:
-            self._waiter.set_mask(link.sock.fileno(), READ)
 
     def _link_ended(self, link: Link, detail: str) -> None:
         """A connection is over: take what the peer sent before its end, then report it."""
