@@ -151,7 +151,7 @@ def _safetensors_writer() -> Callable[[dict[str, torch.Tensor], Path, dict[str, 
         from safetensors.torch import save_file
     except ImportError as error:
         raise UsageError(
-            "exporting to safetensors needs the safetensors package; install it with: pip install 'elaswave[hf]'"
+            "exporting to safetensors needs the safetensors package; install it with: pip install safetensors"
         ) from error
 
     def save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
