@@ -1,0 +1,505 @@
+"""Who is lost, judged by what is heard: ends of processes, closed links, silence, standstill. No IO, no clocks.
+
+Nothing here has to be tuned to a model or a machine. Every bound is a multiple of the worst that was seen lately and
+turned out to be harmless, and has a floor:
+
+    exit        the process has ended                                    at once; certain
+    link        a peer has lost its connection to the worker             after a grace in which an exit may explain it
+    heartbeat   nothing is heard of a worker                             4 x the longest gap, at least 0.6 s
+    progress    it computes one action far longer than any took          10 x the longest one, at least 2 s
+                everybody waits and nothing moves                        10 x the longest standstill, one step, 3 s
+
+What keeps a slow machine from looking like a dead worker: time in which the coordinator itself was not scheduled does
+not count; a step that is committed is a sign of life of everybody, since the vote needs everybody; when nobody at all
+is heard, nobody is suspected (for half a minute: then there is nobody left to go on with).
+
+Durations are compared, never times of different machines. The same calls with the same times give the same answers.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from elaswave.control.core.coordinator import Suspected
+
+TICK_S = 0.05
+"""`Detector.tick` is to be called at least this often."""
+ASLEEP_S = 0.25
+"""A longer pause between two calls means that the coordinator was not scheduled; it counts as one tick."""
+LINK_GRACE_S = 0.015
+"""How long a closed link waits for the end of the process that explains it."""
+
+SILENCE_FLOOR_S = 0.6
+SILENCE_FACTOR = 4.0
+SILENCE_MARGIN_S = 5.0
+"""A bound on silence is never more than this above the longest gap."""
+SILENCE_UNLEARNED_S = 3.0
+"""Bound on silence until `LEARNED_GAPS` heartbeats have come."""
+LEARNED_GAPS = 10
+GAP_MAX_S = 5.0
+"""Longer gaps teach nothing more."""
+NOBODY_S = 30.0
+"""Silence of all workers together that ends the job."""
+
+BUSY_FLOOR_S = 2.0
+STALL_FLOOR_S = 3.0
+PROGRESS_FACTOR = 10.0
+"""An action, or a standstill, may take this many times as long as the longest one lately."""
+UNLEARNED_S = 120.0
+"""Bound on progress until `LEARNED_STEPS` steps have been committed, and for whatever is no part of a step."""
+LEARNED_STEPS = 2
+
+GAP_HALF_LIFE_S = 300.0
+DURATION_HALF_LIFE_S = 600.0
+_NEWS_S = 10.0
+"""What is seen rarely fades slowly: between two values never by more than this time's worth."""
+
+IDLE = "idle"
+"""Label of a worker that is done, or waits for the coordinator: never a sign of trouble by itself."""
+_PHASES = ("F", "B", "I", "W", "reduce", "vote", "apply", "gather")
+"""What a step consists of, in order of appearance; only these have tight bounds."""
+
+Suspicion = Suspected
+"""What a detector answers with is what the coordinator's machine takes."""
+
+
+class Position(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker's main thread is doing, as its heartbeat tells."""
+
+    epoch: int
+    step: int
+    attempt: int
+    label: str
+    """An action such as "2F0", a phase ("reduce", "vote", "apply", "gather"), "recover", "idle" or another word."""
+    computing: bool
+    """False: it waits for others."""
+    waiting_on: tuple[int, ...]
+    """Workers whose frames it waits for; empty where that is not known."""
+    since_s: float
+    """How long it has been doing this, by its own clock."""
+
+    def same_stay(self, later: "Position") -> bool:
+        """Whether a later heartbeat tells of the same thing still going on."""
+        return (
+            self.label == later.label
+            and self.computing == later.computing
+            and self.waiting_on == later.waiting_on
+            and (self.epoch, self.step, self.attempt) == (later.epoch, later.step, later.attempt)
+            and self.since_s <= later.since_s
+        )
+
+    def describe(self) -> str:
+        """Such as "in 2F0 of step 17"."""
+        return f"in {self.label} of step {self.step}"
+
+
+class _LongestLately:
+    """The largest of recent values; an old one fades by half in each half-life."""
+
+    def __init__(self, half_life_s: float) -> None:
+        self.value_s = 0.0
+        self.count = 0
+        self._half_life_s = half_life_s
+        self._added_s = 0.0
+
+    def add(self, value_s: float, now_s: float) -> None:
+        if self.count:
+            self.value_s *= 0.5 ** (min(now_s - self._added_s, _NEWS_S) / self._half_life_s)
+        self._added_s = now_s
+        self.value_s = max(self.value_s, value_s)
+        self.count += 1
+
+
+class _Watched:
+    """What is known of one worker."""
+
+    __slots__ = ("alive_s", "connected", "entered_s", "gaps", "heard_s", "position", "worker")
+
+    def __init__(self, worker: int, now_s: float) -> None:
+        self.worker = worker
+        self.alive_s = now_s
+        """Time of the newest sign of life."""
+        self.heard_s: float | None = None
+        """Time of the newest heartbeat, if the one before the next one teaches anything."""
+        self.connected = True
+        self.gaps = _LongestLately(GAP_HALF_LIFE_S)
+        self.position: Position | None = None
+        self.entered_s = now_s
+        """When it entered this position, at the earliest."""
+
+    @property
+    def computing(self) -> bool:
+        return self.position is not None and self.position.computing
+
+
+class Detector:
+    """Says which workers are lost.
+
+    Every method but `next_tick_s` takes the present monotonic time. After each of them `tick` is to be called no later
+    than `next_tick_s` says. A worker is named once; after that, as after `left`, nothing about it counts any more
+    until it has `joined` again.
+    """
+
+    def __init__(self) -> None:
+        self._watched: dict[int, _Watched] = {}
+        self._gone: set[int] = set()
+        """Workers of which nothing counts any more."""
+        self._exits: dict[int, str] = {}
+        self._broken: dict[tuple[int, int], float] = {}
+        """(reporter, peer) -> when the reporter lost its link to the peer."""
+        self._called_s: float | None = None
+        self._now_s = 0.0
+        """Time in which the coordinator was awake; all times in here are of this clock."""
+        self._overslept = False
+        self._nobody_heard = False
+        self._front = (-1, 0, 0)
+        """The newest (epoch, step, attempt) that anybody has begun."""
+        self._front_s = 0.0
+        self._num_computing = 0
+        self._moved_s = 0.0
+        """When any worker's position changed last."""
+        self._busy: dict[str, _LongestLately] = {}
+        """By what is done: how long it took anybody."""
+        self._standstills = _LongestLately(DURATION_HALF_LIFE_S)
+        self._steps = _LongestLately(DURATION_HALF_LIFE_S)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The workers being watched, ascending."""
+        return tuple(sorted(self._watched))
+
+    # --------------------------------------------------------------------------------------------- what is heard
+
+    def joined(self, worker: int, now_s: float) -> None:
+        """A worker begins to send heartbeats, or does so again over a new connection."""
+        self._advance(now_s)
+        self._gone.discard(worker)
+        watched = self._watched.setdefault(worker, _Watched(worker, self._now_s))
+        watched.connected = True
+        watched.alive_s = self._now_s
+
+    def left(self, worker: int) -> None:
+        """A worker is no member any more: it has finished, or the coordinator goes on without it."""
+        self._drop(worker)
+
+    def heartbeat(self, worker: int, position: Position, now_s: float) -> None:
+        """A heartbeat has arrived."""
+        self._advance(now_s)
+        watched = self._watched.get(worker)
+        if watched is None:
+            return
+        if self._nobody_heard:
+            # The others get the same time to be heard again as if they had just spoken.
+            self._nobody_heard = False
+            for other in self._watched.values():
+                other.alive_s = self._now_s
+        if watched.heard_s is not None:
+            watched.gaps.add(min(self._now_s - watched.heard_s, GAP_MAX_S), self._now_s)
+        previous = watched.position
+        if previous is None or not previous.same_stay(position):
+            self._enter(watched, position)
+        watched.position = position
+        watched.connected = True
+        watched.alive_s = watched.heard_s = self._now_s
+        self._follow_front(position)
+
+    def link_lost(self, reporter: int, peer: int, now_s: float) -> None:
+        """A worker reports that its data-plane connection to a peer has ended."""
+        self._advance(now_s)
+        if reporter in self._watched and peer in self._watched and reporter != peer:
+            self._broken.setdefault((reporter, peer), self._now_s)
+
+    def exited(self, worker: int, text: str, now_s: float) -> None:
+        """A worker's process has ended; it need not have joined.
+
+        Args:
+            text: how, such as "was killed by SIGKILL".
+        """
+        self._advance(now_s)
+        if worker not in self._gone:
+            self._exits.setdefault(worker, text)
+
+    def disconnected(self, worker: int, now_s: float) -> None:
+        """A worker's control connection has ended. That proves nothing: it may dial again."""
+        self._advance(now_s)
+        watched = self._watched.get(worker)
+        if watched is not None:
+            watched.connected = False
+            watched.heard_s = None  # the time until it is connected again is no gap between heartbeats
+
+    # ------------------------------------------------------------------------------------------------- what follows
+
+    def next_tick_s(self, now_s: float) -> float:
+        """When `tick` is to be called next at the latest; the present time if there is news that cannot wait."""
+        if self._exits:
+            return now_s
+        due_s = [reported_s + LINK_GRACE_S - self._now_s for reported_s in self._broken.values()]
+        return now_s + max(0.0, min([TICK_S, *due_s]))
+
+    def tick(self, now_s: float) -> list[Suspicion]:
+        """The workers that are held for lost from now on."""
+        self._advance(now_s)
+        suspicions = self._ended()
+        overslept, self._overslept = self._overslept, False
+        if not overslept:  # else what came in the meantime is read first
+            suspicions += self._cut_off()
+            suspicions += self._silent()
+            if not suspicions:
+                suspicions += self._computing_too_long()
+            if not suspicions:
+                suspicions += self._standing_still()
+        return suspicions
+
+    def _advance(self, now_s: float) -> None:
+        passed_s = 0.0 if self._called_s is None else max(0.0, now_s - self._called_s)
+        self._called_s = now_s if self._called_s is None else max(now_s, self._called_s)
+        if passed_s > ASLEEP_S:
+            self._overslept = True
+            passed_s = TICK_S
+        self._now_s += passed_s
+
+    def _drop(self, worker: int) -> None:
+        self._gone.add(worker)
+        self._exits.pop(worker, None)
+        watched = self._watched.pop(worker, None)
+        if watched is None:
+            return
+        self._num_computing -= watched.computing
+        self._broken = {pair: at_s for pair, at_s in self._broken.items() if worker not in pair}
+        self._moved_s = self._now_s  # what stood still because of it may now go on
+
+    def _suspect(self, worker: int, detected_by: str, reason: str) -> Suspicion:
+        self._drop(worker)
+        return Suspicion(worker, detected_by, reason)
+
+    # -------------------------------------------------------------------------------------------------- exit and link
+
+    def _ended(self) -> list[Suspicion]:
+        ended = sorted(self._exits.items())
+        return [self._suspect(worker, "exit", f"worker {worker} {text}") for worker, text in ended]
+
+    def _cut_off(self) -> list[Suspicion]:
+        """Of every link that is broken without an explanation, one end is held for lost: that which has lost more
+        links, then that which more peers complain about, then that which is not heard, then the larger id."""
+        suspicions = []
+        while due := [pair for pair, at_s in self._broken.items() if self._now_s - at_s >= LINK_GRACE_S]:
+            counterparts: dict[int, set[int]] = {}
+            accusers: dict[int, set[int]] = {}
+            for reporter, peer in self._broken:
+                counterparts.setdefault(reporter, set()).add(peer)
+                counterparts.setdefault(peer, set()).add(reporter)
+                accusers.setdefault(reporter, set())
+                accusers.setdefault(peer, set()).add(reporter)
+            _, _, _, _, worker = max(
+                (
+                    len(counterparts[worker]),
+                    len(accusers[worker]),
+                    not self._watched[worker].connected,
+                    self._now_s - self._watched[worker].alive_s > SILENCE_FLOOR_S / 2,
+                    worker,
+                )
+                for pair in due
+                for worker in pair
+            )
+            accusing = sorted(accusers[worker])
+            reason = (
+                f"worker {worker} has lost its links to {_workers(sorted(counterparts[worker]))} "
+                f"({f'{_workers(accusing)} say so' if accusing else 'as it says itself'}), and no end of its process "
+                f"was reported within {LINK_GRACE_S * 1000:.0f} ms"
+            )
+            suspicions.append(self._suspect(worker, "link", reason))
+        return suspicions
+
+    # ------------------------------------------------------------------------------------------------------ heartbeat
+
+    def silence_bound_s(self, worker: int) -> float:
+        """Seconds for which a worker may be silent.
+
+        Raises:
+            KeyError: the worker is not watched.
+        """
+        return self._bound_of(self._watched[worker], self._common_gap_s())
+
+    def _common_gap_s(self) -> float:
+        """The longest gap lately that not only one worker has had: what disturbs two may disturb all."""
+        return sorted([0.0, 0.0, *(watched.gaps.value_s for watched in self._watched.values())])[-2]
+
+    def _bound_of(self, watched: _Watched, common_gap_s: float) -> float:
+        gap_s = max(watched.gaps.value_s, common_gap_s)
+        bound_s = max(SILENCE_FLOOR_S, min(SILENCE_FACTOR * gap_s, gap_s + SILENCE_MARGIN_S))
+        return bound_s if watched.gaps.count >= LEARNED_GAPS else max(bound_s, SILENCE_UNLEARNED_S)
+
+    def _silent(self) -> list[Suspicion]:
+        common_gap_s = self._common_gap_s()
+        late: list[tuple[_Watched, float, float]] = []
+        num_hushed, shortest_s = 0, float("inf")
+        for watched in self._watched.values():
+            silence_s = self._now_s - watched.alive_s
+            bound_s = self._bound_of(watched, common_gap_s)
+            num_hushed += silence_s > bound_s / 2
+            shortest_s = min(shortest_s, silence_s)
+            if silence_s > bound_s:
+                late.append((watched, silence_s, bound_s))
+        if late and num_hushed == len(self._watched) and shortest_s < NOBODY_S:
+            self._nobody_heard = True
+            return []
+        return [
+            self._suspect(
+                watched.worker,
+                "heartbeat",
+                f"worker {watched.worker} has been silent for {silence_s:.2f} s (bound {bound_s:.2f} s; its longest "
+                f"gap lately was {watched.gaps.value_s:.2f} s{'' if watched.connected else '; it is disconnected'})",
+            )
+            for watched, silence_s, bound_s in sorted(late, key=lambda entry: entry[0].worker)
+        ]
+
+    def _follow_front(self, position: Position) -> None:
+        """Takes a step that has been begun as a sign of life of all that were in the one before: they have voted."""
+        here = (position.epoch, position.step, position.attempt)
+        if here <= self._front or position.label == IDLE:
+            return
+        if here[0] == self._front[0]:
+            for watched in self._watched.values():
+                if watched.position is not None and watched.position.epoch == position.epoch:
+                    watched.alive_s = self._now_s
+            if here[1] == self._front[1] + 1:
+                self._steps.add(self._now_s - self._front_s, self._now_s)
+        self._front, self._front_s = here, self._now_s
+
+    # ------------------------------------------------------------------------------------------------------- progress
+
+    def _enter(self, watched: _Watched, position: Position) -> None:
+        """Takes note of what a worker has begun, and learns from what it has ended."""
+        entered_s = self._now_s - position.since_s
+        if watched.heard_s is not None:
+            entered_s = max(watched.heard_s, entered_s)
+        previous = watched.position
+        if previous is not None and previous.computing:
+            # Something else may have come in between unseen: an upper bound is what is needed.
+            kind = _kind(previous.label)
+            took_s = max(previous.since_s, entered_s - watched.entered_s)
+            self._busy.setdefault(kind, _LongestLately(DURATION_HALF_LIFE_S)).add(took_s, self._now_s)
+        if self._num_computing == 0 and previous is not None and _kind(previous.label) in _PHASES:
+            self._standstills.add(self._now_s - self._moved_s, self._now_s)
+        self._num_computing += position.computing - watched.computing
+        watched.entered_s = entered_s
+        self._moved_s = self._now_s
+
+    @property
+    def _learned(self) -> bool:
+        return self._steps.count >= LEARNED_STEPS
+
+    def busy_bound_s(self, label: str) -> float:
+        """Seconds for which a worker may compute what is called `label`."""
+        kind = _kind(label)
+        longest = self._busy.get(kind)
+        longest_s = 0.0 if longest is None else longest.value_s
+        floor_s = BUSY_FLOOR_S if kind in _PHASES and longest is not None and self._learned else UNLEARNED_S
+        return max(floor_s, PROGRESS_FACTOR * longest_s)
+
+    def _computing_too_long(self) -> list[Suspicion]:
+        suspicions = []
+        for watched in list(self._watched.values()):
+            position = watched.position
+            if position is None or not position.computing:
+                continue
+            age_s = self._now_s - watched.entered_s
+            if age_s <= BUSY_FLOOR_S:
+                continue
+            bound_s = self.busy_bound_s(position.label)
+            if age_s > bound_s:
+                reason = (
+                    f"worker {watched.worker} has been computing {position.describe()} for {age_s:.1f} s (bound "
+                    f"{bound_s:.1f} s, {PROGRESS_FACTOR:.0f} times the longest lately)"
+                )
+                suspicions.append(self._suspect(watched.worker, "progress", reason))
+        return suspicions
+
+    def stall_bound_s(self) -> float:
+        """Seconds for which all workers may wait without anything moving."""
+        positions = [watched.position for watched in self._watched.values()]
+        ordinary = all(position is None or _kind(position.label) in (*_PHASES, IDLE) for position in positions)
+        floor_s = max(STALL_FLOOR_S, self._steps.value_s) if ordinary and self._learned else UNLEARNED_S
+        return max(floor_s, PROGRESS_FACTOR * self._standstills.value_s)
+
+    def _standing_still(self) -> list[Suspicion]:
+        age_s = self._now_s - self._moved_s
+        if self._num_computing or age_s <= STALL_FLOOR_S:
+            return []
+        positions = {
+            worker: watched.position for worker, watched in self._watched.items() if watched.position is not None
+        }
+        if all(position.label == IDLE for position in positions.values()):
+            return []
+        bound_s = self.stall_bound_s()
+        if age_s <= bound_s:
+            return []
+        worker = blame(positions)
+        waiting = [other for other, position in positions.items() if worker in position.waiting_on]
+        its = positions[worker]
+        reason = (
+            f"nothing has moved for {age_s:.1f} s (bound {bound_s:.1f} s): {len(waiting)} of {len(positions)} workers "
+            f"wait for worker {worker}, which is {its.describe()}"
+            + (f" and waits for {_workers(its.waiting_on)}" if its.waiting_on else "")
+        )
+        return [self._suspect(worker, "progress", reason)]
+
+
+def blame(positions: Mapping[int, Position]) -> int:
+    """Whom a standstill goes back to.
+
+    The chains of who waits for whom end in a worker that waits for nobody (that is known), or in a circle. Of those at
+    the ends the one is named that most workers wait for; then the one that is furthest behind; then the largest id.
+
+    Args:
+        positions: of all workers, none of which computes; at least one is not idle.
+    Returns:
+        A worker.
+    """
+    edges = {
+        worker: {other for other in position.waiting_on if other in positions and other != worker}
+        for worker, position in positions.items()
+    }
+    num_waiting = dict.fromkeys(positions, 0)
+    for targets in edges.values():
+        for target in targets:
+            num_waiting[target] += 1
+    reachable = {worker: _reachable(edges, worker) for worker in positions}
+    ends = [
+        worker
+        for worker, position in positions.items()
+        if all(worker in reachable[other] for other in reachable[worker])
+        and (num_waiting[worker] or position.label != IDLE)
+    ]
+    waited_for = [worker for worker in ends if num_waiting[worker]]
+
+    def guilt(worker: int) -> tuple[int, tuple[int, int, int, int], int]:
+        position = positions[worker]
+        kind = _kind(position.label)
+        phase = max(_PHASES.index("W"), _PHASES.index(kind)) if kind in _PHASES else -1
+        behind = (-position.epoch, -position.step, -position.attempt, -phase)
+        return num_waiting[worker], behind, worker
+
+    return max(waited_for or ends, key=guilt)
+
+
+def _reachable(edges: Mapping[int, Iterable[int]], start: int) -> set[int]:
+    """Whom a worker waits for, directly or not."""
+    found: set[int] = set()
+    todo = list(edges[start])
+    while todo:
+        worker = todo.pop()
+        if worker not in found:
+            found.add(worker)
+            todo += edges[worker]
+    return found
+
+
+def _kind(label: str) -> str:
+    """What a label is a case of: "F" of "2F0", "reduce" of "reduce"."""
+    return label.strip("0123456789")
+
+
+def _workers(workers: Iterable[int]) -> str:
+    names = [str(worker) for worker in workers]
+    return ("worker " if len(names) == 1 else "workers ") + ", ".join(names)

@@ -1,0 +1,1 @@
+"""For tests of training jobs: faults, injected where they are asked for."""
