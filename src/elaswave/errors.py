@@ -19,6 +19,8 @@
     ├── VoteError                  a step that cannot be committed; says which part of the certificate failed
     │   └── NonFiniteError         a loss or gradient that is not finite: names step, micro-batch and layer
     ├── WorkerError                a worker ended with an error: names worker, step, micro-batch and layer
+    ├── RecoveryError              too much was lost to go on; says what
+    ├── FencedError                a worker that was declared lost has learned of it
     └── StoppedBySignalError       the job was asked to end: exit code 128 + signal
 """
 
@@ -141,3 +143,11 @@ class StoppedBySignalError(ElaswaveError):
     def __init__(self, signal_number: int, detail: str) -> None:
         self.signal_number = signal_number
         super().__init__(detail)
+
+
+class FencedError(ElaswaveError):
+    """This worker was declared lost; the others go on without it, and nothing that it does counts."""
+
+
+class RecoveryError(ElaswaveError):
+    """Too much was lost for the job to go on. The message says what, and what to do."""

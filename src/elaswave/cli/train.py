@@ -14,6 +14,7 @@ import msgspec
 
 from elaswave.config.load import load_config
 from elaswave.observability.run_folder import default_run_dir, open_run_dir, saved_config
+from elaswave.testing.faults import parse_faults
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Read by the numeric libraries when they are loaded. Two threads add in another order than one."""
@@ -43,6 +44,13 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 @click.option("--resume", is_flag=True, help="Go on from the newest valid checkpoint in DIR, under any layout.")
 @click.option("--overwrite", is_flag=True, help="Replace the run that DIR holds.")
 @click.option("--profile", is_flag=True, help="Write DIR/trace.json, to be opened in Perfetto or Chrome.")
+@click.option(
+    "--fault",
+    "fault_specs",
+    multiple=True,
+    metavar="KIND:WORKER@STEP[:PHASE[+N]]",
+    help="Inject a fault, such as kill:3@17:gather, hang:random@5, kill:coordinator@9; may be repeated.",
+)
 @click.option("--print-config", is_flag=True, help="Print the resolved configuration and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document; progress to stderr.")
 def train_command(
@@ -53,6 +61,7 @@ def train_command(
     resume: bool,
     overwrite: bool,
     profile: bool,
+    fault_specs: tuple[str, ...],
     print_config: bool,
     as_json: bool,
 ) -> None:
@@ -77,6 +86,9 @@ def train_command(
         click.echo(_as_json(config.to_dict()) if as_json else config.to_toml(), nl=as_json)
         return
 
+    seed, num_steps = config.run.seed, config.run.steps
+    faults = parse_faults(fault_specs, seed=seed, workers=range(sum(config.widths)), num_steps=num_steps)
+
     now = datetime.now(UTC)
     run_dir = run_dir or default_run_dir(now, secrets.token_hex(3))
     with open_run_dir(run_dir, config, now=now, resume=resume, overwrite=overwrite) as run:
@@ -85,7 +97,7 @@ def train_command(
         from elaswave.observability.progress import make_reporter
 
         with contextlib.closing(make_reporter(json_mode=as_json)) as reporter:
-            result = train(config, run, resume=resume, profile=profile, reporter=reporter)
+            result = train(config, run, resume=resume, profile=profile, reporter=reporter, faults=faults)
     if as_json:
         click.echo(_as_json(result))
 

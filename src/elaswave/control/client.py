@@ -107,9 +107,7 @@ class ControlClient(Generic[_T]):
         silence_timeout_s: float = SILENCE_TIMEOUT_S,
     ) -> None:
         if tls is not None and not address.startswith("tcp:"):
-            raise ValueError(
-                f"TLS is for connections between hosts, but {address!r} is on one: leave out the certificate"
-            )
+            raise ValueError(f"TLS is for tcp: addresses, but {address!r} is none: leave out the certificate")
         self.peer = peer
         self.trouble = ""
         """Why the last connection ended or could not be made."""
@@ -486,7 +484,7 @@ class ControlClient(Generic[_T]):
     # ------------------------------------------------------------------------------------------------------ its end
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):
+        if self._wake_fd >= 0:
             os.eventfd_write(self._wake_fd, 1)
 
     def _release(self) -> None:

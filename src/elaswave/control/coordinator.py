@@ -1,377 +1,422 @@
-"""Keeps the books of a run: what the workers report becomes events, checkpoints and the result.
+"""The coordinator's process: the core machine, the detector and the books on an asyncio control server.
 
-The coordinator publishes; it does not take part in steps. It opens no socket and starts no process: `launcher` does,
-and hands it every message.
+Training does not need it between events. It persists what it decides before it says so; when it dies, the agent starts
+another one, which reads the journal and the event log and goes on where this one stood.
 """
 
+import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-import elaswave
-from elaswave.errors import CheckpointError, StateError
-from elaswave.hashing import MASK64
-from elaswave.observability.events import (
-    AnyEvent,
-    CheckpointWritten,
-    ErrorRaised,
-    Evaluated,
-    EventLog,
-    Holdings,
-    LayoutChosen,
-    RunStarted,
-    StepCommitted,
-    StepSkipped,
-)
-from elaswave.observability.progress import Reporter
-from elaswave.observability.result import CheckpointRecord, EpochRecord, JsonFloat, Result, WorkerMemory
+from elaswave.control.books import Books
+from elaswave.control.core import coordinator as core
+from elaswave.control.core.detection import Detector, Position, Suspicion
+from elaswave.control.core.messages import Evidence, Installed, Registered, Report
+from elaswave.control.messages import AgentHello, Ended, Exited, StopJob, ToAgent, ToCoordinator
+from elaswave.control.recoveries import RecoveryLog
+from elaswave.control.server import ControlServer
+from elaswave.control.store import FileStore, Store
+from elaswave.control.wire import agent_id
+from elaswave.errors import ElaswaveError, StateError
+from elaswave.observability.events import EventLog
+from elaswave.observability.result import EVENTS_FILE, write_digests, write_result
+from elaswave.planning.recovery import promote, survivor_layout
 from elaswave.runtime.blueprint import Blueprint
-from elaswave.runtime.materialise import MASTER, stored_name
 from elaswave.runtime.messages import (
     EvaluationReport,
+    Exit,
+    Failed,
     Finished,
-    FromWorker,
-    Hello,
+    Heartbeat,
+    LinkLost,
     Ready,
     ShardFailed,
     ShardWritten,
-    Standing,
     Start,
     StepReport,
-    ToWorker,
+    Stop,
 )
-from elaswave.runtime.optimizer import OPTIMIZERS
-from elaswave.runtime.worker import FIRST_EPOCH
-from elaswave.state.checkpoint import commit_checkpoint, discard_checkpoint, prune, shard_folder
-from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo, WrittenItem
-from elaswave.state.verify import add_digests, state_digest
+from elaswave.state.checkpoint import find_newest_checkpoint
+from elaswave.state.checkpoint_format import CheckpointMeta
+from elaswave.state.placement import Placement, place_blocks
+from elaswave.testing.faults import FAULTS_FILE, Fault, coordinator_fault, read_fault_records, strike_coordinator
+from elaswave.types import Layout
 
-STEPS_LEFT_OUT = 3
-"""First steps of a process that do not count for its throughput."""
+AGENT = agent_id(0)
+JOURNAL_FILE = "journal"
+LINGER_S = 5.0
+"""After the end, how long workers and agent may take to hear of it."""
+
+_log = logging.getLogger("elaswave.control")
 
 
-class Coordinator:
-    """The books of one process's work on a run.
+class CoordinatorSetup(NamedTuple):
+    """What a coordinator is started with."""
+
+    blueprint: Blueprint
+    run_dir: Path
+    control_dir: Path
+    """Private folder of the job: journal and socket."""
+    listen: str
+    key: bytes
+    checkpoint: tuple[Path, CheckpointMeta] | None
+    started_s: float
+    faults: tuple[Fault, ...]
+    """Those of the coordinator are carried out here."""
+    before_effect: Callable[[core.Effect], None]
+    """Called before each effect is carried out (fault injection and tests)."""
+
+
+class CoordinatorProcess:
+    """One coordinator, from its start to the end of the job.
 
     Args:
-        blueprint: the run.
-        run_dir: its folder.
-        checkpoint: what it resumes from: folder and description, or None.
-        reporter: shows progress to a person.
-        events: the run's log.
-        send: sends a message to a worker.
-        started_s: monotonic time at which the command began.
+        setup: what it is started with.
     """
 
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        run_dir: Path,
-        *,
-        checkpoint: tuple[Path, CheckpointMeta] | None,
-        reporter: Reporter,
-        events: EventLog,
-        send: Callable[[int, ToWorker], None],
-        started_s: float,
-    ) -> None:
-        self._blueprint = blueprint
-        self._config = blueprint.config
-        self._run_dir = run_dir
-        self._reporter = reporter
-        self._events = events
-        self._send = send
-        self._started_s = started_s
-        self._workers = blueprint.layout.workers
-        source = blueprint.open_source(run_dir / "data")
-        self._sampler = blueprint.sampler(source)
-        meta = None if checkpoint is None else checkpoint[1]
-        self._first_step = 1 if meta is None else meta.step + 1
-        self._losses: list[float] = [] if meta is None else [float(loss) for loss in meta.losses]
-        extra = {} if meta is None else meta.extra
-        self._val_losses: list[float] = [float(loss) for loss in extra.get("val_losses", [])]
-        self._val_steps: list[int] = list(extra.get("val_steps", []))
-        self._addresses: dict[int, str] = {}
-        self._holdings: dict[int, Holdings] = {}
-        self._reports: dict[int, dict[int, StepReport]] = {}
-        self._step_done_s: dict[int, float] = {}
-        self._shards: dict[int, dict[int, ShardWritten | ShardFailed]] = {}
-        self._checkpoints: list[CheckpointRecord] = []
-        self._finished: dict[int, Finished] = {}
-        self._start_up_s = 0.0
-        batch = self._config.batch
-        self._tokens_per_step = batch.num_microbatches * batch.microbatch_size * self._config.model.context_length
-        events.write(
-            RunStarted(
-                version=elaswave.__version__,
-                total_steps=self._config.run.steps,
-                first_step=self._first_step,
-                num_workers=len(self._workers),
-                resumed_from=None if checkpoint is None else str(checkpoint[0].relative_to(run_dir)),
-                losses=list(self._losses),
-                config=self._config.to_dict(),
-            )
+    def __init__(self, setup: CoordinatorSetup) -> None:
+        self._setup = setup
+        blueprint = setup.blueprint
+        self._store: Store[core.Record] = FileStore(setup.control_dir / JOURNAL_FILE, core.Record, lock_timeout_s=5.0)
+        records = self._store.records()
+        self._events = EventLog(setup.run_dir / EVENTS_FILE)
+        self._server: ControlServer[ToCoordinator] = ControlServer()
+        self._books = Books(
+            blueprint,
+            setup.run_dir,
+            checkpoint=setup.checkpoint,
+            events=self._events,
+            show=self._show,
+            started_s=setup.started_s,
+            restarted=bool(records),
         )
-
-    @property
-    def all_ready(self) -> bool:
-        """Every worker has begun to train."""
-        return len(self._holdings) == len(self._workers)
-
-    @property
-    def all_finished(self) -> bool:
-        """Every worker has made its last step and reported its state."""
-        return len(self._finished) == len(self._workers)
-
-    @property
-    def last_step(self) -> int:
-        """The newest step that some worker has reported."""
-        return len(self._losses)
-
-    def handle(self, message: FromWorker) -> None:
-        """Takes one message of a worker.
-
-        Raises:
-            StateError: workers contradict each other.
-        """
-        if isinstance(message, Hello):
-            self._addresses[message.worker] = message.address
-            if len(self._addresses) == len(self._workers):
-                for worker in self._workers:
-                    self._send(worker, Start(addresses=self._addresses))
-        elif isinstance(message, Ready):
-            self._on_ready(message)
-        elif isinstance(message, StepReport):
-            self._on_step(message)
-        elif isinstance(message, EvaluationReport):
-            self._on_evaluation(message)
-        elif isinstance(message, ShardWritten | ShardFailed):
-            self._on_shard(message)
-        elif isinstance(message, Finished):
-            self._finished[message.worker] = message
-
-    def _write(self, event: AnyEvent) -> None:
-        self._events.write(event)
-
-    def _on_ready(self, message: Ready) -> None:
-        holding = message.holding
-        self._holdings[message.worker] = Holdings(
-            num_parameters=holding.num_parameters,
-            num_owned_blocks=holding.num_owned_blocks,
-            num_owned_parameters=holding.num_owned_parameters,
-            num_followed_blocks=holding.num_followed_blocks,
-            num_followed_parameters=holding.num_followed_parameters,
+        elastic = blueprint.config.elastic
+        self._core = core.Coordinator(
+            layout=blueprint.layout,
+            placement=blueprint.placement,
+            blocks=blueprint.blocks,
+            planner=core.Planner(survive=self._survive, replace=self._replace),
+            bounds=core.Bounds(elastic.min_workers, elastic.max_failures_per_hour),
+            first_step=self._books.first_step,
+            records=records,
+            books=self._books.unfinished,
         )
-        if self.all_ready:
-            self._start_up_s = time.monotonic() - self._started_s
-            epoch = self._epoch()
-            self._write(
-                LayoutChosen(
-                    epoch=epoch.epoch,
-                    layout=epoch.layout,
-                    reason=epoch.reason,
-                    first_step=epoch.first_step,
-                    layer_names=[spec.name for spec in self._blueprint.model.layers],
-                    layer_parameters=[sum(slot.numel for slot in shape.tensors) for shape in self._blueprint.shapes],
-                    holdings=dict(sorted(self._holdings.items())),
-                )
-            )
+        self._recoveries = RecoveryLog(setup.run_dir, blueprint.layout.num_microbatches)
+        self._detector = Detector()
+        self._plan_s = 0.0
+        self._stop: Stop | None = None
+        self._start: Start | None = None
+        self._failures: dict[int, Failed] = {}
+        self._coordinator_ends_s: list[float] = []
+        self._over = asyncio.Event()
+        self._ended: Ended | None = None
+        self._ticker: asyncio.TimerHandle | None = None
 
-    def _epoch(self) -> EpochRecord:
-        return EpochRecord(
-            epoch=FIRST_EPOCH,
-            layout=self._blueprint.layout,
-            reason="as configured" if self._first_step == 1 else "as configured, resumed from a checkpoint",
-            first_step=self._first_step,
+    # ------------------------------------------------------------------------------------------------------- planning
+
+    def _survive(
+        self, layout: Layout, placement: Placement, lost: Collection[int], valid: Callable[[int, int], bool]
+    ) -> core.Planned:
+        begin_s = time.monotonic()
+        after = survivor_layout(layout, lost) if lost else layout
+        promotion = promote(placement, self._setup.blueprint.blocks, after, valid)
+        self._plan_s = time.monotonic() - begin_s
+        return core.Planned(after, promotion.placement, len(promotion.promoted), promotion.orphans)
+
+    def _replace(self, layout: Layout) -> Placement:
+        blueprint = self._setup.blueprint
+        return place_blocks(layout, blueprint.blocks, num_followers=blueprint.config.elastic.num_followers)
+
+    # -------------------------------------------------------------------------------------------------------- running
+
+    async def run(self) -> None:
+        """Serves until the job is over."""
+        await self._server.start(
+            self._setup.listen,
+            self._setup.key,
+            ToCoordinator,
+            self._on_message,
+            self._on_connected,
+            self._on_closed,
+            on_refused=lambda reason: _log.warning("refused: %s", reason),
         )
-
-    def _on_step(self, report: StepReport) -> None:
-        reports = self._reports.setdefault(report.step, {})
-        reports[report.worker] = report
-        if len(reports) == 1:
-            self._publish(report)
-        first = next(iter(reports.values()))
-        if _bits(report.loss) != _bits(first.loss):
-            raise StateError(
-                f"step {report.step}: worker {first.worker} reports the loss {first.loss!r} and worker "
-                f"{report.worker} {report.loss!r}; all workers must agree. Report this as a defect of elaswave"
-            )
-        if len(reports) == len(self._workers):
-            del self._reports[report.step]
-            self._log_step(reports)
-
-    def _publish(self, report: StepReport) -> None:
-        """Makes a committed step known; its first reporter is enough, since the vote has passed for everybody."""
-        now_s = time.monotonic()
-        previous_s = self._step_done_s.get(report.step - 1, now_s - report.duration_s)
-        self._step_done_s[report.step] = now_s
-        self._losses.append(report.loss)
-        data_pass, _ = self._sampler.cursor(report.step)
-        self._reporter.step(
-            report.step,
-            self._config.run.steps,
-            report.loss,
-            self._tokens_per_step / max(1e-9, now_s - previous_s),
-            data_pass,
-            FIRST_EPOCH,
-            self._blueprint.layout.describe(),
-        )
-        for reason in report.retries:
-            if report.step > 1 or "measured" not in reason:
-                self._reporter.message(f"step {report.step} was tried again: {reason}")
-        if report.skipped is not None:
-            self._reporter.message(f"step {report.step} was committed without an update: {report.skipped}")
-            self._write(
-                StepSkipped(
-                    step=report.step,
-                    reason=report.skipped,
-                    microbatch=report.skipped_microbatch,
-                    layer=report.skipped_layer,
-                )
-            )
-
-    def _log_step(self, reports: dict[int, StepReport]) -> None:
-        report = next(iter(reports.values()))
-        duration_s = max(other.duration_s for other in reports.values())
-        phases = sorted({phase for other in reports.values() for phase in other.phases_s})
-        self._write(
-            StepCommitted(
-                step=report.step,
-                epoch=FIRST_EPOCH,
-                attempt=report.attempt,
-                loss=report.loss,
-                grad_norm=report.norm,
-                lr=report.learning_rate,
-                tokens_per_s=self._tokens_per_step / duration_s,
-                duration_s=duration_s,
-                phases_s={phase: max(other.phases_s.get(phase, 0.0) for other in reports.values()) for phase in phases},
-                retries=report.retries,
-            )
-        )
-
-    def _on_evaluation(self, report: EvaluationReport) -> None:
-        if self._val_steps and self._val_steps[-1] == report.step:
-            return  # another worker's report of the same evaluation
-        self._val_steps.append(report.step)
-        self._val_losses.append(report.loss)
-        self._reporter.evaluation(report.step, report.loss)
-        self._write(
-            Evaluated(step=report.step, loss=report.loss, num_tokens=report.num_tokens, duration_s=report.duration_s)
-        )
-
-    def _on_shard(self, message: ShardWritten | ShardFailed) -> None:
-        step = message.standing.step if isinstance(message, ShardWritten) else message.step
-        shards = self._shards.setdefault(step, {})
-        shards[message.worker] = message
-        if len(shards) < len(self._workers):
-            return
-        del self._shards[step]
-        failures = [shard for shard in shards.values() if isinstance(shard, ShardFailed)]
-        if failures:
-            self._give_up_checkpoint(step, failures[0].worker, failures[0].reason)
-            return
-        written = [shard for shard in shards.values() if isinstance(shard, ShardWritten)]
+        serving = asyncio.ensure_future(self._server.serve())
         try:
-            self._commit_checkpoint(written[0].standing, [item for shard in written for item in shard.items])
-        except CheckpointError as error:
-            self._give_up_checkpoint(step, None, str(error))
+            if self._books.outcome is not None:
+                # An earlier coordinator has ended the job and died before it could tell everybody.
+                outcome = "stopped" if self._books.outcome == "interrupted" else self._books.outcome
+                self._end(Ended(outcome=outcome, reason="the job had ended before"), write=False)
+            self._carry_out(self._core.begin())
+            self._tick()
+            over = asyncio.ensure_future(self._over.wait())
+            await asyncio.wait({serving, over}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                over.cancel()
+                serving.result()
+            deadline_s = time.monotonic() + LINGER_S
+            while self._server.peers and time.monotonic() < deadline_s:
+                await asyncio.sleep(0.01)
+        finally:
+            if self._ticker is not None:
+                self._ticker.cancel()
+            await self._server.close()
+            serving.cancel()
+            self._events.close()
+            self._store.close()
 
-    def _give_up_checkpoint(self, step: int, worker: int | None, reason: str) -> None:
-        text = f"the checkpoint of step {step} could not be written, training goes on without it: {reason}"
-        self._write(ErrorRaised(message=text, worker=worker, step=step))
-        self._reporter.error(text)
-        discard_checkpoint(shard_folder(self._run_dir, step))
+    def _show(self, message: ToAgent) -> None:
+        self._server.send(AGENT, message)
 
-    def _commit_checkpoint(self, standing: Standing, items: list[WrittenItem]) -> None:
-        step = standing.step
-        slots = (MASTER, *OPTIMIZERS[self._config.optimizer.name](self._config.optimizer).slots)
-        tensors = self._blueprint.tensors
-        meta = CheckpointMeta(
-            step=step,
-            losses=[loss if loss - loss == 0 else "nan" for loss in self._losses[:step]],
-            grids={slot.name: exponent for slot, exponent in zip(tensors, standing.exponents, strict=True)},
-            seed=self._config.run.seed,
-            data_cursor=self._sampler.cursor(step),
-            config=self._config.to_dict(),
-            tensors={stored_name(name, slot.name): TensorInfo(slot.shape) for name in slots for slot in tensors},
-            elaswave_version=elaswave.__version__,
-            extra={
-                "num_updates": standing.num_updates,
-                "calibrated": standing.calibrated,
-                "val_steps": [at for at in self._val_steps if at <= step],
-                "val_losses": [loss for at, loss in zip(self._val_steps, self._val_losses, strict=True) if at <= step],
-            },
-        )
-        done = commit_checkpoint(shard_folder(self._run_dir, step), items, meta)
-        record = CheckpointRecord(
-            step=step,
-            path=str(done.folder.relative_to(self._run_dir)),
-            num_bytes=sum(item.length for item in items),
-            duration_s=time.monotonic() - self._step_done_s[step],
-        )
-        self._checkpoints.append(record)
-        self._write(CheckpointWritten(checkpoint=record))
-        removed = {
-            str(folder.relative_to(self._run_dir)) for folder in prune(self._run_dir, self._config.run.keep_checkpoints)
-        }
-        self._checkpoints = [kept for kept in self._checkpoints if kept.path not in removed]
+    def _on_connected(self, peer: int) -> None:
+        if peer == AGENT and self._ended is not None:
+            self._server.send(AGENT, self._ended)
 
-    def result(self) -> tuple[Result, dict[str, str]]:
-        """The result of the run and its digest per tensor, once everybody has finished.
+    def _on_closed(self, peer: int) -> None:
+        if peer != AGENT:
+            self._detector.disconnected(peer, time.monotonic())
 
-        Raises:
-            StateError: the followers' state is not the owners'.
-        """
-        assert self.all_finished
-        reports = list(self._finished.values())
-        standing = reports[0].standing
-        digests = add_digests(report.owner_digests for report in reports)
-        self._check_followers(digests, add_digests(report.follower_digests for report in reports))
-        step = standing.step
-        result = Result(
-            steps=step,
-            losses=list(self._losses),
-            state_digest=state_digest(
-                step=step,
-                num_updates=standing.num_updates,
-                data_cursor=self._sampler.cursor(step),
-                grids=standing.exponents,
-                tensor_digests=digests,
-            ),
-            throughput_tokens_per_s=self._throughput(),
-            epochs=[self._epoch()],
-            val_losses=list(self._val_losses),
-            val_steps=list(self._val_steps),
-            memory={
-                report.worker: WorkerMemory(peak_bytes=report.peak_bytes, optimizer_bytes=report.optimizer_bytes)
-                for report in sorted(reports, key=lambda report: report.worker)
-            },
-            checkpoints=list(self._checkpoints),
-            start_up_s=self._start_up_s,
-            duration_s=time.monotonic() - self._started_s,
-            config=self._config.to_dict(),
-        )
-        return result, {name: f"{value:016x}" for name, value in digests.items()}
+    def _tick(self) -> None:
+        """Asks the detector whom it suspects, and when to ask again."""
+        now_s = time.monotonic()
+        self._suspect(self._detector.tick(now_s))
+        wait_s = max(0.005, min(0.2, self._detector.next_tick_s(now_s) - now_s))
+        self._ticker = asyncio.get_running_loop().call_later(wait_s, self._tick)
 
-    def _check_followers(self, owners: dict[str, int], followers: dict[str, int]) -> None:
-        """The sum over followers must be (number of followers) times the owners' digest, tensor by tensor."""
-        num_followers = len(self._blueprint.placement.followers[0]) if self._blueprint.blocks else 0
-        if num_followers == 0:
+    def _suspect(self, suspicions: Iterable[Suspicion]) -> None:
+        found = [core.Suspected(s.worker, s.detected_by, s.reason) for s in suspicions]
+        found = [suspected for suspected in found if suspected.worker in self._core.members]
+        if found and self._ended is None:
+            self._carry_out(self._core.suspect(found, time.monotonic()))
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def _on_message(self, peer: int, message: ToCoordinator) -> None:
+        now_s = time.monotonic()
+        if isinstance(message, AgentHello | Exited | StopJob):
+            if peer == AGENT:
+                self._on_agent(message, now_s)
+        elif message.worker != peer:
+            _log.warning("worker %d says that it is worker %d; its %s is ignored", peer, message.worker, type(message))
+        elif message.worker not in self._core.members and self._ended is None and not isinstance(message, Failed):
+            self._server.send(peer, self._core.fence(message.worker))
+        elif isinstance(message, Heartbeat):
+            self._on_heartbeat(message, now_s)
+        elif isinstance(message, Registered):
+            self._on_registered(message, now_s)
+        elif isinstance(message, Report | Installed):
+            self._carry_out(self._core.handle(message, now_s))
+        elif isinstance(message, LinkLost):
+            if message.epoch == self._core.epoch and message.peer in self._core.members:
+                self._detector.link_lost(message.worker, message.peer, now_s)
+                self._tick_soon()
+        elif isinstance(message, Failed):
+            self._failures[message.worker] = message
+            self._detector.left(message.worker)
+            self._carry_out(self._core.handle(core.Failed(message.worker, message.signature, message.summary), now_s))
+        elif self._ended is None:
+            self._to_books(message, now_s)
+
+    def _tick_soon(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self._tick()
+
+    def _on_agent(self, message: AgentHello | Exited | StopJob, now_s: float) -> None:
+        if isinstance(message, AgentHello):
+            self._coordinator_ends_s = message.coordinator_ends_s
+            for exited in message.exited:
+                self._on_exited(exited, now_s)
+        elif isinstance(message, Exited):
+            self._on_exited(message, now_s)
+        else:
+            self._stop = Stop(checkpoint=message.checkpoint)
+            for worker in self._core.members:
+                self._server.send(worker, self._stop)
+
+    def _on_exited(self, message: Exited, now_s: float) -> None:
+        if message.worker in self._core.members and self._ended is None and message.worker not in self._failures:
+            self._detector.exited(message.worker, message.text, now_s)
+            self._tick_soon()
+
+    def _on_registered(self, message: Registered, now_s: float) -> None:
+        worker = message.worker
+        if worker in self._core.members:
+            self._detector.joined(worker, now_s)
+        if message.done and self._ended is not None:
+            self._server.send(worker, Exit())
             return
-        for name, value in owners.items():
-            if followers.get(name) != value * num_followers & MASK64:
-                raise StateError(
-                    f"the followers' copy of {name} is not the owners' after the last step; the result is not to be "
-                    "trusted. Resume from the last checkpoint, and look at the hardware"
-                )
+        self._carry_out(self._core.handle(message, now_s))
+        if self._start is not None and worker in self._core.members and self._core.decision is None:
+            self._server.send(worker, self._start)  # one that trains already takes no notice
+        if self._stop is not None:
+            self._server.send(worker, self._stop)
+        if self._coordinator_ends_s and set(self._server.peers) >= set(self._core.members):
+            self._report_restart(now_s)
 
-    def _throughput(self) -> float | None:
-        """Tokens per second without start-up and the first steps."""
-        begin, end = self._first_step + STEPS_LEFT_OUT - 1, self.last_step
-        if end <= begin:
-            return None
-        return self._tokens_per_step * (end - begin) / (self._step_done_s[end] - self._step_done_s[begin])
+    def _report_restart(self, now_s: float) -> None:
+        """Everybody has found the new coordinator."""
+        ended_s, self._coordinator_ends_s = self._coordinator_ends_s[-1], []
+        recovery = self._recoveries.restarted(ended_s, now_s, self._books.last_step + 1, self._core.epoch)
+        self._books.recovered(recovery)
+        self._books.say(
+            f"the coordinator was lost in step {recovery.step}: a new one took over after "
+            f"{recovery.total_s * 1e3:.0f} ms, training went on meanwhile"
+        )
+
+    def _on_heartbeat(self, message: Heartbeat, now_s: float) -> None:
+        if message.worker not in self._core.members:
+            return
+        position = Position(
+            epoch=message.epoch,
+            step=message.step,
+            attempt=message.attempt,
+            label=message.label,
+            computing=message.computing,
+            waiting_on=message.waiting_on,
+            since_s=message.since_s,
+        )
+        self._detector.heartbeat(message.worker, position, now_s)
+        self._recoveries.seen(message.worker, position)
+        if self._setup.faults:
+            self._strike(message.step)
+
+    def _strike(self, step: int) -> None:
+        record = self._setup.run_dir / FAULTS_FILE
+        struck = {entry.position for entry in read_fault_records(record)}
+        due = coordinator_fault(self._setup.faults, step, struck)
+        if due is not None:
+            strike_coordinator(due, step=step, record=record)
+
+    def _to_books(
+        self,
+        message: Ready | StepReport | EvaluationReport | ShardWritten | ShardFailed | Finished,
+        now_s: float,
+    ) -> None:
+        try:
+            if isinstance(message, Ready):
+                self._books.ready(message)
+            elif isinstance(message, StepReport):
+                evidence = Evidence(step=message.step, attempt=message.attempt, commits=True, vector=message.vector)
+                self._carry_out(self._core.handle(core.EvidenceSeen(evidence, message.epoch), now_s))
+                if self._books.step(message):
+                    for recovery in self._recoveries.committed(message):
+                        self._books.recovered(recovery)
+                        self._books.say(self._recoveries.describe(recovery))
+            elif isinstance(message, EvaluationReport):
+                self._books.evaluation(message)
+            elif isinstance(message, ShardWritten | ShardFailed):
+                self._books.shard(message)
+            else:
+                self._books.finish(message)
+                self._finish_if_complete()
+        except StateError as error:
+            self._end(Ended(outcome="failed", reason=str(error), is_state_error=True))
+
+    def _finish_if_complete(self) -> None:
+        if not self._books.all_finished or self._core.state is not core.State.TRAINING:
+            return
+        for recovery in self._recoveries.flush():
+            self._books.recovered(recovery)
+            self._books.say(self._recoveries.describe(recovery))
+        if self._books.was_stopped:
+            self._end(Ended(outcome="stopped", reason=f"stopped after step {self._books.last_step}"))
+            return
+        result, digests = self._books.result()
+        write_digests(self._setup.run_dir, digests)
+        write_result(self._setup.run_dir, result)
+        self._end(Ended(outcome="finished"))
+
+    def _end(self, ended: Ended, *, write: bool = True) -> None:
+        """The job is over: everybody may go."""
+        if self._ended is not None:
+            return
+        self._ended = ended
+        if write:
+            outcome: Literal["finished", "failed", "interrupted"] = "failed"
+            if ended.outcome == "finished":
+                outcome = "finished"
+            elif ended.outcome == "stopped":
+                outcome = "interrupted"
+            else:
+                self._books.error(ended.reason, ended.worker, ended.traceback_text)
+            self._books.close(outcome, ended.reason)
+        for peer in self._server.peers:
+            self._server.send(peer, self._ended if peer == AGENT else Exit())
+        self._over.set()
+
+    # --------------------------------------------------------------------------------------------------------- effects
+
+    def _carry_out(self, effects: Iterable[core.Effect]) -> None:
+        """Carries out the core's effects in their order."""
+        for effect in effects:
+            self._setup.before_effect(effect)
+            if isinstance(effect, core.Persist):
+                self._store.append(effect.record)
+            elif isinstance(effect, core.Send):
+                self._server.send(effect.worker, effect.message)
+            elif isinstance(effect, core.Start):
+                self._start = Start(addresses=effect.addresses)
+                for worker in self._core.members:
+                    self._server.send(worker, self._start)
+            elif isinstance(effect, core.FindCheckpoint):
+                newest = find_newest_checkpoint(self._setup.run_dir).newest
+                found = core.CheckpointFound(None if newest is None else newest.step)
+                self._carry_out(self._core.handle(found, time.monotonic()))
+            elif isinstance(effect, core.Raised):
+                self._on_raised(effect)
+            elif isinstance(effect, core.Decided):
+                self._on_decided(effect)
+            elif isinstance(effect, core.Resumed):
+                self._recoveries.resumed(effect, time.monotonic())
+            elif isinstance(effect, core.End):
+                self._on_end(effect)
+            else:
+                _log.info("%s", effect.text)
+
+    def _on_raised(self, effect: core.Raised) -> None:
+        now_s = time.monotonic()
+        self._books.rise(effect.epoch)
+        for suspicion in effect.suspicions:
+            self._detector.left(suspicion.worker)
+            _log.warning("epoch %d: worker %d: %s", effect.epoch, suspicion.worker, suspicion.reason)
+        self._recoveries.raised(effect, self._books.layout, now_s)
+
+    def _on_decided(self, effect: core.Decided) -> None:
+        decision = effect.decision
+        self._recoveries.decided(decision, time.monotonic(), self._plan_s)
+        self._books.decided(decision.layout, decision.reason, decision.resume_step)
+        if decision.rollback is not None:
+            self._books.say(f"{decision.reason}: everybody goes back to the checkpoint of step {decision.rollback}")
+
+    def _on_end(self, effect: core.End) -> None:
+        failure = None if effect.worker is None else self._failures.get(effect.worker)
+        self._end(
+            Ended(
+                outcome="failed",
+                reason=effect.reason,
+                worker=effect.worker,
+                traceback_text="" if failure is None else failure.traceback_text,
+            )
+        )
 
 
-def _bits(value: float) -> JsonFloat:
-    """The value in a form in which nan equals nan."""
-    return "nan" if value != value else value
+def run_coordinator(setup: CoordinatorSetup) -> int:
+    """A coordinator process from its start to its end.
+
+    Returns:
+        Exit status: 0 once the job is over, however it ended; else the agent starts another coordinator.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        asyncio.run(_run(setup))
+        return 0
+    except ElaswaveError:
+        _log.exception("the coordinator has ended with an error")
+        return 1
+
+
+async def _run(setup: CoordinatorSetup) -> None:
+    await CoordinatorProcess(setup).run()

@@ -1,7 +1,8 @@
-"""Runs a job on this machine: forks the workers from this warm process, watches them, and ends with them.
+"""Runs a job on this machine: this process is the agent of its node, forks coordinator and workers, has the terminal.
 
-Whatever happens (an error, a signal, the death of a worker, the death of this process), no worker outlives the job:
-workers ask the kernel to be killed when their parent dies, and this process kills and reaps whoever is left.
+The agent sees at once when a process ends. A worker's end it reports to the coordinator; a coordinator's end it answers
+with a new coordinator. Whatever happens, no process outlives the job: children ask the kernel to be killed when their
+parent dies, and this process kills and reaps whoever is left. It has no threads, so it may fork at any time.
 """
 
 import contextlib
@@ -11,7 +12,6 @@ import secrets
 import selectors
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -20,37 +20,55 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Literal
 
 from elaswave.config.schema import Config
-from elaswave.control.channel import Channel
-from elaswave.control.coordinator import Coordinator
-from elaswave.errors import CheckpointError, ElaswaveError, PeerLostError, StoppedBySignalError, WorkerError
-from elaswave.observability.events import ErrorRaised, EventLog, RunFinished
-from elaswave.observability.progress import Reporter
-from elaswave.observability.result import (
-    DIGESTS_FILE,
-    EVENTS_FILE,
-    RESULT_FILE,
-    Result,
-    write_digests,
-    write_result,
+from elaswave.control.client import ControlClient
+from elaswave.control.coordinator import AGENT, CoordinatorSetup, run_coordinator
+from elaswave.control.core.coordinator import Effect
+from elaswave.control.messages import (
+    AgentHello,
+    Ended,
+    Exited,
+    ShowEvaluation,
+    ShowStep,
+    ShowText,
+    StopJob,
+    ToAgent,
 )
+from elaswave.errors import (
+    CheckpointError,
+    RecoveryError,
+    StateError,
+    StoppedBySignalError,
+    WorkerError,
+)
+from elaswave.observability.events import ErrorRaised, EventLog, RunFinished, StepCommitted, read_events
+from elaswave.observability.progress import Reporter
+from elaswave.observability.result import DIGESTS_FILE, EVENTS_FILE, RESULT_FILE, Result, read_result
 from elaswave.observability.trace import PART_PATTERN, merge_traces
 from elaswave.runtime.blueprint import Blueprint
-from elaswave.runtime.messages import Exit, Failed, FromWorker, Stop, ToWorker
+from elaswave.runtime.messages import ToWorker
 from elaswave.runtime.probe import NoProbe, Probe
-from elaswave.runtime.worker import WorkerSetup, run_worker
+from elaswave.runtime.step import StepEngine
+from elaswave.runtime.worker import Mailbox, WorkerSetup, run_worker
 from elaswave.state.checkpoint import find_newest_checkpoint, remove_stale
 from elaswave.state.checkpoint_format import CheckpointMeta
+from elaswave.testing.faults import FAULTS_FILE, Fault, FaultProbe
 
 TICK_S = 0.2
-BLAME_S = 2.0
-"""After the first sign of a failure, how long to wait for the worker that it began with."""
-STOP_GRACE_S = 10.0
+HEARTBEAT_S = 0.05
+STOP_GRACE_S = 15.0
 """After Ctrl-C, how long the step in hand may take."""
 CHECKPOINT_GRACE_S = 300.0
 """After SIGTERM, how long the step in hand and the checkpoint may take."""
+EXIT_GRACE_S = 10.0
+"""After the end of the job, how long its processes may take to end."""
+MAX_COORDINATORS = 100
+"""So many coordinators are started; more ends mean that they cannot live."""
+COMPUTE_NICENESS = 5
+"""Computing yields to the threads and processes that keep the job together, which need little and need it at once."""
+SWITCH_INTERVAL_S = 0.001
+"""How long a worker's main thread may hold the interpreter while its control thread wants it."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -62,6 +80,8 @@ def train(
     profile: bool = False,
     reporter: Reporter,
     probe: Probe | None = None,
+    faults: tuple[Fault, ...] = (),
+    before_effect: Callable[[Effect], None] = lambda effect: None,
 ) -> Result:
     """Trains to the end and writes the run folder.
 
@@ -71,78 +91,56 @@ def train(
         resume: continue from its newest valid checkpoint.
         profile: also write a trace.
         reporter: shows progress.
-        probe: told of every point of every step in every worker (for tests and fault injection).
+        probe: told of every point of every step in every worker (for tests); not together with faults.
+        faults: injected into workers and coordinator.
+        before_effect: called in the coordinator before each effect of the protocol's core (for tests).
     Returns:
         What stands in ``result.json``.
     Raises:
-        WorkerError: a worker has ended with an error or was killed.
+        WorkerError: a worker has ended with an error of its own that ends the job.
+        RecoveryError: too much was lost to go on.
+        StateError: the state contradicts itself.
         StoppedBySignalError: SIGINT or SIGTERM; after SIGTERM a checkpoint has been written.
         UsageError: the data or the run folder cannot be used.
         CheckpointError: resume is asked for and there is no valid checkpoint.
     """
     started_s = time.monotonic()
     blueprint = Blueprint(config)
-    _ = blueprint.programs, blueprint.placement  # computed and checked once, inherited by all workers
+    _ = blueprint.programs, blueprint.placement  # computed and checked once, inherited by all processes
+    blueprint.sampler(blueprint.open_source(run_dir / "data"))  # bad data ends here, not in a worker
     remove_stale(run_dir)
     checkpoint = _newest_checkpoint(run_dir, reporter) if resume else None
     # A run that goes on has no result until its new end, and no part of a trace of workers that are long gone.
-    for stale in (run_dir / RESULT_FILE, run_dir / DIGESTS_FILE, *run_dir.glob(PART_PATTERN)):
+    for stale in (
+        run_dir / RESULT_FILE,
+        run_dir / DIGESTS_FILE,
+        run_dir / FAULTS_FILE,
+        *run_dir.glob(PART_PATTERN),
+    ):
         stale.unlink(missing_ok=True)
-    with EventLog(run_dir / EVENTS_FILE) as events, _Job(run_dir) as job:
-        coordinator = Coordinator(
-            blueprint,
-            run_dir,
-            checkpoint=checkpoint,
-            reporter=reporter,
-            events=events,
-            send=job.send,
-            started_s=started_s,
-        )
-        outcome: Literal["finished", "failed", "interrupted"] = "failed"
-        reason = ""
-        try:
-            reporter.started(config, blueprint.layout, run_dir)
-            for worker in blueprint.layout.workers:
-                job.fork(
-                    WorkerSetup(
-                        config=config,
-                        worker=worker,
-                        run_dir=run_dir,
-                        key=job.key,
-                        listen=job.listen,
-                        checkpoint=checkpoint,
-                        probe=probe or NoProbe(),
-                        profile=profile,
-                    )
-                )
-            job.run(coordinator, reporter)
-            result, digests = coordinator.result()
-            write_digests(run_dir, digests)
-            write_result(run_dir, result)
-            outcome = "finished"
-        except StoppedBySignalError as error:
-            outcome, reason = "interrupted", str(error)
-            raise
-        except ElaswaveError as error:
-            reason = str(error)
-            worker_id = error.worker if isinstance(error, WorkerError) else None
-            text = error.traceback_text if isinstance(error, WorkerError) else ""
-            events.write(ErrorRaised(message=str(error), worker=worker_id, traceback=text))
-            raise
-        finally:
-            job.end()
-            if profile:
-                merge_traces(run_dir)  # an interrupted run has recorded something too
-            events.write(
-                RunFinished(
-                    outcome=outcome,
-                    steps=coordinator.last_step,
-                    duration_s=time.monotonic() - started_s,
-                    reason=reason,
-                )
-            )
-        reporter.finished(result, run_dir)
-        return result
+    (run_dir / "logs").mkdir(exist_ok=True)
+    job = _Job(
+        blueprint,
+        run_dir,
+        checkpoint=checkpoint,
+        profile=profile,
+        reporter=reporter,
+        probe=probe,
+        faults=faults,
+        before_effect=before_effect,
+        started_s=started_s,
+    )
+    reporter.started(config, blueprint.layout, run_dir)
+    try:
+        ended = job.run()
+        result = _outcome(ended, job.stop_signal, run_dir)
+    finally:
+        job.end()
+        if profile:
+            merge_traces(run_dir)  # an interrupted run has recorded something too
+        _close_log(run_dir, started_s)
+    reporter.finished(result, run_dir)
+    return result
 
 
 def _newest_checkpoint(run_dir: Path, reporter: Reporter) -> tuple[Path, CheckpointMeta]:
@@ -157,70 +155,127 @@ def _newest_checkpoint(run_dir: Path, reporter: Reporter) -> tuple[Path, Checkpo
     return search.newest.folder, search.newest.meta
 
 
+def _outcome(ended: Ended, stop_signal: int | None, run_dir: Path) -> Result:
+    """The result of a job that has finished; raises what ended any other."""
+    if ended.outcome == "finished":
+        return read_result(run_dir)
+    if ended.outcome == "stopped":
+        raise StoppedBySignalError(
+            stop_signal or signal.SIGTERM,
+            f"{ended.reason}; `elaswave train --resume` with the same --run-dir continues from the newest checkpoint",
+        )
+    if ended.worker is not None:
+        raise WorkerError(ended.worker, ended.reason, ended.traceback_text)
+    raise (StateError if ended.is_state_error else RecoveryError)(ended.reason)
+
+
+def _close_log(run_dir: Path, started_s: float) -> None:
+    """The log of a run always ends with how it ended, also when the coordinator could not say it."""
+    events = read_events(run_dir / EVENTS_FILE) if (run_dir / EVENTS_FILE).exists() else []
+    if not events or isinstance(events[-1], RunFinished):
+        return
+    error = sys.exception()
+    steps = max((event.step for event in events if isinstance(event, StepCommitted)), default=0)
+    with EventLog(run_dir / EVENTS_FILE) as log:
+        stopped = isinstance(error, StoppedBySignalError)
+        if not stopped:
+            log.write(ErrorRaised(message=str(error)))
+        log.write(
+            RunFinished(
+                outcome="interrupted" if stopped else "failed",
+                steps=steps,
+                duration_s=time.monotonic() - started_s,
+                reason=str(error),
+            )
+        )
+
+
+class _Child:
+    """A process that this one has forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.pid_fd = os.pidfd_open(pid)
+
+    def reap(self) -> str:
+        """Collects it after its end, and says how it ended."""
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self.pid_fd)
+        if os.WIFSIGNALED(status):
+            return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"ended with status {os.WEXITSTATUS(status)}"
+
+
+_COORDINATOR = -1
+
+
 class _Job:
-    """The processes, sockets and temporary files of a job; a context manager that leaves none of them behind."""
+    """The processes, the socket folder and the agent's side of a job. `end` leaves none of them behind."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.key = secrets.token_bytes(32)
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        run_dir: Path,
+        *,
+        checkpoint: tuple[Path, CheckpointMeta] | None,
+        profile: bool,
+        reporter: Reporter,
+        probe: Probe | None,
+        faults: tuple[Fault, ...],
+        before_effect: Callable[[Effect], None],
+        started_s: float,
+    ) -> None:
+        self.stop_signal: int | None = None
+        self._blueprint = blueprint
         self._run_dir = run_dir
-        self._sockets = Path(tempfile.mkdtemp(prefix="elaswave-"))
-        self.listen = f"unix:{self._sockets}"
-        self._channels: dict[int, Channel[FromWorker]] = {}
-        self._pids: dict[int, int] = {}
-        self._pid_fds: dict[int, int] = {}
+        self._checkpoint = checkpoint
+        self._profile = profile
+        self._reporter = reporter
+        self._probe = probe
+        self._faults = faults
+        self._before_effect = before_effect
+        self._started_s = started_s
+        self._key = secrets.token_bytes(32)
+        self._folder = Path(tempfile.mkdtemp(prefix="elaswave-"))
+        self._listen = f"unix:{self._folder / 'control.sock'}"
+        self._children: dict[int, _Child] = {}
+        self._exits: list[Exited] = []
+        self._coordinator_ends_s: list[float] = []
         self._selector = selectors.DefaultSelector()
-        self._signal: int | None = None
-        self._failures: dict[int, Failed] = {}
-        self._deaths: dict[int, str] = {}
+        self._client: ControlClient[ToAgent] | None = None
+        self._ended: Ended | None = None
+        self._is_over = False
 
-    def __enter__(self) -> "_Job":
-        return self
+    # --------------------------------------------------------------------------------------------------------- forking
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.end()
-
-    def send(self, worker: int, message: ToWorker) -> None:
-        """Sends a message to a worker; one to a worker that has ended is dropped (its end is noticed elsewhere)."""
-        with contextlib.suppress(PeerLostError):
-            self._channels[worker].send(message)
-
-    def fork(self, setup: WorkerSetup) -> None:
-        """Starts a worker."""
-        ours, theirs = socket.socketpair()
-        (self._run_dir / "logs").mkdir(exist_ok=True)
+    def _fork(self, name: int, log: str, body: Callable[[], int]) -> None:
+        """Runs a function in a new process whose output goes to a log file."""
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            ours.close()
-            self._be_worker(setup, theirs, parent)
-        theirs.close()
-        self._pids[setup.worker] = pid
-        self._pid_fds[setup.worker] = os.pidfd_open(pid)
-        self._channels[setup.worker] = Channel(ours, setup.worker, FromWorker)  # type: ignore[arg-type]
-        self._selector.register(self._channels[setup.worker], selectors.EVENT_READ, ("message", setup.worker))
-        self._selector.register(self._pid_fds[setup.worker], selectors.EVENT_READ, ("exit", setup.worker))
+            self._be_child(parent, self._run_dir / "logs" / log, body)
+        self._children[name] = _Child(pid)
+        self._selector.register(self._children[name].pid_fd, selectors.EVENT_READ, ("exit", name))
 
-    def _be_worker(self, setup: WorkerSetup, connection: socket.socket, parent: int) -> None:
-        """The rest of a worker process's life; never returns."""
+    def _be_child(self, parent: int, log: Path, body: Callable[[], int]) -> None:
+        """The rest of a child's life; never returns."""
         status = 1
         try:
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
                 os._exit(1)  # the parent died before the kernel knew that we want to know
-            # The launcher decides what a signal to the whole process group means.
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            for channel in self._channels.values():
-                channel.close()
-            for pid_fd in self._pid_fds.values():
-                os.close(pid_fd)
+            # The agent decides what a signal to the whole process group means.
+            with contextlib.suppress(ValueError):
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for child in self._children.values():
+                os.close(child.pid_fd)
             self._selector.close()
-            _redirect_output(self._run_dir / "logs" / f"worker-{setup.worker}.log")
-            control: Channel[ToWorker] = Channel(connection, -1, ToWorker)  # type: ignore[arg-type]
-            status = run_worker(setup, control)
+            _redirect_output(log)
+            status = body()
         except BaseException:
             traceback.print_exc()
         finally:
@@ -229,144 +284,204 @@ class _Job:
                 sys.stderr.flush()
             os._exit(status)
 
-    def run(self, coordinator: Coordinator, reporter: Reporter) -> None:
-        """Hands messages to the coordinator until every worker has finished.
+    def _fork_coordinator(self) -> None:
+        setup = CoordinatorSetup(
+            blueprint=self._blueprint,
+            run_dir=self._run_dir,
+            control_dir=self._folder,
+            listen=self._listen,
+            key=self._key,
+            checkpoint=self._checkpoint,
+            started_s=self._started_s,
+            faults=self._faults,
+            before_effect=self._before_effect,
+        )
+        self._fork(_COORDINATOR, "coordinator.log", lambda: run_coordinator(setup))
 
-        Raises:
-            WorkerError, StoppedBySignalError: see `train`.
-        """
+    def _fork_worker(self, worker: int) -> None:
+        clients: list[ControlClient[ToWorker]] = []
+
+        def silence(engine: StepEngine, *, close_links: bool) -> None:
+            """The `cut` faults: from now on nothing goes in or out of this worker."""
+            clients[0].silence(True)
+            if close_links:
+                engine.transport.close()
+            threading.Event().wait()
+
+        probe: Probe = self._probe or NoProbe()
+        if self._faults:
+            seed = self._blueprint.config.run.seed
+            probe = FaultProbe(self._faults, seed=seed, record=self._run_dir / FAULTS_FILE, silence=silence)
+        setup = WorkerSetup(
+            config=self._blueprint.config,
+            worker=worker,
+            run_dir=self._run_dir,
+            key=self._key,
+            listen=f"unix:{self._folder}",
+            checkpoint=self._checkpoint,
+            probe=probe,
+            profile=self._profile,
+        )
+
+        def make_client(mailbox: Mailbox) -> ControlClient[ToWorker]:
+            client: ControlClient[ToWorker] = ControlClient(
+                self._listen,
+                self._key,
+                worker,
+                ToWorker,
+                mailbox.receive,
+                mailbox.hello,
+                heartbeat=mailbox.heartbeat,
+                interval_s=HEARTBEAT_S,
+            )
+            clients.append(client)
+            client.start()
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPUTE_NICENESS)
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
+            return client
+
+        self._fork(worker, f"worker-{worker}.log", lambda: run_worker(setup, make_client))
+
+    # --------------------------------------------------------------------------------------------------------- running
+
+    def run(self) -> Ended:
+        """Starts everybody and stays until the job is over."""
+        self._fork_coordinator()
+        for worker in self._blueprint.layout.workers:
+            self._fork_worker(worker)
+        self._client = ControlClient(self._listen, self._key, AGENT, ToAgent, self._on_message, self._hello)
+        self._selector.register(self._client.fileno(), selectors.EVENT_READ, ("control", 0))
         with _signals(self._on_signal) as wake_fd:
             if wake_fd is not None:
-                self._selector.register(wake_fd, selectors.EVENT_READ, ("signal", -1))
+                self._selector.register(wake_fd, selectors.EVENT_READ, ("signal", 0))
             try:
-                self._loop(coordinator, reporter)
+                self._loop()
             finally:
                 if wake_fd is not None:
                     self._selector.unregister(wake_fd)
-        for worker in self._pids:
-            self.send(worker, Exit())
-        self._reap_all(STOP_GRACE_S)
-        if self._signal is not None:
-            raise self._stopped(coordinator)
+        assert self._ended is not None
+        self._selector.unregister(self._client.fileno())
+        self._client.close(1.0)
+        self._client = None
+        self._reap_all(EXIT_GRACE_S)
+        return self._ended
 
-    def _loop(self, coordinator: Coordinator, reporter: Reporter) -> None:
-        blame_at_s: float | None = None
+    def _loop(self) -> None:
+        assert self._client is not None
         kill_at_s: float | None = None
-        stop_sent: int | None = None
-        while not coordinator.all_finished:
-            for key, _ in self._selector.select(TICK_S):
-                what, worker = key.data
+        wait_s = 0.0
+        while self._ended is None:
+            for key, _ in self._selector.select(max(0.0, min(TICK_S, wait_s))):
+                what, name = key.data
                 if what == "signal":
                     with contextlib.suppress(BlockingIOError):
                         os.read(key.fd, 4096)
                 elif what == "exit":
-                    self._on_exit(worker, coordinator)
-                else:
-                    self._on_messages(worker, coordinator)
-            reporter.refresh()
-            now_s = time.monotonic()
-            if self._signal is not None and stop_sent is None:
-                stop_sent = self._signal
-                if not coordinator.all_ready:
-                    raise self._stopped(coordinator)
-                checkpoint = stop_sent == signal.SIGTERM
-                reporter.message(
-                    "SIGTERM: ending after this step, with a checkpoint" if checkpoint else "ending after this step"
-                )
-                for other in self._pids:
-                    self.send(other, Stop(checkpoint=checkpoint))
-                kill_at_s = now_s + (CHECKPOINT_GRACE_S if checkpoint else STOP_GRACE_S)
-            if kill_at_s is not None and now_s > kill_at_s:
-                raise self._stopped(coordinator)
-            if (self._failures or self._deaths) and blame_at_s is None:
-                blame_at_s = now_s + BLAME_S
-            if blame_at_s is not None and (self._culprit() is not None or now_s > blame_at_s):
-                raise self._error(coordinator)
+                    self._on_exit(name)
+            wait_s = self._client.turn()
+            self._reporter.refresh()
+            if self.stop_signal is not None:
+                now_s = time.monotonic()
+                if kill_at_s is None:
+                    kill_at_s = now_s + self._ask_to_stop()
+                elif now_s > kill_at_s:
+                    raise StoppedBySignalError(self.stop_signal, "killed: it did not end in time after the signal")
+
+    def _ask_to_stop(self) -> float:
+        """Passes a signal on; returns how long the job may take to end."""
+        assert self._client is not None
+        checkpoint = self.stop_signal == signal.SIGTERM
+        self._reporter.message(
+            "SIGTERM: ending after this step, with a checkpoint" if checkpoint else "ending after this step"
+        )
+        self._client.send(StopJob(checkpoint=checkpoint), durable=True)
+        return CHECKPOINT_GRACE_S if checkpoint else STOP_GRACE_S
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The first signal asks for a clean end; another one ends at once."""
-        if self._signal is not None:
-            self.end()
+        if self.stop_signal is not None:
             raise StoppedBySignalError(number, "stopped at once by a second signal")
-        self._signal = number
+        self.stop_signal = number
 
-    def _stopped(self, coordinator: Coordinator) -> StoppedBySignalError:
-        assert self._signal is not None
-        name = signal.Signals(self._signal).name
-        return StoppedBySignalError(
-            self._signal,
-            f"stopped by {name} after step {coordinator.last_step}; `elaswave train --resume` with the same --run-dir "
-            "continues from the newest checkpoint",
-        )
+    def _hello(self) -> AgentHello:
+        return AgentHello(exited=list(self._exits), coordinator_ends_s=list(self._coordinator_ends_s))
 
-    def _on_messages(self, worker: int, coordinator: Coordinator) -> None:
-        channel = self._channels[worker]
-        for message in channel.receive():
-            if isinstance(message, Failed):
-                self._failures[worker] = message
-            else:
-                coordinator.handle(message)
-        if channel.closed:
-            self._selector.unregister(channel)
+    def _on_message(self, message: ToAgent) -> None:
+        if isinstance(message, ShowStep):
+            self._reporter.step(
+                message.step,
+                message.total_steps,
+                message.loss,
+                message.tokens_per_s,
+                message.data_pass,
+                message.epoch,
+                message.layout_name,
+            )
+        elif isinstance(message, ShowEvaluation):
+            self._reporter.evaluation(message.step, message.loss)
+        elif isinstance(message, ShowText):
+            (self._reporter.error if message.is_error else self._reporter.message)(message.text)
+        else:
+            self._ended = message
 
-    def _on_exit(self, worker: int, coordinator: Coordinator) -> None:
-        if not self._channels[worker].closed:
-            self._on_messages(worker, coordinator)  # its last words
-        self._selector.unregister(self._pid_fds[worker])
-        self._deaths[worker] = self._reap(worker)
-
-    def _reap(self, worker: int) -> str:
-        """Collects a worker that has ended, and says how it ended."""
-        _, status = os.waitpid(self._pids.pop(worker), 0)
-        os.close(self._pid_fds.pop(worker))
-        if os.WIFSIGNALED(status):
-            return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-        return f"ended with status {os.WEXITSTATUS(status)}"
-
-    def _culprit(self) -> int | None:
-        """The worker whose end was not just the consequence of another's."""
-        for worker, failure in self._failures.items():
-            if failure.lost_peer is None:
-                return worker
-        return next((worker for worker in self._deaths if worker not in self._failures), None)
-
-    def _error(self, coordinator: Coordinator) -> WorkerError:
-        worker = self._culprit()
-        if worker is None:
-            worker = next(iter(self._failures))
-        failure = self._failures.get(worker)
-        if failure is not None:
-            return WorkerError(worker, failure.summary, failure.traceback_text)
-        log = self._run_dir / "logs" / f"worker-{worker}.log"
-        return WorkerError(
-            worker,
-            f"{self._deaths[worker]} after step {coordinator.last_step}; its log is {log}",
-        )
+    def _on_exit(self, name: int) -> None:
+        assert self._client is not None
+        at_s = time.monotonic()
+        child = self._children.pop(name)
+        self._selector.unregister(child.pid_fd)
+        text = child.reap()
+        if name != _COORDINATOR:
+            exited = Exited(worker=name, text=text, at_s=at_s)
+            self._exits.append(exited)
+            self._client.send(exited, durable=True)
+            return
+        self._client.turn()  # its last words
+        if self._ended is not None:
+            return
+        self._coordinator_ends_s.append(at_s)
+        if len(self._coordinator_ends_s) >= MAX_COORDINATORS:
+            raise RecoveryError(
+                f"{MAX_COORDINATORS} coordinators have ended, the last one {text}; see "
+                f"{self._run_dir / 'logs' / 'coordinator.log'}"
+            )
+        if text.endswith("status 1"):
+            raise RecoveryError(f"the coordinator {text}; see {self._run_dir / 'logs' / 'coordinator.log'}")
+        self._fork_coordinator()
 
     def _reap_all(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self._pids and time.monotonic() < deadline:
+        deadline_s = time.monotonic() + timeout_s
+        while self._children and time.monotonic() < deadline_s and not self._only_stopped():
             for key, _ in self._selector.select(TICK_S):
-                what, worker = key.data
+                what, name = key.data
                 if what == "exit":
-                    self._selector.unregister(self._pid_fds[worker])
-                    self._reap(worker)
-                elif what == "message":
-                    self._channels[worker].receive()
-                    if self._channels[worker].closed:
-                        self._selector.unregister(self._channels[worker])
+                    child = self._children.pop(name)
+                    self._selector.unregister(child.pid_fd)
+                    child.reap()
+
+    def _only_stopped(self) -> bool:
+        """Whether all that are left are stopped (a hung worker): nothing to wait for."""
+        for child in self._children.values():
+            with contextlib.suppress(OSError):
+                stat = Path(f"/proc/{child.pid}/stat").read_text()
+                if stat.rpartition(")")[2].split()[0] != "T":
+                    return False
+        return True
 
     def end(self) -> None:
         """Kills and reaps whoever is left and removes the temporary files. May be called twice."""
-        for pid in self._pids.values():
+        if self._is_over:
+            return
+        self._is_over = True
+        for child in self._children.values():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for worker in list(self._pids):
-            self._reap(worker)
-        for channel in self._channels.values():
-            channel.close()
+                os.kill(child.pid, signal.SIGKILL)
+        for child in self._children.values():
+            child.reap()
+        self._children.clear()
+        if self._client is not None:
+            self._client.close(0.0)
         self._selector.close()
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -106,9 +106,7 @@ class ControlServer(Generic[_T]):
         self._on_message, self._on_connected, self._on_closed = on_message, on_connected, on_closed
         self._on_refused, self._refusal = on_refused, refusal
         if tls is not None and not listen.startswith("tcp:"):
-            raise ValueError(
-                f"TLS is for connections between hosts, but {listen!r} is on one: leave out the certificate"
-            )
+            raise ValueError(f"TLS is for tcp: addresses, but {listen!r} is none: leave out the certificate")
         self._security = tls.listening() if tls else None
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = self._loop.create_future()
@@ -195,10 +193,11 @@ class ControlServer(Generic[_T]):
             connection.transport.close()
         if connections:
             await asyncio.wait([connection.lost for connection in connections], timeout=flush_timeout_s)
-        for connection in connections:
+        left = [connection for connection in connections if not connection.lost.done()]
+        for connection in left:
             connection.transport.abort()
-        if connections:
-            await asyncio.wait([connection.lost for connection in connections], timeout=flush_timeout_s)
+        if left:
+            await asyncio.wait([connection.lost for connection in left])
         if not self._done.done():
             self._done.set_result(None)
 

@@ -77,6 +77,8 @@ class LayoutChosen(Event, frozen=True, kw_only=True, tag="layout"):
     """Number of parameters of each layer."""
     holdings: dict[int, Holdings] = {}
     """By worker id."""
+    start_up_s: float = 0.0
+    """From the start of the command until the first step began; kept for a coordinator that takes over."""
 
 
 class StepCommitted(Event, frozen=True, kw_only=True, tag="step"):
@@ -93,8 +95,10 @@ class StepCommitted(Event, frozen=True, kw_only=True, tag="step"):
     lr: float
     tokens_per_s: float
     duration_s: float
+    finished_s: float = 0.0
+    """Monotonic time of the machine at which the step was done."""
     phases_s: dict[str, float] = {}
-    """Seconds of the slowest worker in each phase of the step."""
+    """Seconds of the reporting worker in each phase of the step."""
     retries: list[str] = []
     """Why earlier attempts of the step did not commit."""
 

@@ -13,13 +13,20 @@ from elaswave.runtime.vote import GridState
 from elaswave.state.checkpoint_format import CheckpointMeta, Piece, WantedPiece, model_name, optimizer_name
 from elaswave.state.checkpoint_shards import read_pieces
 from elaswave.state.flat import FlatLayer, LayerShape, initial_values, segments
+from elaswave.state.placement import Placement
 from elaswave.state.store import BlockStore, HeldBlock, Role, roles_of
+from elaswave.types import Layout
 
 MASTER = "master"
 
 
 def materialise(
-    blueprint: Blueprint, worker: int, optimizer: Optimizer, checkpoint: tuple[Path, CheckpointMeta] | None
+    blueprint: Blueprint,
+    worker: int,
+    optimizer: Optimizer,
+    layout: Layout,
+    placement: Placement,
+    checkpoint: tuple[Path, CheckpointMeta] | None,
 ) -> tuple[dict[int, FlatLayer], BlockStore, Progress]:
     """What a worker needs before its first step.
 
@@ -27,15 +34,16 @@ def materialise(
         blueprint: the run.
         worker: its id.
         optimizer: says which slots a block has.
+        layout, placement: who runs and who holds what.
         checkpoint: a verified checkpoint's folder and description, or None to begin from the seed.
     Returns:
         The layers of the worker's stage with current parameters, the blocks that it holds, and where training stands.
     Raises:
         CheckpointError: the checkpoint is damaged or does not fit the model.
     """
-    stage = blueprint.layout.stages[blueprint.layout.stage_of(worker)]
+    stage = layout.stages[layout.stage_of(worker)]
     own_layers = range(stage.start, stage.stop)
-    roles = roles_of(worker, blueprint.placement, blueprint.blocks)
+    roles = roles_of(worker, placement, blueprint.blocks)
     needed = sorted({*own_layers, *(blueprint.blocks[block].layer for block in roles)})
     read = _from_seed(blueprint) if checkpoint is None else _from_checkpoint(checkpoint[0])
     step = 0 if checkpoint is None else checkpoint[1].step

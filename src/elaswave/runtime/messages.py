@@ -1,19 +1,18 @@
-"""What a worker and the coordinator say to each other: plain typed data, never pickled."""
+"""What a worker and the coordinator say to each other beside the protocol's core messages: plain typed data.
+
+A worker's durable messages (`StepReport`, `EvaluationReport`, `ShardWritten`, `ShardFailed`, `Finished`, `Failed`) are
+kept by its control client until the coordinator has handled them, so they survive the coordinator's death; the
+coordinator takes a message that it has seen before as a repetition.
+"""
 
 import msgspec
 
+from elaswave.control.core.messages import Decision, Fenced, Installed, Prepare, Registered, Report
 from elaswave.state.checkpoint_format import WrittenItem
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages."""
-
-
-class Hello(Message, frozen=True, kw_only=True):
-    """A worker listens and can be connected to."""
-
-    worker: int
-    address: str
 
 
 class Start(Message, frozen=True, kw_only=True):
@@ -39,10 +38,34 @@ class Ready(Message, frozen=True, kw_only=True):
     holding: Holding
 
 
-class StepReport(Message, frozen=True, kw_only=True):
-    """A worker has finished a committed step."""
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """A worker's process is alive; where its main thread is."""
 
     worker: int
+    epoch: int
+    step: int
+    attempt: int
+    label: str
+    computing: bool
+    waiting_on: tuple[int, ...]
+    since_s: float
+    """Seconds in this position."""
+
+
+class LinkLost(Message, frozen=True, kw_only=True):
+    """The data-plane link to a peer has ended."""
+
+    worker: int
+    peer: int
+    epoch: int
+    detail: str
+
+
+class StepReport(Message, frozen=True, kw_only=True):
+    """A committed step. Sent by the member with the lowest id; after a loss the next one sends what may be missing."""
+
+    worker: int
+    epoch: int
     step: int
     attempt: int
     loss: float
@@ -50,6 +73,10 @@ class StepReport(Message, frozen=True, kw_only=True):
     learning_rate: float
     duration_s: float
     phases_s: dict[str, float]
+    vector: bytes
+    """The merged vote: evidence that the step is committed."""
+    finished_s: float
+    """Monotonic time of this machine at which the step was done."""
     retries: list[str]
     """Why earlier attempts of the step did not commit."""
     skipped: str | None = None
@@ -59,7 +86,7 @@ class StepReport(Message, frozen=True, kw_only=True):
 
 
 class EvaluationReport(Message, frozen=True, kw_only=True):
-    """A worker has finished an evaluation."""
+    """An evaluation has been made. Sent by the member with the lowest id."""
 
     worker: int
     step: int
@@ -71,6 +98,7 @@ class EvaluationReport(Message, frozen=True, kw_only=True):
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """Where training stands after a step; equal on all workers."""
 
+    epoch: int
     step: int
     num_updates: int
     exponents: list[int]
@@ -90,6 +118,7 @@ class ShardFailed(Message, frozen=True, kw_only=True):
     """A worker could not write its part of a durable checkpoint; training goes on."""
 
     worker: int
+    epoch: int
     step: int
     reason: str
 
@@ -105,10 +134,14 @@ class Finished(Message, frozen=True, kw_only=True):
 
     worker: int
     standing: Standing
+    stopped: bool
+    """Whether it was asked to stop before the run's last step."""
     owner_digests: dict[str, int]
     """Parts of the digests per tensor and slot, from the blocks that it owns."""
     follower_digests: dict[str, int]
-    """The same from the blocks that it follows (with one follower per block, together the whole)."""
+    """The same from the blocks that it follows."""
+    complete: bool
+    """Whether every block has its full number of followers, so that their digests can be compared."""
     optimizer_bytes: int
     peak_bytes: int
     bytes_sent: int
@@ -119,17 +152,30 @@ class Exit(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """A worker has ended with an error."""
+    """A worker has ended with an error of its own."""
 
     worker: int
     kind: str
     """Class name of the error."""
+    signature: str
+    """Equal for the same error at the same step and micro-batch."""
     summary: str
     """One line with the step, micro-batch and layer where known."""
     traceback_text: str
-    lost_peer: int | None = None
-    """Set where the error is only the consequence of another worker's end."""
 
 
-FromWorker = Hello | Ready | StepReport | EvaluationReport | ShardWritten | ShardFailed | Finished | Failed
-ToWorker = Start | Stop | Exit
+FromWorker = (
+    Registered
+    | Report
+    | Installed
+    | Ready
+    | Heartbeat
+    | LinkLost
+    | StepReport
+    | EvaluationReport
+    | ShardWritten
+    | ShardFailed
+    | Finished
+    | Failed
+)
+ToWorker = Start | Stop | Exit | Prepare | Decision | Fenced

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from elaswave.errors import CheckpointError, ElaswaveError, WaitTimeoutError
+from elaswave.errors import CheckpointError, WaitTimeoutError
 from elaswave.runtime.materialise import owned_pieces
 from elaswave.runtime.messages import ShardFailed, ShardWritten, Standing
 from elaswave.state.checkpoint import shard_folder
@@ -24,7 +24,7 @@ class ShardWriter:
         report: sends a message to the coordinator; called from the background thread.
     """
 
-    def __init__(self, worker: int, run_dir: Path, report: Callable[[ShardWritten | ShardFailed], None]) -> None:
+    def __init__(self, worker: int, run_dir: Path, report: Callable[[ShardWritten | ShardFailed], object]) -> None:
         self._worker = worker
         self._run_dir = run_dir
         self._report = report
@@ -38,20 +38,15 @@ class ShardWriter:
         def write() -> None:
             try:
                 folder = shard_folder(self._run_dir, standing.step)
-                items = write_shard(folder, f"worker-{self._worker}", pieces)
+                items = write_shard(folder, f"worker-{self._worker}-epoch-{standing.epoch}", pieces)
             except (CheckpointError, OSError) as error:
-                self._send(ShardFailed(worker=self._worker, step=standing.step, reason=str(error)))
+                epoch, step = standing.epoch, standing.step
+                self._report(ShardFailed(worker=self._worker, epoch=epoch, step=step, reason=str(error)))
             else:
-                self._send(ShardWritten(worker=self._worker, standing=standing, items=items))
+                self._report(ShardWritten(worker=self._worker, standing=standing, items=items))
 
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
-
-    def _send(self, message: ShardWritten | ShardFailed) -> None:
-        try:
-            self._report(message)
-        except ElaswaveError:
-            pass  # the coordinator is gone; the worker's main thread sees that as well and ends
 
     def finish(self) -> None:
         """Waits until the shard in hand is written and reported.

@@ -1,26 +1,35 @@
-"""One worker's life: connect, materialise, train, evaluate, write shards, report, end.
+"""One worker's life: connect, materialise, train, recover, evaluate, write shards, report, end.
 
 Runs in a process of its own. What it needs from outside comes in as arguments; it reads no environment.
+
+Two threads: the main one computes, waits for peers and does everything that changes state; the control client's one
+receives messages, puts them into an inbox, and wakes the main thread. Whatever happens (a lost peer, a risen epoch),
+the main thread ends up in `_recover`, reports, and goes on as the coordinator's decision says.
 """
 
+import queue
 import resource
 import time
 import traceback
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
 import torch
 
 from elaswave.comm.group import doubling_partners
 from elaswave.comm.stream import StreamTransport
 from elaswave.comm.transport import Transport
 from elaswave.config.schema import Config
-from elaswave.control.core.ledger import Ledger
-from elaswave.errors import CommError, PeerLostError, VoteError, WaitTimeoutError
-from elaswave.observability.trace import TraceRecorder
+from elaswave.control.core.coordinator import Coordinator
+from elaswave.control.core.ledger import CatchUp, Ledger
+from elaswave.control.core.member import Ignored, Install, Leave, Member, MemberState, MoveAndReport
+from elaswave.control.core.messages import Decision, Fenced, Installed, Prepare, Registered, Report
+from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, VoteError, WaitTimeoutError
+from elaswave.observability.trace import PHASE, TraceRecorder
 from elaswave.planning.layout import peers_of
 from elaswave.runtime.activity import Activity
-from elaswave.runtime.allocator import keep_freed_memory
 from elaswave.runtime.blueprint import Blueprint
 from elaswave.runtime.compute import LayerError
 from elaswave.runtime.materialise import materialise
@@ -30,8 +39,9 @@ from elaswave.runtime.messages import (
     Failed,
     Finished,
     FromWorker,
-    Hello,
+    Heartbeat,
     Holding,
+    LinkLost,
     Ready,
     Standing,
     Start,
@@ -42,39 +52,36 @@ from elaswave.runtime.messages import (
 from elaswave.runtime.optimizer import OPTIMIZERS
 from elaswave.runtime.probe import Probe
 from elaswave.runtime.shard_writer import ShardWriter
-from elaswave.runtime.step import StepEngine, StepResult
+from elaswave.runtime.step import Progress, StepEngine, StepResult
 from elaswave.runtime.traced import TracedTransport
 from elaswave.runtime.vote import Request
+from elaswave.state.checkpoint import verify_checkpoint
 from elaswave.state.checkpoint_format import CheckpointMeta
-from elaswave.state.store import Role
+from elaswave.state.flat import FlatLayer
+from elaswave.state.placement import Placement
+from elaswave.state.store import BlockStore, Role
+from elaswave.types import Layout
 
-FIRST_EPOCH = 1
 CONNECT_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
 """Bound of waiting for the others to be started."""
+DECISION_TIMEOUT_S = 600.0
+"""Bound of waiting for a decision; a new coordinator may have to be started in the meantime."""
 EXIT_TIMEOUT_S = 3600.0
 """Bound of waiting for the others' last step and checkpoint."""
+FLUSH_TIMEOUT_S = 5.0
+"""Bound of waiting, at the end, for the coordinator to have handled the last messages."""
+KEPT_REPORTS = 1024
+"""Step reports kept for the case that the worker that should have sent them is lost."""
+FULL_MESH_WORKERS = 64
+"""Up to this many workers, everybody is linked to everybody from the start, so that no recovery has to dial."""
 
 
-class ControlChannel(Protocol):
-    """The connection to the coordinator."""
+class ControlClient(Protocol):
+    """The connection to the coordinator; outlives coordinators."""
 
-    closed: bool
-
-    def fileno(self) -> int:
-        """Descriptor to be polled for reading."""
-        ...
-
-    def send(self, message: FromWorker) -> None:
-        """Sends a message; thread-safe."""
-        ...
-
-    def receive(self) -> list[ToWorker]:
-        """What has arrived, without waiting."""
-        ...
-
-    def wait(self, timeout_s: float) -> list[ToWorker]:
-        """What has arrived, waiting for at least one."""
+    def send(self, message: FromWorker, durable: bool = False) -> object:
+        """Sends a message; thread-safe. A durable one is repeated until a coordinator has handled it."""
         ...
 
 
@@ -93,93 +100,199 @@ class WorkerSetup(NamedTuple):
     profile: bool
 
 
+class Mailbox:
+    """What a worker's two threads share: messages that have arrived, and what is said on a new connection.
+
+    Args:
+        worker: its id.
+        transport: woken when a message concerns the step in hand.
+    """
+
+    def __init__(self, worker: int, transport: Transport) -> None:
+        self.messages: queue.Queue[ToWorker] = queue.Queue()
+        self.urgent = False
+        """Whether a message waits that the main thread must see before it goes on."""
+        self.request = Request.NONE
+        self.registration = Registered(
+            worker=worker, address=transport.address, epoch=Coordinator.FIRST_EPOCH, report=None, done=False
+        )
+        self.activity = Activity()
+        self.place = (Coordinator.FIRST_EPOCH, 0, 0)
+        """Epoch, step and attempt, for heartbeats."""
+        self._transport = transport
+
+    def hello(self) -> Registered:
+        """The first message on a new connection."""
+        return self.registration
+
+    def heartbeat(self) -> Heartbeat:
+        """Where the main thread is."""
+        doing = self.activity.doing
+        epoch, step, attempt = self.place
+        return Heartbeat(
+            worker=self.registration.worker,
+            epoch=epoch,
+            step=step,
+            attempt=attempt,
+            label=doing.label,
+            computing=doing.computing,
+            waiting_on=doing.waiting_on,
+            since_s=time.monotonic() - doing.since_s,
+        )
+
+    def receive(self, message: ToWorker) -> None:
+        """Takes a message; called on the control client's thread."""
+        if isinstance(message, Stop):
+            self.request = Request.STOP_WITH_CHECKPOINT if message.checkpoint else Request.STOP
+            return
+        self.messages.put(message)
+        if isinstance(message, Prepare | Fenced):
+            self.urgent = True
+            self._transport.interrupt(message.reason, message.epoch)
+
+
 class Worker:
     """A worker with its state, ready to run.
 
     Args:
         setup: what it is started with.
-        control: the connection to the coordinator.
+        client: the connection to the coordinator.
+        mailbox: what arrives there.
         transport: listening, not yet connected.
     """
 
-    def __init__(self, setup: WorkerSetup, control: ControlChannel, transport: Transport) -> None:
+    def __init__(self, setup: WorkerSetup, client: ControlClient, mailbox: Mailbox, transport: Transport) -> None:
         config = setup.config
         self._setup = setup
         self._config = config
         self._worker = setup.worker
-        self._control = control
-        self._request = Request.NONE
-        self._coordinator_gone = False
+        self._client = client
+        self._mailbox = mailbox
         self._blueprint = Blueprint(config)
         stage = self._blueprint.layout.stage_of(setup.worker)
         self._trace = TraceRecorder(setup.worker, stage=stage, enabled=setup.profile)
         self._transport: Transport = TracedTransport(transport, self._trace) if setup.profile else transport
-        optimizer = OPTIMIZERS[config.optimizer.name](config.optimizer)
-        self._layers, self._store, progress = materialise(self._blueprint, setup.worker, optimizer, setup.checkpoint)
-        self._first_step = 1 if setup.checkpoint is None else setup.checkpoint[1].step + 1
+        self._optimizer = OPTIMIZERS[config.optimizer.name](config.optimizer)
         self._source = self._blueprint.open_source(setup.run_dir / "data")
         self._sampler = self._blueprint.sampler(self._source)
-        self.engine = StepEngine(
+        self._writer = ShardWriter(setup.worker, setup.run_dir, lambda message: client.send(message, durable=True))
+        self._member = Member(setup.worker, Coordinator.FIRST_EPOCH)
+        self._members = self._blueprint.layout.workers
+        self._addresses: dict[int, str] = {}
+        self._reports: deque[StepReport] = deque(maxlen=KEPT_REPORTS)
+        self._last_report: Report | None = None
+        self._begin_s = time.monotonic()
+        layout, placement = self._blueprint.layout, self._blueprint.placement
+        layers, store, progress = materialise(
+            self._blueprint, setup.worker, self._optimizer, layout, placement, setup.checkpoint
+        )
+        self._step = 1 if setup.checkpoint is None else setup.checkpoint[1].step + 1
+        self._attempt = 1
+        self._duties: list[tuple[str, int]] = []
+        """What is to be done before the next step: evaluations and checkpoints of committed steps."""
+        self._ledger = Ledger(setup.worker, self._step - 1)
+        self.engine = self._make_engine(layout, placement, layers, store, progress)
+
+    def _make_engine(
+        self,
+        layout: Layout,
+        placement: Placement,
+        layers: dict[int, FlatLayer],
+        store: BlockStore,
+        progress: Progress,
+    ) -> StepEngine:
+        return StepEngine(
             self._blueprint,
-            setup.worker,
-            layout=self._blueprint.layout,
-            placement=self._blueprint.placement,
-            layers=self._layers,
-            store=self._store,
+            self._worker,
+            layout=layout,
+            placement=placement,
+            layers=layers,
+            store=store,
             progress=progress,
-            ledger=Ledger(setup.worker, self._first_step - 1),
+            ledger=self._ledger,
             transport=self._transport,
             batches=self._training_batch,
-            optimizer=optimizer,
-            request=lambda: self._request,
-            check=self._transport.poll,
-            probe=setup.probe,
-            activity=Activity(),
+            optimizer=self._optimizer,
+            request=lambda: self._mailbox.request,
+            check=self._check,
+            probe=self._setup.probe,
+            activity=self._mailbox.activity,
             trace=self._trace,
         )
-        self._writer = ShardWriter(setup.worker, setup.run_dir, control.send)
 
-    def peers(self) -> set[int]:
-        """The workers that this one needs a link to."""
-        blueprint = self._blueprint
-        peers = peers_of(blueprint.layout, blueprint.placement, blueprint.blocks)[self._worker]
-        return peers | doubling_partners(blueprint.layout.workers, self._worker)
+    # --------------------------------------------------------------------------------------------------------- links
 
-    def holding(self) -> Holding:
-        """What this worker holds, for the log."""
-        owned = list(self._store.with_role(Role.OWNER))
-        followed = list(self._store.with_role(Role.FOLLOWER))
-        return Holding(
-            num_parameters=sum(slot.numel for layer in self._layers.values() for slot in layer.shape.tensors),
-            num_owned_blocks=len(owned),
-            num_owned_parameters=sum(held.num_elements for held in owned),
-            num_followed_blocks=len(followed),
-            num_followed_parameters=sum(held.num_elements for held in followed),
-        )
+    def connect(self, addresses: dict[int, str]) -> None:
+        """Makes the links that the layout needs (all of them in a small job)."""
+        self._addresses = addresses
+        self._make_links(self._blueprint.layout)
+
+    def _make_links(self, layout: Layout) -> None:
+        if len(self._addresses) <= FULL_MESH_WORKERS:
+            peers = set(layout.workers) - {self._worker}
+        else:
+            placement, blocks = self._blueprint.placement, self._blueprint.blocks
+            peers = peers_of(layout, placement, blocks)[self._worker]
+            peers |= doubling_partners(layout.workers, self._worker)
+        missing = peers - self._transport.peers
+        if missing:
+            self._transport.connect({peer: self._addresses[peer] for peer in missing}, CONNECT_TIMEOUT_S)
+
+    def _check(self) -> None:
+        """Between layers and blocks: lets bytes move, and leaves the step if the epoch has risen."""
+        self._transport.poll()
+        if self._mailbox.urgent:
+            raise InterruptedWaitError("the coordinator asks for a report")
+
+    # ---------------------------------------------------------------------------------------------------- the main loop
 
     def train(self) -> None:
-        """Runs all steps, with evaluations and checkpoints in between, and reports each."""
-        self._transport.watch(self._control.fileno(), self._on_control)
-        run = self._config.run
-        step = self._first_step - 1
-        for step in range(self._first_step, run.steps + 1):
-            self._check_coordinator()
-            start_s = time.monotonic()
-            result = self.engine.run_step(step)
-            self._control.send(self._report(result, time.monotonic() - start_s))
-            if run.eval_every and step % run.eval_every == 0:
-                self._evaluate(step)
-            wanted = step == run.steps or (run.checkpoint_every and step % run.checkpoint_every == 0)
-            if (wanted and result.request is not Request.STOP) or result.request is Request.STOP_WITH_CHECKPOINT:
-                self._writer.start(self._store, self._standing(step))
-            if result.request is not Request.NONE:
-                break
-        self._finish(step)
+        """Runs all steps, with evaluations and checkpoints in between, and reports each; recovers whenever it must."""
+        while True:
+            try:
+                self._run_to_the_end()
+                return
+            except (InterruptedWaitError, PeerLostError) as error:
+                self._recover(error)
 
-    def _report(self, result: StepResult, duration_s: float) -> StepReport:
-        skipped = result.skipped
-        return StepReport(
+    def _run_to_the_end(self) -> None:
+        run = self._config.run
+        stopped = False
+        while True:
+            while self._duties:
+                kind, step = self._duties[0]
+                if kind == "evaluate":
+                    self._evaluate(step)
+                else:
+                    self._writer.start(self.engine.store, self._standing(step))
+                self._duties.pop(0)
+            if self._step > run.steps or stopped:
+                break
+            self._check()
+            start_s = time.monotonic()
+            self._mailbox.place = (self._member.epoch, self._step, self._attempt)
+            result = self.engine.run_step(self._step, self._attempt)
+            self._committed(result, time.monotonic() - start_s)
+            stopped = result.request is not Request.NONE
+            self._step, self._attempt = self._step + 1, 1
+            self._note_duties(result)
+        self._finish(stopped)
+
+    def _note_duties(self, result: StepResult) -> None:
+        run, step = self._config.run, result.step
+        if run.eval_every and step % run.eval_every == 0:
+            self._duties.append(("evaluate", step))
+        wanted = step == run.steps or (run.checkpoint_every and step % run.checkpoint_every == 0)
+        if (wanted and result.request is not Request.STOP) or result.request is Request.STOP_WITH_CHECKPOINT:
+            self._duties.append(("checkpoint", step))
+
+    def _committed(self, result: StepResult, duration_s: float) -> None:
+        """Keeps the report of a committed step; the member with the lowest id sends it."""
+        skipped, evidence = result.skipped, self._ledger.evidence
+        assert evidence is not None
+        report = StepReport(
             worker=self._worker,
+            epoch=self._member.epoch,
             step=result.step,
             attempt=result.attempts,
             loss=result.loss,
@@ -187,40 +300,196 @@ class Worker:
             learning_rate=result.learning_rate,
             duration_s=duration_s,
             phases_s=dict(self.engine.phases_s),
+            vector=evidence.vector,
+            finished_s=time.monotonic(),
             retries=list(result.retries),
             skipped=None if skipped is None else self.engine.describe_nonfinite(skipped),
             skipped_microbatch=None if skipped is None else skipped.microbatch,
             skipped_layer=None if skipped is None else self.engine.compute.layer_name(skipped.layer),
         )
+        if not self._reports or self._reports[-1].step < report.step:
+            self._reports.append(report)
+        if self._worker == self._members[0]:
+            self._client.send(report, durable=True)
 
     def _standing(self, step: int) -> Standing:
         progress = self.engine.progress
         return Standing(
+            epoch=self._member.epoch,
             step=step,
             num_updates=progress.num_updates,
             exponents=list(progress.grids.exponents),
             calibrated=progress.grids.calibrated,
         )
 
-    def _finish(self, step: int) -> None:
-        """Reports the last state and waits until everybody has done so."""
+    def holding(self) -> Holding:
+        """What this worker holds, for the log."""
+        owned = list(self.engine.store.with_role(Role.OWNER))
+        followed = list(self.engine.store.with_role(Role.FOLLOWER))
+        layers = self.engine.layers.values()
+        return Holding(
+            num_parameters=sum(slot.numel for layer in layers for slot in layer.shape.tensors),
+            num_owned_blocks=len(owned),
+            num_owned_parameters=sum(held.num_elements for held in owned),
+            num_followed_blocks=len(followed),
+            num_followed_parameters=sum(held.num_elements for held in followed),
+        )
+
+    def _finish(self, stopped: bool) -> None:
+        """Reports the last state and waits until everybody has done so: nobody may leave before."""
+        self._mailbox.activity.wait("end")
         self._writer.finish()
-        self._trace.dump(self._setup.run_dir)
-        self._control.send(
+        store = self.engine.store
+        num_followers = min(self._config.elastic.num_followers, len(self._members) - 1)
+        followers = self.engine.placement.followers
+        self._mailbox.registration = msgspec.structs.replace(self._mailbox.registration, done=True)
+        self._client.send(
             Finished(
                 worker=self._worker,
-                standing=self._standing(step),
-                owner_digests=self._store.digest_parts(Role.OWNER),
-                follower_digests=self._store.digest_parts(Role.FOLLOWER),
-                optimizer_bytes=self._store.optimizer_bytes(),
+                standing=self._standing(self._step - 1),
+                stopped=stopped,
+                owner_digests=store.digest_parts(Role.OWNER),
+                follower_digests=store.digest_parts(Role.FOLLOWER),
+                complete=all(len(workers) == num_followers for workers in followers),
+                optimizer_bytes=store.optimizer_bytes(),
                 peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 bytes_sent=sum(self._transport.bytes_sent.values()),
+            ),
+            durable=True,
+        )
+        deadline_s = time.monotonic() + EXIT_TIMEOUT_S
+        while True:
+            message = self._next_message(deadline_s - time.monotonic())
+            if isinstance(message, Exit):
+                self._trace.dump(self._setup.run_dir)
+                return
+            if isinstance(message, Prepare | Fenced):
+                self._put_back(message)
+                raise InterruptedWaitError("the epoch has risen at the end")
+
+    def _next_message(self, timeout_s: float) -> ToWorker:
+        try:
+            return self._mailbox.messages.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            raise WaitTimeoutError(f"the coordinator has said nothing for {timeout_s:.0f} s") from None
+
+    def _put_back(self, message: ToWorker) -> None:
+        rest = [message]
+        while not self._mailbox.messages.empty():
+            rest.append(self._mailbox.messages.get())
+        for kept in rest:
+            self._mailbox.messages.put(kept)
+
+    # ------------------------------------------------------------------------------------------------------- recovery
+
+    def _recover(self, error: Exception) -> None:
+        """From the first sign of a loss until the decision is carried out, however often the epoch rises meanwhile.
+
+        Raises:
+            FencedError: the others go on without this worker.
+            WaitTimeoutError: no decision comes.
+        """
+        start_ns = time.monotonic_ns()
+        self._mailbox.activity.wait("recover")
+        if isinstance(error, PeerLostError) and self._member.state is MemberState.TRAINING:
+            self._client.send(
+                LinkLost(worker=self._worker, peer=error.worker, epoch=self._member.epoch, detail=str(error))
+            )
+        while True:
+            message = self._next_message(DECISION_TIMEOUT_S)
+            self._mailbox.urgent = any(isinstance(m, Prepare | Fenced) for m in list(self._mailbox.messages.queue))
+            if not isinstance(message, Prepare | Decision | Fenced):
+                continue
+            action = self._member.handle(message)
+            if isinstance(action, Leave):
+                raise FencedError(f"worker {self._worker} is no member any more and ends itself: {action.reason}")
+            if isinstance(action, Ignored):
+                print(f"ignored a {type(message).__name__}: {action.reason}", flush=True)
+            elif isinstance(action, MoveAndReport):
+                self._move(action)
+            elif isinstance(action, Install):
+                try:
+                    self._install(action.decision)
+                except (InterruptedWaitError, PeerLostError) as again:
+                    print(f"interrupted while installing epoch {action.decision.epoch}: {again}", flush=True)
+                    continue
+                self._trace.add(
+                    "RECOVERY", PHASE, start_ns, time.monotonic_ns(), {"epoch": self._member.epoch, "step": self._step}
+                )
+                return
+            elif self._last_report is not None:
+                self._client.send(self._last_report)
+
+    def _move(self, action: MoveAndReport) -> None:
+        """Leaves the old epoch's data plane, and only then promises and reports."""
+        self._begin_s = time.monotonic()
+        self._transport.advance_epoch(action.epoch, action.members)
+        layers = sorted(self.engine.layers)
+        span = (layers[0], layers[-1] + 1)
+        self._last_report = self._ledger.promise(action.epoch, self.engine.held(), span)
+        self._mailbox.registration = msgspec.structs.replace(
+            self._mailbox.registration, epoch=action.epoch, report=self._last_report, done=False
+        )
+        self._client.send(self._last_report)
+
+    def _install(self, decision: Decision) -> None:
+        """Carries out a decision: afterwards this worker computes again."""
+        before = self._ledger.evidence
+        todo = self._ledger.accept(decision)
+        self._members = decision.members
+        edit_begin_s = time.monotonic()
+        self._make_links(decision.layout)
+        edit_s = time.monotonic() - edit_begin_s
+        begin_s = time.monotonic()
+        self._step, self._attempt = decision.resume_step, decision.resume_attempt
+        self._duties = []
+        if todo is CatchUp.ROLL_BACK:
+            received = self._roll_back(decision)
+        else:
+            verdict = self.engine.catch_up(todo, decision)
+            received = self.engine.install(decision)
+            evidence = decision.evidence
+            learned = evidence is not None and evidence.commits and (before is None or before.order < evidence.order)
+            unreported = evidence is not None and (not self._reports or self._reports[-1].step < evidence.step)
+            if verdict is not None and evidence is not None and evidence.commits and (learned or unreported):
+                self.engine.step = evidence.step
+                self._committed(self.engine.result_of(evidence.step, evidence.attempt, verdict, ()), 0.0)
+        if self._worker == self._members[0]:
+            for report in self._reports:
+                if report.step < decision.resume_step and report.step > decision.published:
+                    self._client.send(report, durable=True)
+        if decision.evaluate:
+            self._duties.append(("evaluate", decision.resume_step - 1))
+        if decision.checkpoint:
+            self._duties.append(("checkpoint", decision.resume_step - 1))
+        self._mailbox.registration = msgspec.structs.replace(
+            self._mailbox.registration, epoch=decision.epoch, report=None, done=False
+        )
+        self._client.send(
+            Installed(
+                worker=self._worker,
+                epoch=decision.epoch,
+                edit_s=edit_s,
+                promote_s=time.monotonic() - begin_s,
+                critical_bytes=received,
             )
         )
-        self._transport.watch(self._control.fileno(), None)
-        deadline = time.monotonic() + EXIT_TIMEOUT_S
-        while not any(isinstance(message, Exit) for message in self._control.wait(deadline - time.monotonic())):
-            pass
+
+    def _roll_back(self, decision: Decision) -> int:
+        """Loads the decision's checkpoint under its layout."""
+        assert decision.rollback is not None
+        folder = self._setup.run_dir / "checkpoints" / f"step-{decision.rollback:08d}"
+        checkpoint = (folder, verify_checkpoint(folder).meta)
+        layers, store, progress = materialise(
+            self._blueprint, self._worker, self._optimizer, decision.layout, decision.placement, checkpoint
+        )
+        self.engine = self._make_engine(decision.layout, decision.placement, layers, store, progress)
+        self._ledger.gathered(decision.rollback)
+        while self._reports and self._reports[-1].step > decision.rollback:
+            self._reports.pop()
+        return sum(layer.flat.nbytes for layer in layers.values()) + store.optimizer_bytes()
+
+    # ----------------------------------------------------------------------------------------------------------- data
 
     def _training_batch(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._source.batch(self._sampler.microbatch(step, microbatch), "train")
@@ -236,84 +505,97 @@ class Worker:
         num_microbatches = self._config.run.eval_microbatches
         loss = self.engine.evaluate(step, self._evaluation_batch)
         batch, length = self._config.batch.microbatch_size, self._config.model.context_length
-        self._control.send(
-            EvaluationReport(
+        if self._worker == self._members[0]:
+            report = EvaluationReport(
                 worker=self._worker,
                 step=step,
                 loss=loss,
                 num_tokens=num_microbatches * batch * length,
                 duration_s=time.monotonic() - start_s,
             )
-        )
-
-    def _on_control(self) -> None:
-        for message in self._control.receive():
-            if isinstance(message, Stop):
-                self._request = Request.STOP_WITH_CHECKPOINT if message.checkpoint else Request.STOP
-        if self._control.closed:
-            self._transport.watch(self._control.fileno(), None)
-            self._transport.interrupt("the coordinator has ended")
-            self._coordinator_gone = True
-
-    def _check_coordinator(self) -> None:
-        self._transport.poll()
-        if self._coordinator_gone:
-            raise PeerLostError(-1, "the coordinator has ended")
+            self._client.send(report, durable=True)
 
 
-def run_worker(setup: WorkerSetup, control: ControlChannel) -> int:
+class ClosableClient(ControlClient, Protocol):
+    """A control client of which this process has charge."""
+
+    def close(self, timeout_s: float = 0.0) -> object:
+        """Ends the connection, after what is durable has been handled or the time is over."""
+        ...
+
+
+class MakeClient(Protocol):
+    """Makes the control client of a worker."""
+
+    def __call__(self, mailbox: Mailbox) -> ClosableClient:
+        """Connects; messages go to the mailbox."""
+        ...
+
+
+def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
     """A worker process from its start to its end; errors are reported to the coordinator.
 
+    Args:
+        setup: what it is started with.
+        make_client: connects to the coordinator.
     Returns:
         Exit status: 0, or 1 after an error.
     """
     torch.set_num_threads(1)
-    keep_freed_memory()
     worker: Worker | None = None
     transport: StreamTransport | None = None
+    client: ClosableClient | None = None
     try:
-        transport = StreamTransport(setup.worker, key=setup.key, listen=setup.listen, epoch=FIRST_EPOCH)
-        control.send(Hello(worker=setup.worker, address=transport.address))
-        worker = Worker(setup, control, transport)
-        addresses = _wait_for_start(control)
-        transport.connect({peer: addresses[peer] for peer in worker.peers()}, CONNECT_TIMEOUT_S)
-        control.send(Ready(worker=setup.worker, holding=worker.holding()))
+        transport = StreamTransport(setup.worker, key=setup.key, listen=setup.listen, epoch=Coordinator.FIRST_EPOCH)
+        mailbox = Mailbox(setup.worker, transport)
+        client = make_client(mailbox)
+        worker = Worker(setup, client, mailbox, transport)
+        worker.connect(_wait_for_start(mailbox))
+        client.send(Ready(worker=setup.worker, holding=worker.holding()))
         worker.train()
         return 0
+    except FencedError as error:
+        print(str(error), flush=True)
+        return 1
     except Exception as error:
         traceback.print_exc()
-        _report_failure(setup.worker, worker, error, control)
+        if client is not None:
+            client.send(_failure(setup.worker, worker, error), durable=True)
         return 1
     finally:
+        if client is not None:
+            client.close(FLUSH_TIMEOUT_S)
         if transport is not None:
             transport.close()
 
 
-def _wait_for_start(control: ControlChannel) -> dict[int, str]:
-    deadline = time.monotonic() + START_TIMEOUT_S
+def _wait_for_start(mailbox: Mailbox) -> dict[int, str]:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
     while True:
-        for message in control.wait(max(0.0, deadline - time.monotonic())):
-            if isinstance(message, Start):
-                return message.addresses
-            if isinstance(message, Stop):
-                raise WaitTimeoutError("stopped before the start")
+        try:
+            message = mailbox.messages.get(timeout=max(0.0, deadline_s - time.monotonic()))
+        except queue.Empty:
+            raise WaitTimeoutError(f"the other workers were not started within {START_TIMEOUT_S:.0f} s") from None
+        if isinstance(message, Start):
+            return message.addresses
+        if isinstance(message, Fenced):
+            raise FencedError(message.reason)
 
 
-def _report_failure(worker_id: int, worker: Worker | None, error: Exception, control: ControlChannel) -> None:
+def _failure(worker_id: int, worker: Worker | None, error: Exception) -> Failed:
     cause = error.__cause__ if isinstance(error, LayerError) and error.__cause__ is not None else error
     summary = str(error) if isinstance(error, LayerError) else f"{type(error).__name__}: {error}"
-    if worker is not None and worker.engine.step and not isinstance(error, LayerError | VoteError):
-        summary += f" (in step {worker.engine.step})"
-    try:
-        control.send(
-            Failed(
-                worker=worker_id,
-                kind=type(cause).__name__,
-                summary=summary,
-                # What the vote has found says all; where in this code that was said does not help anybody.
-                traceback_text="" if isinstance(error, VoteError) else "".join(traceback.format_exception(cause)),
-                lost_peer=error.worker if isinstance(error, PeerLostError) else None,
-            )
-        )
-    except CommError:
-        pass  # the coordinator is gone too: the worker's log file has the traceback
+    step = worker.engine.step if worker is not None else 0
+    place = f"step {step}"
+    if isinstance(error, LayerError):
+        place = f"step {error.position.step}, micro-batch {error.position.microbatch}"
+    elif step and not isinstance(error, VoteError):
+        summary += f" (in step {step})"
+    return Failed(
+        worker=worker_id,
+        kind=type(cause).__name__,
+        signature=f"{type(cause).__name__} at {place}",
+        summary=summary,
+        # What the vote has found says all; where in this code that was said does not help anybody.
+        traceback_text="" if isinstance(error, VoteError) else "".join(traceback.format_exception(cause)),
+    )

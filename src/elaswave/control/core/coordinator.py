@@ -121,6 +121,8 @@ class Books(NamedTuple):
 
     evaluate: bool
     checkpoint: bool
+    published: int = 0
+    """The newest step whose loss is known."""
 
 
 Event = Registered | Report | Installed | Suspected | Failed | EvidenceSeen | CheckpointFound
@@ -334,7 +336,7 @@ class Coordinator:
     def _on_registered(self, event: Registered) -> list[Effect]:
         worker = event.worker
         if worker not in self.members:
-            return [Send(worker, self._fenced(f"worker {worker} is not a member of epoch {self.epoch}"))]
+            return [Send(worker, self.fence(worker))]
         self._addresses[worker] = event.address
         if self.state is State.STARTING:
             if event.epoch != self.FIRST_EPOCH:
@@ -355,6 +357,10 @@ class Coordinator:
         elif event.epoch > self.epoch:
             effects.append(Note(f"worker {worker} registers in epoch {event.epoch}, the newest is {self.epoch}"))
         return effects
+
+    def fence(self, worker: int) -> Fenced:
+        """What a worker is told that is no member any more."""
+        return self._fenced(f"worker {worker} is no member of epoch {self.epoch}")
 
     def _fenced(self, reason: str) -> Fenced:
         return Fenced(term=self.term, epoch=self.epoch, reason=reason)
@@ -426,7 +432,7 @@ class Coordinator:
 
     def _on_report(self, report: Report) -> list[Effect]:
         if report.worker not in self.members:
-            return [Send(report.worker, self._fenced(f"worker {report.worker} is no member of epoch {self.epoch}"))]
+            return [Send(report.worker, self.fence(report.worker))]
         if report.epoch != self.epoch or self.state is not State.COLLECTING:
             return [Note(f"a report of worker {report.worker} for epoch {report.epoch} is not awaited")]
         self._reports[report.worker] = report
@@ -468,6 +474,7 @@ class Coordinator:
             rollback=None,
             evaluate=books.evaluate,
             checkpoint=books.checkpoint,
+            published=books.published,
             promoted=planned.promoted,
             reason=self._reason,
         )
@@ -515,6 +522,7 @@ class Coordinator:
             rollback=event.step,
             evaluate=False,
             checkpoint=False,
+            published=event.step,
             promoted=0,
             reason=f"{self._reason}; all copies of {len(self._orphans)} blocks ({orphans}) were lost",
         )

@@ -100,6 +100,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
     """The evaluation of the step before `resume_step` is still to be made."""
     checkpoint: bool
     """The checkpoint of the step before `resume_step` is still to be written."""
+    published: int
+    """The newest step whose loss the coordinator has; whoever knows later ones sends them again."""
     promoted: int
     """Number of blocks that got a new owner."""
     reason: str

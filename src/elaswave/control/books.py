@@ -1,0 +1,477 @@
+"""The books of a run: what the workers report becomes events, checkpoints, lines on the terminal, and the result.
+
+Whoever keeps the books publishes; it takes no part in steps. Every message may come twice (a coordinator can die
+between handling and acknowledging it), so everything here is idempotent, and a new coordinator restores its books
+from the run's event log. A repeated step must have the same loss.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import elaswave
+from elaswave.control.core.coordinator import Books as Unfinished
+from elaswave.control.core.coordinator import Coordinator
+from elaswave.control.messages import ShowEvaluation, ShowStep, ShowText, ToAgent
+from elaswave.errors import CheckpointError, StateError
+from elaswave.hashing import MASK64
+from elaswave.observability.events import (
+    AnyEvent,
+    CheckpointWritten,
+    ErrorRaised,
+    Evaluated,
+    EventLog,
+    Holdings,
+    LayoutChosen,
+    Recovered,
+    RunFinished,
+    RunStarted,
+    StepCommitted,
+    StepSkipped,
+    read_events,
+)
+from elaswave.observability.result import (
+    CheckpointRecord,
+    EpochRecord,
+    Recovery,
+    Result,
+    WorkerMemory,
+    from_json_float,
+)
+from elaswave.runtime.blueprint import Blueprint
+from elaswave.runtime.materialise import MASTER, stored_name
+from elaswave.runtime.messages import (
+    EvaluationReport,
+    Finished,
+    Holding,
+    Ready,
+    ShardFailed,
+    ShardWritten,
+    Standing,
+    StepReport,
+)
+from elaswave.runtime.optimizer import OPTIMIZERS
+from elaswave.state.checkpoint import commit_checkpoint, discard_checkpoint, prune, shard_folder
+from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo, WrittenItem
+from elaswave.state.verify import add_digests, state_digest
+from elaswave.types import Layout
+
+STEPS_LEFT_OUT = 3
+"""First steps of a process that do not count for its throughput."""
+
+
+class Books:
+    """The books of one job.
+
+    Args:
+        blueprint: the run.
+        run_dir: its folder.
+        checkpoint: what it resumes from: folder and description, or None.
+        events: the run's log.
+        show: sends something to the terminal.
+        started_s: monotonic time at which the command began.
+        restarted: whether an earlier coordinator of this job has kept the books so far.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        run_dir: Path,
+        *,
+        checkpoint: tuple[Path, CheckpointMeta] | None,
+        events: EventLog,
+        show: Callable[[ToAgent], None],
+        started_s: float,
+        restarted: bool,
+    ) -> None:
+        self._blueprint = blueprint
+        self._config = blueprint.config
+        self._run_dir = run_dir
+        self._events = events
+        self._show = show
+        self._started_s = started_s
+        self._sampler = blueprint.sampler(blueprint.open_source(run_dir / "data"))
+        meta = None if checkpoint is None else checkpoint[1]
+        self.first_step = 1 if meta is None else meta.step + 1
+        self._losses: list[float] = [] if meta is None else [float(loss) for loss in meta.losses]
+        extra = {} if meta is None else meta.extra
+        self._val_losses: list[float] = [float(loss) for loss in extra.get("val_losses", [])]
+        self._val_steps: list[int] = list(extra.get("val_steps", []))
+        self._holdings: dict[int, Holdings] = {}
+        self._first_report_s: dict[int, float] = {}
+        self._shards: dict[int, dict[int, ShardWritten | ShardFailed]] = {}
+        self._checkpoints: list[CheckpointRecord] = []
+        self._finished: dict[int, Finished] = {}
+        self._epochs: list[EpochRecord] = []
+        self._recoveries: list[Recovery] = []
+        self._start_up_s = 0.0
+        self._epoch = Coordinator.FIRST_EPOCH
+        self.members: tuple[int, ...] = blueprint.layout.workers
+        self.outcome: Literal["finished", "failed", "interrupted"] | None = None
+        """How an earlier coordinator has ended the job, or None."""
+        batch = self._config.batch
+        self._tokens_per_step = batch.num_microbatches * batch.microbatch_size * self._config.model.context_length
+        if restarted:
+            self._restore()
+            return
+        self._write(
+            RunStarted(
+                version=elaswave.__version__,
+                total_steps=self._config.run.steps,
+                first_step=self.first_step,
+                num_workers=len(self.members),
+                resumed_from=None if checkpoint is None else str(checkpoint[0].relative_to(run_dir)),
+                losses=list(self._losses),
+                config=self._config.to_dict(),
+            )
+        )
+
+    def _restore(self) -> None:
+        """Takes the books over from the events that earlier coordinators of this job have written."""
+        events = read_events(self._events.path)
+        begin = max((index for index, event in enumerate(events) if isinstance(event, RunStarted)), default=0)
+        for event in events[begin:]:
+            if isinstance(event, StepCommitted):
+                self._note_loss(event.step, from_json_float(event.loss))
+                self._first_report_s[event.step] = event.finished_s
+            elif isinstance(event, Evaluated):
+                self._val_steps.append(event.step)
+                self._val_losses.append(from_json_float(event.loss))
+            elif isinstance(event, CheckpointWritten):
+                self._checkpoints.append(event.checkpoint)
+            elif isinstance(event, LayoutChosen):
+                self._epochs.append(
+                    EpochRecord(
+                        epoch=event.epoch, layout=event.layout, reason=event.reason, first_step=event.first_step
+                    )
+                )
+                self._epoch = event.epoch
+                self.members = event.layout.workers
+                self._holdings = dict(event.holdings)
+                self._start_up_s = event.start_up_s or self._start_up_s
+            elif isinstance(event, Recovered):
+                self._recoveries.append(event.recovery)
+            elif isinstance(event, RunFinished):
+                self.outcome = event.outcome
+
+    def _write(self, event: AnyEvent) -> None:
+        self._events.write(event)
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that has been published."""
+        return len(self._losses)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the present epoch."""
+        return self._epochs[-1].layout if self._epochs else self._blueprint.layout
+
+    @property
+    def all_finished(self) -> bool:
+        """Every member has made its last step and reported its state."""
+        return set(self.members) <= set(self._finished)
+
+    def say(self, text: str, *, is_error: bool = False) -> None:
+        """Shows a line on the terminal."""
+        self._show(ShowText(text=text, is_error=is_error))
+
+    # ----------------------------------------------------------------------------------------------------- membership
+
+    def ready(self, message: Ready) -> None:
+        """A worker begins to train."""
+        self._holdings[message.worker] = _holdings(message.holding)
+        if len(self._holdings) < len(self.members) or self._epochs:
+            return
+        self._start_up_s = time.monotonic() - self._started_s
+        reason = "as configured" if self.first_step == 1 else "as configured, resumed from a checkpoint"
+        self._open_epoch(self._blueprint.layout, reason, self.first_step)
+
+    def _open_epoch(self, layout: Layout, reason: str, first_step: int) -> None:
+        self._epochs.append(EpochRecord(epoch=self._epoch, layout=layout, reason=reason, first_step=first_step))
+        self._write(
+            LayoutChosen(
+                epoch=self._epoch,
+                layout=layout,
+                reason=reason,
+                first_step=first_step,
+                layer_names=[spec.name for spec in self._blueprint.model.layers],
+                layer_parameters=[sum(slot.numel for slot in shape.tensors) for shape in self._blueprint.shapes],
+                holdings={worker: self._holdings[worker] for worker in layout.workers if worker in self._holdings},
+                start_up_s=self._start_up_s,
+            )
+        )
+
+    def rise(self, epoch: int) -> None:
+        """The epoch has risen: what was reported for the end or for a checkpoint no longer counts."""
+        self._epoch = epoch
+        self._finished.clear()
+        for step in list(self._shards):
+            self._discard(step)
+
+    def decided(self, layout: Layout, reason: str, first_step: int) -> None:
+        """Survivors go on under a layout."""
+        self.members = layout.workers
+        self._open_epoch(layout, reason, first_step)
+
+    def recovered(self, recovery: Recovery) -> None:
+        """An event has been dealt with."""
+        self._recoveries.append(recovery)
+        self._write(Recovered(recovery=recovery))
+
+    def unfinished(self, step: int) -> Unfinished:
+        """What of a committed step is still to be done."""
+        run = self._config.run
+        in_run = self.first_step <= step
+        evaluate = bool(run.eval_every) and in_run and step % run.eval_every == 0 and step not in self._val_steps
+        wanted = step == run.steps or (run.checkpoint_every and step % run.checkpoint_every == 0)
+        written = any(record.step == step for record in self._checkpoints)
+        return Unfinished(evaluate, bool(wanted) and in_run and not written, published=self.last_step)
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    def step(self, report: StepReport) -> bool:
+        """Publishes a committed step.
+
+        Returns:
+            Whether it is new.
+        Raises:
+            StateError: a repeated step's loss is another one, in bitwise mode.
+        """
+        if not self._note_loss(report.step, report.loss):
+            return False
+        self._first_report_s[report.step] = report.finished_s
+        before_s = self._first_report_s.get(report.step - 1, report.finished_s - report.duration_s)
+        data_pass, _ = self._sampler.cursor(report.step)
+        self._show(
+            ShowStep(
+                step=report.step,
+                total_steps=self._config.run.steps,
+                loss=report.loss,
+                tokens_per_s=self._tokens_per_step / max(1e-9, report.finished_s - before_s),
+                data_pass=data_pass,
+                epoch=report.epoch,
+                layout_name=self.layout.describe(),
+            )
+        )
+        for reason in report.retries:
+            if "measured" not in reason:
+                self.say(f"step {report.step} was tried again: {reason}")
+        if report.skipped is not None:
+            self.say(f"step {report.step} was committed without an update: {report.skipped}")
+            self._write(
+                StepSkipped(
+                    step=report.step,
+                    reason=report.skipped,
+                    microbatch=report.skipped_microbatch,
+                    layer=report.skipped_layer,
+                )
+            )
+        self._write(
+            StepCommitted(
+                step=report.step,
+                epoch=report.epoch,
+                attempt=report.attempt,
+                loss=report.loss,
+                grad_norm=report.norm,
+                lr=report.learning_rate,
+                tokens_per_s=self._tokens_per_step / max(1e-9, report.duration_s),
+                duration_s=report.duration_s,
+                finished_s=report.finished_s,
+                phases_s=report.phases_s,
+                retries=report.retries,
+            )
+        )
+        return True
+
+    def _note_loss(self, step: int, loss: float) -> bool:
+        """Whether it is the next step's; checks that a repeated step repeats its loss."""
+        if step == len(self._losses) + 1:
+            self._losses.append(loss)
+            return True
+        if step > len(self._losses):
+            raise StateError(f"step {step} was reported, but step {len(self._losses) + 1} never was; this is a defect")
+        known = self._losses[step - 1]
+        if known != loss and not (known != known and loss != loss):
+            if self._config.elastic.consistency == "bitwise":
+                raise StateError(
+                    f"step {step} had the loss {known!r} and, repeated, {loss!r}; in bitwise mode they must be equal. "
+                    "Are the workers' processors and library versions the same?"
+                )
+            self._losses[step - 1] = loss
+        return False
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        """Publishes a validation loss."""
+        if report.step in self._val_steps:
+            return
+        self._val_steps.append(report.step)
+        self._val_losses.append(report.loss)
+        self._show(ShowEvaluation(step=report.step, loss=report.loss))
+        self._write(
+            Evaluated(step=report.step, loss=report.loss, num_tokens=report.num_tokens, duration_s=report.duration_s)
+        )
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def shard(self, message: ShardWritten | ShardFailed) -> None:
+        """A worker's part of a checkpoint; the last one completes it."""
+        where = message.standing if isinstance(message, ShardWritten) else message
+        epoch, step = where.epoch, where.step
+        if epoch != self._epoch or any(record.step == step for record in self._checkpoints):
+            return
+        shards = self._shards.setdefault(step, {})
+        shards[message.worker] = message
+        if not set(self.members) <= set(shards):
+            return
+        del self._shards[step]
+        failures = [shard for shard in shards.values() if isinstance(shard, ShardFailed)]
+        if failures:
+            self._give_up_checkpoint(step, failures[0].worker, failures[0].reason)
+            return
+        parts = [shard for shard in shards.values() if isinstance(shard, ShardWritten)]
+        try:
+            self._commit_checkpoint(parts[0].standing, [item for part in parts for item in part.items])
+        except CheckpointError as error:
+            self._give_up_checkpoint(step, None, str(error))
+
+    def _discard(self, step: int) -> None:
+        self._shards.pop(step, None)
+        discard_checkpoint(shard_folder(self._run_dir, step))
+
+    def _give_up_checkpoint(self, step: int, worker: int | None, reason: str) -> None:
+        text = f"the checkpoint of step {step} could not be written, training goes on without it: {reason}"
+        self._write(ErrorRaised(message=text, worker=worker, step=step))
+        self.say(text, is_error=True)
+        self._discard(step)
+
+    def _commit_checkpoint(self, standing: Standing, items: list[WrittenItem]) -> None:
+        step = standing.step
+        slots = (MASTER, *OPTIMIZERS[self._config.optimizer.name](self._config.optimizer).slots)
+        tensors = self._blueprint.tensors
+        val = [(at, loss) for at, loss in zip(self._val_steps, self._val_losses, strict=True) if at <= step]
+        meta = CheckpointMeta(
+            step=step,
+            losses=[loss if loss - loss == 0 else "nan" for loss in self._losses[:step]],
+            grids={slot.name: exponent for slot, exponent in zip(tensors, standing.exponents, strict=True)},
+            seed=self._config.run.seed,
+            data_cursor=self._sampler.cursor(step),
+            config=self._config.to_dict(),
+            tensors={stored_name(name, slot.name): TensorInfo(slot.shape) for name in slots for slot in tensors},
+            elaswave_version=elaswave.__version__,
+            extra={
+                "num_updates": standing.num_updates,
+                "calibrated": standing.calibrated,
+                "val_steps": [at for at, _ in val],
+                "val_losses": [loss for _, loss in val],
+            },
+        )
+        done = commit_checkpoint(shard_folder(self._run_dir, step), items, meta)
+        record = CheckpointRecord(
+            step=step,
+            path=str(done.folder.relative_to(self._run_dir)),
+            num_bytes=sum(item.length for item in items),
+            duration_s=max(0.0, time.monotonic() - self._first_report_s.get(step, time.monotonic())),
+        )
+        self._checkpoints.append(record)
+        self._write(CheckpointWritten(checkpoint=record))
+        pruned = prune(self._run_dir, self._config.run.keep_checkpoints)
+        removed = {str(folder.relative_to(self._run_dir)) for folder in pruned}
+        self._checkpoints = [kept for kept in self._checkpoints if kept.path not in removed]
+
+    # ---------------------------------------------------------------------------------------------------------- the end
+
+    def finish(self, message: Finished) -> None:
+        """A worker has made its last step."""
+        if message.standing.epoch == self._epoch:
+            self._finished[message.worker] = message
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the workers have ended before the run's last step, because they were asked to."""
+        return any(report.stopped for report in self._finished.values())
+
+    def result(self) -> tuple[Result, dict[str, str]]:
+        """The result of the run and its digest per tensor, once everybody has finished.
+
+        Raises:
+            StateError: the followers' state is not the owners'.
+        """
+        assert self.all_finished
+        reports = [self._finished[worker] for worker in self.members]
+        standing = reports[0].standing
+        digests = add_digests(report.owner_digests for report in reports)
+        if all(report.complete for report in reports):
+            self._check_followers(digests, add_digests(report.follower_digests for report in reports))
+        step = standing.step
+        result = Result(
+            steps=step,
+            losses=list(self._losses),
+            state_digest=state_digest(
+                step=step,
+                num_updates=standing.num_updates,
+                data_cursor=self._sampler.cursor(step),
+                grids=standing.exponents,
+                tensor_digests=digests,
+            ),
+            throughput_tokens_per_s=self._throughput(),
+            epochs=list(self._epochs),
+            recoveries=list(self._recoveries),
+            val_losses=list(self._val_losses),
+            val_steps=list(self._val_steps),
+            memory={
+                report.worker: WorkerMemory(peak_bytes=report.peak_bytes, optimizer_bytes=report.optimizer_bytes)
+                for report in sorted(reports, key=lambda report: report.worker)
+            },
+            checkpoints=list(self._checkpoints),
+            start_up_s=self._start_up_s,
+            duration_s=time.monotonic() - self._started_s,
+            config=self._config.to_dict(),
+        )
+        return result, {name: f"{value:016x}" for name, value in digests.items()}
+
+    def _check_followers(self, owners: dict[str, int], followers: dict[str, int]) -> None:
+        """The sum over followers must be (number of followers) times the owners' digest, tensor by tensor."""
+        num_followers = min(self._config.elastic.num_followers, len(self.members) - 1)
+        if num_followers == 0:
+            return
+        for name, value in owners.items():
+            if followers.get(name) != value * num_followers & MASK64:
+                raise StateError(
+                    f"the followers' copy of {name} is not the owners' after the last step; the result is not to be "
+                    "trusted. Resume from the last checkpoint, and look at the hardware"
+                )
+
+    def _throughput(self) -> float | None:
+        """Tokens per second without start-up and the first steps."""
+        begin, end = self.first_step + STEPS_LEFT_OUT - 1, self.last_step
+        if end <= begin or begin not in self._first_report_s:
+            return None
+        return self._tokens_per_step * (end - begin) / (self._first_report_s[end] - self._first_report_s[begin])
+
+    def close(self, outcome: Literal["finished", "failed", "interrupted"], reason: str) -> None:
+        """The job is over."""
+        self.outcome = outcome
+        self._write(
+            RunFinished(
+                outcome=outcome,
+                steps=self.last_step,
+                duration_s=time.monotonic() - self._started_s,
+                reason=reason,
+            )
+        )
+
+    def error(self, message: str, worker: int | None, traceback_text: str) -> None:
+        """Logs what ends the job."""
+        self._write(ErrorRaised(message=message, worker=worker, traceback=traceback_text))
+
+
+def _holdings(holding: Holding) -> Holdings:
+    return Holdings(
+        num_parameters=holding.num_parameters,
+        num_owned_blocks=holding.num_owned_blocks,
+        num_owned_parameters=holding.num_owned_parameters,
+        num_followed_blocks=holding.num_followed_blocks,
+        num_followed_parameters=holding.num_followed_parameters,
+    )

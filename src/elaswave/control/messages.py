@@ -1,0 +1,71 @@
+"""What an agent (the process beside the workers, which has the terminal) and the coordinator say to each other."""
+
+from elaswave.runtime.messages import FromWorker, Message
+
+
+class Exited(Message, frozen=True, kw_only=True):
+    """A worker's process has ended. Durable."""
+
+    worker: int
+    text: str
+    """How: "was killed by SIGKILL"."""
+    at_s: float
+    """Monotonic time of the machine."""
+
+
+class AgentHello(Message, frozen=True, kw_only=True):
+    """The agent has connected; what a new coordinator must know."""
+
+    exited: list[Exited]
+    coordinator_ends_s: list[float]
+    """Monotonic times at which coordinators have ended."""
+
+
+class StopJob(Message, frozen=True, kw_only=True):
+    """A person wants the job to end after the step in hand. Durable."""
+
+    checkpoint: bool
+
+
+class ShowStep(Message, frozen=True, kw_only=True):
+    """For the terminal: a committed step."""
+
+    step: int
+    total_steps: int
+    loss: float
+    tokens_per_s: float
+    data_pass: int
+    epoch: int
+    layout_name: str
+
+
+class ShowEvaluation(Message, frozen=True, kw_only=True):
+    """For the terminal: a validation loss."""
+
+    step: int
+    loss: float
+
+
+class ShowText(Message, frozen=True, kw_only=True):
+    """For the terminal: a line."""
+
+    text: str
+    is_error: bool = False
+
+
+class Ended(Message, frozen=True, kw_only=True):
+    """The job is over; the agent ends whoever is left."""
+
+    outcome: str
+    """finished, stopped or failed."""
+    reason: str = ""
+    worker: int | None = None
+    """The worker whose own error it is."""
+    traceback_text: str = ""
+    is_state_error: bool = False
+    """Whether the state contradicts itself (a defect, or broken hardware)."""
+
+
+FromAgent = AgentHello | Exited | StopJob
+ToAgent = ShowStep | ShowEvaluation | ShowText | Ended
+ToCoordinator = FromWorker | FromAgent
