@@ -1,0 +1,634 @@
+"""Control connections over every kind of socket: nothing that matters is lost, whoever dies and returns."""
+
+import os
+import socket
+import threading
+import time
+import warnings
+
+import pytest
+from tests.conformance.coordinators import (
+    KEY,
+    KINDS,
+    PATIENCE_S,
+    Coordinator,
+    Hello,
+    Participant,
+    Say,
+    Tell,
+    Town,
+    heard_by,
+    kill,
+    make_certificate,
+    until,
+)
+
+from elaswave.comm import addresses
+from elaswave.control import client as client_module
+from elaswave.control.client import ControlClient
+from elaswave.control.wire import Kind, Tls, agent_id
+from elaswave.errors import BacklogError, ConfigError, FrameError
+
+
+@pytest.fixture(params=KINDS)
+def town(request, tmp_path):
+    yield from _town(request.param, tmp_path)
+
+
+@pytest.fixture
+def one_town(tmp_path):
+    """For what does not depend on the kind of socket."""
+    yield from _town("unix", tmp_path)
+
+
+def _town(kind, tmp_path):
+    descriptors = set(os.listdir("/proc/self/fd"))
+    town = Town(kind, tmp_path)
+    yield town
+    town.close()
+    assert os.listdir(town.folder) == [], "a socket file is left"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("control of")]
+    until(lambda: len(os.listdir("/proc/self/fd")) <= len(descriptors))
+
+
+def test_a_client_says_hello_first_and_then_everybody_talks(town):
+    coordinator = town.coordinator()
+    worker = town.participant(3)
+    agent = town.participant(agent_id(0))
+    for participant in (worker, agent):
+        participant.works()
+        assert coordinator.events(participant.client.peer) == ["connected"]
+        assert coordinator.log[[who for _, who, _ in coordinator.log].index(participant.client.peer)][0] == "connected"
+        assert coordinator.hellos(participant.client.peer) == [1]
+    assert coordinator.call(lambda: coordinator.server.peers) == [3, agent_id(0)]
+    assert coordinator.call(lambda: coordinator.server.heard_s(3)) >= 0
+    assert coordinator.call(lambda: coordinator.server.heard_s(4)) is None
+    assert worker.client.connected and worker.client.disconnected_s == 0
+    assert worker.client.last_connected == pytest.approx(time.monotonic(), abs=PATIENCE_S)
+    assert worker.client.close(PATIENCE_S)
+    until(lambda: coordinator.events(3) == ["connected", "closed"])
+    assert not worker.client.connected
+    assert not worker.client.send(Say(1)) and not worker.client.send(Say(1), durable=True)
+    agent.works()
+
+
+def test_messages_keep_their_order_and_durable_ones_are_acknowledged(town):
+    coordinator = town.coordinator()
+    worker = town.participant(0)
+    until(lambda: worker.client.connected)
+    for number in range(300):
+        assert worker.client.send(Say(number), durable=number % 3 == 0)
+    until(lambda: len(worker.heard) == 300)
+    assert coordinator.said(0) == worker.heard == list(range(300))
+    until(lambda: not worker.client.num_unacknowledged)
+
+
+def test_large_messages_pass_in_both_directions(town):
+    coordinator = town.coordinator()
+    worker = town.participant(0)
+    until(lambda: worker.client.connected)
+    worker.client.send(Say(1, "x" * (3 << 20)), durable=True)
+    worker.works()
+    coordinator.call(lambda: coordinator.server.send(0, Tell(5, os.urandom(3 << 20))))
+    until(lambda: 5 in worker.heard)
+    assert any(message == Say(1, "x" * (3 << 20)) for _, _, message in coordinator.log)
+
+
+def test_one_message_goes_to_those_that_are_connected(one_town):
+    coordinator = one_town.coordinator()
+    workers = [one_town.participant(peer) for peer in range(3)]
+    for worker in workers:
+        worker.works()
+    assert coordinator.call(lambda: coordinator.server.send_all([0, 1, 2, 9], Tell(77))) == [0, 1, 2]
+    assert not coordinator.call(lambda: coordinator.server.send(9, Tell(78)))
+    for worker in workers:
+        until(lambda worker=worker: worker.heard[-1] == 77)
+
+
+def test_everything_is_said_again_to_a_new_coordinator(town):
+    first = town.coordinator()
+    worker = town.participant(2)
+    worker.works()
+    first.close()
+    until(lambda: not worker.client.connected)
+    assert worker.client.disconnected_s > 0
+    assert worker.client.last_connected < time.monotonic()
+    assert "the coordinator ended the connection" in worker.client.trouble or "refused" in worker.client.trouble
+    for number in range(50):
+        assert not worker.client.send(Say(number), durable=True)
+        assert not worker.client.send(Say(1000 + number))
+    assert worker.client.num_unacknowledged == 50
+    second = town.coordinator()
+    until(lambda: not worker.client.num_unacknowledged)
+    assert second.hellos(2) == [2]
+    assert second.said(2) == list(range(50)), "durable messages once and in order, the others dropped"
+    worker.works()
+
+
+def test_a_killed_coordinator_loses_nothing(town, tmp_path):
+    """Three coordinators are killed while four clients keep sending."""
+    journal = tmp_path / "heard"
+    workers = [town.participant(peer) for peer in range(4)]
+    total, process = 1500, town.process(journal)
+    stop = threading.Event()
+
+    def talk(worker: Participant) -> None:
+        for number in range(1, total + 1):
+            worker.client.send(Say(number), durable=True)
+            if number % 50 == 0 and stop.wait(0.01):
+                return
+
+    threads = [threading.Thread(target=talk, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    try:
+        for generation in range(3):
+            until(lambda generation=generation: len(heard_by(journal)) > (generation + 1) * total // 2)
+            kill(process)
+            process = town.process(journal)
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        for worker in workers:
+            assert worker.client.close(PATIENCE_S)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    for peer in range(4):
+        reached = 0
+        for number in (number for who, number in heard_by(journal) if who == peer):
+            assert number <= reached + 1, "a message has been left out"
+            reached = max(reached, number)
+        assert reached == total
+    assert all(worker.num_hellos >= 2 for worker in workers)
+
+
+def test_thirty_two_clients(town):
+    coordinator = town.coordinator()
+    workers = [town.participant(peer) for peer in range(32)]
+    until(lambda: all(worker.client.connected for worker in workers))
+    for number in range(20):
+        for worker in workers:
+            worker.client.send(Say(number), durable=True)
+    until(lambda: all(len(worker.heard) == 20 for worker in workers))
+    assert all(coordinator.said(peer) == list(range(20)) for peer in range(32))
+    assert len(coordinator.call(lambda: coordinator.server.send_all(range(32), Tell(99)))) == 32
+    until(lambda: all(worker.heard[-1] == 99 for worker in workers))
+    coordinator.close()
+    again = town.coordinator()
+    until(lambda: all(worker.client.connected for worker in workers))
+    until(lambda: sorted(again.call(lambda: again.server.peers)) == list(range(32)))
+
+
+def test_a_message_that_comes_again_is_handled_once_in_the_life_of_a_server(one_town):
+    coordinator = one_town.coordinator()
+    one_town.stranger(own=5).authenticate().say_hello(identity=11).say(1).say(2).close()
+    until(lambda: coordinator.said(5) == [1, 2])
+    again = one_town.stranger(own=5).authenticate().say_hello(identity=11).say(1).say(2).say(3)
+    while again.acknowledged() < 3:
+        pass
+    assert coordinator.said(5) == [1, 2, 3]
+    another = one_town.stranger(own=5).authenticate().say_hello(identity=12).say(1)
+    assert another.acknowledged() == 1
+    assert coordinator.said(5) == [1, 2, 3, 1], "another client counts from the start"
+
+
+def test_the_newest_connection_of_a_peer_replaces_the_older_one(one_town):
+    coordinator = one_town.coordinator()
+    older = one_town.stranger(own=5).authenticate().say_hello(1)
+    until(lambda: coordinator.events(5) == ["connected"])
+    newer = one_town.stranger(own=5).authenticate().say_hello(2)
+    assert older.is_refused()
+    assert newer.say(1).acknowledged() == 1
+    assert coordinator.events(5) == ["connected", "connected"]
+    newer.close()
+    until(lambda: coordinator.events(5) == ["connected", "connected", "closed"])
+
+
+def test_a_peer_can_be_disconnected_after_what_was_sent(one_town):
+    coordinator = one_town.coordinator()
+    worker = one_town.participant(4)
+    worker.works()
+    coordinator.call(lambda: (coordinator.server.send(4, Tell(1)), coordinator.server.disconnect(4)))
+    coordinator.call(lambda: coordinator.server.disconnect(9))
+    until(lambda: coordinator.events(4)[:3] == ["connected", "closed", "connected"])
+    assert 1 in worker.heard
+    worker.works()
+
+
+def test_an_error_of_the_coordinator_is_raised_and_nothing_is_acknowledged(one_town):
+    def fail(peer, message):
+        if message == Say(3):
+            raise RuntimeError("the disk is full")
+
+    first = one_town.coordinator(on_message=fail)
+    worker = one_town.participant(1)
+    until(lambda: worker.client.connected)
+    for number in range(1, 6):
+        worker.client.send(Say(number), durable=True)
+    until(lambda: first.failure is not None)
+    assert str(first.failure) == "the disk is full"
+    until(lambda: worker.client.num_unacknowledged == 3)
+    assert first.said(1) == [1, 2]
+    first.close()
+    second = one_town.coordinator()
+    until(lambda: not worker.client.num_unacknowledged)
+    assert second.said(1) == [3, 4, 5]
+
+
+def test_heartbeats_go_on_while_the_main_thread_computes(town):
+    coordinator = town.coordinator()
+    beats = iter(range(10**6))
+    worker = town.participant(1, heartbeat=lambda: Say(next(beats)), interval_s=0.005)
+    until(lambda: worker.client.connected)
+    while len(coordinator.said(1)) < 10:
+        sum(range(10000))
+    assert coordinator.said(1)[:10] == list(range(10))
+
+
+def test_what_is_sent_while_hello_is_made_follows_it(one_town):
+    coordinator = one_town.coordinator()
+
+    def hello():
+        # As another thread would, after the state that hello tells has been read.
+        assert worker.send(Say(2)) and worker.send(Say(3), durable=True)
+        return Hello(7)
+
+    heard = []
+    worker = ControlClient(one_town.listen, KEY, 8, Tell, heard.append, hello)
+    worker.send(Say(1), durable=True)
+    worker.start()
+    until(lambda: len(heard) == 3)
+    assert worker.close(PATIENCE_S)
+    assert coordinator.hellos(8) == [7] and coordinator.said(8) == [1, 2, 3]
+
+
+def test_silence_drops_everything_and_closes_nothing(town):
+    coordinator = town.coordinator()
+    worker = town.participant(6)
+    worker.works()
+    heard = list(worker.heard)
+    said = coordinator.said(6)
+    worker.client.silence(True)
+    for number in range(5):
+        assert not worker.client.send(Say(number), durable=True)
+        assert not worker.client.send(Say(100 + number))
+    coordinator.call(lambda: coordinator.server.send(6, Tell(50)))
+    other = town.participant(7)
+    other.works()
+    assert coordinator.events(6) == ["connected"] and coordinator.said(6) == said and worker.heard == heard
+    worker.client.silence(False)
+    until(lambda: not worker.client.num_unacknowledged)
+    assert coordinator.said(6) == said + list(range(5))
+    assert 50 not in worker.heard and coordinator.hellos(6) == [1, 2]
+    worker.works()
+
+
+def test_a_silent_client_does_not_connect_again_and_can_be_closed(one_town):
+    coordinator = one_town.coordinator()
+    worker = one_town.participant(6)
+    worker.works()
+    worker.client.silence(True)
+    worker.client.send(Say(1), durable=True)
+    coordinator.close()
+    until(lambda: not worker.client.connected)
+    coordinator = one_town.coordinator()
+    other = one_town.participant(7)
+    other.works()
+    assert coordinator.events(6) == []
+    assert not worker.client.close(PATIENCE_S), "it says that a message was not acknowledged, and does not wait"
+
+
+def test_a_coordinator_that_never_answers_is_given_up(one_town):
+    """It accepts connections and reads, but answers no heartbeat, as a stopped host would."""
+    coordinator = one_town.coordinator()
+    worker = one_town.participant(6, silence_timeout_s=0.05, interval_s=0.01)
+    worker.works()
+    release = threading.Event()
+    try:
+        coordinator._loop.call_soon_threadsafe(release.wait, PATIENCE_S)
+        until(lambda: not worker.client.connected)
+        until(lambda: "silent" in worker.client.trouble)
+    finally:
+        release.set()
+    worker.works()
+    assert worker.num_hellos >= 2
+
+
+def test_a_handshake_that_does_not_end_is_given_up(one_town, monkeypatch):
+    monkeypatch.setattr(client_module, "HANDSHAKE_TIMEOUT_S", 0.02)
+    sock, _, remove = addresses.listen_at(one_town.listen)
+    worker = one_town.participant(6)
+    until(lambda: "did not finish the handshake in time" in worker.client.trouble)
+    sock.close()
+    remove()
+    one_town.coordinator()
+    monkeypatch.undo()
+    worker.works()
+
+
+def test_without_a_thread_the_owner_takes_turns(town):
+    coordinator = town.coordinator()
+    agent = town.participant(agent_id(0), start=False)
+    assert not agent.client.connected
+    deadline = time.monotonic() + PATIENCE_S
+    agent.client.send(Say(1), durable=True)
+    num_threads = threading.active_count()
+    while not agent.heard and time.monotonic() < deadline:
+        wait_s = agent.client.turn(0.05)
+        assert 0 <= wait_s <= 10
+    assert agent.heard == [1] and coordinator.said(agent_id(0)) == [1]
+    assert agent.client.fileno() >= 0 and threading.active_count() == num_threads
+    agent.client.send(Say(2), durable=True)
+    assert agent.client.close(PATIENCE_S)
+    assert coordinator.said(agent_id(0)) == [1, 2]
+
+
+def test_too_much_unacknowledged_is_an_error_and_not_a_leak(one_town):
+    worker = one_town.participant(3, max_unacknowledged_bytes=1000)
+    for number in range(8):
+        worker.client.send(Say(number, "x" * 90), durable=True)
+    with pytest.raises(BacklogError, match=r"8 messages \(9\d\d bytes\) of worker 3 wait for the coordinator.*at most"):
+        worker.client.send(Say(8, "x" * 90), durable=True)
+    coordinator = one_town.coordinator()
+    until(lambda: not worker.client.num_unacknowledged)
+    worker.client.send(Say(8, "x" * 90), durable=True)
+    until(lambda: coordinator.said(3) == list(range(9)))
+
+
+def test_a_message_that_is_too_large_is_refused_where_it_is_made(one_town):
+    coordinator = one_town.coordinator(max_message_bytes=1000)
+    worker = one_town.participant(3, max_message_bytes=1000)
+    worker.works()
+    with pytest.raises(FrameError, match="a Say of 10.. bytes is larger than the 1000"):
+        worker.client.send(Say(1, "x" * 1000))
+    with pytest.raises(FrameError, match="a Tell of 10.. bytes is larger than the 1000"):
+        coordinator.call(lambda: coordinator.server.send(3, Tell(1, bytes(1000))))
+    worker.works()
+
+
+def test_a_coordinator_that_sends_what_it_may_not_is_left(one_town, caplog):
+    coordinator = one_town.coordinator()
+    worker = one_town.participant(3, max_message_bytes=1000)
+    worker.works()
+    coordinator.call(lambda: coordinator.server.send(3, Tell(1, bytes(2000))))
+    until(lambda: "a message of 20" in worker.client.trouble)
+    until(lambda: worker.client.connected)
+    coordinator.call(lambda: coordinator.server._peers[3].write(Kind.OPEN, 0, b""))
+    until(lambda: "OPEN from the coordinator, which only clients may send" in worker.client.trouble)
+    assert "worker 3 has no connection to the coordinator: a message of 20" in caplog.text
+    worker.works()
+
+
+def test_an_impostor_of_the_coordinator_learns_and_changes_nothing(town, caplog):
+    impostor = town.coordinator(key=b"some other key of enough bytes")
+    worker = town.participant(3)
+    worker.client.send(Say(1), durable=True)
+    until(lambda: "the coordinator does not hold this job's key" in worker.client.trouble)
+    assert impostor.log == []
+    assert caplog.text.count("does not hold this job's key") >= 1
+    impostor.close()
+    coordinator = town.coordinator()
+    until(lambda: coordinator.said(3) == [1])
+
+
+@pytest.mark.parametrize("where", ["on_message", "hello", "heartbeat"])
+def test_an_error_in_a_callback_closes_the_client_and_is_told(one_town, where):
+    one_town.coordinator()
+    failures = []
+
+    def fail(*arguments):
+        raise RuntimeError("a bug")
+
+    callbacks = {"on_message": lambda message: None, "hello": Hello, "heartbeat": lambda: None}
+    callbacks[where] = fail
+    worker = ControlClient(
+        one_town.listen,
+        KEY,
+        3,
+        Tell,
+        callbacks["on_message"],
+        callbacks["hello"],
+        heartbeat=callbacks["heartbeat"],
+        interval_s=0.01,
+        on_failure=failures.append,
+    )
+    worker.send(Say(1), durable=True)
+    worker.start()
+    until(lambda: failures)
+    assert str(failures[0]) == "a bug"
+    worker.close(0.0)
+    assert not worker.connected and not worker.send(Say(2))
+
+
+def test_without_on_failure_the_error_ends_the_thread_as_any_other(one_town, monkeypatch):
+    one_town.coordinator()
+    seen = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: seen.append(arguments.exc_value))
+
+    def fail():
+        raise RuntimeError("a bug")
+
+    worker = ControlClient(one_town.listen, KEY, 3, Tell, lambda message: None, fail)
+    worker.start()
+    until(lambda: seen)
+    assert str(seen[0]) == "a bug"
+    worker.close(0.0)
+
+
+def test_a_client_may_be_closed_by_its_own_callback(one_town):
+    coordinator = one_town.coordinator()
+    worker = ControlClient(one_town.listen, KEY, 3, Tell, lambda message: worker.close(), Hello)
+    worker.send(Say(1), durable=True)
+    worker.start()
+    until(lambda: coordinator.events(3) == ["connected", "closed"])
+    worker.close(0.0)
+
+
+def test_a_forked_child_lets_go_and_can_have_its_own(one_town):
+    coordinator = one_town.coordinator()
+    worker = one_town.participant(1)
+    worker.works()
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of the test itself
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            own = Participant(one_town.listen, 2)
+            own.works()
+            if not worker.client.connected and not worker.client.send(Say(1)) and own.client.close(PATIENCE_S):
+                status = 0
+            os.close(theirs)
+            os.read(ours, 1)
+        finally:
+            os._exit(status)
+    os.close(ours)
+    try:
+        until(lambda: coordinator.events(2) == ["connected", "closed"])
+        worker.works()
+        assert worker.client.close(PATIENCE_S)
+        until(lambda: coordinator.events(1) == ["connected", "closed"])
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child lives on, and holds no connection of its parent"
+    finally:
+        os.close(theirs)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_successor_takes_over_the_address_and_the_predecessor_leaves_it_alone(tmp_path):
+    folder = tmp_path / "private"
+    listen = f"unix:{folder}/coordinator.sock"
+    first, second = Coordinator(listen), None
+    try:
+        second = Coordinator(listen)
+        first.close()
+        participant = Participant(listen, 1)
+        participant.works()
+        assert second.said(1) and not first.log
+        assert participant.client.close(PATIENCE_S)
+    finally:
+        first.close()
+        if second is not None:
+            second.close()
+    assert os.listdir(folder) == []
+
+
+def test_addresses_that_cannot_be_listened_at(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
+    for listen, reason in [
+        (f"unix:{tmp_path}/open/c.sock", "mode 0755"),
+        ("unix:/", "a path to a socket file is needed"),
+        ("unix:relative/c.sock", "absolute path"),
+        ("file:/c.sock", "neither unix:FOLDER nor tcp"),
+        ("tcp:localhost:1", "not a numeric address"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            Coordinator(listen)
+    folder = tmp_path / "private"
+    (folder / "c.sock").mkdir(parents=True)
+    folder.chmod(0o700)
+    with pytest.raises(OSError):
+        Coordinator(f"unix:{folder}/c.sock")
+    assert os.listdir(folder) == ["c.sock"], "the temporary name is removed"
+
+
+def test_keys_and_certificates_are_checked_where_they_are_given(tmp_path):
+    listen = f"unix:{tmp_path}/private/c.sock"
+    tls = Tls(certificate=tmp_path / "none.pem", key=tmp_path / "none.key")
+    with pytest.raises(ValueError, match="at least 16"):
+        Coordinator(listen, key=b"short")
+    with pytest.raises(ValueError, match="at least 16"):
+        Participant(listen, 1, key=b"short")
+    for make in (lambda **options: Coordinator(listen, **options), lambda **options: Participant(listen, 1, **options)):
+        with pytest.raises(ValueError, match="TLS is for tcp: addresses"):
+            make(tls=tls)
+    with pytest.raises(ConfigError, match=r"none.pem and .*none.key cannot be used.*PEM files that belong together"):
+        Coordinator("tcp:127.0.0.1", tls=tls)
+
+
+def test_a_network_that_others_can_read_is_warned_about(caplog):
+    Coordinator("tcp:0.0.0.0").close()
+    assert "authenticated but not encrypted: configure a certificate" in caplog.text
+    caplog.clear()
+    Coordinator("tcp:127.0.0.1").close()
+    assert caplog.text == ""
+
+
+def test_closing_is_bounded_and_flushes(one_town):
+    coordinator = one_town.coordinator()
+    worker = one_town.participant(1)
+    worker.works()
+    deaf = one_town.stranger(own=2).authenticate().say_hello()
+    half = one_town.stranger()
+    until(lambda: coordinator.events(2))
+    coordinator.call(
+        lambda: (
+            coordinator.server.send(1, Tell(1, bytes(1 << 20))),
+            [coordinator.server.send(2, Tell(1, bytes(1 << 20))) for _ in range(40)],
+        )
+    )
+    coordinator._run(coordinator.server.close(0.2))
+    coordinator._run(coordinator.server.close(0.2))
+    assert 1 in worker.heard
+    assert half.is_refused() and deaf.is_refused()
+    assert coordinator.events(1) == coordinator.events(2) == ["connected"]
+
+
+def test_tls_material_that_does_not_fit(tmp_path):
+    """Another certificate, even a valid one, in the middle; none at all; none of the authority."""
+    job, other = make_certificate(tmp_path, "job"), make_certificate(tmp_path, "other")
+    authority = make_certificate(tmp_path, "authority")
+    signed = make_certificate(tmp_path, "node", authority)
+    with pytest.raises(ConfigError, match="belong together"):
+        Tls(certificate=job.certificate, key=other.key).dialling()
+    (tmp_path / "empty.pem").write_text("nothing")
+    with pytest.raises(ConfigError, match="empty.pem"):
+        Tls(certificate=tmp_path / "empty.pem", key=job.key).dialling()
+    with pytest.raises(ConfigError, match="none.pem"):
+        Tls(certificate=job.certificate, key=job.key, ca=tmp_path / "none.pem").listening()
+
+    coordinator = Coordinator("tcp:127.0.0.1", tls=signed)
+    try:
+        member = Participant(coordinator.address, 1, tls=signed)
+        member.works()
+        outsiders = {
+            "plain": Participant(coordinator.address, 2, tls=None),
+            "other": Participant(coordinator.address, 3, tls=other),
+        }
+        until(lambda: len(coordinator.refusals) >= 2)
+        until(lambda: all(outsider.client.trouble for outsider in outsiders.values()))
+        member.works()
+        for participant in (member, *outsiders.values()):
+            participant.client.close(0.0)
+        assert {who for _, who, _ in coordinator.log} == {1}
+        assert any("TLS failed" in reason for reason in coordinator.refusals)
+    finally:
+        coordinator.close()
+
+    unsigned = Coordinator("tcp:127.0.0.1", tls=job)
+    try:
+        choosy = Participant(unsigned.address, 1, tls=signed)
+        until(lambda: "TLS failed (CERTIFICATE_VERIFY_FAILED)" in choosy.client.trouble)
+        choosy.client.close(0.0)
+    finally:
+        unsigned.close()
+
+
+def test_whoever_ends_tls_in_the_middle_fails_the_handshake(tmp_path):
+    """Without an authority any certificate is taken; but the job's key vouches for the listener's."""
+    job, evil = make_certificate(tmp_path, "job"), make_certificate(tmp_path, "evil")
+    coordinator = Coordinator("tcp:127.0.0.1", tls=job, handshake_timeout_s=0.5)
+    worker = Participant("tcp:127.0.0.1:1", 1, tls=job, start=False)
+    listener = socket.create_server(("127.0.0.1", 0))
+    worker.client._address = f"tcp:127.0.0.1:{listener.getsockname()[1]}"
+
+    def relay() -> None:
+        try:
+            victim, _ = listener.accept()
+            onward = addresses.dial(coordinator.address)
+            victim.settimeout(PATIENCE_S)
+            onward.settimeout(PATIENCE_S)
+            with (
+                evil.listening().context.wrap_socket(victim, server_side=True) as inward,
+                evil.dialling().context.wrap_socket(onward) as outward,
+            ):
+                outward.sendall(inward.recv(1 << 16))
+                inward.sendall(outward.recv(1 << 16))
+                outward.sendall(inward.recv(1 << 16))
+                inward.sendall(outward.recv(1 << 16))
+        except OSError:
+            pass
+
+    thread = threading.Thread(target=relay)
+    thread.start()
+    try:
+        worker.client.start()
+        until(lambda: "does not hold this job's key" in worker.client.trouble)
+        assert coordinator.log == []
+    finally:
+        worker.client.close(0.0)
+        listener.close()
+        thread.join(PATIENCE_S)
+        coordinator.close()
