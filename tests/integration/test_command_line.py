@@ -1,0 +1,277 @@
+"""``elaswave train`` as a process of its own: bad input, signals, and two jobs at a time.
+
+Every command runs in a session of its own with a temporary folder of its own, so that whatever it leaves is seen.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.integration.jobs import SMALL, run_job
+
+from elaswave.observability.result import Result, read_digests, read_result
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 120.0
+COMMAND = (sys.executable, "-c", "import sys; from elaswave.cli.main import main; sys.exit(main())", "train")
+
+
+def settings_of(**changes: Any) -> list[str]:
+    """``--set`` arguments of the small model; underscores for dots: ``run__steps=3``."""
+    values = SMALL | {key.replace("__", "."): value for key, value in changes.items()}
+    return [argument for key, value in values.items() for argument in ("--set", f"{key}={value}")]
+
+
+def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Starts a command in a session and with a temporary folder of its own."""
+    temporary.mkdir()
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        cwd=temporary.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Ends whatever is left of a command."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+@contextlib.contextmanager
+def started(temporary: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that is running; when the context is left, it must have ended and have left nothing."""
+    process = start(temporary, *arguments)
+    try:
+        yield process
+        process.communicate(timeout=TIMEOUT_S)
+        assert processes_of_session(process.pid) == []
+        assert [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")] == []
+    finally:
+        end(process)
+
+
+def processes_of_session(session: int) -> list[int]:
+    """Living processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _parent, _group, of_session = stat.read_text().rpartition(") ")[2].split()[:4]
+            if int(of_session) == session and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def ended(temporary: Path, *arguments: str) -> tuple[int, str, str]:
+    """Runs a command to its end: exit code, standard output, standard error."""
+    with started(temporary, *arguments) as process:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, output, errors
+
+
+def wait_for_step(run_dir: Path, step: int) -> None:
+    """Waits until a run's log says that a step has been committed."""
+    deadline = time.monotonic() + TIMEOUT_S
+    events = run_dir / "events.jsonl"
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            if f'"step":{step},' in events.read_text().replace(" ", ""):
+                return
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} was not reached: {events.read_text() if events.exists() else 'no log'}")
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({"run__stpes": 3}, ["run.stpes: unknown key; did you mean run.steps?"]),
+        ({"run__steps": '"many"'}, ['run.steps: got "many", expected a whole number']),
+        ({"layout__widths": [1, 9]}, ["9"]),
+        ({"layout__stages": 6, "layout__replicas": 1}, ["6", "5"]),
+        ({"layout__widths": [2, 2], "layout__layers": [2, 2]}, ["layout.layers"]),
+        ({"data__source": "no-such-file.txt"}, ["no-such-file.txt: no such file"]),
+        ({"data__source": "short.txt"}, ["short.txt", "one sample needs 17"]),
+        ({"data__source": "odd.bin", "data__vocab_size": 10}, ["odd.bin", "no whole number of tokens"]),
+        ({"data__source": "big.bin", "data__vocab_size": 10}, ["big.bin: token 12 at position 3 is outside the"]),
+    ],
+    ids=["unknown key", "wrong type", "wide stage", "stages", "layers", "no file", "short", "cut off", "vocabulary"],
+)
+def test_bad_input_is_refused_with_exit_code_2(changes: dict[str, Any], expected: list[str], tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_bytes(b"short")
+    (tmp_path / "odd.bin").write_bytes(b"123")
+    (tmp_path / "big.bin").write_bytes(b"".join(n.to_bytes(2, "little") for n in [1, 2, 3, 12] + [4] * 200))
+    code, output, errors = ended(tmp_path / "t", "--run-dir", "run", "--json", *settings_of(**changes))
+    assert code == 2, errors
+    assert "Traceback" not in errors
+    assert errors.startswith("error: ")
+    assert all(text in errors for text in expected), errors
+    assert msgspec.json.decode(output)["exit_code"] == 2
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_every_problem_is_listed(tmp_path: Path) -> None:
+    changes = {"run__stpes": 3, "model__width": 33, "optimizer__lr": '"high"'}
+    code, _, errors = ended(tmp_path / "t", *settings_of(**changes))
+    assert code == 2
+    assert errors.startswith("error: 3 problems:")
+    for key in ("run.stpes", "model.num_heads", "optimizer.lr"):
+        assert key in errors
+
+
+def test_run_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    code, _, errors = ended(tmp_path / "t1", "--run-dir", "file/run", *settings_of())
+    assert (code, "Traceback" in errors) == (2, False)
+    assert "cannot write" in errors and "choose another --run-dir" in errors
+
+    short = settings_of(run__steps=2)
+    code, _, errors = ended(tmp_path / "t2", "--run-dir", "run", *short)
+    assert code == 0, errors
+    before = (tmp_path / "run" / "result.json").read_bytes()
+
+    code, _, errors = ended(tmp_path / "t3", "--run-dir", "run", *short)
+    assert (code, "Traceback" in errors) == (2, False)
+    assert "holds a run already; add --resume to go on with it, --overwrite to replace it" in errors
+
+    code, _, errors = ended(tmp_path / "t4", "--run-dir", "run", "--resume", *settings_of(model__width=64))
+    assert (code, "Traceback" in errors) == (2, False)
+    assert "model.width is 32 there and 64 here" in errors
+    assert (tmp_path / "run" / "result.json").read_bytes() == before
+
+    code, _, errors = ended(tmp_path / "t5", "--run-dir", "run", "--overwrite", *settings_of(run__steps=3))
+    assert code == 0, errors
+    assert read_result(tmp_path / "run").steps == 3
+
+
+# --------------------------------------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("to_all", [False, True], ids=["to the command", "to everybody"])
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_job_between_two_steps(
+    number: signal.Signals, code: int, to_all: bool, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    endless = settings_of(run__steps=10**6, optimizer__schedule="constant")
+    with started(tmp_path / "t", "--run-dir", str(run_dir), "--json", *endless) as process:
+        wait_for_step(run_dir, 3)
+        os.killpg(process.pid, number) if to_all else os.kill(process.pid, number)
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == code, errors
+    assert "Traceback" not in errors
+    assert f"stopped by {number.name} after step " in errors
+    assert msgspec.json.decode(output)["exit_code"] == code
+    last = msgspec.json.decode((run_dir / "events.jsonl").read_text().splitlines()[-1])
+    assert last["outcome"] == "interrupted"
+    checkpoints = sorted(path.name for path in run_dir.glob("checkpoints/*"))
+    if number is signal.SIGINT:
+        assert checkpoints == []
+        return
+    assert checkpoints == [f"step-{last['steps']:08d}"]
+    if to_all:
+        return
+    steps = last["steps"] + 3
+    code, _, errors = ended(
+        tmp_path / "t2", "--run-dir", str(run_dir), "--resume", "--set", f"run.steps={steps}", "--workers", "1"
+    )
+    assert code == 0, errors
+    settings = {"run.steps": steps, "optimizer.schedule": "constant", "layout.widths": [1, 1]}
+    assert same(run_dir, run_job(tmp_path / "whole", settings).run_dir)
+
+
+def same(one: Path, other: Path) -> bool:
+    """Whether two run folders hold the same computation."""
+
+    def computation(result: Result) -> tuple[Any, ...]:
+        return result.losses, result.state_digest
+
+    return computation(read_result(one)) == computation(read_result(other)) and read_digests(one) == read_digests(other)
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with started(tmp_path / "t", "--run-dir", str(run_dir), "--json", *settings_of(run__steps=10**6)) as process:
+        wait_for_step(run_dir, 2)
+        for pid in processes_of_session(process.pid):
+            if pid != process.pid:
+                os.kill(pid, signal.SIGSTOP)  # no worker can answer the first signal any more
+        os.kill(process.pid, signal.SIGTERM)
+        wait_for_text(process, "SIGTERM: ending after this step")
+        os.kill(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130, errors
+    assert "stopped at once by a second signal" in errors
+
+
+def wait_for_text(process: subprocess.Popen[str], text: str) -> None:
+    """Reads a command's standard error until it says something."""
+    assert process.stderr is not None
+    deadline = time.monotonic() + TIMEOUT_S
+    seen = ""
+    while text not in seen:
+        readable, _, _ = select.select([process.stderr], [], [], max(0.0, deadline - time.monotonic()))
+        chunk = os.read(process.stderr.fileno(), 1 << 16).decode() if readable else ""
+        assert chunk, seen
+        seen += chunk
+
+
+def test_workers_end_when_the_command_is_killed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(tmp_path / "t", "--run-dir", str(run_dir), *settings_of(run__steps=10**6))
+    try:
+        wait_for_step(run_dir, 2)
+        assert len(processes_of_session(process.pid)) >= 5
+        process.kill()
+        process.communicate(timeout=TIMEOUT_S)
+        deadline = time.monotonic() + TIMEOUT_S
+        while processes_of_session(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert processes_of_session(process.pid) == []
+    finally:
+        end(process)
+
+
+# ------------------------------------------------------------------------------------------------------- two jobs
+
+
+def test_two_jobs_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(started(tmp_path / f"t{seed}", "--run-dir", str(folder), *settings_of(run__seed=seed)))
+            for seed, folder in enumerate(folders, start=1)
+        ]
+        for process in processes:
+            _, errors = process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode == 0, errors
+    for seed, folder in enumerate(folders, start=1):
+        assert same(folder, run_job(tmp_path / f"alone-{seed}", {"run.seed": seed, "layout.widths": [1]}).run_dir)
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with started(tmp_path / "t1", "--run-dir", str(run_dir), *settings_of(run__steps=10**6)) as process:
+        wait_for_step(run_dir, 1)
+        code, _, errors = ended(tmp_path / "t2", "--run-dir", str(run_dir), "--overwrite", *settings_of())
+        assert code == 2
+        assert "another elaswave is at work in" in errors
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130, errors
