@@ -54,6 +54,9 @@ DURATION_HALF_LIFE_S = 600.0
 _NEWS_S = 10.0
 """What is seen rarely fades slowly: between two values never by more than this time's worth."""
 
+UNSEEN_S = 0.2
+"""How much of the time between two heartbeats an action may be taken to have lasted on."""
+
 IDLE = "idle"
 """Label of a worker that is done, or waits for the coordinator: never a sign of trouble by itself."""
 _PHASES = ("F", "B", "I", "W", "reduce", "vote", "apply", "gather")
@@ -88,9 +91,8 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
             and self.since_s <= later.since_s
         )
 
-    def describe(self) -> str:
-        """Such as "in 2F0 of step 17"."""
-        return f"in {self.label} of step {self.step}"
+    def __str__(self) -> str:
+        return f"{self.label} of step {self.step}"
 
 
 class _LongestLately:
@@ -113,15 +115,17 @@ class _LongestLately:
 class _Watched:
     """What is known of one worker."""
 
-    __slots__ = ("alive_s", "connected", "entered_s", "gaps", "heard_s", "position", "worker")
+    __slots__ = ("alive_s", "connected", "entered_s", "gaps", "heard_s", "is_fresh", "position", "worker")
 
     def __init__(self, worker: int, now_s: float) -> None:
         self.worker = worker
         self.alive_s = now_s
         """Time of the newest sign of life."""
-        self.heard_s: float | None = None
-        """Time of the newest heartbeat, if the one before the next one teaches anything."""
+        self.heard_s = now_s
+        """Time of the newest heartbeat."""
         self.connected = True
+        self.is_fresh = True
+        """The next heartbeat is the first one of its connection: the time before it is no gap."""
         self.gaps = _LongestLately(GAP_HALF_LIFE_S)
         self.position: Position | None = None
         self.entered_s = now_s
@@ -175,7 +179,7 @@ class Detector:
         self._advance(now_s)
         self._gone.discard(worker)
         watched = self._watched.setdefault(worker, _Watched(worker, self._now_s))
-        watched.connected = True
+        watched.connected = watched.is_fresh = True
         watched.alive_s = self._now_s
 
     def left(self, worker: int) -> None:
@@ -192,14 +196,14 @@ class Detector:
             # The others get the same time to be heard again as if they had just spoken.
             self._nobody_heard = False
             for other in self._watched.values():
-                other.alive_s = self._now_s
-        if watched.heard_s is not None:
+                other.alive_s, other.is_fresh = self._now_s, True
+        if not watched.is_fresh:
             watched.gaps.add(min(self._now_s - watched.heard_s, GAP_MAX_S), self._now_s)
         previous = watched.position
         if previous is None or not previous.same_stay(position):
             self._enter(watched, position)
         watched.position = position
-        watched.connected = True
+        watched.connected, watched.is_fresh = True, False
         watched.alive_s = watched.heard_s = self._now_s
         self._follow_front(position)
 
@@ -224,8 +228,7 @@ class Detector:
         self._advance(now_s)
         watched = self._watched.get(worker)
         if watched is not None:
-            watched.connected = False
-            watched.heard_s = None  # the time until it is connected again is no gap between heartbeats
+            watched.connected, watched.is_fresh = False, True
 
     # ------------------------------------------------------------------------------------------------- what follows
 
@@ -371,16 +374,16 @@ class Detector:
     def _enter(self, watched: _Watched, position: Position) -> None:
         """Takes note of what a worker has begun, and learns from what it has ended."""
         entered_s = self._now_s - position.since_s
-        if watched.heard_s is not None:
-            entered_s = max(watched.heard_s, entered_s)
         previous = watched.position
-        if previous is not None and previous.computing:
-            # Something else may have come in between unseen: an upper bound is what is needed.
-            kind = _kind(previous.label)
-            took_s = max(previous.since_s, entered_s - watched.entered_s)
-            self._busy.setdefault(kind, _LongestLately(DURATION_HALF_LIFE_S)).add(took_s, self._now_s)
-        if self._num_computing == 0 and previous is not None and _kind(previous.label) in _PHASES:
-            self._standstills.add(self._now_s - self._moved_s, self._now_s)
+        if previous is not None:
+            entered_s = max(watched.heard_s, entered_s)  # at its last heartbeat it did something else
+            if previous.computing:
+                # When exactly it ended that is not known, only that it was before it began this.
+                took_s = previous.since_s + min(entered_s - watched.heard_s, UNSEEN_S)
+                longest = self._busy.setdefault(_kind(previous.label), _LongestLately(DURATION_HALF_LIFE_S))
+                longest.add(took_s, self._now_s)
+            if self._num_computing == 0 and _kind(previous.label) in _PHASES:
+                self._standstills.add(max(0.0, entered_s - self._moved_s), self._now_s)
         self._num_computing += position.computing - watched.computing
         watched.entered_s = entered_s
         self._moved_s = self._now_s
@@ -403,13 +406,13 @@ class Detector:
             position = watched.position
             if position is None or not position.computing:
                 continue
-            age_s = self._now_s - watched.entered_s
+            age_s = watched.heard_s - watched.entered_s  # as it said itself: silence is another matter
             if age_s <= BUSY_FLOOR_S:
                 continue
             bound_s = self.busy_bound_s(position.label)
             if age_s > bound_s:
                 reason = (
-                    f"worker {watched.worker} has been computing {position.describe()} for {age_s:.1f} s (bound "
+                    f"worker {watched.worker} has been computing {position} for {age_s:.1f} s (bound "
                     f"{bound_s:.1f} s, {PROGRESS_FACTOR:.0f} times the longest lately)"
                 )
                 suspicions.append(self._suspect(watched.worker, "progress", reason))
@@ -423,8 +426,10 @@ class Detector:
         return max(floor_s, PROGRESS_FACTOR * self._standstills.value_s)
 
     def _standing_still(self) -> list[Suspicion]:
-        age_s = self._now_s - self._moved_s
-        if self._num_computing or age_s <= STALL_FLOOR_S:
+        if self._num_computing or not self._watched:
+            return []
+        age_s = min(watched.heard_s for watched in self._watched.values()) - self._moved_s  # as all have said
+        if age_s <= STALL_FLOOR_S:
             return []
         positions = {
             worker: watched.position for worker, watched in self._watched.items() if watched.position is not None
@@ -439,7 +444,7 @@ class Detector:
         its = positions[worker]
         reason = (
             f"nothing has moved for {age_s:.1f} s (bound {bound_s:.1f} s): {len(waiting)} of {len(positions)} workers "
-            f"wait for worker {worker}, which is {its.describe()}"
+            f"wait for worker {worker}, which is in {its}"
             + (f" and waits for {_workers(its.waiting_on)}" if its.waiting_on else "")
         )
         return [self._suspect(worker, "progress", reason)]
