@@ -149,7 +149,7 @@ class FindCheckpoint(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Every worker has registered: tell them each other's addresses."""
+    """Every worker has registered: tell them each other's addresses. Whoever trains already ignores it."""
 
     addresses: dict[int, str]
 
@@ -346,14 +346,18 @@ class Coordinator:
             self.state = State.TRAINING
             return [Persist(StartRecord(term=self.term)), Start(dict(self._addresses))]
         effects: list[Effect] = []
+        if self.state is State.TRAINING and self.decision is None and self._addresses.keys() >= set(self.members):
+            # Its `Start` may have been lost with a connection, or with the coordinator that was about to send it.
+            effects.append(Start(dict(self._addresses)))
         if event.epoch == self.epoch and event.report is not None and self.state is State.COLLECTING:
             effects += self._on_report(event.report)
         elif self.state is State.COLLECTING:
             effects.append(Send(worker, self._prepare()))
         elif self.decision is not None and (event.epoch < self.epoch or event.report is not None):
-            # It has missed the decision, and perhaps the question before it: both are sent again, in order.
+            # It has missed the decision, and perhaps the question before it: both are sent again, in order. Perhaps an
+            # earlier coordinator made the decision; in its name a worker that has heard of us would not take it.
             effects.append(Send(worker, self._prepare()))
-            effects.append(Send(worker, self.decision))
+            effects.append(Send(worker, msgspec.structs.replace(self.decision, term=self.term)))
         elif event.epoch > self.epoch:
             effects.append(Note(f"worker {worker} registers in epoch {event.epoch}, the newest is {self.epoch}"))
         return effects

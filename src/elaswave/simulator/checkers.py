@@ -1,0 +1,298 @@
+"""Judges of a simulated run. They see what happens through a few calls and know nothing of how it is done.
+
+Safety, after DESIGN's "What must always hold": the same bits; every micro-batch exactly once per committed step, no
+step skipped or applied twice; one owner per block and epoch; nothing of an older epoch or attempt is used; survivors
+agree on what is committed; no state is lost while somebody holds it; what is published twice is equal. Liveness: a
+run ends with all steps made, or with a reason that names what was lost.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from elaswave.control.core.messages import Decision
+from elaswave.simulator.job import BlockState, Truth
+from elaswave.state.placement import Placement
+
+
+class Violation(Exception):
+    """Something happened that must never happen."""
+
+
+class Observer:
+    """What can be seen of a run. Every call may be ignored."""
+
+    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+        """A worker begins an attempt under a placement."""
+
+    def computed(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
+        """A worker has added a layer's gradient for a micro-batch to its sums."""
+
+    def used_parameter(self, worker: int, step: int, block: int, value: int) -> None:
+        """A worker computes a step with a parameter."""
+
+    def consumed(
+        self, worker: int, epoch: int, step: int, attempt: int, frame: tuple[int, int, int], sender_is_member: bool
+    ) -> None:
+        """A worker in (epoch, step, attempt) uses a frame of (epoch, step, attempt)."""
+
+    def learned(
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+    ) -> None:
+        """A worker learns the result of a vote; ``grid`` is the one that follows from it."""
+
+    def applied(self, worker: int, block: int, step: int, state: BlockState) -> None:
+        """A worker has applied a step to its copy of a block."""
+
+    def loaded(self, worker: int, block: int, step: int, state: BlockState) -> None:
+        """A worker has a copy of a block from elsewhere: a durable checkpoint or another worker."""
+
+    def dropped(self, worker: int, block: int) -> None:
+        """A worker gives up its copy of a block."""
+
+    def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: int) -> None:
+        """A worker has carried out a decision; versions of its copies."""
+
+    def decided(self, decision: Decision) -> None:
+        """A coordinator has persisted a decision."""
+
+    def published(self, step: int, losses: tuple[int, ...]) -> None:
+        """A coordinator has published the losses of a step."""
+
+    def gone(self, worker: int) -> None:
+        """A worker has ended."""
+
+    def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
+        """All members have made all steps: worker -> block -> (owned, version, state)."""
+
+    def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
+        """The job was given up by a coordinator with these members; blocks that it says are lost."""
+
+    def stopped(self, outcome: str, now: int) -> None:
+        """The simulation is over: ``finished``, ``ended`` or ``stuck``."""
+
+
+def _require(holds: bool, text: str) -> None:
+    if not holds:
+        raise Violation(text)
+
+
+class SameBits(Observer):
+    """State, parameters, losses and grids are the undisturbed run's."""
+
+    def __init__(self, truth: Truth) -> None:
+        self._truth = truth
+
+    def used_parameter(self, worker: int, step: int, block: int, value: int) -> None:
+        right = self._truth.states[step - 1][block][0] >> 9
+        if value != right:
+            raise Violation(f"worker {worker} computes step {step} with a parameter of block {block} of another step")
+
+    def applied(self, worker: int, block: int, step: int, state: BlockState) -> None:
+        if state != self._truth.states[step][block]:
+            raise Violation(f"block {block} on worker {worker} differs after step {step}")
+
+    def loaded(self, worker: int, block: int, step: int, state: BlockState) -> None:
+        _require(state == self._truth.states[step][block], f"block {block} loaded on worker {worker} differs")
+
+    def learned(
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+    ) -> None:
+        if commits:
+            _require(grid == self._truth.grids[step], f"the grid after step {step} differs on worker {worker}")
+
+    def published(self, step: int, losses: tuple[int, ...]) -> None:
+        _require(losses == self._truth.losses[step], f"the published losses of step {step} differ")
+
+    def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
+        last = self._truth.states[-1]
+        owners = [block for held in states.values() for block, (owned, _, _) in held.items() if owned]
+        _require(sorted(owners) == list(range(len(last))), f"at the end the owned blocks are {sorted(owners)}")
+        for worker, held in states.items():
+            for block, (_, version, state) in held.items():
+                right = (len(self._truth.states) - 1, last[block])
+                _require((version, state) == right, f"block {block} on worker {worker} differs at the end")
+
+
+class ExactlyOnce(Observer):
+    """Every micro-batch counts once in every committed step; every copy takes every step once."""
+
+    def __init__(self, num_layers: int, num_microbatches: int) -> None:
+        self._expected = num_layers * num_microbatches
+        self._added: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        self._versions: dict[tuple[int, int], int] = {}
+        self._checked: set[tuple[int, int, int]] = set()
+
+    def computed(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
+        self._added.setdefault((epoch, step, attempt), []).append((layer, microbatch))
+
+    def learned(
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+    ) -> None:
+        key = (epoch, step, attempt)
+        if commits and key not in self._checked:
+            self._checked.add(key)
+            added = self._added.get(key, [])
+            _require(
+                len(added) == len(set(added)) == self._expected,
+                f"step {step} was committed with {len(added)} gradients, {len(set(added))} different ones, of "
+                f"{self._expected}",
+            )
+
+    def applied(self, worker: int, block: int, step: int, state: BlockState) -> None:
+        before = self._versions.get((worker, block), 0)
+        if step != before + 1:
+            raise Violation(f"worker {worker} applies step {step} to block {block}, which is at step {before}")
+        self._versions[worker, block] = step
+
+    def loaded(self, worker: int, block: int, step: int, state: BlockState) -> None:
+        self._versions[worker, block] = step
+
+
+class OneOwner(Observer):
+    """A block has one owner in an epoch: all workers that run in it know the same one."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[int, ...]] = {}
+
+    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+        owners = self._owners.setdefault(epoch, placement.owner)
+        _require(owners == placement.owner, f"worker {worker} has other owners in epoch {epoch} than a peer")
+
+    def decided(self, decision: Decision) -> None:
+        owners = self._owners.setdefault(decision.epoch, decision.placement.owner)
+        _require(owners == decision.placement.owner, f"two decisions about epoch {decision.epoch}")
+
+
+class Fencing(Observer):
+    """Nothing of another epoch or attempt is used, nor anything from a worker that is no member."""
+
+    def consumed(
+        self, worker: int, epoch: int, step: int, attempt: int, frame: tuple[int, int, int], sender_is_member: bool
+    ) -> None:
+        if frame != (epoch, step, attempt):
+            raise Violation(f"worker {worker} in {(epoch, step, attempt)} uses a frame of {frame}")
+        if not sender_is_member:
+            raise Violation(f"worker {worker} uses a frame of a worker that is no member of epoch {epoch}")
+
+
+class Agreement(Observer):
+    """A vote has one result, and what a survivor has seen committed stays committed."""
+
+    def __init__(self) -> None:
+        self._results: dict[tuple[int, int, int], tuple[bool, bytes]] = {}
+        self._committed: dict[int, int] = {}
+        """Worker -> newest step that it knows committed."""
+        self._decision: Decision | None = None
+
+    def learned(
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+    ) -> None:
+        result = self._results.setdefault((epoch, step, attempt), (commits, vector))
+        _require(result == (commits, vector), f"worker {worker} learned another vote on step {step} than a peer")
+        if commits:
+            self._committed[worker] = step
+
+    def decided(self, decision: Decision) -> None:
+        if decision.rollback is not None:
+            return
+        known = max((self._committed.get(worker, 0) for worker in decision.members), default=0)
+        _require(
+            decision.resume_step > known,
+            f"epoch {decision.epoch} resumes with step {decision.resume_step}, but step {known} is committed",
+        )
+
+    def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: int) -> None:
+        base = decision.resume_step - 1
+        _require(set(versions) <= {base}, f"worker {worker} goes on after step {base} with copies of {set(versions)}")
+        self._committed[worker] = base
+
+    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+        before = self._committed.get(worker, 0)
+        _require(step == before + 1, f"worker {worker} begins step {step} after step {before}")
+
+
+class NoSilentLoss(Observer):
+    """State is given up only when all its holders are gone.
+
+    Who has to hold a block is read off the placements that the survivors were working under: if each of them names a
+    holder that is still a member, the block must not be lost.
+    """
+
+    def __init__(self) -> None:
+        self._in_force: dict[int, Placement] = {}
+
+    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+        self._in_force[worker] = placement
+
+    def gone(self, worker: int) -> None:
+        self._in_force.pop(worker, None)
+
+    def decided(self, decision: Decision) -> None:
+        if decision.rollback is not None:
+            self._check(decision.members, range(len(decision.placement.owner)), decision.reason)
+        for worker in decision.members:
+            self._in_force[worker] = decision.placement
+
+    def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
+        if orphans:
+            self._check(members, orphans, reason)
+
+    def _check(self, members: Sequence[int], orphans: Sequence[int], reason: str) -> None:
+        known = [self._in_force[worker] for worker in members if worker in self._in_force]
+        if not known:
+            return
+        for block in orphans:
+            if not all(set(placement.holders(block)) & set(members) for placement in known):
+                return
+        raise Violation(f"state was given up although survivors hold it: {reason}")
+
+
+class PublishedOnce(Observer):
+    """Steps are published in order, and a step that is published again has the same losses."""
+
+    def __init__(self) -> None:
+        self._losses: dict[int, tuple[int, ...]] = {}
+
+    def published(self, step: int, losses: tuple[int, ...]) -> None:
+        before = self._losses.setdefault(step, losses)
+        _require(before == losses, f"step {step} was published with other losses before")
+
+    def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
+        steps = sorted(self._losses)
+        _require(steps == list(range(1, len(steps) + 1)), f"the published steps are {steps}")
+
+
+class Progress(Observer):
+    """The run ends: with all steps, or with a reason that is one."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._last = 0
+        self._ended = ""
+
+    def published(self, step: int, losses: tuple[int, ...]) -> None:
+        self._last = max(self._last, step)
+
+    def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
+        _require(bool(lost), f"given up although nobody was lost: {reason}")
+        named = [worker for worker in lost if str(worker) in reason]
+        _require(bool(named), f"the reason does not name any of the lost workers {list(lost)}: {reason}")
+        self._ended = reason
+
+    def stopped(self, outcome: str, now: int) -> None:
+        _require(outcome != "stuck", f"nothing happens any more at time {now}, after step {self._last}")
+        if outcome == "finished":
+            _require(self._last == self._num_steps, f"finished after step {self._last} of {self._num_steps}")
+
+
+def all_checkers(truth: Truth, num_layers: int, num_microbatches: int) -> list[Observer]:
+    """One of each."""
+    return [
+        SameBits(truth),
+        ExactlyOnce(num_layers, num_microbatches),
+        OneOwner(),
+        Fencing(),
+        Agreement(),
+        NoSilentLoss(),
+        PublishedOnce(),
+        Progress(len(truth.states) - 1),
+    ]

@@ -1,0 +1,232 @@
+"""The simulated coordinator's process: the real core, a store that survives it, detectors, and the books of the run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from elaswave.control.core.coordinator import (
+    Books,
+    CheckpointFound,
+    Coordinator,
+    Decided,
+    Effect,
+    End,
+    EvidenceSeen,
+    FindCheckpoint,
+    Note,
+    Persist,
+    Record,
+    Send,
+    Start,
+    State,
+    Suspected,
+)
+from elaswave.control.core.messages import Decision, Installed, Registered, Report
+from elaswave.simulator.job import model_of
+from elaswave.simulator.messages import FinishedReport, PeerLost, Shard, StepDone
+
+if TYPE_CHECKING:
+    from elaswave.simulator.world import Link, World
+
+
+class StaleTermError(Exception):
+    """A newer coordinator has written to the store."""
+
+
+class Store:
+    """What coordinators persist: refuses whoever is not the newest."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self._term = 0
+
+    def append(self, record: Record) -> None:
+        """Writes a record.
+
+        Raises:
+            StaleTermError: a coordinator of a newer term has written.
+        """
+        self.check(record.term)
+        self._term = record.term
+        self.records.append(record)
+
+    def check(self, term: int) -> None:
+        """Refuses coordinators that have been replaced."""
+        if term < self._term:
+            raise StaleTermError(f"the store has been written by a coordinator of term {self._term}")
+
+
+class SimCoordinator:
+    """One coordinator process.
+
+    Args:
+        world: time, network and observers.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.dead = False
+        model = model_of(world.job)
+        self.core = Coordinator(
+            layout=model.layout,
+            placement=model.placement,
+            blocks=model.blocks,
+            planner=model.planner,
+            records=tuple(world.store.records),
+            books=self._books,
+        )
+        self.links: dict[int, Link] = {}
+        self._finished: dict[int, FinishedReport] = {}
+        self._shards: dict[tuple[int, int], dict[int, Shard]] = {}
+
+    def _books(self, step: int) -> Books:
+        every = self.world.job.checkpoint_every
+        due = bool(every) and step > 0 and step % every == 0
+        return Books(evaluate=False, checkpoint=due and step not in self.world.disk)
+
+    # -------------------------------------------------------------------------------------------------------- effects
+
+    def begin(self) -> None:
+        """Its first effects; members that do not come within the bound are suspected."""
+        self.carry_out(self.core.begin())
+        if self.core.state is not State.STARTING:
+            for worker in self.core.members:
+                self._expect(worker)
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        """Carries out effects in their order; the process may end between any two."""
+        for index, effect in enumerate(effects):
+            self.world.tick(self)
+            if self.world.postponed(self, self.carry_out, effects[index:]):
+                return
+            try:
+                self._carry_out(effect)
+            except StaleTermError as error:
+                self.world.say(f"coordinator of term {self.core.term} ends: {error}")
+                self.world.end_coordinator(self)
+                return
+
+    def _carry_out(self, effect: Effect) -> None:
+        world = self.world
+        if isinstance(effect, Persist):
+            world.store.append(effect.record)
+            if isinstance(effect.record, Decision):
+                world.on_decided(effect.record)
+        elif isinstance(effect, Send):
+            link = self.links.get(effect.worker)
+            if link is not None and link.open:
+                world.to_member(self, link, effect.message)
+        elif isinstance(effect, Start):
+            for worker in self.core.members:
+                world.tick(self)
+                link = self.links.get(worker)
+                if link is not None and link.open:
+                    world.to_member(self, link, None)
+        elif isinstance(effect, FindCheckpoint):
+            newest = max(world.disk, default=None)
+            world.after(world.delay(), self, self._on_checkpoint, newest)
+        elif isinstance(effect, Decided):
+            world.say(f"decided: {_describe(effect.decision)}")
+        elif isinstance(effect, End):
+            world.say(f"the job ends: {effect.reason}")
+            world.on_ended(effect.reason, self.core.members, self._lost(), self.core._orphans)
+            world.finish("ended", effect.reason)
+        elif isinstance(effect, Note):
+            world.say(f"note: {effect.text}")
+
+    def _lost(self) -> list[int]:
+        everybody = set(model_of(self.world.job).layout.workers)
+        return sorted((everybody - set(self.core.members)) | self.world.suspected)
+
+    def _on_checkpoint(self, step: int | None) -> None:
+        self.carry_out(self.core.handle(CheckpointFound(step), self.world.now))
+
+    # ---------------------------------------------------------------------------------------------------- connections
+
+    def on_registered(self, link: Link, message: Registered) -> None:
+        """A worker's first words on a new connection."""
+        self.links[message.worker] = link
+        self.carry_out(self.core.handle(message, self.world.now))
+
+    def on_link_closed(self, worker: int) -> None:
+        """A worker has to come back within the bound."""
+        self._expect(worker)
+
+    def _expect(self, worker: int) -> None:
+        self.world.after(2 * self.world.conditions.heartbeat_bound, self, self._check_present, worker)
+
+    def _check_present(self, worker: int) -> None:
+        link = self.links.get(worker)
+        if (link is None or not link.open) and worker in self.core.members:
+            self.on_suspicion(worker, "heartbeat")
+
+    # ------------------------------------------------------------------------------------------------------ detectors
+
+    def on_exit(self, worker: int) -> None:
+        """A worker's process has ended."""
+        self.on_suspicion(worker, "exit")
+
+    def on_suspicion(self, worker: int, detected_by: str) -> None:
+        """A detector holds a worker for lost."""
+        self.world.suspected.add(worker)
+        if worker in self.core.members:
+            suspicion = Suspected(worker, detected_by, f"worker {worker} was lost ({detected_by})")
+            self.carry_out(self.core.handle(suspicion, self.world.now))
+            self._end_if_finished()
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def on_message(self, link: Link, message: Any) -> None:
+        """A message of a worker."""
+        if isinstance(message, Report | Installed):
+            self.carry_out(self.core.handle(message, self.world.now))
+        elif isinstance(message, StepDone):
+            self._on_step_done(message)
+        elif isinstance(message, PeerLost):
+            self.on_peer_lost(message)
+        elif isinstance(message, Shard):
+            self._on_shard(message)
+        elif isinstance(message, FinishedReport):
+            self._finished[message.worker] = message
+        self._end_if_finished()
+
+    def on_peer_lost(self, message: PeerLost) -> None:
+        """A worker's link to a peer has closed."""
+        if message.worker in self.core.members and message.epoch == self.core.epoch:
+            self.on_suspicion(message.peer, "link")
+
+    def _on_step_done(self, message: StepDone) -> None:
+        self.carry_out(self.core.handle(EvidenceSeen(message.evidence, message.epoch), self.world.now))
+        self.world.publish(message.evidence)
+
+    def _on_shard(self, message: Shard) -> None:
+        shards = self._shards.setdefault((message.step, message.epoch), {})
+        shards[message.worker] = message
+        states = {block: state for shard in shards.values() for block, state in shard.states.items()}
+        if len(states) == len(model_of(self.world.job).blocks):
+            self.world.disk[message.step] = (states, message.grid)
+
+    def _end_if_finished(self) -> None:
+        """Nobody may exit before everybody's last apply is known here, in the present epoch."""
+        core, world = self.core, self.world
+        if self.dead or core.state is not State.TRAINING:
+            return
+        finished = [self._finished.get(worker) for worker in core.members]
+        if all(report is not None and report.epoch == core.epoch for report in finished):
+            try:
+                world.store.check(core.term)
+            except StaleTermError:
+                world.end_coordinator(self)
+                return
+            world.on_finished(core.members, {report.worker: report.states for report in finished if report is not None})
+            world.finish("finished")
+
+
+def _describe(decision: Decision) -> str:
+    evidence = decision.evidence
+    seen = "no vote" if evidence is None else f"vote {evidence.step}.{evidence.attempt} {'+' if evidence.commits else '-'}"
+    return (
+        f"epoch {decision.epoch} members {decision.members} {seen} resume {decision.resume_step}."
+        f"{decision.resume_attempt} owners {decision.placement.owner} followers {decision.placement.followers} "
+        f"deliver {decision.deliver} rollback {decision.rollback}"
+    )

@@ -1,0 +1,71 @@
+"""Runs one schedule and says what came of it."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from elaswave.simulator.checkers import Violation, all_checkers
+from elaswave.simulator.coordinator import SimCoordinator, Store
+from elaswave.simulator.job import model_of, undisturbed
+from elaswave.simulator.schedule import Fault, Schedule
+from elaswave.simulator.worker import SimWorker
+from elaswave.simulator.world import World
+
+
+class Build(NamedTuple):
+    """What the simulated processes are made of; bugs are planted here."""
+
+    worker: type[SimWorker] = SimWorker
+    coordinator: type[SimCoordinator] = SimCoordinator
+    store: type[Store] = Store
+
+
+PRODUCT = Build()
+
+
+class Outcome(NamedTuple):
+    """What came of a schedule."""
+
+    violation: str | None
+    """What must never happen, and has happened."""
+    ended: str
+    """``finished`` or ``ended``; ``stuck`` or empty with a violation."""
+    reason: str
+    """Why the job was ended."""
+    instants: int
+    """Instants that passed."""
+    time: int
+    """Virtual time that passed."""
+    fired: tuple[Fault, ...]
+    """Faults that struck."""
+
+
+def run_schedule(schedule: Schedule, build: Build = PRODUCT, log: Callable[[str], None] | None = None) -> Outcome:
+    """Runs a schedule to its end.
+
+    Args:
+        schedule: job, conditions and faults.
+        build: the processes' classes.
+        log: takes a line per event.
+    Returns:
+        The outcome; never raises for a defect of what is simulated.
+    """
+    job = schedule.job
+    checkers = all_checkers(undisturbed(job), len(model_of(job).blocks_of_layer), job.num_microbatches)
+    world = World(
+        schedule,
+        checkers,
+        worker_class=build.worker,
+        coordinator_class=build.coordinator,
+        store=build.store(),
+        log=log,
+    )
+    violation = None
+    try:
+        world.run()
+    except Violation as error:
+        violation = str(error)
+    except Exception as error:  # whatever the simulated code raises is a finding
+        if log is not None:
+            raise
+        violation = f"{type(error).__name__}: {error}"
+    return Outcome(violation, world.outcome, world.reason, world.instant, world.now, tuple(world.fired))
