@@ -150,6 +150,10 @@ class Coordinator:
         """What happened to a peer, without the messages."""
         return [what for what, who, _ in list(self.log) if who == peer and what != "message"]
 
+    def wait_for_events(self, peer: int, *events: str) -> None:
+        """Waits until just this has happened to a peer."""
+        until(lambda: self.events(peer) == list(events))
+
     def said(self, peer: int) -> list[int]:
         """Numbers of the `Say`s of a peer."""
         return [message.number for _, who, message in list(self.log) if who == peer and isinstance(message, Say)]

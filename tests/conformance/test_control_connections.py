@@ -315,6 +315,22 @@ def test_a_coordinator_that_never_answers_is_given_up(one_town):
     assert worker.num_hellos >= 2
 
 
+def test_a_coordinator_that_does_not_read_is_given_up(one_town, monkeypatch):
+    monkeypatch.setattr(client_module, "MAX_UNSENT_BYTES", 1 << 20)
+    coordinator = one_town.coordinator()
+    worker = one_town.participant(6)
+    worker.works()
+    release = threading.Event()
+    try:
+        coordinator._loop.call_soon_threadsafe(release.wait, PATIENCE_S)
+        for number in range(100):
+            worker.client.send(Say(number, "x" * (1 << 18)))
+        until(lambda: "the coordinator does not read: " in worker.client.trouble)
+    finally:
+        release.set()
+    worker.works()
+
+
 def test_a_handshake_that_does_not_end_is_given_up(one_town, monkeypatch):
     monkeypatch.setattr(client_module, "HANDSHAKE_TIMEOUT_S", 0.02)
     sock, _, remove = addresses.listen_at(one_town.listen)

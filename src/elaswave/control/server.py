@@ -217,7 +217,9 @@ class ControlServer(Generic[_T]):
     def entered(self, connection: "_Connection") -> None:
         """A stranger has connected."""
         if len(self._strangers) >= MAX_STRANGERS:
-            next(iter(self._strangers)).refuse("too many handshakes at a time; the oldest is ended")
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]  # its end is noticed only after others may have entered
+            oldest.refuse("too many handshakes at a time; the oldest is ended")
         self._strangers[connection] = None
 
     def left(self, connection: "_Connection") -> None:
@@ -362,7 +364,7 @@ class _Connection(asyncio.Protocol):
         if self._refused:
             return
         self._refused = True
-        who = peer_name(self.session.peer) if self._settled else "a stranger"
+        who = peer_name(self.session.peer) if self.session.open else "a stranger"
         self.transport.abort()
         self._server.refused(f"control connection of {who} ended: {reason}")
 
