@@ -98,7 +98,8 @@ def print_table(rows: list[dict], where: dict, rounds: int) -> None:
     print(f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, load {where['load_1_min']} at the start")
     print(f"tokens/s against plain PyTorch; medians of {rounds} pairs; cpu: the same ratio of CPU seconds")
     print(
-        f"{'size':<8} {'layout':<6} {'mode':<8} {'plain':>8} {'elaswave':>8} {'ratio':>6} {'quartiles':>11} {'cpu':>5} {'needed':>6}"
+        f"{'size':<8} {'layout':<6} {'mode':<8} {'plain':>8} {'elaswave':>8} "
+        f"{'ratio':>6} {'quartiles':>11} {'cpu':>5} {'needed':>6}"
     )
     for each in rows:
         low, high = each["ratio_quartiles"]

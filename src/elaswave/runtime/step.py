@@ -5,6 +5,7 @@ and changes no state; from then on step k is committed for everybody, because th
 prepared. An interrupt (a new epoch) leaves a step where it is; `catch_up` and `install` go on from there.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -148,7 +149,9 @@ class StepEngine:
         self._activity = activity
         self._trace = trace
         exact = self._config.elastic.consistency == "bitwise"
-        self._make_accumulator: Callable[[LayerShape], Accumulator] = ExactAccumulator if exact else FloatAccumulator
+        self._make_accumulator: Callable[[LayerShape], Accumulator] = (
+            functools.partial(ExactAccumulator, scratches={}) if exact else FloatAccumulator
+        )
         self._accumulators = {index: self._make_accumulator(layer.shape) for index, layer in layers.items()}
         self.compute = Compute(
             blueprint.model,

@@ -19,6 +19,7 @@ take a slower path to the same integers.
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from elaswave.hashing import signed64
@@ -65,32 +66,59 @@ def could_overflow(maximum: float, exponent: int, num_microbatches: int) -> bool
     return maximum > 0.0 and magnitude_bits(maximum) + exponent + count_bits(num_microbatches) > 62
 
 
+class _Scratch:
+    """Where the gradients of one layer become float64, with one view per tensor. Padding stays zero."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        self.flat = torch.zeros(shape.size, dtype=torch.float64)
+        self.views = [self.flat[slot.offset : slot.stop].view(slot.shape) for slot in shape.tensors]
+        self.values = self.flat.numpy()
+        self.words = self.values.view(np.int64)
+
+
+Scratches = dict[tuple[tuple[int, ...], ...], _Scratch]
+"""Scratch memory by the layer's geometry; layers that are alike and add one after the other may share it."""
+
+
 class ExactAccumulator:
     """The exact partial sum of one layer's gradients on one worker.
 
+    What is done once per micro-batch for every parameter is done in as few passes over memory, and for every tensor
+    in as few calls, as possible. Two passes are numpy's, since torch adds int64 at a third of its speed (it multiplies
+    by alpha), and finds the largest value of many tensors only by a call for each.
+
     Args:
         shape: the layer's tensors.
+        scratches: shared by the accumulators of one thread.
     """
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, shape: LayerShape, scratches: Scratches | None = None) -> None:
         self.shape = shape
         self.sum = torch.zeros(shape.size, dtype=torch.int64)
         """Partial sum in grid units plus `offset` per addition, wrapping, shape [shape.size]."""
-        self.maxima = [0.0] * len(shape.tensors)
-        """Largest absolute gradient seen per tensor since `reset`."""
-        self._exponents = [INITIAL_EXPONENT] * len(shape.tensors)
-        self._magic: list[float] = []
-        self._wide = torch.zeros(shape.size, dtype=torch.float64)
-        self._wide_views = [self._wide[slot.offset : slot.stop].view(slot.shape) for slot in shape.tensors]
-        self._wide_bits = self._wide.view(torch.int64)
+        self._words = self.sum.numpy()
+        geometry = tuple((slot.offset, *slot.shape) for slot in shape.tensors)
+        self._scratch = ({} if scratches is None else scratches).setdefault(geometry, _Scratch(shape))
+        self._filled = [index for index, slot in enumerate(shape.tensors) if slot.numel]
+        self._starts = np.array([shape.tensors[index].offset for index in self._filled], dtype=np.intp)
+        self.reset([INITIAL_EXPONENT] * len(shape.tensors))
 
     def reset(self, exponents: Sequence[int]) -> None:
         """Empties the sum for a new attempt on the given grids, one exponent per tensor of the layer."""
         assert len(exponents) == len(self.shape.tensors)
         self.sum.zero_()
-        self.maxima = [0.0] * len(self.shape.tensors)
         self._exponents = list(exponents)
         self._magic = [_magic(exponent) for exponent in exponents]
+        self._fast_limits = np.array([2.0 ** (_FAST_LIMIT_BITS - exponents[index]) for index in self._filled])
+        self._maxima = np.zeros(len(self._filled))
+
+    @property
+    def maxima(self) -> list[float]:
+        """Largest absolute gradient seen per tensor since `reset`."""
+        maxima = [0.0] * len(self.shape.tensors)
+        for index, value in zip(self._filled, self._maxima.tolist(), strict=True):
+            maxima[index] = value
+        return maxima
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Adds one micro-batch's gradients, all of them or (where one is not finite) none.
@@ -100,26 +128,25 @@ class ExactAccumulator:
         Returns:
             Whether all of them were finite.
         """
-        if not self.shape.tensors:
+        if not self._filled:
             return True
+        scratch = self._scratch
         present = [
             torch.zeros(slot.shape) if gradient is None else gradient
             for gradient, slot in zip(gradients, self.shape.tensors, strict=True)
         ]
-        maxima = [_largest(gradient) for gradient in present]
-        if not all(map(math.isfinite, maxima)):
+        torch._foreach_copy_(scratch.views, present)
+        with np.errstate(invalid="ignore"):  # a comparison with nan, which the result then is
+            high = np.maximum.reduceat(scratch.values, self._starts)
+            low = np.minimum.reduceat(scratch.values, self._starts)
+        maxima = np.maximum(high, -low)
+        if not np.isfinite(maxima).all():
             return False
-        self.maxima = list(map(max, self.maxima, maxima))
-        torch._foreach_copy_(self._wide_views, present)
-        wide = [
-            index
-            for index, (maximum, exponent) in enumerate(zip(maxima, self._exponents, strict=True))
-            if maximum > 0.0 and magnitude_bits(maximum) + exponent > _FAST_LIMIT_BITS
-        ]
-        torch._foreach_add_(self._wide_views, self._magic)
-        for index in wide:
-            self._convert_slowly(index, present[index])
-        self.sum.add_(self._wide_bits)
+        np.maximum(self._maxima, maxima, out=self._maxima)
+        torch._foreach_add_(scratch.views, self._magic)
+        for index in (maxima >= self._fast_limits).nonzero()[0].tolist():
+            self._convert_slowly(self._filled[index], present[self._filled[index]])
+        np.add(self._words, scratch.words, out=self._words)
         return True
 
     def _convert_slowly(self, index: int, gradient: torch.Tensor) -> None:
@@ -128,7 +155,7 @@ class ExactAccumulator:
         scaled = torch.round(gradient.to(torch.float64).reshape(-1) * 2.0**exponent)
         # A sum that could overflow is never used (the vote fails); clamping only keeps the conversion defined.
         units = scaled.clamp_(-(2.0**62), 2.0**62).to(torch.int64)
-        self._wide_bits[slot.offset : slot.stop] = units + offset(exponent)
+        self._scratch.words[slot.offset : slot.stop] = (units + offset(exponent)).numpy()
 
 
 class FloatAccumulator:
@@ -192,17 +219,6 @@ def _magic(exponent: int) -> float:
 def offset(exponent: int) -> int:
     """What one addition on the fast path adds beside the units: the bits of ``1.5 * 2**(52 - exponent)``."""
     return ((1023 + 52 - exponent) << 52) | (1 << 51)
-
-
-def _largest(gradient: torch.Tensor) -> float:
-    """Largest absolute value; nan where there is one."""
-    if gradient.numel() == 0:
-        return 0.0
-    low, high = torch.aminmax(gradient)
-    low_value, high_value = float(low), float(high)
-    if low_value != low_value or high_value != high_value:
-        return math.nan
-    return max(-low_value, high_value, 0.0)
 
 
 NORM_LIMBS = 21
