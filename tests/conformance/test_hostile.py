@@ -338,3 +338,39 @@ def _readable(sock: socket.socket) -> bool:
         return bool(sock.recv(1, socket.MSG_PEEK))
     except TimeoutError:
         return False
+
+
+def test_no_descriptor_is_left_behind(stream_world, tmp_path):
+    folder = tmp_path / "again"
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        where = f"unix:{folder}" if stream_world.kind == "unix" else "tcp:127.0.0.1"
+        transports = [StreamTransport(worker, key=KEY, listen=where) for worker in range(3)]
+        link(transports)
+        a, b, c = transports
+        strangers = [connected(b.address) for _ in range(3)]
+        b.poll()
+        with pytest.raises(WaitTimeoutError):
+            a.connect({7: f"unix:{tmp_path}/nobody.sock", 8: c.address}, 0.02)
+        for transport in (a, b):
+            transport.advance_epoch(1, [0, 1])
+        with pytest.raises(ValueError, match="has no port"):
+            a.connect({9: "tcp:127.0.0.1"}, 0.02)
+        for transport in transports:
+            transport.close()
+        for sock in strangers:
+            sock.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_handshake_never_blocks_on_a_full_socket():
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        while True:
+            try:
+                here.send(bytes(1 << 16))
+            except BlockingIOError:
+                break
+        with pytest.raises(ConnectionError, match="does not take a whole message"):
+            door._send(here, b"hello")

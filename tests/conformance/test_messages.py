@@ -7,6 +7,7 @@ import torch
 from tests.conformance.worlds import PATIENCE_S, World, finish, settle, until
 
 from elaswave.comm.frames import HEADER_BYTES, Tag
+from elaswave.comm.memory import MemoryNetwork
 from elaswave.errors import FrameError, InterruptedWaitError, PeerLostError, WaitTimeoutError
 
 TAG = Tag(channel=7, step=3, attempt=1, a=2, b=5)
@@ -185,6 +186,14 @@ def test_a_misfit_to_oneself_is_refused(world):
         a.wait(handle, PATIENCE_S)
 
 
+def test_too_many_unexpected_bytes_to_oneself_fail_the_send(world):
+    (a,) = world.linked(1, max_unexpected_bytes=1000)
+    a.wait(a.send(0, TAG, torch.zeros(900, dtype=torch.uint8)), PATIENCE_S)
+    with pytest.raises(FrameError, match="max_unexpected_bytes"):
+        a.wait(a.send(0, TAG, torch.zeros(900, dtype=torch.uint8)), PATIENCE_S)
+    a.wait(a.recv(0, TAG), PATIENCE_S)
+
+
 @pytest.mark.parametrize(
     ("tag", "tensor", "seen"),
     [
@@ -346,3 +355,10 @@ def test_a_world_of_one_kind_is_what_it_says(world: World):
     a, b = world.linked(2)
     assert a.address.startswith(f"{world.kind}:") and a.address != b.address
     assert (a.worker, a.epoch, a.peers) == (0, 0, frozenset({1}))
+
+
+def test_a_worker_has_one_transport_in_a_memory_network():
+    network = MemoryNetwork()
+    network.transport(0).close()
+    with pytest.raises(ValueError, match="never used again"):
+        network.transport(0)

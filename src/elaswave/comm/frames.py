@@ -141,10 +141,11 @@ def common_dtype_code(tensors: Tensor | Sequence[Tensor]) -> int:
         dtypes = {tensors.dtype}
     else:
         dtypes = {tensor.dtype for tensor in tensors}
-    codes = [_CODE_OF.get(dtype) for dtype in dtypes]
-    if None in codes:
-        raise ValueError(f"tensors of {', '.join(map(str, dtypes))} cannot be sent: view them as another dtype")
-    return codes[0] if len(codes) == 1 and codes[0] is not None else BYTES_CODE
+    if len(dtypes) == 1 and (code := _CODE_OF.get(next(iter(dtypes)))) is not None:
+        return code
+    if unknown := dtypes - _CODE_OF.keys():
+        raise ValueError(f"tensors of {', '.join(map(str, unknown))} cannot be sent: view them as another dtype")
+    return BYTES_CODE
 
 
 def encode_header(epoch: int, tag: Tag, tensors: Tensor | Sequence[Tensor], length: int) -> bytes:

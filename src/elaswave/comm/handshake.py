@@ -9,8 +9,8 @@ HMAC-SHA256 challenge and response over fresh nonces of both sides, both ids and
     listener -> dialler    WELCOME  mac("welcome" + transcript)
 
 Each message has a fixed size, so a stranger can make us hold at most 64 bytes. Every proof covers the whole transcript
-and the speaker's role, so that a replayed, reflected or redirected message proves nothing. From the same transcript both
-sides can derive secrets of this connection alone (``secret``), with which frames can be authenticated.
+and the speaker's role, so that a replayed, reflected or redirected message proves nothing. From the same transcript
+both sides can derive secrets of this connection alone (``secret``), with which frames can be authenticated.
 """
 
 import hashlib
