@@ -1,0 +1,79 @@
+"""Hashes of contents: every change shows, whatever is cut where."""
+
+import pytest
+import torch
+
+from elaswave.hashing import MASK64
+from elaswave.state.verify import add_digests, run_hash, state_digest, tensor_digest
+
+STANDING = {"step": 3, "num_updates": 3, "data_cursor": (0, 48), "grids": [40, 41], "tensor_digests": {"a": 1, "b": 2}}
+
+
+@pytest.mark.parametrize("position", [0, 1, 17, 16383])
+@pytest.mark.parametrize("bit", [0, 22, 30, 31])
+def test_one_flipped_bit_changes_the_hash_of_a_run(position, bit):
+    run = torch.randn(16384)
+    before = run_hash(run)
+    run.view(torch.int32)[position] ^= -(2**31) if bit == 31 else 1 << bit
+    assert run_hash(run) != before
+
+
+def test_the_hash_of_a_run_knows_positions_and_signs_of_zero():
+    assert run_hash(torch.tensor([1.0, 2.0])) != run_hash(torch.tensor([2.0, 1.0]))
+    assert run_hash(torch.tensor([0.0])) != run_hash(torch.tensor([-0.0]))
+    assert run_hash(torch.zeros(0)) == 0
+    assert run_hash(torch.full((4,), float("nan"))) == run_hash(torch.full((4,), float("nan")))
+
+
+def test_a_view_in_the_middle_of_a_tensor_is_hashed_like_a_copy():
+    whole = torch.randn(100)
+    assert run_hash(whole[10:60]) == run_hash(whole[10:60].clone())
+
+
+def test_a_digest_knows_slot_tensor_position_and_value():
+    values = torch.tensor([1.0, 2.0, 3.0])
+    reference = tensor_digest("master", "w", 0, values)
+    others = [
+        tensor_digest("exp_avg", "w", 0, values),
+        tensor_digest("master", "v", 0, values),
+        tensor_digest("master", "w", 1, values),
+        tensor_digest("master", "w", 0, values.flip(0)),
+        tensor_digest("master", "w", 0, values + torch.tensor([0.0, 0.0, 1e-6])),
+        tensor_digest("master", "w", 0, values[:2]),
+    ]
+    assert len({reference, *others}) == 7
+
+
+def test_digests_longer_than_a_chunk_are_those_of_their_parts():
+    values = torch.randn((1 << 15) * 2 + 77)
+    cut = (1 << 15) + 5
+    parts = tensor_digest("master", "w", 0, values[:cut]) + tensor_digest("master", "w", cut, values[cut:])
+    assert tensor_digest("master", "w", 0, values) == parts & MASK64
+
+
+def test_digests_of_parts_are_added_by_name_and_sorted():
+    assert list(add_digests([{"b": MASK64, "a": 1}, {"b": 2}, {}]).items()) == [("a", 1), ("b", 1)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": 4},
+        {"num_updates": 2},
+        {"data_cursor": (1, 48)},
+        {"data_cursor": (0, 49)},
+        {"grids": [41, 40]},
+        {"grids": [40]},
+        {"tensor_digests": {"a": 2, "b": 1}},
+        {"tensor_digests": {"a": 1, "c": 2}},
+        {"tensor_digests": {"a": 1}},
+    ],
+)
+def test_the_state_digest_is_about_everything_that_decides_how_training_goes_on(change):
+    digest = state_digest(**STANDING)
+    assert len(digest) == 16 and int(digest, 16) >= 0
+    assert state_digest(**STANDING | change) != digest
+
+
+def test_the_state_digest_does_not_depend_on_the_order_of_names():
+    assert state_digest(**STANDING | {"tensor_digests": {"b": 2, "a": 1}}) == state_digest(**STANDING)
