@@ -158,7 +158,7 @@ class Exchange:
         vote: until then a parameter frame stays in the transport's scratch memory.
 
         Args:
-            before_send: called before each frame is sent.
+            before_send: called before each frame but the first is sent.
         Returns:
             Handles of the sends.
         """
@@ -166,7 +166,8 @@ class Exchange:
         dtype = next(iter(self._layers.values())).flat.dtype
         for (layer, peer), blocks in self._parameters_out.items():
             tag = Tag(Channel.PARAMETERS, step, attempt, layer, 0)
-            before_send()
+            if sends:
+                before_send()
             values = [self._store[block.id].slots["master"].to(dtype) for block in blocks]
             sends.append(self._transport.send(peer, tag, values))
         receives = [

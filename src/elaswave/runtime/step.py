@@ -596,6 +596,7 @@ class StepEngine:
 
     def _gather(self) -> None:
         assert self.ledger.may_write_parameters(self.step)
+        self._reach("gather")
         self._sends += self._exchange.gather(self.step, self.attempt, lambda: self._reach("gather"))
         self._drain()
         self.ledger.gathered(self.step)
