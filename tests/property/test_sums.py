@@ -162,6 +162,16 @@ def test_partial_sums_may_wrap(parts, others) -> None:
     assert reduced_gradient(total, SHAPE, 0, exponents, len(parts)).equal(expected)
 
 
+@given(parts=microbatches(), grids=st.tuples(exponent, exponent))
+def test_a_sum_that_overflows_is_wrong_but_no_larger_than_its_largest_term(parts, grids) -> None:
+    """So it stays finite, and the vote judges it as an overflow and not as a gradient that is not finite."""
+    mean = elements(reduced_gradient(summed(parts, list(grids)), SHAPE, 0, list(grids), len(parts)))
+    rows = [flat_values(gradients) for gradients in parts]
+    for columns, grid in ((range(3), grids[0]), (range(3, 7), grids[1])):
+        largest = max(abs(row[column]) for row in rows for column in columns)
+        assert float(mean[list(columns)].abs().max()) <= largest + 2.0**-grid
+
+
 @given(parts=microbatches())
 def test_partial_sums_hold_units_and_constants(parts) -> None:
     """What travels between workers, modulo 2**64: the units, and one constant for every addition."""

@@ -187,17 +187,6 @@ def test_sums_that_could_overflow_are_tried_again_on_a_coarser_grid():
     assert again.grids == verdict.grids
 
 
-def test_a_sum_that_went_astray_by_overflow_is_no_value_that_is_not_finite():
-    """A wrapped sum on a very coarse grid may leave float32; the gradients themselves were finite."""
-    grids = GRIDS._replace(exponents=(-70, GRIDS.exponents[1]))
-    votes = changed(0, maxima={0: 2.0**127}, nonfinite=NonFinite(UNKNOWN_MICROBATCH, 0))
-    verdict = verdict_of(votes, grids=grids)
-    assert verdict.outcome is Outcome.RETRY
-    assert verdict.grids[0] < -70
-    # Where nothing can have overflowed, it is a broken gradient.
-    assert verdict_of(changed(0, nonfinite=NonFinite(UNKNOWN_MICROBATCH, 0))).outcome is Outcome.NON_FINITE
-
-
 @pytest.mark.parametrize("growth", [1.0, 2.0**10, 2.0**15])
 def test_growth_within_the_headroom_commits_and_moves_the_grid(growth):
     verdict = verdict_of(changed(0, maxima={0: 0.5 * growth}))

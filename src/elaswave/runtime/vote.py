@@ -186,14 +186,7 @@ def judge(
 
     if failed:
         return verdict(Outcome.REJECT, "the certificate does not hold: " + ", ".join(failed), grids.exponents)
-    overflows = [
-        index
-        for index, (maximum, exponent) in enumerate(zip(maxima, grids.exponents, strict=True))
-        if grids.exact and could_overflow(maximum, exponent, shape.num_microbatches)
-    ]
-    # A sum that has overflowed on a very coarse grid may leave float32: that is no gradient that is not finite.
-    astray = nonfinite is not None and nonfinite.microbatch == UNKNOWN_MICROBATCH and bool(overflows)
-    if nonfinite is not None and not astray:
+    if nonfinite is not None:
         outcome = Outcome.SKIP if skip_nonfinite else Outcome.NON_FINITE
         return verdict(outcome, "a loss or gradient is not finite", grids.exponents)
     if not grids.exact:
@@ -204,6 +197,11 @@ def judge(
     )
     if not grids.calibrated:
         return verdict(Outcome.RETRY, "the first gradients have been measured", after)
+    overflows = [
+        index
+        for index, (maximum, exponent) in enumerate(zip(maxima, grids.exponents, strict=True))
+        if could_overflow(maximum, exponent, shape.num_microbatches)
+    ]
     if overflows:
         return verdict(Outcome.RETRY, f"sums of {len(overflows)} tensors could overflow", after)
     return verdict(Outcome.COMMIT, "the certificate holds", after)
