@@ -5,7 +5,8 @@ turned out to be harmless, and has a floor:
 
     exit        the process has ended                                    at once; certain
     link        a peer has lost its connection to the worker             after a grace in which an exit may explain it
-    heartbeat   nothing is heard of a worker                             4 x the longest gap, at least 0.6 s
+    heartbeat   nothing is heard of a worker                             4 x the longest gap, at least 0.6 s;
+                                                                         twice that while others still compute
     progress    it computes one action far longer than any took          10 x the longest one, at least 2 s
                 everybody waits and nothing moves                        10 x the longest standstill, one step, 3 s
 
@@ -33,6 +34,8 @@ SILENCE_FLOOR_S = 0.6
 SILENCE_FACTOR = 4.0
 SILENCE_MARGIN_S = 5.0
 """A bound on silence is never more than this above the longest gap."""
+NO_HURRY = 2.0
+"""Factor on a bound on silence while somebody else still computes: so far the silent one holds nobody up."""
 SILENCE_UNLEARNED_S = 3.0
 """Bound on silence until `LEARNED_GAPS` heartbeats have come."""
 LEARNED_GAPS = 10
@@ -208,7 +211,7 @@ class Detector:
         self._follow_front(position)
 
     def link_lost(self, reporter: int, peer: int, now_s: float) -> None:
-        """A worker reports that its data-plane connection to a peer has ended."""
+        """A worker reports, from the present epoch, that its data-plane connection to a peer has ended."""
         self._advance(now_s)
         if reporter in self._watched and peer in self._watched and reporter != peer:
             self._broken.setdefault((reporter, peer), self._now_s)
@@ -305,10 +308,14 @@ class Detector:
                 for worker in pair
             )
             accusing = sorted(accusers[worker])
+            says = (
+                f"{_workers(accusing)} {'says' if len(accusing) == 1 else 'say'} so"
+                if accusing
+                else "it says so itself"
+            )
             reason = (
                 f"worker {worker} has lost its links to {_workers(sorted(counterparts[worker]))} "
-                f"({f'{_workers(accusing)} say so' if accusing else 'as it says itself'}), and no end of its process "
-                f"was reported within {LINK_GRACE_S * 1000:.0f} ms"
+                f"({says}), and no end of its process was reported within {LINK_GRACE_S * 1000:.0f} ms"
             )
             suspicions.append(self._suspect(worker, "link", reason))
         return suspicions
@@ -316,7 +323,7 @@ class Detector:
     # ------------------------------------------------------------------------------------------------------ heartbeat
 
     def silence_bound_s(self, worker: int) -> float:
-        """Seconds for which a worker may be silent.
+        """Seconds for which a worker may be silent while the others wait.
 
         Raises:
             KeyError: the worker is not watched.
@@ -339,6 +346,8 @@ class Detector:
         for watched in self._watched.values():
             silence_s = self._now_s - watched.alive_s
             bound_s = self._bound_of(watched, common_gap_s)
+            if self._num_computing > watched.computing:
+                bound_s *= NO_HURRY
             num_hushed += silence_s > bound_s / 2
             shortest_s = min(shortest_s, silence_s)
             if silence_s > bound_s:
@@ -440,13 +449,17 @@ class Detector:
         if age_s <= bound_s:
             return []
         worker = blame(positions)
-        waiting = [other for other, position in positions.items() if worker in position.waiting_on]
         its = positions[worker]
-        reason = (
-            f"nothing has moved for {age_s:.1f} s (bound {bound_s:.1f} s): {len(waiting)} of {len(positions)} workers "
-            f"wait for worker {worker}, which is in {its}"
-            + (f" and waits for {_workers(its.waiting_on)}" if its.waiting_on else "")
-        )
+        num_waiting = sum(worker in position.waiting_on for position in positions.values())
+        if num_waiting:
+            finding = f"{num_waiting} of {len(positions)} workers wait for worker {worker}, which is in {its}"
+        else:
+            finding = (
+                f"of all that are waited for nothing is known, and worker {worker} is the furthest behind, in {its}"
+            )
+        if its.waiting_on:
+            finding += f" and waits for {_workers(its.waiting_on)}"
+        reason = f"nothing has moved for {age_s:.1f} s (bound {bound_s:.1f} s): {finding}"
         return [self._suspect(worker, "progress", reason)]
 
 
