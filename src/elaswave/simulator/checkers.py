@@ -39,6 +39,9 @@ class Observer:
     ) -> None:
         """A worker learns the result of a vote; ``grid`` is the one that follows from it."""
 
+    def placed(self, worker: int, placement: Placement) -> None:
+        """A worker has learned of a vote that brings a placement into force."""
+
     def applied(self, worker: int, block: int, step: int, state: BlockState) -> None:
         """A worker has applied a step to its copy of a block."""
 
@@ -219,8 +222,13 @@ class NoSilentLoss(Observer):
 
     def __init__(self) -> None:
         self._in_force: dict[int, Placement] = {}
+        self._loading: set[int] = set()
+        """Workers that have yet to load a checkpoint; until they have, nothing can be asked of anybody."""
 
     def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+        self._in_force[worker] = placement
+
+    def placed(self, worker: int, placement: Placement) -> None:
         self._in_force[worker] = placement
 
     def gone(self, worker: int) -> None:
@@ -229,8 +237,12 @@ class NoSilentLoss(Observer):
     def decided(self, decision: Decision) -> None:
         if decision.rollback is not None:
             self._check(decision.members, range(len(decision.placement.owner)), decision.reason)
+            self._loading = set(decision.members)
         for worker in decision.members:
             self._in_force[worker] = decision.placement
+
+    def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: int) -> None:
+        self._loading.discard(worker)
 
     def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
         if orphans:
@@ -238,7 +250,7 @@ class NoSilentLoss(Observer):
 
     def _check(self, members: Sequence[int], orphans: Sequence[int], reason: str) -> None:
         known = [self._in_force[worker] for worker in members if worker in self._in_force]
-        if not known:
+        if not known or self._loading & set(members):
             return
         for block in orphans:
             if not all(set(placement.holders(block)) & set(members) for placement in known):

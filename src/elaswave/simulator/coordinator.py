@@ -20,6 +20,7 @@ from elaswave.control.core.coordinator import (
     Start,
     State,
     Suspected,
+    TermRecord,
 )
 from elaswave.control.core.messages import Decision, Installed, Registered, Report
 from elaswave.simulator.job import model_of
@@ -47,6 +48,8 @@ class Store:
             StaleTermError: a coordinator of a newer term has written.
         """
         self.check(record.term)
+        if isinstance(record, TermRecord) and record.term == self._term:
+            raise StaleTermError(f"another coordinator has begun term {record.term}")
         self._term = record.term
         self.records.append(record)
 
@@ -129,7 +132,7 @@ class SimCoordinator:
             world.say(f"decided: {_describe(effect.decision)}")
         elif isinstance(effect, End):
             world.say(f"the job ends: {effect.reason}")
-            world.on_ended(effect.reason, self.core.members, self._lost(), self.core._orphans)
+            world.on_ended(effect.reason, self.core.members, self._lost(), effect.orphans)
             world.finish("ended", effect.reason)
         elif isinstance(effect, Note):
             world.say(f"note: {effect.text}")
@@ -167,12 +170,13 @@ class SimCoordinator:
         self.on_suspicion(worker, "exit")
 
     def on_suspicion(self, worker: int, detected_by: str) -> None:
-        """A detector holds a worker for lost."""
-        self.world.suspected.add(worker)
-        if worker in self.core.members:
-            suspicion = Suspected(worker, detected_by, f"worker {worker} was lost ({detected_by})")
-            self.carry_out(self.core.handle(suspicion, self.world.now))
-            self._end_if_finished()
+        """A detector of its own holds a worker for lost."""
+        self._suspect(Suspected(worker, detected_by, f"worker {worker} was lost ({detected_by})"))
+
+    def _suspect(self, suspicion: Suspected) -> None:
+        self.world.suspected.add(suspicion.worker)
+        self.carry_out(self.core.handle(suspicion, self.world.now))
+        self._end_if_finished()
 
     # ------------------------------------------------------------------------------------------------------- messages
 
@@ -192,8 +196,8 @@ class SimCoordinator:
 
     def on_peer_lost(self, message: PeerLost) -> None:
         """A worker's link to a peer has closed."""
-        if message.worker in self.core.members and message.epoch == self.core.epoch:
-            self.on_suspicion(message.peer, "link")
+        reason = f"worker {message.worker} lost its link to worker {message.peer}"
+        self._suspect(Suspected(message.peer, "link", reason, by=message.worker, epoch=message.epoch))
 
     def _on_step_done(self, message: StepDone) -> None:
         self.carry_out(self.core.handle(EvidenceSeen(message.evidence, message.epoch), self.world.now))

@@ -1,5 +1,6 @@
 """Runs one schedule and says what came of it."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ from elaswave.simulator.checkers import Violation, all_checkers
 from elaswave.simulator.coordinator import SimCoordinator, Store
 from elaswave.simulator.job import model_of, undisturbed
 from elaswave.simulator.schedule import Fault, Schedule
+from elaswave.simulator.tally import Tally
 from elaswave.simulator.worker import SimWorker
 from elaswave.simulator.world import World
 
@@ -37,6 +39,8 @@ class Outcome(NamedTuple):
     """Virtual time that passed."""
     fired: tuple[Fault, ...]
     """Faults that struck."""
+    counts: Counter[str]
+    """What the run led through."""
 
 
 def run_schedule(schedule: Schedule, build: Build = PRODUCT, log: Callable[[str], None] | None = None) -> Outcome:
@@ -51,9 +55,10 @@ def run_schedule(schedule: Schedule, build: Build = PRODUCT, log: Callable[[str]
     """
     job = schedule.job
     checkers = all_checkers(undisturbed(job), len(model_of(job).blocks_of_layer), job.num_microbatches)
+    tally = Tally()
     world = World(
         schedule,
-        checkers,
+        [*checkers, tally],
         worker_class=build.worker,
         coordinator_class=build.coordinator,
         store=build.store(),
@@ -68,4 +73,4 @@ def run_schedule(schedule: Schedule, build: Build = PRODUCT, log: Callable[[str]
         if log is not None:
             raise
         violation = f"{type(error).__name__}: {error}"
-    return Outcome(violation, world.outcome, world.reason, world.instant, world.now, tuple(world.fired))
+    return Outcome(violation, world.outcome, world.reason, world.instant, world.now, tuple(world.fired), tally.counts)

@@ -138,7 +138,7 @@ _MANY_KINDS = ("kill",) * 8 + ("suspect",) * 3 + ("hang", "hang", "isolate", "cu
 
 
 def random_schedule(seed: int) -> Schedule:
-    """The schedule of a seed: up to three faults on one of the small layouts, in any weather."""
+    """The schedule of a seed: up to four faults on one of the small layouts, in any weather."""
     rng = random.Random(seed)
     widths = rng.choice(LAYOUTS)
     num_workers = sum(widths)
@@ -150,7 +150,7 @@ def random_schedule(seed: int) -> Schedule:
         num_microbatches=max(widths),
         num_followers=rng.choice((1, 1, 2)),
         steps=steps,
-        checkpoint_every=rng.choice((0, 1, 2)),
+        checkpoint_every=rng.choice((0, 1, 1, 2)),
         retry_step=rng.choice((0, 0, 2, 2, 3)),
         move_step=rng.choice((0, 0, 1, 2)),
         blocks_per_round=rng.choice((1, 1, 8)),
@@ -165,15 +165,14 @@ def random_schedule(seed: int) -> Schedule:
         slow_by=rng.choice((5, 15, 40)),
         keeps_in_flight=rng.random() < 0.6,
     )
-    num_faults = rng.choice((1, 1, 2, 2, 2, 3))
     span = 8 * num_workers * steps
-    first = rng.randrange(span)
+    at = rng.randrange(span)
     faults = []
-    for index in range(num_faults):
-        # Half of the later faults strike while the first one is being dealt with.
-        near = index > 0 and rng.random() < 0.5
-        instant = first + rng.randrange(1, 40) if near else (first if index == 0 else rng.randrange(span))
-        faults.append(_random_fault(rng, num_workers, instant))
+    for index in range(rng.choice((1, 2, 2, 3, 3, 4))):
+        if index > 0:
+            # Most of the later faults strike while an earlier one is being dealt with.
+            at = at + rng.randrange(1, 30) if rng.random() < 0.7 else rng.randrange(span)
+        faults.append(_random_fault(rng, num_workers, at))
     return Schedule(job, conditions, tuple(sorted(faults, key=lambda fault: fault.instant)))
 
 

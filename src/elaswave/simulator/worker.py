@@ -122,6 +122,8 @@ class SimWorker:
         self.turn = 0
         """Distinguishes the present life's moments from those of earlier ones."""
         self.dead_peers: set[int] = set()
+        self.closed_links: set[int] = set()
+        """Peers whose links have closed in the present epoch; said to every coordinator again."""
         self.durable: list[StepDone | Shard] = []
         """Said to every coordinator again."""
         self.started = False
@@ -142,6 +144,7 @@ class SimWorker:
 
     def on_connected(self) -> None:
         """A new control connection is up: say again what may have been lost."""
+        self._report_links()
         for message in self.durable:
             self.world.to_coordinator(self, message)
         if self.done:
@@ -176,6 +179,11 @@ class SimWorker:
         if dead:
             self.dead_peers.add(peer)
         if peer in self.members:
+            self.closed_links.add(peer)
+            self.world.to_coordinator(self, PeerLost(self.id, self.epoch, peer))
+
+    def _report_links(self) -> None:
+        for peer in sorted(self.closed_links):
             self.world.to_coordinator(self, PeerLost(self.id, self.epoch, peer))
 
     def on_message(self, message: CoreToWorker) -> None:
@@ -195,14 +203,15 @@ class SimWorker:
     def move(self, epoch: int, members: Iterable[int]) -> None:
         """Leaves the old epoch, promises, and reports."""
         self.started = True
+        self.done = False  # what it said of its end was of the old epoch
         self._stop()
         self.leave_epoch(epoch)
         self.members = frozenset(members)
         held = {block: Held(copy.owned, copy.version) for block, copy in self.held.items()}
         self.report = self.ledger.promise(epoch, held, self.layers)
         self.world.to_coordinator(self, self.report)
-        for peer in sorted(self.dead_peers & self.members):
-            self.world.to_coordinator(self, PeerLost(self.id, epoch, peer))
+        self.closed_links = set(self.dead_peers & self.members)  # the other links are made again
+        self._report_links()
 
     def leave_epoch(self, epoch: int) -> None:
         """Moves the data plane: frames of older epochs are nothing any more."""
@@ -462,6 +471,7 @@ class SimWorker:
                 self.world.on_loaded(self.id, block, copy.version, copy.state)
             self.filling = {}
             self.placement = traffic.voting
+            self.world.on_placed(self.id, self.placement)
 
     def drop(self, block: int) -> None:
         """Gives up a copy."""
@@ -513,7 +523,6 @@ class SimWorker:
         """Catches up, takes over layout and placement, completes the parameters, and goes on."""
         catch_up = self.ledger.accept(decision)
         base = decision.resume_step - 1
-        self.done = False
         if catch_up is CatchUp.ROLL_BACK:
             yield from self._roll_back(decision)
         else:

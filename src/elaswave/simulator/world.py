@@ -120,8 +120,6 @@ class World:
     def run(self) -> None:
         """Runs until the job is over, or nothing happens any more."""
         self.start_coordinator()
-        for worker in self.workers.values():
-            self._at(self.delay(), self._connect, worker)
         queue = self._queue
         while queue and not self.outcome:
             self.now, _, call, arguments = heappop(queue)
@@ -231,7 +229,7 @@ class World:
         self._act(coordinator, coordinator.begin, ())
         for worker in self.workers.values():
             link = self.links.get(worker.id)
-            if link is not None and not link.open:
+            if link is None or not link.open:
                 self._at(self.delay(), self._connect, worker)
 
     @property
@@ -332,16 +330,19 @@ class World:
 
     def _strike_coordinator(self, coordinator: SimCoordinator, fault: Fault) -> None:
         conditions = self.conditions
-        links = [link for link in self.links.values() if link.coordinator is coordinator]
         if fault.kind == "kill":
             self.end_coordinator(coordinator)
             self._at(conditions.restart_delay, self.start_coordinator)
         elif coordinator not in self._hung_until:
             self._hang_actor(coordinator, fault.duration)
             self._at(conditions.restart_delay, self.start_coordinator)
-            for link in links:
-                # The silence is noticed sooner or later; until then a worker stays with the old one.
-                self._at(conditions.restart_delay + 3 * self.delay(), self.close_link, link)
+            self._at(conditions.restart_delay, self._abandon, coordinator)
+
+    def _abandon(self, coordinator: SimCoordinator) -> None:
+        """Workers notice a coordinator's silence, one sooner, another later; until then they stay with it."""
+        for link in self.links.values():
+            if link.coordinator is coordinator:
+                self._at(3 * self.delay(), self.close_link, link)
 
     def end_coordinator(self, coordinator: SimCoordinator) -> None:
         """A coordinator's process is gone, and its connections with it."""

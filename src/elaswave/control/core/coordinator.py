@@ -91,6 +91,11 @@ class Suspected(NamedTuple):
     detected_by: str
     """One of exit, link, heartbeat, progress, vote."""
     reason: str
+    by: int | None = None
+    """The worker that holds it for lost; None for a detector of the coordinator's own."""
+    epoch: int | None = None
+    """The epoch that this worker was in. What it saw in an older one says nothing about the present: links are closed
+    and made again when the epoch rises."""
 
 
 class Failed(NamedTuple):
@@ -180,6 +185,8 @@ class End(NamedTuple):
     reason: str
     worker: int | None = None
     """The worker whose own error it is."""
+    orphans: tuple[int, ...] = ()
+    """Blocks of which no copy is left, if that is why."""
 
 
 class Note(NamedTuple):
@@ -377,9 +384,9 @@ class Coordinator:
 
     def suspect(self, suspicions: Sequence[Suspected], now_s: float) -> list[Effect]:
         """Takes suspicions that came together: the epoch rises once for all of them."""
-        fresh = [suspicion for suspicion in suspicions if suspicion.worker in self.members]
+        fresh = [suspicion for suspicion in suspicions if self._counts(suspicion)]
         if not fresh or self.state is State.ENDED:
-            return [Note(f"worker {suspicion.worker} is no member any more") for suspicion in suspicions]
+            return [Note(f"the suspicion of worker {suspicion.worker} is not of this epoch") for suspicion in suspicions]
         if self.state is State.STARTING:
             first = fresh[0]
             return self._end(f"worker {first.worker} was lost before training began: {first.reason}")
@@ -411,6 +418,12 @@ class Coordinator:
             Raised(self.epoch, tuple(fresh)),
         ]
 
+    def _counts(self, suspicion: Suspected) -> bool:
+        """Whether a suspicion is of a member, and made by a detector or by a member in the present epoch."""
+        if suspicion.worker not in self.members:
+            return False
+        return suspicion.by is None or (suspicion.by in self.members and suspicion.epoch == self.epoch)
+
     def _on_failed(self, event: Failed, now_s: float) -> list[Effect]:
         """An error of a worker's own: what fails twice at the same place will fail everywhere."""
         before = self._failures.get(event.signature)
@@ -421,9 +434,9 @@ class Coordinator:
             return self._end(event.summary, event.worker)
         return self.suspect([Suspected(event.worker, "exit", event.summary)], now_s)
 
-    def _end(self, reason: str, worker: int | None = None) -> list[Effect]:
+    def _end(self, reason: str, worker: int | None = None, orphans: tuple[int, ...] = ()) -> list[Effect]:
         self.state = State.ENDED
-        return [End(reason, worker)]
+        return [End(reason, worker, orphans)]
 
     # -------------------------------------------------------------------------------------------------- the decision
 
@@ -508,7 +521,8 @@ class Coordinator:
         if event.step is None:
             return self._end(
                 f"all copies of {len(self._orphans)} blocks ({orphans}) were lost with workers {list(self._lost)}, and "
-                "there is no valid durable checkpoint; set run.checkpoint_every, or elastic.num_followers higher"
+                "there is no valid durable checkpoint; set run.checkpoint_every, or elastic.num_followers higher",
+                orphans=self._orphans,
             )
         lost = tuple(sorted(set(self.layout.workers) - set(self.members)))
         layout = self._planner.survive(self.layout, self.placement, lost, lambda block, worker: True).layout
