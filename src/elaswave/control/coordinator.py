@@ -5,7 +5,9 @@ another one, which reads the journal and the event log and goes on where this on
 """
 
 import asyncio
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -15,6 +17,7 @@ from elaswave.control.books import Books
 from elaswave.control.core import coordinator as core
 from elaswave.control.core.detection import Detector, Position, Suspicion
 from elaswave.control.core.messages import Evidence, Installed, Registered, Report
+from elaswave.control.death_watch import DeathWatch
 from elaswave.control.messages import AgentHello, Ended, Exited, StopJob, ToAgent, ToCoordinator
 from elaswave.control.recoveries import RecoveryLog
 from elaswave.control.server import ControlServer
@@ -64,6 +67,7 @@ class CoordinatorSetup(NamedTuple):
     key: bytes
     checkpoint: tuple[Path, CheckpointMeta] | None
     started_s: float
+    deaths: DeathWatch
     faults: tuple[Fault, ...]
     """Those of the coordinator are carried out here."""
     before_effect: Callable[[core.Effect], None]
@@ -111,6 +115,8 @@ class CoordinatorProcess:
         self._start: Start | None = None
         self._failures: dict[int, Failed] = {}
         self._coordinator_ends_s: list[float] = []
+        self._watched: set[int] = set()
+        """Workers for whose end a thread waits."""
         self._over = asyncio.Event()
         self._ended: Ended | None = None
         self._ticker: asyncio.TimerHandle | None = None
@@ -197,7 +203,7 @@ class CoordinatorProcess:
         now_s = time.monotonic()
         if isinstance(message, AgentHello | Exited | StopJob):
             if peer == AGENT:
-                self._on_agent(message, now_s)
+                self._on_agent(message)
         elif message.worker != peer:
             _log.warning("worker %d says that it is worker %d; its %s is ignored", peer, message.worker, type(message))
         elif message.worker not in self._core.members and self._ended is None and not isinstance(message, Failed):
@@ -224,27 +230,43 @@ class CoordinatorProcess:
             self._ticker.cancel()
         self._tick()
 
-    def _on_agent(self, message: AgentHello | Exited | StopJob, now_s: float) -> None:
+    def _on_agent(self, message: AgentHello | Exited | StopJob) -> None:
         if isinstance(message, AgentHello):
             self._coordinator_ends_s = message.coordinator_ends_s
             for exited in message.exited:
-                self._on_exited(exited, now_s)
+                self._on_end_of_process(exited.worker, exited.text)
         elif isinstance(message, Exited):
-            self._on_exited(message, now_s)
+            _log.info("worker %d %s", message.worker, message.text)
+            self._on_end_of_process(message.worker, message.text)
         else:
             self._stop = Stop(checkpoint=message.checkpoint)
             for worker in self._core.members:
                 self._server.send(worker, self._stop)
 
-    def _on_exited(self, message: Exited, now_s: float) -> None:
-        if message.worker in self._core.members and self._ended is None and message.worker not in self._failures:
-            self._detector.exited(message.worker, message.text, now_s)
+    def _watch(self, worker: int) -> None:
+        """Waits for a worker's end in a thread; the agent's own news of it comes later."""
+        if worker in self._watched:
+            return
+        self._watched.add(worker)
+        loop = asyncio.get_running_loop()
+
+        def wait() -> None:
+            if self._setup.deaths.wait(worker):
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
+                    loop.call_soon_threadsafe(self._on_end_of_process, worker, "its process has ended")
+
+        threading.Thread(target=wait, name=f"end of worker {worker}", daemon=True).start()
+
+    def _on_end_of_process(self, worker: int, text: str) -> None:
+        if worker in self._core.members and self._ended is None and worker not in self._failures:
+            self._detector.exited(worker, text, time.monotonic())
             self._tick_soon()
 
     def _on_registered(self, message: Registered, now_s: float) -> None:
         worker = message.worker
         if worker in self._core.members:
             self._detector.joined(worker, now_s)
+            self._watch(worker)
         if message.done and self._ended is not None:
             self._server.send(worker, Exit())
             return

@@ -25,6 +25,7 @@ from elaswave.config.schema import Config
 from elaswave.control.client import ControlClient
 from elaswave.control.coordinator import AGENT, CoordinatorSetup, run_coordinator
 from elaswave.control.core.coordinator import Effect
+from elaswave.control.death_watch import DeathWatch
 from elaswave.control.messages import (
     AgentHello,
     Ended,
@@ -238,6 +239,7 @@ class _Job:
         self._key = secrets.token_bytes(32)
         self._folder = Path(tempfile.mkdtemp(prefix="elaswave-"))
         self._listen = f"unix:{self._folder / 'control.sock'}"
+        self._deaths = DeathWatch(blueprint.layout.workers)
         self._children: dict[int, _Child] = {}
         self._exits: list[Exited] = []
         self._coordinator_ends_s: list[float] = []
@@ -293,6 +295,7 @@ class _Job:
             key=self._key,
             checkpoint=self._checkpoint,
             started_s=self._started_s,
+            deaths=self._deaths,
             faults=self._faults,
             before_effect=self._before_effect,
         )
@@ -324,6 +327,7 @@ class _Job:
         )
 
         def make_client(mailbox: Mailbox) -> ControlClient[ToWorker]:
+            self._deaths.live(worker)
             client: ControlClient[ToWorker] = ControlClient(
                 self._listen,
                 self._key,

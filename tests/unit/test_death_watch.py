@@ -1,0 +1,84 @@
+"""The death watch: a process's end is seen, however it ends, and never while it lives."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from elaswave.control.death_watch import DeathWatch
+
+WAIT_S = 20.0
+
+
+def _fork_worker(watch: DeathWatch, worker: int) -> tuple[int, int]:
+    """A process that lives until the returned descriptor is closed or it is killed."""
+    ready_read, ready_write = os.pipe()
+    hold_read, hold_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(hold_write)
+            watch.live(worker)
+            os.write(ready_write, b"x")
+            os.read(hold_read, 1)
+        finally:
+            os._exit(0)
+    os.close(hold_read)
+    os.close(ready_write)
+    assert os.read(ready_read, 1) == b"x"
+    os.close(ready_read)
+    return pid, hold_write
+
+
+def _wait_in_thread(watch: DeathWatch, worker: int) -> tuple[threading.Thread, list[bool]]:
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(watch.wait(worker)), daemon=True)
+    thread.start()
+    return thread, answers
+
+
+@pytest.mark.parametrize("how", ["killed", "ends"])
+def test_an_end_is_seen(how: str) -> None:
+    watch = DeathWatch([3, 7])
+    if not watch.works:
+        pytest.skip("this C library has no robust mutexes")
+    pid, hold = _fork_worker(watch, 7)
+    thread, answers = _wait_in_thread(watch, 7)
+    thread.join(0.05)
+    assert answers == []  # it lives
+    if how == "killed":
+        os.kill(pid, signal.SIGKILL)
+    os.close(hold)
+    os.waitpid(pid, 0)
+    thread.join(WAIT_S)
+    assert answers == [True]
+
+
+def test_a_second_watcher_sees_the_end_too() -> None:
+    """A coordinator that takes over learns of workers that died under the one before it."""
+    watch = DeathWatch([0])
+    if not watch.works:
+        pytest.skip("this C library has no robust mutexes")
+    pid, hold = _fork_worker(watch, 0)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(hold)
+    first = os.fork()
+    if first == 0:
+        os._exit(0 if watch.wait(0) else 1)
+    assert os.waitpid(first, 0)[1] == 0
+    thread, answers = _wait_in_thread(watch, 0)
+    thread.join(WAIT_S)
+    assert answers == [True]
+
+
+def test_who_never_lived_is_not_dead() -> None:
+    assert DeathWatch([0]).wait(0) is False
+
+
+def test_without_robust_mutexes_nothing_is_told() -> None:
+    watch = DeathWatch([0])
+    watch.works = False
+    watch.live(0)
+    assert watch.wait(0) is False
