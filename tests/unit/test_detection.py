@@ -250,15 +250,18 @@ def test_silence_on_a_quiet_machine():
     assert job.tick(0.05) == []
 
 
-def test_before_anything_is_learned_silence_may_last_longer():
-    job = Job.__new__(Job)
-    job.detector, job.now_s, job.workers, job.doing, job.entered_s = Detector(), 0.0, (0, 1), {}, {}
+def test_a_new_coordinator_finds_who_is_lost_without_having_learned_anything():
+    """It expects all members, hears those that dial again, and has more patience with the others."""
+    job = Job(3)
+    job.detector = Detector()
     for worker in job.workers:
-        job.detector.joined(worker, 0.0)
-        job.do(worker, position())
+        job.detector.joined(worker, job.now_s)
     assert job.detector.silence_bound_s(1) == detection.SILENCE_UNLEARNED_S
-    assert named(job.go_on(detection.SILENCE_UNLEARNED_S, silent=[1])) == []
+    assert job.go_on(2.0, silent=job.workers) == []  # none has dialled again yet
+    assert job.go_on(0.05, silent=[1]) == []
+    assert job.go_on(detection.SILENCE_UNLEARNED_S - 2.1, silent=[1]) == []
     assert named(job.go_on(0.1, silent=[1])) == [(1, "heartbeat")]
+    assert job.go_on(20.0) == []
 
 
 def test_the_bound_is_four_times_the_longest_gap_that_turned_out_harmless():
