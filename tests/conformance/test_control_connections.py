@@ -1,5 +1,6 @@
 """Control connections over every kind of socket: nothing that matters is lost, whoever dies and returns."""
 
+import asyncio
 import os
 import socket
 import threading
@@ -26,6 +27,7 @@ from tests.conformance.coordinators import (
 from elaswave.comm import addresses
 from elaswave.control import client as client_module
 from elaswave.control.client import ControlClient
+from elaswave.control.server import ControlServer
 from elaswave.control.wire import Kind, Tls, agent_id
 from elaswave.errors import BacklogError, ConfigError, FrameError
 
@@ -214,6 +216,24 @@ def test_a_peer_can_be_disconnected_after_what_was_sent(one_town):
     until(lambda: coordinator.events(4)[:3] == ["connected", "closed", "connected"])
     assert 1 in worker.heard
     worker.works()
+
+
+def test_last_words_are_heard_although_our_own_can_not_be_said_any_more(one_town):
+    coordinator = one_town.coordinator()
+    worker = one_town.participant(4, start=False, interval_s=PATIENCE_S)
+    deadline = time.monotonic() + PATIENCE_S
+    while not worker.client.connected and time.monotonic() < deadline:
+        worker.client.turn(0.01)
+    until(lambda: coordinator.events(4) == ["connected"])
+    coordinator.call(lambda: (coordinator.server.send(4, Tell(1)), coordinator.server.disconnect(4)))
+    coordinator.wait_for_events(4, "connected", "closed")
+    assert not worker.client.send(Say(1)) and not worker.client.send(Say(2), durable=True)
+    assert worker.client.connected and worker.heard == []
+    while worker.num_hellos < 2 and time.monotonic() < deadline:
+        worker.client.turn(0.01)
+    assert worker.heard[0] == 1
+    assert worker.client.close(PATIENCE_S)
+    assert coordinator.said(4) == [2]
 
 
 def test_an_error_of_the_coordinator_is_raised_and_nothing_is_acknowledged(one_town):
@@ -550,6 +570,10 @@ def test_a_network_that_others_can_read_is_warned_about(caplog):
     caplog.clear()
     Coordinator("tcp:127.0.0.1").close()
     assert caplog.text == ""
+
+
+def test_a_server_that_was_not_started_can_be_closed():
+    asyncio.run(ControlServer().close())
 
 
 def test_closing_is_bounded_and_flushes(one_town):

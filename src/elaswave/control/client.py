@@ -133,6 +133,8 @@ class ControlClient(Generic[_T]):
         self._unacknowledged: deque[_Sent] = deque()
         self._num_unacknowledged_bytes = 0
         self._last_number = 0
+        self._deaf = False
+        """The other side reads no more. What it said before is still read, until the connection's end is reached."""
         self._meanwhile: list[_Sent] = []
         """Sent while `hello` was being called."""
         self._broken: Exception | None = None
@@ -223,7 +225,7 @@ class ControlClient(Generic[_T]):
             assert self._session is not None
             self._session.write(Kind.MESSAGE, number, payload)
             self._flush()
-            return self._broken is None
+            return self._broken is None and not self._deaf
 
     def silence(self, on: bool) -> None:
         """Drops everything in both directions, as if the network did, until it is called with False.
@@ -418,7 +420,7 @@ class ControlClient(Generic[_T]):
         """Writes what the session has to say; what does not fit is written when the socket takes it."""
         assert self._session is not None and self._socket is not None
         data = self._session.take()
-        if self._silent:
+        if self._silent or self._deaf:
             return
         if data:
             self._unsent.append(memoryview(data))
@@ -433,22 +435,18 @@ class ControlClient(Generic[_T]):
                     self._unsent[0] = self._unsent[0][written:]
         except BlockingIOError:
             pass
-        except OSError as error:
-            self._give_up(error)
+        except OSError:
+            self._deaf = True
             return
         if self._num_unsent_bytes > MAX_UNSENT_BYTES:
-            self._give_up(ConnectionError(f"the coordinator does not read: {self._num_unsent_bytes} bytes wait for it"))
+            self._broken = ConnectionError(f"the coordinator does not read: {self._num_unsent_bytes} bytes wait for it")
+            self._wake()
             return
         if bool(self._unsent) != self._wants_to_write:
             self._wants_to_write = bool(self._unsent)
             self._epoll.modify(self._socket, select.EPOLLIN | (select.EPOLLOUT if self._wants_to_write else 0))
         if not self._unsent:
             self._changed.notify_all()
-
-    def _give_up(self, error: Exception) -> None:
-        """Marks the connection as broken: `turn` drops it."""
-        self._broken = error
-        self._wake()
 
     def _drop(self, error: Exception) -> None:
         """The connection has ended, or could not be made; another try follows."""
@@ -460,6 +458,7 @@ class ControlClient(Generic[_T]):
         if self._socket is not None:
             self._socket.close()  # leaves the epoll set by itself
         self._socket = self._session = self._broken = None
+        self._deaf = False
         self._unsent.clear()
         self._num_unsent_bytes = 0
         self._phase = _Phase.DOWN

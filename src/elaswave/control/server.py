@@ -68,6 +68,7 @@ class ControlServer(Generic[_T]):
         self._peers: dict[int, _Connection] = {}
         self._handled: dict[int, tuple[int, int]] = {}
         """By peer: which client it was, and the number of its last message that was handled."""
+        self._server: asyncio.Server | None = None
         self._num_refusals = 0
         self._closing = False
 
@@ -180,8 +181,10 @@ class ControlServer(Generic[_T]):
 
         Args:
             flush_timeout_s: how long peers have to take what waits for them.
+
+        May be called again, and on a server that has not started.
         """
-        if self._closing:
+        if self._closing or self._server is None:
             return
         self._closing = True
         self._server.close()
