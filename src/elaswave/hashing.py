@@ -7,6 +7,7 @@ all of them. Pure Python, no torch: the planner and the protocol use it too.
 Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), whose output bits all depend on all input bits.
 """
 
+import functools
 import hashlib
 
 MASK64 = (1 << 64) - 1
@@ -42,6 +43,7 @@ def key64(*parts: int | str) -> int:
     return z
 
 
+@functools.lru_cache(maxsize=4096)  # purposes and names, the same ones again and again
 def text64(text: str) -> int:
     """A 64-bit hash of a string, the same in every process (unlike ``hash``)."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -6,7 +6,9 @@ those workers of the stage that do not hold the block themselves. One frame per 
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from elaswave.comm.frames import Tag
@@ -20,6 +22,27 @@ from elaswave.types import Layout
 
 _Plan = dict[tuple[int, int], list[Block]]
 """(layer, peer) -> blocks, ascending."""
+
+_RUN_ELEMENTS = 1 << 17
+"""Most elements of a run: a mebibyte of sums, which a core's own cache holds."""
+
+
+class _Run(NamedTuple):
+    """Adjacent blocks of one layer that are reduced in one go."""
+
+    blocks: list[Block]
+    sizes: list[int]
+    """Elements of each block."""
+
+    @property
+    def start(self) -> int:
+        """First element in the layer."""
+        return self.blocks[0].start
+
+    @property
+    def stop(self) -> int:
+        """One past the last element in the layer."""
+        return self.blocks[-1].stop
 
 
 class Exchange:
@@ -55,17 +78,24 @@ class Exchange:
         self._transport = transport
         self._num_microbatches = layout.num_microbatches
         self._partials_out: _Plan = {}
-        self._partials_in: _Plan = {}
         self._reduced_out: _Plan = {}
         self._reduced_in: _Plan = {}
         self._parameters_out: _Plan = {}
         self._parameters_in: _Plan = {}
-        self._owned: dict[int, list[Block]] = {}
+        owned: dict[int, list[Block]] = {}
         stage_workers = {layer: stage.workers for stage in layout.stages for layer in range(stage.start, stage.stop)}
         for block in blocks:
             self._plan_block(block, stage_workers[block.layer], placement)
+            if placement.owner[block.id] == worker:
+                owned.setdefault(block.layer, []).append(block)
+        self._owned = {layer: _runs(held) for layer, held in owned.items()}
         sum_dtype = next(iter(accumulators.values())).sum.dtype if accumulators else torch.int64
-        self._buffers = {key: _buffers(plan, sum_dtype) for key, plan in self._partials_in.items()}
+        self._buffers = {
+            (layer, peer): _buffers(runs, sum_dtype)
+            for layer, runs in self._owned.items()
+            for peer in stage_workers[layer]
+            if peer != worker
+        }
         self._partial_handles: dict[int, list[Handle]] = {}
         self._reduced_handles: list[Handle] = []
 
@@ -73,12 +103,7 @@ class Exchange:
         owner, followers = placement.owner[block.id], placement.followers[block.id]
         readers = [worker for worker in stage_workers if worker != owner and worker not in followers]
         if owner == self._worker:
-            self._owned.setdefault(block.layer, []).append(block)
-            for peers, plan in (
-                ([worker for worker in stage_workers if worker != owner], self._partials_in),
-                (followers, self._reduced_out),
-                (readers, self._parameters_out),
-            ):
+            for peers, plan in ((followers, self._reduced_out), (readers, self._parameters_out)):
                 for peer in peers:
                     plan.setdefault((block.layer, peer), []).append(block)
         else:
@@ -108,7 +133,7 @@ class Exchange:
         tag = Tag(Channel.PARTIAL_SUM, step, attempt, layer, 0)
         total = self._accumulators[layer].sum
         return [
-            self._transport.send(peer, tag, [total[block.start : block.stop] for block in blocks])
+            self._transport.send(peer, tag, [total[run.start : run.stop] for run in _runs(blocks)])
             for (sent_layer, peer), blocks in self._partials_out.items()
             if sent_layer == layer
         ]
@@ -126,13 +151,15 @@ class Exchange:
             self._transport.wait(self._partial_handles[layer], WAIT_TIMEOUT_S)
             peers = sorted(peer for sent_layer, peer in self._buffers if sent_layer == layer)
             own = self._accumulators.get(layer)
-            for index, block in enumerate(self._owned[layer]):
+            for index, run in enumerate(self._owned[layer]):
                 parts = [self._buffers[layer, peer][index] for peer in peers]
                 if own is not None:
-                    parts.insert(0, own.sum[block.start : block.stop])
-                self._store[block.id].gradient = reduced_gradient(
-                    _add_up(parts), self._shapes[layer], block.start, exponents[layer], self._num_microbatches
+                    parts.insert(0, own.sum[run.start : run.stop])
+                gradient = reduced_gradient(
+                    _add_up(parts), self._shapes[layer], run.start, exponents[layer], self._num_microbatches
                 )
+                for block, part in zip(run.blocks, gradient.split(run.sizes), strict=True):
+                    self._store[block.id].gradient = part
             tag = Tag(Channel.REDUCED, step, attempt, layer, 0)
             for (sent_layer, peer), blocks in self._reduced_out.items():
                 if sent_layer == layer:
@@ -162,7 +189,7 @@ class Exchange:
         Returns:
             Handles of the sends.
         """
-        sends = []
+        sends: list[Handle] = []
         dtype = next(iter(self._layers.values())).flat.dtype
         for (layer, peer), blocks in self._parameters_out.items():
             tag = Tag(Channel.PARAMETERS, step, attempt, layer, 0)
@@ -174,7 +201,7 @@ class Exchange:
             self._transport.recv(
                 peer,
                 Tag(Channel.PARAMETERS, step, attempt, layer, 0),
-                [self._layers[layer].flat[block.start : block.stop] for block in blocks],
+                [self._layers[layer].flat[run.start : run.stop] for run in _runs(blocks)],
             )
             for (layer, peer), blocks in self._parameters_in.items()
         ]
@@ -182,16 +209,31 @@ class Exchange:
         return sends
 
 
-def _buffers(blocks: Sequence[Block], dtype: torch.dtype) -> list[torch.Tensor]:
+def _runs(blocks: Sequence[Block]) -> list[_Run]:
+    """Ascending blocks of one layer as runs of adjacent ones."""
+    runs: list[_Run] = []
+    for block in blocks:
+        size = block.stop - block.start
+        if runs and runs[-1].stop == block.start and block.stop - runs[-1].start <= _RUN_ELEMENTS:
+            runs[-1].blocks.append(block)
+            runs[-1].sizes.append(size)
+        else:
+            runs.append(_Run([block], [size]))
+    return runs
+
+
+def _buffers(runs: Sequence[_Run], dtype: torch.dtype) -> list[torch.Tensor]:
     """Receive buffers of one frame: views into one allocation, never shared with what they will be added to, so that
     an owner can leave out a dead peer's part."""
-    flat = torch.empty(sum(block.stop - block.start for block in blocks), dtype=dtype)
-    return list(flat.split([block.stop - block.start for block in blocks]))
+    sizes = [run.stop - run.start for run in runs]
+    return list(torch.empty(sum(sizes), dtype=dtype).split(sizes))
 
 
 def _add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of partial sums, in a tensor of its own."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
+    """The sum of partial sums; a single one is returned itself. By numpy, which adds int64 faster than torch."""
+    if len(parts) == 1:
+        return parts[0]
+    total = np.add(parts[0].numpy(), parts[1].numpy())
+    for part in parts[2:]:
+        np.add(total, part.numpy(), out=total)
+    return torch.from_numpy(total)

@@ -16,6 +16,7 @@ the vote passed implies that everyone can apply. The parts:
 No IO here.
 """
 
+import functools
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from elaswave.hashing import MASK64, key64, signed64
+from elaswave.hashing import MASK64, key64, mix64, signed64
 from elaswave.runtime.compute import NonFinite
 from elaswave.state.sums import NORM_LIMBS, could_overflow, next_exponent, norm_from_limbs, norm_limbs
 
@@ -209,7 +210,12 @@ def judge(
 
 def residency_key(block: int, role: int, worker: int, version: int) -> int:
     """What holding a block contributes to the residency sums."""
-    return key64("residency", block, role, worker, version)
+    return mix64(_copy_key(block, role, worker) + version)
+
+
+@functools.lru_cache(maxsize=1 << 20)
+def _copy_key(block: int, role: int, worker: int) -> int:
+    return key64("residency", block, role, worker)
 
 
 def agreement_key(kind: str, block: int, step: int, attempt: int, run_hash: int) -> int:

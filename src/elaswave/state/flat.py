@@ -5,6 +5,7 @@ alone, never on the layout, the number of workers or the compute dtype, so that 
 hash and every partial norm) are the same wherever a layer lives.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -121,10 +122,18 @@ class Segment(NamedTuple):
 
 def segments(shape: LayerShape, start: int, stop: int) -> Iterator[Segment]:
     """The tensors' parts inside [start, stop), padding left out, in order."""
-    for slot in shape.tensors:
+    tensors = shape.tensors
+    for index in range(bisect_right(tensors, start, key=_stop), len(tensors)):
+        slot = tensors[index]
+        if slot.offset >= stop:
+            return
         first, last = max(slot.offset, start), min(slot.stop, stop)
         if first < last:
             yield Segment(slot, first - start, last - start, first - slot.offset)
+
+
+def _stop(slot: TensorSlot) -> int:
+    return slot.stop
 
 
 def all_tensors(shapes: Sequence[LayerShape]) -> tuple[TensorSlot, ...]:

@@ -192,7 +192,7 @@ def reduced_gradient(
     """The mean gradient of a run of a layer, from its total over all workers.
 
     Args:
-        total: int64 (exact) or float32 (scaled) sum of the run [start, start + len(total)); int64 is overwritten.
+        total: int64 (exact) or float32 (scaled) sum of the run [start, start + len(total)).
         shape: the layer.
         start: first element of the run.
         exponents: one grid exponent per tensor of the layer.
@@ -203,12 +203,13 @@ def reduced_gradient(
     if total.dtype == torch.float32:
         return total / num_microbatches
     reduced = torch.zeros(total.shape, dtype=torch.float32)
+    words, values = total.numpy(), reduced.numpy()
     first_index = shape.tensors[0].id if shape.tensors else 0
     for segment in segments(shape, start, start + total.numel()):
         exponent = exponents[segment.slot.id - first_index]
-        units = total[segment.start : segment.stop]
-        units -= signed64(offset(exponent) * num_microbatches)
-        reduced[segment.start : segment.stop] = units.to(torch.float64).mul_(2.0**-exponent / num_microbatches)
+        part = slice(segment.start, segment.stop)
+        units = words[part] - signed64(offset(exponent) * num_microbatches)
+        np.multiply(units, 2.0**-exponent / num_microbatches, out=values[part], casting="same_kind")  # in float64
     return reduced
 
 

@@ -19,15 +19,15 @@ _CHUNK = 1 << 15
 
 
 @functools.lru_cache(maxsize=8)
-def _position_keys(length: int) -> torch.Tensor:
+def _position_keys(length: int) -> np.ndarray:
     positions = np.arange(length, dtype=np.uint64)
-    return torch.from_numpy((_mix(positions + np.uint64(key64("run_hash"))) | np.uint64(1)).view(np.int64))
+    return (_mix(positions + np.uint64(key64("run_hash"))) | np.uint64(1)).view(np.int64)
 
 
 def run_hash(run: torch.Tensor) -> int:
     """A 64-bit hash of a float32 tensor's bits, shape [length]; length at most that of a block."""
-    words = run.view(torch.int32).to(torch.int64)
-    return int(words.mul_(_position_keys(words.numel())).sum()) & MASK64
+    words = run.view(torch.int32).numpy()
+    return int(np.einsum("i,i", words, _position_keys(len(words)))) & MASK64
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
