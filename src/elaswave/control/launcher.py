@@ -57,13 +57,15 @@ from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.testing.faults import FAULTS_FILE, Fault, FaultProbe
 
 TICK_S = 0.2
-HEARTBEAT_S = 0.05
+HEARTBEAT_S = 0.1
 STOP_GRACE_S = 15.0
 """After Ctrl-C, how long the step in hand may take."""
 CHECKPOINT_GRACE_S = 300.0
 """After SIGTERM, how long the step in hand and the checkpoint may take."""
 EXIT_GRACE_S = 10.0
 """After the end of the job, how long its processes may take to end."""
+FAILED_GRACE_S = 0.5
+"""The same after a failure: who is ending by itself may say so in its log; the others wait for what will not come."""
 MAX_COORDINATORS = 100
 """So many coordinators are started; more ends mean that they cannot live."""
 COMPUTE_NICENESS = 5
@@ -367,7 +369,7 @@ class _Job:
         self._selector.unregister(self._client.fileno())
         self._client.close(1.0)
         self._client = None
-        self._reap_all(EXIT_GRACE_S)
+        self._reap_all(FAILED_GRACE_S if self._ended.outcome == "failed" else EXIT_GRACE_S)
         return self._ended
 
     def _loop(self) -> None:

@@ -181,7 +181,10 @@ class Worker:
         self._addresses: dict[int, str] = {}
         self._reports: deque[StepReport] = deque(maxlen=KEPT_REPORTS)
         self._last_report: Report | None = None
-        self._begin_s = time.monotonic()
+        self._is_ready = False
+        """Whether the first links have been made and this worker has said so."""
+        self._edit_s = 0.0
+        """Seconds that the newest move of the data plane took."""
         layout, placement = self._blueprint.layout, self._blueprint.placement
         layers, store, progress = materialise(
             self._blueprint, setup.worker, self._optimizer, layout, placement, setup.checkpoint
@@ -222,12 +225,8 @@ class Worker:
 
     # --------------------------------------------------------------------------------------------------------- links
 
-    def connect(self, addresses: dict[int, str]) -> None:
-        """Makes the links that the layout needs (all of them in a small job)."""
-        self._addresses = addresses
-        self._make_links(self._blueprint.layout)
-
     def _make_links(self, layout: Layout) -> None:
+        """Makes the links that a layout needs (all of them in a small job)."""
         if len(self._addresses) <= FULL_MESH_WORKERS:
             peers = set(layout.workers) - {self._worker}
         else:
@@ -246,8 +245,13 @@ class Worker:
 
     # ---------------------------------------------------------------------------------------------------- the main loop
 
-    def train(self) -> None:
-        """Runs all steps, with evaluations and checkpoints in between, and reports each; recovers whenever it must."""
+    def train(self, addresses: dict[int, str]) -> None:
+        """Runs all steps, with evaluations and checkpoints in between, and reports each; recovers whenever it must.
+
+        Args:
+            addresses: where the data planes of all workers listen.
+        """
+        self._addresses = addresses
         while True:
             try:
                 self._run_to_the_end()
@@ -258,6 +262,10 @@ class Worker:
     def _run_to_the_end(self) -> None:
         run = self._config.run
         stopped = False
+        if not self._is_ready:
+            self._make_links(self.engine.layout)
+            self._is_ready = True
+            self._client.send(Ready(worker=self._worker, holding=self._holding()), durable=True)
         while True:
             while self._duties:
                 kind, step = self._duties[0]
@@ -273,7 +281,7 @@ class Worker:
             self._mailbox.place = (self._member.epoch, self._step, self._attempt)
             result = self.engine.run_step(self._step, self._attempt)
             self._committed(result, time.monotonic() - start_s)
-            stopped = result.request is not Request.NONE
+            stopped = result.request is not Request.NONE and self._step < run.steps
             self._step, self._attempt = self._step + 1, 1
             self._note_duties(result)
         self._finish(stopped)
@@ -322,7 +330,7 @@ class Worker:
             calibrated=progress.grids.calibrated,
         )
 
-    def holding(self) -> Holding:
+    def _holding(self) -> Holding:
         """What this worker holds, for the log."""
         owned = list(self.engine.store.with_role(Role.OWNER))
         followed = list(self.engine.store.with_role(Role.FOLLOWER))
@@ -422,8 +430,9 @@ class Worker:
 
     def _move(self, action: MoveAndReport) -> None:
         """Leaves the old epoch's data plane, and only then promises and reports."""
-        self._begin_s = time.monotonic()
+        begin_s = time.monotonic()
         self._transport.advance_epoch(action.epoch, action.members)
+        self._edit_s = time.monotonic() - begin_s
         layers = sorted(self.engine.layers)
         span = (layers[0], layers[-1] + 1)
         self._last_report = self._ledger.promise(action.epoch, self.engine.held(), span)
@@ -439,7 +448,7 @@ class Worker:
         self._members = decision.members
         edit_begin_s = time.monotonic()
         self._make_links(decision.layout)
-        edit_s = time.monotonic() - edit_begin_s
+        edit_s = self._edit_s + time.monotonic() - edit_begin_s
         begin_s = time.monotonic()
         self._step, self._attempt = decision.resume_step, decision.resume_attempt
         self._duties = []
@@ -550,9 +559,7 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
         mailbox = Mailbox(setup.worker, transport)
         client = make_client(mailbox)
         worker = Worker(setup, client, mailbox, transport)
-        worker.connect(_wait_for_start(mailbox))
-        client.send(Ready(worker=setup.worker, holding=worker.holding()))
-        worker.train()
+        worker.train(_wait_for_start(mailbox))
         return 0
     except FencedError as error:
         print(str(error), flush=True)
