@@ -28,14 +28,16 @@ import torch
 
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
+from elaswave.control.core.detection import IDLE
 from elaswave.control.launcher import train
 from elaswave.observability.progress import make_reporter
+from elaswave.runtime.step import StepEngine
 
 TURN_TIMEOUT_S = 600.0
 """A turn that takes longer means that something hangs."""
 END_TIMEOUT_S = 60.0
 _COUNT = struct.Struct("<I")
-_PID = struct.Struct("<I")
+_HERE = b"h"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -52,7 +54,7 @@ class Gate:
         """Called by a worker before each step; waits when its turn is over."""
         if self._left == 0:
             end = self._theirs[worker]
-            end.sendall(_PID.pack(os.getpid()))
+            end.sendall(_HERE)
             self._left = _COUNT.unpack(_receive(end, _COUNT.size))[0]
         self._left -= 1
 
@@ -61,22 +63,18 @@ class Gate:
         for end in self._ours:
             end.sendall(_COUNT.pack(num_steps))
 
-    def wait(self) -> list[int]:
+    def wait(self) -> None:
         """Waits until every worker has come to its gate.
 
-        Returns:
-            Their process ids.
         Raises:
             RuntimeError: a worker has ended, or TURN_TIMEOUT_S has passed.
         """
-        pids = []
         for worker, end in enumerate(self._ours):
             end.settimeout(TURN_TIMEOUT_S)
             try:
-                pids.append(_PID.unpack(_receive(end, _PID.size))[0])
+                _receive(end, len(_HERE))
             except (EOFError, TimeoutError) as error:
                 raise RuntimeError(f"worker {worker} did not come to its gate: {error or 'it was silent'}") from error
-        return pids
 
     def keep_side(self, *, conductor: bool) -> None:
         """Closes the ends that this process does not use, so that a process's end is noticed at the other side."""
@@ -101,11 +99,15 @@ class _GateProbe:
         self._gate = gate
         self._step = 0
 
-    def reached(self, phase: str, index: int, engine: Any) -> None:
+    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
         """See `elaswave.runtime.probe.Probe`; a step that is tried again does not count twice."""
         if phase == "forward" and index == 0 and engine.step != self._step:
             self._step = engine.step
+            activity = engine.activity
+            label = activity.label
+            activity.wait(IDLE)  # else the progress watch would take the gate for a hang
             self._gate.before_step(engine.worker)
+            activity.compute(label)
 
 
 Body = Callable[[Gate, Path, int], None]
@@ -213,7 +215,8 @@ class _Running:
         self.program = program
         self.pid: int | None = pid
         self._gate = gate
-        self._pids = [pid, *gate.wait()]
+        gate.wait()
+        self._pids = _process_group(pid)
 
     def turn(self, num_steps: int) -> tuple[float, float]:
         """Lets it run some steps; wall-clock and CPU seconds."""
@@ -239,7 +242,18 @@ class _Running:
                 time.sleep(0.01)
 
     def _cpu_s(self) -> float:
-        return sum(time.clock_gettime(_cpu_clock(pid)) for pid in set(self._pids))
+        return sum(time.clock_gettime(_cpu_clock(pid)) for pid in self._pids)
+
+
+def _process_group(group: int) -> list[int]:
+    """The processes of a group."""
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                pids.append(int(folder.name))
+    return pids
 
 
 def _cpu_clock(pid: int) -> int:

@@ -146,7 +146,7 @@ class StepEngine:
         self._request = request
         self._check = check
         self._probe = probe
-        self._activity = activity
+        self.activity = activity
         self._trace = trace
         exact = self._config.elastic.consistency == "bitwise"
         self._make_accumulator: Callable[[LayerShape], Accumulator] = (
@@ -180,7 +180,7 @@ class StepEngine:
         self._layout_hash = struct_hash(layout)
         self.group = Group(self.transport, layout.workers, Channel.VOTE)
         self.program = compile_programs(layout, schedule)[self.worker]
-        self._executor = Executor(self.worker, layout, self.compute, self.transport, self._activity, self._trace)
+        self._executor = Executor(self.worker, layout, self.compute, self.transport, self.activity, self._trace)
 
     def _use_placement(self, placement: Placement, store: BlockStore) -> None:
         """The placement under which the next attempt votes, and the copies that this worker holds under it."""
@@ -341,10 +341,10 @@ class StepEngine:
             retries.append(reason)
             attempt += 1
         with self._timed("apply"):
-            self._activity.compute("apply")
+            self.activity.compute("apply")
             self._apply(step, verdict)
         with self._timed("gather"):
-            self._activity.wait("gather")
+            self.activity.wait("gather")
             self._gather()
         return self.result_of(step, attempt, verdict, tuple(retries))
 
@@ -383,13 +383,13 @@ class StepEngine:
             )
         with self._timed("reduce"):
             self._reach("reduce")
-            self._activity.wait("reduce")
+            self.activity.wait("reduce")
             self._sends += self._exchange.reduce(step, attempt, exponents)
             self.transport.wait(filling, WAIT_TIMEOUT_S)
         self.ledger.prepare()
         with self._timed("vote"):
             self._reach("vote")
-            self._activity.wait("vote")
+            self.activity.wait("vote")
             verdict = self._vote()
             self._drain()  # also REDUCE's buffers are free again now
         return verdict
@@ -477,7 +477,7 @@ class StepEngine:
         num_microbatches = self._config.run.eval_microbatches
         layout = evaluation_layout(self.layout, num_microbatches)
         program = compile_programs(layout, self._config.layout.schedule, forward_only=True)[self.worker]
-        executor = Executor(self.worker, layout, self.compute, self.transport, self._activity, self._trace)
+        executor = Executor(self.worker, layout, self.compute, self.transport, self.activity, self._trace)
         self.compute.losses.clear()
         sends: list[Handle] = []
         executor.run(
@@ -606,7 +606,7 @@ class StepEngine:
         self._sends.clear()
 
     def _before_action(self, action: Action) -> None:
-        self._activity.compute(str(action))
+        self.activity.compute(str(action))
         self._reach("forward" if action.kind == "F" else "backward")
 
     def _reach(self, phase: Phase) -> None:
