@@ -278,7 +278,11 @@ class Coordinator:
         self._losses_at_s: list[float] = []
         self._failures: dict[str, int] = {}
         """Signature of an error -> the worker that ended with it."""
+        self._errors: dict[int, str] = {}
+        """Workers that have ended with an error of their own since the newest decision -> what it was."""
         self._orphans: tuple[int, ...] = ()
+        self._rollback_epoch = 0
+        """The epoch of the newest decision that went back to a checkpoint."""
         for record in records:
             self._replay(record)
 
@@ -302,8 +306,10 @@ class Coordinator:
         self.epoch, self.members = decision.epoch, decision.members
         self.layout, self.placement = decision.layout, decision.placement
         self._lost = ()
+        self._errors.clear()
         if decision.rollback is not None:
             self._evidence = None
+            self._rollback_epoch = decision.epoch
         elif decision.evidence is not None:
             self._evidence = decision.evidence
 
@@ -386,7 +392,9 @@ class Coordinator:
         """Takes suspicions that came together: the epoch rises once for all of them."""
         fresh = [suspicion for suspicion in suspicions if self._counts(suspicion)]
         if not fresh or self.state is State.ENDED:
-            return [Note(f"the suspicion of worker {suspicion.worker} is not of this epoch") for suspicion in suspicions]
+            return [
+                Note(f"the suspicion of worker {suspicion.worker} is not of this epoch") for suspicion in suspicions
+            ]
         if self.state is State.STARTING:
             first = fresh[0]
             return self._end(f"worker {first.worker} was lost before training began: {first.reason}")
@@ -430,12 +438,17 @@ class Coordinator:
         if before is not None and before != event.worker:
             return self._end(f"{event.summary}; the same error has ended worker {before}", event.worker)
         self._failures[event.signature] = event.worker
+        self._errors[event.worker] = event.summary
         if event.worker in self.members and len(self.members) <= max(1, self._bounds.min_workers):
             return self._end(event.summary, event.worker)
         return self.suspect([Suspected(event.worker, "exit", event.summary)], now_s)
 
     def _end(self, reason: str, worker: int | None = None, orphans: tuple[int, ...] = ()) -> list[Effect]:
         self.state = State.ENDED
+        if worker is None and self._errors:
+            # An error that strikes all replicas at once, each at another micro-batch, is the reason of all the rest.
+            worker, summary = next(iter(self._errors.items()))
+            reason = f"{summary}; {reason}"
         return [End(reason, worker, orphans)]
 
     # -------------------------------------------------------------------------------------------------- the decision
@@ -459,6 +472,10 @@ class Coordinator:
 
     def _decide(self) -> list[Effect]:
         reports = [self._reports[worker] for worker in self.members]
+        if any(report.decided < self._rollback_epoch for report in reports):
+            # Somebody has not gone back to the checkpoint yet: its votes and versions are of steps that do not count
+            # any more. No vote can have passed without it since, so nothing is lost by going back once more.
+            return self._seek_checkpoint(())
         evidence = newest_evidence([self._evidence, *(report.evidence for report in reports)])
         base = self._base_step(evidence)
         held = {report.worker: _versions(report.copies) for report in reports}
@@ -470,9 +487,7 @@ class Coordinator:
         lost = tuple(sorted(set(self.layout.workers) - set(self.members)))
         planned = self._planner.survive(self.layout, self._merged_placement(), lost, valid)
         if planned.orphans:
-            self.state = State.ROLLING_BACK
-            self._orphans = planned.orphans
-            return [FindCheckpoint()]
+            return self._seek_checkpoint(planned.orphans)
         attempt = 1 + max((report.attempt for report in reports if report.step == base + 1), default=0)
         if evidence is not None and not evidence.commits:
             attempt = max(attempt, evidence.attempt + 1)
@@ -497,12 +512,15 @@ class Coordinator:
         )
         return self._issue(decision)
 
+    def _seek_checkpoint(self, orphans: tuple[int, ...]) -> list[Effect]:
+        self.state = State.ROLLING_BACK
+        self._orphans = orphans
+        return [FindCheckpoint()]
+
     def _base_step(self, evidence: Evidence | None) -> int:
         """The newest step that is committed."""
-        start = self._first_step - 1
-        if self.decision is not None and self.decision.rollback is not None:
-            start = self.decision.rollback
-        return start if evidence is None else max(start, evidence.committed_step)
+        decided = self._first_step - 1 if self.decision is None else self.decision.resume_step - 1
+        return decided if evidence is None else max(decided, evidence.committed_step)
 
     def _merged_placement(self) -> Placement:
         """The last decision's placement, with the followers that have been filled since, as the survivors report."""
@@ -518,10 +536,13 @@ class Coordinator:
         if self.state is not State.ROLLING_BACK:
             return [Note("a checkpoint that nobody waits for")]
         orphans = ", ".join(map(str, self._orphans[:8])) + (" ..." if len(self._orphans) > 8 else "")
+        what = f"all copies of {len(self._orphans)} blocks ({orphans}) were lost"
+        if not self._orphans:
+            what = "not everybody had gone back to the checkpoint"
         if event.step is None:
             return self._end(
-                f"all copies of {len(self._orphans)} blocks ({orphans}) were lost with workers {list(self._lost)}, and "
-                "there is no valid durable checkpoint; set run.checkpoint_every, or elastic.num_followers higher",
+                f"{what} with workers {list(self._lost)}, and there is no valid durable checkpoint; set "
+                "run.checkpoint_every, or elastic.num_followers higher",
                 orphans=self._orphans,
             )
         lost = tuple(sorted(set(self.layout.workers) - set(self.members)))
@@ -542,7 +563,7 @@ class Coordinator:
             checkpoint=False,
             published=event.step,
             promoted=0,
-            reason=f"{self._reason}; all copies of {len(self._orphans)} blocks ({orphans}) were lost",
+            reason=f"{self._reason}; {what}",
         )
         return self._issue(decision)
 
