@@ -26,6 +26,7 @@ from elaswave.types import Layout
 RESULT_FILE = "result.json"
 DIGESTS_FILE = "digests.json"
 EVENTS_FILE = "events.jsonl"
+FAULTS_FILE = "faults.jsonl"
 TRACE_FILE = "trace.json"
 
 JsonFloat = float | Literal["nan", "inf", "-inf"]

@@ -22,7 +22,14 @@ from elaswave import __version__
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.errors import ConfigError, DataError, RunFolderError
-from elaswave.observability.result import DIGESTS_FILE, EVENTS_FILE, RESULT_FILE, TRACE_FILE, atomic_write
+from elaswave.observability.result import (
+    DIGESTS_FILE,
+    EVENTS_FILE,
+    FAULTS_FILE,
+    RESULT_FILE,
+    TRACE_FILE,
+    atomic_write,
+)
 
 MARKER_FILE = "run.json"
 CONFIG_FILE = "config.toml"
@@ -38,6 +45,7 @@ WRITTEN_NAMES = (
     RESULT_FILE,
     DIGESTS_FILE,
     EVENTS_FILE,
+    FAULTS_FILE,
     TRACE_FILE,
     CHECKPOINTS_DIR,
     LOGS_DIR,

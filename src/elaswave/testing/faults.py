@@ -27,6 +27,7 @@ import msgspec
 
 from elaswave.errors import ConfigError
 from elaswave.hashing import key64
+from elaswave.observability.result import FAULTS_FILE as FAULTS_FILE
 from elaswave.runtime.probe import PHASES, Phase
 
 Kind = Literal["kill", "hang", "cut", "cut-close", "slow", "drain", "join"]
@@ -37,9 +38,6 @@ SUPPORTED: tuple[Kind, ...] = LOSING
 COORDINATOR = "coordinator"
 RANDOM = "random"
 ANY = "any"
-
-FAULTS_FILE = "faults.jsonl"
-"""Name of the record in the run folder."""
 
 _FORMS: dict[Kind, str] = {
     **dict.fromkeys(LOSING, "{kind}:W@STEP[:PHASE[+N]]"),
