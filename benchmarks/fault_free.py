@@ -8,20 +8,22 @@ same model code, data, layer split, clipping, loss reporting, one thread per pro
 
 import argparse
 import json
-import os
 import sys
 
-os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+from harness import (
+    SIZES,
+    Compared,
+    Program,
+    compare,
+    configuration,
+    elaswave_program,
+    machine,
+    print_header,
+    quartiles,
+    run_in_turns,
+)
+from plain import plain_loop, torch_pipeline
 
-from baseline import plain_loop, torch_pipeline
-from harness import Compared, Program, compare, configuration, elaswave_program, machine, quartiles, run_in_turns
-
-SIZES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "10m": ("model.num_layers=8", "model.width=320"),
-    "tiny": ("model.num_layers=2", "model.width=32", "model.context_length=16", "batch.microbatch_size=4"),
-}
-"""What differs from the default recipe; `tiny` is for a quick look whether everything runs."""
 STEPS_PER_TURN = {"default": 5, "10m": 1, "tiny": 2}
 TARGETS = {
     ("default", "1x1", "bitwise"): 0.90,
@@ -89,13 +91,15 @@ def row(size: str, layout: str, mode: str, tokens: int, plain: Program, ours: Pr
         "ratio": compared.ratio,
         "ratio_quartiles": [compared.low, compared.high],
         "cpu_ratio": compared.cpu_ratio,
+        "plain_loss": plain.last_loss,
+        "elaswave_loss": ours.last_loss,
         "needed": needed,
     }
 
 
 def print_table(rows: list[dict], where: dict, rounds: int) -> None:
     """The rows for people."""
-    print(f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, load {where['load_1_min']} at the start")
+    print_header(where)
     print(f"tokens/s against plain PyTorch; medians of {rounds} pairs; cpu: the same ratio of CPU seconds")
     print(
         f"{'size':<8} {'layout':<6} {'mode':<8} {'plain':>8} {'elaswave':>8} "

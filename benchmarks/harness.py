@@ -8,6 +8,7 @@ moment its workers are let go until all of them have come back to their gate.
 
 import contextlib
 import ctypes
+import math
 import os
 import shutil
 import signal
@@ -23,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+
 import msgspec
 import torch
 
@@ -33,6 +36,12 @@ from elaswave.control.launcher import train
 from elaswave.observability.progress import make_reporter
 from elaswave.runtime.step import StepEngine
 
+SIZES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "10m": ("model.num_layers=8", "model.width=320"),
+    "tiny": ("model.num_layers=2", "model.width=32", "model.context_length=16", "batch.microbatch_size=4"),
+}
+"""What differs from the default recipe; `tiny` is for a quick look whether everything runs."""
 TURN_TIMEOUT_S = 600.0
 """A turn that takes longer means that something hangs."""
 END_TIMEOUT_S = 60.0
@@ -111,7 +120,15 @@ class _GateProbe:
 
 
 Body = Callable[[Gate, Path, int], None]
-"""(gate, an empty folder, number of steps) -> None: a training program, in a process of its own."""
+"""(gate, an empty folder, number of steps) -> None: a training program, in a process of its own. At its end it calls
+`write_loss`."""
+
+_LOSS_FILE = "last_loss"
+
+
+def write_loss(folder: Path, loss: float) -> None:
+    """Notes the loss of a program's last step, so that it can be seen that all have trained alike."""
+    (folder / _LOSS_FILE).write_text(str(loss))
 
 
 def elaswave_program(config: Config) -> Body:
@@ -120,7 +137,8 @@ def elaswave_program(config: Config) -> Body:
     def body(gate: Gate, folder: Path, num_steps: int) -> None:
         with open(folder / "progress.log", "w") as log:
             reporter = make_reporter(json_mode=True, stream=log)
-            train(with_steps(config, num_steps), folder, reporter=reporter, probe=_GateProbe(gate))
+            result = train(with_steps(config, num_steps), folder, reporter=reporter, probe=_GateProbe(gate))
+        write_loss(folder, float(result.losses[-1]))
 
     return body
 
@@ -152,6 +170,8 @@ class Program:
     """Seconds per step of each turn."""
     cpu_s: list[float] = field(default_factory=list)
     """CPU seconds (user and system) per step of each turn, of all its processes."""
+    last_loss: float = math.nan
+    """Mean nats per token in its last step."""
 
 
 class Compared(NamedTuple):
@@ -211,8 +231,9 @@ def run_in_turns(programs: Sequence[Program], *, rounds: int, steps_per_turn: in
 class _Running:
     """A program that has been started and waits at its gate."""
 
-    def __init__(self, program: Program, pid: int, gate: Gate) -> None:
+    def __init__(self, program: Program, pid: int, gate: Gate, folder: Path) -> None:
         self.program = program
+        self._folder = folder
         self.pid: int | None = pid
         self._gate = gate
         gate.wait()
@@ -236,6 +257,7 @@ class _Running:
                 self.pid = None
                 if status:
                     raise RuntimeError(f"{self.program.name} ended with status {os.waitstatus_to_exitcode(status)}")
+                self.program.last_loss = float((self._folder / _LOSS_FILE).read_text())
             elif time.monotonic() > deadline_s:
                 raise RuntimeError(f"{self.program.name} did not end within {END_TIMEOUT_S:g} s")
             else:
@@ -272,7 +294,7 @@ def _started(program: Program, num_steps: int) -> Iterator[_Running]:
         _run_and_exit(lambda: program.body(gate, folder, num_steps), gate)
     gate.keep_side(conductor=True)
     try:
-        process = _Running(program, pid, gate)
+        process = _Running(program, pid, gate, folder)
         yield process
     finally:
         if process is None or process.pid is not None:
@@ -349,3 +371,8 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "load_1_min": round(os.getloadavg()[0], 2),
     }
+
+
+def print_header(where: dict[str, Any]) -> None:
+    """The first line of a table."""
+    print(f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, load {where['load_1_min']} at the start")

@@ -8,14 +8,14 @@ clipping and loss together. Every step's loss is written to a file. One thread p
 import itertools
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
-from harness import Body, Gate, fork_workers, with_steps
+from harness import Body, Gate, fork_workers, with_steps, write_loss
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -53,6 +53,7 @@ def plain_loop(config: Config) -> Body:
                 optimizer.step()
                 optimizer.zero_grad()
                 _report(log, step, float(total), float(norm))
+            write_loss(folder, float(total))
 
     return body
 
@@ -147,6 +148,8 @@ class _PipelineJob(NamedTuple):
                 _set_learning_rate(optimizer, run.config, step)
                 optimizer.step()
                 _report(log, step, loss, norm)
+        if rank == 0:
+            write_loss(self.folder, loss)
         dist.destroy_process_group()
 
 
@@ -185,6 +188,3 @@ def _set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: i
 
 def _report(log: TextIO, step: int, loss: float, norm: float) -> None:
     log.write(f"step {step} loss {loss:.6f} norm {norm:.4f}\n")
-
-
-PLAIN: dict[str, Callable[[Config], Body]] = {"loop": plain_loop, "pipeline": torch_pipeline}

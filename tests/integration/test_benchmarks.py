@@ -1,0 +1,37 @@
+"""The benchmarks run from end to end at tiny sizes. What they measure is not judged here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(script: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments, "--json"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_throughput_is_compared_with_plain_pytorch_which_learns_the_same() -> None:
+    document = run("fault_free.py", "--sizes", "tiny", "--rounds", "2", "--consistency", "bitwise")
+    assert [row["layout"] for row in document["rows"]] == ["1x1", "2x2"]
+    for row in document["rows"]:
+        assert row["plain_tokens_per_s"] > 0
+        assert row["elaswave_tokens_per_s"] > 0
+        assert row["ratio"] > 0
+        assert row["cpu_ratio"] > 0
+        # The same batches and initial values, other dropout draws.
+        assert abs(row["plain_loss"] - row["elaswave_loss"]) < 0.05
+
+
+def test_the_tax_of_every_part_is_measured() -> None:
+    document = run("tax.py", "--size", "tiny", "--tokens", "64", "--rounds", "2")
+    parts = ["exact sums", "followers", "vote and verification", "all together"]
+    assert [row["part"] for row in document["rows"]] == parts
+    assert all(row["step_s"] > 0 for row in document["rows"])
