@@ -148,6 +148,8 @@ class ControlClient(Generic[_T]):
         self._opened_at = 0.0
         self._first_unanswered = math.inf
         self._num_unanswered = 0
+        """Heartbeats since the first one that asked for an answer and has had none."""
+        self._next_question = 0.0
         self._next_heartbeat = math.inf
         self._deadline = math.inf
         """Of the handshake."""
@@ -317,11 +319,15 @@ class ControlClient(Generic[_T]):
             message = self._heartbeat()
             payload = b"" if message is None else encode(message, self._max_message_bytes)
             with self._changed:
+                # Being answered costs as much as a heartbeat, so only some of them ask for it.
+                asks = self._num_unanswered == 0 and now >= self._next_question
+                if asks:
+                    self._first_unanswered = now
+                    self._next_question = now + self._silence_timeout_s / 4
                 if self._session is not None:
-                    self._session.write(Kind.HEARTBEAT, 0, payload)
+                    self._session.write(Kind.HEARTBEAT, int(asks), payload)
                     self._flush()
-                self._first_unanswered = min(self._first_unanswered, now)
-                self._num_unanswered += 1
+                self._num_unanswered += asks or self._num_unanswered > 0
                 self._next_heartbeat = now + self._interval_s
         due = {
             _Phase.DOWN: self._next_dial,

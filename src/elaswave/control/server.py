@@ -247,13 +247,14 @@ class ControlServer(Generic[_T]):
                     continue
                 if self._peers.get(peer) is not connection or frame.kind is Kind.ACK:
                     raise FrameError(f"{frame.kind.name} from {peer_name(peer)}, which may not be sent here")
-                answer |= frame.kind is Kind.HEARTBEAT or frame.number > 0
+                answer |= frame.number > 0
+                numbered = frame.kind is Kind.MESSAGE and frame.number > 0
                 client, handled = self._handled[peer]
-                if 0 < frame.number <= handled:
+                if numbered and frame.number <= handled:
                     continue
                 if frame.message is not None and not self._call(self._on_message, peer, frame.message):
                     return
-                if frame.number:
+                if numbered:
                     self._handled[peer] = (client, frame.number)
         finally:
             if answer and self._peers.get(peer) is connection:

@@ -63,9 +63,9 @@ class Kind(IntEnum):
     MESSAGE = 2
     """A message; its number is 0, or counts those that must not be lost."""
     ACK = 3
-    """The server has handled all messages up to this number. Also the answer to every heartbeat."""
+    """The server has handled all messages up to this number. Also the answer to a heartbeat that asks for one."""
     HEARTBEAT = 4
-    """The client is alive; with or without a message."""
+    """The client is alive; with or without a message. Its number is 1 if it asks for an answer, else 0."""
 
 
 class Frame(NamedTuple):
