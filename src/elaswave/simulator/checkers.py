@@ -196,6 +196,7 @@ class Agreement(Observer):
 
     def decided(self, decision: Decision) -> None:
         if decision.rollback is not None:
+            self._committed = dict.fromkeys(decision.members, decision.rollback)
             return
         known = max((self._committed.get(worker, 0) for worker in decision.members), default=0)
         _require(

@@ -133,12 +133,12 @@ def parse_schedule(text: str) -> Schedule:
 
 # ------------------------------------------------------------------------------------------------------ seeded schedules
 
-LAYOUTS = ((2, 1), (1, 2), (2, 2), (1, 1, 1), (3,), (2, 1, 1), (1, 3), (3, 1), (4,), (1, 1))
+LAYOUTS = ((2, 1), (1, 2), (2, 2), (1, 1, 1), (3,), (2, 1, 1), (1, 3), (3, 1), (4,), (1, 1), (3, 2), (2, 3))
 _MANY_KINDS = ("kill",) * 8 + ("suspect",) * 3 + ("hang", "hang", "isolate", "cut", "delay", "disconnect", "usurp")
 
 
 def random_schedule(seed: int) -> Schedule:
-    """The schedule of a seed: up to four faults on one of the small layouts, in any weather."""
+    """The schedule of a seed: up to five faults on one of the small layouts, in any weather."""
     rng = random.Random(seed)
     widths = rng.choice(LAYOUTS)
     num_workers = sum(widths)
@@ -168,7 +168,7 @@ def random_schedule(seed: int) -> Schedule:
     span = 8 * num_workers * steps
     at = rng.randrange(span)
     faults = []
-    for index in range(rng.choice((1, 2, 2, 3, 3, 4))):
+    for index in range(rng.choice((1, 2, 2, 3, 3, 4) if num_workers < 5 else (3, 4, 5))):
         if index > 0:
             # Most of the later faults strike while an earlier one is being dealt with.
             at = at + rng.randrange(1, 30) if rng.random() < 0.7 else rng.randrange(span)

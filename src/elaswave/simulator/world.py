@@ -20,6 +20,7 @@ from elaswave.simulator.worker import SimWorker
 
 MAX_TIME = 20_000
 MAX_INSTANTS = 20_000
+_NUM_DELAYS = 509
 _CALLS = [name for name in vars(Observer) if not name.startswith("_")]
 
 
@@ -100,7 +101,7 @@ class World:
         seed = self.conditions.seed
         rng = random.Random(seed)
         choices = (1, 1, 1, 2, 2, 3, 5, 9) if seed else (1,)
-        self._delays = [rng.choice(choices) for _ in range(509)]
+        self._delays = rng.choices(choices, k=_NUM_DELAYS)
         self._delay_at = 0
 
     def _listen(self, observers: Sequence[Observer]) -> None:
@@ -135,7 +136,7 @@ class World:
     def delay(self) -> int:
         """The next frame's time under way."""
         at = self._delay_at
-        self._delay_at = at + 1 if at < 508 else 0
+        self._delay_at = at + 1 if at + 1 < _NUM_DELAYS else 0
         return self._delays[at]
 
     def after(self, delay: int, actor: Any, call: Callable[..., None], *arguments: Any) -> None:

@@ -53,6 +53,7 @@ class Ledger:
         self.evidence: Evidence | None = None
         self.parameters_step = base_step
         self.promised_epoch: int | None = None
+        self.decided_epoch = 0
 
     def begin(self, step: int, attempt: int) -> None:
         """A new attempt starts."""
@@ -102,6 +103,7 @@ class Ledger:
                 owned=[held[block].owned for block in blocks],
                 versions=[held[block].version for block in blocks],
             ),
+            decided=self.decided_epoch,
         )
 
     def accept(self, decision: Decision) -> CatchUp:
@@ -114,6 +116,7 @@ class Ledger:
             raise LedgerError(f"a decision of epoch {decision.epoch} after a promise of {self.promised_epoch}")
         self.promised_epoch = None
         catch_up = self._catch_up(decision)
+        self.decided_epoch = decision.epoch
         base = decision.resume_step - 1
         self.step, self.attempt, self.prepared = base, 0, False
         if decision.resume_attempt > 1:

@@ -62,6 +62,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     layers: tuple[int, int]
     """The layers [start, stop) whose parameters it has."""
     copies: Copies
+    decided: int = 0
+    """The epoch of the newest decision that it has taken; 0 for none."""
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
