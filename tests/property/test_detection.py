@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.property.fleet import Fleet, Noise, Stop
 
 from elaswave.control.core import detection
-from elaswave.control.core.detection import Detector, Position, blame
+from elaswave.control.core.detection import Detector, Position
+from elaswave.control.core.position import IDLE, blame
 
 
 def rarely(probability: float, low_s: float, high_s: float) -> Callable[[Random], float]:
@@ -112,7 +113,7 @@ POSITIONS = st.builds(
     epoch=st.integers(1, 2),
     step=st.integers(0, 3),
     attempt=st.integers(1, 2),
-    label=st.sampled_from(["0F0", "1B1", "reduce", "vote", "apply", "gather", "recover", "idle"]),
+    label=st.sampled_from(["0F0", "1B1", "reduce", "vote", "apply", "gather", "recover", "idle", "start"]),
     computing=st.booleans(),
     waiting_on=st.lists(st.integers(0, 5), max_size=3).map(tuple),
     since_s=st.floats(0, 10),
@@ -188,7 +189,7 @@ def test_complaints_that_come_together_give_one_answer_in_any_order(pairs: list[
 @given(st.lists(POSITIONS, min_size=1, max_size=6))
 def test_blame_names_an_end_of_the_chains(positions: list[Position]):
     workers = dict(enumerate(positions))
-    if all(position.label == "idle" for position in positions):
+    if all(position.label in IDLE for position in positions):
         return
     worker = blame(workers)
     assert worker == blame(dict(reversed(workers.items())))
@@ -207,5 +208,5 @@ def test_blame_names_an_end_of_the_chains(positions: list[Position]):
         return seen
 
     assert all(worker in reach(other) for other in reach(worker))
-    if workers[worker].label == "idle":
+    if workers[worker].label in IDLE:
         assert any(worker in targets for targets in edges.values())

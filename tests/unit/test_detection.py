@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from elaswave.control.core import detection
-from elaswave.control.core.detection import Detector, Position, Suspicion, blame
+from elaswave.control.core.detection import Detector, Position, Suspicion
+from elaswave.control.core.position import blame
 
 DOCS = Path(__file__).parents[2] / "docs" / "failures.md"
 BEAT_S = 0.05
@@ -250,6 +251,24 @@ def test_silence_on_a_quiet_machine():
     assert job.tick(0.05) == []
 
 
+def test_a_worker_that_is_starting_may_be_silent_for_long_and_teaches_nothing():
+    job = Job(3)
+    job.detector = Detector()
+    for worker in job.workers:
+        job.detector.joined(worker, job.now_s)
+        job.do(worker, position("start", step=0))
+    for _ in range(3):
+        assert job.go_on(0.5) == []
+        assert job.go_on(detection.SILENCE_STARTING_S - 0.1, silent=[1]) == []
+    for worker in job.workers:
+        job.do(worker, position("vote", step=1))
+    assert job.go_on(1.0) == []
+    assert job.detector.silence_bound_s(1) == detection.SILENCE_FLOOR_S
+    job.do(1, position("start", step=0))
+    assert job.go_on(0.1) == []
+    assert named(job.go_on(detection.SILENCE_STARTING_S + 0.1, silent=[1])) == [(1, "heartbeat")]
+
+
 def test_a_new_coordinator_finds_who_is_lost_without_having_learned_anything():
     """It expects all members, hears those that dial again, and has more patience with the others."""
     job = Job(3)
@@ -452,7 +471,7 @@ def test_ten_times_the_longest_is_still_slow_and_not_lost():
     assert named(job.go_on(2.0)) == [(1, "progress")]
 
 
-@pytest.mark.parametrize("label", ["recover", "start", "checkpoint", "evaluate"])
+@pytest.mark.parametrize("label", ["recover", "checkpoint", "evaluate"])
 def test_what_is_no_part_of_a_step_may_take_long(label):
     job = Job(2, learned_steps=3)
     assert job.detector.busy_bound_s(label) == detection.UNLEARNED_S
@@ -564,9 +583,10 @@ def test_recovering_workers_may_wait_long():
     assert named(job.go_on(1.0)) == [(1, "progress")]
 
 
-def test_idle_workers_wait_for_ever():
+@pytest.mark.parametrize("label", ["idle", "end", "start"])
+def test_idle_workers_wait_for_ever(label):
     job = Job(3, learned_steps=3)
-    job.do_all(position("idle", step=5))
+    job.do_all(position(label, step=5))
     assert job.go_on(1000.0) == []
 
 
@@ -641,6 +661,7 @@ def test_the_page_about_failures_gives_the_numbers_of_the_code():
         f"{detection.SILENCE_FLOOR_S} s",
         f"{detection.SILENCE_MARGIN_S:.0f} s above",
         {2.0: "twice that"}[detection.NO_HURRY],
+        f"{detection.SILENCE_STARTING_S:.0f} s before its first step",
         f"{detection.SILENCE_UNLEARNED_S:.0f} s until {detection.LEARNED_GAPS} heartbeats",
         f"{detection.NOBODY_S:.0f} s",
         f"{detection.PROGRESS_FACTOR:.0f} times",

@@ -17,11 +17,12 @@ is heard, nobody is suspected (for half a minute: then there is nobody left to g
 Durations are compared, never times of different machines. The same calls with the same times give the same answers.
 """
 
-from collections.abc import Iterable, Mapping
-
-import msgspec
+from collections.abc import Iterable
 
 from elaswave.control.core.coordinator import Suspected
+from elaswave.control.core.position import IDLE, PHASES, START, Position, blame, kind_of
+
+__all__ = ["Detector", "Position", "Suspicion"]
 
 TICK_S = 0.05
 """`Detector.tick` is to be called at least this often."""
@@ -36,6 +37,8 @@ SILENCE_MARGIN_S = 5.0
 """A bound on silence is never more than this above the longest gap."""
 NO_HURRY = 2.0
 """Factor on a bound on silence while somebody else still computes: so far the silent one holds nobody up."""
+SILENCE_STARTING_S = 20.0
+"""Bound on silence of a worker that has not begun its first step."""
 SILENCE_UNLEARNED_S = 3.0
 """Bound on silence until `LEARNED_GAPS` heartbeats have come."""
 LEARNED_GAPS = 10
@@ -60,42 +63,8 @@ _NEWS_S = 10.0
 UNSEEN_S = 0.2
 """How much of the time between two heartbeats an action may be taken to have lasted on."""
 
-IDLE = "idle"
-"""Label of a worker that is done, or waits for the coordinator: never a sign of trouble by itself."""
-_PHASES = ("F", "B", "I", "W", "reduce", "vote", "apply", "gather")
-"""What a step consists of, in order of appearance; only these have tight bounds."""
-
 Suspicion = Suspected
 """What a detector answers with is what the coordinator's machine takes."""
-
-
-class Position(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker's main thread is doing, as its heartbeat tells."""
-
-    epoch: int
-    step: int
-    attempt: int
-    label: str
-    """An action such as "2F0", a phase ("reduce", "vote", "apply", "gather"), "recover", "idle" or another word."""
-    computing: bool
-    """False: it waits for others."""
-    waiting_on: tuple[int, ...]
-    """Workers whose frames it waits for; empty where that is not known."""
-    since_s: float
-    """How long it has been doing this, by its own clock."""
-
-    def same_stay(self, later: "Position") -> bool:
-        """Whether a later heartbeat tells of the same thing still going on."""
-        return (
-            self.label == later.label
-            and self.computing == later.computing
-            and self.waiting_on == later.waiting_on
-            and (self.epoch, self.step, self.attempt) == (later.epoch, later.step, later.attempt)
-            and self.since_s <= later.since_s
-        )
-
-    def __str__(self) -> str:
-        return f"{self.label} of step {self.step}"
 
 
 class _LongestLately:
@@ -137,6 +106,10 @@ class _Watched:
     @property
     def computing(self) -> bool:
         return self.position is not None and self.position.computing
+
+    @property
+    def starting(self) -> bool:
+        return self.position is not None and self.position.label == START
 
 
 class Detector:
@@ -200,7 +173,7 @@ class Detector:
             self._nobody_heard = False
             for other in self._watched.values():
                 other.alive_s, other.is_fresh = self._now_s, True
-        if not watched.is_fresh:
+        if not watched.is_fresh and not watched.starting:
             watched.gaps.add(min(self._now_s - watched.heard_s, GAP_MAX_S), self._now_s)
         previous = watched.position
         if previous is None or not previous.same_stay(position):
@@ -335,6 +308,8 @@ class Detector:
         return sorted([0.0, 0.0, *(watched.gaps.value_s for watched in self._watched.values())])[-2]
 
     def _bound_of(self, watched: _Watched, common_gap_s: float) -> float:
+        if watched.starting:
+            return SILENCE_STARTING_S
         gap_s = max(watched.gaps.value_s, common_gap_s)
         bound_s = max(SILENCE_FLOOR_S, min(SILENCE_FACTOR * gap_s, gap_s + SILENCE_MARGIN_S))
         return bound_s if watched.gaps.count >= LEARNED_GAPS else max(bound_s, SILENCE_UNLEARNED_S)
@@ -368,7 +343,7 @@ class Detector:
     def _follow_front(self, position: Position) -> None:
         """Takes a step that has been begun as a sign of life of all that were in the one before: they have voted."""
         here = (position.epoch, position.step, position.attempt)
-        if here <= self._front or position.label == IDLE:
+        if here <= self._front or position.label in IDLE:
             return
         if here[0] == self._front[0]:
             for watched in self._watched.values():
@@ -389,9 +364,9 @@ class Detector:
             if previous.computing:
                 # When exactly it ended that is not known, only that it was before it began this.
                 took_s = previous.since_s + min(entered_s - watched.heard_s, UNSEEN_S)
-                longest = self._busy.setdefault(_kind(previous.label), _LongestLately(DURATION_HALF_LIFE_S))
+                longest = self._busy.setdefault(kind_of(previous.label), _LongestLately(DURATION_HALF_LIFE_S))
                 longest.add(took_s, self._now_s)
-            if self._num_computing == 0 and _kind(previous.label) in _PHASES:
+            if self._num_computing == 0 and kind_of(previous.label) in PHASES:
                 self._standstills.add(max(0.0, entered_s - self._moved_s), self._now_s)
         self._num_computing += position.computing - watched.computing
         watched.entered_s = entered_s
@@ -403,10 +378,10 @@ class Detector:
 
     def busy_bound_s(self, label: str) -> float:
         """Seconds for which a worker may compute what is called `label`."""
-        kind = _kind(label)
+        kind = kind_of(label)
         longest = self._busy.get(kind)
         longest_s = 0.0 if longest is None else longest.value_s
-        floor_s = BUSY_FLOOR_S if kind in _PHASES and longest is not None and self._learned else UNLEARNED_S
+        floor_s = BUSY_FLOOR_S if kind in PHASES and longest is not None and self._learned else UNLEARNED_S
         return max(floor_s, PROGRESS_FACTOR * longest_s)
 
     def _computing_too_long(self) -> list[Suspicion]:
@@ -430,7 +405,7 @@ class Detector:
     def stall_bound_s(self) -> float:
         """Seconds for which all workers may wait without anything moving."""
         positions = [watched.position for watched in self._watched.values()]
-        ordinary = all(position is None or _kind(position.label) in (*_PHASES, IDLE) for position in positions)
+        ordinary = all(position is None or kind_of(position.label) in (*PHASES, *IDLE) for position in positions)
         floor_s = max(STALL_FLOOR_S, self._steps.value_s) if ordinary and self._learned else UNLEARNED_S
         return max(floor_s, PROGRESS_FACTOR * self._standstills.value_s)
 
@@ -443,7 +418,7 @@ class Detector:
         positions = {
             worker: watched.position for worker, watched in self._watched.items() if watched.position is not None
         }
-        if all(position.label == IDLE for position in positions.values()):
+        if all(position.label in IDLE for position in positions.values()):
             return []
         bound_s = self.stall_bound_s()
         if age_s <= bound_s:
@@ -461,61 +436,6 @@ class Detector:
             finding += f" and waits for {_workers(its.waiting_on)}"
         reason = f"nothing has moved for {age_s:.1f} s (bound {bound_s:.1f} s): {finding}"
         return [self._suspect(worker, "progress", reason)]
-
-
-def blame(positions: Mapping[int, Position]) -> int:
-    """Whom a standstill goes back to.
-
-    The chains of who waits for whom end in a worker that waits for nobody (that is known), or in a circle. Of those at
-    the ends the one is named that most workers wait for; then the one that is furthest behind; then the largest id.
-
-    Args:
-        positions: of all workers, none of which computes; at least one is not idle.
-    Returns:
-        A worker.
-    """
-    edges = {
-        worker: {other for other in position.waiting_on if other in positions and other != worker}
-        for worker, position in positions.items()
-    }
-    num_waiting = dict.fromkeys(positions, 0)
-    for targets in edges.values():
-        for target in targets:
-            num_waiting[target] += 1
-    reachable = {worker: _reachable(edges, worker) for worker in positions}
-    ends = [
-        worker
-        for worker, position in positions.items()
-        if all(worker in reachable[other] for other in reachable[worker])
-        and (num_waiting[worker] or position.label != IDLE)
-    ]
-    waited_for = [worker for worker in ends if num_waiting[worker]]
-
-    def guilt(worker: int) -> tuple[int, tuple[int, int, int, int], int]:
-        position = positions[worker]
-        kind = _kind(position.label)
-        phase = max(_PHASES.index("W"), _PHASES.index(kind)) if kind in _PHASES else -1
-        behind = (-position.epoch, -position.step, -position.attempt, -phase)
-        return num_waiting[worker], behind, worker
-
-    return max(waited_for or ends, key=guilt)
-
-
-def _reachable(edges: Mapping[int, Iterable[int]], start: int) -> set[int]:
-    """Whom a worker waits for, directly or not."""
-    found: set[int] = set()
-    todo = list(edges[start])
-    while todo:
-        worker = todo.pop()
-        if worker not in found:
-            found.add(worker)
-            todo += edges[worker]
-    return found
-
-
-def _kind(label: str) -> str:
-    """What a label is a case of: "F" of "2F0", "reduce" of "reduce"."""
-    return label.strip("0123456789")
 
 
 def _workers(workers: Iterable[int]) -> str:

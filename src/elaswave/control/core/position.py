@@ -1,0 +1,97 @@
+"""What workers say they are doing, and whom a standstill goes back to. Pure data and one pure function."""
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+START = "start"
+"""Label of a worker that has not begun its first step. Libraries that are being loaded, layers that are being made and
+data that is being read keep whole processes busy, and say nothing about how they behave later."""
+IDLE = ("idle", "end", START)
+"""Labels of workers that wait for the coordinator: never a sign of trouble by themselves."""
+PHASES = ("F", "B", "I", "W", "reduce", "vote", "apply", "gather")
+"""What a step consists of, in order of appearance; only these have tight bounds."""
+
+
+class Position(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker's main thread is doing, as its heartbeat tells."""
+
+    epoch: int
+    step: int
+    attempt: int
+    label: str
+    """An action such as "2F0", a phase ("reduce", "vote", "apply", "gather"), one of `IDLE`, or another word."""
+    computing: bool
+    """False: it waits for others."""
+    waiting_on: tuple[int, ...]
+    """Workers whose frames it waits for; empty where that is not known."""
+    since_s: float
+    """How long it has been doing this, by its own clock."""
+
+    def same_stay(self, later: "Position") -> bool:
+        """Whether a later heartbeat tells of the same thing still going on."""
+        return (
+            self.label == later.label
+            and self.computing == later.computing
+            and self.waiting_on == later.waiting_on
+            and (self.epoch, self.step, self.attempt) == (later.epoch, later.step, later.attempt)
+            and self.since_s <= later.since_s
+        )
+
+    def __str__(self) -> str:
+        return f"{self.label} of step {self.step}"
+
+
+def kind_of(label: str) -> str:
+    """What a label is a case of: "F" of "2F0", "reduce" of "reduce"."""
+    return label.strip("0123456789")
+
+
+def blame(positions: Mapping[int, Position]) -> int:
+    """Whom a standstill goes back to.
+
+    The chains of who waits for whom end in a worker that waits for nobody (that is known), or in a circle. Of those at
+    the ends the one is named that most workers wait for; then the one that is furthest behind; then the largest id.
+
+    Args:
+        positions: of all workers, none of which computes; at least one is not idle.
+    Returns:
+        A worker.
+    """
+    edges = {
+        worker: {other for other in position.waiting_on if other in positions and other != worker}
+        for worker, position in positions.items()
+    }
+    num_waiting = dict.fromkeys(positions, 0)
+    for targets in edges.values():
+        for target in targets:
+            num_waiting[target] += 1
+    reachable = {worker: _reachable(edges, worker) for worker in positions}
+    ends = [
+        worker
+        for worker, position in positions.items()
+        if all(worker in reachable[other] for other in reachable[worker])
+        and (num_waiting[worker] or position.label not in IDLE)
+    ]
+    waited_for = [worker for worker in ends if num_waiting[worker]]
+
+    def guilt(worker: int) -> tuple[int, tuple[int, int, int, int], int]:
+        position = positions[worker]
+        kind = kind_of(position.label)
+        phase = max(PHASES.index("W"), PHASES.index(kind)) if kind in PHASES else -1
+        behind = (-position.epoch, -position.step, -position.attempt, -phase)
+        return num_waiting[worker], behind, worker
+
+    return max(waited_for or ends, key=guilt)
+
+
+def _reachable(edges: Mapping[int, Iterable[int]], start: int) -> set[int]:
+    """Whom a worker waits for, directly or not."""
+    found: set[int] = set()
+    todo = list(edges[start])
+    while todo:
+        worker = todo.pop()
+        if worker not in found:
+            found.add(worker)
+            todo += edges[worker]
+    return found
