@@ -94,9 +94,8 @@ class ExactAccumulator:
 
     def __init__(self, shape: LayerShape, scratches: Scratches | None = None) -> None:
         self.shape = shape
-        self.sum = torch.zeros(shape.size, dtype=torch.int64)
-        """Partial sum in grid units plus `offset` per addition, wrapping, shape [shape.size]."""
-        self._words = self.sum.numpy()
+        self._sum = torch.zeros(shape.size, dtype=torch.int64)
+        self._words = self._sum.numpy()
         geometry = tuple((slot.offset, *slot.shape) for slot in shape.tensors)
         self._scratch = ({} if scratches is None else scratches).setdefault(geometry, _Scratch(shape))
         self._filled = [index for index, slot in enumerate(shape.tensors) if slot.numel]
@@ -106,11 +105,19 @@ class ExactAccumulator:
     def reset(self, exponents: Sequence[int]) -> None:
         """Empties the sum for a new attempt on the given grids, one exponent per tensor of the layer."""
         assert len(exponents) == len(self.shape.tensors)
-        self.sum.zero_()
+        self._is_empty = True
         self._exponents = list(exponents)
         self._magic = [_magic(exponent) for exponent in exponents]
         self._fast_limits = np.array([2.0 ** (_FAST_LIMIT_BITS - exponents[index]) for index in self._filled])
         self._maxima = np.zeros(len(self._filled))
+
+    @property
+    def sum(self) -> torch.Tensor:
+        """Partial sum in grid units plus `offset` per addition, wrapping, int64 [shape.size]."""
+        if self._is_empty:
+            self._sum.zero_()
+            self._is_empty = False
+        return self._sum
 
     @property
     def maxima(self) -> list[float]:
@@ -146,7 +153,11 @@ class ExactAccumulator:
         torch._foreach_add_(scratch.views, self._magic)
         for index in (maxima >= self._fast_limits).nonzero()[0].tolist():
             self._convert_slowly(self._filled[index], present[self._filled[index]])
-        np.add(self._words, scratch.words, out=self._words)
+        if self._is_empty:
+            np.copyto(self._words, scratch.words)
+            self._is_empty = False
+        else:
+            np.add(self._words, scratch.words, out=self._words)
         return True
 
     def _convert_slowly(self, index: int, gradient: torch.Tensor) -> None:
