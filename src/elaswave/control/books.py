@@ -110,6 +110,8 @@ class Books:
         self.members: tuple[int, ...] = blueprint.layout.workers
         self.outcome: Literal["finished", "failed", "interrupted"] | None = None
         """How an earlier coordinator has ended the job, or None."""
+        self.reason = ""
+        """Why it has."""
         batch = self._config.batch
         self._tokens_per_step = batch.num_microbatches * batch.microbatch_size * self._config.model.context_length
         if restarted:
@@ -153,7 +155,7 @@ class Books:
             elif isinstance(event, Recovered):
                 self._recoveries.append(event.recovery)
             elif isinstance(event, RunFinished):
-                self.outcome = event.outcome
+                self.outcome, self.reason = event.outcome, event.reason
 
     def _write(self, event: AnyEvent) -> None:
         self._events.write(event)
@@ -452,7 +454,7 @@ class Books:
 
     def close(self, outcome: Literal["finished", "failed", "interrupted"], reason: str) -> None:
         """The job is over."""
-        self.outcome = outcome
+        self.outcome, self.reason = outcome, reason
         self._write(
             RunFinished(
                 outcome=outcome,

@@ -7,11 +7,14 @@ another one, which reads the journal and the event log and goes on where this on
 import asyncio
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from elaswave.control.books import Books
 from elaswave.control.core import coordinator as core
@@ -119,6 +122,8 @@ class CoordinatorProcess:
         """Workers for whose end a thread waits."""
         self._over = asyncio.Event()
         self._ended: Ended | None = None
+        self._informed: set[int] = set()
+        """Who has been told of the end, or has ended itself."""
         self._ticker: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------------------------------------------- planning
@@ -154,7 +159,7 @@ class CoordinatorProcess:
             if self._books.outcome is not None:
                 # An earlier coordinator has ended the job and died before it could tell everybody.
                 outcome = "stopped" if self._books.outcome == "interrupted" else self._books.outcome
-                self._end(Ended(outcome=outcome, reason="the job had ended before"), write=False)
+                self._end(Ended(outcome=outcome, reason=self._books.reason), write=False)
             self._carry_out(self._core.begin())
             self._tick()
             over = asyncio.ensure_future(self._over.wait())
@@ -163,7 +168,7 @@ class CoordinatorProcess:
                 over.cancel()
                 serving.result()
             deadline_s = time.monotonic() + LINGER_S
-            while self._server.peers and time.monotonic() < deadline_s:
+            while not self._everybody_knows() and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.01)
         finally:
             if self._ticker is not None:
@@ -176,9 +181,14 @@ class CoordinatorProcess:
     def _show(self, message: ToAgent) -> None:
         self._server.send(AGENT, message)
 
+    def _everybody_knows(self) -> bool:
+        """Whether all have heard of the end and are gone. A new coordinator may first have to be found by them."""
+        return not self._server.peers and self._informed >= {AGENT, *self._core.members}
+
     def _on_connected(self, peer: int) -> None:
-        if peer == AGENT and self._ended is not None:
-            self._server.send(AGENT, self._ended)
+        if self._ended is not None:
+            self._server.send(peer, self._ended if peer == AGENT else Exit())
+            self._informed.add(peer)
 
     def _on_closed(self, peer: int) -> None:
         if peer != AGENT:
@@ -267,8 +277,7 @@ class CoordinatorProcess:
         if worker in self._core.members:
             self._detector.joined(worker, now_s)
             self._watch(worker)
-        if message.done and self._ended is not None:
-            self._server.send(worker, Exit())
+        if self._ended is not None:
             return
         self._carry_out(self._core.handle(message, now_s))
         if self._start is not None and worker in self._core.members and self._core.decision is None:
@@ -355,7 +364,8 @@ class CoordinatorProcess:
         """The job is over: everybody may go."""
         if self._ended is not None:
             return
-        self._ended = ended
+        lost = sorted(set(self._setup.blueprint.layout.workers) - set(self._core.members))
+        self._ended = msgspec.structs.replace(ended, lost=lost)
         if write:
             outcome: Literal["finished", "failed", "interrupted"] = "failed"
             if ended.outcome == "finished":
@@ -367,6 +377,7 @@ class CoordinatorProcess:
             self._books.close(outcome, ended.reason)
         for peer in self._server.peers:
             self._server.send(peer, self._ended if peer == AGENT else Exit())
+            self._informed.add(peer)
         self._over.set()
 
     # --------------------------------------------------------------------------------------------------------- effects
@@ -431,7 +442,9 @@ def run_coordinator(setup: CoordinatorSetup) -> int:
     Returns:
         Exit status: 0 once the job is over, however it ended; else the agent starts another coordinator.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
+    )
     try:
         asyncio.run(_run(setup))
         return 0

@@ -369,6 +369,8 @@ class _Job:
         self._selector.unregister(self._client.fileno())
         self._client.close(1.0)
         self._client = None
+        for worker in self._ended.lost:
+            self._kill(worker)  # one that is cut off does not hear that it may go
         self._reap_all(FAILED_GRACE_S if self._ended.outcome == "failed" else EXIT_GRACE_S)
         return self._ended
 
@@ -454,6 +456,12 @@ class _Job:
             raise RecoveryError(f"the coordinator {text}; see {self._run_dir / 'logs' / 'coordinator.log'}")
         self._fork_coordinator()
 
+    def _kill(self, name: int) -> None:
+        """Kills a child that may have ended already; it is reaped as any other."""
+        if name in self._children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._children[name].pid, signal.SIGKILL)
+
     def _reap_all(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         while self._children and time.monotonic() < deadline_s and not self._only_stopped():
@@ -478,9 +486,8 @@ class _Job:
         if self._is_over:
             return
         self._is_over = True
-        for child in self._children.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGKILL)
+        for name in self._children:
+            self._kill(name)
         for child in self._children.values():
             child.reap()
         self._children.clear()

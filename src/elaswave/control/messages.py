@@ -64,6 +64,8 @@ class Ended(Message, frozen=True, kw_only=True):
     traceback_text: str = ""
     is_state_error: bool = False
     """Whether the state contradicts itself (a defect, or broken hardware)."""
+    lost: list[int] = []
+    """Workers that are no members any more: whatever they still do counts for nothing."""
 
 
 FromAgent = AgentHello | Exited | StopJob
