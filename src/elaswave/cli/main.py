@@ -29,6 +29,7 @@ COMMANDS = {
     "train": "elaswave.cli.train:train_command",
     "inspect": "elaswave.cli.inspect:inspect_group",
     "export": "elaswave.cli.export:export_command",
+    "bench": "elaswave.cli.bench:bench_group",
 }
 """Where each verb stands; imported when it is asked for."""
 

@@ -1,0 +1,216 @@
+"""One training job in a process of its own, bounded in time, and what it leaves behind.
+
+The job runs in a fork of this process, so that the libraries are loaded once for many jobs. This process becomes the
+one to which the kernel gives orphans: whatever a job leaves running is found, named and ended.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from elaswave.config.schema import Config
+from elaswave.control.launcher import train
+from elaswave.observability.events import CheckpointWritten, Recovered, read_events
+from elaswave.observability.progress import make_reporter
+from elaswave.observability.result import EVENTS_FILE, read_digests, read_result
+from elaswave.observability.run_folder import open_run_dir
+from elaswave.runtime.blueprint import Blueprint
+from elaswave.state.checkpoint import find_newest_checkpoint
+from elaswave.testing.chaos import Ending, Placed
+from elaswave.testing.faults import FAULTS_FILE, Fault, read_fault_records
+
+RUN_FOLDER = "run"
+CONSOLE_FILE = "console.log"
+_ERROR_FILE = "error"
+_SHARED_MEMORY = Path("/dev/shm")
+_STACKS_GRACE_S = 1.0
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def run_trial(folder: Path, config: Config, faults: Sequence[Fault], timeout_s: float) -> Ending:
+    """Runs a job to its end, or until the time is over.
+
+    Must be called in a process without other children and without threads.
+
+    Args:
+        folder: made here; afterwards it holds the run folder, what went to the terminal, and, when the job hung, the
+            stacks of all its processes in their logs.
+        config: with its layout resolved.
+        faults: of `parse_faults`.
+        timeout_s: the job's time.
+    """
+    folder.mkdir(parents=True)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Short, since the name of a socket may not be long; in the system's folder, since another's may be.
+    temporary = Path(tempfile.mkdtemp(prefix="ew-"))
+    shared_before = set(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else set()
+    hung_s = None
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            _be_job(folder, temporary, config, faults)
+        ended = _wait(pid, timeout_s)
+        if not ended:
+            hung_s = timeout_s
+            _show_stacks()
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+        left_behind = _end_children()
+        left_behind += [f"temporary file {name}" for name in os.listdir(temporary) if not _is_torchs(name)]
+        if _SHARED_MEMORY.is_dir():
+            new = set(os.listdir(_SHARED_MEMORY)) - shared_before
+            left_behind += [f"shared memory {name}" for name in sorted(new) if "elaswave" in name]
+    except BaseException:
+        _end_children()
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    ending = _read_ending(folder)
+    if hung_s is None and ending.result is None and ending.error is None:
+        left_behind.append(f"no result and no error (status {status})")
+    return msgspec.structs.replace(ending, hung_s=hung_s, left_behind=left_behind)
+
+
+def placed(config: Config) -> Placed:
+    """Where a job's state is at its beginning."""
+    blueprint = Blueprint(config)
+    elastic = config.elastic
+    floats_per_element = 1 + {"adamw": 2, "sgd": 1}[config.optimizer.name]
+    return Placed(
+        layout=blueprint.layout,
+        blocks=blueprint.blocks,
+        placement=blueprint.placement,
+        num_followers=elastic.num_followers,
+        max_elements=elastic.refill_bytes_per_step // (4 * floats_per_element),
+    )
+
+
+def _be_job(folder: Path, temporary: Path, config: Config, faults: Sequence[Fault]) -> None:
+    """The job's process; never returns."""
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        console = os.open(folder / CONSOLE_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(console, 1)
+        os.dup2(console, 2)
+        os.close(console)
+        stream = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
+        sys.stdout = sys.stderr = stream
+        # Inherited by the processes of the job, each of which writes its stacks to its own log.
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+        tempfile.tempdir = str(temporary)
+        error: Exception | None = None
+        with (
+            open_run_dir(folder / RUN_FOLDER, config, now=datetime.now(UTC)) as run_dir,
+            contextlib.closing(make_reporter(json_mode=False, stream=stream)) as reporter,
+        ):
+            try:
+                train(config, run_dir, reporter=reporter, faults=tuple(faults))
+            except Exception as caught:
+                error = caught
+                traceback.print_exc()
+        if error is not None:
+            (folder / _ERROR_FILE).write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _wait(pid: int, timeout_s: float) -> bool:
+    """Whether a child ends within a time."""
+    pid_fd = os.pidfd_open(pid)
+    try:
+        poller = select.poll()
+        poller.register(pid_fd, select.POLLIN)
+        return bool(poller.poll(timeout_s * 1000))
+    finally:
+        os.close(pid_fd)
+
+
+def _show_stacks() -> None:
+    """Lets every process of the job write its stacks to its log; a stopped one cannot."""
+    todo, found = _children_of(os.getpid()), []
+    while todo:
+        found.append(todo.pop())
+        todo += _children_of(found[-1])
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(_STACKS_GRACE_S)
+
+
+def _end_children() -> list[str]:
+    """Kills and reaps all children of this process, those that were their children too; says what they were."""
+    found = []
+    while children := _children_of(os.getpid()):
+        for pid in children:
+            found.append(f"process {pid} ({_state_of(pid)})")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+    return found
+
+
+def _children_of(pid: int) -> list[int]:
+    """Ids of the processes whose parent a process is."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                if _stat(int(name))[1] == str(pid):
+                    found.append(int(name))
+    return found
+
+
+def _state_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return _stat(pid)[0]
+    return "gone"
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and what else the kernel tells about a process, after its name."""
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
+def _is_torchs(name: str) -> bool:
+    """An empty folder that torch makes for its compiler when it is first used."""
+    return name.startswith("torchinductor_")
+
+
+def _read_ending(folder: Path) -> Ending:
+    run_dir = folder / RUN_FOLDER
+    found: dict[str, Any] = {}
+    if (folder / _ERROR_FILE).exists():
+        found["error"] = (folder / _ERROR_FILE).read_text(encoding="utf-8")
+    elif (run_dir / "result.json").exists():
+        found |= {"result": read_result(run_dir), "digests": read_digests(run_dir)}
+        newest = find_newest_checkpoint(run_dir).newest
+        found["checkpoint_step"] = None if newest is None else newest.step
+    events = read_events(run_dir / EVENTS_FILE) if (run_dir / EVENTS_FILE).exists() else []
+    return Ending(
+        struck=read_fault_records(run_dir / FAULTS_FILE),
+        recoveries=[event.recovery for event in events if isinstance(event, Recovered)],
+        num_checkpoints=sum(isinstance(event, CheckpointWritten) for event in events),
+        **found,
+    )
