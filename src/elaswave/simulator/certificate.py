@@ -1,4 +1,4 @@
-"""The toy vote: what a worker brings, how it is merged, and what it must come to. The counterpart of ``runtime.vote``."""
+"""The toy vote, the counterpart of ``runtime.vote``: what a worker brings, and what it must come to."""
 
 from functools import lru_cache
 from typing import NamedTuple

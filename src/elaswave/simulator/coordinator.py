@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from elaswave.control.core.coordinator import (
@@ -15,6 +16,8 @@ from elaswave.control.core.coordinator import (
     FindCheckpoint,
     Note,
     Persist,
+    Planned,
+    Planner,
     Record,
     Send,
     Start,
@@ -25,6 +28,8 @@ from elaswave.control.core.coordinator import (
 from elaswave.control.core.messages import Decision, Installed, Registered, Report
 from elaswave.simulator.job import model_of
 from elaswave.simulator.messages import FinishedReport, PeerLost, Shard, StepDone
+from elaswave.state.placement import Placement
+from elaswave.types import Layout
 
 if TYPE_CHECKING:
     from elaswave.simulator.world import Link, World
@@ -66,21 +71,30 @@ class SimCoordinator:
         world: time, network and observers.
     """
 
+    core_class = Coordinator
+    id = -1
+
     def __init__(self, world: World) -> None:
         self.world = world
         self.dead = False
         model = model_of(world.job)
-        self.core = Coordinator(
+        self.core = self.core_class(
             layout=model.layout,
             placement=model.placement,
             blocks=model.blocks,
-            planner=model.planner,
+            planner=Planner(self.survive, model.planner.replace),
             records=tuple(world.store.records),
             books=self._books,
         )
         self.links: dict[int, Link] = {}
         self._finished: dict[int, FinishedReport] = {}
         self._shards: dict[tuple[int, int], dict[int, Shard]] = {}
+
+    def survive(
+        self, layout: Layout, placement: Placement, lost: Collection[int], valid: Callable[[int, int], bool]
+    ) -> Planned:
+        """How survivors go on: the real planning functions."""
+        return model_of(self.world.job).planner.survive(layout, placement, lost, valid)
 
     def _books(self, step: int) -> Books:
         every = self.world.job.checkpoint_every
@@ -114,7 +128,7 @@ class SimCoordinator:
         if isinstance(effect, Persist):
             world.store.append(effect.record)
             if isinstance(effect.record, Decision):
-                world.on_decided(effect.record)
+                world.see.decided(effect.record)
         elif isinstance(effect, Send):
             link = self.links.get(effect.worker)
             if link is not None and link.open:
@@ -132,14 +146,10 @@ class SimCoordinator:
             world.say(f"decided: {_describe(effect.decision)}")
         elif isinstance(effect, End):
             world.say(f"the job ends: {effect.reason}")
-            world.on_ended(effect.reason, self.core.members, self._lost(), effect.orphans)
+            world.see.ended(effect.reason, self.core.members, world.lost(), effect.orphans)
             world.finish("ended", effect.reason)
         elif isinstance(effect, Note):
             world.say(f"note: {effect.text}")
-
-    def _lost(self) -> list[int]:
-        everybody = set(model_of(self.world.job).layout.workers)
-        return sorted((everybody - set(self.core.members)) | self.world.suspected)
 
     def _on_checkpoint(self, step: int | None) -> None:
         self.carry_out(self.core.handle(CheckpointFound(step), self.world.now))
@@ -182,7 +192,9 @@ class SimCoordinator:
 
     def on_message(self, link: Link, message: Any) -> None:
         """A message of a worker."""
-        if isinstance(message, Report | Installed):
+        if isinstance(message, Report):
+            self.on_report(message)
+        elif isinstance(message, Installed):
             self.carry_out(self.core.handle(message, self.world.now))
         elif isinstance(message, StepDone):
             self._on_step_done(message)
@@ -193,6 +205,10 @@ class SimCoordinator:
         elif isinstance(message, FinishedReport):
             self._finished[message.worker] = message
         self._end_if_finished()
+
+    def on_report(self, message: Report) -> None:
+        """A worker's answer to the question of an epoch."""
+        self.carry_out(self.core.handle(message, self.world.now))
 
     def on_peer_lost(self, message: PeerLost) -> None:
         """A worker's link to a peer has closed."""
@@ -210,25 +226,33 @@ class SimCoordinator:
         if len(states) == len(model_of(self.world.job).blocks):
             self.world.disk[message.step] = (states, message.grid)
 
+    def has_finished(self, report: FinishedReport) -> bool:
+        """Whether a worker's end counts: only in the present epoch does it know its roles."""
+        return report.epoch == self.core.epoch
+
     def _end_if_finished(self) -> None:
         """Nobody may exit before everybody's last apply is known here, in the present epoch."""
         core, world = self.core, self.world
         if self.dead or core.state is not State.TRAINING:
             return
-        finished = [self._finished.get(worker) for worker in core.members]
-        if all(report is not None and report.epoch == core.epoch for report in finished):
+        finished = {worker: self._finished[worker] for worker in core.members if worker in self._finished}
+        if len(finished) == len(core.members) and all(map(self.has_finished, finished.values())):
             try:
                 world.store.check(core.term)
             except StaleTermError:
                 world.end_coordinator(self)
                 return
-            world.on_finished(core.members, {report.worker: report.states for report in finished if report is not None})
+            world.see.finished(
+                core.members, {report.worker: report.states for report in finished if report is not None}
+            )
             world.finish("finished")
 
 
 def _describe(decision: Decision) -> str:
     evidence = decision.evidence
-    seen = "no vote" if evidence is None else f"vote {evidence.step}.{evidence.attempt} {'+' if evidence.commits else '-'}"
+    seen = (
+        "no vote" if evidence is None else f"vote {evidence.step}.{evidence.attempt} {'+' if evidence.commits else '-'}"
+    )
     return (
         f"epoch {decision.epoch} members {decision.members} {seen} resume {decision.resume_step}."
         f"{decision.resume_attempt} owners {decision.placement.owner} followers {decision.placement.followers} "

@@ -43,13 +43,20 @@ class Outcome(NamedTuple):
     """What the run led through."""
 
 
-def run_schedule(schedule: Schedule, build: Build = PRODUCT, log: Callable[[str], None] | None = None) -> Outcome:
+def run_schedule(
+    schedule: Schedule,
+    build: Build = PRODUCT,
+    *,
+    log: Callable[[str], None] | None = None,
+    instants: list[tuple[int, int]] | None = None,
+) -> Outcome:
     """Runs a schedule to its end.
 
     Args:
         schedule: job, conditions and faults.
         build: the processes' classes.
         log: takes a line per event.
+        instants: is filled with the time and the actor of every instant.
     Returns:
         The outcome; never raises for a defect of what is simulated.
     """
@@ -64,13 +71,12 @@ def run_schedule(schedule: Schedule, build: Build = PRODUCT, log: Callable[[str]
         store=build.store(),
         log=log,
     )
+    world.instants = instants
     violation = None
     try:
         world.run()
     except Violation as error:
         violation = str(error)
     except Exception as error:  # whatever the simulated code raises is a finding
-        if log is not None:
-            raise
         violation = f"{type(error).__name__}: {error}"
     return Outcome(violation, world.outcome, world.reason, world.instant, world.now, tuple(world.fired), tally.counts)

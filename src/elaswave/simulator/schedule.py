@@ -131,30 +131,23 @@ def parse_schedule(text: str) -> Schedule:
     return Schedule(Job(**job), Conditions(**conditions), tuple(faults))
 
 
-# ------------------------------------------------------------------------------------------------------ seeded schedules
+# ----------------------------------------------------------------------------------------------------- seeded schedules
 
 LAYOUTS = ((2, 1), (1, 2), (2, 2), (1, 1, 1), (3,), (2, 1, 1), (1, 3), (3, 1), (4,), (1, 1), (3, 2), (2, 3))
 _MANY_KINDS = ("kill",) * 8 + ("suspect",) * 3 + ("hang", "hang", "isolate", "cut", "delay", "disconnect", "usurp")
 
 
-def random_schedule(seed: int) -> Schedule:
-    """The schedule of a seed: up to five faults on one of the small layouts, in any weather."""
+def random_schedule(seed: int, job: Job | None = None) -> Schedule:
+    """The schedule of a seed: up to five faults on one of the small layouts, in any weather.
+
+    Args:
+        seed: decides everything.
+        job: train this one instead of a random one.
+    """
     rng = random.Random(seed)
-    widths = rng.choice(LAYOUTS)
-    num_workers = sum(widths)
-    steps = rng.choice((3, 3, 4))
-    job = Job(
-        widths=widths,
-        layers_per_stage=rng.choice((1, 1, 2)) if len(widths) < 3 else 1,
-        blocks_per_layer=rng.choice((1, 2)),
-        num_microbatches=max(widths),
-        num_followers=rng.choice((1, 1, 2)),
-        steps=steps,
-        checkpoint_every=rng.choice((0, 1, 1, 2)),
-        retry_step=rng.choice((0, 0, 2, 2, 3)),
-        move_step=rng.choice((0, 0, 1, 2)),
-        blocks_per_round=rng.choice((1, 1, 8)),
-    )
+    drawn = _random_job(rng)
+    job = drawn if job is None else job
+    num_workers, steps = job.num_workers, job.steps
     conditions = Conditions(
         seed=rng.randrange(1, 1 << 30),
         exit_delay=rng.choice((1, 3, 6, 12, 40)),
@@ -174,6 +167,22 @@ def random_schedule(seed: int) -> Schedule:
             at = at + rng.randrange(1, 30) if rng.random() < 0.7 else rng.randrange(span)
         faults.append(_random_fault(rng, num_workers, at))
     return Schedule(job, conditions, tuple(sorted(faults, key=lambda fault: fault.instant)))
+
+
+def _random_job(rng: random.Random) -> Job:
+    widths = rng.choice(LAYOUTS)
+    return Job(
+        widths=widths,
+        layers_per_stage=rng.choice((1, 1, 2)) if len(widths) < 3 else 1,
+        blocks_per_layer=rng.choice((1, 2)),
+        num_microbatches=max(widths),
+        num_followers=rng.choice((1, 1, 2)),
+        steps=rng.choice((3, 3, 4)),
+        checkpoint_every=rng.choice((0, 1, 1, 2)),
+        retry_step=rng.choice((0, 0, 2, 2, 3)),
+        move_step=rng.choice((0, 0, 1, 2)),
+        blocks_per_round=rng.choice((1, 1, 8)),
+    )
 
 
 def _random_fault(rng: random.Random, num_workers: int, instant: int) -> Fault:

@@ -1,10 +1,12 @@
 """Counts what the schedules have led through, so that a search can show that it went where it matters."""
 
+# ruff: noqa: D102 (the methods are described in `Observer`)
+
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from elaswave.control.core.messages import Decision
-from elaswave.simulator.checkers import Observer
+from elaswave.simulator.observer import Observer
 
 
 class Tally(Observer):

@@ -68,6 +68,15 @@ def traffic_of(job: Job, layout: Layout, placement: Placement, step: int) -> Tra
     return _traffic(job, layout, placement, next_placement(job, layout, placement, step))
 
 
+@lru_cache(maxsize=50_000)
+def swapped_traffic(job: Job, layout: Layout, placement: Placement, step: int) -> Traffic:
+    """The same, but a follower is replaced in one vote; for the plants, because it is wrong."""
+    voting = next_placement(job, layout, placement, step)
+    if step == job.move_step and len(voting.followers[0]) > len(placement.followers[0]) >= job.num_followers:
+        voting = _with_followers(voting, 0, voting.followers[0][1:])
+    return _traffic(job, layout, placement, voting)
+
+
 def next_placement(job: Job, layout: Layout, placement: Placement, step: int) -> Placement:
     """The placement that the vote of a step brings into force: lacking followers are refilled, one may be replaced.
 
@@ -129,35 +138,36 @@ def _worker_plan(
                 before = route[place - 1].worker if place else None
                 after = route[place + 1].worker if place + 1 < len(route) else None
                 hops[microbatch] = HopPlan(range(hop.start, hop.stop), before, after)
-    flows: list[dict[tuple[int, int], list[int]]] = [{} for _ in range(6)]
-    partials_out, partials_in, reduced_out, reduced_in, parameters_out, parameters_in = flows
+    partials_out: _Flow = {}
+    partials_in: _Flow = {}
+    reduced_out: _Flow = {}
+    reduced_in: _Flow = {}
+    parameters_out: _Flow = {}
+    parameters_in: _Flow = {}
     fills_out, fills_in, drops, weights, owned = [], [], [], [], []
     for block in model.blocks:
         index, layer = block.id, block.layer
         owner = voting.owner[index]
         members = next(s.workers for s in layout.stages if s.start <= layer < s.stop)
         followers = set(voting.followers[index]) | set(placement.followers[index])
-        key = layer
         if worker == owner:
             owned.append(index)
             for peer in members:
                 if peer != owner:
-                    partials_in.setdefault((key, peer), []).append(index)
+                    partials_in.setdefault((layer, peer), []).append(index)
                     if peer not in voting.followers[index]:
-                        parameters_out.setdefault((key, peer), []).append(index)
+                        parameters_out.setdefault((layer, peer), []).append(index)
             for peer in sorted(followers):
-                reduced_out.setdefault((key, peer), []).append(index)
-            fills_out += [
-                (index, peer) for peer in voting.followers[index] if peer not in placement.followers[index]
-            ]
+                reduced_out.setdefault((layer, peer), []).append(index)
+            fills_out += [(index, peer) for peer in voting.followers[index] if peer not in placement.followers[index]]
             weights.append((index, len(followers)))
         else:
             if worker in members:
-                partials_out.setdefault((key, owner), []).append(index)
+                partials_out.setdefault((layer, owner), []).append(index)
                 if worker not in voting.followers[index]:
-                    parameters_in.setdefault((key, owner), []).append(index)
+                    parameters_in.setdefault((layer, owner), []).append(index)
             if worker in followers:
-                reduced_in.setdefault((key, owner), []).append(index)
+                reduced_in.setdefault((layer, owner), []).append(index)
                 weights.append((index, -1))
                 if worker not in placement.followers[index]:
                     fills_in.append((index, owner))
@@ -166,12 +176,17 @@ def _worker_plan(
     helper, lender, partners = doubling(layout.workers, worker)
     layers = range(stage.start, stage.stop)
     return WorkerPlan(
-        program,
-        hops,
-        layers,
-        tuple(block for layer in layers for block in model.blocks_of_layer[layer]),
-        tuple(owned),
-        *(tuple((layer, peer, tuple(blocks)) for (layer, peer), blocks in flow.items()) for flow in flows),
+        program=program,
+        hops=hops,
+        layers=layers,
+        blocks=tuple(block for layer in layers for block in model.blocks_of_layer[layer]),
+        owned=tuple(owned),
+        partials_out=_frozen(partials_out),
+        partials_in=_frozen(partials_in),
+        reduced_out=_frozen(reduced_out),
+        reduced_in=_frozen(reduced_in),
+        parameters_out=_frozen(parameters_out),
+        parameters_in=_frozen(parameters_in),
         fills_out=tuple(fills_out),
         fills_in=tuple(fills_in),
         drops=tuple(drops),
@@ -180,6 +195,14 @@ def _worker_plan(
         lender=lender,
         partners=partners,
     )
+
+
+_Flow = dict[tuple[int, int], list[int]]
+"""(layer, peer) -> blocks."""
+
+
+def _frozen(flow: _Flow) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    return tuple((layer, peer, tuple(blocks)) for (layer, peer), blocks in flow.items())
 
 
 def doubling(workers: tuple[int, ...], worker: int) -> tuple[int | None, int | None, tuple[int, ...]]:

@@ -7,8 +7,8 @@ leaves an epoch when asked to report, installs decisions, and speaks with the co
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from elaswave.control.core.ledger import CatchUp, Held, Ledger
 from elaswave.control.core.member import Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
@@ -80,6 +80,9 @@ class SimWorker:
         job: what is trained.
     """
 
+    member_class = Member
+    ledger_class = Ledger
+
     def __init__(self, world: World, worker: int, job: Job) -> None:
         model = model_of(job)
         self.world = world
@@ -89,8 +92,8 @@ class SimWorker:
         self.model = model
         self.layout = model.layout
         self.placement = model.placement
-        self.member = Member(worker, FIRST_EPOCH)
-        self.ledger = Ledger(worker, 0)
+        self.member = self.member_class(worker, FIRST_EPOCH)
+        self.ledger = self.ledger_class(worker, 0)
         self.epoch = FIRST_EPOCH
         self.members: frozenset[int] = frozenset(model.layout.workers)
         self.report: Report | None = None
@@ -207,11 +210,14 @@ class SimWorker:
         self._stop()
         self.leave_epoch(epoch)
         self.members = frozenset(members)
-        held = {block: Held(copy.owned, copy.version) for block, copy in self.held.items()}
-        self.report = self.ledger.promise(epoch, held, self.layers)
+        self.report = self.ledger.promise(epoch, self.held_copies(), self.layers)
         self.world.to_coordinator(self, self.report)
         self.closed_links = set(self.dead_peers & self.members)  # the other links are made again
         self._report_links()
+
+    def held_copies(self) -> Mapping[int, Held]:
+        """The copies that it can answer for."""
+        return {block: Held(copy.owned, copy.version) for block, copy in self.held.items()}
 
     def leave_epoch(self, epoch: int) -> None:
         """Moves the data plane: frames of older epochs are nothing any more."""
@@ -269,20 +275,18 @@ class SimWorker:
         if missing:
             yield missing
 
-    def take(self, key: Key) -> object:
+    def take(self, key: Key) -> Any:
         """Uses a frame that is here."""
         frame = self.inbox.pop(key)
-        self.world.on_consumed(
-            self.id, self.epoch, self.step, self.attempt, frame[:3], key[-1] in self.members
-        )
+        self.world.see.consumed(self.id, self.epoch, self.step, self.attempt, frame[:3], key[-1] in self.members)
         return frame.value
 
     def _steps(self, step: int, attempt: int) -> Life:
         while step <= self.job.steps:
             self.ledger.begin(step, attempt)
             self.step, self.attempt = step, attempt
-            self.world.on_began(self.id, self.epoch, step, attempt, self.placement)
-            traffic = traffic_of(self.job, self.layout, self.placement, step)
+            self.world.see.began(self.id, self.epoch, step, attempt, self.placement)
+            traffic = self.traffic(step)
             plan = traffic.workers[self.id]
             yield from self._run(plan)
             yield from self._reduce(plan)
@@ -299,6 +303,14 @@ class SimWorker:
             if self.job.checkpoint_every and step % self.job.checkpoint_every == 0:
                 self._write_shard(step)
             step, attempt = step + 1, 1
+        self.on_done()
+
+    def traffic(self, step: int) -> Traffic:
+        """What a step's attempt sends, and the placement that its vote brings into force."""
+        return traffic_of(self.job, self.layout, self.placement, step)
+
+    def on_done(self) -> None:
+        """All steps are made; it stays until it is told to leave, since others may need what it holds."""
         self.done = True
         self.world.to_coordinator(self, self._finished())
 
@@ -312,12 +324,10 @@ class SimWorker:
         self.maximum = 0
         for block, follower in self.fills(plan):
             self.send(follower, BASE_COPY, block, 0, self.held[block].state)
-        values = [
-            [self.parameters[block] for block in self.model.blocks_of_layer[layer]] for layer in plan.layers
-        ]
+        values = [[self.parameters[block] for block in self.model.blocks_of_layer[layer]] for layer in plan.layers]
         for layer, numbers in zip(plan.layers, values):
             for block, value in zip(self.model.blocks_of_layer[layer], numbers):
-                self.world.on_used_parameter(self.id, step, block, value)
+                self.world.see.used_parameter(self.id, step, block, value)
         inputs: dict[tuple[int, int], int] = {}
         outputs: dict[int, int] = {}
         first = plan.layers.start
@@ -353,7 +363,7 @@ class SimWorker:
                     if gradient > self.maximum:
                         self.maximum = gradient
                 self.coverage += coverage_key(layer, microbatch)
-                self.world.on_computed(self.id, self.epoch, step, self.attempt, layer, microbatch)
+                self.world.see.computed(self.id, self.epoch, step, self.attempt, layer, microbatch)
             if hop.before is not None:
                 self.send(hop.before, GRADIENT, microbatch, 0, dy)
 
@@ -394,6 +404,7 @@ class SimWorker:
             if block not in plan.drops:
                 next_residency += residency_key(block, copy.owned, self.id, copy.version)
             if copy.owned:
+                assert copy.gradient is not None
                 norm += copy.gradient
         for block, copy in self.filling.items():
             next_residency += residency_key(block, False, self.id, copy.version)
@@ -460,23 +471,21 @@ class SimWorker:
         """The own vote is complete."""
         evidence = self.ledger.learn(encode_vote(vote), commits=commits)
         self._take_grid(evidence)
-        self.world.on_learned(
-            self.id, self.epoch, self.step, self.attempt, commits, evidence.vector, self.grid
-        )
+        self.world.see.learned(self.id, self.epoch, self.step, self.attempt, commits, evidence.vector, self.grid)
         if commits:
             for block in plan.drops:
                 self.drop(block)
             for block, copy in self.filling.items():
                 self.held[block] = copy
-                self.world.on_loaded(self.id, block, copy.version, copy.state)
+                self.world.see.loaded(self.id, block, copy.version, copy.state)
             self.filling = {}
             self.placement = traffic.voting
-            self.world.on_placed(self.id, self.placement)
+            self.world.see.placed(self.id, self.placement)
 
     def drop(self, block: int) -> None:
         """Gives up a copy."""
         del self.held[block]
-        self.world.on_dropped(self.id, block)
+        self.world.see.dropped(self.id, block)
 
     def _take_grid(self, evidence: Evidence) -> None:
         if evidence.order > self.grid_order:
@@ -498,7 +507,7 @@ class SimWorker:
         assert copy.gradient is not None, f"worker {self.id} has no gradient of block {block} for step {step}"
         copy.state = update(copy.state, copy.gradient, norm, step)
         copy.gradient, copy.version = None, step
-        self.world.on_applied(self.id, block, step, copy.state)
+        self.world.see.applied(self.id, block, step, copy.state)
 
     def _publish(self) -> None:
         for block, copy in self.held.items():
@@ -533,10 +542,10 @@ class SimWorker:
                 yield from self.catch_up(evidence)
             yield from self._take_roles(decision)
         self.filling = {}
-        self.world.on_installed(
-            self.id, decision, [copy.version for copy in self.held.values()], self.grid
+        self.world.see.installed(self.id, decision, [copy.version for copy in self.held.values()], self.grid)
+        self.world.to_coordinator(
+            self, Installed(worker=self.id, epoch=self.epoch, edit_s=0, promote_s=0, critical_bytes=0)
         )
-        self.world.to_coordinator(self, Installed(worker=self.id, epoch=self.epoch, edit_s=0, promote_s=0, critical_bytes=0))
         if decision.evidence is not None and decision.evidence.commits and decision.rollback is None:
             self._step_done(decision.evidence)
         if decision.checkpoint:
@@ -598,7 +607,7 @@ class SimWorker:
                 self.world.tick(self)
                 owned = decision.placement.owner[block] == self.id
                 self.held[block] = Copy(owned, decision.rollback, state)
-                self.world.on_loaded(self.id, block, decision.rollback, state)
+                self.world.see.loaded(self.id, block, decision.rollback, state)
         self.parameters = {block: parameter(state) for block, state in states.items()}
         self._take_layers(decision)
 

@@ -11,17 +11,16 @@ from typing import Any
 
 from elaswave.control.core.messages import CoreToWorker, Evidence
 from elaswave.simulator.certificate import decode_vote
-from elaswave.simulator.checkers import Observer
 from elaswave.simulator.coordinator import SimCoordinator, Store
 from elaswave.simulator.job import BlockState, model_of
 from elaswave.simulator.messages import KIND_NAMES, Frame, Key
+from elaswave.simulator.observer import Observer, together
 from elaswave.simulator.schedule import COORDINATOR, Fault, Schedule
 from elaswave.simulator.worker import SimWorker
 
 MAX_TIME = 20_000
 MAX_INSTANTS = 20_000
 _NUM_DELAYS = 509
-_CALLS = [name for name in vars(Observer) if not name.startswith("_")]
 
 
 class ActorDead(Exception):
@@ -83,14 +82,14 @@ class World:
         self._held_until: dict[tuple[int, int], int] = {}
         """Pair of workers -> time until which their frames are held back."""
         self._isolated_until: dict[int, int] = {}
+        self.instants: list[tuple[int, int]] | None = None
+        """Time and actor (-1 for coordinators) of each instant, if a list is put here."""
         self._faults = sorted(schedule.faults, key=lambda fault: fault.instant, reverse=True)
         self._next_fault = self._faults[-1].instant if self._faults else -1
         self._set_delays()
-        self._listen(observers)
+        self.see = together(observers)
         self._coordinator_class = coordinator_class
-        self.workers = {
-            worker: worker_class(self, worker, self.job) for worker in model_of(self.job).layout.workers
-        }
+        self.workers = {worker: worker_class(self, worker, self.job) for worker in model_of(self.job).layout.workers}
         self.links: dict[int, Link] = {}
         """The newest control connection of each worker."""
         self._hung_until: dict[Any, int] = {}
@@ -104,12 +103,12 @@ class World:
         self._delays = rng.choices(choices, k=_NUM_DELAYS)
         self._delay_at = 0
 
-    def _listen(self, observers: Sequence[Observer]) -> None:
-        for name in _CALLS:
-            listeners = [
-                getattr(observer, name) for observer in observers if getattr(type(observer), name) is not getattr(Observer, name)
-            ]
-            setattr(self, f"on_{name}", _caller(listeners))
+    def lost(self) -> list[int]:
+        """Workers that were struck and then held for lost; while coordinators are struck it can be anybody."""
+        struck = {worker for fault in self.fired for worker in fault.workers}
+        if any(fault.target == COORDINATOR for fault in self.fired):
+            return sorted(self.suspected)
+        return sorted(self.suspected & struck)
 
     def say(self, text: str) -> None:
         """A line of the log."""
@@ -127,7 +126,7 @@ class World:
             if self.now > MAX_TIME or self.instant > MAX_INSTANTS:
                 break
             call(*arguments)
-        self.on_stopped(self.outcome or "stuck", self.now)
+        self.see.stopped(self.outcome or "stuck", self.now)
 
     def _at(self, delay: int, call: Callable[..., None], *arguments: Any) -> None:
         self._sequence += 1
@@ -162,6 +161,8 @@ class World:
             ActorDead: a fault has ended it.
         """
         self.instant += 1
+        if self.instants is not None:
+            self.instants.append((self.now, actor.id))
         if self.instant - 1 == self._next_fault:
             while self._faults and self._faults[-1].instant == self._next_fault:
                 self._strike(self._faults.pop())
@@ -190,7 +191,8 @@ class World:
         """A frame between workers."""
         self.tick(sender)
         if self._log is not None:
-            self.say(f"{sender.id} -> {to} {KIND_NAMES[key[0]]} {key[3]} of step {frame.step}.{frame.attempt} epoch {frame.epoch}")
+            what = f"{KIND_NAMES[key[0]]} {key[3]} of step {frame.step}.{frame.attempt}"
+            self.say(f"{sender.id} -> {to} {what} epoch {frame.epoch}")
         pair = (sender.id, to)
         arrives = self.now + self.delay()
         last = self._last.get(pair, 0)
@@ -266,7 +268,9 @@ class World:
         """A control message of a worker; lost if it has no connection."""
         self.tick(worker)
         link = self.links.get(worker.id)
-        self.say(f"{worker.id} -> coordinator {type(message).__name__}{'' if link and link.open else ' (no connection)'}")
+        self.say(
+            f"{worker.id} -> coordinator {type(message).__name__}{'' if link and link.open else ' (no connection)'}"
+        )
         if link is not None and link.open:
             self._up(link, link.coordinator.on_message, link, message)
 
@@ -276,7 +280,9 @@ class World:
     def to_member(self, coordinator: SimCoordinator, link: Link, message: CoreToWorker | None) -> None:
         """A message of a coordinator's; None tells to start. Its instant has passed."""
         worker = link.worker
-        self.say(f"coordinator {coordinator.core.term} -> {worker.id} {type(message).__name__} {getattr(message, 'epoch', '')}")
+        if self._log is not None:
+            what = "Start" if message is None else f"{type(message).__name__} {message.epoch}"
+            self.say(f"coordinator {coordinator.core.term} -> {worker.id} {what}")
         call, arguments = (worker.on_start, ()) if message is None else (worker.on_message, (message,))
         self._on_link(link, (-1, worker.id), coordinator, worker, call, arguments)
 
@@ -308,7 +314,7 @@ class World:
     def publish(self, evidence: Evidence) -> None:
         """A coordinator makes a committed step's losses known."""
         if evidence.commits:
-            self.on_published(evidence.step, decode_vote(evidence.vector).losses)
+            self.see.published(evidence.step, decode_vote(evidence.vector).losses)
 
     def leave(self, worker: SimWorker, reason: str) -> None:
         """A worker ends itself."""
@@ -357,14 +363,18 @@ class World:
 
     def _end_worker(self, worker: SimWorker) -> None:
         worker.dead = True
-        self.on_gone(worker.id)
+        self.see.gone(worker.id)
         self._hung_until.pop(worker, None)
         for coordinator in self.coordinators:
             self.after(self.conditions.exit_delay, coordinator, coordinator.on_exit, worker.id)
         for peer in self.workers.values():
             if peer is not worker:
                 self._at(
-                    self.conditions.link_delay + self.delay(), self._act, peer, _link_closed_by_death(peer, worker.id), ()
+                    self.conditions.link_delay + self.delay(),
+                    self._act,
+                    peer,
+                    _link_closed_by_death(peer, worker.id),
+                    (),
                 )
 
     def _suspect(self, worker: SimWorker, duration: int) -> None:
@@ -422,16 +432,3 @@ def _link_closed(worker: SimWorker, peer: int) -> Callable[[], None]:
 
 def _link_closed_by_death(worker: SimWorker, peer: int) -> Callable[[], None]:
     return lambda: worker.on_link_closed(peer, dead=True)
-
-
-def _caller(listeners: Sequence[Callable[..., None]]) -> Callable[..., None]:
-    if not listeners:
-        return lambda *arguments: None
-    if len(listeners) == 1:
-        return listeners[0]
-
-    def call(*arguments: Any) -> None:
-        for listener in listeners:
-            listener(*arguments)
-
-    return call

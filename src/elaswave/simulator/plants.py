@@ -1,0 +1,374 @@
+"""Bugs planted on purpose: what the search must find, to be believed when it finds nothing.
+
+Each is a small change to the classes that the simulated processes are made of; the product has no switch for any of
+them. Several are defects that an earlier version of the core really had, found by this simulation.
+"""
+
+# ruff: noqa: D102 (what each class does wrong is its own docstring)
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from elaswave.control.core.coordinator import Coordinator, Effect, Persist, Planned, Send
+from elaswave.control.core.ledger import Held, Ledger
+from elaswave.control.core.member import Member
+from elaswave.control.core.messages import CoreToWorker, Decision, Evidence, Registered, Report
+from elaswave.simulator.coordinator import SimCoordinator, Store
+from elaswave.simulator.messages import PARAMETERS, VOTE, FinishedReport, Frame, Key
+from elaswave.simulator.run import Build
+from elaswave.simulator.traffic import Traffic, swapped_traffic
+from elaswave.simulator.worker import Life, SimWorker
+from elaswave.state.placement import Placement
+from elaswave.types import Layout
+
+
+class Plant(NamedTuple):
+    """A planted bug."""
+
+    name: str
+    what: str
+    """What is wrong."""
+    build: Build
+    real: bool = False
+    """Whether the core really had it."""
+
+
+# ----------------------------------------------------------------------------------------------------- rule 1: promises
+
+
+class _TalkativeLedger(Ledger):
+    """Learns after it has promised."""
+
+    def _refuse_if_promised(self, what: str) -> None:
+        pass
+
+
+class LearnsAfterAnswering(SimWorker):
+    """Reports, but stays in the old epoch until the decision comes."""
+
+    ledger_class = _TalkativeLedger
+
+    def move(self, epoch: int, members: Iterable[int]) -> None:
+        held = {block: Held(copy.owned, copy.version) for block, copy in self.held.items()}
+        self.report = self.ledger.promise(epoch, held, self.layers)
+        self.pending = (epoch, frozenset(members))
+        self.world.to_coordinator(self, self.report)
+
+    def _install(self, decision: Decision) -> Life:
+        epoch, self.members = self.pending
+        self.leave_epoch(epoch)
+        yield from super()._install(decision)
+
+
+# ------------------------------------------------------------------------------------------- rule 2: GATHER waits
+
+
+class WritesParametersEarly(SimWorker):
+    """A parameter frame is written as it arrives, whether or not the own vote is complete."""
+
+    def accept(self, key: Key, frame: Frame) -> None:
+        if key[0] == PARAMETERS:
+            owned = [
+                block
+                for block in self.model.blocks_of_layer[key[3]]
+                if self.placement.owner[block] == key[-1] and self.id not in self.placement.followers[block]
+            ]
+            for block, value in zip(owned, frame.value):
+                self.parameters[block] = value
+        super().accept(key, frame)
+
+
+# ---------------------------------------------------------------------------------------- rule 3: evidence, persisted
+
+
+class SendsBeforePersisting(SimCoordinator):
+    """Decisions are sent first and persisted afterwards."""
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        first = [effect for effect in effects if not isinstance(effect, Persist)]
+        super().carry_out([*first, *(effect for effect in effects if isinstance(effect, Persist))])
+
+
+class _OverlooksEvidence(Coordinator):
+    def _on_report(self, report: Report) -> list[Effect]:
+        return super()._on_report(msgspec.structs.replace(report, evidence=None))
+
+
+class IgnoresEvidence(SimCoordinator):
+    """A step that is in doubt is always tried again."""
+
+    core_class = _OverlooksEvidence
+
+
+class TakesLateReports(SimCoordinator):
+    """A report of an older epoch is taken for one of the present."""
+
+    def on_report(self, report: Report) -> None:
+        super().on_report(msgspec.structs.replace(report, epoch=self.core.epoch))
+
+
+# -------------------------------------------------------------------------------------- rule 4: layouts change by vote
+
+
+class SwitchesWithoutVote(SimWorker):
+    """The next placement takes effect at the beginning of the step, whatever its vote will say."""
+
+    def traffic(self, step: int) -> Traffic:
+        traffic = swapped_traffic(self.job, self.layout, self.placement, step)
+        for block in traffic.workers[self.id].drops:
+            self.drop(block)
+        self.placement = traffic.voting
+        return swapped_traffic(self.job, self.layout, self.placement, 0)
+
+
+class DropsOneVoteEarly(SimWorker):
+    """A follower is replaced in one vote: the old copy goes at the vote that brings the new one."""
+
+    def traffic(self, step: int) -> Traffic:
+        return swapped_traffic(self.job, self.layout, self.placement, step)
+
+
+class CountsCopiesUnderWay(SimWorker):
+    """A base copy is reported from the moment at which it is promised."""
+
+    def held_copies(self) -> Mapping[int, Held]:
+        plan = self.traffic(self.step).workers[self.id] if self.step and self.step == self.ledger.step else None
+        under_way = {} if plan is None else {block: Held(False, self.step - 1) for block, _ in plan.fills_in}
+        return {**under_way, **super().held_copies()}
+
+
+class _TakesAnyCopy(SimCoordinator):
+    def survive(
+        self, layout: Layout, placement: Placement, lost: Collection[int], valid: Callable[[int, int], bool]
+    ) -> Planned:
+        return super().survive(layout, placement, lost, lambda block, worker: worker not in lost)
+
+
+class KeepsDroppedCopies(SimWorker):
+    """Copies that were given up are freed later."""
+
+    def drop(self, block: int) -> None:
+        self.dropped = {**getattr(self, "dropped", {}), block: self.held[block].version}
+        super().drop(block)
+
+    def held_copies(self) -> Mapping[int, Held]:
+        stale = {block: Held(False, version) for block, version in getattr(self, "dropped", {}).items()}
+        return {**stale, **super().held_copies()}
+
+
+# ------------------------------------------------------------------------------------------------ rule 5: versions
+
+
+class AppliesTwice(SimWorker):
+    """One version for the whole worker: an APPLY that was interrupted is done again from the first block."""
+
+    def catch_up(self, evidence: Evidence) -> Life:
+        if any(copy.version < evidence.step for copy in self.held.values()):
+            for copy in self.held.values():
+                copy.version = evidence.step - 1
+                copy.gradient = 1 if copy.gradient is None else copy.gradient
+        yield from super().catch_up(evidence)
+
+
+class ForgetsToFinish(SimWorker):
+    """An APPLY that was interrupted is not finished."""
+
+    def catch_up(self, evidence: Evidence) -> Life:
+        if all(copy.version < evidence.step for copy in self.held.values()):
+            yield from super().catch_up(evidence)
+
+
+# ------------------------------------------------------------------------------------------- fencing: epochs, attempts
+
+
+class MixesAttempts(SimWorker):
+    """The attempt is left out of the tags, and what has arrived of the old epoch stays."""
+
+    def leave_epoch(self, epoch: int) -> None:
+        kept = self.inbox
+        super().leave_epoch(epoch)
+        self.inbox = {**kept, **self.inbox}
+
+    def key(self, kind: int, a: int, b: int, source: int) -> Key:
+        return (kind, self.step, 0, a, b, source)
+
+
+class TakesOldVotes(SimWorker):
+    """The epoch is not checked on one kind of frame: votes."""
+
+    def on_frame(self, key: Key, frame: Frame) -> None:
+        if key[0] == VOTE:
+            self.accept(key, frame)
+        else:
+            super().on_frame(key, frame)
+
+
+class KeepsOldFrames(SimWorker):
+    """Frames of the old epoch that have arrived are not thrown away."""
+
+    def leave_epoch(self, epoch: int) -> None:
+        kept = self.inbox
+        super().leave_epoch(epoch)
+        self.inbox = {**kept, **self.inbox}
+
+
+# -------------------------------------------------------------------------------------------------- rule 9: the end
+
+
+class EndsTooSoon(SimCoordinator):
+    """The end of an older epoch counts."""
+
+    def has_finished(self, report: FinishedReport) -> bool:
+        return True
+
+
+class LeavesWhenDone(SimWorker):
+    """A worker exits after its last step instead of waiting for everybody's."""
+
+    def on_done(self) -> None:
+        super().on_done()
+        self.world.leave(self, "done")
+
+
+# -------------------------------------------------------------------------------------------------- rule 10: terms
+
+
+class UnfencedStore(Store):
+    """Takes records of any coordinator."""
+
+    def check(self, term: int) -> None:
+        pass
+
+
+class _TermlessMember(Member):
+    def handle(self, message: CoreToWorker):  # type: ignore[no-untyped-def]
+        self.term = 0
+        return super().handle(message)
+
+
+class IgnoresTerms(SimWorker):
+    """A message of a replaced coordinator counts."""
+
+    member_class = _TermlessMember
+
+
+# --------------------------------------------------------------------------------- defects that the core really had
+
+
+class _StartsOnce(Coordinator):
+    def _on_registered(self, event: Registered) -> list[Effect]:
+        before = self.state
+        effects = super()._on_registered(event)
+        return effects if before is not self.state else [e for e in effects if isinstance(e, Send)]
+
+
+class SaysStartOnce(SimCoordinator):
+    """The start is not said again."""
+
+    core_class = _StartsOnce
+
+
+class _OldName(Coordinator):
+    def _on_registered(self, event: Registered) -> list[Effect]:
+        effects = super()._on_registered(event)
+        return [
+            Send(effect.worker, self.decision)
+            if isinstance(effect, Send) and isinstance(effect.message, Decision) and self.decision is not None
+            else effect
+            for effect in effects
+        ]
+
+
+class SendsInOldName(SimCoordinator):
+    """A stored decision is sent under the term of the coordinator that made it."""
+
+    core_class = _OldName
+
+
+class _ForgetsBase(Coordinator):
+    def _base_step(self, evidence: Evidence | None) -> int:
+        start = self._first_step - 1
+        if self.decision is not None and self.decision.rollback is not None:
+            start = self.decision.rollback
+        return start if evidence is None else max(start, evidence.committed_step)
+
+
+class ForgetsBase(SimCoordinator):
+    """The step to go on from is forgotten by the second decision after a return to a checkpoint."""
+
+    core_class = _ForgetsBase
+
+
+class _MixesHistories(Coordinator):
+    def _decide(self) -> list[Effect]:
+        self._rollback_epoch = 0
+        return super()._decide()
+
+
+class MixesHistories(SimCoordinator):
+    """What somebody reports who has not gone back to the checkpoint counts."""
+
+    core_class = _MixesHistories
+
+
+PLANTS = {
+    plant.name: plant
+    for plant in (
+        Plant(
+            "learn-after-answer",
+            "a worker can still learn the vote after it has reported",
+            Build(worker=LearnsAfterAnswering),
+        ),
+        Plant(
+            "early-gather",
+            "a parameter frame is written before the receiver's own vote",
+            Build(worker=WritesParametersEarly),
+        ),
+        Plant(
+            "send-before-persist", "a decision is sent before it is persisted", Build(coordinator=SendsBeforePersisting)
+        ),
+        Plant("ignore-evidence", "the votes that survivors know are not asked for", Build(coordinator=IgnoresEvidence)),
+        Plant(
+            "late-report",
+            "a report of an older epoch counts as one of the present",
+            Build(coordinator=TakesLateReports),
+        ),
+        Plant(
+            "switch-without-vote", "the next placement takes effect without its vote", Build(worker=SwitchesWithoutVote)
+        ),
+        Plant("drop-too-early", "a copy is dropped one vote too early", Build(worker=DropsOneVoteEarly)),
+        Plant(
+            "count-under-way", "a base copy counts before a vote has passed with it", Build(worker=CountsCopiesUnderWay)
+        ),
+        Plant(
+            "stale-follower",
+            "a stale follower is promoted",
+            Build(worker=KeepsDroppedCopies, coordinator=_TakesAnyCopy),
+        ),
+        Plant("apply-twice", "APPLY is interrupted, and blocks carry no versions", Build(worker=AppliesTwice)),
+        Plant("apply-unfinished", "APPLY is interrupted, and not finished", Build(worker=ForgetsToFinish)),
+        Plant("mix-attempts", "frames of attempt 1 are accepted in attempt 2", Build(worker=MixesAttempts)),
+        Plant("old-votes", "the epoch is not checked on one kind of frame", Build(worker=TakesOldVotes)),
+        Plant("old-frames", "frames of the old epoch survive the edit", Build(worker=KeepsOldFrames)),
+        Plant("end-too-soon", "the job ends on reports of an older epoch", Build(coordinator=EndsTooSoon)),
+        Plant("leave-when-done", "a worker exits before everybody's last apply is known", Build(worker=LeavesWhenDone)),
+        Plant("no-terms", "two coordinators write and are believed", Build(worker=IgnoresTerms, store=UnfencedStore)),
+        Plant("start-once", "a start that was lost is not said again", Build(coordinator=SaysStartOnce), real=True),
+        Plant("old-name", "a stored decision is sent under the old term", Build(coordinator=SendsInOldName), real=True),
+        Plant(
+            "forget-base",
+            "the base step is forgotten after a return to a checkpoint",
+            Build(coordinator=ForgetsBase),
+            real=True,
+        ),
+        Plant(
+            "mix-histories",
+            "votes of before a return to a checkpoint count after it",
+            Build(coordinator=MixesHistories),
+            real=True,
+        ),
+    )
+}
+"""All of them by name."""
