@@ -242,9 +242,7 @@ class SimCoordinator:
             except StaleTermError:
                 world.end_coordinator(self)
                 return
-            world.see.finished(
-                core.members, {report.worker: report.states for report in finished if report is not None}
-            )
+            world.see.finished(core.members, {worker: report.states for worker, report in finished.items()})
             world.finish("finished")
 
 
