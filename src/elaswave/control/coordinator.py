@@ -6,6 +6,7 @@ another one, which reads the journal and the event log and goes on where this on
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import sys
 import threading
@@ -160,6 +161,10 @@ class CoordinatorProcess:
                 # An earlier coordinator has ended the job and died before it could tell everybody.
                 outcome = "stopped" if self._books.outcome == "interrupted" else self._books.outcome
                 self._end(Ended(outcome=outcome, reason=self._books.reason), write=False)
+            if self._core.state is not core.State.STARTING:
+                # A member that does not find this coordinator is lost, however it was to its predecessors.
+                for worker in self._core.members:
+                    self._detector.joined(worker, time.monotonic())
             self._carry_out(self._core.begin())
             self._tick()
             over = asyncio.ensure_future(self._over.wait())
@@ -445,6 +450,8 @@ def run_coordinator(setup: CoordinatorSetup) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
     )
+    # The first checkpoint's index needs it; loading it then would keep everybody waiting for half a second.
+    threading.Thread(target=importlib.import_module, args=("torch.distributed.checkpoint.filesystem",), daemon=True).start()
     try:
         asyncio.run(_run(setup))
         return 0

@@ -1,0 +1,58 @@
+"""What a new coordinator finds: workers that its predecessor has lost sight of, and a job that has already ended."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.jobs import run_job
+
+from elaswave.control import launcher
+from elaswave.control.books import Books
+from elaswave.control.coordinator import CoordinatorSetup
+from elaswave.runtime.probe import Phase
+
+
+class StopsWithItsCoordinator:
+    """Worker 1 kills the coordinator and stops for ever, so that the new one never hears of it."""
+
+    def __init__(self, coordinator: Path) -> None:
+        self._coordinator = coordinator
+
+    def reached(self, phase: Phase, index: int, engine: Any) -> None:
+        if (engine.worker, engine.step, phase, index) == (1, 3, "backward", 0):
+            os.kill(int(self._coordinator.read_text()), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_worker_that_never_finds_the_new_coordinator_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, pid = launcher.run_coordinator, tmp_path / "pid"
+
+    def run_known(setup: CoordinatorSetup) -> int:
+        pid.write_text(str(os.getpid()))
+        return run(setup)
+
+    monkeypatch.setattr(launcher, "run_coordinator", run_known)
+    job = run_job(tmp_path / "run", {"run.steps": 4}, probe=StopsWithItsCoordinator(pid))
+    assert [recovery.worker for recovery in job.result.recoveries if recovery.kind == "lost"] == [1]
+    assert job.computation == run_job(tmp_path / "twin", {"run.steps": 4}).computation
+
+
+def test_a_coordinator_that_dies_with_the_last_word_on_its_lips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, died = Books.close, tmp_path / "died"
+
+    def close_and_die(self: Books, *arguments: object) -> None:
+        close(self, *arguments)  # type: ignore[arg-type]
+        if not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(Books, "close", close_and_die)
+    job = run_job(tmp_path / "run", {"run.steps": 3})
+    assert died.exists()
+    assert job.result.steps == 3
+    monkeypatch.undo()
+    assert job.computation == run_job(tmp_path / "twin", {"run.steps": 3}).computation
