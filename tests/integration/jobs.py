@@ -3,7 +3,7 @@
 import os
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,22 +13,24 @@ import torch
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.control import launcher
+from elaswave.control.core.coordinator import Effect
 from elaswave.observability.result import Result, read_digests
 from elaswave.runtime.probe import Probe
+from elaswave.testing.faults import parse_faults
 from elaswave.types import Layout
 
 SMALL: dict[str, Any] = {
-    "model.num_layers": 3,
+    "model.num_layers": 2,
     "model.width": 32,
     "model.num_heads": 2,
     "model.context_length": 16,
-    "batch.num_microbatches": 6,
+    "batch.num_microbatches": 5,
     "batch.microbatch_size": 2,
     "optimizer.lr": 1e-3,
     "elastic.block_size": 1024,
     "run.steps": 12,
 }
-"""A GPT of 5 layers and some 57,000 parameters in 60 blocks; a step takes about 10 ms."""
+"""A GPT of 4 layers and some 42,000 parameters in 44 blocks; five micro-batches divide by no number of workers."""
 
 
 class QuietReporter:
@@ -100,6 +102,8 @@ def run_job(
     probe: Probe | None = None,
     resume: bool = False,
     reporter: QuietReporter | None = None,
+    faults: Sequence[str] = (),
+    before_effect: Callable[[Effect], None] = lambda effect: None,
 ) -> Job:
     """Trains in real processes, and checks that nothing of the job is left.
 
@@ -109,11 +113,23 @@ def run_job(
         probe: told of every point inside the workers.
         resume: go on from the newest checkpoint in run_dir.
         reporter: gets the messages.
+        faults: specs as of ``--fault``.
+        before_effect: called in the coordinator before each effect of the protocol.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     reporter = reporter or QuietReporter()
+    config = small_config(settings)
+    injected = parse_faults(faults, seed=config.run.seed, workers=range(sum(config.widths)), num_steps=config.run.steps)
     with nothing_left():
-        result = launcher.train(small_config(settings), run_dir, resume=resume, probe=probe, reporter=reporter)
+        result = launcher.train(
+            config,
+            run_dir,
+            resume=resume,
+            probe=probe,
+            reporter=reporter,
+            faults=injected,
+            before_effect=before_effect,
+        )
     digests = read_digests(run_dir)
     assert digests is not None
     return Job(run_dir, result, digests, reporter.messages)

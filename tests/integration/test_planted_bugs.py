@@ -141,7 +141,7 @@ def retries_of(job: Job, step: int = STEP) -> list[str]:
 @pytest.mark.parametrize(
     "probe, finding",
     [
-        (PlantedProgram(run_twice, always=False), "coverage (micro-batch 1 was added 2 times in layers [0, 1, 2, 3"),
+        (PlantedProgram(run_twice, always=False), "coverage (micro-batch 1 was added 2 times in layers [0, 1, 2, 3]"),
         (PlantedProgram(run_not_at_all, always=False), "coverage (micro-batch 1 was added 0 times in layers [0, 1"),
         (Plant(flip_gradient, 1), f"agreement ({DIFFERS})"),
         (Plant(flip_owned_gradient, 0), f"agreement ({DIFFERS})"),
@@ -162,7 +162,7 @@ def test_a_fault_that_strikes_once_costs_an_attempt_and_no_bit(
 @pytest.mark.parametrize(
     "probe, finding",
     [
-        (PlantedProgram(run_twice, always=True), "coverage (micro-batch 1 was added 2 times in layers [0, 1, 2, 3"),
+        (PlantedProgram(run_twice, always=True), "coverage (micro-batch 1 was added 2 times in layers [0, 1, 2, 3]"),
         (PlantedProgram(run_not_at_all, always=True), "coverage (micro-batch 1 was added 0 times in layers [0, 1"),
         (Plant(flip_gradient, 1, always=True), DIFFERS),
         (Plant(own_it_too, 1), "block 0 has 2 owners and 0 followers, needed are 1 and 1"),
