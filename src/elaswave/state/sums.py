@@ -70,10 +70,9 @@ class _Scratch:
     """Where the gradients of one layer become float64, with one view per tensor. Padding stays zero."""
 
     def __init__(self, shape: LayerShape) -> None:
-        self.flat = torch.zeros(shape.size, dtype=torch.float64)
-        self.views = [self.flat[slot.offset : slot.stop].view(slot.shape) for slot in shape.tensors]
-        self.values = self.flat.numpy()
-        self.words = self.values.view(np.int64)
+        flat = torch.zeros(shape.size, dtype=torch.float64)
+        self.views = [flat[slot.offset : slot.stop].view(slot.shape) for slot in shape.tensors]
+        self.words = flat.numpy().view(np.int64)
 
 
 Scratches = dict[tuple[tuple[int, ...], ...], _Scratch]
@@ -83,9 +82,8 @@ Scratches = dict[tuple[tuple[int, ...], ...], _Scratch]
 class ExactAccumulator:
     """The exact partial sum of one layer's gradients on one worker.
 
-    What is done once per micro-batch for every parameter is done in as few passes over memory, and for every tensor
-    in as few calls, as possible. Two passes are numpy's, since torch adds int64 at a third of its speed (it multiplies
-    by alpha), and finds the largest value of many tensors only by a call for each.
+    `add` is called for every parameter and micro-batch, and is bound by memory: hence the shared scratch, and numpy's
+    addition of int64, since torch's multiplies by its alpha, too, and takes three times as long.
 
     Args:
         shape: the layer's tensors.
@@ -98,18 +96,17 @@ class ExactAccumulator:
         self._words = self._sum.numpy()
         geometry = tuple((slot.offset, *slot.shape) for slot in shape.tensors)
         self._scratch = ({} if scratches is None else scratches).setdefault(geometry, _Scratch(shape))
-        self._filled = [index for index, slot in enumerate(shape.tensors) if slot.numel]
-        self._starts = np.array([shape.tensors[index].offset for index in self._filled], dtype=np.intp)
         self.reset([INITIAL_EXPONENT] * len(shape.tensors))
 
     def reset(self, exponents: Sequence[int]) -> None:
         """Empties the sum for a new attempt on the given grids, one exponent per tensor of the layer."""
         assert len(exponents) == len(self.shape.tensors)
         self._is_empty = True
+        self.maxima = [0.0] * len(exponents)
+        """Largest absolute gradient seen per tensor since `reset`."""
         self._exponents = list(exponents)
         self._magic = [_magic(exponent) for exponent in exponents]
-        self._fast_limits = np.array([2.0 ** (_FAST_LIMIT_BITS - exponents[index]) for index in self._filled])
-        self._maxima = np.zeros(len(self._filled))
+        self._slow_from = [2.0 ** (_FAST_LIMIT_BITS - exponent) for exponent in exponents]
 
     @property
     def sum(self) -> torch.Tensor:
@@ -119,14 +116,6 @@ class ExactAccumulator:
             self._is_empty = False
         return self._sum
 
-    @property
-    def maxima(self) -> list[float]:
-        """Largest absolute gradient seen per tensor since `reset`."""
-        maxima = [0.0] * len(self.shape.tensors)
-        for index, value in zip(self._filled, self._maxima.tolist(), strict=True):
-            maxima[index] = value
-        return maxima
-
     def add(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Adds one micro-batch's gradients, all of them or (where one is not finite) none.
 
@@ -135,24 +124,22 @@ class ExactAccumulator:
         Returns:
             Whether all of them were finite.
         """
-        if not self._filled:
+        if not self.shape.tensors:
             return True
-        scratch = self._scratch
         present = [
             torch.zeros(slot.shape) if gradient is None else gradient
             for gradient, slot in zip(gradients, self.shape.tensors, strict=True)
         ]
-        torch._foreach_copy_(scratch.views, present)
-        with np.errstate(invalid="ignore"):  # a comparison with nan, which the result then is
-            high = np.maximum.reduceat(scratch.values, self._starts)
-            low = np.minimum.reduceat(scratch.values, self._starts)
-        maxima = np.maximum(high, -low)
-        if not np.isfinite(maxima).all():
+        maxima = [_largest(gradient) for gradient in present]
+        if not all(map(math.isfinite, maxima)):
             return False
-        np.maximum(self._maxima, maxima, out=self._maxima)
+        self.maxima = list(map(max, self.maxima, maxima))
+        scratch = self._scratch
+        torch._foreach_copy_(scratch.views, present)
         torch._foreach_add_(scratch.views, self._magic)
-        for index in (maxima >= self._fast_limits).nonzero()[0].tolist():
-            self._convert_slowly(self._filled[index], present[self._filled[index]])
+        for index, (maximum, slow_from) in enumerate(zip(maxima, self._slow_from, strict=True)):
+            if maximum >= slow_from:
+                self._convert_slowly(index, present[index])
         if self._is_empty:
             np.copyto(self._words, scratch.words)
             self._is_empty = False
@@ -231,6 +218,14 @@ def _magic(exponent: int) -> float:
 def offset(exponent: int) -> int:
     """What one addition on the fast path adds beside the units: the bits of ``1.5 * 2**(52 - exponent)``."""
     return ((1023 + 52 - exponent) << 52) | (1 << 51)
+
+
+def _largest(gradient: torch.Tensor) -> float:
+    """Largest absolute value; nan where there is one."""
+    if gradient.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(gradient)
+    return max(-float(low), float(high))
 
 
 NORM_LIMBS = 21
