@@ -13,6 +13,7 @@ from typing import Literal
 import elaswave
 from elaswave.control.core.coordinator import Books as Unfinished
 from elaswave.control.core.coordinator import Coordinator
+from elaswave.control.core.messages import Decision
 from elaswave.control.messages import ShowEvaluation, ShowStep, ShowText, ToAgent
 from elaswave.errors import CheckpointError, StateError
 from elaswave.hashing import MASK64
@@ -212,10 +213,18 @@ class Books:
         for step in list(self._shards):
             self._discard(step)
 
-    def decided(self, layout: Layout, reason: str, first_step: int) -> None:
-        """Survivors go on under a layout."""
-        self.members = layout.workers
-        self._open_epoch(layout, reason, first_step)
+    def decided(self, decision: Decision) -> None:
+        """Survivors go on with a decision."""
+        self.members = decision.members
+        self._open_epoch(decision.layout, decision.reason, decision.resume_step)
+
+    def catch_up(self, epoch: int, decision: Decision | None) -> None:
+        """What an earlier coordinator has persisted and died before it could enter it here."""
+        if decision is not None and decision.epoch > max((known.epoch for known in self._epochs), default=0):
+            self.rise(decision.epoch)
+            self.decided(decision)
+        if epoch > self._epoch:
+            self.rise(epoch)
 
     def recovered(self, recovery: Recovery) -> None:
         """An event has been dealt with."""

@@ -162,6 +162,9 @@ class CoordinatorProcess:
                 outcome = "stopped" if self._books.outcome == "interrupted" else self._books.outcome
                 self._end(Ended(outcome=outcome, reason=self._books.reason), write=False)
             if self._core.state is not core.State.STARTING:
+                self._books.catch_up(self._core.epoch, self._core.decision)
+                if self._core.state is core.State.COLLECTING:
+                    self._recoveries.raised(self._core.raised, self._books.layout, time.monotonic())
                 # A member that does not find this coordinator is lost, however it was to its predecessors.
                 for worker in self._core.members:
                     self._detector.joined(worker, time.monotonic())
@@ -425,7 +428,7 @@ class CoordinatorProcess:
     def _on_decided(self, effect: core.Decided) -> None:
         decision = effect.decision
         self._recoveries.decided(decision, time.monotonic(), self._plan_s)
-        self._books.decided(decision.layout, decision.reason, decision.resume_step)
+        self._books.decided(decision)
         if decision.rollback is not None:
             self._books.say(f"{decision.reason}: everybody goes back to the checkpoint of step {decision.rollback}")
 
@@ -451,7 +454,9 @@ def run_coordinator(setup: CoordinatorSetup) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
     )
     # The first checkpoint's index needs it; loading it then would keep everybody waiting for half a second.
-    threading.Thread(target=importlib.import_module, args=("torch.distributed.checkpoint.filesystem",), daemon=True).start()
+    threading.Thread(
+        target=importlib.import_module, args=("torch.distributed.checkpoint.filesystem",), daemon=True
+    ).start()
     try:
         asyncio.run(_run(setup))
         return 0

@@ -313,6 +313,11 @@ class Coordinator:
         elif decision.evidence is not None:
             self._evidence = decision.evidence
 
+    @property
+    def raised(self) -> Raised:
+        """The rise that waits for a decision, as far as its record tells: how the losses were noticed it does not."""
+        return Raised(self.epoch, tuple(Suspected(worker, "exit", self._reason) for worker in self._lost))
+
     def begin(self) -> list[Effect]:
         """The effects of starting: a new term; a rise that was begun is taken up again."""
         effects: list[Effect] = [Persist(TermRecord(term=self.term))]
