@@ -44,7 +44,11 @@ NOISES = {
     "a coordinator that sleeps": Noise(coordinator_s=rarely(0.01, 0.3, 20.0)),
     "a network that goes away": Noise(machine_s=rarely(0.01, 0.3, 10.0)),
 }
-LATEST_S = {"silent": 0.85, "loops": 2.2, "stuck": 3.6}
+LATEST_S = {
+    "silent": detection.SILENCE_FLOOR_S + 0.25,
+    "loops": detection.BUSY_FLOOR_S + 0.2,
+    "stuck": detection.STALL_FLOOR_S + 0.6,
+}
 """When a stop is noticed on a quiet machine, in virtual time: the floors and some heartbeats."""
 
 

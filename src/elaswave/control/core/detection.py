@@ -5,7 +5,7 @@ turned out to be harmless, and has a floor:
 
     exit        the process has ended                                    at once; certain
     link        a peer has lost its connection to the worker             after a grace in which an exit may explain it
-    heartbeat   nothing is heard of a worker                             4 x the longest gap, at least 0.6 s;
+    heartbeat   nothing is heard of a worker                             4 x the longest gap, at least 1.5 s;
                                                                          twice that while others still compute
     progress    it computes one action far longer than any took          10 x the longest one, at least 2 s
                 everybody waits and nothing moves                        10 x the longest standstill, one step, 3 s
@@ -31,7 +31,7 @@ ASLEEP_S = 0.25
 LINK_GRACE_S = 0.015
 """How long a closed link waits for the end of the process that explains it."""
 
-SILENCE_FLOOR_S = 0.6
+SILENCE_FLOOR_S = 1.5
 SILENCE_FACTOR = 4.0
 SILENCE_MARGIN_S = 5.0
 """A bound on silence is never more than this above the longest gap."""
@@ -321,9 +321,9 @@ class Detector:
         for watched in self._watched.values():
             silence_s = self._now_s - watched.alive_s
             bound_s = self._bound_of(watched, common_gap_s)
+            num_hushed += silence_s > bound_s / 2  # of all by the same measure, whoever computes
             if self._num_computing > watched.computing:
                 bound_s *= NO_HURRY
-            num_hushed += silence_s > bound_s / 2
             shortest_s = min(shortest_s, silence_s)
             if silence_s > bound_s:
                 late.append((watched, silence_s, bound_s))
