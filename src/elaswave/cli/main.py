@@ -26,6 +26,7 @@ EXIT_USAGE = 2
 EXIT_SIGNAL_BASE = 128
 
 COMMANDS = {
+    "demo": "elaswave.cli.demo:demo_command",
     "train": "elaswave.cli.train:train_command",
     "inspect": "elaswave.cli.inspect:inspect_group",
     "export": "elaswave.cli.export:export_command",
@@ -56,6 +57,7 @@ def cli() -> None:
     """Elastic training of PyTorch models that computes the same bits whatever happens to its machines.
 
     \b
+    elaswave demo                   kill workers of a training job and see that no bit changes
     elaswave train                  train a small GPT on Python's own documentation, in about a minute
     elaswave COMMAND --help         what a command does, with examples
     """
