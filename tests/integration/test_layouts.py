@@ -6,25 +6,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.jobs import Job, run_job
+from tests.integration.jobs import SMALL, Job, run_job
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "1x2": {"layout.stages": 1, "layout.replicas": 2},
-    "1x4": {"layout.stages": 1, "layout.replicas": 4},
-    "2x1": {"layout.stages": 2, "layout.replicas": 1},
-    "2x2": {"layout.stages": 2, "layout.replicas": 2},
-    "4x1": {"layout.stages": 4, "layout.replicas": 1},
-    "1+3": {"layout.widths": [1, 3]},
-    "3+1": {"layout.widths": [3, 1]},
-    "2+1+2": {"layout.widths": [2, 1, 2]},
-    "2x2, layers 1+3": {"layout.widths": [2, 2], "layout.layers": [1, 3]},
-    "1+3, layers 3+1": {"layout.widths": [1, 3], "layout.layers": [3, 1]},
-    "4x1, gpipe": {"layout.stages": 4, "layout.replicas": 1, "layout.schedule": "gpipe"},
-    "2+1+2, gpipe, recomputed": {"layout.widths": [2, 1, 2], "layout.schedule": "gpipe", "model.recompute": True},
-    "2x2, recomputed, 2 followers": {"layout.widths": [2, 2], "model.recompute": True, "elastic.num_followers": 2},
-    "1x2, no followers": {"layout.widths": [2], "elastic.num_followers": 0},
-}
-"""Every one is compared with one worker."""
+
+def layouts(num_layers: int) -> dict[str, dict[str, Any]]:
+    """The layouts of the matrix for a model of so many layers; every one is compared with one worker."""
+    rest = num_layers - 1
+    return {
+        "1x2": {"layout.stages": 1, "layout.replicas": 2},
+        "1x4": {"layout.stages": 1, "layout.replicas": 4},
+        "2x1": {"layout.stages": 2, "layout.replicas": 1},
+        "2x2": {"layout.stages": 2, "layout.replicas": 2},
+        "4x1": {"layout.stages": 4, "layout.replicas": 1},
+        "1+3": {"layout.widths": [1, 3]},
+        "3+1": {"layout.widths": [3, 1]},
+        "2+1+2": {"layout.widths": [2, 1, 2]},
+        "2x2, cut early": {"layout.widths": [2, 2], "layout.layers": [1, rest]},
+        "1+3, cut late": {"layout.widths": [1, 3], "layout.layers": [rest, 1]},
+        "4x1, gpipe": {"layout.stages": 4, "layout.replicas": 1, "layout.schedule": "gpipe"},
+        "2+1+2, gpipe, recomputed": {"layout.widths": [2, 1, 2], "layout.schedule": "gpipe", "model.recompute": True},
+        "2x2, recomputed, 2 followers": {"layout.widths": [2, 2], "model.recompute": True, "elastic.num_followers": 2},
+        "1x2, no followers": {"layout.widths": [2], "elastic.num_followers": 0},
+    }
+
+
+LAYOUTS = layouts(SMALL["model.num_layers"] + 2)
 
 FEW_LAYOUTS = ("2x2", "1+3", "2+1+2, gpipe, recomputed")
 """Enough to try the models other than the first one on, each time CI runs."""
@@ -58,6 +64,7 @@ FULL: dict[str, Any] = {
     "run.steps": 16,
 }
 """The default model."""
+FULL_LAYOUTS = layouts(6)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +97,7 @@ def test_every_layout_is_the_same_computation(
         ("gpt-float32", "2x2", "1+3"),
         ("gpt-bfloat16", "1x4", "4x1"),
         ("llama-float32", "3+1", "1x2, no followers"),
-        ("llama-bfloat16", "2+1+2", "2x2, layers 1+3"),
+        ("llama-bfloat16", "2+1+2", "2x2, cut early"),
     ],
 )
 def test_a_resume_under_another_layout_is_the_same_computation(
@@ -101,18 +108,38 @@ def test_a_resume_under_another_layout_is_the_same_computation(
     assert job.computation == alone(model).computation
 
 
+# The full matrix, of the default model: ``scripts/test -m slow tests/integration/test_layouts.py``.
+
+
+@pytest.fixture(scope="module")
+def alone_in_full(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
+    """The training of each model in its default size by one worker."""
+
+    @functools.cache
+    def job_of(model: str) -> Job:
+        return run_job(tmp_path_factory.mktemp("full"), FULL | MODELS[model] | CONSTANT | ONE_WORKER)
+
+    return job_of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", FULL_LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout_of_the_default_model_is_the_same_computation(
+    alone_in_full: Callable[[str], Job], model: str, layout: str, tmp_path: Path
+) -> None:
+    for schedule in ("1f1b", "gpipe"):
+        settings = FULL | MODELS[model] | CONSTANT | FULL_LAYOUTS[layout] | {"layout.schedule": schedule}
+        assert run_job(tmp_path / schedule, settings).computation == alone_in_full(model).computation
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_every_layout_of_the_default_model_is_the_same_computation(model: str, tmp_path: Path) -> None:
-    """The full matrix: ``scripts/test -m slow tests/integration/test_layouts.py``."""
-    settings = FULL | MODELS[model]
-    expected = run_job(tmp_path / "alone", settings | ONE_WORKER)
-    for name, layout in LAYOUTS.items():
-        for schedule in ("1f1b", "gpipe"):
-            job = run_job(tmp_path / name / schedule, settings | {"layout.schedule": schedule} | layout)
-            assert job.computation == expected.computation, (name, schedule)
-    expected = run_job(tmp_path / "constant", settings | ONE_WORKER | CONSTANT)
-    run_job(tmp_path / "parts", settings | LAYOUTS["2x2"] | CONSTANT | {"run.steps": 5})
-    run_job(tmp_path / "parts", settings | LAYOUTS["1+3"] | CONSTANT | {"run.steps": 10}, resume=True)
-    job = run_job(tmp_path / "parts", settings | LAYOUTS["4x1"] | CONSTANT, resume=True)
-    assert job.computation == expected.computation
+def test_two_resumes_of_the_default_model_are_the_same_computation(
+    alone_in_full: Callable[[str], Job], model: str, tmp_path: Path
+) -> None:
+    settings = FULL | MODELS[model] | CONSTANT
+    run_job(tmp_path, settings | FULL_LAYOUTS["2x2"] | {"run.steps": 5})
+    run_job(tmp_path, settings | FULL_LAYOUTS["1+3"] | {"run.steps": 10}, resume=True)
+    job = run_job(tmp_path, settings | FULL_LAYOUTS["4x1"], resume=True)
+    assert job.computation == alone_in_full(model).computation

@@ -23,3 +23,22 @@ def test_scaled_losses_are_those_of_bitwise_within_1e_5(family: str, dropout: fl
         scaled = run_job(folder, settings | {"elastic.consistency": "scaled", "layout.widths": widths})
         assert scaled.result.losses == pytest.approx(exact.result.losses, rel=1e-5, abs=0)
         assert scaled.result.losses[-1] < scaled.result.losses[0] - 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_scaled_losses_of_the_default_model_are_those_of_bitwise_within_1e_5(family: str, tmp_path: Path) -> None:
+    sizes = {
+        "model.family": family,
+        "model.num_layers": 4,
+        "model.width": 128,
+        "model.num_heads": 4,
+        "model.context_length": 64,
+        "batch.num_microbatches": 8,
+        "batch.microbatch_size": 8,
+    }
+    exact, scaled = (
+        run_job(tmp_path / mode, RECIPE | sizes | {"elastic.consistency": mode, "layout.widths": [2, 2]})
+        for mode in ("bitwise", "scaled")
+    )
+    assert scaled.result.losses == pytest.approx(exact.result.losses, rel=1e-5, abs=0)
