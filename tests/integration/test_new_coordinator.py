@@ -10,6 +10,7 @@ from tests.integration.jobs import run_job
 
 from elaswave.control import launcher
 from elaswave.control.books import Books
+from elaswave.control.core import coordinator as core
 from elaswave.control.coordinator import CoordinatorSetup
 from elaswave.runtime.probe import Phase
 
@@ -56,3 +57,20 @@ def test_a_coordinator_that_dies_with_the_last_word_on_its_lips(
     assert job.result.steps == 3
     monkeypatch.undo()
     assert job.computation == run_job(tmp_path / "twin", {"run.steps": 3}).computation
+
+
+@pytest.mark.parametrize("last_words", [core.Decided, core.Resumed])
+def test_a_loss_is_reported_though_the_coordinator_that_dealt_with_it_is_gone(
+    tmp_path: Path, last_words: type
+) -> None:
+    died = tmp_path / "died"
+
+    def die(effect: core.Effect) -> None:
+        if isinstance(effect, last_words) and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    job = run_job(tmp_path / "run", {"run.steps": 5}, faults=["kill:2@3:backward"], before_effect=die)
+    (lost,) = [recovery for recovery in job.result.recoveries if recovery.kind == "lost"]
+    assert (lost.worker, lost.step, lost.phase, lost.epoch, lost.outcome) == (2, 3, "backward", 2, "retried")
+    assert any("worker 2 (stage 1) lost in backward of step 3" in message for message in job.messages)

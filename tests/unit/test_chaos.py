@@ -28,13 +28,13 @@ from elaswave.testing.chaos import (
 )
 from elaswave.testing.faults import FaultRecord, parse_faults
 
-CASES = [draw_case(seed, index) for seed in (0, 1, 99) for index in range(150)]
+CASES = [draw_case(seed, index) for seed in (0, 1, 99) for index in range(70)]
 
 
 def test_drawing_is_a_function_of_seed_and_index() -> None:
     assert CASES == [draw_case(case.seed, case.index) for case in reversed(CASES)][::-1]
     assert (draw_case(7, 3).faults, draw_case(7, 3).settings["layout.widths"]) == (("cut:2@1:vote",), [3])
-    assert len({case.faults for case in CASES}) > 400
+    assert len({case.faults for case in CASES}) > 180
 
 
 def test_every_case_is_possible() -> None:
@@ -48,7 +48,7 @@ def test_every_case_is_possible() -> None:
 
 def test_cases_are_varied() -> None:
     kinds = Counter(fault.partition(":")[0] for case in CASES for fault in case.faults)
-    assert {"kill", "hang", "cut", "cut-close"} == set(kinds) and min(kinds.values()) > 40
+    assert {"kill", "hang", "cut", "cut-close"} == set(kinds) and min(kinds.values()) > 15
     assert {"2x2", "1x2", "3x1"} < {f"{len(w)}x{w[0]}" for case in CASES if len(set(w := case.config.widths)) == 1}
     assert any(len(set(case.config.widths)) > 1 for case in CASES)
     for key in ("elastic.num_followers", "run.checkpoint_every", "layout.schedule", "model.family", "model.dtype"):
@@ -132,6 +132,8 @@ LOST = "RecoveryError: all copies of 3 blocks (1, 2, 3) were lost with workers [
         (Ending(result=result(val_losses=[1.0], val_steps=[4]), digests={"a": "1"}, checkpoint_step=NUM_STEPS),
          "different", "validation"),
         (Ending(result=result(), digests={"a": "1"}), "error", "checkpoint is of step None"),
+        (Ending(result=result(), digests={"a": "1"}, checkpoint_step=NUM_STEPS, struck=[record(2, 1)]),
+         "error", "says nothing of the loss of worker 2"),
         (Ending(hung_s=9.0), "hung", "not over after 9 s"),
         (Ending(result=result(), left_behind=["process 7 (S)"]), "left behind", "process 7"),
         (Ending(error="StateError: oh"), "error", "StateError: oh"),

@@ -226,6 +226,16 @@ class Books:
         if epoch > self._epoch:
             self.rise(epoch)
 
+    def unreported(self, decision: Decision) -> list[int]:
+        """Workers that a decision goes on without and whose loss has no entry yet."""
+        reported = {recovery.worker for recovery in self._recoveries if recovery.kind == "lost"}
+        return [worker for worker in decision.lost if worker not in reported]
+
+    def layout_before(self, epoch: int) -> Layout:
+        """The layout that an epoch has replaced."""
+        earlier = [record.layout for record in self._epochs if record.epoch < epoch]
+        return earlier[-1] if earlier else self._blueprint.layout
+
     def recovered(self, recovery: Recovery) -> None:
         """An event has been dealt with."""
         self._recoveries.append(recovery)

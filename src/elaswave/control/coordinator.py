@@ -20,7 +20,7 @@ import msgspec
 from elaswave.control.books import Books
 from elaswave.control.core import coordinator as core
 from elaswave.control.core.detection import Detector, Position, Suspicion
-from elaswave.control.core.messages import Evidence, Installed, Registered, Report
+from elaswave.control.core.messages import Decision, Evidence, Installed, Registered, Report
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.messages import AgentHello, Ended, Exited, StopJob, ToAgent, ToCoordinator
 from elaswave.control.recoveries import RecoveryLog
@@ -112,6 +112,7 @@ class CoordinatorProcess:
             records=records,
             books=self._books.unfinished,
         )
+        self._decisions = [record for record in records if isinstance(record, Decision)]
         self._recoveries = RecoveryLog(setup.run_dir, blueprint.layout.num_microbatches)
         self._detector = Detector()
         self._plan_s = 0.0
@@ -163,6 +164,7 @@ class CoordinatorProcess:
                 self._end(Ended(outcome=outcome, reason=self._books.reason), write=False)
             if self._core.state is not core.State.STARTING:
                 self._books.catch_up(self._core.epoch, self._core.decision)
+                self._restore_recoveries()
                 if self._core.state is core.State.COLLECTING:
                     self._recoveries.raised(self._core.raised, self._books.layout, time.monotonic())
                 # A member that does not find this coordinator is lost, however it was to its predecessors.
@@ -185,6 +187,18 @@ class CoordinatorProcess:
             serving.cancel()
             self._events.close()
             self._store.close()
+
+    def _restore_recoveries(self) -> None:
+        """Takes over decisions of which earlier coordinators have not seen, or not entered, that training went on."""
+        now_s = time.monotonic()
+        for decision in self._decisions:
+            unreported = self._books.unreported(decision)
+            if unreported:
+                suspicions = tuple(core.Suspected(worker, "exit", decision.reason) for worker in unreported)
+                layout = self._books.layout_before(decision.epoch)
+                self._recoveries.raised(core.Raised(decision.epoch, suspicions), layout, now_s)
+                self._recoveries.decided(decision, now_s, 0.0)
+                self._recoveries.resumed(core.Resumed(decision.epoch, ()), now_s)
 
     def _show(self, message: ToAgent) -> None:
         self._server.send(AGENT, message)

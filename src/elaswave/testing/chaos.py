@@ -280,6 +280,10 @@ def judge(case: ChaosCase, ending: Ending, twin: Ending, placed: "Placed") -> Ve
         return Verdict("different", "the validation losses differ")
     if ending.checkpoint_step != NUM_STEPS:
         return Verdict("error", f"the newest valid checkpoint is of step {ending.checkpoint_step}, not {NUM_STEPS}")
+    reported = {recovery.worker for recovery in ending.recoveries if recovery.kind == "lost"}
+    unreported = [r.worker for r in ending.struck if isinstance(r.worker, int) and r.worker not in reported]
+    if unreported:
+        return Verdict("error", f"the report says nothing of the loss of {_workers(unreported)}")
     alarms = false_alarms(ending)
     return Verdict("same bits", f"false alarm about {_workers(alarms)}" if alarms else "")
 
