@@ -24,6 +24,15 @@ from types import FrameType
 from elaswave.config.schema import Config
 from elaswave.control.client import ControlClient
 from elaswave.control.coordinator import AGENT, CoordinatorSetup, run_coordinator
+from elaswave.control.core.agent import (
+    Agent,
+    CoordinatorEnded,
+    Event,
+    JobEnded,
+    ReportEnd,
+    StartCoordinator,
+    WorkerEnded,
+)
 from elaswave.control.core.coordinator import Effect
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.messages import (
@@ -66,8 +75,6 @@ EXIT_GRACE_S = 10.0
 """After the end of the job, how long its processes may take to end."""
 FAILED_GRACE_S = 0.5
 """The same after a failure: who is ending by itself may say so in its log; the others wait for what will not come."""
-MAX_COORDINATORS = 100
-"""So many coordinators are started; more ends mean that they cannot live."""
 COMPUTE_NICENESS = 5
 """Computing yields to the threads and processes that keep the job together, which need little and need it at once."""
 SWITCH_INTERVAL_S = 0.001
@@ -243,8 +250,7 @@ class _Job:
         self._listen = f"unix:{self._folder / 'control.sock'}"
         self._deaths = DeathWatch(blueprint.layout.workers)
         self._children: dict[int, _Child] = {}
-        self._exits: list[Exited] = []
-        self._coordinator_ends_s: list[float] = []
+        self._agent = Agent()
         self._selector = selectors.DefaultSelector()
         self._client: ControlClient[ToAgent] | None = None
         self._ended: Ended | None = None
@@ -412,7 +418,8 @@ class _Job:
         self.stop_signal = number
 
     def _hello(self) -> AgentHello:
-        return AgentHello(exited=list(self._exits), coordinator_ends_s=list(self._coordinator_ends_s))
+        exited = [Exited(worker=end.worker, text=end.text, at_s=end.at_s) for end in self._agent.worker_ends]
+        return AgentHello(exited=exited, coordinator_ends_s=list(self._agent.coordinator_ends_s))
 
     def _on_message(self, message: ToAgent) -> None:
         if isinstance(message, ShowStep):
@@ -431,6 +438,7 @@ class _Job:
             (self._reporter.error if message.is_error else self._reporter.message)(message.text)
         else:
             self._ended = message
+            self._agent.handle(JobEnded())
 
     def _on_exit(self, name: int) -> None:
         assert self._client is not None
@@ -438,29 +446,18 @@ class _Job:
         child = self._children.pop(name)
         self._selector.unregister(child.pid_fd)
         text = child.reap()
-        if name != _COORDINATOR:
-            exited = Exited(worker=name, text=text, at_s=at_s)
-            self._exits.append(exited)
-            self._client.send(exited, durable=True)
-            return
-        self._client.turn()  # its last words
-        if self._ended is not None:
-            return
-        self._coordinator_ends_s.append(at_s)
-        if len(self._coordinator_ends_s) >= MAX_COORDINATORS:
-            raise RecoveryError(
-                f"{MAX_COORDINATORS} coordinators have ended, the last one {text}; see "
-                f"{self._run_dir / 'logs' / 'coordinator.log'}"
-            )
-        if text.endswith("status 1"):
-            raise RecoveryError(f"the coordinator {text}; see {self._run_dir / 'logs' / 'coordinator.log'}")
-        self._fork_coordinator()
-
-    def _kill(self, name: int) -> None:
-        """Kills a child that may have ended already; it is reaped as any other."""
-        if name in self._children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._children[name].pid, signal.SIGKILL)
+        event: Event = WorkerEnded(name, text, at_s)
+        if name == _COORDINATOR:
+            self._client.turn()  # its last words
+            event = CoordinatorEnded(text, text.endswith("with status 1"), at_s)
+        for effect in self._agent.handle(event):
+            if isinstance(effect, ReportEnd):
+                end = effect.end
+                self._client.send(Exited(worker=end.worker, text=end.text, at_s=end.at_s), durable=True)
+            elif isinstance(effect, StartCoordinator):
+                self._fork_coordinator()
+            else:
+                raise RecoveryError(f"{effect.reason}; see {self._run_dir / 'logs' / 'coordinator.log'}")
 
     def _reap_all(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
