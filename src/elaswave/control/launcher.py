@@ -459,6 +459,12 @@ class _Job:
             else:
                 raise RecoveryError(f"{effect.reason}; see {self._run_dir / 'logs' / 'coordinator.log'}")
 
+    def _kill(self, name: int) -> None:
+        """Kills a child that may have ended already; it is reaped as any other."""
+        if name in self._children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._children[name].pid, signal.SIGKILL)
+
     def _reap_all(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         while self._children and time.monotonic() < deadline_s and not self._only_stopped():
