@@ -119,11 +119,13 @@ def draw_model(seed: int, number: int) -> dict[str, Any]:
     """
     draw = _Draw(seed, "model", number)
     family = ("gpt", "llama")[number % 2]
+    # The last one is large enough for its frames to be cut by a death in the middle.
+    is_large = number == NUM_MODELS - 1
     settings: dict[str, Any] = {
         "model.family": family,
         "model.dtype": ("float32", "bfloat16")[number // 2 % 2],
-        "model.num_layers": 1 + draw.below(4),
-        "model.width": draw.one_of((32, 48, 64)),
+        "model.num_layers": 3 if is_large else 1 + draw.below(4),
+        "model.width": 128 if is_large else draw.one_of((32, 48, 64)),
         "model.num_heads": draw.one_of((2, 4)),
         "model.context_length": draw.one_of((8, 16)),
         "model.dropout": draw.one_of((0.0, 0.1)),
@@ -165,7 +167,7 @@ def draw_case(seed: int, index: int) -> ChaosCase:
         "layout.widths": list(widths),
         "layout.schedule": draw.one_of(("1f1b", "1f1b", "gpipe")),
         "elastic.num_followers": draw.one_of((1, 1, 2)),
-        "elastic.refill_bytes_per_step": draw.one_of((4 << 20, 4 << 20, 128 << 10)),
+        "elastic.refill_bytes_per_step": draw.one_of((4 << 20, 4 << 20, 256 << 10)),
         "run.checkpoint_every": draw.one_of((0, 0, 2, 3)),
     }
     return ChaosCase(
@@ -188,12 +190,12 @@ def _draw_widths(draw: _Draw, num_stages: int, num_microbatches: int) -> tuple[i
 
 
 def _draw_faults(draw: _Draw, widths: Sequence[int], model: Mapping[str, Any]) -> Iterator[str]:
-    """Up to three faults, often close to each other; at least one worker is left."""
+    """Up to three faults; at least one worker is left."""
     left = list(range(sum(widths)))
     step = 0
     for _ in range(1 + draw.below(MAX_FAULTS)):
-        # Half of the time close to the one before: the same step or the next, so that recoveries meet.
-        if step and draw.chance(50):
+        # Often close to the one before: in the same step or the next, so that recoveries meet.
+        if step and draw.chance(60):
             step = min(NUM_STEPS, step + draw.below(2))
         else:
             step = 1 + draw.below(NUM_STEPS)
