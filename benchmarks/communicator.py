@@ -153,13 +153,21 @@ class Torchft:
         self._configure("before", range(place.num_workers))
 
     def _configure(self, prefix: str, workers: Sequence[int]) -> None:
-        address, rank = f"{self._address}/{prefix}", workers.index(self._worker)
         if hasattr(self._group, "configure"):  # releases before the autumn of 2026
+            address, rank = f"{self._address}/{prefix}", workers.index(self._worker)
             self._group.configure(address, str(self._worker), rank, len(workers))
-        else:
-            from torchft.process_group import reconfigure_with_store
+            return
+        from torchft.process_group import ReconfigureOptions
 
-            reconfigure_with_store(self._group, address, rank, len(workers), TIMEOUT)
+        # What the lighthouse would tell everybody, but by address (looking a host name up may stall for seconds).
+        self._group._reconfigure_id = str(self._worker)
+        options = ReconfigureOptions()
+        options.uuid = len(workers)
+        options.handles = [
+            json.dumps({"id": str(worker), "store": self._address, "global_rank": None}) for worker in workers
+        ]
+        options.timeout = TIMEOUT
+        self._group.reconfigure(options).wait()
 
     def repair(self, survivors: Sequence[int]) -> None:
         """See `Communicator.repair`."""
