@@ -100,20 +100,28 @@ class RecoveryLog:
 
     def resumed(self, effect: Resumed, now_s: float) -> None:
         """Every survivor computes again."""
-        if self._rise is not None:
-            self._rise.resumed_s = now_s
-            self._rise.installed = effect.installed
+        self._go_on(now_s, effect.installed)
+
+    def _go_on(self, resumed_s: float, installed: tuple[Installed, ...]) -> None:
+        if self._rise is not None and self._rise.decision is not None:
+            self._rise.resumed_s = resumed_s
+            self._rise.installed = installed
             self._waiting.append(self._rise)
             self._rise = None
 
     def committed(self, report: StepReport) -> list[Recovery]:
         """The next step is done: recoveries that it completes."""
+        if self._rise is not None and self._rise.decision is not None and report.epoch >= self._rise.decision.epoch:
+            # Its vote needed everybody, so everybody had gone on, whatever has become of the messages that say so.
+            self._go_on(report.finished_s - report.duration_s, ())
         done = [rise for rise in self._waiting if report.epoch >= rise.epochs[-1] and _is_redo(rise, report)]
         self._waiting = [rise for rise in self._waiting if rise not in done]
         return [entry for rise in done for entry in self._entries(rise, report.finished_s)]
 
     def flush(self) -> list[Recovery]:
         """The job ends: recoveries after which no step was left to run."""
+        if self._rise is not None and self._rise.decided_s:
+            self._go_on(self._rise.decided_s, ())
         waiting, self._waiting = self._waiting, []
         return [entry for rise in waiting for entry in self._entries(rise, rise.resumed_s)]
 

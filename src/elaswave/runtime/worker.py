@@ -7,8 +7,8 @@ receives messages, puts them into an inbox, and wakes the main thread. Whatever 
 the main thread ends up in `_recover`, reports, and goes on as the coordinator's decision says.
 """
 
-import queue
 import resource
+import threading
 import time
 import traceback
 from collections import deque
@@ -109,7 +109,6 @@ class Mailbox:
     """
 
     def __init__(self, worker: int, transport: Transport) -> None:
-        self.messages: queue.Queue[ToWorker] = queue.Queue()
         self.urgent = False
         """Whether a message waits that the main thread must see before it goes on."""
         self.request = Request.NONE
@@ -120,6 +119,8 @@ class Mailbox:
         self.place = (Coordinator.FIRST_EPOCH, 0, 0)
         """Epoch, step and attempt, for heartbeats."""
         self._transport = transport
+        self._messages: deque[ToWorker] = deque()
+        self._changed = threading.Condition()
 
     def hello(self) -> Registered:
         """The first message on a new connection."""
@@ -145,10 +146,47 @@ class Mailbox:
         if isinstance(message, Stop):
             self.request = Request.STOP_WITH_CHECKPOINT if message.checkpoint else Request.STOP
             return
-        self.messages.put(message)
-        if isinstance(message, Prepare | Fenced):
-            self.urgent = True
+        with self._changed:
+            self._messages.append(message)
+            self._look()
+            self._changed.notify()
+        if isinstance(message, Prepare | Fenced) and self.is_urgent(message):
             self._transport.interrupt(message.reason, message.epoch)
+
+    def is_urgent(self, message: ToWorker) -> bool:
+        """Whether a message ends the step in hand. A question that has been answered, and is asked again by a new
+        coordinator, does not: it must never take a worker out of a step that nothing has happened to."""
+        if isinstance(message, Prepare):
+            return message.epoch > self.registration.epoch
+        return isinstance(message, Fenced)
+
+    def next(self, timeout_s: float) -> ToWorker:
+        """The oldest message; called on the main thread.
+
+        Raises:
+            WaitTimeoutError: none comes in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._messages), max(0.0, timeout_s)):
+                raise WaitTimeoutError(f"the coordinator has said nothing for {timeout_s:.0f} s")
+            message = self._messages.popleft()
+            self._look()
+            return message
+
+    def put_back(self, message: ToWorker) -> None:
+        """Makes a message the oldest again."""
+        with self._changed:
+            self._messages.appendleft(message)
+            self._look()
+
+    def answered(self, registration: Registered) -> None:
+        """What this worker says of itself has changed, and with it which messages are urgent."""
+        with self._changed:
+            self.registration = registration
+            self._look()
+
+    def _look(self) -> None:
+        self.urgent = any(map(self.is_urgent, self._messages))
 
 
 class Worker:
@@ -272,6 +310,7 @@ class Worker:
                 if kind == "evaluate":
                     self._evaluate(step)
                 else:
+                    self._mailbox.activity.compute("checkpoint")
                     self._writer.start(self.engine.store, self._standing(step))
                 self._duties.pop(0)
             if self._step > run.steps or stopped:
@@ -350,7 +389,7 @@ class Worker:
         store = self.engine.store
         num_followers = min(self._config.elastic.num_followers, len(self._members) - 1)
         followers = self.engine.placement.followers
-        self._mailbox.registration = msgspec.structs.replace(self._mailbox.registration, done=True)
+        self._mailbox.answered(msgspec.structs.replace(self._mailbox.registration, done=True))
         self._client.send(
             Finished(
                 worker=self._worker,
@@ -367,26 +406,13 @@ class Worker:
         )
         deadline_s = time.monotonic() + EXIT_TIMEOUT_S
         while True:
-            message = self._next_message(deadline_s - time.monotonic())
+            message = self._mailbox.next(deadline_s - time.monotonic())
             if isinstance(message, Exit):
                 self._trace.dump(self._setup.run_dir)
                 return
-            if isinstance(message, Prepare | Fenced):
-                self._put_back(message)
+            if self._mailbox.is_urgent(message):
+                self._mailbox.put_back(message)
                 raise InterruptedWaitError("the epoch has risen at the end")
-
-    def _next_message(self, timeout_s: float) -> ToWorker:
-        try:
-            return self._mailbox.messages.get(timeout=max(0.0, timeout_s))
-        except queue.Empty:
-            raise WaitTimeoutError(f"the coordinator has said nothing for {timeout_s:.0f} s") from None
-
-    def _put_back(self, message: ToWorker) -> None:
-        rest = [message]
-        while not self._mailbox.messages.empty():
-            rest.append(self._mailbox.messages.get())
-        for kept in rest:
-            self._mailbox.messages.put(kept)
 
     # ------------------------------------------------------------------------------------------------------- recovery
 
@@ -399,13 +425,11 @@ class Worker:
         """
         start_ns = time.monotonic_ns()
         self._mailbox.activity.wait("recover")
-        if isinstance(error, PeerLostError) and self._member.state is MemberState.TRAINING:
-            self._client.send(
-                LinkLost(worker=self._worker, peer=error.worker, epoch=self._member.epoch, detail=str(error))
-            )
+        self._accuse(error)
         while True:
-            message = self._next_message(DECISION_TIMEOUT_S)
-            self._mailbox.urgent = any(isinstance(m, Prepare | Fenced) for m in list(self._mailbox.messages.queue))
+            message = self._mailbox.next(DECISION_TIMEOUT_S)
+            if isinstance(message, Exit):
+                raise FencedError("the job has ended")
             if not isinstance(message, Prepare | Decision | Fenced):
                 continue
             action = self._member.handle(message)
@@ -420,6 +444,7 @@ class Worker:
                     self._install(action.decision)
                 except (InterruptedWaitError, PeerLostError) as again:
                     print(f"interrupted while installing epoch {action.decision.epoch}: {again}", flush=True)
+                    self._accuse(again)
                     continue
                 self._trace.add(
                     "RECOVERY", PHASE, start_ns, time.monotonic_ns(), {"epoch": self._member.epoch, "step": self._step}
@@ -427,6 +452,12 @@ class Worker:
                 return
             elif self._last_report is not None:
                 self._client.send(self._last_report)
+
+    def _accuse(self, error: Exception) -> None:
+        """Tells the coordinator of a peer that this worker has lost sight of."""
+        if isinstance(error, PeerLostError) and self._member.state is MemberState.TRAINING:
+            accusation = LinkLost(worker=self._worker, peer=error.worker, epoch=self._member.epoch, detail=str(error))
+            self._client.send(accusation, durable=True)
 
     def _move(self, action: MoveAndReport) -> None:
         """Leaves the old epoch's data plane, and only then promises and reports."""
@@ -436,8 +467,10 @@ class Worker:
         layers = sorted(self.engine.layers)
         span = (layers[0], layers[-1] + 1)
         self._last_report = self._ledger.promise(action.epoch, self.engine.held(), span)
-        self._mailbox.registration = msgspec.structs.replace(
-            self._mailbox.registration, epoch=action.epoch, report=self._last_report, done=False
+        self._mailbox.answered(
+            msgspec.structs.replace(
+                self._mailbox.registration, epoch=action.epoch, report=self._last_report, done=False
+            )
         )
         self._client.send(self._last_report)
 
@@ -471,8 +504,8 @@ class Worker:
             self._duties.append(("evaluate", decision.resume_step - 1))
         if decision.checkpoint:
             self._duties.append(("checkpoint", decision.resume_step - 1))
-        self._mailbox.registration = msgspec.structs.replace(
-            self._mailbox.registration, epoch=decision.epoch, report=None, done=False
+        self._mailbox.answered(
+            msgspec.structs.replace(self._mailbox.registration, epoch=decision.epoch, report=None, done=False)
         )
         self._client.send(
             Installed(
@@ -481,7 +514,8 @@ class Worker:
                 edit_s=edit_s,
                 promote_s=time.monotonic() - begin_s,
                 critical_bytes=received,
-            )
+            ),
+            durable=True,
         )
 
     def _roll_back(self, decision: Decision) -> int:
@@ -579,14 +613,11 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
 def _wait_for_start(mailbox: Mailbox) -> dict[int, str]:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while True:
-        try:
-            message = mailbox.messages.get(timeout=max(0.0, deadline_s - time.monotonic()))
-        except queue.Empty:
-            raise WaitTimeoutError(f"the other workers were not started within {START_TIMEOUT_S:.0f} s") from None
+        message = mailbox.next(deadline_s - time.monotonic())
         if isinstance(message, Start):
             return message.addresses
-        if isinstance(message, Fenced):
-            raise FencedError(message.reason)
+        if isinstance(message, Fenced | Exit):
+            raise FencedError("the job has ended before it began" if isinstance(message, Exit) else message.reason)
 
 
 def _failure(worker_id: int, worker: Worker | None, error: Exception) -> Failed:

@@ -134,8 +134,10 @@ class Ledger:
         if theirs is None or (ours is not None and ours.order >= theirs.order):
             if ours is not None and (theirs is None or ours.order > theirs.order):
                 raise LedgerError(f"the decision of epoch {decision.epoch} is older than the vote that we know")
-            # The vote was known; the apply may have been interrupted between two blocks, so it is finished.
-            return CatchUp.APPLY if ours is not None and ours.commits else CatchUp.NOTHING
+            # The vote was known, but what it asks for may have been interrupted: doing it again does no harm.
+            if ours is None:
+                return CatchUp.NOTHING
+            return CatchUp.APPLY if ours.commits else CatchUp.ADOPT_GRIDS
         if (self.step, self.attempt, self.prepared) != (theirs.step, theirs.attempt, True):
             raise LedgerError(
                 f"the decision commits attempt {theirs.attempt} of step {theirs.step}, but this worker was in attempt "
