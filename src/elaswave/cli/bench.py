@@ -6,6 +6,7 @@ import click
 
 COMMANDS = {
     "chaos": "elaswave.cli.bench_chaos:chaos_command",
+    "protocol": "elaswave.cli.bench_protocol:protocol_command",
 }
 """Where each bench stands; imported when it is asked for."""
 

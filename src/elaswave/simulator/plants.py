@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from elaswave.control.core.coordinator import Coordinator, Effect, Persist, Planned, Send
+from elaswave.control.core.coordinator import Coordinator, Effect, EvidenceSeen, Persist, Planned, Send
 from elaswave.control.core.ledger import Held, Ledger
 from elaswave.control.core.member import Member
 from elaswave.control.core.messages import CoreToWorker, Decision, Evidence, Registered, Report
 from elaswave.simulator.coordinator import SimCoordinator, Store
-from elaswave.simulator.messages import PARAMETERS, VOTE, FinishedReport, Frame, Key
+from elaswave.simulator.messages import PARAMETERS, FinishedReport, Frame, Key
 from elaswave.simulator.run import Build
-from elaswave.simulator.traffic import Traffic, swapped_traffic
+from elaswave.simulator.traffic import Traffic, common_placement, swapped_traffic, traffic_between
 from elaswave.simulator.worker import Life, SimWorker
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
@@ -31,8 +31,10 @@ class Plant(NamedTuple):
     what: str
     """What is wrong."""
     build: Build
+    example: str
+    """A schedule that shows it, as short as the search could make it."""
     real: bool = False
-    """Whether the core really had it."""
+    """Whether the core once had it."""
 
 
 # ----------------------------------------------------------------------------------------------------- rule 1: promises
@@ -102,11 +104,15 @@ class IgnoresEvidence(SimCoordinator):
     core_class = _OverlooksEvidence
 
 
-class TakesLateReports(SimCoordinator):
-    """A report of an older epoch is taken for one of the present."""
+class _TakesLateVotes(Coordinator):
+    def _on_evidence(self, event: EvidenceSeen) -> list[Effect]:
+        return super()._on_evidence(event._replace(epoch=self.epoch))
 
-    def on_report(self, report: Report) -> None:
-        super().on_report(msgspec.structs.replace(report, epoch=self.core.epoch))
+
+class TakesLateVotes(SimCoordinator):
+    """The epoch is not checked on one message: a vote that a lost worker reports late counts."""
+
+    core_class = _TakesLateVotes
 
 
 # -------------------------------------------------------------------------------------- rule 4: layouts change by vote
@@ -119,8 +125,8 @@ class SwitchesWithoutVote(SimWorker):
         traffic = swapped_traffic(self.job, self.layout, self.placement, step)
         for block in traffic.workers[self.id].drops:
             self.drop(block)
-        self.placement = traffic.voting
-        return swapped_traffic(self.job, self.layout, self.placement, 0)
+        self.placement = common_placement(self.placement, traffic.voting)
+        return traffic_between(self.job, self.layout, self.placement, traffic.voting)
 
 
 class DropsOneVoteEarly(SimWorker):
@@ -139,7 +145,9 @@ class CountsCopiesUnderWay(SimWorker):
         return {**under_way, **super().held_copies()}
 
 
-class _TakesAnyCopy(SimCoordinator):
+class TakesAnyCopy(SimCoordinator):
+    """Whoever says that it holds a block may own it, at whatever version."""
+
     def survive(
         self, layout: Layout, placement: Placement, lost: Collection[int], valid: Callable[[int, int], bool]
     ) -> Planned:
@@ -193,16 +201,6 @@ class MixesAttempts(SimWorker):
 
     def key(self, kind: int, a: int, b: int, source: int) -> Key:
         return (kind, self.step, 0, a, b, source)
-
-
-class TakesOldVotes(SimWorker):
-    """The epoch is not checked on one kind of frame: votes."""
-
-    def on_frame(self, key: Key, frame: Frame) -> None:
-        if key[0] == VOTE:
-            self.accept(key, frame)
-        else:
-            super().on_frame(key, frame)
 
 
 class KeepsOldFrames(SimWorker):
@@ -287,32 +285,6 @@ class SendsInOldName(SimCoordinator):
     core_class = _OldName
 
 
-class _ForgetsBase(Coordinator):
-    def _base_step(self, evidence: Evidence | None) -> int:
-        start = self._first_step - 1
-        if self.decision is not None and self.decision.rollback is not None:
-            start = self.decision.rollback
-        return start if evidence is None else max(start, evidence.committed_step)
-
-
-class ForgetsBase(SimCoordinator):
-    """The step to go on from is forgotten by the second decision after a return to a checkpoint."""
-
-    core_class = _ForgetsBase
-
-
-class _MixesHistories(Coordinator):
-    def _decide(self) -> list[Effect]:
-        self._rollback_epoch = 0
-        return super()._decide()
-
-
-class MixesHistories(SimCoordinator):
-    """What somebody reports who has not gone back to the checkpoint counts."""
-
-    core_class = _MixesHistories
-
-
 PLANTS = {
     plant.name: plant
     for plant in (
@@ -320,53 +292,110 @@ PLANTS = {
             "learn-after-answer",
             "a worker can still learn the vote after it has reported",
             Build(worker=LearnsAfterAnswering),
+            "widths=4 num_microbatches=4 num_followers=2 suspect:3@17",
         ),
         Plant(
             "early-gather",
             "a parameter frame is written before the receiver's own vote",
             Build(worker=WritesParametersEarly),
+            "widths=4 num_microbatches=4 seed=199089370 suspect:0@78",
         ),
         Plant(
-            "send-before-persist", "a decision is sent before it is persisted", Build(coordinator=SendsBeforePersisting)
-        ),
-        Plant("ignore-evidence", "the votes that survivors know are not asked for", Build(coordinator=IgnoresEvidence)),
-        Plant(
-            "late-report",
-            "a report of an older epoch counts as one of the present",
-            Build(coordinator=TakesLateReports),
+            "send-before-persist",
+            "a decision is sent before it is persisted",
+            Build(coordinator=SendsBeforePersisting),
+            "widths=2,3 num_microbatches=3 kill:2@1 kill:c@33",
         ),
         Plant(
-            "switch-without-vote", "the next placement takes effect without its vote", Build(worker=SwitchesWithoutVote)
+            "ignore-evidence",
+            "the votes that survivors know are not asked for",
+            Build(coordinator=IgnoresEvidence),
+            "widths=2,3 num_microbatches=3 suspect:3@68",
         ),
-        Plant("drop-too-early", "a copy is dropped one vote too early", Build(worker=DropsOneVoteEarly)),
         Plant(
-            "count-under-way", "a base copy counts before a vote has passed with it", Build(worker=CountsCopiesUnderWay)
+            "late-vote",
+            "the epoch is not checked on one message: a lost worker's late report of a vote counts",
+            Build(coordinator=TakesLateVotes),
+            "widths=3 num_microbatches=3 num_followers=2 seed=738704968 heartbeat_bound=25 isolate:2@16+41 kill:0@29",
+        ),
+        Plant(
+            "switch-without-vote",
+            "the next placement takes effect without its vote",
+            Build(worker=SwitchesWithoutVote),
+            "move_step=2 kill:0@18",
+        ),
+        Plant(
+            "drop-too-early",
+            "a copy is dropped one vote too early",
+            Build(worker=DropsOneVoteEarly),
+            "widths=2,1,1 move_step=1 kill:0@27",
+        ),
+        Plant(
+            "count-under-way",
+            "a base copy counts before a vote has passed with it",
+            Build(worker=CountsCopiesUnderWay),
+            "widths=3,1 num_microbatches=3 move_step=2 kill:0@37",
         ),
         Plant(
             "stale-follower",
             "a stale follower is promoted",
-            Build(worker=KeepsDroppedCopies, coordinator=_TakesAnyCopy),
+            Build(worker=KeepsDroppedCopies, coordinator=TakesAnyCopy),
+            "widths=2,1,1 move_step=1 kill:0@69",
         ),
-        Plant("apply-twice", "APPLY is interrupted, and blocks carry no versions", Build(worker=AppliesTwice)),
-        Plant("apply-unfinished", "APPLY is interrupted, and not finished", Build(worker=ForgetsToFinish)),
-        Plant("mix-attempts", "frames of attempt 1 are accepted in attempt 2", Build(worker=MixesAttempts)),
-        Plant("old-votes", "the epoch is not checked on one kind of frame", Build(worker=TakesOldVotes)),
-        Plant("old-frames", "frames of the old epoch survive the edit", Build(worker=KeepsOldFrames)),
-        Plant("end-too-soon", "the job ends on reports of an older epoch", Build(coordinator=EndsTooSoon)),
-        Plant("leave-when-done", "a worker exits before everybody's last apply is known", Build(worker=LeavesWhenDone)),
-        Plant("no-terms", "two coordinators write and are believed", Build(worker=IgnoresTerms, store=UnfencedStore)),
-        Plant("start-once", "a start that was lost is not said again", Build(coordinator=SaysStartOnce), real=True),
-        Plant("old-name", "a stored decision is sent under the old term", Build(coordinator=SendsInOldName), real=True),
         Plant(
-            "forget-base",
-            "the base step is forgotten after a return to a checkpoint",
-            Build(coordinator=ForgetsBase),
+            "apply-twice",
+            "APPLY is interrupted, and blocks carry no versions",
+            Build(worker=AppliesTwice),
+            "widths=2,2 seed=619964801 suspect:3@30",
+        ),
+        Plant(
+            "apply-unfinished",
+            "APPLY is interrupted, and not finished",
+            Build(worker=ForgetsToFinish),
+            "widths=2,2 seed=619964801 suspect:3@30",
+        ),
+        Plant(
+            "mix-attempts",
+            "frames of attempt 1 are accepted in attempt 2",
+            Build(worker=MixesAttempts),
+            "widths=2,2 kill:0@7",
+        ),
+        Plant(
+            "old-frames",
+            "frames of the old epoch survive the edit",
+            Build(worker=KeepsOldFrames),
+            "widths=3,1 blocks_per_layer=1 num_microbatches=3 checkpoint_every=1 move_step=2 suspect:0@44 kill:1@43",
+        ),
+        Plant(
+            "end-too-soon",
+            "the job ends on reports of an older epoch",
+            Build(coordinator=EndsTooSoon),
+            "widths=1,1 num_microbatches=1 kill:0@42",
+        ),
+        Plant(
+            "leave-when-done",
+            "a worker exits before everybody's last apply is known",
+            Build(worker=LeavesWhenDone),
+            "widths=3,1 num_microbatches=3 link_delay=1",
+        ),
+        Plant(
+            "no-terms",
+            "two coordinators write and are believed",
+            Build(worker=IgnoresTerms, store=UnfencedStore),
+            "widths=1,1 num_microbatches=1 kill:1@1 usurp:c@9+30",
+        ),
+        Plant(
+            "start-once",
+            "a start that was lost is not said again",
+            Build(coordinator=SaysStartOnce),
+            "widths=2,1,1 kill:c@2",
             real=True,
         ),
         Plant(
-            "mix-histories",
-            "votes of before a return to a checkpoint count after it",
-            Build(coordinator=MixesHistories),
+            "old-name",
+            "a stored decision is sent under the term of whoever made it",
+            Build(coordinator=SendsInOldName),
+            "widths=2,1,1 kill:3@30 kill:c@61",
             real=True,
         ),
     )

@@ -113,7 +113,7 @@ def parse_schedule(text: str) -> Schedule:
     """The inverse of ``str(schedule)``.
 
     Raises:
-        ValueError: an unknown word.
+        ValueError: an unknown word, a value that is no whole number, or a worker that the job does not have.
     """
     job, conditions, faults = Job()._asdict(), Conditions()._asdict(), []
     for word in text.split():
@@ -121,14 +121,28 @@ def parse_schedule(text: str) -> Schedule:
         if not equals:
             faults.append(parse_fault(word))
         elif name == "widths":
-            job[name] = tuple(map(int, value.split(",")))
+            job[name] = tuple(_whole(word, width) for width in value.split(","))
         elif name in job:
-            job[name] = int(value)
+            job[name] = _whole(word, value)
         elif name in conditions:
-            conditions[name] = bool(int(value)) if name == "keeps_in_flight" else int(value)
+            conditions[name] = bool(_whole(word, value)) if name == "keeps_in_flight" else _whole(word, value)
         else:
             raise ValueError(f"{word!r} is neither a fault nor one of {', '.join([*job, *conditions])}")
-    return Schedule(Job(**job), Conditions(**conditions), tuple(faults))
+    schedule = Schedule(Job(**job), Conditions(**conditions), tuple(faults))
+    num_workers, widest = schedule.job.num_workers, max(schedule.job.widths)
+    if min(schedule.job.widths) < 1 or schedule.job.num_microbatches < widest:
+        raise ValueError(f"every stage needs a worker, and num_microbatches must be at least {widest}: {text!r}")
+    for fault in faults:
+        if any(worker >= num_workers for worker in fault.workers):
+            raise ValueError(f"{str(fault)!r} strikes a worker that does not exist: they are 0 to {num_workers - 1}")
+    return schedule
+
+
+def _whole(word: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{word!r} needs a whole number") from None
 
 
 # ----------------------------------------------------------------------------------------------------- seeded schedules
@@ -152,7 +166,7 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         seed=rng.randrange(1, 1 << 30),
         exit_delay=rng.choice((1, 3, 6, 12, 40)),
         link_delay=rng.choice((1, 2, 5, 30)),
-        heartbeat_bound=rng.choice((25, 40, 80)),
+        heartbeat_bound=rng.choice((25, 25, 40, 80)),
         restart_delay=rng.choice((1, 8, 30)),
         slow_worker=rng.choice((-1, -1, *range(num_workers))),
         slow_by=rng.choice((5, 15, 40)),
@@ -194,5 +208,5 @@ def _random_fault(rng: random.Random, num_workers: int, instant: int) -> Fault:
     if kind in ("cut", "delay"):
         target = "-".join(map(str, sorted(rng.sample(range(num_workers), 2))))
     if kind in ("hang", "isolate", "delay", "usurp"):
-        duration = rng.choice((5, 20, 60, 150))
+        duration = rng.choice((5, 20, 30, 40, 50, 60, 150))
     return Fault(kind, target, instant, duration)

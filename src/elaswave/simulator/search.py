@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from elaswave.simulator.job import Job
 from elaswave.simulator.run import PRODUCT, Build, Outcome, run_schedule
-from elaswave.simulator.schedule import COORDINATOR, Conditions, Fault, Schedule, random_schedule
+from elaswave.simulator.schedule import COORDINATOR, LAYOUTS, Conditions, Fault, Schedule, random_schedule
 
 MAX_FAILURES = 20
 """Failures that a summary keeps."""
@@ -237,6 +237,10 @@ def _simpler(schedule: Schedule) -> Iterator[Schedule]:
         if getattr(schedule.conditions, field) != default:
             yield schedule._replace(conditions=Conditions(**{**schedule.conditions._asdict(), field: default}))
     job = schedule.job
+    busiest = max((worker for fault in faults for worker in fault.workers), default=0)
+    for widths in LAYOUTS:
+        if busiest < sum(widths) < job.num_workers:
+            yield schedule._replace(job=job._replace(widths=widths, num_microbatches=max(widths)))
     for field, default in Job()._asdict().items():
         value = getattr(job, field)
         if field != "widths" and value != default:

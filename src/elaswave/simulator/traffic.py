@@ -65,7 +65,7 @@ class Traffic(NamedTuple):
 @lru_cache(maxsize=50_000)
 def traffic_of(job: Job, layout: Layout, placement: Placement, step: int) -> Traffic:
     """The traffic of a step; the next placement is chosen here, as every worker does by itself."""
-    return _traffic(job, layout, placement, next_placement(job, layout, placement, step))
+    return traffic_between(job, layout, placement, next_placement(job, layout, placement, step))
 
 
 @lru_cache(maxsize=50_000)
@@ -74,7 +74,7 @@ def swapped_traffic(job: Job, layout: Layout, placement: Placement, step: int) -
     voting = next_placement(job, layout, placement, step)
     if step == job.move_step and len(voting.followers[0]) > len(placement.followers[0]) >= job.num_followers:
         voting = _with_followers(voting, 0, voting.followers[0][1:])
-    return _traffic(job, layout, placement, voting)
+    return traffic_between(job, layout, placement, voting)
 
 
 def next_placement(job: Job, layout: Layout, placement: Placement, step: int) -> Placement:
@@ -100,6 +100,15 @@ def next_placement(job: Job, layout: Layout, placement: Placement, step: int) ->
     )
 
 
+def common_placement(placement: Placement, other: Placement) -> Placement:
+    """The followers that two placements have in common; for a plant."""
+    followers = tuple(
+        tuple(worker for worker in ours if worker in theirs)
+        for ours, theirs in zip(placement.followers, other.followers, strict=True)
+    )
+    return Placement(placement.owner, followers)
+
+
 def _with_followers(placement: Placement, block: int, followers: tuple[int, ...]) -> Placement:
     changed = list(placement.followers)
     changed[block] = followers
@@ -107,7 +116,8 @@ def _with_followers(placement: Placement, block: int, followers: tuple[int, ...]
 
 
 @lru_cache(maxsize=50_000)
-def _traffic(job: Job, layout: Layout, placement: Placement, voting: Placement) -> Traffic:
+def traffic_between(job: Job, layout: Layout, placement: Placement, voting: Placement) -> Traffic:
+    """The traffic of a step under a placement whose vote brings another one into force."""
     model = model_of(job)
     programs = compile_programs(layout, "1f1b")
     plans = {

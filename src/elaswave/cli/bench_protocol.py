@@ -1,0 +1,246 @@
+"""``elaswave bench protocol``: the control core in a simulation, through faults at every instant.
+
+Seeded schedules, or all schedules of small jobs; nothing depends on the machine, so a schedule that fails does so
+again wherever it is run.
+"""
+
+import contextlib
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import islice
+from multiprocessing import get_context
+from typing import Any
+
+import click
+import msgspec
+
+from elaswave.simulator.plants import PLANTS
+from elaswave.simulator.run import PRODUCT, Build, run_schedule
+from elaswave.simulator.schedule import Schedule, parse_schedule, random_schedule
+from elaswave.simulator.search import SPACES, Failure, Summary, explore, run_seeds, shrink
+
+_SEEDS_PER_TASK = 250
+_PARTS = 40
+"""Tasks that a space is cut into."""
+_MAX_PROCESSES = 2
+
+
+@click.command(
+    name="protocol",
+    short_help="The commit protocol in a simulation, with faults at every instant.",
+    epilog="Exit codes: 0 no violation, 1 one was found (with --plant: none was), 2 bad input.",
+)
+@click.option("--schedules", type=click.IntRange(min=1), default=10_000, show_default=True, help="Number of schedules.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the first one.")
+@click.option("--exhaustive", is_flag=True, help="All schedules of small jobs instead of seeded ones.")
+@click.option(
+    "--space", "spaces", type=click.Choice(list(SPACES)), multiple=True, help="Only this part of --exhaustive."
+)
+@click.option("--plant", type=click.Choice(list(PLANTS)), help="Plant a bug, which must be found.")
+@click.option("--replay", metavar="SEED|SCHEDULE", help="Run one schedule and print everything that happens in it.")
+@click.option(
+    "--processes", type=click.IntRange(min=1), help=f"Processes; default: one per core, at most {_MAX_PROCESSES}."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document; progress to stderr.")
+def protocol_command(
+    schedules: int,
+    seed: int,
+    exhaustive: bool,
+    spaces: tuple[str, ...],
+    plant: str | None,
+    replay: str | None,
+    processes: int | None,
+    as_json: bool,
+) -> None:
+    """Run the real coordinator, ledger, membership and recovery plans with a toy model on virtual time, while workers
+    and coordinators are killed, hang, are cut off or falsely suspected, and check that the bits, the steps and the
+    owners are always right and that the job always ends.
+
+    \b
+    elaswave bench protocol --schedules 100000
+    elaswave bench protocol --exhaustive
+    elaswave bench protocol --replay 'widths=2,2 kill:0@41 kill:c@60'
+    elaswave bench protocol --plant early-gather
+    """
+    build = PRODUCT if plant is None else PLANTS[plant].build
+    if replay is not None:
+        sys.exit(_replay(_schedule_of(replay), build, as_json))
+    started_s = time.monotonic()
+    if exhaustive or spaces:
+        plan = {name: _space_tasks(name, plant) for name in spaces or SPACES}
+    else:
+        plan = {"seeded": _seed_tasks(seed, schedules, plant)}
+    processes = processes or min(_MAX_PROCESSES, os.cpu_count() or 1)
+    summaries: dict[str, Summary] = {}
+    for name, tasks in plan.items():
+        summaries[name] = _run_all(name, tasks, processes, quiet=as_json)
+        if summaries[name].num_failures:
+            break
+    total = Summary()
+    for summary in summaries.values():
+        total = total.merge(summary)
+    failure = total.failures[0] if total.failures else None
+    shortest = None if failure is None else shrink(failure.schedule, build)
+    duration_s = time.monotonic() - started_s
+    if as_json:
+        click.echo(_as_json(summaries, failure, shortest, plant, duration_s))
+    else:
+        _print_summary(summaries, duration_s)
+        if failure is not None and shortest is not None:
+            _print_failure(failure, shortest, build, plant)
+        elif plant is not None:
+            click.echo(f"the planted bug {plant} was not found; try more schedules, or another --seed")
+    if (failure is None) != (plant is None):
+        sys.exit(1)
+
+
+# ------------------------------------------------------------------------------------------------------------ the tasks
+
+
+def _build_of(plant: str | None) -> Build:
+    return PRODUCT if plant is None else PLANTS[plant].build
+
+
+def _run_seeds(first: int, stop: int, plant: str | None) -> Summary:
+    # A planted bug is looked for where it can strike, on the job of its example.
+    job = None if plant is None else parse_schedule(PLANTS[plant].example).job
+    return run_seeds(range(first, stop), _build_of(plant), job)
+
+
+def _explore(name: str, part: int, plant: str | None) -> Summary:
+    return explore(SPACES[name], _build_of(plant), part=part, parts=_PARTS)
+
+
+def _seed_tasks(seed: int, schedules: int, plant: str | None) -> list[tuple[Any, ...]]:
+    stop = seed + schedules
+    return [
+        (_run_seeds, first, min(first + _SEEDS_PER_TASK, stop), plant) for first in range(seed, stop, _SEEDS_PER_TASK)
+    ]
+
+
+def _space_tasks(name: str, plant: str | None) -> list[tuple[Any, ...]]:
+    return [(_explore, name, part, plant) for part in range(_PARTS)]
+
+
+def _run_all(name: str, tasks: list[tuple[Any, ...]], processes: int, *, quiet: bool) -> Summary:
+    """Runs tasks in order until one has found something."""
+    total = Summary()
+    shows = sys.stderr.isatty() and not quiet
+    for num_done, summary in enumerate(_results(tasks, processes), start=1):
+        total = total.merge(summary)
+        if shows:
+            click.echo(
+                f"\r{name}: {num_done * 100 // len(tasks)} %, {total.num_schedules:,} schedules", nl=False, err=True
+            )
+        if total.num_failures:
+            break
+    if shows:
+        click.echo("\r\033[K", nl=False, err=True)
+    return total
+
+
+def _results(tasks: list[tuple[Any, ...]], processes: int) -> Iterator[Summary]:
+    if processes == 1:
+        for call, *arguments in tasks:
+            yield call(*arguments)
+        return
+    waiting = iter(tasks)
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        running: set[Future[Summary]] = {pool.submit(*task) for task in islice(waiting, processes + 1)}
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: [future.cancel() for future in running])
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                running |= {pool.submit(*task) for task in islice(waiting, len(done))}
+                for future in done:
+                    yield future.result()
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+def _schedule_of(text: str) -> Schedule:
+    try:
+        return random_schedule(int(text)) if text.isdecimal() else parse_schedule(text)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _replay(schedule: Schedule, build: Build, as_json: bool) -> int:
+    click.echo(f"schedule: {schedule}", err=as_json)
+    outcome = run_schedule(schedule, build, log=lambda line: click.echo(line, err=as_json))
+    if as_json:
+        document = {
+            "schedule": str(schedule),
+            "violation": outcome.violation,
+            "outcome": outcome.ended,
+            "reason": outcome.reason,
+            "instants": outcome.instants,
+            "fired": [str(fault) for fault in outcome.fired],
+        }
+        click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
+    elif outcome.violation is not None:
+        click.echo(f"violation: {outcome.violation}")
+    else:
+        click.echo(f"{outcome.ended}{': ' + outcome.reason if outcome.reason else ''}; no violation")
+    return 0 if outcome.violation is None else 1
+
+
+def _print_summary(summaries: dict[str, Summary], duration_s: float) -> None:
+    width = max(len(name) for name in summaries)
+    for name, summary in summaries.items():
+        found = f"{summary.num_failures} violations" if summary.num_failures else "no violation"
+        click.echo(f"{name.ljust(width)}  {summary.num_schedules:>9,} schedules, {found}")
+    counts = sum((summary.counts for summary in summaries.values()), start=Summary().counts)
+    click.echo("they led through")
+    for what, count in counts.most_common():
+        click.echo(f"  {count:>9,}  {what}")
+    click.echo(f"in {duration_s:.1f} s")
+
+
+def _print_failure(failure: Failure, shortest: Schedule, build: Build, plant: str | None) -> None:
+    option = "" if plant is None else f" --plant {plant}"
+    click.echo(f"violation: {failure.violation}")
+    text = str(failure.schedule)
+    if failure.seed is not None and plant is None:
+        click.echo(f"  seed {failure.seed}: elaswave bench protocol --replay {failure.seed}")
+    else:
+        click.echo(f"  elaswave bench protocol{option} --replay {shlex.quote(text)}")
+    outcome = run_schedule(shortest, build)
+    click.echo(f"the shortest schedule found that goes wrong: {outcome.violation}")
+    click.echo(f"  elaswave bench protocol{option} --replay {shlex.quote(str(shortest))}")
+
+
+def _as_json(
+    summaries: dict[str, Summary],
+    failure: Failure | None,
+    shortest: Schedule | None,
+    plant: str | None,
+    duration_s: float,
+) -> bytes:
+    found = None
+    if failure is not None:
+        found = {
+            "violation": failure.violation,
+            "seed": failure.seed,
+            "schedule": str(failure.schedule),
+            "shortest": str(shortest),
+        }
+    document = {
+        "plant": plant,
+        "searched": {
+            name: {
+                "schedules": summary.num_schedules,
+                "violations": summary.num_failures,
+                "led_through": dict(summary.counts.most_common()),
+            }
+            for name, summary in summaries.items()
+        },
+        "failure": found,
+        "duration_s": duration_s,
+    }
+    return msgspec.json.format(msgspec.json.encode(document), indent=2)
