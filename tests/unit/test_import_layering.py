@@ -42,6 +42,9 @@ FORBIDDEN = {
 }
 """Layers that must not know those above them."""
 
+PERMITTED = {"elaswave.runtime": ("elaswave.control.core",)}
+"""Parts of them that a layer may know all the same: a worker runs the protocol's machines, which are pure."""
+
 ALLOWED = {
     "elaswave.models": ("elaswave.models", "elaswave.types", "elaswave.errors", "elaswave.hashing"),
     "elaswave.data": ("elaswave.data", "elaswave.types", "elaswave.errors", "elaswave.hashing"),
@@ -109,7 +112,11 @@ def violations(package: Path) -> list[str]:
                 elif within(imported, ("elaswave",)) and not within(imported, PURE):
                     found.append(f"{where}, which is not pure, but is pure itself")
             for layer, above in FORBIDDEN.items():
-                if within(module, (layer,)) and within(imported, above):
+                if (
+                    within(module, (layer,))
+                    and within(imported, above)
+                    and not within(imported, PERMITTED.get(layer, ()))
+                ):
                     found.append(f"{where}, which is above {layer}")
             for layer, below in ALLOWED.items():
                 if within(module, (layer,)) and within(imported, ("elaswave",)) and not within(imported, below):
@@ -172,7 +179,7 @@ PLANTED = {
     ],
     "state/flat.py": [("import elaswave.control.core.agent", "which is above elaswave.state")],
     "runtime/step.py": [
-        ("from elaswave.control import core", "imports elaswave.control.core, which is above elaswave.runtime"),
+        ("from elaswave.control import launcher", "imports elaswave.control.launcher, which is above elaswave.runtime"),
         ("from elaswave.cli.main import main", "nothing else may import the command line"),
     ],
     "models/gpt.py": [("import elaswave.comm.group", "elaswave.models may import only elaswave.models, ")],
@@ -187,7 +194,7 @@ PLANTED = {
 HARMLESS = {
     "planning/cost.py": "import heapq\nfrom math import lcm\nfrom elaswave.types import Layout\nfrom . import other",
     "planning/other.py": "from elaswave.state.placement import Block",
-    "runtime/step.py": "import os, time, torch\nfrom elaswave.comm import group\nos.getpid()",
+    "runtime/step.py": "import os, time, torch\nfrom elaswave.comm import group\nfrom elaswave.control import core",
     "control/launcher.py": "from elaswave.runtime import step\nfrom elaswave.control.core import agent",
     "cli/main.py": "import os\nfrom elaswave.control import launcher\nos.environ.get('HOME')",
     "cli/train.py": "from elaswave.cli import main",
