@@ -58,7 +58,7 @@ from elaswave.observability.result import DIGESTS_FILE, EVENTS_FILE, RESULT_FILE
 from elaswave.observability.trace import PART_PATTERN, merge_traces
 from elaswave.runtime.blueprint import Blueprint
 from elaswave.runtime.messages import ToWorker
-from elaswave.runtime.probe import NoProbe, Probe
+from elaswave.runtime.probe import NoProbe, Probe, Probes
 from elaswave.runtime.step import StepEngine
 from elaswave.runtime.worker import Mailbox, WorkerSetup, run_worker
 from elaswave.state.checkpoint import find_newest_checkpoint, remove_stale
@@ -101,7 +101,7 @@ def train(
         resume: continue from its newest valid checkpoint.
         profile: also write a trace.
         reporter: shows progress.
-        probe: told of every point of every step in every worker (for tests); not together with faults.
+        probe: told of every point of every step in every worker (for tests and benchmarks).
         faults: injected into workers and coordinator.
         before_effect: called in the coordinator before each effect of the protocol's core (for tests).
     Returns:
@@ -322,7 +322,8 @@ class _Job:
         probe: Probe = self._probe or NoProbe()
         if self._faults:
             seed = self._blueprint.config.run.seed
-            probe = FaultProbe(self._faults, seed=seed, record=self._run_dir / FAULTS_FILE, silence=silence)
+            faults = FaultProbe(self._faults, seed=seed, record=self._run_dir / FAULTS_FILE, silence=silence)
+            probe = Probes(probe, faults)
         setup = WorkerSetup(
             config=self._blueprint.config,
             worker=worker,

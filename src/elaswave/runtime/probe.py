@@ -25,3 +25,19 @@ class NoProbe:
 
     def reached(self, phase: Phase, index: int, engine: Any) -> None:
         """Does nothing."""
+
+
+class Probes:
+    """Several probes as one, told in their order.
+
+    Args:
+        probes: each is told of every point.
+    """
+
+    def __init__(self, *probes: Probe) -> None:
+        self._probes = probes
+
+    def reached(self, phase: Phase, index: int, engine: Any) -> None:
+        """Tells all of them."""
+        for probe in self._probes:
+            probe.reached(phase, index, engine)

@@ -144,7 +144,8 @@ class StepEngine:
         self._batches = batches
         self._optimizer = optimizer
         self._request = request
-        self._check = check
+        self.check = check
+        """Between layers and blocks: moves bytes, and leaves the step if the epoch has risen."""
         self._probe = probe
         self.activity = activity
         self._trace = trace
@@ -573,7 +574,7 @@ class StepEngine:
         for held in self.store:
             if held.version == step:
                 continue
-            self._check()
+            self.check()
             self._reach("apply")
             self._apply_block(held, step, clip, rate, skip=skip)
         self._exchange.publish()
