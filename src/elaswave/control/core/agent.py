@@ -1,13 +1,12 @@
 """The agent beside the workers as a machine: what the end of a process means. No IO.
 
-RUNNING ── a worker ends ──▶ RUNNING        report it
-   │ ───── the coordinator ends ──▶ RUNNING  start another one: it reads what the last one has persisted
-   │ ───── the coordinator refuses to live ──▶ ENDED
-   └────── the coordinator says that the job is over ──▶ ENDED
+Its states and what leads from one to another are the table `TRANSITIONS`, which every change of state is held to.
 """
 
 from enum import Enum
 from typing import NamedTuple
+
+from elaswave.control.core.table import Transition, check_transition
 
 MAX_COORDINATORS = 100
 """So many coordinators are started; more ends mean that they cannot live."""
@@ -18,6 +17,25 @@ class AgentState(Enum):
 
     RUNNING = "running"
     ENDED = "ended"
+
+
+WORKER_ENDS = "a worker's process ends"
+COORDINATOR_ENDS = "the coordinator's process ends"
+NO_COORDINATOR = "the coordinator gives up, or too many have ended"
+OVER = "the coordinator says that the job is over"
+
+TRANSITIONS = (
+    Transition(AgentState.RUNNING, WORKER_ENDS, AgentState.RUNNING, "report it, durably"),
+    Transition(
+        AgentState.RUNNING,
+        COORDINATOR_ENDS,
+        AgentState.RUNNING,
+        "start another one; it reads what the last one has persisted",
+    ),
+    Transition(AgentState.RUNNING, NO_COORDINATOR, AgentState.ENDED, "end the job with the reason"),
+    Transition(AgentState.RUNNING, OVER, AgentState.ENDED, "nothing"),
+)
+"""All transitions; after the end nothing is answered."""
 
 
 class WorkerEnded(NamedTuple):
@@ -75,19 +93,27 @@ class Agent:
 
     def handle(self, event: Event) -> list[Effect]:
         """Takes one event; returns effects in their order."""
-        if isinstance(event, JobEnded):
-            self.state = AgentState.ENDED
-            return []
         if isinstance(event, WorkerEnded):
             self.worker_ends.append(event)
-            return [ReportEnd(event)] if self.state is AgentState.RUNNING else []
         if self.state is AgentState.ENDED:
             return []
+        if isinstance(event, JobEnded):
+            self._go(OVER, AgentState.ENDED)
+            return []
+        if isinstance(event, WorkerEnded):
+            self._go(WORKER_ENDS, AgentState.RUNNING)
+            return [ReportEnd(event)]
         self.coordinator_ends_s.append(event.at_s)
         if event.gave_up:
-            self.state = AgentState.ENDED
+            self._go(NO_COORDINATOR, AgentState.ENDED)
             return [GiveUp(f"the coordinator {event.text}")]
         if len(self.coordinator_ends_s) >= MAX_COORDINATORS:
-            self.state = AgentState.ENDED
+            self._go(NO_COORDINATOR, AgentState.ENDED)
             return [GiveUp(f"{MAX_COORDINATORS} coordinators have ended, the last one {event.text}")]
+        self._go(COORDINATOR_ENDS, AgentState.RUNNING)
         return [StartCoordinator()]
+
+    def _go(self, cause: str, after: AgentState) -> None:
+        """Changes the state, as the table allows."""
+        check_transition(TRANSITIONS, self.state, cause, after)
+        self.state = after

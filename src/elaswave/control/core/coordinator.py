@@ -4,16 +4,7 @@
 contract: a `Persist` stands before every `Send` that depends on it, so that nobody can act on a decision that a new
 coordinator would not know.
 
-                         all registered                      somebody is suspected
-    STARTING ───────────────────────────────▶ TRAINING ─────────────────────────────────┐
-                                                 ▲                                       ▼
-                                                 │ all survivors have reported      COLLECTING ◀─┐ another one
-                                                 └───────────────────────────────────────┤ └─────┘ is suspected
-                                                                  a block has no copy    ▼
-                                                                  left: find a     ROLLING_BACK
-                                                                  checkpoint             │
-                                                                                         ▼
-                                       ENDED ◀── nothing left to go on with, or a bound is exceeded
+Its states and what leads from one to another are the table `TRANSITIONS`, which every change of state is held to.
 
 One rise of the epoch is two records: `RaiseRecord` (who is left behind; from then on the old epoch can commit nothing
 that survivors have not already learned) and `Decision`. A coordinator that dies between them is replaced by one that
@@ -37,6 +28,7 @@ from elaswave.control.core.messages import (
     Registered,
     Report,
 )
+from elaswave.control.core.table import Transition, check_transition
 from elaswave.state.placement import Block, Placement
 from elaswave.types import Layout
 
@@ -49,6 +41,32 @@ class State(Enum):
     COLLECTING = "collecting"
     ROLLING_BACK = "rolling back"
     ENDED = "ended"
+
+
+REGISTERED = "every worker has registered"
+SUSPECTED = "a member is suspected"
+REPORTED = "every member has reported"
+NO_COPY_LEFT = "every member has reported, and a block has no copy left"
+FOUND = "a checkpoint is found"
+GIVEN_UP = "nothing is left to go on with, or a bound is exceeded"
+
+_RAISE = "persist the rise, ask the members, fence the others"
+_DECIDE = "persist the decision, send it"
+TRANSITIONS = (
+    Transition(State.STARTING, REGISTERED, State.TRAINING, "persist the start, tell the addresses"),
+    Transition(State.TRAINING, SUSPECTED, State.COLLECTING, _RAISE),
+    Transition(State.COLLECTING, SUSPECTED, State.COLLECTING, _RAISE),
+    Transition(State.ROLLING_BACK, SUSPECTED, State.COLLECTING, _RAISE),
+    Transition(State.COLLECTING, REPORTED, State.TRAINING, _DECIDE),
+    Transition(State.COLLECTING, NO_COPY_LEFT, State.ROLLING_BACK, "look for a checkpoint"),
+    Transition(State.ROLLING_BACK, FOUND, State.TRAINING, _DECIDE),
+    *(
+        Transition(before, GIVEN_UP, State.ENDED, "end the job with the reason")
+        for before in (State.STARTING, State.TRAINING, State.COLLECTING, State.ROLLING_BACK)
+    ),
+)
+"""All transitions. A coordinator that is started again begins in the state that its newest record tells: TRAINING after
+a start or a decision, COLLECTING after a rise."""
 
 
 # ------------------------------------------------------------------------------------------------------------- records
@@ -349,6 +367,11 @@ class Coordinator:
             return self._on_evidence(event)
         return self._on_checkpoint(event)
 
+    def _go(self, cause: str, after: State) -> None:
+        """Changes the state, as the table allows."""
+        check_transition(TRANSITIONS, self.state, cause, after)
+        self.state = after
+
     # ------------------------------------------------------------------------------------------------- registration
 
     def _on_registered(self, event: Registered) -> list[Effect]:
@@ -361,7 +384,7 @@ class Coordinator:
                 return [Note(f"worker {worker} registers in epoch {event.epoch} at the start")]
             if len(self._addresses) < len(self.members):
                 return []
-            self.state = State.TRAINING
+            self._go(REGISTERED, State.TRAINING)
             return [Persist(StartRecord(term=self.term)), Start(dict(self._addresses))]
         effects: list[Effect] = []
         if self.state is State.TRAINING and self.decision is None and self._addresses.keys() >= set(self.members):
@@ -420,7 +443,7 @@ class Coordinator:
         self.members = members
         self._lost = (*self._lost, *leaving)
         self._reason = "; ".join(suspicion.reason for suspicion in fresh)
-        self.state = State.COLLECTING
+        self._go(SUSPECTED, State.COLLECTING)
         self._reports.clear()
         record = RaiseRecord(term=self.term, epoch=self.epoch, members=members, lost=self._lost, reason=self._reason)
         fences: list[Effect] = [Send(worker, self._fenced(self._reason)) for worker in leaving]
@@ -449,7 +472,7 @@ class Coordinator:
         return self.suspect([Suspected(event.worker, "exit", event.summary)], now_s)
 
     def _end(self, reason: str, worker: int | None = None, orphans: tuple[int, ...] = ()) -> list[Effect]:
-        self.state = State.ENDED
+        self._go(GIVEN_UP, State.ENDED)
         if worker is None and self._errors:
             # An error that strikes all replicas at once, each at another micro-batch, is the reason of all the rest.
             worker, summary = next(iter(self._errors.items()))
@@ -518,7 +541,7 @@ class Coordinator:
         return self._issue(decision)
 
     def _seek_checkpoint(self, orphans: tuple[int, ...]) -> list[Effect]:
-        self.state = State.ROLLING_BACK
+        self._go(NO_COPY_LEFT, State.ROLLING_BACK)
         self._orphans = orphans
         return [FindCheckpoint()]
 
@@ -574,7 +597,7 @@ class Coordinator:
 
     def _issue(self, decision: Decision) -> list[Effect]:
         self._take_over(decision)
-        self.state = State.TRAINING
+        self._go(REPORTED if self.state is State.COLLECTING else FOUND, State.TRAINING)
         self._reports.clear()
         self._installed.clear()
         self._resumed = False

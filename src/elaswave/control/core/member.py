@@ -1,9 +1,6 @@
 """A worker's side of the membership, as a machine: when to leave an epoch, when to report, what to install. No IO.
 
-    TRAINING ── Prepare of a newer epoch ──▶ REPORTED ── its Decision ──▶ TRAINING
-        │                                      │  ▲
-        │                                      └──┘ Prepare of a still newer epoch
-        └────────── Fenced, or a Prepare without this worker ──▶ FENCED
+Its states and what leads from one to another are the table `TRANSITIONS`, which every change of state is held to.
 
 Whatever belongs to an older epoch or an older coordinator's term is ignored. The commit state that reports are made
 of is the `ledger`'s.
@@ -13,6 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from elaswave.control.core.messages import CoreToWorker, Decision, Fenced, Prepare
+from elaswave.control.core.table import Transition, check_transition
 
 
 class MemberState(Enum):
@@ -21,6 +19,21 @@ class MemberState(Enum):
     TRAINING = "training"
     REPORTED = "reported"
     FENCED = "fenced"
+
+
+ASKED = "it is asked to report for a newer epoch"
+DECIDED = "the decision of that epoch comes"
+LEFT_BEHIND = "it is told that the epoch goes on without it"
+
+_REPORT = "move the data plane to the new epoch, promise, report"
+TRANSITIONS = (
+    Transition(MemberState.TRAINING, ASKED, MemberState.REPORTED, _REPORT),
+    Transition(MemberState.REPORTED, ASKED, MemberState.REPORTED, _REPORT),
+    Transition(MemberState.REPORTED, DECIDED, MemberState.TRAINING, "catch up, take over roles, complete parameters"),
+    Transition(MemberState.TRAINING, LEFT_BEHIND, MemberState.FENCED, "end itself"),
+    Transition(MemberState.REPORTED, LEFT_BEHIND, MemberState.FENCED, "end itself"),
+)
+"""All transitions."""
 
 
 class MoveAndReport(NamedTuple):
@@ -77,24 +90,29 @@ class Member:
             return Ignored(f"it is of term {message.term}, the coordinator's is {self.term}")
         self.term = message.term
         if isinstance(message, Fenced):
-            self.state = MemberState.FENCED
+            self._go(LEFT_BEHIND, MemberState.FENCED)
             return Leave(message.reason)
         if isinstance(message, Prepare):
             return self._on_prepare(message)
         if self.state is MemberState.REPORTED and message.epoch == self.epoch:
-            self.state = MemberState.TRAINING
+            self._go(DECIDED, MemberState.TRAINING)
             return Install(message)
         return Ignored(f"a decision of epoch {message.epoch} in epoch {self.epoch}, {self.state.value}")
+
+    def _go(self, cause: str, after: MemberState) -> None:
+        """Changes the state, as the table allows."""
+        check_transition(TRANSITIONS, self.state, cause, after)
+        self.state = after
 
     def _on_prepare(self, message: Prepare) -> Action:
         if message.epoch < self.epoch:
             return Ignored(f"epoch {message.epoch} is older than {self.epoch}")
         if self.worker not in message.members:
-            self.state = MemberState.FENCED
+            self._go(LEFT_BEHIND, MemberState.FENCED)
             return Leave(f"epoch {message.epoch} goes on without this worker: {message.reason}")
         if message.epoch > self.epoch:
             self.epoch = message.epoch
-            self.state = MemberState.REPORTED
+            self._go(ASKED, MemberState.REPORTED)
             return MoveAndReport(message.epoch, message.members)
         if self.state is MemberState.REPORTED:
             return ReportAgain()
