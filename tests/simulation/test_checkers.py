@@ -1,0 +1,234 @@
+"""Every checker has a run in which it fails, told to it by hand."""
+
+import pytest
+
+from elaswave.control.core.messages import Decision
+from elaswave.simulator.checkers import (
+    Agreement,
+    ExactlyOnce,
+    Fencing,
+    NoSilentLoss,
+    OneOwner,
+    Progress,
+    PublishedOnce,
+    SameBits,
+    Violation,
+    all_checkers,
+)
+from elaswave.simulator.job import Job, model_of, parameter, undisturbed
+from elaswave.simulator.observer import Observer, together
+from elaswave.state.placement import Placement
+
+JOB = Job(steps=2)
+TRUTH = undisturbed(JOB)
+MODEL = model_of(JOB)
+P = MODEL.placement
+
+
+def decision(epoch: int = 2, *, members: tuple[int, ...] = (0, 1), resume: int = 2, **changes: object) -> Decision:
+    values: dict[str, object] = {
+        "term": 1,
+        "epoch": epoch,
+        "members": members,
+        "lost": (2,),
+        "evidence": None,
+        "resume_step": resume,
+        "resume_attempt": 1,
+        "layout": MODEL.layout,
+        "placement": P,
+        "deliver": (),
+        "rollback": None,
+        "evaluate": False,
+        "checkpoint": False,
+        "promoted": 0,
+        "reason": "worker 2 was lost",
+        "published": 0,
+    }
+    known = {name: value for name, value in {**values, **changes}.items() if name in Decision.__struct_fields__}
+    return Decision(**known)
+
+
+def states(worker: int, change: dict[int, tuple[bool, int, tuple[int, int]]] | None = None):
+    held = {
+        block.id: (P.owner[block.id] == worker, 2, TRUTH.states[2][block.id])
+        for block in MODEL.blocks
+        if worker in P.holders(block.id)
+    }
+    return {**held, **(change or {})}
+
+
+def test_same_bits():
+    checker = SameBits(TRUTH)
+    checker.applied(0, 1, 1, TRUTH.states[1][1])
+    checker.used_parameter(0, 2, 1, parameter(TRUTH.states[1][1]))
+    checker.loaded(0, 1, 2, TRUTH.states[2][1])
+    checker.learned(0, 1, 1, 1, True, b"", TRUTH.grids[1])
+    checker.learned(0, 1, 1, 1, False, b"", 77)
+    checker.published(1, TRUTH.losses[1])
+    checker.finished((0, 1, 2), {worker: states(worker) for worker in range(3)})
+    with pytest.raises(Violation, match="block 1 on worker 0 differs after step 1"):
+        checker.applied(0, 1, 1, TRUTH.states[2][1])
+    with pytest.raises(Violation, match="computes step 2 with a parameter of block 1 of another step"):
+        checker.used_parameter(0, 2, 1, parameter(TRUTH.states[2][1]))
+    with pytest.raises(Violation, match="block 1 loaded on worker 0 differs"):
+        checker.loaded(0, 1, 2, TRUTH.states[1][1])
+    with pytest.raises(Violation, match="the grid after step 1 differs"):
+        checker.learned(0, 1, 1, 1, True, b"", TRUTH.grids[1] + 1)
+    with pytest.raises(Violation, match="published losses of step 1 differ"):
+        checker.published(1, TRUTH.losses[2])
+    with pytest.raises(Violation, match="at the end the owned blocks are"):
+        checker.finished((0, 1), {worker: states(worker) for worker in range(2)})
+    for wrong in ((False, 1, TRUTH.states[1][0]), (False, 2, TRUTH.states[1][0])):
+        with pytest.raises(Violation, match="block 0 on worker 1 differs at the end"):
+            checker.finished((0, 1, 2), {w: states(w, {0: wrong} if w == 1 else None) for w in range(3)})
+
+
+def test_exactly_once():
+    checker = ExactlyOnce(2, 2)
+    for layer in range(2):
+        for microbatch in range(2):
+            checker.computed(0, 1, 1, 1, layer, microbatch)
+    checker.learned(0, 1, 1, 1, True, b"", 0)
+    checker.learned(1, 1, 1, 1, True, b"", 0)
+    checker.computed(0, 1, 2, 1, 0, 0)
+    checker.learned(0, 1, 2, 1, False, b"", 0)
+    with pytest.raises(Violation, match="step 2 was committed with 1 gradients"):
+        checker.learned(0, 1, 2, 1, True, b"", 0)
+    for microbatch in (0, 0, 1, 1):
+        checker.computed(0, 1, 3, 1, 0, microbatch)
+    with pytest.raises(Violation, match="4 gradients, 2 different ones, of 4"):
+        checker.learned(0, 1, 3, 1, True, b"", 0)
+    checker.applied(0, 5, 1, (0, 0))
+    with pytest.raises(Violation, match="applies step 1 to block 5, which is at step 1"):
+        checker.applied(0, 5, 1, (0, 0))
+    with pytest.raises(Violation, match="applies step 3 to block 5, which is at step 1"):
+        checker.applied(0, 5, 3, (0, 0))
+    checker.loaded(0, 5, 7, (0, 0))
+    checker.applied(0, 5, 8, (0, 0))
+
+
+OTHER_OWNER = Placement((1, *P.owner[1:]), P.followers)
+
+
+def test_one_owner():
+    checker = OneOwner()
+    checker.began(0, 1, 1, 1, P)
+    checker.began(1, 1, 1, 1, P)
+    with pytest.raises(Violation, match="worker 2 has other owners in epoch 1"):
+        checker.began(2, 1, 1, 1, OTHER_OWNER)
+    checker.began(2, 2, 1, 1, OTHER_OWNER)
+    with pytest.raises(Violation, match="two decisions about epoch 2"):
+        checker.decided(decision(2))
+
+
+def test_fencing():
+    checker = Fencing()
+    checker.consumed(0, 2, 5, 1, (2, 5, 1), True)
+    for frame in ((1, 5, 1), (2, 4, 1), (2, 5, 2)):
+        with pytest.raises(Violation, match="uses a frame of"):
+            checker.consumed(0, 2, 5, 1, frame, True)
+    with pytest.raises(Violation, match="no member of epoch 2"):
+        checker.consumed(0, 2, 5, 1, (2, 5, 1), False)
+
+
+def test_agreement():
+    checker = Agreement()
+    checker.began(0, 1, 1, 1, P)
+    checker.learned(0, 1, 1, 1, True, b"a", 0)
+    checker.learned(1, 1, 1, 1, True, b"a", 0)
+    with pytest.raises(Violation, match="learned another vote on step 1"):
+        checker.learned(2, 1, 1, 1, True, b"b", 0)
+    with pytest.raises(Violation, match="learned another vote on step 1"):
+        checker.learned(2, 1, 1, 1, False, b"a", 0)
+    checker.decided(decision(2, resume=2))
+    with pytest.raises(Violation, match="epoch 2 resumes with step 1, but step 1 is committed"):
+        checker.decided(decision(2, resume=1))
+    checker.installed(0, decision(2, resume=2), [1, 1], 0)
+    with pytest.raises(Violation, match=r"goes on after step 1 with copies of \{0, 1\}|\{1, 0\}"):
+        checker.installed(0, decision(2, resume=2), [1, 0], 0)
+    with pytest.raises(Violation, match="worker 0 begins step 3 after step 1"):
+        checker.began(0, 2, 3, 1, P)
+    checker.decided(decision(3, resume=1, rollback=0))  # a return to a checkpoint may undo what was committed
+    checker.began(0, 3, 1, 1, P)
+
+
+def test_no_silent_loss():
+    everything = tuple(range(len(MODEL.blocks)))
+    checker = NoSilentLoss()
+    checker.ended("nothing is known yet", (0,), (1,), everything)
+    for worker in range(3):
+        checker.began(worker, 1, 1, 1, P)
+    checker.gone(2)
+    # Whatever worker 2 held has another holder, so one loss is no reason.
+    with pytest.raises(Violation, match="although survivors hold it"):
+        checker.ended("worker 2 was lost", (0, 1), (2,), everything)
+    with pytest.raises(Violation, match="although survivors hold it"):
+        checker.decided(decision(2, members=(0, 1), rollback=0))
+    checker.ended("no checkpoint, but all workers are lost", (0, 1), (2,), ())
+    alone = next(worker for worker in range(3) if any(worker not in P.holders(block) for block in everything))
+    checker.ended("two were lost", (alone,), (), everything)
+    # A placement that one vote has brought into force leaves out worker 0: whoever knows of it does not count on it.
+    without = Placement(tuple(1 if owner == 0 else owner for owner in P.owner), P.followers)
+    checker.placed(1, without)
+    checker = NoSilentLoss()
+    checker.began(0, 1, 1, 1, P)
+    checker.began(1, 1, 1, 1, P)
+    checker._loading = {0, 1}
+    checker.ended("a second loss before the checkpoint was loaded", (0, 1), (2,), everything)
+    for worker in range(2):
+        checker.installed(worker, decision(2), [], 0)
+    with pytest.raises(Violation, match="although survivors hold it"):
+        checker.ended("a later one", (0, 1), (2,), everything)
+
+
+def test_published_once():
+    checker = PublishedOnce()
+    checker.published(1, (1, 2))
+    checker.published(1, (1, 2))
+    checker.finished((), {})
+    with pytest.raises(Violation, match="step 1 was published with other losses before"):
+        checker.published(1, (1, 3))
+    checker.published(3, (1, 2))
+    with pytest.raises(Violation, match=r"the published steps are \[1, 3\]"):
+        checker.finished((), {})
+
+
+def test_progress():
+    checker = Progress(2)
+    checker.published(1, ())
+    with pytest.raises(Violation, match="finished after step 1 of 2"):
+        checker.stopped("finished", 10)
+    with pytest.raises(Violation, match="nothing happens any more at time 10, after step 1"):
+        checker.stopped("stuck", 10)
+    checker.published(2, ())
+    checker.stopped("finished", 10)
+    checker.ended("worker 2 was lost", (0,), (2,), ())
+    with pytest.raises(Violation, match="although nobody was lost"):
+        checker.ended("a bad day", (0,), (), ())
+    with pytest.raises(Violation, match=r"does not name any of the lost workers \[2\]"):
+        checker.ended("a bad day", (0,), (2,), ())
+
+
+def test_an_observer_may_ignore_everything():
+    calls = [name for name in vars(Observer) if not name.startswith("_")]
+    assert len(calls) == 16
+    seen = []
+
+    class Listens(Observer):
+        def gone(self, worker: int) -> None:
+            seen.append(worker)
+
+    both = together([Observer(), Listens(), Listens()])
+    both.gone(4)
+    both.dropped(1, 2)
+    assert seen == [4, 4]
+    assert {type(checker) for checker in all_checkers(TRUTH, 2, 2)} == {
+        SameBits,
+        ExactlyOnce,
+        OneOwner,
+        Fencing,
+        Agreement,
+        NoSilentLoss,
+        PublishedOnce,
+        Progress,
+    }

@@ -1,0 +1,105 @@
+"""Seeded and exhaustive searches: thousands of schedules here, all of them in the slow tests."""
+
+import pytest
+
+from elaswave.simulator.run import run_schedule
+from elaswave.simulator.schedule import Schedule, random_schedule
+from elaswave.simulator.search import ALL_KINDS, JOB_OF_3, SPACES, Summary, explore, run_seeds, strike_points
+
+
+def assert_clean(summary: Summary) -> None:
+    shown = [
+        f"{failure.violation}: elaswave bench protocol --replay '{failure.schedule}'" for failure in summary.failures
+    ]
+    assert shown == []
+
+
+@pytest.mark.parametrize("first", range(0, 2000, 500))
+def test_seeded_schedules_have_no_violation(first):
+    summary = run_seeds(range(first, first + 500))
+    assert summary.num_schedules == 500
+    assert_clean(summary)
+    # The search goes where it is dangerous, not only through easy recoveries.
+    for what in (
+        "jobs finished",
+        "jobs given up",
+        "votes that only some survivors knew",
+        "votes that asked for another attempt",
+        "returns to a checkpoint",
+        "decisions about several losses",
+        "decisions while an earlier one was being carried out",
+        "decisions that send parameters",
+        "steps tried again",
+    ):
+        assert summary.counts[what] > 0, what
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("3-workers-1-fault", 80), ("3-workers-2-faults", 200), ("4-workers-1-fault", 160), ("4-workers-2-kills", 60)],
+)
+def test_a_part_of_all_schedules_of_small_jobs_has_no_violation(name, parts):
+    summary = explore(SPACES[name], part=parts // 2, parts=parts)
+    assert summary.num_schedules > 100
+    assert_clean(summary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 100_000, 10_000))
+def test_a_hundred_thousand_seeded_schedules_have_no_violation(first):
+    assert_clean(run_seeds(range(first, first + 10_000)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["3-workers-1-fault", "3-workers-2-faults", "4-workers-1-fault", "4-workers-2-kills"])
+def test_all_schedules_of_small_jobs_have_no_violation(name):
+    assert_clean(explore(SPACES[name]))
+
+
+def test_a_schedule_decides_everything():
+    for seed in (3, 4, 21):
+        logs: list[list[str]] = [[], []]
+        outcomes = [run_schedule(random_schedule(seed), log=log.append) for log in logs]
+        assert outcomes[0] == outcomes[1]
+        assert logs[0] == logs[1]
+        assert len(logs[0]) > 30
+        assert run_schedule(random_schedule(seed)) == outcomes[0], "watching changes nothing"
+
+
+def test_the_undisturbed_job_ends():
+    outcome = run_schedule(Schedule())
+    assert (outcome.violation, outcome.ended, outcome.fired) == (None, "finished", ())
+    assert outcome.counts["jobs finished"] == 1
+
+
+def test_every_kind_of_fault_strikes():
+    space = SPACES["3-workers-1-fault"]._replace(conditions=SPACES["3-workers-1-fault"].conditions[:1])
+    struck = set()
+    for kind in ALL_KINDS:
+        one = space._replace(kinds=((kind,),))
+        summary = explore(one, parts=10, part=5)
+        assert_clean(summary)
+        assert summary.counts["schedules in which 1 faults struck"] == summary.num_schedules > 0
+        struck.add(kind)
+    assert struck == set(ALL_KINDS)
+
+
+def test_the_parts_of_a_space_are_the_whole():
+    space = SPACES["3-workers-2-faults"]._replace(
+        job=JOB_OF_3._replace(steps=1, move_step=0), kinds=(("kill",), ("kill",))
+    )
+    whole = explore(space)
+    parts = [explore(space, part=part, parts=3) for part in range(3)]
+    merged = parts[0].merge(parts[1]).merge(parts[2])
+    assert merged.num_schedules == whole.num_schedules > 500
+    assert merged.counts == whole.counts
+
+
+def test_instants_at_one_time_differ_only_for_who_acted():
+    #           0       1       2       3       4        5
+    instants = [(0, 1), (0, 2), (0, 1), (3, 2), (3, -1), (3, 2)]
+    assert strike_points(instants, {1}, 0) == [0, 1, 3]
+    assert strike_points(instants, {2}, 0) == [0, 2, 3, 4]
+    assert strike_points(instants, {-1}, 0) == [0, 3, 5]
+    assert strike_points(instants, {-1}, 2) == [2, 3, 5]
