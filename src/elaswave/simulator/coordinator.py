@@ -141,7 +141,7 @@ class SimCoordinator:
                     world.to_member(self, link, None)
         elif isinstance(effect, FindCheckpoint):
             newest = max(world.disk, default=None)
-            world.after(world.delay(), self, self._on_checkpoint, newest)
+            world.after(4 * world.delay(), self, self._on_checkpoint, newest)  # it is read and verified
         elif isinstance(effect, Decided):
             world.say(f"decided: {_describe(effect.decision)}")
         elif isinstance(effect, End):

@@ -564,13 +564,13 @@ class Coordinator:
         if self.state is not State.ROLLING_BACK:
             return [Note("a checkpoint that nobody waits for")]
         orphans = ", ".join(map(str, self._orphans[:8])) + (" ..." if len(self._orphans) > 8 else "")
-        what = f"all copies of {len(self._orphans)} blocks ({orphans}) were lost"
+        what = f"all copies of {len(self._orphans)} blocks ({orphans}) were lost with workers {list(self._lost)}"
         if not self._orphans:
-            what = "not everybody had gone back to the checkpoint"
+            what = f"workers {list(self._lost)} were lost before everybody had gone back to the last checkpoint"
         if event.step is None:
             return self._end(
-                f"{what} with workers {list(self._lost)}, and there is no valid durable checkpoint; set "
-                "run.checkpoint_every, or elastic.num_followers higher",
+                f"{what}, and there is no valid durable checkpoint; set run.checkpoint_every, or "
+                "elastic.num_followers higher",
                 orphans=self._orphans,
             )
         lost = tuple(sorted(set(self.layout.workers) - set(self.members)))

@@ -1,0 +1,136 @@
+"""What the transcripts are written with: a job of three workers, and short ways to say things."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from elaswave.control.core.coordinator import (
+    Coordinator,
+    Decided,
+    Effect,
+    End,
+    FindCheckpoint,
+    Note,
+    Persist,
+    Raised,
+    Record,
+    Resumed,
+    Send,
+    Start,
+    Suspected,
+)
+from elaswave.control.core.messages import Copies, Decision, Evidence, Fenced, Prepare, Registered, Report
+from elaswave.simulator.job import Job, Model, model_of
+
+FIVE = Job(widths=(3, 2), num_microbatches=3)
+THREE = Job(widths=(2, 1))
+
+
+def coordinator(records: Sequence[Record] = (), job: Job = THREE, **options: Any) -> Coordinator:
+    """A coordinator of a small job."""
+    model = model_of(job)
+    return Coordinator(
+        layout=model.layout,
+        placement=model.placement,
+        blocks=model.blocks,
+        planner=model.planner,
+        records=records,
+        **options,
+    )
+
+
+def registered(worker: int, epoch: int = 1, report: Report | None = None) -> Registered:
+    return Registered(worker=worker, address=f"unix:/{worker}", epoch=epoch, report=report, done=False)
+
+
+def vote(step: int, attempt: int = 1, *, commits: bool = True) -> Evidence:
+    return Evidence(step=step, attempt=attempt, commits=commits, vector=b"v%d.%d" % (step, attempt))
+
+
+def suspicion(worker: int, **by: int) -> Suspected:
+    return Suspected(worker, "exit", f"worker {worker} was killed", **by)
+
+
+def report(
+    worker: int,
+    epoch: int,
+    *,
+    job: Job = THREE,
+    evidence: Evidence | None = None,
+    step: int = 1,
+    attempt: int = 1,
+    prepared: bool = False,
+    version: int | None = None,
+    decided: int = 0,
+) -> Report:
+    """A worker's report: it holds what the first placement gives it, all at one version."""
+    model: Model = model_of(job)
+    base = version if version is not None else (0 if evidence is None else evidence.committed_step)
+    blocks = [block.id for block in model.blocks if worker in model.placement.holders(block.id)]
+    stage = model.layout.stages[model.layout.stage_of(worker)]
+    return Report(
+        worker=worker,
+        epoch=epoch,
+        evidence=evidence,
+        step=step,
+        attempt=attempt,
+        prepared=prepared,
+        parameters_step=base,
+        layers=(stage.start, stage.stop),
+        copies=Copies(
+            blocks=blocks,
+            owned=[model.placement.owner[block] == worker for block in blocks],
+            versions=[base] * len(blocks),
+        ),
+        decided=decided,
+    )
+
+
+def started(job: Job = THREE) -> Coordinator:
+    """A coordinator whose job is training."""
+    machine = coordinator(job=job)
+    machine.begin()
+    for worker in range(job.num_workers):
+        machine.handle(registered(worker), 0.0)
+    return machine
+
+
+def shown(effects: Sequence[Effect]) -> list[str]:
+    """Effects as lines to read."""
+    return [_line(effect) for effect in effects]
+
+
+def _line(effect: Effect) -> str:
+    if isinstance(effect, Persist):
+        return f"persist {_message(effect.record)}"
+    if isinstance(effect, Send):
+        return f"to {effect.worker}: {_message(effect.message)}"
+    if isinstance(effect, Start):
+        return f"start {sorted(effect.addresses)}"
+    if isinstance(effect, Raised):
+        return f"raised to {effect.epoch}"
+    if isinstance(effect, Decided):
+        return f"decided {effect.decision.epoch}"
+    if isinstance(effect, Resumed):
+        return f"resumed {effect.epoch}"
+    if isinstance(effect, End):
+        return f"end: {effect.reason}"
+    if isinstance(effect, Note):
+        return f"note: {effect.text}"
+    assert isinstance(effect, FindCheckpoint)
+    return "find a checkpoint"
+
+
+def _message(message: Any) -> str:
+    if isinstance(message, Decision):
+        again = "" if message.rollback is None else f", back to {message.rollback}"
+        seen = "" if message.evidence is None else f", vote {message.evidence.step}.{message.evidence.attempt}"
+        return (
+            f"decision {message.epoch} of term {message.term}: {list(message.members)} resume "
+            f"{message.resume_step}.{message.resume_attempt}{seen}{again}"
+        )
+    if isinstance(message, Prepare):
+        return f"prepare {message.epoch} of term {message.term}: {list(message.members)}"
+    if isinstance(message, Fenced):
+        return f"fenced at {message.epoch}"
+    text = type(message).__name__.removesuffix("Record").lower()
+    return f"{text} {message.epoch}" if hasattr(message, "epoch") else f"{text} of term {message.term}"

@@ -1,0 +1,310 @@
+"""The coordinator's machine, as transcripts: what happens, and what it does, in its order."""
+
+import msgspec
+import pytest
+from tests.protocol.machines import (
+    FIVE,
+    coordinator,
+    registered,
+    report,
+    shown,
+    started,
+    suspicion,
+    vote,
+)
+
+from elaswave.control.core.coordinator import (
+    Bounds,
+    CheckpointFound,
+    Coordinator,
+    Decided,
+    End,
+    EvidenceSeen,
+    Failed,
+    Persist,
+    Record,
+    Send,
+    State,
+)
+from elaswave.control.core.messages import Copies, Decision, Installed, Report
+
+
+def persisted(effects) -> list[Record]:
+    return [effect.record for effect in effects if isinstance(effect, Persist)]
+
+
+def decision_of(effects) -> Decision:
+    (decided,) = [effect.decision for effect in effects if isinstance(effect, Decided)]
+    return decided
+
+
+def test_a_loss_from_start_to_end():
+    machine = coordinator()
+    assert shown(machine.begin()) == ["persist term of term 1"]
+    assert shown(machine.handle(registered(0), 0.0)) == []
+    assert shown(machine.handle(registered(2), 0.0)) == []
+    assert shown(machine.handle(registered(1), 0.0)) == ["persist start of term 1", "start [0, 1, 2]"]
+    assert machine.handle(EvidenceSeen(vote(1), 1), 0.0) == []
+    assert shown(machine.handle(suspicion(1), 0.0)) == [
+        "persist raise 2",
+        "to 0: prepare 2 of term 1: [0, 2]",
+        "to 2: prepare 2 of term 1: [0, 2]",
+        "to 1: fenced at 2",
+        "raised to 2",
+    ]
+    assert machine.state is State.COLLECTING
+    # Worker 0 has seen the vote on step 2; worker 2 has not, but it was prepared, as every voter is.
+    assert machine.handle(report(0, 2, evidence=vote(2), step=2, prepared=True), 0.0) == []
+    late = report(2, 2, evidence=vote(1), step=2, prepared=True)
+    effects = machine.handle(late, 0.0)
+    assert shown(effects) == [
+        "persist decision 2 of term 1: [0, 2] resume 3.1, vote 2.1",
+        "to 0: decision 2 of term 1: [0, 2] resume 3.1, vote 2.1",
+        "to 2: decision 2 of term 1: [0, 2] resume 3.1, vote 2.1",
+        "decided 2",
+    ]
+    assert set(decision_of(effects).placement.owner) <= {0, 2}
+    assert (2, 1) in decision_of(effects).deliver, "its parameters are of step 1"
+    assert machine.state is State.TRAINING
+    installed = [Installed(worker=w, epoch=2, edit_s=0, promote_s=0, critical_bytes=0) for w in (0, 2, 0)]
+    assert [shown(machine.handle(event, 0.0)) for event in installed] == [[], ["resumed 2"], []]
+
+
+def test_without_evidence_the_step_is_tried_again():
+    machine = started()
+    machine.handle(suspicion(1), 0.0)
+    machine.handle(report(0, 2, step=1, attempt=2, prepared=True), 0.0)
+    effects = machine.handle(report(2, 2, step=1, attempt=2), 0.0)
+    assert shown(effects)[0] == "persist decision 2 of term 1: [0, 2] resume 1.3"
+
+
+def test_a_vote_that_asked_for_another_attempt_is_passed_on():
+    machine = started()
+    machine.handle(suspicion(1), 0.0)
+    machine.handle(report(0, 2, evidence=vote(1, 1, commits=False), step=1, prepared=True), 0.0)
+    effects = machine.handle(report(2, 2, step=1, prepared=True), 0.0)
+    assert shown(effects)[0] == "persist decision 2 of term 1: [0, 2] resume 1.2, vote 1.1"
+
+
+def test_the_coordinators_own_log_counts():
+    machine = started()
+    machine.handle(EvidenceSeen(vote(1), 1), 0.0)
+    machine.handle(suspicion(1), 0.0)
+    machine.handle(report(0, 2, step=1, prepared=True), 0.0)
+    effects = machine.handle(report(2, 2, step=1, prepared=True), 0.0)
+    assert shown(effects)[0] == "persist decision 2 of term 1: [0, 2] resume 2.1, vote 1.1"
+
+
+def lose_one(machine: Coordinator) -> list[Record]:
+    records = persisted(machine.handle(suspicion(1), 0.0))
+    machine.handle(report(0, 2), 0.0)
+    return records + persisted(machine.handle(report(2, 2), 0.0))
+
+
+def test_a_lost_workers_late_vote_does_not_count():
+    machine = started()
+    lose_one(machine)
+    assert shown(machine.handle(EvidenceSeen(vote(1), 1), 0.0)) == [
+        "note: a vote of epoch 1 comes after the decision of epoch 2"
+    ]
+
+
+def test_a_new_coordinator_asks_again_and_decides_the_same():
+    first = started()
+    records = persisted(first.begin()) + persisted(first.handle(suspicion(1), 0.0))
+    second = coordinator(records)
+    assert second.state is State.COLLECTING
+    assert shown(second.begin()) == [
+        "persist term of term 2",
+        "to 0: prepare 2 of term 2: [0, 2]",
+        "to 2: prepare 2 of term 2: [0, 2]",
+    ]
+    # Whoever has answered the first one says so when it registers; the other is asked.
+    answered = report(0, 2)
+    assert second.handle(registered(0, 2, answered), 0.0) == []
+    assert shown(second.handle(registered(2), 0.0)) == ["to 2: prepare 2 of term 2: [0, 2]"]
+    assert shown(second.handle(report(2, 2), 0.0))[0] == "persist decision 2 of term 2: [0, 2] resume 1.2"
+
+
+def test_a_stored_decision_is_sent_under_the_term_of_whoever_sends_it():
+    """A worker that has heard of term 2 ignores a message of term 1, also if it is the decision it waits for."""
+    first = started()
+    records = persisted(first.begin()) + lose_one(first)
+    second = coordinator(records)
+    assert second.state is State.TRAINING
+    assert shown(second.begin()) == ["persist term of term 2"]
+    assert shown(second.handle(registered(0, 2, report(0, 2)), 0.0)) == [
+        "to 0: prepare 2 of term 2: [0, 2]",
+        "to 0: decision 2 of term 2: [0, 2] resume 1.2",
+    ]
+    assert shown(second.handle(registered(2, 2), 0.0)) == [], "it has installed it"
+    assert shown(second.handle(registered(2, 3), 0.0)) == ["note: worker 2 registers in epoch 3, the newest is 2"]
+    assert shown(second.handle(registered(1), 0.0)) == ["to 1: fenced at 2"]
+
+
+def test_a_start_that_was_lost_is_said_again():
+    machine = started()
+    assert shown(machine.handle(registered(1), 0.0)) == ["start [0, 1, 2]"]
+    first = coordinator()
+    records = persisted(first.begin())
+    for worker in range(3):
+        records += persisted(first.handle(registered(worker), 0.0))
+    second = coordinator(records)
+    assert second.state is State.TRAINING
+    assert [shown(second.handle(registered(worker), 0.0)) for worker in range(3)] == [[], [], ["start [0, 1, 2]"]]
+
+
+def test_what_peers_say_counts_in_their_own_epoch():
+    machine = started()
+    assert shown(machine.handle(suspicion(1, by=0, epoch=1), 0.0))[0] == "persist raise 2"
+    for stale in (suspicion(2, by=0, epoch=1), suspicion(2, by=1, epoch=2), suspicion(1, by=0, epoch=2)):
+        assert shown(machine.handle(stale, 0.0)) == [
+            f"note: the suspicion of worker {stale.worker} is not of this epoch"
+        ]
+    assert machine.epoch == 2
+
+
+def test_reports_that_nobody_awaits():
+    machine = started()
+    assert shown(machine.handle(report(0, 2), 0.0)) == ["note: a report of worker 0 for epoch 2 is not awaited"]
+    machine.handle(suspicion(1), 0.0)
+    assert shown(machine.handle(report(0, 1), 0.0)) == ["note: a report of worker 0 for epoch 1 is not awaited"]
+    assert shown(machine.handle(report(1, 2), 0.0)) == ["to 1: fenced at 2"]
+    assert shown(machine.handle(CheckpointFound(3), 0.0)) == ["note: a checkpoint that nobody waits for"]
+    assert shown(started().handle(registered(0, 2), 0.0))[-1] == (
+        "note: worker 0 registers in epoch 2, the newest is 1"
+    )
+    fresh = coordinator()
+    assert shown(fresh.handle(registered(0, 2), 0.0)) == ["note: worker 0 registers in epoch 2 at the start"]
+
+
+def lose_everything_of_a_block(machine: Coordinator, *, version: int, **options) -> list:
+    """Workers 1 and 2 hold some block of stage 0 between them; both are lost."""
+    machine.suspect([suspicion(1), suspicion(2)], 0.0)
+    for worker in (0, 3):
+        machine.handle(report(worker, machine.epoch, job=FIVE, version=version, **options), 0.0)
+    return machine.handle(report(4, machine.epoch, job=FIVE, version=version, **options), 0.0)
+
+
+def test_without_a_checkpoint_the_blocks_that_were_lost_are_named():
+    machine = started(FIVE)
+    assert shown(lose_everything_of_a_block(machine, version=0)) == ["find a checkpoint"]
+    assert machine.state is State.ROLLING_BACK
+    (end,) = machine.handle(CheckpointFound(None), 0.0)
+    assert isinstance(end, End)
+    assert end.reason == (
+        "all copies of 1 blocks (1) were lost with workers [1, 2], and there is no valid durable checkpoint; set "
+        "run.checkpoint_every, or elastic.num_followers higher"
+    )
+    assert end.orphans == (1,)
+    assert shown(machine.handle(registered(0), 0.0)) == ["note: Registered after the end is ignored"]
+    assert shown(machine.suspect([suspicion(0)], 0.0)) == ["note: the suspicion of worker 0 is not of this epoch"]
+
+
+def back_to_a_checkpoint() -> Coordinator:
+    machine = started(FIVE)
+    seen = vote(5)
+    lose_everything_of_a_block(machine, version=5, evidence=seen, step=6, prepared=True)
+    effects = machine.handle(CheckpointFound(4), 0.0)
+    assert shown(effects)[0] == "persist decision 2 of term 1: [0, 3, 4] resume 5.1, back to 4"
+    assert "all copies of 1 blocks (1) were lost" in decision_of(effects).reason
+    return machine
+
+
+def test_a_return_to_a_checkpoint_that_somebody_missed_is_repeated():
+    """Worker 4 was lost before worker 3 had heard of the decision: what 3 reports is of steps that do not count."""
+    machine = back_to_a_checkpoint()
+    machine.handle(suspicion(4), 0.0)
+    machine.handle(report(0, 3, job=FIVE, version=4, step=5, decided=2), 0.0)
+    old = report(3, 3, job=FIVE, evidence=vote(4), version=4, step=5, prepared=True)
+    assert shown(machine.handle(old, 0.0)) == ["find a checkpoint"]
+    effects = machine.handle(CheckpointFound(4), 0.0)
+    assert shown(effects)[0] == "persist decision 3 of term 1: [0, 3] resume 5.1, back to 4"
+    assert decision_of(effects).reason == (
+        "worker 4 was killed; workers [4] were lost before everybody had gone back to the last checkpoint"
+    )
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_step_to_go_on_from_outlives_the_decision_that_went_back_to_it(restarted):
+    """No vote has passed since the return to step 4; neither the next loss nor the one after may forget that."""
+    machine = back_to_a_checkpoint()
+    placement = machine.placement
+
+    def again(before: Coordinator) -> Coordinator:
+        assert before.decision is not None
+        return coordinator([before.decision], FIVE) if restarted else before
+
+    def loaded(worker: int, epoch: int, blocks: list[int]) -> Report:
+        copies = Copies(blocks=blocks, owned=[False] * len(blocks), versions=[4] * len(blocks))
+        plain = report(worker, epoch, job=FIVE, version=4, step=5, decided=epoch - 1)
+        return msgspec.structs.replace(plain, copies=copies)
+
+    machine = again(machine)
+    machine.handle(suspicion(3), 0.0)
+    everything = list(range(len(placement.owner)))
+    machine.handle(loaded(0, 3, [block for block in everything if 0 in placement.holders(block)]), 0.0)
+    assert shown(machine.handle(loaded(4, 3, everything), 0.0))[0].endswith(": [0, 4] resume 5.2")
+    machine = again(machine)
+    machine.handle(suspicion(0), 0.0)
+    assert shown(machine.handle(loaded(4, 4, everything), 0.0))[0].endswith(": [4] resume 5.2")
+
+
+def test_a_second_loss_while_a_checkpoint_is_sought():
+    machine = started(FIVE)
+    lose_everything_of_a_block(machine, version=0)
+    assert shown(machine.handle(suspicion(4), 0.0))[0] == "persist raise 3"
+    assert machine.state is State.COLLECTING
+    assert shown(machine.handle(CheckpointFound(2), 0.0)) == ["note: a checkpoint that nobody waits for"]
+
+
+def test_the_same_error_twice_ends_the_job():
+    machine = started()
+    assert (
+        shown(machine.handle(Failed(1, "step 3, micro-batch 2", "ValueError: bad token"), 0.0))[0] == "persist raise 2"
+    )
+    assert shown(machine.handle(Failed(0, "step 3, micro-batch 2", "ValueError: bad token"), 0.0)) == [
+        "end: ValueError: bad token; the same error has ended worker 1"
+    ]
+
+
+def test_the_last_workers_error_ends_the_job():
+    machine = started()
+    machine.handle(suspicion(1), 0.0)
+    machine.handle(suspicion(2), 0.0)
+    assert shown(machine.handle(Failed(0, "x", "MemoryError"), 0.0)) == ["end: MemoryError"]
+
+
+def test_bounds():
+    machine = coordinator(bounds=Bounds(min_workers=2, max_failures_per_hour=100))
+    for worker in range(3):
+        machine.handle(registered(worker), 0.0)
+    machine.handle(suspicion(1), 0.0)
+    assert shown(machine.handle(suspicion(2), 0.0)) == [
+        "end: 1 workers are left after the loss of workers [2], elastic.min_workers asks for 2"
+    ]
+    machine = coordinator(bounds=Bounds(min_workers=1, max_failures_per_hour=1))
+    for worker in range(3):
+        machine.handle(registered(worker), 0.0)
+    machine.handle(suspicion(1), 0.0)
+    assert shown(machine.handle(suspicion(2), 3599.0)) == [
+        "end: 2 workers were lost within an hour, elastic.max_failures_per_hour allows 1"
+    ]
+    machine = coordinator(bounds=Bounds(min_workers=1, max_failures_per_hour=1))
+    for worker in range(3):
+        machine.handle(registered(worker), 0.0)
+    machine.handle(suspicion(1), 0.0)
+    assert shown(machine.handle(suspicion(2), 3601.0))[0] == "persist raise 3"
+    assert shown(coordinator().handle(suspicion(2), 0.0)) == [
+        "end: worker 2 was lost before training began: worker 2 was killed"
+    ]
+
+
+def test_nothing_is_sent_before_it_is_persisted():
+    machine = started()
+    raised = machine.handle(suspicion(1), 0.0)
+    machine.handle(report(0, 2), 0.0)
+    decided = machine.handle(report(2, 2), 0.0)
+    for effects in (raised, decided):
+        kinds = [type(effect) for effect in effects]
+        assert kinds.index(Persist) < kinds.index(Send)
