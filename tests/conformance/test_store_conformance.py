@@ -44,11 +44,12 @@ class Journal(Protocol):
 
 
 class FileJournal:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, outlives_machine: bool = True) -> None:
         self.path = folder / "control" / "journal"
+        self.outlives_machine = outlives_machine
 
     def open(self, record_type: object = Record) -> Store:
-        return FileStore(self.path, record_type)
+        return FileStore(self.path, record_type, outlives_machine=self.outlives_machine)
 
     def read(self) -> bytes:
         return self.path.read_bytes()
@@ -72,9 +73,11 @@ class MemoryJournal:
         self.disk.content = content
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(params=["file", "file of one machine", "memory"])
 def journal(request, tmp_path) -> Journal:
-    return FileJournal(tmp_path) if request.param == "file" else MemoryJournal()
+    if request.param == "memory":
+        return MemoryJournal()
+    return FileJournal(tmp_path, outlives_machine=request.param == "file")
 
 
 def found(journal: Journal) -> list[Record]:

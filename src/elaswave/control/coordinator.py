@@ -88,7 +88,10 @@ class CoordinatorProcess:
     def __init__(self, setup: CoordinatorSetup) -> None:
         self._setup = setup
         blueprint = setup.blueprint
-        self._store: Store[core.Record] = FileStore(setup.control_dir / JOURNAL_FILE, core.Record, lock_timeout_s=5.0)
+        # All of a job's processes run on this machine: after its crash nobody is left who could act on the journal.
+        self._store: Store[core.Record] = FileStore(
+            setup.control_dir / JOURNAL_FILE, core.Record, lock_timeout_s=5.0, outlives_machine=False
+        )
         records = self._store.records()
         self._events = EventLog(setup.run_dir / EVENTS_FILE)
         self._server: ControlServer[ToCoordinator] = ControlServer()
