@@ -1,27 +1,27 @@
 """Every exception that elaswave raises on purpose.
 
-    ElaswaveError
-    ├── UsageError                 bad input from a person: exit code 2
-    │   ├── ConfigError            a configuration with one or more violated rules, all of them listed
-    │   ├── DataError              a data file that is missing, too short or holds impossible tokens
-    │   └── RunFolderError         a run folder that cannot be written, or holds another run
-    ├── InvalidProgramError        a program that is incomplete, deadlocks or needs too much memory
-    ├── CommError
-    │   ├── AuthenticationError    the other side does not hold the job's key
-    │   ├── FrameError             malformed, oversized or unexpected bytes on a link
-    │   ├── PeerLostError          the connection to a peer has ended
-    │   ├── InterruptedWaitError   a wait was woken on purpose (a new epoch, the end of the job)
-    │   ├── WaitTimeoutError       a bounded wait has run out
-    │   └── BacklogError           more is waiting to be acknowledged than may be kept
-    ├── StoreError                 a coordinator's journal that is damaged, locked by another one, or cannot be written
-    ├── StateError                 blocks, sums or placements that contradict each other
-    ├── CheckpointError            a checkpoint that is damaged, half-written or of another model
-    ├── VoteError                  a step that cannot be committed; says which part of the certificate failed
-    │   └── NonFiniteError         a loss or gradient that is not finite: names step, micro-batch and layer
-    ├── WorkerError                a worker ended with an error: names worker, step, micro-batch and layer
-    ├── RecoveryError              too much was lost to go on; says what
-    ├── FencedError                a worker that was declared lost has learned of it
-    └── StoppedBySignalError       the job was asked to end: exit code 128 + signal
+ElaswaveError
+├── UsageError                 bad input from a person: exit code 2
+│   ├── ConfigError            a configuration with one or more violated rules, all of them listed
+│   ├── DataError              a data file that is missing, too short or holds impossible tokens
+│   └── RunFolderError         a run folder that cannot be written, or holds another run
+├── InvalidProgramError        a program that is incomplete, deadlocks or needs too much memory
+├── CommError
+│   ├── AuthenticationError    the other side does not hold the job's key
+│   ├── FrameError             malformed, oversized or unexpected bytes on a link
+│   ├── PeerLostError          the connection to a peer has ended
+│   ├── InterruptedWaitError   a wait was woken on purpose (a new epoch, the end of the job)
+│   ├── WaitTimeoutError       a bounded wait has run out
+│   └── BacklogError           more is waiting to be acknowledged than may be kept
+├── StoreError                 a coordinator's journal that is damaged, locked by another one, or cannot be written
+├── StateError                 blocks, sums or placements that contradict each other
+├── CheckpointError            a checkpoint that is damaged, half-written or of another model
+├── VoteError                  a step that cannot be committed; says which part of the certificate failed
+│   └── NonFiniteError         a loss or gradient that is not finite: names step, micro-batch and layer
+├── WorkerError                a worker ended with an error: names worker, step, micro-batch and layer
+├── RecoveryError              too much was lost to go on; says what
+├── FencedError                a worker that was declared lost has learned of it
+└── StoppedBySignalError       the job was asked to end: exit code 128 + signal
 """
 
 from collections.abc import Sequence

@@ -10,8 +10,8 @@ from tests.integration.jobs import run_job
 
 from elaswave.control import launcher
 from elaswave.control.books import Books
-from elaswave.control.core import coordinator as core
 from elaswave.control.coordinator import CoordinatorSetup
+from elaswave.control.core import coordinator as core
 from elaswave.runtime.probe import Phase
 
 
@@ -60,9 +60,7 @@ def test_a_coordinator_that_dies_with_the_last_word_on_its_lips(
 
 
 @pytest.mark.parametrize("last_words", [core.Decided, core.Resumed])
-def test_a_loss_is_reported_though_the_coordinator_that_dealt_with_it_is_gone(
-    tmp_path: Path, last_words: type
-) -> None:
+def test_a_loss_is_reported_though_the_coordinator_that_dealt_with_it_is_gone(tmp_path: Path, last_words: type) -> None:
     died = tmp_path / "died"
 
     def die(effect: core.Effect) -> None:

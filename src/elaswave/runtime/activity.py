@@ -4,7 +4,10 @@ Written by one thread and read by another: each change is one assignment of one 
 """
 
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from elaswave.comm.transport import Handle
 
 
 class Doing(NamedTuple):
@@ -13,7 +16,7 @@ class Doing(NamedTuple):
     label: str
     computing: bool
     waiting_on: tuple[int, ...]
-    """Workers whose frames it waits for; empty where that is not known."""
+    """Workers from or to which frames still move; empty where that is not known."""
     since_s: float
     """Monotonic time at which it began."""
 
@@ -36,3 +39,7 @@ class Activity:
     def wait(self, label: str, peers: tuple[int, ...] = ()) -> None:
         """The worker waits for others."""
         self.doing = Doing(label, False, peers, time.monotonic())
+
+    def wait_for(self, handles: Iterable[Handle]) -> None:
+        """The worker waits, in what it does at present, for the peers of those transfers that have not ended."""
+        self.wait(self.label, tuple(sorted({handle.peer for handle in handles if not handle.done})))

@@ -13,6 +13,7 @@ import torch
 
 from elaswave.comm.frames import Tag
 from elaswave.comm.transport import Handle, Transport
+from elaswave.runtime.activity import Activity
 from elaswave.runtime.channels import WAIT_TIMEOUT_S, Channel
 from elaswave.state.flat import FlatLayer, LayerShape
 from elaswave.state.placement import Block, Placement
@@ -55,6 +56,7 @@ class Exchange:
         layers: the materialised layers here, by index.
         accumulators: their partial sums.
         transport: the worker's links.
+        activity: told for whom this worker waits.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Exchange:
         layers: dict[int, FlatLayer],
         accumulators: dict[int, Accumulator],
         transport: Transport,
+        activity: Activity,
     ) -> None:
         self._worker = worker
         self._shapes = shapes
@@ -76,6 +79,7 @@ class Exchange:
         self._layers = layers
         self._accumulators = accumulators
         self._transport = transport
+        self._activity = activity
         self._num_microbatches = layout.num_microbatches
         self._partials_out: _Plan = {}
         self._reduced_out: _Plan = {}
@@ -148,7 +152,7 @@ class Exchange:
         """
         sends = []
         for layer in sorted(self._owned, reverse=True):  # the order in which backward finishes layers
-            self._transport.wait(self._partial_handles[layer], WAIT_TIMEOUT_S)
+            self._wait(self._partial_handles[layer])
             peers = sorted(peer for sent_layer, peer in self._buffers if sent_layer == layer)
             own = self._accumulators.get(layer)
             for index, run in enumerate(self._owned[layer]):
@@ -165,7 +169,7 @@ class Exchange:
                 if sent_layer == layer:
                     gradients = [self._gradient(block) for block in blocks]
                     sends.append(self._transport.send(peer, tag, gradients))
-        self._transport.wait(self._reduced_handles, WAIT_TIMEOUT_S)
+        self._wait(self._reduced_handles)
         return sends
 
     def _gradient(self, block: Block) -> torch.Tensor:
@@ -205,8 +209,12 @@ class Exchange:
             )
             for (layer, peer), blocks in self._parameters_in.items()
         ]
-        self._transport.wait(receives, WAIT_TIMEOUT_S)
+        self._wait(receives)
         return sends
+
+    def _wait(self, handles: Sequence[Handle]) -> None:
+        self._activity.wait_for(handles)
+        self._transport.wait(handles, WAIT_TIMEOUT_S)
 
 
 def _runs(blocks: Sequence[Block]) -> list[_Run]:

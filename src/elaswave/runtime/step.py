@@ -203,6 +203,7 @@ class StepEngine:
             layers=self.layers,
             accumulators=self._accumulators,
             transport=self.transport,
+            activity=self.activity,
         )
 
     def held(self) -> dict[int, Held]:
@@ -386,6 +387,7 @@ class StepEngine:
             self._reach("reduce")
             self.activity.wait("reduce")
             self._sends += self._exchange.reduce(step, attempt, exponents)
+            self.activity.wait_for(filling)
             self.transport.wait(filling, WAIT_TIMEOUT_S)
         self.ledger.prepare()
         with self._timed("vote"):
@@ -487,13 +489,14 @@ class StepEngine:
             step=step,
             attempt=0,
             sends=sends,
-            before_action=lambda action: None,
+            before_action=lambda action: self.activity.compute("evaluate"),
             on_layer_done=lambda layer: None,
             train=False,
         )
         losses = torch.zeros(num_microbatches, dtype=torch.float64)
         for microbatch, loss in self.compute.losses.items():
             losses[microbatch] = loss
+        self.activity.wait("evaluate")
         group = Group(self.transport, layout.workers, Channel.EVALUATION_LOSS)
         group.all_reduce_with(losses.view(torch.int64), torch.Tensor.add_, step=step, timeout_s=WAIT_TIMEOUT_S)
         self.transport.wait(sends, WAIT_TIMEOUT_S)
@@ -603,6 +606,7 @@ class StepEngine:
         self.ledger.gathered(self.step)
 
     def _drain(self) -> None:
+        self.activity.wait_for(self._sends)
         self.transport.wait(self._sends, WAIT_TIMEOUT_S)
         self._sends.clear()
 

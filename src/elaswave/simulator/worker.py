@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from elaswave.control.core.ledger import CatchUp, Held, Ledger
 from elaswave.control.core.member import Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
-from elaswave.control.core.messages import CoreToWorker, Decision, Evidence, Installed, Registered, Report
+from elaswave.control.core.messages import CoreToWorker, Decision, Evidence, Fenced, Installed, Registered, Report
 from elaswave.simulator.certificate import Vote, decode_vote, encode_vote, expected_residency, residency_key
 from elaswave.simulator.job import (
     INITIAL_GRID,
@@ -130,6 +130,8 @@ class SimWorker:
         self.durable: list[StepDone | Shard] = []
         """Said to every coordinator again."""
         self.started = False
+        """Whether it has been told where its peers are; until then it can do nothing else."""
+        self.before_start: list[CoreToWorker] = []
         self.done = False
 
     # ------------------------------------------------------------------------------------------------ what reaches it
@@ -155,9 +157,11 @@ class SimWorker:
 
     def on_start(self) -> None:
         """Every worker has registered."""
-        if not self.started and self.member.epoch == FIRST_EPOCH:
+        if not self.started:
             self.started = True
             self._live(self._steps(1, 1))
+            for message in self.before_start:
+                self.on_message(message)
 
     def on_frame(self, key: Key, frame: Frame) -> None:
         """A frame arrives."""
@@ -191,6 +195,9 @@ class SimWorker:
 
     def on_message(self, message: CoreToWorker) -> None:
         """A message of the coordinator's core."""
+        if not self.started and not isinstance(message, Fenced):
+            self.before_start.append(message)
+            return
         action = self.member.handle(message)
         if isinstance(action, MoveAndReport):
             self.move(action.epoch, action.members)
@@ -205,7 +212,6 @@ class SimWorker:
 
     def move(self, epoch: int, members: Iterable[int]) -> None:
         """Leaves the old epoch, promises, and reports."""
-        self.started = True
         self.done = False  # what it said of its end was of the old epoch
         self._stop()
         self.leave_epoch(epoch)

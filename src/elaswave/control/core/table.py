@@ -1,4 +1,4 @@
-"""States and transitions of the machines, as tables that the machines are held to and the documentation is made from."""
+"""States and transitions of the machines: tables that they are held to and that the documentation is made from."""
 
 from collections.abc import Sequence
 from enum import Enum
