@@ -613,13 +613,18 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
 
 
 def _wait_for_start(mailbox: Mailbox) -> dict[int, str]:
+    """Waits for the peers' addresses; a question that comes before them is answered afterwards."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
+    early: list[ToWorker] = []
     while True:
         message = mailbox.next(deadline_s - time.monotonic())
         if isinstance(message, Start):
+            for question in reversed(early):
+                mailbox.put_back(question)
             return message.addresses
         if isinstance(message, Fenced | Exit):
             raise FencedError("the job has ended before it began" if isinstance(message, Exit) else message.reason)
+        early.append(message)
 
 
 def _failure(worker_id: int, worker: Worker | None, error: Exception) -> Failed:

@@ -387,8 +387,9 @@ class Coordinator:
             self._go(REGISTERED, State.TRAINING)
             return [Persist(StartRecord(term=self.term)), Start(dict(self._addresses))]
         effects: list[Effect] = []
-        if self.state is State.TRAINING and self.decision is None and self._addresses.keys() >= set(self.members):
-            # Its `Start` may have been lost with a connection, or with the coordinator that was about to send it.
+        if self.decision is None and self._addresses.keys() >= set(self.members):
+            # Its `Start` may have been lost with a connection, or with the coordinator that was about to send it. Also
+            # while a rise waits for reports: a worker that does not know its peers cannot leave an epoch.
             effects.append(Start(dict(self._addresses)))
         if event.epoch == self.epoch and event.report is not None and self.state is State.COLLECTING:
             effects += self._on_report(event.report)
