@@ -5,6 +5,7 @@ every tensor, the number of steps. `run_job` also checks that no process, socket
 """
 
 import os
+import re
 import signal
 import threading
 import time
@@ -251,6 +252,7 @@ def test_the_line_on_the_terminal_says_what_happened(tmp_path: Path, twin: Job) 
     _survive(tmp_path / "run", twin, ["kill:3@3:backward"], reporter=reporter)
     (line,) = [message for message in reporter.messages if "lost in" in message]
     assert line.startswith("worker 3 (stage 1) lost in backward of step 3 (")
-    assert "epoch 2, 3 micro-batches rerouted, " in line
-    assert " blocks promoted, 0 B moved, going on after " in line
+    assert re.search(
+        r"epoch 2, \d+ micro-batches rerouted, \d+ blocks promoted, 0 B moved, going on after \d+ ms", line
+    )
     assert ", step redone in " in line

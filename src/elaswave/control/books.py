@@ -172,6 +172,11 @@ class Books:
         return self._epochs[-1].layout if self._epochs else self._blueprint.layout
 
     @property
+    def num_restarts(self) -> int:
+        """How many ends of coordinators have been reported."""
+        return sum(recovery.kind == "coordinator" for recovery in self._recoveries)
+
+    @property
     def all_finished(self) -> bool:
         """Every member has made its last step and reported its state."""
         return set(self.members) <= set(self._finished)

@@ -267,7 +267,9 @@ class CoordinatorProcess:
 
     def _on_agent(self, message: AgentHello | Exited | StopJob) -> None:
         if isinstance(message, AgentHello):
-            self._coordinator_ends_s = message.coordinator_ends_s
+            if len(message.coordinator_ends_s) > self._books.num_restarts:
+                self._coordinator_ends_s = message.coordinator_ends_s
+                self._report_restart(time.monotonic())
             for exited in message.exited:
                 self._on_end_of_process(exited.worker, exited.text)
         elif isinstance(message, Exited):
@@ -309,11 +311,12 @@ class CoordinatorProcess:
             self._server.send(worker, self._start)  # one that trains already takes no notice
         if self._stop is not None:
             self._server.send(worker, self._stop)
-        if self._coordinator_ends_s and set(self._server.peers) >= set(self._core.members):
-            self._report_restart(now_s)
+        self._report_restart(now_s)
 
     def _report_restart(self, now_s: float) -> None:
-        """Everybody has found the new coordinator."""
+        """Says so once everybody has found the new coordinator, workers and agent in any order."""
+        if not self._coordinator_ends_s or not set(self._server.peers) >= set(self._core.members):
+            return
         ended_s, self._coordinator_ends_s = self._coordinator_ends_s[-1], []
         recovery = self._recoveries.restarted(ended_s, now_s, self._books.last_step + 1, self._core.epoch)
         self._books.recovered(recovery)
@@ -444,6 +447,7 @@ class CoordinatorProcess:
 
     def _on_decided(self, effect: core.Decided) -> None:
         decision = effect.decision
+        self._report_restart(time.monotonic())  # whoever was still missing is no member any more
         self._recoveries.decided(decision, time.monotonic(), self._plan_s)
         self._books.decided(decision)
         if decision.rollback is not None:

@@ -290,6 +290,7 @@ class Coordinator:
         """Lost since the newest decision."""
         self._reason = ""
         self._addresses: dict[int, str] = {}
+        self._start_said = False
         self._reports: dict[int, Report] = {}
         self._installed: dict[int, Installed] = {}
         self._resumed = True
@@ -385,12 +386,10 @@ class Coordinator:
             if len(self._addresses) < len(self.members):
                 return []
             self._go(REGISTERED, State.TRAINING)
-            return [Persist(StartRecord(term=self.term)), Start(dict(self._addresses))]
+            return [Persist(StartRecord(term=self.term)), *self._start_again()]
         effects: list[Effect] = []
-        if self.decision is None and self._addresses.keys() >= set(self.members):
-            # Its `Start` may have been lost with a connection, or with the coordinator that was about to send it. Also
-            # while a rise waits for reports: a worker that does not know its peers cannot leave an epoch.
-            effects.append(Start(dict(self._addresses)))
+        # Its `Start` may have been lost with a connection, or with the coordinator that was about to send it.
+        effects += self._start_again()
         if event.epoch == self.epoch and event.report is not None and self.state is State.COLLECTING:
             effects += self._on_report(event.report)
         elif self.state is State.COLLECTING:
@@ -403,6 +402,14 @@ class Coordinator:
         elif event.epoch > self.epoch:
             effects.append(Note(f"worker {worker} registers in epoch {event.epoch}, the newest is {self.epoch}"))
         return effects
+
+    def _start_again(self) -> list[Effect]:
+        """The addresses once more, once all are known: also while a rise waits for reports, because a worker that does
+        not know its peers cannot leave an epoch. After a decision everybody knows them."""
+        if self.decision is not None or not self._addresses.keys() >= set(self.members):
+            return []
+        self._start_said = True
+        return [Start(dict(self._addresses))]
 
     def fence(self, worker: int) -> Fenced:
         """What a worker is told that is no member any more."""
@@ -450,6 +457,7 @@ class Coordinator:
         fences: list[Effect] = [Send(worker, self._fenced(self._reason)) for worker in leaving]
         return [
             Persist(record),
+            *([] if self._start_said else self._start_again()),
             *(Send(worker, self._prepare()) for worker in members),
             *fences,
             Raised(self.epoch, tuple(fresh)),
