@@ -290,7 +290,7 @@ class CoordinatorProcess:
         def wait() -> None:
             if self._setup.deaths.wait(worker):
                 with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
-                    loop.call_soon_threadsafe(self._on_end_of_process, worker, "its process has ended")
+                    loop.call_soon_threadsafe(self._on_end_of_process, worker, "has ended")
 
         threading.Thread(target=wait, name=f"end of worker {worker}", daemon=True).start()
 
@@ -442,7 +442,7 @@ class CoordinatorProcess:
         self._books.rise(effect.epoch)
         for suspicion in effect.suspicions:
             self._detector.left(suspicion.worker)
-            _log.warning("epoch %d: worker %d: %s", effect.epoch, suspicion.worker, suspicion.reason)
+            _log.warning("epoch %d: %s", effect.epoch, suspicion.reason)
         self._recoveries.raised(effect, self._books.layout, now_s)
 
     def _on_decided(self, effect: core.Decided) -> None:
