@@ -122,7 +122,8 @@ def test_a_new_coordinator_asks_again_and_decides_the_same():
     # Whoever has answered the first one says so when it registers; the other is asked.
     answered = report(0, 2)
     assert second.handle(registered(0, 2, answered), 0.0) == []
-    assert shown(second.handle(registered(2), 0.0)) == ["to 2: prepare 2 of term 2: [0, 2]"]
+    # Nobody can tell whether the first one's start has reached everybody, so it is said again.
+    assert shown(second.handle(registered(2), 0.0)) == ["start [0, 2]", "to 2: prepare 2 of term 2: [0, 2]"]
     assert shown(second.handle(report(2, 2), 0.0))[0] == "persist decision 2 of term 2: [0, 2] resume 1.2"
 
 
@@ -152,6 +153,23 @@ def test_a_start_that_was_lost_is_said_again():
     second = coordinator(records)
     assert second.state is State.TRAINING
     assert [shown(second.handle(registered(worker), 0.0)) for worker in range(3)] == [[], [], ["start [0, 1, 2]"]]
+
+
+def test_a_start_that_was_lost_is_said_before_the_question_about_a_loss():
+    """A worker that does not know its peers can neither leave an epoch nor report."""
+    first = coordinator()
+    records = persisted(first.begin())
+    for worker in range(3):
+        records += persisted(first.handle(registered(worker), 0.0))
+    second = coordinator(records)
+    for worker in (0, 2):
+        assert second.handle(registered(worker), 0.0) == []
+    assert shown(second.handle(suspicion(1), 0.0))[:4] == [
+        "persist raise 2",
+        "start [0, 2]",
+        "to 0: prepare 2 of term 2: [0, 2]",
+        "to 2: prepare 2 of term 2: [0, 2]",
+    ]
 
 
 def test_what_peers_say_counts_in_their_own_epoch():

@@ -273,6 +273,9 @@ class Worker:
             peers = peers_of(layout, placement, blocks)[self._worker]
             peers |= doubling_partners(layout.workers, self._worker)
         missing = peers - self._transport.peers
+        if unknown := missing - self._addresses.keys():
+            # It was lost before this worker heard of the start; the coordinator is about to ask for a report.
+            raise InterruptedWaitError(f"the start does not name workers {sorted(unknown)}")
         if missing:
             self._transport.connect({peer: self._addresses[peer] for peer in missing}, CONNECT_TIMEOUT_S)
 
