@@ -23,7 +23,11 @@ PURE = (
     "elaswave.state.placement",
     "elaswave.state.rectangles",
 )
-"""Modules and packages that may import nothing of elaswave but each other, and nothing impure from outside."""
+"""The kernel: what may import nothing of elaswave but itself, and nothing impure from outside."""
+
+SIMULATED = ("elaswave.simulator",)
+"""As pure as the kernel, on which it stands, except that it draws: from generators that it makes from a seed
+(`random.Random`), and by nothing else of ``random``."""
 
 IMPURE = {
     "torch and numpy": {"torch", "numpy"},
@@ -97,6 +101,28 @@ def reads_environment(tree: ast.Module) -> Iterator[int]:
                 yield node.lineno
 
 
+def uses_of_random(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """What is used of the module ``random`` besides a generator that is given its seed."""
+    seeded = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args}
+    annotations = {
+        inner
+        for node in ast.walk(tree)
+        for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None))
+        if isinstance(annotation, ast.AST)
+        for inner in ast.walk(annotation)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "random":
+            if node.attr != "Random" or node not in seeded | annotations:
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and node.module == "random":
+            yield node.lineno, node.names[0].name
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name == "random" and alias.asname:
+                    yield node.lineno, f"* as {alias.asname}"
+
+
 def violations(package: Path) -> list[str]:
     """One line per import or look at the environment that breaks a rule."""
     found = []
@@ -104,6 +130,9 @@ def violations(package: Path) -> list[str]:
     known = {module for module, _ in modules(package)}
     for module, path in modules(package):
         tree = ast.parse(path.read_text(), str(path))
+        if within(module, SIMULATED):
+            for line, name in uses_of_random(tree):
+                found.append(f"{path.relative_to(package.parent)}:{line}: {module} uses random.{name}, not of a seed")
         for imported, line in imports(module, path, tree, known):
             where = f"{path.relative_to(package.parent)}:{line}: {module} imports {imported}"
             if within(module, PURE):
@@ -111,6 +140,12 @@ def violations(package: Path) -> list[str]:
                     found.append(f"{where}, but is pure ({kind})")
                 elif within(imported, ("elaswave",)) and not within(imported, PURE):
                     found.append(f"{where}, which is not pure, but is pure itself")
+            if within(module, SIMULATED):
+                kind = impure.get(imported.split(".")[0])
+                if kind and imported != "random":
+                    found.append(f"{where}, but is simulated ({kind})")
+                elif within(imported, ("elaswave",)) and not within(imported, PURE + SIMULATED):
+                    found.append(f"{where}, which is not pure, but is simulated itself")
             for layer, above in FORBIDDEN.items():
                 if (
                     within(module, (layer,))
@@ -136,8 +171,8 @@ def test_dependencies_point_one_way():
 
 def test_pure_modules_load_nothing_impure():
     """In a fresh interpreter: also what they import indirectly, and their packages' ``__init__``, load no torch."""
-    pure = [module for module, _ in modules(PACKAGE) if within(module, PURE)]
-    assert "elaswave.planning.schedule" in pure
+    pure = [module for module, _ in modules(PACKAGE) if within(module, PURE + SIMULATED)]
+    assert {"elaswave.planning.schedule", "elaswave.control.core.coordinator", "elaswave.simulator.world"} <= {*pure}
     code = (
         "import importlib, sys\n"
         f"for name in {pure!r}: importlib.import_module(name)\n"
@@ -164,7 +199,13 @@ PLANTED = {
     ],
     "planning/__init__.py": [("from .. import comm", "elaswave.planning imports elaswave.comm, which is not pure")],
     "control/core/agent.py": [
-        ("import datetime", "elaswave.control.core.agent imports datetime, but is pure (clocks)")
+        ("import datetime", "elaswave.control.core.agent imports datetime, but is pure (clocks)"),
+        ("import torch", "imports torch, but is pure (torch and numpy)"),
+        ("import socket", "imports socket, but is pure (sockets)"),
+        ("import asyncio", "imports asyncio, but is pure"),
+        ("import random", "imports random, but is pure (random sources)"),
+        ("from elaswave.control import launcher", "imports elaswave.control.launcher, which is not pure"),
+        ("from elaswave.simulator import world", "imports elaswave.simulator.world, which is not pure"),
     ],
     "state/placement.py": [("import torch", "elaswave.state.placement imports torch, but is pure")],
     "types.py": [
@@ -176,6 +217,21 @@ PLANTED = {
     "hashing.py": [("from elaswave.errors import DataError", "elaswave.hashing may import only nothing of elaswave")],
     "comm/group.py": [
         ("from elaswave.runtime import step", "imports elaswave.runtime.step, which is above elaswave.comm")
+    ],
+    "simulator/world.py": [
+        ("import torch", "elaswave.simulator.world imports torch, but is simulated (torch and numpy)"),
+        ("import time", "imports time, but is simulated (clocks)"),
+        ("import secrets", "imports secrets, but is simulated (random sources)"),
+        ("import threading", "imports threading, but is simulated (event loops, threads and processes)"),
+        ("from elaswave.comm import group", "imports elaswave.comm.group, which is not pure, but is simulated itself"),
+        ("from elaswave.runtime import step", "imports elaswave.runtime.step, which is not pure"),
+        ("from elaswave.control import launcher", "imports elaswave.control.launcher, which is not pure"),
+        ("import random\nrandom.random()", "2: elaswave.simulator.world uses random.random, not of a seed"),
+        ("import random\nrandom.Random()", "uses random.Random, not of a seed"),
+        ("import random\nmake = random.Random", "uses random.Random, not of a seed"),
+        ("import random\nrandom.SystemRandom(1)", "uses random.SystemRandom, not of a seed"),
+        ("from random import choice", "uses random.choice, not of a seed"),
+        ("import random as r", "uses random.* as r, not of a seed"),
     ],
     "state/flat.py": [("import elaswave.control.core.agent", "which is above elaswave.state")],
     "runtime/step.py": [
@@ -195,7 +251,11 @@ HARMLESS = {
     "planning/cost.py": "import heapq\nfrom math import lcm\nfrom elaswave.types import Layout\nfrom . import other",
     "planning/other.py": "from elaswave.state.placement import Block",
     "runtime/step.py": "import os, time, torch\nfrom elaswave.comm import group\nfrom elaswave.control import core",
-    "control/launcher.py": "from elaswave.runtime import step\nfrom elaswave.control.core import agent",
+    "control/launcher.py": "from elaswave.runtime import step\nfrom elaswave.testing import faults",
+    "control/core/agent.py": "from elaswave.planning import cost\nfrom elaswave.state.placement import Block",
+    "testing/faults.py": "import os\nfrom elaswave.control.core import agent",
+    "simulator/world.py": "import random\nfrom elaswave.control.core import agent\nrng: random.Random\n"
+    "def draw(rng: random.Random) -> random.Random: return random.Random(7)",
     "cli/main.py": "import os\nfrom elaswave.control import launcher\nos.environ.get('HOME')",
     "cli/train.py": "from elaswave.cli import main",
     "__main__.py": "from elaswave.cli.main import main",
