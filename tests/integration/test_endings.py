@@ -82,3 +82,11 @@ def test_without_any_whole_checkpoint_a_resume_says_so(tmp_path: Path) -> None:
         file.write_bytes(b"")
     with pytest.raises(CheckpointError, match="has no valid checkpoint to resume from; start again with --overwrite"):
         run_job(tmp_path, LAYOUT, resume=True)
+
+
+def test_a_fault_that_never_struck_is_told_at_the_end(tmp_path: Path) -> None:
+    job = run_job(tmp_path, LAYOUT | {"run.steps": 4}, faults=["kill:2@2:backward", "kill:1@3:vote+3"])
+    assert [recovery.worker for recovery in job.result.recoveries] == [2]
+    assert [text for text in job.messages if "never struck" in text] == [
+        "--fault kill:1@3:vote+3 never struck: its worker was gone, or had no such action in step 3 of this run"
+    ]

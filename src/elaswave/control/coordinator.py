@@ -49,7 +49,14 @@ from elaswave.runtime.messages import (
 from elaswave.state.checkpoint import find_newest_checkpoint
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.placement import Placement, place_blocks
-from elaswave.testing.faults import FAULTS_FILE, Fault, coordinator_fault, read_fault_records, strike_coordinator
+from elaswave.testing.faults import (
+    FAULTS_FILE,
+    Fault,
+    coordinator_fault,
+    never_struck,
+    read_fault_records,
+    strike_coordinator,
+)
 from elaswave.types import Layout
 
 AGENT = agent_id(0)
@@ -386,6 +393,9 @@ class CoordinatorProcess:
         result, digests = self._books.result()
         write_digests(self._setup.run_dir, digests)
         write_result(self._setup.run_dir, result)
+        for fault in never_struck(self._setup.faults, read_fault_records(self._setup.run_dir / FAULTS_FILE)):
+            why = f"its worker was gone, or had no such action in step {fault.step} of this run"
+            self._books.say(f"--fault {fault} never struck: {why}")
         self._end(Ended(outcome="finished"))
 
     def _end(self, ended: Ended, *, write: bool = True) -> None:
