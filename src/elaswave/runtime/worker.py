@@ -30,7 +30,7 @@ from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, Vo
 from elaswave.observability.trace import PHASE, TraceRecorder
 from elaswave.planning.layout import peers_of
 from elaswave.runtime.activity import Activity
-from elaswave.runtime.allocator import keep_freed_memory
+from elaswave.runtime.allocator import tune_allocator
 from elaswave.runtime.blueprint import Blueprint
 from elaswave.runtime.compute import LayerError
 from elaswave.runtime.materialise import materialise
@@ -589,7 +589,7 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
         Exit status: 0, or 1 after an error.
     """
     torch.set_num_threads(1)
-    keep_freed_memory()
+    tune_allocator()
     worker: Worker | None = None
     transport: StreamTransport | None = None
     client: ClosableClient | None = None
