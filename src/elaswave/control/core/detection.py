@@ -39,8 +39,10 @@ NO_HURRY = 2.0
 """Factor on a bound on silence while somebody else still computes: so far the silent one holds nobody up."""
 SILENCE_STARTING_S = 20.0
 """Bound on silence of a worker that has not begun its first step."""
-SILENCE_UNLEARNED_S = 3.0
-"""Bound on silence until `LEARNED_GAPS` heartbeats have come."""
+SILENCE_UNLEARNED_S = 5.0
+"""Least bound on silence until `LEARNED_GAPS` heartbeats have come, and while a worker is in one of `BESIDE_STEPS`."""
+BESIDE_STEPS = ("evaluate", "checkpoint", "end")
+"""Labels under which no committed step shows that a worker lives; disks and digests then compete with heartbeats."""
 LEARNED_GAPS = 10
 GAP_MAX_S = 5.0
 """Longer gaps teach nothing more."""
@@ -102,6 +104,11 @@ class _Watched:
         self.position: Position | None = None
         self.entered_s = now_s
         """When it entered this position, at the earliest."""
+
+    @property
+    def beside_steps(self) -> bool:
+        """It evaluates, writes a checkpoint or is done: no committed step will show that it lives."""
+        return self.position is not None and kind_of(self.position.label) in BESIDE_STEPS
 
     @property
     def computing(self) -> bool:
@@ -312,7 +319,9 @@ class Detector:
             return SILENCE_STARTING_S
         gap_s = max(watched.gaps.value_s, common_gap_s)
         bound_s = max(SILENCE_FLOOR_S, min(SILENCE_FACTOR * gap_s, gap_s + SILENCE_MARGIN_S))
-        return bound_s if watched.gaps.count >= LEARNED_GAPS else max(bound_s, SILENCE_UNLEARNED_S)
+        if watched.gaps.count < LEARNED_GAPS or watched.beside_steps:
+            return max(bound_s, SILENCE_UNLEARNED_S)
+        return bound_s
 
     def _silent(self) -> list[Suspicion]:
         common_gap_s = self._common_gap_s()
