@@ -235,6 +235,11 @@ class World:
             if link is None or not link.open:
                 self._at(self.delay(), self._connect, worker)
 
+    def _restart_coordinator(self) -> None:
+        """Another one in the place of one that was killed, unless one has been started meanwhile."""
+        if self.coordinator is None:
+            self.start_coordinator()
+
     @property
     def coordinator(self) -> SimCoordinator | None:
         """The one that new connections reach."""
@@ -339,7 +344,7 @@ class World:
         conditions = self.conditions
         if fault.kind == "kill":
             self.end_coordinator(coordinator)
-            self._at(conditions.restart_delay, self.start_coordinator)
+            self._at(conditions.restart_delay, self._restart_coordinator)
         elif coordinator not in self._hung_until:
             self._hang_actor(coordinator, fault.duration)
             self._at(conditions.restart_delay, self.start_coordinator)

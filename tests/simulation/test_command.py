@@ -1,0 +1,95 @@
+"""``elaswave bench protocol``."""
+
+import json
+import shlex
+
+import pytest
+
+from elaswave.cli import bench_protocol
+from elaswave.cli.main import main
+from elaswave.simulator.run import Build
+from elaswave.simulator.schedule import parse_schedule
+from elaswave.simulator.search import SPACES
+
+
+def bench(*arguments: str) -> int:
+    return main(["bench", "protocol", *arguments])
+
+
+def test_seeds(capsys):
+    assert bench("--schedules", "60", "--seed", "5", "--processes", "1") == 0
+    out = capsys.readouterr().out
+    assert "seeded" in out
+    assert "60 schedules, no violation" in out
+    assert "jobs finished" in out
+
+
+def test_several_processes_find_the_same(capsys):
+    summaries = []
+    for processes in ("1", "2"):
+        assert bench("--schedules", "300", "--processes", processes, "--json") == 0
+        summaries.append(json.loads(capsys.readouterr().out)["searched"])
+    assert summaries[0] == summaries[1]
+    assert summaries[0]["seeded"]["schedules"] == 300
+
+
+def test_a_space(capsys, monkeypatch):
+    small = SPACES["4-workers-2-kills"]._replace(
+        job=SPACES["4-workers-2-kills"].job._replace(widths=(1, 1), num_microbatches=1, steps=1, retry_step=0)
+    )
+    monkeypatch.setitem(SPACES, "4-workers-2-kills", small)
+    assert bench("--space", "4-workers-2-kills", "--processes", "1", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["failure"] is None
+    assert document["searched"]["4-workers-2-kills"]["schedules"] > 100
+
+
+def test_a_planted_bug_is_found_and_shortened(capsys):
+    assert bench("--plant", "mix-attempts", "--schedules", "250", "--processes", "1") == 0
+    out = capsys.readouterr().out
+    assert "violation: worker" in out
+    command = out.splitlines()[-1].strip()
+    assert command.startswith("elaswave bench protocol --plant mix-attempts --replay ")
+    # The command that is printed shows the violation, and without the bug there is none.
+    arguments = shlex.split(command)[3:]
+    assert bench(*arguments) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("schedule: ")
+    assert out.splitlines()[-1].startswith("violation: ")
+    assert bench(*arguments[2:]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "finished; no violation"
+
+
+def test_a_planted_bug_that_is_not_found_is_a_failure(capsys):
+    assert bench("--plant", "no-terms", "--schedules", "1", "--processes", "1") == 1
+    assert "the planted bug no-terms was not found" in capsys.readouterr().out
+
+
+def test_a_violation_in_the_product_ends_with_its_seed(capsys, monkeypatch):
+    from elaswave.simulator.plants import PLANTS
+
+    broken: Build = PLANTS["ignore-evidence"].build
+    monkeypatch.setattr(bench_protocol, "PRODUCT", broken)
+    assert bench("--schedules", "250", "--processes", "1", "--json") == 1
+    failure = json.loads(capsys.readouterr().out)["failure"]
+    assert failure["violation"]
+    parse_schedule(failure["shortest"])
+    assert bench("--schedules", "250", "--processes", "1") == 1
+    assert f"elaswave bench protocol --replay {failure['seed']}" in capsys.readouterr().out
+
+
+def test_replays(capsys):
+    assert bench("--replay", "3", "--json") == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["violation"] is None
+    assert document["instants"] > 50
+    assert "coordinator of term 1 starts" in captured.err
+    assert bench("--replay", "widths=2,1 kill:0@8 kill:1@8 kill:2@8") == 0
+    assert "ended: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [["--replay", "nonsense"], ["--plant", "none"], ["--space", "all"]])
+def test_bad_input(wrong, capsys):
+    assert bench(*wrong) == 2
+    assert "Error:" in capsys.readouterr().err

@@ -1,0 +1,30 @@
+"""docs/protocol.md says what the code does."""
+
+from pathlib import Path
+
+import pytest
+
+from elaswave.simulator.page import fill
+from elaswave.simulator.plants import PLANTS
+from elaswave.simulator.schedule import KINDS
+from elaswave.simulator.search import SPACES
+
+PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+
+
+def test_the_page_is_up_to_date():
+    text = PAGE.read_text()
+    assert fill(text) == text, "write it anew: scripts/protocol-page"
+    assert "not shown by its example" not in text
+
+
+def test_the_page_names_everything():
+    text = PAGE.read_text()
+    for name in (*KINDS, *SPACES, *PLANTS):
+        assert name in text
+
+
+def test_unknown_sections_are_refused():
+    assert fill("nothing to fill") == "nothing to fill"
+    with pytest.raises(KeyError, match="dragons"):
+        fill("<!-- from the code: dragons -->\n<!-- until here -->")

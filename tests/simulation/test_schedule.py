@@ -1,0 +1,78 @@
+"""Schedules as text, and the refusal of what is none."""
+
+import pytest
+
+from elaswave.control.core.coordinator import StartRecord, TermRecord
+from elaswave.simulator.coordinator import StaleTermError, Store
+from elaswave.simulator.job import Job
+from elaswave.simulator.run import Build, run_schedule
+from elaswave.simulator.schedule import Conditions, Fault, Schedule, parse_fault, parse_schedule, random_schedule
+from elaswave.simulator.worker import SimWorker
+
+
+def test_round_trip():
+    assert str(Schedule()) == ""
+    assert parse_schedule("") == Schedule()
+    for seed in range(200):
+        schedule = random_schedule(seed)
+        assert parse_schedule(str(schedule)) == schedule
+        assert random_schedule(seed) == schedule
+    text = "widths=2,2 seed=7 keeps_in_flight=0 kill:c@80 hang:1@30+50 cut:0-2@41"
+    schedule = parse_schedule(text)
+    assert str(schedule) == text
+    assert schedule.job == Job(widths=(2, 2))
+    assert schedule.conditions == Conditions(seed=7, keeps_in_flight=False)
+    assert schedule.faults == (Fault("kill", "c", 80), Fault("hang", "1", 30, 50), Fault("cut", "0-2", 41))
+    assert [fault.workers for fault in schedule.faults] == [(), (1,), (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kill@3", "no fault: write kind:target@instant"),
+        ("kill:2@x", "no fault"),
+        ("kill:2@3+x", "no fault"),
+        ("kill:two@3", "no fault"),
+        ("burn:2@3", "of no known kind: use one of kill, suspect"),
+        ("kill:3@3", "strikes a worker that does not exist: they are 0 to 2"),
+        ("colour=3", "neither a fault nor one of widths"),
+        ("steps=many", "'steps=many' needs a whole number"),
+        ("widths=2,x", "needs a whole number"),
+        ("keeps_in_flight=yes", "needs a whole number"),
+        ("widths=2,0", "every stage needs a worker"),
+        ("widths=3,1", "num_microbatches must be at least 3"),
+    ],
+)
+def test_what_is_no_schedule(text, message):
+    with pytest.raises(ValueError, match=message.replace("+", r"\+")):
+        parse_schedule(text)
+
+
+def test_a_job_may_be_given():
+    job = Job(widths=(4,), num_microbatches=4)
+    assert {random_schedule(seed, job).job for seed in range(20)} == {job}
+    with pytest.raises(ValueError, match="no fault"):
+        parse_fault("")
+
+
+def test_the_store_takes_records_of_the_newest_term_only():
+    store = Store()
+    store.append(TermRecord(term=1))
+    store.append(StartRecord(term=1))
+    with pytest.raises(StaleTermError, match="another coordinator has begun term 1"):
+        store.append(TermRecord(term=1))
+    store.append(TermRecord(term=2))
+    with pytest.raises(StaleTermError, match="written by a coordinator of term 2"):
+        store.append(StartRecord(term=1))
+    assert store.records == [TermRecord(term=1), StartRecord(term=1), TermRecord(term=2)]
+
+
+def test_whatever_the_simulated_code_raises_is_a_violation():
+    class Forgetful(SimWorker):
+        def certificate(self, traffic, plan):
+            return super().certificate(traffic, plan)._replace(coverage=0)
+
+    outcome = run_schedule(Schedule(), Build(worker=Forgetful))
+    assert outcome.violation is not None
+    assert outcome.violation.startswith("RejectedVote: worker ")
+    assert outcome.violation.endswith("the vote on step 1 fails in coverage")
