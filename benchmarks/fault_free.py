@@ -1,6 +1,6 @@
 """Tokens per second of elaswave against plain PyTorch, with nothing going wrong.
 
-    python benchmarks/fault_free.py [--sizes default 10m] [--layouts 1x1 2x2] [--rounds 15] [--json]
+    python benchmarks/fault_free.py [--sizes default 10m] [--layouts 1x1 2x2] [--starts 5] [--rounds 5] [--json]
 
 One worker against a plain loop, and 2 stages x 2 replicas against torch.distributed.pipelining with ZeRO-1 on gloo;
 same model code, data, layer split, clipping, loss reporting, one thread per process. See README.md beside this file.
@@ -14,6 +14,7 @@ from harness import (
     SIZES,
     Compared,
     Program,
+    Turns,
     compare,
     configuration,
     elaswave_program,
@@ -33,7 +34,6 @@ TARGETS = {
     ("10m", "2x2", "bitwise"): 1.0,
 }
 """Smallest ratio of tokens per second, by size, layout and consistency."""
-STEPS_BEFORE = 3
 
 
 def main() -> int:
@@ -42,8 +42,10 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["default", "10m"])
     parser.add_argument("--layouts", nargs="+", choices=("1x1", "2x2"), default=["1x1", "2x2"])
     parser.add_argument("--consistency", nargs="+", choices=("bitwise", "scaled"), default=["bitwise", "scaled"])
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each program")
+    parser.add_argument("--starts", type=int, default=5, help="how often the programs are started anew")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each program in each start")
     parser.add_argument("--steps-per-turn", type=int, help="default: by size")
+    parser.add_argument("--tune-plain", action="store_true", help="our allocator's settings for plain PyTorch, too")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change both sides")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     options = parser.parse_args()
@@ -52,17 +54,18 @@ def main() -> int:
     where = machine()
     for size in options.sizes:
         for layout in options.layouts:
-            steps_per_turn = options.steps_per_turn or STEPS_PER_TURN[size]
-            rows += measure(size, layout, options.consistency, options.rounds, steps_per_turn, tuple(options.set))
+            turns = Turns(options.starts, options.rounds, options.steps_per_turn or STEPS_PER_TURN[size])
+            rows += measure(size, layout, options.consistency, turns, options.set, tune_plain=options.tune_plain)
     if options.json:
-        print(json.dumps({"machine": where, "rounds": options.rounds, "rows": rows}, indent=2))
+        document = {"machine": where, "starts": options.starts, "rounds": options.rounds, "rows": rows}
+        print(json.dumps(document, indent=2))
     else:
-        print_table(rows, where, options.rounds)
+        print_table(rows, where)
     return 1 if any(row["needed"] is not None and row["ratio"] < row["needed"] for row in rows) else 0
 
 
 def measure(
-    size: str, layout: str, modes: list[str], rounds: int, steps_per_turn: int, settings: tuple[str, ...]
+    size: str, layout: str, modes: list[str], turns: Turns, settings: list[str], *, tune_plain: bool
 ) -> list[dict]:
     """Plain PyTorch and elaswave in each mode, in turns; one row for each mode."""
     stages, replicas = layout.split("x")
@@ -70,12 +73,13 @@ def measure(
     config = configuration(*settings)
     num_workers = sum(config.widths)
     tokens = config.batch.num_microbatches * config.batch.microbatch_size * config.model.context_length
-    plain = Program("plain PyTorch", (plain_loop if layout == "1x1" else torch_pipeline)(config), num_workers)
+    body = (plain_loop if layout == "1x1" else torch_pipeline)(config, tuned=tune_plain)
+    plain = Program("plain PyTorch", body, num_workers)
     ours = {
         mode: Program(mode, elaswave_program(configuration(*settings, f"elastic.consistency={mode}")), num_workers)
         for mode in modes
     }
-    run_in_turns([plain, *ours.values()], rounds=rounds, steps_per_turn=steps_per_turn, steps_before=STEPS_BEFORE)
+    run_in_turns([plain, *ours.values()], turns)
     return [row(size, layout, mode, tokens, plain, program, compare(program, plain)) for mode, program in ours.items()]
 
 
@@ -97,10 +101,10 @@ def row(size: str, layout: str, mode: str, tokens: int, plain: Program, ours: Pr
     }
 
 
-def print_table(rows: list[dict], where: dict, rounds: int) -> None:
+def print_table(rows: list[dict], where: dict) -> None:
     """The rows for people."""
     print_header(where)
-    print(f"tokens/s against plain PyTorch; medians of {rounds} pairs; cpu: the same ratio of CPU seconds")
+    print("tokens/s against plain PyTorch: medians of pairs; cpu: the same ratio of CPU seconds")
     print(
         f"{'size':<8} {'layout':<6} {'mode':<8} {'plain':>8} {'elaswave':>8} "
         f"{'ratio':>6} {'quartiles':>11} {'cpu':>5} {'needed':>6}"

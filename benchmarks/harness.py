@@ -202,30 +202,39 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def run_in_turns(programs: Sequence[Program], *, rounds: int, steps_per_turn: int, steps_before: int) -> None:
+class Turns(NamedTuple):
+    """How often programs are run, and for how long."""
+
+    starts: int
+    """How often all of them are started. Where a process's memory happens to lie is worth some percent of its speed
+    for as long as it lives, so one start would not do."""
+    rounds: int
+    """Turns of each program in each start; every other round goes through them backward."""
+    steps: int
+    """Steps of a turn."""
+    steps_before: int = 3
+    """Steps of each program in each start that are not measured."""
+
+
+def run_in_turns(programs: Sequence[Program], turns: Turns) -> None:
     """Runs all programs in turns and fills in their times.
 
-    Args:
-        programs: to be compared.
-        rounds: turns of each program; every other round goes through them backward.
-        steps_per_turn: steps of a turn.
-        steps_before: steps of each program that are not measured.
     Raises:
         RuntimeError: a program has failed; its own message stands on standard error.
     """
-    num_steps = steps_before + rounds * steps_per_turn + 1  # the last step only lets the programs end
-    with contextlib.ExitStack() as stack:
-        running = [stack.enter_context(_started(program, num_steps)) for program in programs]
-        for process in running:
-            process.turn(steps_before)
-        for round_ in range(rounds):
-            order = running if round_ % 2 == 0 else running[::-1]
-            for process in order:
-                wall_s, cpu_s = process.turn(steps_per_turn)
-                process.program.wall_s.append(wall_s / steps_per_turn)
-                process.program.cpu_s.append(cpu_s / steps_per_turn)
-        for process in running:
-            process.finish()
+    num_steps = turns.steps_before + turns.rounds * turns.steps + 1  # the last step only lets the programs end
+    for _ in range(turns.starts):
+        with contextlib.ExitStack() as stack:
+            running = [stack.enter_context(_started(program, num_steps)) for program in programs]
+            for process in running:
+                process.turn(turns.steps_before)
+            for round_ in range(turns.rounds):
+                for process in running if round_ % 2 == 0 else running[::-1]:
+                    wall_s, cpu_s = process.turn(turns.steps)
+                    process.program.wall_s.append(wall_s / turns.steps)
+                    process.program.cpu_s.append(cpu_s / turns.steps)
+            for process in running:
+                process.finish()
 
 
 class _Running:
@@ -356,23 +365,17 @@ def _end_with_parent() -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        "unknown",
-    )
-    return {
-        "cores": os.cpu_count(),
-        "cpu": model,
-        "torch": torch.__version__,
-        "load_1_min": round(os.getloadavg()[0], 2),
-    }
+    """What the numbers are measured on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), "unknown")
+    return {"cores": os.cpu_count(), "cpu": model, "torch": torch.__version__, "load_before": load()}
+
+
+def load() -> float:
+    """Processes that wanted a core lately, on average; above 1 or so at the start means that the machine is in use."""
+    return round(os.getloadavg()[0], 2)
 
 
 def print_header(where: dict[str, Any]) -> None:
     """The first line of a table."""
-    print(f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, load {where['load_1_min']} at the start")
+    print(f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, load {where['load_before']} at the start")

@@ -22,17 +22,22 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from elaswave.config.schema import Config
 from elaswave.models.layers import build_layer
+from elaswave.runtime.allocator import tune_allocator
 from elaswave.runtime.blueprint import Blueprint
 from elaswave.runtime.optimizer import learning_rate
 
 TIMEOUT = timedelta(seconds=600)
 
 
-def plain_loop(config: Config) -> Body:
-    """One process: ordinary autograd accumulation, clip_grad_norm_, fused AdamW."""
+def plain_loop(config: Config, *, tuned: bool) -> Body:
+    """One process: ordinary autograd accumulation, clip_grad_norm_, fused AdamW.
+
+    Args:
+        tuned: with our workers' settings of the allocator, which an ordinary program does not have.
+    """
 
     def body(gate: Gate, folder: Path, num_steps: int) -> None:
-        torch.set_num_threads(1)
+        _prepare_process(tuned)
         run = Blueprint(with_steps(config, num_steps))
         source = run.open_source(folder)
         sampler = run.sampler(source)
@@ -58,8 +63,12 @@ def plain_loop(config: Config) -> Body:
     return body
 
 
-def torch_pipeline(config: Config) -> Body:
-    """Stages x replicas: Schedule1F1B, gradient all-reduce and ZeRO-1 inside each stage, on gloo."""
+def torch_pipeline(config: Config, *, tuned: bool) -> Body:
+    """Stages x replicas: Schedule1F1B, gradient all-reduce and ZeRO-1 inside each stage, on gloo.
+
+    Args:
+        tuned: see `plain_loop`.
+    """
 
     def body(gate: Gate, folder: Path, num_steps: int) -> None:
         with socket.socket() as probe:
@@ -68,7 +77,7 @@ def torch_pipeline(config: Config) -> Body:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         widths = config.widths
         assert len(set(widths)) == 1, "torch's pipeline has as many replicas in every stage"
-        job = _PipelineJob(config, gate, folder, num_steps, len(widths), widths[0], port)
+        job = _PipelineJob(config, gate, folder, num_steps, len(widths), widths[0], port, tuned)
         fork_workers(sum(widths), job.worker)
 
     return body
@@ -82,10 +91,11 @@ class _PipelineJob(NamedTuple):
     num_stages: int
     num_replicas: int
     port: int
+    tuned: bool
 
     def worker(self, rank: int) -> None:
         """One process of the job; ranks are stage-major, as our workers are."""
-        torch.set_num_threads(1)
+        _prepare_process(self.tuned)
         config, num_replicas = self.config, self.num_replicas
         dist.init_process_group(
             "gloo",
@@ -151,6 +161,12 @@ class _PipelineJob(NamedTuple):
         if rank == 0:
             write_loss(self.folder, loss)
         dist.destroy_process_group()
+
+
+def _prepare_process(tuned: bool) -> None:
+    torch.set_num_threads(1)
+    if tuned:
+        tune_allocator()
 
 
 def _layers(run: Blueprint, indices: Sequence[int]) -> Iterator[nn.Module]:

@@ -1,6 +1,6 @@
 """What exact sums, followers and verification cost on an undisturbed step, each switched alone.
 
-    python benchmarks/tax.py [--tokens 1024 256] [--rounds 9] [--json]
+    python benchmarks/tax.py [--tokens 1024 256] [--starts 3] [--rounds 5] [--json]
 
 10 M parameters, one stage on two workers, 8 micro-batches per worker: elaswave with everything on, and with single
 parts on, against elaswave with all of them off, in turns of one step. See README.md beside this file.
@@ -14,6 +14,7 @@ from typing import NamedTuple
 from harness import (
     SIZES,
     Program,
+    Turns,
     compare,
     configuration,
     elaswave_program,
@@ -27,7 +28,6 @@ WORKERS = 2
 MICROBATCHES_PER_WORKER = 8
 MOST_TAX = {1024: 0.05}
 """Largest share of the step that all parts together may cost, by tokens per micro-batch."""
-STEPS_BEFORE = 3
 
 
 class Variant(NamedTuple):
@@ -66,7 +66,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="10m")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 256], help="per micro-batch")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each variant")
+    parser.add_argument("--starts", type=int, default=3, help="how often the variants are started anew")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant in each start")
     parser.add_argument("--steps-per-turn", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     options = parser.parse_args()
@@ -74,15 +75,16 @@ def main() -> int:
     where = machine()
     rows = []
     for tokens in options.tokens:
-        rows += measure(options.size, tokens, options.rounds, options.steps_per_turn)
+        rows += measure(options.size, tokens, Turns(options.starts, options.rounds, options.steps_per_turn))
     if options.json:
-        print(json.dumps({"machine": where, "rounds": options.rounds, "rows": rows}, indent=2))
+        document = {"machine": where, "starts": options.starts, "rounds": options.rounds, "rows": rows}
+        print(json.dumps(document, indent=2))
     else:
-        print_table(rows, where, options.rounds)
+        print_table(rows, where)
     return 1 if any(row["allowed"] is not None and row["tax"] > row["allowed"] for row in rows) else 0
 
 
-def measure(size: str, tokens: int, rounds: int, steps_per_turn: int) -> list[dict]:
+def measure(size: str, tokens: int, turns: Turns) -> list[dict]:
     """All variants in turns; one row for each part."""
     programs = {}
     for variant in dict.fromkeys(variant for pair in ROWS.values() for variant in pair):
@@ -91,7 +93,7 @@ def measure(size: str, tokens: int, rounds: int, steps_per_turn: int) -> list[di
         context_length = configuration(*settings).model.context_length
         config = configuration(*settings, f"batch.microbatch_size={max(1, tokens // context_length)}")
         programs[variant] = Program(", ".join(variant.settings), elaswave_program(config), WORKERS)
-    run_in_turns(list(programs.values()), rounds=rounds, steps_per_turn=steps_per_turn, steps_before=STEPS_BEFORE)
+    run_in_turns(list(programs.values()), turns)
     rows = []
     for part, (on, off) in ROWS.items():
         compared = compare(programs[off], programs[on])  # how much longer a step with it takes
@@ -109,10 +111,10 @@ def measure(size: str, tokens: int, rounds: int, steps_per_turn: int) -> list[di
     return rows
 
 
-def print_table(rows: list[dict], where: dict, rounds: int) -> None:
+def print_table(rows: list[dict], where: dict) -> None:
     """The rows for people."""
     print_header(where)
-    print(f"share of a step added by each part; medians of {rounds} pairs; cpu: the same of CPU seconds")
+    print("share of a step added by each part: medians of pairs; cpu: the same of CPU seconds")
     print(f"{'part':<22} {'tokens':>6} {'step s':>7} {'tax':>7} {'quartiles':>15} {'cpu':>7} {'allowed':>7}")
     for row in rows:
         low, high = row["tax_quartiles"]

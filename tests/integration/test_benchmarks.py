@@ -19,7 +19,7 @@ def run(script: str, *arguments: str) -> dict[str, Any]:
 
 
 def test_throughput_is_compared_with_plain_pytorch_which_learns_the_same() -> None:
-    document = run("fault_free.py", "--sizes", "tiny", "--rounds", "2", "--consistency", "bitwise")
+    document = run("fault_free.py", "--sizes", "tiny", "--starts", "1", "--rounds", "2", "--consistency", "bitwise")
     assert [row["layout"] for row in document["rows"]] == ["1x1", "2x2"]
     for row in document["rows"]:
         assert row["plain_tokens_per_s"] > 0
@@ -31,7 +31,7 @@ def test_throughput_is_compared_with_plain_pytorch_which_learns_the_same() -> No
 
 
 def test_the_tax_of_every_part_is_measured() -> None:
-    document = run("tax.py", "--size", "tiny", "--tokens", "64", "--rounds", "2")
+    document = run("tax.py", "--size", "tiny", "--tokens", "64", "--starts", "1", "--rounds", "2")
     parts = ["exact sums", "followers", "vote and verification", "all together"]
     assert [row["part"] for row in document["rows"]] == parts
     assert all(row["step_s"] > 0 for row in document["rows"])
