@@ -57,7 +57,7 @@ def dead_links(page: Path, text: str) -> list[str]:
 def missing_files(text: str) -> list[str]:
     """Paths to Python files and folders, in backquotes, that are neither in the project nor in the package."""
     named = re.findall(r"`((?:[a-z_0-9]+/)+(?:[a-z_0-9]+\.py)?)`", text)
-    return [path for path in named if not (ROOT / path).exists() and not (SOURCE / path).exists()]
+    return [path for path in named if not any((base / path).exists() for base in (ROOT, SOURCE.parent, SOURCE))]
 
 
 def shell_blocks(text: str) -> list[str]:
