@@ -12,6 +12,7 @@ from typing import Any
 from elaswave.control.core.messages import CoreToWorker, Evidence
 from elaswave.simulator.certificate import decode_vote
 from elaswave.simulator.coordinator import SimCoordinator, Store
+from elaswave.simulator.engine import ToyEngine
 from elaswave.simulator.job import BlockState, model_of
 from elaswave.simulator.messages import KIND_NAMES, Frame, Key
 from elaswave.simulator.observer import Observer, together
@@ -183,11 +184,11 @@ class World:
 
     # ----------------------------------------------------------------------------------------------------- data plane
 
-    def pause(self, worker: SimWorker, turn: int) -> None:
+    def pause(self, worker: ToyEngine, turn: int) -> None:
         """A worker computes for a moment."""
         self._at(self.delay(), self._act, worker, worker.on_pause_over, (turn,))
 
-    def to_worker(self, sender: SimWorker, to: int, key: Key, frame: Frame) -> None:
+    def to_worker(self, sender: ToyEngine, to: int, key: Key, frame: Frame) -> None:
         """A frame between workers."""
         self.tick(sender)
         if self._log is not None:
@@ -209,7 +210,7 @@ class World:
         until = self._isolated_until
         return max(self._held_until.get(pair, 0), until.get(a, 0), until.get(b, 0))
 
-    def _arrive(self, sender: SimWorker, worker: SimWorker, key: Key, frame: Frame) -> None:
+    def _arrive(self, sender: ToyEngine, worker: SimWorker, key: Key, frame: Frame) -> None:
         if worker.dead or (sender.dead and not self.conditions.keeps_in_flight):
             return
         if self._closed_data and frame.epoch <= self._closed_data.get(_pair(sender.id, worker.id), -1):
