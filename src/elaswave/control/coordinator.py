@@ -22,7 +22,7 @@ from elaswave.control.core import coordinator as core
 from elaswave.control.core.detection import Detector, Position, Suspicion
 from elaswave.control.core.messages import Decision, Evidence, Installed, Registered, Report
 from elaswave.control.death_watch import DeathWatch
-from elaswave.control.messages import AgentHello, Ended, Exited, StopJob, ToAgent, ToCoordinator
+from elaswave.control.messages import AgentHello, Ended, Exited, ShowText, StopJob, ToAgent, ToCoordinator
 from elaswave.control.recoveries import RecoveryLog
 from elaswave.control.server import ControlServer
 from elaswave.control.store import FileStore, Store
@@ -130,6 +130,8 @@ class CoordinatorProcess:
         self._start: Start | None = None
         self._failures: dict[int, Failed] = {}
         self._coordinator_ends_s: list[float] = []
+        self._unsaid: list[ShowText] = []
+        """Lines for the terminal that wait for the agent."""
         self._watched: set[int] = set()
         """Workers for whose end a thread waits."""
         self._over = asyncio.Event()
