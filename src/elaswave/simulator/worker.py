@@ -52,6 +52,8 @@ class SimWorker(ToyEngine):
         self.dead_peers: set[int] = set()
         self.closed_links: set[int] = set()
         """Peers whose links have closed in the present epoch; said to every coordinator again."""
+        self.reports: dict[int, StepDone] = {}
+        """Committed steps; the member with the lowest id sends them, and the others keep them in case it is lost."""
         self.durable: list[StepDone | Shard] = []
         """Said to every coordinator again."""
         self.started = False
@@ -208,8 +210,12 @@ class SimWorker(ToyEngine):
         self.world.to_coordinator(
             self, Installed(worker=self.id, epoch=self.epoch, edit_s=0, promote_s=0, critical_bytes=0)
         )
-        if decision.evidence is not None and decision.evidence.commits and decision.rollback is None:
-            self._step_done(decision.evidence)
+        if decision.evidence is not None and decision.evidence.commits:
+            self.reports.setdefault(decision.evidence.step, StepDone(self.id, self.epoch, decision.evidence))
+        if self.id == min(self.members):
+            for step, report in sorted(self.reports.items()):
+                if decision.published < step < decision.resume_step:
+                    self._say_durably(report)
         if decision.checkpoint:
             self._write_shard(base)
         yield from self._steps(decision.resume_step, decision.resume_attempt)
@@ -261,6 +267,7 @@ class SimWorker(ToyEngine):
         self.grid_order = (decision.rollback, 1 << 16)
         self.held.clear()
         self.filling.clear()
+        self.reports = {step: report for step, report in self.reports.items() if step <= decision.rollback}
         self.ledger.parameters_step = -1
         self.layout, self.placement = decision.layout, decision.placement
         for block, state in sorted(states.items()):
@@ -276,15 +283,18 @@ class SimWorker(ToyEngine):
     # --------------------------------------------------------------------------------------------------------- reports
 
     def _step_done(self, evidence: Evidence) -> None:
-        done = StepDone(self.id, self.epoch, evidence)
-        self.durable.append(done)
-        self.world.to_coordinator(self, done)
+        self.reports.setdefault(evidence.step, StepDone(self.id, self.epoch, evidence))
+        if self.id == min(self.members):
+            self._say_durably(self.reports[evidence.step])
+
+    def _say_durably(self, message: StepDone | Shard) -> None:
+        self.durable.append(message)
+        self.world.to_coordinator(self, message)
 
     def _write_shard(self, step: int) -> None:
         states = {block: copy.state for block, copy in self.held.items() if copy.owned}
         shard = Shard(self.id, self.epoch, step, self.grid, states)
-        self.durable.append(shard)
-        self.world.to_coordinator(self, shard)
+        self._say_durably(shard)
 
     def _finished(self) -> FinishedReport:
         states = {block: (copy.owned, copy.version, copy.state) for block, copy in self.held.items()}

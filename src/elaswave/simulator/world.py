@@ -66,6 +66,8 @@ class World:
         self.store = Store() if store is None else store
         self.disk: dict[int, tuple[dict[int, BlockState], int]] = {}
         """Durable checkpoints: step -> (blocks, grid)."""
+        self.published = 0
+        """The newest step that has been published, durably."""
         self.now = 0
         self.instant = 0
         self.outcome = ""
@@ -145,7 +147,7 @@ class World:
 
     def _act(self, actor: Any, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """A process does something: unless it is dead, and not before it wakes up."""
-        if actor.dead:
+        if actor.dead or self.outcome:
             return
         if actor in self._hung_until:
             self._backlog[actor].append((call, arguments))
@@ -320,6 +322,7 @@ class World:
     def publish(self, evidence: Evidence) -> None:
         """A coordinator makes a committed step's losses known."""
         if evidence.commits:
+            self.published = max(self.published, evidence.step)
             self.see.published(evidence.step, decode_vote(evidence.vector).losses)
 
     def leave(self, worker: SimWorker, reason: str) -> None:
