@@ -76,11 +76,10 @@ def protocol_command(
         plan = {"seeded": _seed_tasks(seed, schedules, plant)}
     processes = processes or min(_MAX_PROCESSES, os.cpu_count() or 1)
     summaries: dict[str, Summary] = {}
-    with _pool(processes) as pool:
-        for name, tasks in plan.items():
-            summaries[name] = _run_all(name, tasks, pool, processes, quiet=as_json)
-            if summaries[name].num_failures:
-                break
+    for name, tasks in plan.items():
+        summaries[name] = _run_all(name, tasks, processes, quiet=as_json)
+        if summaries[name].num_failures:
+            break
     total = Summary()
     for summary in summaries.values():
         total = total.merge(summary)
@@ -127,20 +126,11 @@ def _space_tasks(name: str, plant: str | None) -> list[tuple[Any, ...]]:
     return [(_explore, name, part, plant) for part in range(_PARTS)]
 
 
-def _pool(processes: int) -> contextlib.AbstractContextManager[ProcessPoolExecutor | None]:
-    """Processes to run tasks in; none for one, because this one does."""
-    if processes == 1:
-        return contextlib.nullcontext()
-    return ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
-
-
-def _run_all(
-    name: str, tasks: list[tuple[Any, ...]], pool: ProcessPoolExecutor | None, processes: int, *, quiet: bool
-) -> Summary:
+def _run_all(name: str, tasks: list[tuple[Any, ...]], processes: int, *, quiet: bool) -> Summary:
     """Runs tasks in order until one has found something."""
     total = Summary()
     shows = sys.stderr.isatty() and not quiet
-    for num_done, summary in enumerate(_results(tasks, pool, processes), start=1):
+    for num_done, summary in enumerate(_results(tasks, processes), start=1):
         total = total.merge(summary)
         if shows:
             click.echo(
@@ -153,22 +143,21 @@ def _run_all(
     return total
 
 
-def _results(tasks: list[tuple[Any, ...]], pool: ProcessPoolExecutor | None, processes: int) -> Iterator[Summary]:
-    if pool is None:
+def _results(tasks: list[tuple[Any, ...]], processes: int) -> Iterator[Summary]:
+    if processes == 1:
         for call, *arguments in tasks:
             yield call(*arguments)
         return
     waiting = iter(tasks)
-    running: set[Future[Summary]] = {pool.submit(*task) for task in islice(waiting, processes + 1)}
-    try:
-        while running:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            running |= {pool.submit(*task) for task in islice(waiting, len(done))}
-            for future in done:
-                yield future.result()
-    finally:
-        for future in running:
-            future.cancel()
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        running: set[Future[Summary]] = {pool.submit(*task) for task in islice(waiting, processes + 1)}
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: [future.cancel() for future in running])
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                running |= {pool.submit(*task) for task in islice(waiting, len(done))}
+                for future in done:
+                    yield future.result()
 
 
 # ------------------------------------------------------------------------------------------------------------- results

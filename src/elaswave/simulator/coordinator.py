@@ -99,7 +99,7 @@ class SimCoordinator:
     def _books(self, step: int) -> Books:
         every = self.world.job.checkpoint_every
         due = bool(every) and step > 0 and step % every == 0
-        return Books(evaluate=False, checkpoint=due and step not in self.world.disk, published=self.world.published)
+        return Books(evaluate=False, checkpoint=due and step not in self.world.disk)
 
     # -------------------------------------------------------------------------------------------------------- effects
 

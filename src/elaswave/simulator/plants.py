@@ -16,11 +16,10 @@ from elaswave.control.core.ledger import Held, Ledger
 from elaswave.control.core.member import Member
 from elaswave.control.core.messages import CoreToWorker, Decision, Evidence, Registered, Report
 from elaswave.simulator.coordinator import SimCoordinator, Store
-from elaswave.simulator.engine import Life
 from elaswave.simulator.messages import PARAMETERS, FinishedReport, Frame, Key
 from elaswave.simulator.run import Build
 from elaswave.simulator.traffic import Traffic, common_placement, swapped_traffic, traffic_between
-from elaswave.simulator.worker import SimWorker
+from elaswave.simulator.worker import Life, SimWorker
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
 

@@ -1,24 +1,43 @@
-"""A simulated worker: the real membership machine and ledger around the toy engine.
+"""A simulated worker: the real membership machine and ledger around a toy engine that keeps the real step's order.
 
-It does what the product's worker does around its engine: it leaves an epoch when asked to report, installs decisions,
-and speaks with the coordinator.
+The engine is a generator. It yields the set of frames that it waits for, or nothing for a moment of computing;
+between two yields nothing can interrupt it. `SimWorker` does what the product's worker does around its engine: it
+leaves an epoch when asked to report, installs decisions, and speaks with the coordinator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from elaswave.control.core.ledger import CatchUp, Held
+from elaswave.control.core.ledger import CatchUp, Held, Ledger
 from elaswave.control.core.member import Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
 from elaswave.control.core.messages import CoreToWorker, Decision, Evidence, Fenced, Installed, Registered, Report
-from elaswave.simulator.engine import FIRST_EPOCH, Copy, Life, ToyEngine
+from elaswave.simulator.certificate import Vote, decode_vote, encode_vote, expected_residency, residency_key
 from elaswave.simulator.job import (
+    INITIAL_GRID,
+    MASK,
+    BlockState,
     Job,
+    backward,
+    forward,
+    initial_state,
+    model_of,
+    next_grid,
+    overflows,
     parameter,
+    sample,
+    update,
 )
 from elaswave.simulator.messages import (
+    ACTIVATION,
+    BASE_COPY,
     DELIVERY,
+    GRADIENT,
+    PARAMETERS,
+    PARTIAL_SUM,
+    REDUCED,
+    VOTE,
     FinishedReport,
     Frame,
     Key,
@@ -26,12 +45,33 @@ from elaswave.simulator.messages import (
     Shard,
     StepDone,
 )
+from elaswave.simulator.traffic import Traffic, WorkerPlan, coverage_key, traffic_of
 
 if TYPE_CHECKING:
     from elaswave.simulator.world import World
 
+FIRST_EPOCH = 1
 
-class SimWorker(ToyEngine):
+Life = Generator[set[Key] | None, None, None]
+
+
+class RejectedVote(Exception):
+    """A certificate did not hold, although nothing has been corrupted: a bug."""
+
+
+class Copy:
+    """A held copy of a block."""
+
+    __slots__ = ("gradient", "owned", "state", "version")
+
+    def __init__(self, owned: bool, version: int, state: BlockState) -> None:
+        self.owned = owned
+        self.version = version
+        self.state = state
+        self.gradient: int | None = None
+
+
+class SimWorker:
     """One worker.
 
     Args:
@@ -41,19 +81,52 @@ class SimWorker(ToyEngine):
     """
 
     member_class = Member
+    ledger_class = Ledger
 
     def __init__(self, world: World, worker: int, job: Job) -> None:
-        super().__init__(world, worker, job)
+        model = model_of(job)
+        self.world = world
+        self.id = worker
+        self.job = job
+        self.dead = False
+        self.model = model
+        self.layout = model.layout
+        self.placement = model.placement
         self.member = self.member_class(worker, FIRST_EPOCH)
+        self.ledger = self.ledger_class(worker, 0)
+        self.epoch = FIRST_EPOCH
+        self.members: frozenset[int] = frozenset(model.layout.workers)
         self.report: Report | None = None
         """The last report, while it waits for the decision."""
+        stage = model.layout.stages[model.layout.stage_of(worker)]
+        self.layers = (stage.start, stage.stop)
+        self.held: dict[int, Copy] = {
+            block.id: Copy(model.placement.owner[block.id] == worker, 0, initial_state(block.id))
+            for block in model.blocks
+            if worker in model.placement.holders(block.id)
+        }
+        self.filling: dict[int, Copy] = {}
+        """Copies on their way in: they count once a vote has passed with them."""
+        self.parameters = {
+            block: parameter(initial_state(block))
+            for layer in range(*self.layers)
+            for block in model.blocks_of_layer[layer]
+        }
+        self.grid = INITIAL_GRID
+        self.grid_order = (0, 0)
+        """The vote that the grid follows from."""
+        self.step = 0
+        self.attempt = 0
+        self.inbox: dict[Key, Frame] = {}
         self.later: dict[int, dict[Key, Frame]] = {}
         """Frames of epochs that it has not reached yet."""
+        self.life: Life | None = None
+        self.waiting: set[Key] = set()
+        self.turn = 0
+        """Distinguishes the present life's moments from those of earlier ones."""
         self.dead_peers: set[int] = set()
         self.closed_links: set[int] = set()
         """Peers whose links have closed in the present epoch; said to every coordinator again."""
-        self.reports: dict[int, StepDone] = {}
-        """Committed steps; the member with the lowest id sends them, and the others keep them in case it is lost."""
         self.durable: list[StepDone | Shard] = []
         """Said to every coordinator again."""
         self.started = False
@@ -86,7 +159,7 @@ class SimWorker(ToyEngine):
         """Every worker has registered."""
         if not self.started:
             self.started = True
-            self.live(self._steps(1, 1))
+            self._live(self._steps(1, 1))
             for message in self.before_start:
                 self.on_message(message)
 
@@ -133,14 +206,14 @@ class SimWorker(ToyEngine):
                 self.world.to_coordinator(self, self.report)
         elif isinstance(action, Install):
             self.report = None
-            self.live(self._install(action.decision))
+            self._live(self._install(action.decision))
         elif isinstance(action, Leave):
             self.world.leave(self, action.reason)
 
     def move(self, epoch: int, members: Iterable[int]) -> None:
         """Leaves the old epoch, promises, and reports."""
         self.done = False  # what it said of its end was of the old epoch
-        self.stop()
+        self._stop()
         self.leave_epoch(epoch)
         self.members = frozenset(members)
         self.report = self.ledger.promise(epoch, self.held_copies(), self.layers)
@@ -159,7 +232,60 @@ class SimWorker(ToyEngine):
         for old in [other for other in self.later if other < epoch]:
             del self.later[old]
 
-    # --------------------------------------------------------------------------------------------------------- its life
+    # ------------------------------------------------------------------------------------------------------ its engine
+
+    def _live(self, life: Life) -> None:
+        self._stop()
+        self.life = life
+        self.go_on()
+
+    def _stop(self) -> None:
+        if self.life is not None:
+            self.life.close()
+            self.life = None
+        self.turn += 1
+        self.waiting = set()
+
+    def go_on(self) -> None:
+        """Runs the engine until it waits again."""
+        life = self.life
+        if life is None:
+            return
+        try:
+            waits = next(life)
+        except StopIteration:
+            self.life = None
+            return
+        if waits is None:
+            self.world.pause(self, self.turn)
+        else:
+            self.waiting = waits
+
+    def on_pause_over(self, turn: int) -> None:
+        """The moment of computing is over."""
+        if turn == self.turn:
+            self.go_on()
+
+    def key(self, kind: int, a: int, b: int, source: int) -> Key:
+        """The tag of a frame of the present attempt."""
+        return (kind, self.step, self.attempt, a, b, source)
+
+    def send(self, to: int, kind: int, a: int, b: int, value: object) -> None:
+        """Sends a frame of the present attempt."""
+        frame = Frame(self.epoch, self.step, self.attempt, value)
+        self.world.to_worker(self, to, self.key(kind, a, b, self.id), frame)
+
+    def wait(self, keys: Iterable[Key]) -> Life:
+        """Waits until frames are here."""
+        missing = {key for key in keys if key not in self.inbox}
+        if missing:
+            yield missing
+
+    def take(self, key: Key) -> Any:
+        """Uses a frame that is here."""
+        frame = self.inbox.pop(key)
+        self.world.see.consumed(self.id, self.epoch, self.step, self.attempt, frame[:3], key[-1] in self.members)
+        return frame.value
 
     def _steps(self, step: int, attempt: int) -> Life:
         while step <= self.job.steps:
@@ -168,10 +294,10 @@ class SimWorker(ToyEngine):
             self.world.see.began(self.id, self.epoch, step, attempt, self.placement)
             traffic = self.traffic(step)
             plan = traffic.workers[self.id]
-            yield from self.run(plan)
-            yield from self.reduce(plan)
+            yield from self._run(plan)
+            yield from self._reduce(plan)
             self.ledger.prepare()
-            yield from self.vote(traffic, plan)
+            yield from self._vote(traffic, plan)
             evidence = self.ledger.evidence
             assert evidence is not None
             if not evidence.commits:
@@ -185,10 +311,226 @@ class SimWorker(ToyEngine):
             step, attempt = step + 1, 1
         self.on_done()
 
+    def traffic(self, step: int) -> Traffic:
+        """What a step's attempt sends, and the placement that its vote brings into force."""
+        return traffic_of(self.job, self.layout, self.placement, step)
+
     def on_done(self) -> None:
         """All steps are made; it stays until it is told to leave, since others may need what it holds."""
         self.done = True
         self.world.to_coordinator(self, self._finished())
+
+    def _run(self, plan: WorkerPlan) -> Life:
+        """RUN: the real program; base copies for new followers leave first."""
+        step, job = self.step, self.job
+        self.filling = {}
+        self.sums = dict.fromkeys(plan.blocks, 0)
+        self.coverage = 0
+        self.losses = [0] * job.num_microbatches
+        self.maximum = 0
+        for block, follower in self.fills(plan):
+            self.send(follower, BASE_COPY, block, 0, self.held[block].state)
+        values = [[self.parameters[block] for block in self.model.blocks_of_layer[layer]] for layer in plan.layers]
+        for layer, numbers in zip(plan.layers, values):
+            for block, value in zip(self.model.blocks_of_layer[layer], numbers):
+                self.world.see.used_parameter(self.id, step, block, value)
+        inputs: dict[tuple[int, int], int] = {}
+        outputs: dict[int, int] = {}
+        first = plan.layers.start
+        for action in plan.program:
+            microbatch = action.microbatch
+            hop = plan.hops[microbatch]
+            yield None
+            if action.kind == "F":
+                if hop.before is None:
+                    x = sample(step, microbatch)
+                else:
+                    key = self.key(ACTIVATION, microbatch, 0, hop.before)
+                    yield from self.wait((key,))
+                    x = self.take(key)
+                for layer in hop.layers:
+                    inputs[microbatch, layer] = x
+                    x = forward(layer, step, microbatch, values[layer - first], x)
+                if hop.after is None:
+                    self.losses[microbatch] = outputs[microbatch] = x
+                else:
+                    self.send(hop.after, ACTIVATION, microbatch, 0, x)
+                continue
+            if hop.after is None:
+                dy = outputs[microbatch]
+            else:
+                key = self.key(GRADIENT, microbatch, 0, hop.after)
+                yield from self.wait((key,))
+                dy = self.take(key)
+            for layer in reversed(hop.layers):
+                dy, gradients = backward(job, step, values[layer - first], inputs[microbatch, layer], dy)
+                for block, gradient in zip(self.model.blocks_of_layer[layer], gradients):
+                    self.sums[block] += gradient >> self.grid
+                    if gradient > self.maximum:
+                        self.maximum = gradient
+                self.coverage += coverage_key(layer, microbatch)
+                self.world.see.computed(self.id, self.epoch, step, self.attempt, layer, microbatch)
+            if hop.before is not None:
+                self.send(hop.before, GRADIENT, microbatch, 0, dy)
+
+    def fills(self, plan: WorkerPlan) -> Iterable[tuple[int, int]]:
+        """Base copies to send: (block, new follower)."""
+        return plan.fills_out
+
+    def _reduce(self, plan: WorkerPlan) -> Life:
+        """REDUCE: partial sums to owners, gradients to followers, and the base copies that were under way."""
+        for layer, owner, blocks in plan.partials_out:
+            self.send(owner, PARTIAL_SUM, layer, 0, [self.sums[block] for block in blocks])
+        totals = {block: self.sums.get(block, 0) for block in plan.owned}
+        for layer, peer, blocks in plan.partials_in:
+            key = self.key(PARTIAL_SUM, layer, 0, peer)
+            yield from self.wait((key,))
+            for block, part in zip(blocks, self.take(key)):
+                totals[block] += part
+        for block, total in totals.items():
+            self.held[block].gradient = total << self.grid
+        for layer, follower, blocks in plan.reduced_out:
+            self.send(follower, REDUCED, layer, 0, [self.held[block].gradient for block in blocks])
+        for block, owner in plan.fills_in:
+            key = self.key(BASE_COPY, block, 0, owner)
+            yield from self.wait((key,))
+            self.filling[block] = Copy(False, self.step - 1, self.take(key))
+        for layer, owner, blocks in plan.reduced_in:
+            key = self.key(REDUCED, layer, 0, owner)
+            yield from self.wait((key,))
+            for block, gradient in zip(blocks, self.take(key)):
+                copy = self.held.get(block) or self.filling[block]
+                copy.gradient = gradient
+
+    def certificate(self, traffic: Traffic, plan: WorkerPlan) -> Vote:
+        """What this worker brings to the vote."""
+        residency = next_residency = agreement = norm = 0
+        for block, copy in self.held.items():
+            residency += residency_key(block, copy.owned, self.id, copy.version)
+            if block not in plan.drops:
+                next_residency += residency_key(block, copy.owned, self.id, copy.version)
+            if copy.owned:
+                assert copy.gradient is not None
+                norm += copy.gradient
+        for block, copy in self.filling.items():
+            next_residency += residency_key(block, False, self.id, copy.version)
+        for block, weight in plan.weights:
+            copy = self.held.get(block) or self.filling[block]
+            agreement += weight * hash((block, self.step, self.attempt, copy.gradient, copy.state))
+        return Vote(
+            1,
+            self.coverage & MASK,
+            residency & MASK,
+            next_residency & MASK,
+            agreement & MASK,
+            norm & MASK,
+            tuple(self.losses),
+            traffic.layout_hash,
+            -traffic.layout_hash,
+            self.maximum,
+        )
+
+    def judge(self, vote: Vote, traffic: Traffic) -> bool:
+        """Whether a merged vote commits the step.
+
+        Raises:
+            RejectedVote: the certificate does not hold.
+        """
+        checks = {
+            "voters": vote.num_voters == len(self.layout.workers),
+            "coverage": vote.coverage == traffic.coverage & MASK,
+            "residency": vote.residency == expected_residency(self.placement, self.step - 1),
+            "next residency": vote.next_residency == expected_residency(traffic.voting, self.step - 1),
+            "agreement": vote.agreement == 0,
+            "layout": vote.layout == -vote.negative_layout == traffic.layout_hash,
+        }
+        if not all(checks.values()):
+            failed = ", ".join(name for name, passed in checks.items() if not passed)
+            raise RejectedVote(f"worker {self.id}: the vote on step {self.step} fails in {failed}")
+        return not overflows(vote.maximum, self.grid)
+
+    def _vote(self, traffic: Traffic, plan: WorkerPlan) -> Life:
+        """VOTE: recursive doubling; whoever has everything has learned the result."""
+        yield None
+        vote = self.certificate(traffic, plan)
+        if plan.helper is not None:
+            self.send(plan.helper, VOTE, 0, 0, vote)
+            key = self.key(VOTE, 1, 0, plan.helper)
+            yield from self.wait((key,))
+            vote = self.take(key)
+        else:
+            if plan.lender is not None:
+                key = self.key(VOTE, 0, 0, plan.lender)
+                yield from self.wait((key,))
+                vote = vote.merge(self.take(key))
+            for turn, partner in enumerate(plan.partners):
+                self.send(partner, VOTE, 2 + turn, 0, vote)
+                key = self.key(VOTE, 2 + turn, 0, partner)
+                yield from self.wait((key,))
+                vote = vote.merge(self.take(key))
+        if plan.lender is not None:
+            self.send(plan.lender, VOTE, 1, 0, vote)
+        # Learning is one moment: what is known of the vote and what follows from it change together.
+        self.learn(vote, self.judge(vote, traffic), traffic, plan)
+
+    def learn(self, vote: Vote, commits: bool, traffic: Traffic, plan: WorkerPlan) -> None:
+        """The own vote is complete."""
+        evidence = self.ledger.learn(encode_vote(vote), commits=commits)
+        self._take_grid(evidence)
+        self.world.see.learned(self.id, self.epoch, self.step, self.attempt, commits, evidence.vector, self.grid)
+        if commits:
+            for block in plan.drops:
+                self.drop(block)
+            for block, copy in self.filling.items():
+                self.held[block] = copy
+                self.world.see.loaded(self.id, block, copy.version, copy.state)
+            self.filling = {}
+            self.placement = traffic.voting
+            self.world.see.placed(self.id, self.placement)
+
+    def drop(self, block: int) -> None:
+        """Gives up a copy."""
+        del self.held[block]
+        self.world.see.dropped(self.id, block)
+
+    def _take_grid(self, evidence: Evidence) -> None:
+        if evidence.order > self.grid_order:
+            self.grid = next_grid(decode_vote(evidence.vector).maximum)
+            self.grid_order = evidence.order
+
+    def apply(self, evidence: Evidence) -> Life:
+        """APPLY: every copy that is still at the version before takes the step; interruptible between blocks."""
+        norm = decode_vote(evidence.vector).norm
+        for block, copy in sorted(self.held.items()):
+            if copy.version == evidence.step - 1:
+                yield None
+                self.world.tick(self)
+                self.apply_block(block, copy, evidence.step, norm)
+        self._publish()
+
+    def apply_block(self, block: int, copy: Copy, step: int, norm: int) -> None:
+        """Updates one copy."""
+        assert copy.gradient is not None, f"worker {self.id} has no gradient of block {block} for step {step}"
+        copy.state = update(copy.state, copy.gradient, norm, step)
+        copy.gradient, copy.version = None, step
+        self.world.see.applied(self.id, block, step, copy.state)
+
+    def _publish(self) -> None:
+        for block, copy in self.held.items():
+            if block in self.parameters:
+                self.parameters[block] = parameter(copy.state)
+
+    def gather(self, plan: WorkerPlan) -> Life:
+        """GATHER: new parameters to whoever does not hold the block."""
+        for layer, peer, blocks in plan.parameters_out:
+            self.send(peer, PARAMETERS, layer, 0, [parameter(self.held[block].state) for block in blocks])
+        for layer, owner, blocks in plan.parameters_in:
+            key = self.key(PARAMETERS, layer, 0, owner)
+            yield from self.wait((key,))
+            assert self.ledger.may_write_parameters(self.step)
+            for block, value in zip(blocks, self.take(key)):
+                self.parameters[block] = value
+        self.ledger.gathered(self.step)
 
     # ------------------------------------------------------------------------------------------------------- decisions
 
@@ -201,7 +543,7 @@ class SimWorker(ToyEngine):
         else:
             evidence = decision.evidence
             if evidence is not None and catch_up is not CatchUp.NOTHING:
-                self.take_grid(evidence)
+                self._take_grid(evidence)
             if evidence is not None and catch_up is CatchUp.APPLY:
                 yield from self.catch_up(evidence)
             yield from self._take_roles(decision)
@@ -210,12 +552,8 @@ class SimWorker(ToyEngine):
         self.world.to_coordinator(
             self, Installed(worker=self.id, epoch=self.epoch, edit_s=0, promote_s=0, critical_bytes=0)
         )
-        if decision.evidence is not None and decision.evidence.commits:
-            self.reports.setdefault(decision.evidence.step, StepDone(self.id, self.epoch, decision.evidence))
-        if self.id == min(self.members):
-            for step, report in sorted(self.reports.items()):
-                if decision.published < step < decision.resume_step:
-                    self._say_durably(report)
+        if decision.evidence is not None and decision.evidence.commits and decision.rollback is None:
+            self._step_done(decision.evidence)
         if decision.checkpoint:
             self._write_shard(base)
         yield from self._steps(decision.resume_step, decision.resume_attempt)
@@ -267,7 +605,6 @@ class SimWorker(ToyEngine):
         self.grid_order = (decision.rollback, 1 << 16)
         self.held.clear()
         self.filling.clear()
-        self.reports = {step: report for step, report in self.reports.items() if step <= decision.rollback}
         self.ledger.parameters_step = -1
         self.layout, self.placement = decision.layout, decision.placement
         for block, state in sorted(states.items()):
@@ -283,18 +620,15 @@ class SimWorker(ToyEngine):
     # --------------------------------------------------------------------------------------------------------- reports
 
     def _step_done(self, evidence: Evidence) -> None:
-        self.reports.setdefault(evidence.step, StepDone(self.id, self.epoch, evidence))
-        if self.id == min(self.members):
-            self._say_durably(self.reports[evidence.step])
-
-    def _say_durably(self, message: StepDone | Shard) -> None:
-        self.durable.append(message)
-        self.world.to_coordinator(self, message)
+        done = StepDone(self.id, self.epoch, evidence)
+        self.durable.append(done)
+        self.world.to_coordinator(self, done)
 
     def _write_shard(self, step: int) -> None:
         states = {block: copy.state for block, copy in self.held.items() if copy.owned}
         shard = Shard(self.id, self.epoch, step, self.grid, states)
-        self._say_durably(shard)
+        self.durable.append(shard)
+        self.world.to_coordinator(self, shard)
 
     def _finished(self) -> FinishedReport:
         states = {block: (copy.owned, copy.version, copy.state) for block, copy in self.held.items()}

@@ -12,7 +12,6 @@ from typing import Any
 from elaswave.control.core.messages import CoreToWorker, Evidence
 from elaswave.simulator.certificate import decode_vote
 from elaswave.simulator.coordinator import SimCoordinator, Store
-from elaswave.simulator.engine import ToyEngine
 from elaswave.simulator.job import BlockState, model_of
 from elaswave.simulator.messages import KIND_NAMES, Frame, Key
 from elaswave.simulator.observer import Observer, together
@@ -66,8 +65,6 @@ class World:
         self.store = Store() if store is None else store
         self.disk: dict[int, tuple[dict[int, BlockState], int]] = {}
         """Durable checkpoints: step -> (blocks, grid)."""
-        self.published = 0
-        """The newest step that has been published, durably."""
         self.now = 0
         self.instant = 0
         self.outcome = ""
@@ -147,7 +144,7 @@ class World:
 
     def _act(self, actor: Any, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """A process does something: unless it is dead, and not before it wakes up."""
-        if actor.dead or self.outcome:
+        if actor.dead:
             return
         if actor in self._hung_until:
             self._backlog[actor].append((call, arguments))
@@ -186,11 +183,11 @@ class World:
 
     # ----------------------------------------------------------------------------------------------------- data plane
 
-    def pause(self, worker: ToyEngine, turn: int) -> None:
+    def pause(self, worker: SimWorker, turn: int) -> None:
         """A worker computes for a moment."""
         self._at(self.delay(), self._act, worker, worker.on_pause_over, (turn,))
 
-    def to_worker(self, sender: ToyEngine, to: int, key: Key, frame: Frame) -> None:
+    def to_worker(self, sender: SimWorker, to: int, key: Key, frame: Frame) -> None:
         """A frame between workers."""
         self.tick(sender)
         if self._log is not None:
@@ -212,7 +209,7 @@ class World:
         until = self._isolated_until
         return max(self._held_until.get(pair, 0), until.get(a, 0), until.get(b, 0))
 
-    def _arrive(self, sender: ToyEngine, worker: SimWorker, key: Key, frame: Frame) -> None:
+    def _arrive(self, sender: SimWorker, worker: SimWorker, key: Key, frame: Frame) -> None:
         if worker.dead or (sender.dead and not self.conditions.keeps_in_flight):
             return
         if self._closed_data and frame.epoch <= self._closed_data.get(_pair(sender.id, worker.id), -1):
@@ -322,7 +319,6 @@ class World:
     def publish(self, evidence: Evidence) -> None:
         """A coordinator makes a committed step's losses known."""
         if evidence.commits:
-            self.published = max(self.published, evidence.step)
             self.see.published(evidence.step, decode_vote(evidence.vector).losses)
 
     def leave(self, worker: SimWorker, reason: str) -> None:
