@@ -6,7 +6,14 @@ from collections import Counter
 import pytest
 
 from elaswave.planning.layout import make_layout
-from elaswave.state.placement import DEFAULT_BLOCK_SIZE, Block, holders_of_layers, make_blocks, place_blocks
+from elaswave.state.placement import (
+    DEFAULT_BLOCK_SIZE,
+    Block,
+    default_block_size,
+    holders_of_layers,
+    make_blocks,
+    place_blocks,
+)
 from elaswave.types import Hop, Layout, Stage
 
 
@@ -43,6 +50,13 @@ def test_blocks_number_the_runs_of_all_layers():
 def test_impossible_blocks_are_refused(sizes, block_size, message):
     with pytest.raises(ValueError, match=message):
         make_blocks(sizes, block_size)
+
+
+def test_larger_models_have_larger_blocks_but_enough_of_them():
+    sizes = {num_elements: default_block_size(num_elements) for num_elements in (0, 870_000, 5_000_000, 10_000_000)}
+    assert list(sizes.values()) == [DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE, 2 * DEFAULT_BLOCK_SIZE, 65536]
+    assert default_block_size(10**12) == 65536
+    assert all(num_elements / size >= 128 for num_elements, size in sizes.items() if size > DEFAULT_BLOCK_SIZE)
 
 
 def test_a_layer_is_interleaved_over_all_workers_of_its_stage():

@@ -161,8 +161,9 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     gradient scale, the rounding may differ."""
     num_followers: CountOrZero = 1
     """Live copies of every block of state beside its owner's; at most the number of workers - 1 are made."""
-    block_size: Annotated[int, Meta(ge=32, multiple_of=32)] = 16384
-    """Elements of a block, the unit of ownership and verification."""
+    block_size: Annotated[int, Meta(ge=32, multiple_of=32)] | None = None
+    """Elements of a block, the unit of ownership and verification; unset: 16384, in models of 4 M parameters and more
+    up to 65536."""
     refill_bytes_per_step: Annotated[int, Meta(ge=1)] = 4 << 20
     """After a loss, bytes of state that a worker sends during one step, and receives, to make new copies of blocks."""
     verify: bool = True

@@ -21,7 +21,7 @@ from elaswave.planning.program import Program
 from elaswave.planning.schedule import compile_programs, in_flight_bounds
 from elaswave.planning.validate import validate_programs
 from elaswave.state.flat import LayerShape, TensorSlot, all_tensors, model_shapes
-from elaswave.state.placement import Block, Placement, make_blocks, place_blocks
+from elaswave.state.placement import Block, Placement, default_block_size, make_blocks, place_blocks
 from elaswave.types import Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -68,7 +68,8 @@ class Blueprint:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """Every block of the model."""
-        return make_blocks([shape.size for shape in self.shapes], self.config.elastic.block_size)
+        sizes = [shape.size for shape in self.shapes]
+        return make_blocks(sizes, self.config.elastic.block_size or default_block_size(sum(sizes)))
 
     @cached_property
     def layout(self) -> Layout:

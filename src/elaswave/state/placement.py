@@ -17,6 +17,9 @@ from elaswave.types import Layout
 
 DEFAULT_BLOCK_SIZE = 16384
 """Elements of a block: 64 KiB in float32."""
+_LARGEST_DEFAULT_BLOCK_SIZE = 4 * DEFAULT_BLOCK_SIZE
+"""A block's gradient, master and optimizer state just fit a core's own cache."""
+_ENOUGH_BLOCKS = 128
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +50,21 @@ class Placement(msgspec.Struct, frozen=True):
     def holders(self, block: int) -> tuple[int, ...]:
         """Owner and followers of a block."""
         return (self.owner[block], *self.followers[block])
+
+
+def default_block_size(num_elements: int) -> int:
+    """The block size of a model of which none was asked for.
+
+    Small blocks are dealt out evenly; large ones cost less, since all that is done per block is done less often (an
+    update takes 1.5 instead of 2.4 ms per million parameters). So: as large as leaves enough blocks to deal out.
+
+    Args:
+        num_elements: of all layers' flat storage.
+    """
+    size = DEFAULT_BLOCK_SIZE
+    while size < _LARGEST_DEFAULT_BLOCK_SIZE and num_elements >= 2 * size * _ENOUGH_BLOCKS:
+        size *= 2
+    return size
 
 
 def make_blocks(layer_sizes: Sequence[int], block_size: int = DEFAULT_BLOCK_SIZE) -> tuple[Block, ...]:
