@@ -6,15 +6,7 @@ from elaswave.control.core.coordinator import StartRecord, TermRecord
 from elaswave.simulator.coordinator import StaleTermError, Store
 from elaswave.simulator.job import Job
 from elaswave.simulator.run import Build, run_schedule
-from elaswave.simulator.schedule import (
-    Conditions,
-    Fault,
-    Schedule,
-    parse_fault,
-    parse_schedule,
-    random_schedule,
-    similar_schedule,
-)
+from elaswave.simulator.schedule import Conditions, Fault, Schedule, parse_fault, parse_schedule, random_schedule
 from elaswave.simulator.worker import SimWorker
 
 
@@ -61,18 +53,6 @@ def test_a_job_may_be_given():
     assert {random_schedule(seed, job).job for seed in range(20)} == {job}
     with pytest.raises(ValueError, match="no fault"):
         parse_fault("")
-
-
-def test_similar_schedules_keep_job_and_kinds():
-    schedule = parse_schedule("widths=2,2 isolate:0@3+5 kill:1@44")
-    similar = [similar_schedule(schedule, seed) for seed in range(50)]
-    assert similar == [similar_schedule(schedule, seed) for seed in range(50)]
-    assert len(set(similar)) > 40
-    for other in similar:
-        assert other.job == schedule.job
-        assert {fault.kind: fault.target for fault in other.faults} == {"isolate": "0", "kill": "1"}
-        assert all(fault.instant >= 0 for fault in other.faults)
-        assert all(fault.duration >= 1 for fault in other.faults if fault.kind == "isolate")
 
 
 def test_the_store_takes_records_of_the_newest_term_only():
