@@ -5,6 +5,7 @@ ElaswaveError
 │   ├── ConfigError            a configuration with one or more violated rules, all of them listed
 │   ├── DataError              a data file that is missing, too short or holds impossible tokens
 │   └── RunFolderError         a run folder that cannot be written, or holds another run
+├── InfeasiblePlan             no plan keeps to the limits: names the violated limit and by how much
 ├── InvalidProgramError        a program that is incomplete, deadlocks or needs too much memory
 ├── CommError
 │   ├── AuthenticationError    the other side does not hold the job's key
@@ -53,6 +54,10 @@ class DataError(UsageError):
 
 class RunFolderError(UsageError):
     """A run folder that cannot be written, or that already holds a run."""
+
+
+class InfeasiblePlan(ElaswaveError):
+    """No plan keeps to the limits of memory, power or workers. The message names the limit and by how much it fails."""
 
 
 class InvalidProgramError(ElaswaveError):

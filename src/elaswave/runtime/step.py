@@ -52,7 +52,7 @@ from elaswave.runtime.vote import (
 from elaswave.state.flat import FlatLayer, LayerShape, all_tensors
 from elaswave.state.placement import Placement
 from elaswave.state.store import BlockStore, HeldBlock, Role, roles_of
-from elaswave.state.sums import INITIAL_EXPONENT, Accumulator, ExactAccumulator, FloatAccumulator, square_sum
+from elaswave.state.sums import INITIAL_EXPONENT, Accumulator, ExactAccumulator, FloatAccumulator, Scratch, square_sum
 from elaswave.state.verify import run_hash
 from elaswave.types import Layout, struct_hash
 
@@ -151,7 +151,7 @@ class StepEngine:
         self._trace = trace
         exact = self._config.elastic.consistency == "bitwise"
         self._make_accumulator: Callable[[LayerShape], Accumulator] = (
-            functools.partial(ExactAccumulator, scratches={}) if exact else FloatAccumulator
+            functools.partial(ExactAccumulator, scratch=Scratch()) if exact else FloatAccumulator
         )
         self._accumulators = {index: self._make_accumulator(layer.shape) for index, layer in layers.items()}
         self.compute = Compute(

@@ -18,6 +18,7 @@ take a slower path to the same integers.
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,36 +67,68 @@ def could_overflow(maximum: float, exponent: int, num_microbatches: int) -> bool
     return maximum > 0.0 and magnitude_bits(maximum) + exponent + count_bits(num_microbatches) > 62
 
 
-class _Scratch:
-    """Where the gradients of one layer become float64, with one view per tensor. Padding stays zero."""
-
-    def __init__(self, shape: LayerShape) -> None:
-        flat = torch.zeros(shape.size, dtype=torch.float64)
-        self.views = [flat[slot.offset : slot.stop].view(slot.shape) for slot in shape.tensors]
-        self.words = flat.numpy().view(np.int64)
+_PIECE_ELEMENTS = 1 << 17
+"""Most elements that are converted in one go: a mebibyte of float64, which a core's own cache holds."""
 
 
-Scratches = dict[tuple[tuple[int, ...], ...], _Scratch]
-"""Scratch memory by the layer's geometry; layers that are alike and add one after the other may share it."""
+class Scratch:
+    """Memory in which gradients become float64; shared by the accumulators of one thread."""
+
+    def __init__(self) -> None:
+        self.values = torch.empty(_PIECE_ELEMENTS, dtype=torch.float64)
+        self.words = self.values.numpy().view(np.int64)
+
+
+class _Piece(NamedTuple):
+    """A run of a layer's flat storage that is added in one go: some whole tensors, or a part of one. No padding."""
+
+    start: int
+    stop: int
+    indices: tuple[int, ...]
+    """Of the tensors."""
+    part: slice | None
+    """Which elements of the only tensor, where it is too large for one piece."""
+    views: list[torch.Tensor]
+    """Into the scratch, one per tensor."""
+
+
+def _pieces(shape: LayerShape, scratch: Scratch) -> list[_Piece]:
+    pieces: list[_Piece] = []
+    for index, slot in enumerate(shape.tensors):
+        last = pieces[-1] if pieces else None
+        if slot.numel > _PIECE_ELEMENTS:
+            for first in range(0, slot.numel, _PIECE_ELEMENTS):
+                size = min(_PIECE_ELEMENTS, slot.numel - first)
+                start = slot.offset + first
+                part = slice(first, first + size)
+                pieces.append(_Piece(start, start + size, (index,), part, [scratch.values[:size]]))
+        elif last and last.part is None and last.stop == slot.offset and slot.stop - last.start <= _PIECE_ELEMENTS:
+            view = scratch.values[slot.offset - last.start : slot.stop - last.start].view(slot.shape)
+            pieces[-1] = last._replace(stop=slot.stop, indices=(*last.indices, index), views=[*last.views, view])
+        elif slot.numel:
+            view = scratch.values[: slot.numel].view(slot.shape)
+            pieces.append(_Piece(slot.offset, slot.stop, (index,), None, [view]))
+    return pieces
 
 
 class ExactAccumulator:
     """The exact partial sum of one layer's gradients on one worker.
 
-    `add` is called for every parameter and micro-batch, and is bound by memory: hence the shared scratch, and numpy's
-    addition of int64, since torch's multiplies by its alpha, too, and takes three times as long.
+    `add` is called for every parameter and micro-batch, and is bound by memory: hence the pieces, which stay in the
+    core's cache until they are added, and numpy's addition of int64, since torch's multiplies by its alpha, too, and
+    takes three times as long.
 
     Args:
         shape: the layer's tensors.
-        scratches: shared by the accumulators of one thread.
+        scratch: None for memory of its own.
     """
 
-    def __init__(self, shape: LayerShape, scratches: Scratches | None = None) -> None:
+    def __init__(self, shape: LayerShape, scratch: Scratch | None = None) -> None:
         self.shape = shape
         self._sum = torch.zeros(shape.size, dtype=torch.int64)
         self._words = self._sum.numpy()
-        geometry = tuple((slot.offset, *slot.shape) for slot in shape.tensors)
-        self._scratch = ({} if scratches is None else scratches).setdefault(geometry, _Scratch(shape))
+        self._scratch = scratch or Scratch()
+        self._pieces = _pieces(shape, self._scratch)
         self.reset([INITIAL_EXPONENT] * len(shape.tensors))
 
     def reset(self, exponents: Sequence[int]) -> None:
@@ -124,8 +157,6 @@ class ExactAccumulator:
         Returns:
             Whether all of them were finite.
         """
-        if not self.shape.tensors:
-            return True
         present = [
             torch.zeros(slot.shape) if gradient is None else gradient
             for gradient, slot in zip(gradients, self.shape.tensors, strict=True)
@@ -134,26 +165,30 @@ class ExactAccumulator:
         if not all(map(math.isfinite, maxima)):
             return False
         self.maxima = list(map(max, self.maxima, maxima))
-        scratch = self._scratch
-        torch._foreach_copy_(scratch.views, present)
-        torch._foreach_add_(scratch.views, self._magic)
-        for index, (maximum, slow_from) in enumerate(zip(maxima, self._slow_from, strict=True)):
-            if maximum >= slow_from:
-                self._convert_slowly(index, present[index])
-        if self._is_empty:
-            np.copyto(self._words, scratch.words)
-            self._is_empty = False
-        else:
-            np.add(self._words, scratch.words, out=self._words)
+        slow = [maximum >= slow_from for maximum, slow_from in zip(maxima, self._slow_from, strict=True)]
+        for piece in self._pieces:
+            values = [present[index] for index in piece.indices]
+            if piece.part is not None:
+                values = [values[0].reshape(-1)[piece.part]]
+            torch._foreach_copy_(piece.views, values)
+            torch._foreach_add_(piece.views, [self._magic[index] for index in piece.indices])
+            for index, view, value in zip(piece.indices, piece.views, values, strict=True):
+                if slow[index]:
+                    view.view(torch.int64).copy_(_fast_bits_slowly(value, self._exponents[index]))
+            total, words = self._words[piece.start : piece.stop], self._scratch.words[: piece.stop - piece.start]
+            if self._is_empty:
+                np.copyto(total, words)
+            else:
+                np.add(total, words, out=total)
+        self._is_empty = False
         return True
 
-    def _convert_slowly(self, index: int, gradient: torch.Tensor) -> None:
-        """The same integers as the fast path's, for values that float64's mantissa cannot hold beside the constant."""
-        slot, exponent = self.shape.tensors[index], self._exponents[index]
-        scaled = torch.round(gradient.to(torch.float64).reshape(-1) * 2.0**exponent)
-        # A sum that could overflow is never used (the vote fails); clamping only keeps the conversion defined.
-        units = scaled.clamp_(-(2.0**62), 2.0**62).to(torch.int64)
-        self._scratch.words[slot.offset : slot.stop] = (units + offset(exponent)).numpy()
+
+def _fast_bits_slowly(gradient: torch.Tensor, exponent: int) -> torch.Tensor:
+    """The same integers as the fast path's, for values that float64's mantissa cannot hold beside the constant."""
+    scaled = torch.round(gradient.to(torch.float64) * 2.0**exponent)
+    # A sum that could overflow is never used (the vote fails); clamping only keeps the conversion defined.
+    return scaled.clamp_(-(2.0**62), 2.0**62).to(torch.int64) + offset(exponent)
 
 
 class FloatAccumulator:

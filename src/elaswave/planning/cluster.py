@@ -1,0 +1,241 @@
+"""The machines of a job as values: devices, links, workers, and what happens to them. Pure, no torch, no IO.
+
+Workers are columns of arrays, not objects: plans are made for a million of them. All of it has a JSON form.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+EventKind = Literal["lost", "joined", "slowed", "drained"]
+
+
+class FrequencyLevel(msgspec.Struct, frozen=True, kw_only=True):
+    """One clock setting of a device."""
+
+    speed: float
+    """Computation per second relative to the base level's, above 0."""
+    power_w: float
+    """Draw while it computes, in watts."""
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of accelerator."""
+
+    name: str
+    flops_per_s: float
+    """Dense bfloat16 peak at the base level."""
+    memory_bytes: float
+    levels: tuple[FrequencyLevel, ...] = (FrequencyLevel(speed=1.0, power_w=0.0),)
+    """Clock settings, speed ascending; one of them has speed 1.0: the base level."""
+    idle_power_w: float = 0.0
+    source: str = ""
+    """Where the figures are published."""
+
+    def __post_init__(self) -> None:
+        """Checks the figures.
+
+        Raises:
+            ValueError: with every figure that cannot be.
+        """
+        problems = [
+            f"{name} is {value}, needed: above 0"
+            for name, value in (("flops_per_s", self.flops_per_s), ("memory_bytes", self.memory_bytes))
+            if not 0 < value < float("inf")
+        ]
+        speeds = [level.speed for level in self.levels]
+        if not speeds or speeds != sorted(set(speeds)) or speeds[0] <= 0 or 1.0 not in speeds:
+            problems.append(f"levels have speeds {speeds}, needed: ascending, above 0, one of them 1.0")
+        powers = [self.idle_power_w, *(level.power_w for level in self.levels)]
+        if not all(0 <= power < float("inf") for power in powers):
+            problems.append(f"powers are {powers} W, needed: finite, at least 0")
+        if problems:
+            raise ValueError(f"device {self.name!r} is impossible: " + "; ".join(problems))
+
+    @property
+    def base_level(self) -> int:
+        """Index of the level of speed 1.0."""
+        return [level.speed for level in self.levels].index(1.0)
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker can send over one level of the network: latency + bytes / bandwidth."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Checks the figures.
+
+        Raises:
+            ValueError: a bandwidth of 0 or less, a negative latency, or not a finite number.
+        """
+        if not 0 < self.bandwidth_bytes_per_s < float("inf"):
+            raise ValueError(f"link bandwidth is {self.bandwidth_bytes_per_s} bytes/s, needed: above 0 and finite")
+        if not 0 <= self.latency_s < float("inf"):
+            raise ValueError(f"link latency is {self.latency_s} s, needed: at least 0 and finite")
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Seconds until so many bytes are there."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cluster:
+    """Workers, their devices and the links between them. Arrays have one entry per worker, in order of ids."""
+
+    ids: np.ndarray
+    """int64, ascending."""
+    node: np.ndarray
+    """int64: the machine that a worker is in; workers of one node talk over `within_node`."""
+    speed: np.ndarray
+    """float64, above 0: of this worker relative to its device's description; 0.5 is a straggler at half speed."""
+    memory_bytes: np.ndarray
+    """float64: usable by training."""
+    device: np.ndarray
+    """int64: index into `devices`."""
+    devices: tuple[Device, ...]
+    within_node: Link
+    between_nodes: Link
+    power_limit_w: float | None = None
+    """Of all workers together; None means no limit."""
+
+    def __post_init__(self) -> None:
+        """Checks the columns.
+
+        Raises:
+            ValueError: with every fault that was found.
+        """
+        columns = {name: getattr(self, name) for name in ("node", "speed", "memory_bytes", "device")}
+        problems = [
+            f"{name} has {len(column)} entries for {len(self.ids)} workers"
+            for name, column in columns.items()
+            if len(column) != len(self.ids)
+        ]
+        if len(self.ids) > 1 and not bool(np.all(self.ids[1:] > self.ids[:-1])):
+            problems.append("worker ids do not ascend")
+        if not self.devices:
+            problems.append("there is no device")
+        elif len(self.device) and not 0 <= self.device.min() <= self.device.max() < len(self.devices):
+            problems.append(f"device indices run from {self.device.min()} to {self.device.max()}, but there are "
+                            f"{len(self.devices)} devices")  # fmt: skip
+        for name, what in (("speed", "above 0"), ("memory_bytes", "above 0")):
+            column = columns[name]
+            bad = np.flatnonzero(~((column > 0) & np.isfinite(column)))
+            if len(bad):
+                problems.append(f"{name}[{bad[0]}] is {column[bad[0]]}, needed: {what} and finite")
+        if self.power_limit_w is not None and not self.power_limit_w > 0:
+            problems.append(f"power_limit_w is {self.power_limit_w}, needed: above 0")
+        if problems:
+            raise ValueError("the cluster is impossible: " + "; ".join(problems))
+
+    @classmethod
+    def uniform(
+        cls, num_workers: int, device: Device, *, within_node: Link, between_nodes: Link, workers_per_node: int = 8
+    ) -> "Cluster":
+        """Workers 0 to num_workers - 1 of one kind, node after node."""
+        if num_workers < 1 or workers_per_node < 1:
+            raise ValueError(f"{num_workers} workers, {workers_per_node} per node: both must be at least 1")
+        ids = np.arange(num_workers, dtype=np.int64)
+        return cls(
+            ids=ids,
+            node=ids // workers_per_node,
+            speed=np.ones(num_workers),
+            memory_bytes=np.full(num_workers, float(device.memory_bytes)),
+            device=np.zeros(num_workers, dtype=np.int64),
+            devices=(device,),
+            within_node=within_node,
+            between_nodes=between_nodes,
+        )
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return len(self.ids)
+
+    def index_of(self, workers: np.ndarray | Sequence[int]) -> np.ndarray:
+        """Positions of worker ids in the columns.
+
+        Raises:
+            KeyError: a worker that is not in the cluster.
+        """
+        wanted = np.asarray(workers, dtype=np.int64)
+        found = np.searchsorted(self.ids, wanted)
+        if len(wanted) and (
+            not len(self.ids) or bool(np.any(self.ids[np.minimum(found, len(self.ids) - 1)] != wanted))
+        ):
+            raise KeyError(f"not all of the workers {wanted[:8].tolist()} ... are in the cluster")
+        return found
+
+    def without(self, workers: Collection[int] | np.ndarray) -> "Cluster":
+        """The cluster after these workers are gone; those that are not in it do not matter."""
+        return self.take(~np.isin(self.ids, np.fromiter(workers, dtype=np.int64, count=len(workers))))
+
+    def take(self, chosen: np.ndarray) -> "Cluster":
+        """The workers at these positions (a mask, or ascending indices)."""
+        columns = {name: getattr(self, name)[chosen] for name in ("ids", "node", "speed", "memory_bytes", "device")}
+        return replace(self, **columns)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: columns as lists."""
+        document = {name: getattr(self, name).tolist() for name in ("ids", "node", "speed", "memory_bytes", "device")}
+        document |= {
+            name: msgspec.to_builtins(getattr(self, name)) for name in ("devices", "within_node", "between_nodes")
+        }
+        return document | {"power_limit_w": self.power_limit_w}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> "Cluster":
+        """What `to_json` returned.
+
+        Raises:
+            ValueError: a key that is missing or unknown, or a value of the wrong type.
+        """
+        read = msgspec.convert(document, _ClusterDocument)
+        return cls(
+            ids=np.array(read.ids, dtype=np.int64),
+            node=np.array(read.node, dtype=np.int64),
+            speed=np.array(read.speed, dtype=np.float64),
+            memory_bytes=np.array(read.memory_bytes, dtype=np.float64),
+            device=np.array(read.device, dtype=np.int64),
+            devices=read.devices,
+            within_node=read.within_node,
+            between_nodes=read.between_nodes,
+            power_limit_w=read.power_limit_w,
+        )
+
+
+class _ClusterDocument(msgspec.Struct, forbid_unknown_fields=True):
+    ids: list[int]
+    node: list[int]
+    speed: list[float]
+    memory_bytes: list[float]
+    device: list[int]
+    devices: tuple[Device, ...]
+    within_node: Link
+    between_nodes: Link
+    power_limit_w: float | None = None
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to some workers at one instant."""
+
+    kind: EventKind
+    workers: tuple[int, ...]
+    """Ascending ids."""
+    speed: float = 1.0
+    """slowed: of the workers from now on, relative to their device."""
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+            ValueError: no worker, ids that do not ascend, or an impossible speed.
+        """
+        if not self.workers or list(self.workers) != sorted(set(self.workers)):
+            raise ValueError(f"an event names workers {self.workers}: needed are ascending ids, at least one")
+        if not 0 < self.speed < float("inf"):
+            raise ValueError(f"an event's speed is {self.speed}, needed: above 0 and finite")
