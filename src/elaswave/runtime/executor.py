@@ -72,6 +72,7 @@ class Executor:
         sends: list[Handle],
         before_action: Callable[[Action], None],
         on_layer_done: Callable[[int], None],
+        on_computed: Callable[[Action, range, int], None] = lambda action, layers, start_ns: None,
         train: bool = True,
     ) -> None:
         """Runs a program to its end.
@@ -83,6 +84,8 @@ class Executor:
             sends: gets the handles of all sends; their buffers stay alive in them.
             before_action: called before each action.
             on_layer_done: called with a layer once its last gradient of the step has been added here.
+            on_computed: called with each action, its layers and when it began (monotonic, after its input had come),
+                once it is computed and before its output leaves; an emulated device makes the action last here.
             train: False runs forward actions for evaluation, on tags of their own.
         """
         forward_channel = Channel.ACTIVATION if train else Channel.EVALUATION
@@ -128,6 +131,7 @@ class Executor:
                 output = self._compute.forward(
                     layers, action.microbatch, value, None if following is not None else targets, train=train
                 )
+                on_computed(action, layers, start_ns)
                 if following is not None:
                     pass_on(following, forward_channel, action.microbatch, output)
             else:
@@ -137,6 +141,7 @@ class Executor:
                     gradient = take(following, hop, Channel.GRADIENT, action.microbatch)
                 start_ns = time.monotonic_ns()
                 result = self._compute.backward(layers, action.microbatch, gradient)
+                on_computed(action, layers, start_ns)
                 if previous is not None:
                     assert result is not None
                     pass_on(previous, Channel.GRADIENT, action.microbatch, result)
