@@ -1,0 +1,249 @@
+"""Costs and clusters from a description: a model's shape, a kind of device, kinds of links. Pure.
+
+Seconds are operations over the device's peak times its efficiency (`elaswave.planning.presets`), for matrix products
+and attention; a look-up in the embedding moves bytes instead. Bytes are those of a bfloat16 model with float32 masters
+under AdamW, and of the tensors that eager PyTorch with flash attention keeps for the backward. What is left out: kernel
+launches, norms and activations' own time (they are in the efficiency), and how products of odd sizes do worse.
+
+Source of the counts: Narayanan et al. 2021, Efficient large-scale language model training on GPU clusters, appendix;
+Korthikanti et al. 2022, Reducing activation recomputation in large transformer models, section 4. Differs: layer by
+layer, backward in its two halves, causal attention counted as half, gated feed-forward and grouped queries.
+"""
+
+import msgspec
+
+from elaswave.planning.cluster import Cluster, Device, Link
+from elaswave.planning.costs import Costs, LayerCosts
+from elaswave.planning.presets import DevicePreset, ModelShape, link_preset
+
+PARAMETER_BYTES = 2
+"""bfloat16."""
+OPTIMIZER_BYTES = 12
+"""float32 master, first and second moment (AdamW)."""
+ACCUMULATOR_BYTES = {"bitwise": 8, "scaled": 4}
+"""Per parameter: 64-bit fixed point, or float32."""
+LOGIT_BYTES = 6
+"""Kept per logit: the bfloat16 logit and the float32 logarithm of its probability."""
+USABLE_MEMORY = 0.9
+"""Share of a device's memory that training may fill; the rest is the driver's, the links' and lost between tensors."""
+
+
+class LayerWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What one layer does for one micro-batch, whatever runs it."""
+
+    name: str
+    forward_flops: float
+    input_gradient_flops: float
+    weight_gradient_flops: float
+    moved_bytes: float
+    """Read and written by a layer that computes next to nothing (a look-up), once per direction."""
+    num_parameters: int
+    activation_bytes: float
+    boundary_bytes: float
+
+
+def layer_work(shape: ModelShape, *, microbatch_size: int = 1, recompute: bool = False) -> tuple[LayerWork, ...]:
+    """Operations and bytes of every layer for one micro-batch: embedding, blocks, head.
+
+    A matrix product costs 2 operations per parameter and token in the forward, and as much in each half of the
+    backward. Attention has no parameters: its backward, twice its forward, belongs to the input gradient.
+
+    Args:
+        shape: sizes of the model.
+        microbatch_size: samples of a micro-batch, each `shape.context_length` tokens long.
+        recompute: keep only a block's input and run its forward again before its backward.
+    Raises:
+        ValueError: microbatch_size below 1.
+    """
+    if microbatch_size < 1:
+        raise ValueError(f"microbatch_size is {microbatch_size}, needed: at least 1")
+    tokens = microbatch_size * shape.context_length
+    boundary_bytes = float(tokens * shape.width * PARAMETER_BYTES)
+    embedding = LayerWork(
+        name="embedding",
+        forward_flops=0.0,
+        input_gradient_flops=0.0,
+        weight_gradient_flops=0.0,
+        moved_bytes=2 * boundary_bytes,
+        num_parameters=shape.embedding_parameters,
+        activation_bytes=8.0 * tokens,
+        boundary_bytes=boundary_bytes,
+    )
+    kv_width = shape.num_kv_heads * (shape.width // shape.num_heads)
+    num_matrices = 3 if shape.family == "llama" else 2
+    products = (
+        2.0 * tokens * (2 * shape.width * (shape.width + kv_width) + num_matrices * shape.width * shape.hidden_size)
+    )
+    # Scores and their product with the values: 2 x 2 operations per pair of tokens, of which a causal mask leaves half.
+    attention = 2.0 * tokens * shape.context_length * shape.width
+    forward_flops = products + attention
+    # Kept per token: the input and the middle of the stream, both norms' results, queries, keys, values, attention's
+    # result; of the feed-forward what goes into and comes out of its activation, and for a gate the other factor and
+    # the product too.
+    kept = 6 * shape.width + 2 * kv_width + (4 if shape.family == "llama" else 2) * shape.hidden_size
+    block = LayerWork(
+        name="block",
+        forward_flops=forward_flops,
+        input_gradient_flops=products + 2 * attention + (forward_flops if recompute else 0.0),
+        weight_gradient_flops=products,
+        moved_bytes=0.0,
+        num_parameters=shape.block_parameters,
+        activation_bytes=boundary_bytes if recompute else float(tokens * kept * PARAMETER_BYTES),
+        boundary_bytes=boundary_bytes,
+    )
+    head_flops = 2.0 * tokens * shape.width * shape.vocab_size
+    head = LayerWork(
+        name="head",
+        forward_flops=head_flops,
+        input_gradient_flops=head_flops,
+        weight_gradient_flops=head_flops,
+        moved_bytes=0.0,
+        num_parameters=shape.head_parameters,
+        activation_bytes=2 * boundary_bytes + float(tokens * shape.vocab_size * LOGIT_BYTES),
+        boundary_bytes=0.0,
+    )
+    blocks = tuple(msgspec.structs.replace(block, name=f"block.{index}") for index in range(shape.num_layers))
+    return (embedding, *blocks, head)
+
+
+def describe_costs(
+    shape: ModelShape,
+    preset: DevicePreset,
+    *,
+    microbatch_size: int = 1,
+    consistency: str = "bitwise",
+    recompute: bool = False,
+    tensor_parallel: int = 1,
+    num_stages: int = 1,
+    efficiency: float | None = None,
+    within_node: Link | None = None,
+    between_nodes: Link | None = None,
+) -> Costs:
+    """Costs of a model on a kind of device.
+
+    Args:
+        shape: sizes of the model.
+        preset: the device.
+        microbatch_size: samples of a micro-batch.
+        consistency: ``bitwise`` (exact sums, 8 bytes per parameter) or ``scaled`` (float32).
+        recompute: run a block's forward again before its backward instead of keeping its activations.
+        tensor_parallel: devices that make up a worker; they share every layer and exchange activations twice per
+            block and direction (Shoeybi et al. 2019, Megatron-LM, section 3), and keep
+            nothing twice (sequence parallelism, Korthikanti et al. 2022, section 4.2).
+        num_stages: of the pipeline; says how much of the model a worker reduces and gathers at the end of a step.
+        efficiency: share of the peak that is reached; the preset's if None.
+        within_node, between_nodes: links other than the preset's.
+    Raises:
+        ValueError: an impossible argument.
+    """
+    if consistency not in ACCUMULATOR_BYTES:
+        raise ValueError(f"consistency is {consistency!r}, needed: one of {', '.join(ACCUMULATOR_BYTES)}")
+    if tensor_parallel < 1 or num_stages < 1:
+        raise ValueError(f"tensor_parallel is {tensor_parallel}, num_stages {num_stages}: both must be at least 1")
+    efficiency = preset.efficiency if efficiency is None else efficiency
+    if not 0 < efficiency <= 1:
+        raise ValueError(f"efficiency is {efficiency}, needed: above 0, at most 1")
+    within_node = within_node or link_preset(preset.within_node).link
+    between_nodes = between_nodes or link_preset(preset.between_nodes).link
+    flops_per_s = preset.device.flops_per_s * efficiency * tensor_parallel
+    bytes_per_s = preset.memory_bandwidth_bytes_per_s * tensor_parallel
+    work = layer_work(shape, microbatch_size=microbatch_size, recompute=recompute)
+
+    def layer_costs(layer: LayerWork) -> LayerCosts:
+        moving_s = layer.moved_bytes / bytes_per_s
+        is_block = layer.name.startswith("block")
+        sharing_s = _all_reduces_s(layer.boundary_bytes, tensor_parallel, within_node) if is_block else 0.0
+        return LayerCosts(
+            name=layer.name,
+            forward_s=layer.forward_flops / flops_per_s + moving_s + sharing_s,
+            input_gradient_s=layer.input_gradient_flops / flops_per_s + sharing_s * (2 if recompute else 1),
+            weight_gradient_s=layer.weight_gradient_flops / flops_per_s + moving_s,
+            parameter_bytes=float(layer.num_parameters * PARAMETER_BYTES),
+            accumulator_bytes=float(layer.num_parameters * ACCUMULATOR_BYTES[consistency]),
+            optimizer_bytes=float(layer.num_parameters * OPTIMIZER_BYTES),
+            activation_bytes=layer.activation_bytes,
+            boundary_bytes=layer.boundary_bytes,
+        )
+
+    # Sums travel while earlier layers still compute; only those of the layer that ends last, and then the new
+    # parameters of the whole stage, have nothing left to hide behind.
+    last_layer = max(layer.num_parameters for layer in work[1:-1])
+    exposed_bytes = (
+        last_layer * ACCUMULATOR_BYTES[consistency] + shape.num_parameters / num_stages * PARAMETER_BYTES
+    ) / tensor_parallel
+    sizes = f"{microbatch_size} x {shape.context_length} tokens per micro-batch"
+    group = f", {tensor_parallel} devices per worker" if tensor_parallel > 1 else ""
+    return Costs(
+        layers=tuple(map(layer_costs, work)),
+        step_overhead_s=between_nodes.transfer_s(exposed_bytes),
+        source=f"described: {shape.name} ({shape.source}) on {preset.device.name} ({preset.device.source}) at "
+        f"{efficiency:.0%} of its peak ({preset.efficiency_source}), {sizes}{group}"
+        + (", blocks run again before their backward" if recompute else ""),
+    )
+
+
+def _all_reduces_s(num_bytes: float, num_devices: int, link: Link) -> float:
+    """Seconds of a block's two all-reduces in one direction, as rings."""
+    if num_devices == 1:
+        return 0.0
+    steps = 2 * (num_devices - 1)
+    return 2 * steps * link.transfer_s(num_bytes / num_devices)
+
+
+def describe_cluster(
+    num_workers: int,
+    preset: DevicePreset,
+    *,
+    tensor_parallel: int = 1,
+    workers_per_node: int | None = None,
+    within_node: Link | None = None,
+    between_nodes: Link | None = None,
+    power_limit_w: float | None = None,
+    usable_memory: float = USABLE_MEMORY,
+) -> Cluster:
+    """A cluster of one kind of device.
+
+    Args:
+        num_workers: number of workers; worker i is in node ``i // workers_per_node``.
+        preset: the device.
+        tensor_parallel: devices that make up a worker.
+        workers_per_node: the preset's devices per node over `tensor_parallel` if None.
+        within_node, between_nodes: links other than the preset's.
+        power_limit_w: of all workers together.
+        usable_memory: share of the memory that training may fill.
+    Raises:
+        ValueError: no worker, a worker that does not fit into a node, or an impossible share or limit.
+    """
+    if not 0 < usable_memory <= 1:
+        raise ValueError(f"usable_memory is {usable_memory}, needed: above 0, at most 1")
+    if not 1 <= tensor_parallel <= preset.devices_per_node:
+        raise ValueError(
+            f"{tensor_parallel} devices per worker, needed: at least 1, and at most the {preset.devices_per_node} of a "
+            "node, which share the fast links"
+        )
+    if workers_per_node is None:
+        workers_per_node = preset.devices_per_node // tensor_parallel
+    one = preset.device
+    group = Device(
+        name=one.name if tensor_parallel == 1 else f"{tensor_parallel} x {one.name}",
+        flops_per_s=one.flops_per_s * tensor_parallel,
+        memory_bytes=one.memory_bytes * usable_memory * tensor_parallel,
+        levels=tuple(msgspec.structs.replace(level, power_w=level.power_w * tensor_parallel) for level in one.levels),
+        idle_power_w=one.idle_power_w * tensor_parallel,
+        source=one.source,
+    )
+    cluster = Cluster.uniform(
+        num_workers,
+        group,
+        within_node=_widened(within_node or link_preset(preset.within_node).link, tensor_parallel),
+        between_nodes=_widened(between_nodes or link_preset(preset.between_nodes).link, tensor_parallel),
+        workers_per_node=workers_per_node,
+    )
+    if power_limit_w is None:
+        return cluster
+    return Cluster(**{**vars(cluster), "power_limit_w": power_limit_w})
+
+
+def _widened(link: Link, num_devices: int) -> Link:
+    """Every device of a worker has its own link, and carries its share of a tensor."""
+    return Link(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * num_devices, latency_s=link.latency_s)
