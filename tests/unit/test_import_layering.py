@@ -29,6 +29,10 @@ SIMULATED = ("elaswave.simulator",)
 """As pure as the kernel, on which it stands, except that it draws: from generators that it makes from a seed
 (`random.Random`), and by nothing else of ``random``."""
 
+ARRAYS = ("elaswave.planning", "elaswave.simulator")
+"""May use numpy, which computes for a million workers at once; not its random sources, but for generators that the
+simulator makes from a seed (`numpy.random.default_rng`)."""
+
 IMPURE = {
     "torch and numpy": {"torch", "numpy"},
     "sockets": {"socket", "socketserver", "ssl", "select", "selectors", "http", "urllib"},
@@ -123,6 +127,23 @@ def uses_of_random(tree: ast.Module) -> Iterator[tuple[int, str]]:
                     yield node.lineno, f"* as {alias.asname}"
 
 
+def uses_of_numpy_random(tree: ast.Module, *, seeded: bool) -> Iterator[tuple[int, str]]:
+    """What is used of ``numpy.random``; with `seeded`, besides a generator that is given its seed."""
+    given = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "random":
+            if not seeded or (node.attr != "Generator" and (node.attr != "default_rng" or node not in given)):
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom) and node.module == "numpy.random":
+            yield node.lineno, node.names[0].name
+
+
+def impurity(module: str, imported: str, impure: dict[str, str]) -> str | None:
+    """Why a pure module may not import another from outside, or None."""
+    top = imported.split(".")[0]
+    return None if top == "numpy" and within(module, ARRAYS) else impure.get(top)
+
+
 def violations(package: Path) -> list[str]:
     """One line per import or look at the environment that breaks a rule."""
     found = []
@@ -133,15 +154,19 @@ def violations(package: Path) -> list[str]:
         if within(module, SIMULATED):
             for line, name in uses_of_random(tree):
                 found.append(f"{path.relative_to(package.parent)}:{line}: {module} uses random.{name}, not of a seed")
+        if within(module, ARRAYS):
+            for line, name in uses_of_numpy_random(tree, seeded=within(module, SIMULATED)):
+                where = f"{path.relative_to(package.parent)}:{line}: {module}"
+                found.append(f"{where} uses numpy.random.{name}, not of a seed")
         for imported, line in imports(module, path, tree, known):
             where = f"{path.relative_to(package.parent)}:{line}: {module} imports {imported}"
             if within(module, PURE):
-                if kind := impure.get(imported.split(".")[0]):
+                if kind := impurity(module, imported, impure):
                     found.append(f"{where}, but is pure ({kind})")
                 elif within(imported, ("elaswave",)) and not within(imported, PURE):
                     found.append(f"{where}, which is not pure, but is pure itself")
             if within(module, SIMULATED):
-                kind = impure.get(imported.split(".")[0])
+                kind = impurity(module, imported, impure)
                 if kind and imported != "random":
                     found.append(f"{where}, but is simulated ({kind})")
                 elif within(imported, ("elaswave",)) and not within(imported, PURE + SIMULATED):
@@ -176,7 +201,7 @@ def test_pure_modules_load_nothing_impure():
     code = (
         "import importlib, sys\n"
         f"for name in {pure!r}: importlib.import_module(name)\n"
-        "print(*sorted({'torch', 'numpy', 'socket', 'asyncio', 'multiprocessing'} & set(sys.modules)))"
+        "print(*sorted({'torch', 'socket', 'asyncio', 'multiprocessing'} & set(sys.modules)))"
     )
     path = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
     done = subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, timeout=60)
@@ -188,6 +213,8 @@ PLANTED = {
         ("import torch", "elaswave.planning.cost imports torch, but is pure (torch and numpy)"),
         ("import torch.nn.functional as F", "imports torch.nn.functional, but is pure"),
         ("from time import monotonic", "imports time, but is pure (clocks)"),
+        ("import numpy as np\nnp.random.default_rng(1)", "2: elaswave.planning.cost uses numpy.random.default_rng"),
+        ("from numpy.random import default_rng", "uses numpy.random.default_rng"),
         ("def late():\n    import random", "2: elaswave.planning.cost imports random, but is pure (random sources)"),
         ("from asyncio import sleep", "imports asyncio, but is pure"),
         ("import socket", "imports socket, but is pure (sockets)"),
@@ -204,6 +231,7 @@ PLANTED = {
         ("import socket", "imports socket, but is pure (sockets)"),
         ("import asyncio", "imports asyncio, but is pure"),
         ("import random", "imports random, but is pure (random sources)"),
+        ("import numpy", "imports numpy, but is pure (torch and numpy)"),
         ("from elaswave.control import launcher", "imports elaswave.control.launcher, which is not pure"),
         ("from elaswave.simulator import world", "imports elaswave.simulator.world, which is not pure"),
     ],
@@ -227,6 +255,8 @@ PLANTED = {
         ("from elaswave.runtime import step", "imports elaswave.runtime.step, which is not pure"),
         ("from elaswave.control import launcher", "imports elaswave.control.launcher, which is not pure"),
         ("import random\nrandom.random()", "2: elaswave.simulator.world uses random.random, not of a seed"),
+        ("import numpy as np\nnp.random.default_rng()", "2: elaswave.simulator.world uses numpy.random.default_rng"),
+        ("import numpy as np\nnp.random.seed(1)", "uses numpy.random.seed, not of a seed"),
         ("import random\nrandom.Random()", "uses random.Random, not of a seed"),
         ("import random\nmake = random.Random", "uses random.Random, not of a seed"),
         ("import random\nrandom.SystemRandom(1)", "uses random.SystemRandom, not of a seed"),
@@ -248,13 +278,15 @@ PLANTED = {
     ],
 }
 HARMLESS = {
-    "planning/cost.py": "import heapq\nfrom math import lcm\nfrom elaswave.types import Layout\nfrom . import other",
+    "planning/cost.py": "import heapq\nimport numpy as np\n"
+    "from math import lcm\nfrom elaswave.types import Layout\nfrom . import other",
     "planning/other.py": "from elaswave.state.placement import Block",
     "runtime/step.py": "import os, time, torch\nfrom elaswave.comm import group\nfrom elaswave.control import core",
     "control/launcher.py": "from elaswave.runtime import step\nfrom elaswave.testing import faults",
     "control/core/agent.py": "from elaswave.planning import cost\nfrom elaswave.state.placement import Block",
     "testing/faults.py": "import os\nfrom elaswave.control.core import agent",
-    "simulator/world.py": "import random\nfrom elaswave.control.core import agent\nrng: random.Random\n"
+    "simulator/world.py": "import random\nimport numpy as np\nnp.random.default_rng(7)\n"
+    "from elaswave.control.core import agent\nrng: random.Random\n"
     "def draw(rng: random.Random) -> random.Random: return random.Random(7)",
     "cli/main.py": "import os\nfrom elaswave.control import launcher\nos.environ.get('HOME')",
     "cli/train.py": "from elaswave.cli import main",
