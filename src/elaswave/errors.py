@@ -14,6 +14,7 @@ ElaswaveError
 │   ├── InterruptedWaitError   a wait was woken on purpose (a new epoch, the end of the job)
 │   ├── WaitTimeoutError       a bounded wait has run out
 │   └── BacklogError           more is waiting to be acknowledged than may be kept
+├── FrequencyError             a device whose speed cannot be set here
 ├── StoreError                 a coordinator's journal that is damaged, locked by another one, or cannot be written
 ├── StateError                 blocks, sums or placements that contradict each other
 ├── CheckpointError            a checkpoint that is damaged, half-written or of another model
@@ -99,6 +100,10 @@ class WaitTimeoutError(CommError):
 
 class BacklogError(CommError):
     """More messages wait for the coordinator's acknowledgement than may be kept."""
+
+
+class FrequencyError(ElaswaveError):
+    """The speed of a device cannot be set here: no controller, no right, no library or no device."""
 
 
 class StoreError(ElaswaveError):

@@ -1,6 +1,7 @@
 """Every transport: waits can be interrupted, peers come and go singly, and an older epoch cannot affect anything."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -52,6 +53,25 @@ def test_an_interrupt_for_an_epoch_that_has_begun_is_void(world):
     b.interrupt("to epoch 1, late", epoch=1)
     with pytest.raises(InterruptedWaitError, match="to epoch 2"):
         b.wait(handle, PATIENCE_S)
+
+
+def test_a_rest_moves_bytes_until_its_time(world):
+    a, b = world.linked(2)
+    handle = b.recv(0, TAG)
+    a.wait(a.send(1, TAG, torch.ones(1)), PATIENCE_S)
+    begin_s = time.monotonic()
+    b.rest(begin_s + 0.02)
+    assert time.monotonic() >= begin_s + 0.02 and outcome(handle) == "done"
+    b.rest(begin_s)  # which is over already
+
+
+def test_a_rest_can_be_interrupted(world):
+    a, _ = world.linked(2)
+    timer = threading.Timer(0.05, a.interrupt, ["a new epoch"])
+    timer.start()
+    with pytest.raises(InterruptedWaitError, match="a new epoch"):
+        a.rest(time.monotonic() + PATIENCE_S)
+    timer.join()
 
 
 def test_connecting_can_be_interrupted(world):

@@ -162,6 +162,10 @@ class MemoryTransport:
         """Serve the watched descriptors; bytes have moved when they were sent."""
         self._waiter.turn(0)
 
+    def rest(self, until_s: float) -> None:
+        """Block until a time, moving bytes meanwhile; see ``Transport.rest``."""
+        self._waiter.rest(until_s, self.epoch)
+
     def interrupt(self, reason: str, epoch: int | None = None) -> None:
         """Wake the wait that is blocked, or the next one that would block; thread-safe. See ``Transport.interrupt``."""
         self._waiter.interrupt(reason, epoch)

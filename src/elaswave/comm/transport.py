@@ -58,8 +58,8 @@ class Handle:
 class Transport(Protocol):
     """The data plane of one worker.
 
-    Not thread-safe, except ``interrupt``. Bytes move only inside ``send``, ``poll``, ``wait`` and ``connect``, in the
-    thread that calls them: a worker that computes for long calls ``poll`` between layers.
+    Not thread-safe, except ``interrupt``. Bytes move only inside ``send``, ``poll``, ``wait``, ``rest`` and ``connect``,
+    in the thread that calls them: a worker that computes for long calls ``poll`` between layers.
     """
 
     worker: int
@@ -142,6 +142,16 @@ class Transport(Protocol):
 
     def poll(self) -> None:
         """Move bytes that can move now, without blocking."""
+        ...
+
+    def rest(self, until_s: float) -> None:
+        """Block until a time, moving bytes meanwhile; for a worker whose device is emulated.
+
+        Args:
+            until_s: monotonic time.
+        Raises:
+            InterruptedWaitError: ``interrupt`` was called.
+        """
         ...
 
     def interrupt(self, reason: str, epoch: int | None = None) -> None:

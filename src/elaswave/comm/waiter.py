@@ -128,6 +128,13 @@ class Waiter:
             else:
                 raise WaitTimeoutError(f"worker {self.worker} waited {timeout_s:g} s for {describe_pending(pending)}")
 
+    def rest(self, until_s: float, epoch: int) -> None:
+        """See ``Transport.rest``; ``epoch`` is the present one."""
+        while (left_s := until_s - time.monotonic()) > 0:
+            if self._interrupts:
+                self.check_interrupts(epoch)
+            self.turn(left_s)
+
     def close(self, *, forked: bool = False) -> None:
         """Close the descriptors that were made here; may be called twice.
 

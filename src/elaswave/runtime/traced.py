@@ -71,6 +71,11 @@ class TracedTransport:
         self._inner.poll()
         self._collect()
 
+    def rest(self, until_s: float) -> None:
+        """See `Transport.rest`."""
+        self._inner.rest(until_s)
+        self._collect()
+
     def interrupt(self, reason: str, epoch: int | None = None) -> None:
         """See `Transport.interrupt`."""
         self._inner.interrupt(reason, epoch)
