@@ -2,8 +2,8 @@
 
 Every hop of every route is a forward and a backward action with a modelled duration. A worker that is free starts the
 lowest micro-batch's forward if it has one ready and may hold another micro-batch's activations, else the lowest ready
-backward. Programs only fix the order: real workers run each action as soon as its input is there. No transfers are
-modelled, because they overlap with computation.
+backward. Programs only fix the order: real workers run each action as soon as its input is there. Durations are those
+of balanced stages without transfers, or whatever the caller says that actions and transfers take.
 
 ``1f1b`` bounds the micro-batches in flight by what full throughput needs (`in_flight_bounds`). Where all stages are
 equally wide this is the textbook's order: warm-up, one forward one backward, cool-down. ``gpipe`` has no bound, and
@@ -14,23 +14,34 @@ textbook is often told, lets them bunch up behind a stage of another width, and 
 widths [1, 3] and [2, 1, 2] with 96 micro-batches such steps take 34 and 22 % longer than the bottleneck's work, but 2
 and 1 % with forwards first and the same bounds (all in virtual time).
 
+``zero-bubble`` splits backwards: the gradient of the input (I), which earlier stages wait for, comes first; that of the
+weights (W) fills gaps. A W is begun when there is nothing else to do, or when no forward fits before it has freed its
+place: a micro-batch is held until its W. Everybody may hold what the fullest worker holds under ``1f1b`` (the paper's
+ZB-H1, for equal widths). Two preferences and ``1f1b`` with each backward split in place are tried in
+virtual time, and the best is taken, so that in virtual time ``zero-bubble`` is never slower than ``1f1b``.
+
 Always free of deadlock: the last stage can always go on, so everything in flight before it ends sooner or later,
 and its place is free again.
 
 Source: 1F1B as PipeDream-Flush (Narayanan et al. 2021, Memory-efficient pipeline-parallel DNN training), GPipe
-(Huang et al. 2019). Both know only stages of one width with one route per pipeline; ours takes any routes.
+(Huang et al. 2019), zero-bubble as Qi et al. 2024 (Zero Bubble Pipeline Parallelism, section 3: a greedy order that
+fills bubbles with W under a memory limit). All know only stages of one width with one route per pipeline; ours takes
+any routes.
 """
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
 from typing import Literal
 
-from elaswave.planning.program import Action, Program
+from elaswave.planning.flow import BACKWARD, FORWARD, INPUT, WEIGHT, Durations, Flow, TransferSeconds, run_in_order
+from elaswave.planning.program import Program
 from elaswave.types import Layout
 
-Schedule = Literal["1f1b", "gpipe"]
-SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+Schedule = Literal["1f1b", "gpipe", "zero-bubble"]
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zero-bubble")
 
 BACKWARD_COST = 2
 """Modelled duration of a backward relative to its forward: two products per weight matrix instead of one."""
@@ -46,6 +57,10 @@ def in_flight_bounds(layout: Layout, schedule: Schedule) -> dict[int, int]:
     place), and not before the next stage's backward has ended, 3 w(s + 1) n(s + 1) after its forward began; hence
     the rounding up at every stage. For equal widths it is num_stages - s, the textbook's.
 
+    Where routes do not all pass the same stages (pipelines of different depth), what follows a stage is what follows
+    it on the routes, each next stage counted by its share of micro-batches that come from here. Under ``zero-bubble``
+    every worker may hold what the fullest one holds under ``1f1b``.
+
     Args:
         layout: stages and routes.
         schedule: ``gpipe`` holds everything that the worker is given.
@@ -58,14 +73,42 @@ def in_flight_bounds(layout: Layout, schedule: Schedule) -> dict[int, int]:
     given = Counter(hop.worker for route in layout.routes for hop in route)
     if schedule == "gpipe":
         return {worker: max(1, given[worker]) for worker in layout.workers}
-    bounds: dict[int, int] = {}
-    following = 0  # in flight in the whole next stage
-    for stage in reversed(layout.stages):
-        needed = 1 - (-following // stage.width)
-        following = needed * stage.width
-        for worker in stage.workers:
-            bounds[worker] = max(1, min(needed, given[worker]))
+    needed = _needed_in_flight(layout)
+    if schedule == "zero-bubble":
+        needed = [max(needed)] * len(needed)
+    bounds = {
+        worker: max(1, min(bound, given[worker]))
+        for stage, bound in zip(layout.stages, needed, strict=True)
+        for worker in stage.workers
+    }
     return dict(sorted(bounds.items()))
+
+
+def _needed_in_flight(layout: Layout) -> list[int]:
+    """For each stage the micro-batches that one of its workers must hold for full throughput under ``1f1b``."""
+    stages = layout.stages
+    needed = [1] * len(stages)
+    is_chain = all(before.start < after.start and before.stop < after.stop for before, after in pairwise(stages))
+    passes: Counter[tuple[int, int]] = Counter()
+    if is_chain:  # as good as every route passes every stage
+        passes.update(pairwise(range(len(stages))))
+    else:
+        for route in layout.routes:
+            passes.update(pairwise(hop.stage for hop in route))
+    arriving: Counter[int] = Counter()
+    for (_, after), count in passes.items():
+        arriving[after] += count
+    for stage in reversed(range(len(stages))):
+        following = sum(
+            (
+                Fraction(needed[after] * stages[after].width * count, arriving[after])
+                for (before, after), count in passes.items()
+                if before == stage
+            ),
+            Fraction(0),
+        )
+        needed[stage] = 1 - (-following // stages[stage].width)
+    return needed
 
 
 def compile_programs(
@@ -74,28 +117,38 @@ def compile_programs(
     *,
     forward_only: bool = False,
     max_in_flight: Mapping[int, int] | None = None,
+    durations: Durations | None = None,
+    transfer_s: TransferSeconds | None = None,
 ) -> dict[int, Program]:
     """One program per worker that together run every hop of every route forward and backward.
 
     Args:
-        layout: stages and routes; a hop's forward is modelled to take as long as its stage is wide, which is right
-            where layers are balanced over stages.
-        schedule: ``1f1b`` or ``gpipe``.
+        layout: stages and routes.
+        schedule: ``1f1b``, ``gpipe`` or ``zero-bubble``.
         forward_only: leave out the backwards (evaluation); nothing is in flight then.
-        max_in_flight: bounds of `1f1b` other than those of `in_flight_bounds`: less memory for less throughput.
+        max_in_flight: bounds of ``1f1b`` and ``zero-bubble`` other than those of `in_flight_bounds`: less memory for
+            less throughput, or more for more.
+        durations: seconds of every action; None means that a forward takes as long as its stage is wide, and a backward
+            twice as long, which is right where layers are balanced over stages.
+        transfer_s: seconds of every transfer; None means that none takes time. Needs durations.
     Returns:
         For every worker of the layout its actions in order; empty for one that no route passes.
     Raises:
-        ValueError: an unknown schedule, or a worker without a bound of at least 1 (`1f1b` with max_in_flight).
+        ValueError: an unknown schedule, a worker without a bound of at least 1 (max_in_flight), a duration that is
+            negative or not finite, or transfers without durations.
     """
-    bounds = in_flight_bounds(layout, "gpipe" if forward_only else schedule)
     _check_schedule(schedule)
-    if max_in_flight is not None and schedule == "1f1b" and not forward_only:
+    bounds = in_flight_bounds(layout, "gpipe" if forward_only else schedule)
+    if max_in_flight is not None and schedule != "gpipe" and not forward_only:
         if too_low := [worker for worker in layout.workers if max_in_flight.get(worker, 0) < 1]:
             raise ValueError(f"max_in_flight of workers {too_low} is missing or below 1: nothing could ever begin")
         bounds = {worker: max_in_flight[worker] for worker in layout.workers}
-    compiler = _Compiler(layout, bounds, backward_waits_for_forwards=schedule == "gpipe", forward_only=forward_only)
-    return compiler.run()
+    flow = Flow(layout, durations, transfer_s, ticks=True)
+    held = [bounds[worker] for worker in flow.workers]
+    if schedule == "zero-bubble" and not forward_only:
+        return flow.decode(_zero_bubble(flow, held, [min(*pair) for pair in zip(held, _open_bounds(layout, flow))]))
+    compiler = _Compiler(flow, held, waits_for_forwards=schedule == "gpipe", forward_only=forward_only)
+    return flow.decode(compiler.run())
 
 
 def _check_schedule(schedule: str) -> None:
@@ -103,85 +156,163 @@ def _check_schedule(schedule: str) -> None:
         raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
 
 
-class _Worker:
-    """What one worker could start now, and what it has started."""
+def _open_bounds(layout: Layout, flow: Flow) -> list[int]:
+    """What ``1f1b`` lets each worker hold."""
+    bounds = in_flight_bounds(layout, "1f1b")
+    return [bounds[worker] for worker in flow.workers]
 
-    def __init__(self, bound: int) -> None:
-        self.bound = bound
-        self.busy = False
-        self.in_flight = 0
-        self.num_forwards_left = 0
-        # Ready work as (micro-batch, position in its route), lowest first.
-        self.forwards: list[tuple[int, int]] = []
-        self.backwards: list[tuple[int, int]] = []
-        self.program: list[Action] = []
+
+def _zero_bubble(flow: Flow, held: Sequence[int], open_: Sequence[int]) -> list[list[int]]:
+    """The best of several orders with split backwards.
+
+    Args:
+        flow: the work.
+        held: the most micro-batches each worker may hold until their W.
+        open_: the most that it may hold until their I, as under ``1f1b``.
+    """
+    whole = _Compiler(flow, open_).run()
+    best = [[half for code in own for half in _halves(code)] for own in whole]
+    shortest = run_in_order(flow, best).makespan
+    # With few micro-batches open, alternating starves nobody; with as many open as fit, forwards must give way.
+    for limits, prefers_backward in ((open_, False), (held, True)):
+        compiler = _Compiler(flow, held, open_=limits, split=True, prefers_backward=prefers_backward)
+        found = compiler.run()
+        if compiler.now < shortest:
+            best, shortest = found, compiler.now
+    return best
+
+
+def _halves(code: int) -> tuple[int, ...]:
+    return (code + INPUT - BACKWARD, code + WEIGHT - BACKWARD) if code & 3 == BACKWARD else (code,)
 
 
 class _Compiler:
-    """List scheduling: repeatedly moves to the next time at which an action ends and starts what is free to start."""
+    """List scheduling: repeatedly moves to the next time at which an action ends and starts what is free to start.
+
+    Args:
+        flow: the work.
+        held: the most micro-batches that each worker may hold, from forward to the end of the backward.
+        open_: with split backwards, the most from forward to I; None means as many as `held`.
+        split: I and W instead of B.
+        prefers_backward: a backward, or an I, comes before a forward if both could start.
+        waits_for_forwards: a worker begins no backward before all its forwards.
+        forward_only: no backwards at all.
+    """
 
     def __init__(
-        self, layout: Layout, bounds: dict[int, int], *, backward_waits_for_forwards: bool, forward_only: bool
+        self,
+        flow: Flow,
+        held: Sequence[int],
+        *,
+        open_: Sequence[int] | None = None,
+        split: bool = False,
+        prefers_backward: bool = False,
+        waits_for_forwards: bool = False,
+        forward_only: bool = False,
     ) -> None:
-        self._routes = layout.routes
-        self._forward_time = [stage.width for stage in layout.stages]
-        self._backward_waits = backward_waits_for_forwards
+        self._flow = flow
+        self._held_bounds = held
+        self._open_bounds = held if open_ is None else open_
+        self._split = split
+        self._prefers_backward = prefers_backward
+        self._waits_for_forwards = waits_for_forwards
         self._forward_only = forward_only
-        self._workers = {worker: _Worker(bounds[worker]) for worker in layout.workers}
-        self._ends: list[tuple[int, int, bool, int, int]] = []
-        """Running actions as a heap of (end, worker, is a forward, micro-batch, position in the route)."""
-        for microbatch, route in enumerate(self._routes):
-            for hop in route:
-                self._workers[hop.worker].num_forwards_left += 1
-            heapq.heappush(self._workers[route[0].worker].forwards, (microbatch, 0))
+        self.now: float = 0
+        """Virtual time; after `run` that of the whole step."""
+        num_workers = len(flow.workers)
+        self._busy = [False] * num_workers
+        self._held, self._open = [0] * num_workers, [0] * num_workers
+        self._forwards_left = [0] * num_workers
+        for worker in flow.worker:
+            self._forwards_left[worker] += 1
+        # Ready nodes of each worker, lowest first: by micro-batch, then by position in the route.
+        self._forwards: list[list[int]] = [[] for _ in range(num_workers)]
+        self._backwards: list[list[int]] = [[] for _ in range(num_workers)]
+        self._weights: list[list[int]] = [[] for _ in range(num_workers)]
+        self._programs: list[list[int]] = [[] for _ in range(num_workers)]
+        self._events: list[tuple[float, int, int]] = []
+        """(time, 0, code) at which an action ends, (time, 1, code) at which the input of an action arrives."""
 
-    def run(self) -> dict[int, Program]:
+    def run(self) -> list[list[int]]:
         """Schedules everything and returns the programs."""
-        for worker in self._workers:
-            self._start(worker, 0)
-        while self._ends:
-            now = self._ends[0][0]
+        flow, events = self._flow, self._events
+        for node in flow.first_nodes:
+            self._forwards[flow.worker[node]].append(node)
+        for worker in range(len(flow.workers)):
+            self._start(worker)
+        while events:
+            self.now = now = events[0][0]
             # Everything that ends now is taken in before anything starts, so that the order depends on
             # times alone. Workers then start in ascending order.
             touched: set[int] = set()
-            while self._ends and self._ends[0][0] == now:
-                touched.update(self._finish(*heapq.heappop(self._ends)[1:]))
+            while events and events[0][0] == now:
+                _, arrives, code = heapq.heappop(events)
+                worker = flow.worker[code >> 2]
+                if arrives:
+                    heapq.heappush((self._backwards if code & 3 else self._forwards)[worker], code >> 2)
+                else:
+                    self._busy[worker] = False
+                    self._hand_on(code, worker, touched)
+                touched.add(worker)
             for worker in sorted(touched):
-                self._start(worker, now)
-        assert not any(worker.num_forwards_left or worker.backwards for worker in self._workers.values())
-        return {worker: tuple(state.program) for worker, state in self._workers.items()}
+                if not self._busy[worker]:
+                    self._start(worker)
+        assert sum(map(len, self._programs)) == len(flow.worker) * (
+            1 if self._forward_only else 3 if self._split else 2
+        )
+        return self._programs
 
-    def _start(self, worker: int, now: int) -> None:
-        state = self._workers[worker]
-        if state.busy:
+    def _hand_on(self, code: int, worker: int, touched: set[int]) -> None:
+        """Makes ready what has waited for an action that ends now."""
+        flow = self._flow
+        node, kind = code >> 2, code & 3
+        if kind == FORWARD:
+            if flow.is_last[node]:
+                if not self._forward_only:
+                    heapq.heappush(self._backwards[worker], node)
+                return
+            target, delay, ready = node + 1, flow.sends_forward[node], self._forwards
+        elif kind == WEIGHT or flow.is_first[node]:
             return
-        if state.forwards and state.in_flight < state.bound:
-            microbatch, position = heapq.heappop(state.forwards)
-            state.in_flight += 1
-            state.num_forwards_left -= 1
-            is_forward = True
-        elif state.backwards and not (self._backward_waits and state.num_forwards_left):
-            microbatch, position = heapq.heappop(state.backwards)
-            state.in_flight -= 1
-            is_forward = False
+        else:
+            target, delay, ready = node - 1, flow.sends_back[node], self._backwards
+        if delay:
+            heapq.heappush(self._events, (self.now + delay, 1, 4 * target + (kind != FORWARD)))
+        else:
+            receiver = flow.worker[target]
+            heapq.heappush(ready[receiver], target)
+            touched.add(receiver)
+
+    def _start(self, worker: int) -> None:
+        """Lets a free worker begin something, if there is anything that it may begin."""
+        forwards, backwards = self._forwards[worker], self._backwards[worker]
+        may_forward = (
+            forwards
+            and self._held[worker] < self._held_bounds[worker]
+            and self._open[worker] < self._open_bounds[worker]
+        )
+        if may_forward and not (backwards and self._prefers_backward):
+            node = heapq.heappop(forwards)
+            self._held[worker] += 1
+            self._open[worker] += 1
+            self._forwards_left[worker] -= 1
+            kind = FORWARD
+        elif backwards and not (self._waits_for_forwards and self._forwards_left[worker]):
+            node = heapq.heappop(backwards)
+            self._open[worker] -= 1
+            if self._split:
+                heapq.heappush(self._weights[worker], node)
+                kind = INPUT
+            else:
+                self._held[worker] -= 1
+                kind = BACKWARD
+        elif self._weights[worker]:
+            node = heapq.heappop(self._weights[worker])
+            self._held[worker] -= 1
+            kind = WEIGHT
         else:
             return
-        stage = self._routes[microbatch][position].stage
-        state.busy = True
-        state.program.append(Action(stage, "F" if is_forward else "B", microbatch))
-        end = now + self._forward_time[stage] * (1 if is_forward else BACKWARD_COST)
-        heapq.heappush(self._ends, (end, worker, is_forward, microbatch, position))
-
-    def _finish(self, worker: int, is_forward: bool, microbatch: int, position: int) -> Iterator[int]:
-        """Hands on what has become ready; yields the workers that may be able to start something."""
-        self._workers[worker].busy = False
-        yield worker
-        route = self._routes[microbatch]
-        following = position + 1 if is_forward else position - 1
-        if 0 <= following < len(route):
-            receiver = route[following].worker
-            ready = self._workers[receiver].forwards if is_forward else self._workers[receiver].backwards
-            heapq.heappush(ready, (microbatch, following))
-            yield receiver
-        elif is_forward and not self._forward_only:
-            heapq.heappush(self._workers[worker].backwards, (microbatch, position))
+        code = 4 * node + kind
+        self._busy[worker] = True
+        self._programs[worker].append(code)
+        heapq.heappush(self._events, (self.now + self._flow.seconds[code], 0, code))

@@ -1,0 +1,141 @@
+"""How long a step takes: programs timed exactly as the executor runs them, and durations from costs. Pure.
+
+Every worker runs its program in order and begins each action as soon as its input is there; transfers overlap with
+computing. That is all an executor does, so a time follows from the programs and the durations alone: no events are
+needed, each worker is simply run until it lacks an input. Links that are shared, and so make transfers wait for each
+other, are the simulator's concern (``elaswave.simulator.pipeline``), as is drawing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from elaswave.planning.cluster import Cluster
+from elaswave.planning.costs import Costs
+from elaswave.planning.flow import Durations, Flow, TransferSeconds, run_in_order
+from elaswave.planning.program import Kind, Program
+from elaswave.types import Hop, Layout
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Timeline:
+    """When each action of a step begins and ends, in seconds from the step's beginning."""
+
+    layout: Layout
+    programs: Mapping[int, Program]
+    start_s: Mapping[int, list[float]]
+    """Worker -> one entry per action of its program."""
+    end_s: Mapping[int, list[float]]
+
+    @cached_property
+    def step_s(self) -> float:
+        """Until the last action ends. What a step costs beside its actions is not in it."""
+        return max((ends[-1] for ends in self.end_s.values() if ends), default=0.0)
+
+    @cached_property
+    def busy_s(self) -> dict[int, float]:
+        """Worker -> seconds in which it computes."""
+        return {worker: sum(self.end_s[worker]) - sum(starts) for worker, starts in self.start_s.items()}
+
+    @cached_property
+    def bubble_fractions(self) -> dict[int, float]:
+        """Worker -> share of the step in which it does not compute."""
+        return {worker: self._bubble([worker]) for worker in self.start_s}
+
+    @cached_property
+    def stage_bubble_fractions(self) -> list[float]:
+        """For each stage the share of its workers' time in which they do not compute."""
+        return [self._bubble(stage.workers) for stage in self.layout.stages]
+
+    def _bubble(self, workers: list[int] | tuple[int, ...]) -> float:
+        if self.step_s == 0:
+            return 0.0
+        return 1.0 - sum(self.busy_s[worker] for worker in workers) / (len(workers) * self.step_s)
+
+
+def time_programs(
+    layout: Layout,
+    programs: Mapping[int, Program],
+    durations: Durations,
+    transfer_s: TransferSeconds | None = None,
+) -> Timeline:
+    """Times a step.
+
+    Args:
+        layout: whose routes the programs run.
+        programs: of all workers, valid (see `elaswave.planning.validate`).
+        durations: seconds of every action.
+        transfer_s: seconds of every transfer; None means that they take no time.
+    Raises:
+        InvalidProgramError: an action of no route, or programs that wait for each other for ever.
+        ValueError: a duration that is negative or not finite.
+    """
+    flow = Flow(layout, durations, transfer_s)
+    times = run_in_order(flow, flow.encode(programs))
+    return Timeline(
+        layout=layout,
+        programs=programs,
+        start_s=dict(zip(flow.workers, times.starts, strict=True)),
+        end_s=dict(zip(flow.workers, times.ends, strict=True)),
+    )
+
+
+def durations_of(costs: Costs, cluster: Cluster, levels: Mapping[int, int] | None = None) -> Durations:
+    """Seconds of actions as costs and workers say.
+
+    Args:
+        costs: of the model's layers.
+        cluster: speeds of the workers.
+        levels: worker -> index of its frequency level; workers that are not in it run at their device's base level.
+    Returns:
+        A function that raises KeyError for a worker that the cluster lacks.
+    """
+    prefix = costs.prefix
+    sums: dict[Kind, list[float]] = {
+        "F": prefix["forward_s"].tolist(),
+        "I": prefix["input_gradient_s"].tolist(),
+        "W": prefix["weight_gradient_s"].tolist(),
+    }
+    speeds: dict[int, float] = {}
+
+    def speed_of(worker: int) -> float:
+        index = int(cluster.index_of([worker])[0])
+        device = cluster.devices[int(cluster.device[index])]
+        level = device.base_level if levels is None else levels.get(worker, device.base_level)
+        return float(cluster.speed[index]) * device.levels[level].speed
+
+    def durations(hop: Hop, kind: Kind) -> float:
+        speed = speeds.get(hop.worker)
+        if speed is None:
+            speed = speeds[hop.worker] = speed_of(hop.worker)
+        seconds = sum(sums[part][hop.stop] - sums[part][hop.start] for part in (("I", "W") if kind == "B" else (kind,)))
+        return seconds / speed
+
+    return durations
+
+
+def transfer_of(costs: Costs, cluster: Cluster) -> TransferSeconds:
+    """Seconds of transfers between workers, each as if it had its link to itself.
+
+    Args:
+        costs: bytes at the layers' boundaries.
+        cluster: nodes of the workers and the links between them.
+    Returns:
+        A function that raises KeyError for a worker that the cluster lacks.
+    """
+    sizes = [layer.boundary_bytes for layer in costs.layers]
+    nodes: dict[int, int] = {}
+
+    def node_of(worker: int) -> int:
+        found = nodes.get(worker)
+        if found is None:
+            found = nodes[worker] = int(cluster.node[cluster.index_of([worker])[0]])
+        return found
+
+    def transfer_s(source: Hop, target: Hop, layer: int) -> float:
+        if source.worker == target.worker:
+            return 0.0
+        same_node = node_of(source.worker) == node_of(target.worker)
+        return (cluster.within_node if same_node else cluster.between_nodes).transfer_s(sizes[layer])
+
+    return transfer_s
