@@ -161,6 +161,17 @@ def test_a_bad_value_is_named(values: dict[str, Any], problem: str) -> None:
         ({"layout": {"layers": [1, 1]}}, "layout.layers: [1, 1] adds up to 2, but the model has 6 layers"),
         ({"layout": {"layers": [6]}}, "layout.layers: [6] is for 1 stages, but there are 2"),
         ({"elastic": {"min_workers": 5}}, "elastic.min_workers: 5 is more than the 4 workers of the layout"),
+        (
+            {"device": {"kind": "emulated", "model": "gpt-5"}, "model": {"num_layers": 40}},
+            'device.model: "gpt-5" is not described; choose one of gpt2',
+        ),
+        (
+            {"device": {"kind": "emulated", "name": "abacus"}, "model": {"num_layers": 40}},
+            'device.name: "abacus" is not described; choose one of',
+        ),
+        ({"device": {"kind": "emulated"}}, "model.num_layers: 4, but device.model = llama-2-13b has 40 blocks"),
+        ({"device": {"speeds": [1, 0.5]}}, "device.speeds: 2 speeds for the 4 workers of the layout"),
+        ({"device": {"frequency": "emulated"}}, "device.frequency: emulated levels need device.kind"),
     ],
 )
 def test_values_that_do_not_go_together_are_named(values: dict[str, Any], problem: str) -> None:

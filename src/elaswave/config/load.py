@@ -126,7 +126,8 @@ def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> Values:
         section, dot, name = key.strip().partition(".")
         if not equals or not dot or not section or not name:
             homes = [home for home, struct in SECTIONS.items() if section in struct.__struct_fields__]
-            example = f"{homes[0]}.{section}={text.strip()}" if homes and equals else "optimizer.lr=1e-3"
+            is_key = bool(homes) and section not in SECTIONS
+            example = f"{homes[0]}.{section}={text.strip()}" if is_key and equals else "optimizer.lr=1e-3"
             problems.append(f"--set {override}: expected section.key=value, such as --set {example}")
             continue
         values.setdefault(section, {})[name] = _parse_value(text.strip())

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from elaswave.errors import ConfigError
 from elaswave.planning.layout import layout_problems, resolve_widths
+from elaswave.planning.presets import DEVICES, MODELS
 
 ROWS_MIN = 4
 """Fewest rows of a matrix product: with fewer, kernels round differently at different addresses."""
@@ -129,6 +130,37 @@ def _enough_workers(min_workers: int, widths: tuple[int, ...]) -> str | None:
     return None
 
 
+def _described_model_is_known(kind: str, name: str) -> str | None:
+    if kind == "emulated" and name not in MODELS:
+        return f'device.model: "{name}" is not described; choose one of {", ".join(MODELS)}'
+    return None
+
+
+def _described_device_is_known(kind: str, name: str) -> str | None:
+    if kind == "emulated" and name not in DEVICES:
+        return f'device.name: "{name}" is not described; choose one of {", ".join(DEVICES)}'
+    return None
+
+
+def _as_many_blocks_as_described(kind: str, name: str, num_layers: int) -> str | None:
+    if kind != "emulated" or name not in MODELS or MODELS[name].num_layers == num_layers:
+        return None
+    needed = MODELS[name].num_layers
+    return f"model.num_layers: {num_layers}, but device.model = {name} has {needed} blocks; set it to {needed}"
+
+
+def _a_speed_for_each_worker(speeds: tuple[float, ...] | None, widths: tuple[int, ...]) -> str | None:
+    if speeds is not None and len(speeds) != sum(widths):
+        return f"device.speeds: {len(speeds)} speeds for the {sum(widths)} workers of the layout; give one for each"
+    return None
+
+
+def _emulated_levels_need_an_emulated_device(kind: str, frequency: str) -> str | None:
+    if frequency == "emulated" and kind != "emulated":
+        return f'device.frequency: emulated levels need device.kind = "emulated", not "{kind}"'
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     Rule(("model.width", "model.num_heads"), _heads_divide_width),
     Rule(("model.family", "model.num_heads", "model.num_kv_heads"), _kv_heads_divide_heads),
@@ -138,4 +170,9 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.source", "data.vocab_size"), _bin_needs_vocabulary),
     Rule(("run.eval_every", "data.validation_fraction"), _evaluation_needs_tokens),
     Rule(("elastic.min_workers", "widths"), _enough_workers),
+    Rule(("device.kind", "device.model"), _described_model_is_known),
+    Rule(("device.kind", "device.name"), _described_device_is_known),
+    Rule(("device.kind", "device.model", "model.num_layers"), _as_many_blocks_as_described),
+    Rule(("device.speeds", "widths"), _a_speed_for_each_worker),
+    Rule(("device.kind", "device.frequency"), _emulated_levels_need_an_emulated_device),
 )

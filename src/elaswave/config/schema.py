@@ -5,6 +5,7 @@ configuration object that exists is valid. Rules between keys stand in ``rules``
 written to a file. This module reads no file and no environment.
 """
 
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ from msgspec import Meta
 
 from elaswave.config.checks import check_values, shown
 from elaswave.config.costs import layer_costs
+from elaswave.config.devices import emulated_costs
 from elaswave.config.rules import broken_rules
 from elaswave.config.toml import toml_document
 from elaswave.errors import ConfigError
@@ -174,6 +176,28 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The run ends with an error when more workers than this are lost within an hour."""
 
 
+class DeviceConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What workers compute on. ``emulated``: after its own tiny computation a worker rests until the described device
+    would have done the described model's; the described model has as many blocks as ``model.num_layers``."""
+
+    section: ClassVar[str] = "device"
+
+    kind: Literal["cpu", "emulated"] = "cpu"
+    """``cpu``: this machine's processor, one thread per worker. ``emulated``: see above; keys below describe it."""
+    model: Annotated[str, Meta(min_length=1)] = "llama-2-13b"
+    """emulated: the described model; micro-batches of one sample."""
+    name: Annotated[str, Meta(min_length=1)] = "ascend-910b"
+    """emulated: the described device."""
+    time_scale: Annotated[float, Meta(gt=0)] = 1.0
+    """emulated: seconds that a described second takes; above 1 where the processor is too busy to keep the pace."""
+    speeds: Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)] | None = None
+    """Speed of each worker relative to the device's, by id; an emulated one keeps to it, a real one is planned with it;
+    unset: 1.0 for all."""
+    frequency: Literal["none", "emulated", "cgroup", "nvidia"] = "none"
+    """What sets the frequency level that a plan gives a worker: nothing; the emulated device; a CPU quota of a control
+    group; an NVIDIA GPU's clocks (extra ``gpu``)."""
+
+
 class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long the run lasts, what it draws from, what it keeps."""
 
@@ -210,6 +234,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The optimizer."""
     elastic: ElasticConfig = msgspec.field(default_factory=ElasticConfig)
     """Consistency, copies, bounds."""
+    device: DeviceConfig = msgspec.field(default_factory=DeviceConfig)
+    """What workers compute on."""
     run: RunConfig = msgspec.field(default_factory=RunConfig)
     """Length, seed, checkpoints, evaluation."""
 
@@ -242,7 +268,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         config = msgspec.structs.replace(self, layout=shape)
         if shape.layers is not None:
             return config
-        layers = partition_layers(layer_costs(self.model, self.data.resolved_vocab_size), widths)
+        costs = layer_costs(self.model, self.data.resolved_vocab_size)
+        if self.device.kind == "emulated":
+            prefix = emulated_costs(self).prefix["busy_s"]
+            costs = tuple(float(after - before) for before, after in pairwise(prefix))
+        layers = partition_layers(costs, widths)
         return msgspec.structs.replace(config, layout=msgspec.structs.replace(shape, layers=layers))
 
     @property
@@ -279,6 +309,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 SECTIONS: dict[str, type[Section]] = {
     struct.section: struct
-    for struct in (ModelConfig, DataConfig, BatchConfig, LayoutConfig, OptimizerConfig, ElasticConfig, RunConfig)
+    for struct in (
+        ModelConfig,
+        DataConfig,
+        BatchConfig,
+        LayoutConfig,
+        OptimizerConfig,
+        ElasticConfig,
+        DeviceConfig,
+        RunConfig,
+    )
 }
 """Type of every section, by its name."""

@@ -22,6 +22,7 @@ from elaswave.control.core import coordinator as core
 from elaswave.control.core.detection import Detector, Position, Suspicion
 from elaswave.control.core.messages import Decision, Evidence, Installed, Registered, Report
 from elaswave.control.death_watch import DeathWatch
+from elaswave.control.measurements import Measurements
 from elaswave.control.messages import AgentHello, Ended, Exited, ShowText, StopJob, ToAgent, ToCoordinator
 from elaswave.control.recoveries import RecoveryLog
 from elaswave.control.server import ControlServer
@@ -45,6 +46,7 @@ from elaswave.runtime.messages import (
     Start,
     StepReport,
     Stop,
+    Timings,
 )
 from elaswave.state.checkpoint import find_newest_checkpoint
 from elaswave.state.checkpoint_format import CheckpointMeta
@@ -124,6 +126,7 @@ class CoordinatorProcess:
         )
         self._decisions = [record for record in records if isinstance(record, Decision)]
         self._recoveries = RecoveryLog(setup.run_dir, blueprint.layout.num_microbatches)
+        self._measurements = Measurements(blueprint.config)
         self._detector = Detector()
         self._plan_s = 0.0
         self._stop: Stop | None = None
@@ -266,6 +269,8 @@ class CoordinatorProcess:
             self._failures[message.worker] = message
             self._detector.left(message.worker)
             self._carry_out(self._core.handle(core.Failed(message.worker, message.signature, message.summary), now_s))
+        elif isinstance(message, Timings):
+            self._measurements.add(message, len(self._core.members))
         elif self._ended is None:
             self._to_books(message, now_s)
 
@@ -370,6 +375,7 @@ class CoordinatorProcess:
                 evidence = Evidence(step=message.step, attempt=message.attempt, commits=True, vector=message.vector)
                 self._carry_out(self._core.handle(core.EvidenceSeen(evidence, message.epoch), now_s))
                 if self._books.step(message):
+                    self._measurements.add_step(message)
                     for recovery in self._recoveries.committed(message):
                         self._books.recovered(recovery)
                         self._books.say(self._recoveries.describe(recovery))

@@ -8,6 +8,7 @@ coordinator takes a message that it has seen before as a repetition.
 import msgspec
 
 from elaswave.control.core.messages import Decision, Fenced, Installed, Prepare, Registered, Report
+from elaswave.planning.measured import ActionTiming
 from elaswave.state.checkpoint_format import WrittenItem
 
 
@@ -83,6 +84,18 @@ class StepReport(Message, frozen=True, kw_only=True):
     """Why the step was committed without an update."""
     skipped_microbatch: int | None = None
     skipped_layer: str | None = None
+
+
+class Timings(Message, frozen=True, kw_only=True):
+    """What a worker has measured lately. Sent now and then; a lost one is made up for by the next."""
+
+    worker: int
+    epoch: int
+    step: int
+    """The newest step that is in it."""
+    level: int
+    """Index of the frequency level at which the device ran."""
+    actions: list[ActionTiming]
 
 
 class EvaluationReport(Message, frozen=True, kw_only=True):
@@ -172,6 +185,7 @@ FromWorker = (
     | Heartbeat
     | LinkLost
     | StepReport
+    | Timings
     | EvaluationReport
     | ShardWritten
     | ShardFailed

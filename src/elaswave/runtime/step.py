@@ -35,6 +35,7 @@ from elaswave.runtime.exchange import Exchange
 from elaswave.runtime.executor import Batches, Executor
 from elaswave.runtime.filling import Filling
 from elaswave.runtime.optimizer import Optimizer, clip_factor, learning_rate
+from elaswave.runtime.pacing import Clockwork
 from elaswave.runtime.probe import Phase, Probe
 from elaswave.runtime.vote import (
     UNKNOWN_MICROBATCH,
@@ -101,6 +102,7 @@ class StepEngine:
         request: read when this worker votes.
         check: called between layers and blocks; moves bytes, and raises InterruptedWaitError if the epoch has risen.
         probe: told of every point.
+        clockwork: measures every action, and makes it last on an emulated device.
         activity: told what the worker is doing, for the progress watch.
         trace: records phases and actions.
     """
@@ -122,6 +124,7 @@ class StepEngine:
         request: Callable[[], Request],
         check: Callable[[], None],
         probe: Probe,
+        clockwork: Clockwork,
         activity: Activity,
         trace: TraceRecorder,
     ) -> None:
@@ -147,6 +150,7 @@ class StepEngine:
         self.check = check
         """Between layers and blocks: moves bytes, and leaves the step if the epoch has risen."""
         self._probe = probe
+        self._clockwork = clockwork
         self.activity = activity
         self._trace = trace
         exact = self._config.elastic.consistency == "bitwise"
@@ -382,6 +386,7 @@ class StepEngine:
                 sends=self._sends,
                 before_action=self._before_action,
                 on_layer_done=on_layer_done,
+                on_computed=self._clockwork.on_computed,
             )
         with self._timed("reduce"):
             self._reach("reduce")

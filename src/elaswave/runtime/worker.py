@@ -21,6 +21,7 @@ import torch
 from elaswave.comm.group import doubling_partners
 from elaswave.comm.stream import StreamTransport
 from elaswave.comm.transport import Transport
+from elaswave.config.devices import base_level, emulated_costs
 from elaswave.config.schema import Config
 from elaswave.control.core.coordinator import Coordinator
 from elaswave.control.core.ledger import CatchUp, Ledger
@@ -33,6 +34,7 @@ from elaswave.runtime.activity import Activity
 from elaswave.runtime.allocator import tune_allocator
 from elaswave.runtime.blueprint import Blueprint
 from elaswave.runtime.compute import LayerError
+from elaswave.runtime.frequency import make_actuator
 from elaswave.runtime.materialise import materialise
 from elaswave.runtime.messages import (
     EvaluationReport,
@@ -48,9 +50,11 @@ from elaswave.runtime.messages import (
     Start,
     StepReport,
     Stop,
+    Timings,
     ToWorker,
 )
 from elaswave.runtime.optimizer import OPTIMIZERS
+from elaswave.runtime.pacing import Clockwork, Pace
 from elaswave.runtime.probe import Probe
 from elaswave.runtime.shard_writer import ShardWriter
 from elaswave.runtime.step import Progress, StepEngine, StepResult
@@ -72,6 +76,8 @@ EXIT_TIMEOUT_S = 3600.0
 """Bound of waiting for the others' last step and checkpoint."""
 FLUSH_TIMEOUT_S = 5.0
 """Bound of waiting, at the end, for the coordinator to have handled the last messages."""
+TIMINGS_EVERY_S = 1.0
+"""A worker tells how long its actions take no more often than this."""
 KEPT_REPORTS = 1024
 """Step reports kept for the case that the worker that should have sent them is lost."""
 FULL_MESH_WORKERS = 64
@@ -211,6 +217,13 @@ class Worker:
         stage = self._blueprint.layout.stage_of(setup.worker)
         self._trace = TraceRecorder(setup.worker, stage=stage, enabled=setup.profile)
         self._transport: Transport = TracedTransport(transport, self._trace) if setup.profile else transport
+        self._clockwork = Clockwork(setup.worker, self._make_pace())
+        self._timed_at_s = 0.0
+        """When the newest `Timings` were sent."""
+        self._first_timed_step: int | None = None
+        self._level = base_level(config)
+        """Index of the frequency level at which the device runs."""
+        self._actuator = make_actuator(config.device.frequency, setup.worker, self._set_level_speed)
         self._optimizer = OPTIMIZERS[config.optimizer.name](config.optimizer)
         self._source = self._blueprint.open_source(setup.run_dir / "data")
         self._sampler = self._blueprint.sampler(self._source)
@@ -235,6 +248,25 @@ class Worker:
         self._ledger = Ledger(setup.worker, self._step - 1)
         self.engine = self._make_engine(layout, placement, layers, store, progress)
 
+    def _make_pace(self) -> Pace | None:
+        config = self._config
+        if config.device.kind != "emulated":
+            return None
+        layer_s = [
+            (layer.forward_s, layer.input_gradient_s, layer.weight_gradient_s)
+            for layer in emulated_costs(config).layers
+        ]
+        speeds = config.device.speeds
+        return Pace(layer_s, 1.0 if speeds is None else speeds[self._worker], self._transport.rest)
+
+    def _set_level_speed(self, speed: float) -> None:
+        if self._clockwork.pace is not None:
+            self._clockwork.pace.set_level_speed(speed)
+
+    def close(self) -> None:
+        """Gives the device back as it was found."""
+        self._actuator.close()
+
     def _make_engine(
         self,
         layout: Layout,
@@ -258,6 +290,7 @@ class Worker:
             request=lambda: self._mailbox.request,
             check=self._check,
             probe=self._setup.probe,
+            clockwork=self._clockwork,
             activity=self._mailbox.activity,
             trace=self._trace,
         )
@@ -324,6 +357,7 @@ class Worker:
             self._mailbox.place = (self._member.epoch, self._step, self._attempt)
             result = self.engine.run_step(self._step, self._attempt)
             self._committed(result, time.monotonic() - start_s)
+            self._report_timings(result.step)
             stopped = result.request is not Request.NONE and self._step < run.steps
             self._step, self._attempt = self._step + 1, 1
             self._note_duties(result)
@@ -362,6 +396,24 @@ class Worker:
             self._reports.append(report)
         if self._worker == self._members[0]:
             self._client.send(report, durable=True)
+
+    def _report_timings(self, step: int) -> None:
+        """Says now and then how long actions take; the first step also loads code and fills caches, so not of it."""
+        now_s = time.monotonic()
+        if self._first_timed_step is None:
+            self._clockwork.times.take()
+            self._first_timed_step = step + 1
+        elif now_s - self._timed_at_s >= TIMINGS_EVERY_S:
+            self._timed_at_s = now_s
+            self._client.send(
+                Timings(
+                    worker=self._worker,
+                    epoch=self._member.epoch,
+                    step=step,
+                    level=self._level,
+                    actions=self._clockwork.times.take(),
+                )
+            )
 
     def _standing(self, step: int) -> Standing:
         progress = self.engine.progress
@@ -609,6 +661,8 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
             client.send(_failure(setup.worker, worker, error), durable=True)
         return 1
     finally:
+        if worker is not None:
+            worker.close()
         if client is not None:
             client.close(FLUSH_TIMEOUT_S)
         if transport is not None:

@@ -1,0 +1,99 @@
+"""What a configuration says about the devices of a run: their speeds, and for emulated ones what layers cost. Pure.
+
+An emulated device computes the run's own tiny layers for real, and then rests until the described model's layer of the
+same index would be done. So a run's model has as many blocks as the described one. Transfers are the real ones of the
+tiny model: what a described link would take is not emulated.
+"""
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from elaswave.config.costs import layer_costs
+from elaswave.planning.cluster import Cluster, Device, Link
+from elaswave.planning.costs import Costs, LayerCosts
+from elaswave.planning.describe import USABLE_MEMORY, describe_costs
+from elaswave.planning.presets import device_preset, model_shape
+
+if TYPE_CHECKING:
+    from elaswave.config.schema import Config
+
+REAL_LINK = Link(bandwidth_bytes_per_s=2e9, latency_s=0.0)
+"""Between processes of one machine, as measured; their latency is in the step's overhead."""
+CPU = Device(name="cpu", flops_per_s=1e11, memory_bytes=1e15, source="not described; its memory is not planned with")
+"""Stands for the processor that a worker really runs on: costs are measured there, so only speeds' ratios count."""
+
+_SECONDS = ("forward_s", "input_gradient_s", "weight_gradient_s")
+
+
+def emulated_costs(config: "Config") -> Costs:
+    """Costs of the described model on the described device, one micro-batch of one sample, in seconds as emulated.
+
+    Args:
+        config: with ``device.kind = "emulated"``.
+    """
+    device = config.device
+    described = describe_costs(
+        model_shape(device.model),
+        device_preset(device.name),
+        consistency=config.elastic.consistency,
+        recompute=config.model.recompute,
+    )
+    layers = tuple(
+        msgspec.structs.replace(layer, **{name: getattr(layer, name) * device.time_scale for name in _SECONDS})
+        for layer in described.layers
+    )
+    source = f"{described.source}; each described second takes {device.time_scale:g} s; transfers are not emulated"
+    # What a step costs beside its actions is real, and measured.
+    return Costs(layers=layers, step_overhead_s=0.0, source=source)
+
+
+def estimated_costs(config: "Config") -> Costs:
+    """Costs of the run's own layers as far as they are known before anything is measured: only shares of time count.
+
+    Bytes are left at 0: what a process of this machine needs is not planned with.
+    """
+    estimates = layer_costs(config.model, config.data.resolved_vocab_size)
+    layers = tuple(
+        LayerCosts(
+            name=f"layer {index}",
+            forward_s=estimate * 1e-9,
+            input_gradient_s=estimate * 1e-9,
+            weight_gradient_s=estimate * 1e-9,
+            parameter_bytes=0.0,
+            accumulator_bytes=0.0,
+            optimizer_bytes=0.0,
+            activation_bytes=0.0,
+            boundary_bytes=0.0,
+        )
+        for index, estimate in enumerate(estimates)
+    )
+    return Costs(layers=layers, source="estimated from the sizes of the layers")
+
+
+def device_of(config: "Config") -> Device:
+    """What every worker of a run computes on."""
+    return device_preset(config.device.name).device if config.device.kind == "emulated" else CPU
+
+
+def base_level(config: "Config") -> int:
+    """Index of the frequency level that workers begin at."""
+    return device_of(config).base_level
+
+
+def cluster_of(config: "Config") -> Cluster:
+    """The workers of a resolved configuration, as the planner sees them."""
+    num_workers = sum(config.widths)
+    device = device_of(config)
+    speeds = config.device.speeds or (1.0,) * num_workers
+    return Cluster(
+        ids=np.arange(num_workers),
+        node=np.zeros(num_workers, dtype=np.int64),
+        speed=np.array(speeds),
+        memory_bytes=np.full(num_workers, device.memory_bytes * USABLE_MEMORY),
+        device=np.zeros(num_workers, dtype=np.int64),
+        devices=(device,),
+        within_node=REAL_LINK,
+        between_nodes=REAL_LINK,
+    )

@@ -1,0 +1,84 @@
+"""What the coordinator knows of how long things take in the running job: the planner's costs, kept current.
+
+Workers tell medians of their actions now and then (`Timings`), and one of them with every step how long its phases
+took. `elaswave.planning.measured` makes costs of it. On emulated devices the described costs are the truth, and only
+what a step costs beside its actions is measured.
+"""
+
+from collections import deque
+from statistics import median
+
+import msgspec
+
+from elaswave.config.devices import cluster_of, device_of, emulated_costs, estimated_costs
+from elaswave.config.schema import Config
+from elaswave.planning.costs import Costs
+from elaswave.planning.measured import CostMeter
+from elaswave.runtime.messages import StepReport, Timings
+
+_KEPT_STEPS = 16
+
+
+class Measurements:
+    """Times measured in one job.
+
+    Args:
+        config: of the run, resolved.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._is_emulated = config.device.kind == "emulated"
+        self._described = emulated_costs(config) if self._is_emulated else estimated_costs(config)
+        self._meter = CostMeter(self._described)
+        self._speeds = cluster_of(config).speed.tolist()
+        self._levels = device_of(config).levels
+        self._waiting: dict[int, Timings] = {}
+        """Of a round that not everybody has reported in."""
+        self._overheads_s: deque[float] = deque(maxlen=_KEPT_STEPS)
+
+    def add(self, timings: Timings, num_members: int) -> None:
+        """A worker tells how long its actions take. What all say in one round is one report.
+
+        Args:
+            timings: of one worker.
+            num_members: workers that are there.
+        """
+        if timings.worker in self._waiting:
+            self._end_round()
+        if timings.actions and timings.actions[-1].stop <= self._described.num_layers:
+            self._waiting[timings.worker] = timings
+        if len(self._waiting) >= num_members:
+            self._end_round()
+
+    def _end_round(self) -> None:
+        speeds = {
+            worker: self._speeds[worker] * self._levels[timings.level].speed
+            for worker, timings in self._waiting.items()
+        }
+        actions = [action for timings in self._waiting.values() for action in timings.actions]
+        self._waiting.clear()
+        self._meter.add(actions, speeds=speeds)
+
+    def add_step(self, report: StepReport) -> None:
+        """A step has been committed: what it cost beside its actions.
+
+        The reporter's RUN must span the step, as it does in the first stage: elsewhere a worker waits in REDUCE for
+        others that still compute.
+        """
+        run_s = report.phases_s.get("run", 0.0)
+        if report.attempt == 1 and run_s > report.duration_s / 2:
+            self._overheads_s.append(report.duration_s - run_s)
+
+    @property
+    def step_overhead_s(self) -> float:
+        """Of a step beside its actions; 0 before any was measured."""
+        return median(self._overheads_s) if self._overheads_s else 0.0
+
+    def costs(self) -> Costs | None:
+        """The planner's costs; None on a real device before everybody has reported."""
+        costs = self._described
+        if not self._is_emulated:
+            if not self._meter.num_reports:
+                return None
+            costs = self._meter.costs()
+        return msgspec.structs.replace(costs, step_overhead_s=self.step_overhead_s)
