@@ -10,6 +10,7 @@ from elaswave.planning.describe import (
     LayerWork,
     describe_cluster,
     describe_costs,
+    describe_shares,
     layer_work,
 )
 from elaswave.planning.presets import (
@@ -217,3 +218,17 @@ def test_presets_survive_json() -> None:
     for struct, presets in ((ModelShape, MODELS), (DevicePreset, DEVICES)):
         for preset in presets.values():
             assert msgspec.json.decode(msgspec.json.encode(preset), type=struct) == preset
+
+
+def test_shares_have_the_proportions_of_costs_and_bytes_of_their_own() -> None:
+    shares = describe_shares(SEVEN, microbatch_size=2, optimizer_bytes=8)
+    costs = describe_costs(SEVEN, A100, microbatch_size=2)
+    for field in ("forward_s", "input_gradient_s", "weight_gradient_s"):
+        ratios = [getattr(a, field) / getattr(b, field) for a, b in zip(shares.layers[1:], costs.layers[1:])]
+        assert ratios == pytest.approx([ratios[0]] * len(ratios))
+    assert shares.between("parameter_bytes", 0, 34) == 4 * SEVEN.num_parameters
+    assert shares.between("optimizer_bytes", 0, 34) == 8 * SEVEN.num_parameters
+    assert shares.layers[1].boundary_bytes == 2 * costs.layers[1].boundary_bytes
+    assert shares.layers[0].forward_s > 0
+    with pytest.raises(ValueError, match="consistency is 'loose'"):
+        describe_shares(SEVEN, microbatch_size=1, consistency="loose")

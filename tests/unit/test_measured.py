@@ -147,6 +147,14 @@ def test_known_speeds_are_taken_out() -> None:
     assert meter.speeds() == {0: 1, 1: 1}
 
 
+def test_a_frequency_level_is_taken_out() -> None:
+    meter = CostMeter(costs_of([1, 2]))
+    meter.add([msgspec.structs.replace(timing(0, 0, 2, "F", 6), level_speed=0.5)])
+    assert forwards(meter.costs()) == pytest.approx([1, 2])
+    (report,) = summarize_actions(1, [(0, 0, 1, "F", 2.0)], level_speed=1.1)
+    assert report.level_speed == 1.1
+
+
 def test_actions_of_no_time_tell_no_speed() -> None:
     meter = CostMeter(costs_of([1, 2]))
     meter.add([timing(0, 0, 2, "F", 0.0), timing(1, 0, 2, "F", 0.0), timing(1, 0, 2, "I", 1.0)])
@@ -200,7 +208,9 @@ def test_single_actions_are_summarized() -> None:
         assert msgspec.json.decode(msgspec.json.encode(entry), type=ActionTiming) == entry
 
 
-@pytest.mark.parametrize("changes", [{"start": 2}, {"count": 0}, {"seconds": -1.0}, {"seconds": math.inf}])
+@pytest.mark.parametrize(
+    "changes", [{"start": 2}, {"count": 0}, {"seconds": -1.0}, {"seconds": math.inf}, {"level_speed": 0.0}]
+)
 def test_impossible_timings(changes: dict[str, float]) -> None:
     good = {"worker": 3, "stage": 0, "start": 0, "stop": 2, "kind": "F", "seconds": 1.0, "count": 1}
     with pytest.raises(ValueError, match="worker 3 reports"):

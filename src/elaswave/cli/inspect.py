@@ -67,7 +67,7 @@ def inspect_run(run: Path, as_json: bool) -> None:
     if as_json:
         _echo_json(summary)
         return
-    click.echo("\n".join(render_summary(summary, _width(), ascii_only=not writes_unicode(sys.stdout))))
+    click.echo("\n".join(render_summary(summary, terminal_width(), ascii_only=not writes_unicode(sys.stdout))))
 
 
 @inspect_group.command(name="diff")
@@ -85,7 +85,7 @@ def inspect_diff(run_a: Path, run_b: Path, as_json: bool) -> None:
     if as_json:
         _echo_json(comparison)
     else:
-        click.echo("\n".join(render_comparison(comparison, run_a, run_b, _width())))
+        click.echo("\n".join(render_comparison(comparison, run_a, run_b, terminal_width())))
     if not comparison.same:
         sys.exit(1)
 
@@ -94,7 +94,7 @@ def _echo_json(document: msgspec.Struct) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
 
 
-def _width() -> int:
+def terminal_width() -> int:
     """Columns to use: those of the terminal, or COLUMNS, less one so that no terminal wraps."""
     return max(20, shutil.get_terminal_size((_FALLBACK_WIDTH + 1, 24)).columns - 1)
 
@@ -125,11 +125,11 @@ def render_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: in
     lines: list[str] = []
     for row in rows:
         cells = [f"{name} {cell}" for name, cell in zip(header, row, strict=True) if cell != "-"]
-        lines += _wrap("; ".join(cells), width)
+        lines += wrap("; ".join(cells), width)
     return lines
 
 
-def _wrap(text: str, width: int) -> list[str]:
+def wrap(text: str, width: int) -> list[str]:
     """Text broken between words, continued lines indented by two."""
     return textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
@@ -146,7 +146,8 @@ def format_bytes(num_bytes: int | None) -> str:
     return f"{size:.1f} GiB"
 
 
-def _seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
+    """A duration for people."""
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
@@ -158,7 +159,7 @@ def render_summary(summary: RunSummary, width: int, *, ascii_only: bool = False)
         width: columns of the terminal.
         ascii_only: for terminals without block characters.
     """
-    lines = _wrap(_headline(summary), width)
+    lines = wrap(_headline(summary), width)
     lines += _loss_lines(summary, width, ascii_only=ascii_only)
     lines += _layout_lines(summary, width)
     lines += _timing_lines(summary, width)
@@ -188,12 +189,12 @@ def _loss_lines(summary: RunSummary, width: int, *, ascii_only: bool) -> list[st
     if finite:
         lowest, step = min(finite)
         text += f", lowest {format_loss(lowest)} at step {step}"
-    lines = ["", *_wrap(text, width), sparkline(losses, min(width, 80), ascii_only=ascii_only)]
+    lines = ["", *wrap(text, width), sparkline(losses, min(width, 80), ascii_only=ascii_only)]
     if summary.val_losses:
         step = max(summary.val_losses)
         values = [from_json_float(loss) for loss in summary.val_losses.values()]
         text = f"validation loss last {format_loss(values[-1])} at step {step}, {len(values)} evaluations"
-        lines += _wrap(text, width)
+        lines += wrap(text, width)
     return lines
 
 
@@ -203,7 +204,7 @@ def _layout_lines(summary: RunSummary, width: int) -> list[str]:
     lines = [""]
     for record in summary.epochs:
         text = f"layout {record.layout.describe()}, epoch {record.epoch}, from step {record.first_step}"
-        lines += _wrap(f"{text}: {record.reason}", width)
+        lines += wrap(f"{text}: {record.reason}", width)
     header = ["stage", "workers", "layers", "parameters", "names"]
     lines += ["", *render_table(*_without_empty(header, [_stage_row(stage) for stage in summary.stages]), width)]
     header = ["worker", "stage", "micro-batches", "owns", "follows", "optimizer", "peak memory"]
@@ -246,22 +247,22 @@ def _timing_lines(summary: RunSummary, width: int) -> list[str]:
     timings = summary.timings
     if timings is not None:
         text = (
-            f"step mean {_seconds(timings.mean_s)}, median {_seconds(timings.median_s)}, slowest "
-            f"{_seconds(timings.slowest_s)}, over {timings.num_steps} steps"
+            f"step mean {format_seconds(timings.mean_s)}, median {format_seconds(timings.median_s)}, slowest "
+            f"{format_seconds(timings.slowest_s)}, over {timings.num_steps} steps"
         )
-        lines += _wrap(text, width)
+        lines += wrap(text, width)
         if timings.phases_s:
-            phases = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in timings.phases_s.items())
-            lines += _wrap(f"phases of a step, mean: {phases}", width)
+            phases = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in timings.phases_s.items())
+            lines += wrap(f"phases of a step, mean: {phases}", width)
     facts = []
     if summary.throughput_tokens_per_s is not None:
         facts.append(format_rate(summary.throughput_tokens_per_s))
     if summary.start_up_s is not None:
-        facts.append(f"start-up {_seconds(summary.start_up_s)}")
+        facts.append(f"start-up {format_seconds(summary.start_up_s)}")
     if summary.duration_s is not None:
-        facts.append(f"whole run {_seconds(summary.duration_s)}")
+        facts.append(f"whole run {format_seconds(summary.duration_s)}")
     if facts:
-        lines += _wrap(", ".join(facts), width)
+        lines += wrap(", ".join(facts), width)
     return ["", *lines] if lines else []
 
 
@@ -277,14 +278,14 @@ def _event_lines(summary: RunSummary, width: int) -> list[str]:
                 recovery.phase,
                 recovery.detected_by or "-",
                 recovery.outcome,
-                _seconds(recovery.total_s),
+                format_seconds(recovery.total_s),
             ]
             for recovery in summary.recoveries
         ]
         lines += ["", *render_table(header, rows, width)]
     if summary.checkpoints:
         rows = [
-            [str(point.step), point.path, format_bytes(point.num_bytes), _seconds(point.duration_s)]
+            [str(point.step), point.path, format_bytes(point.num_bytes), format_seconds(point.duration_s)]
             for point in summary.checkpoints
         ]
         lines += ["", *render_table(["checkpoint after step", "folder", "size", "took"], rows, width)]
@@ -296,7 +297,7 @@ def _event_lines(summary: RunSummary, width: int) -> list[str]:
     if notes:
         lines.append("")
     for note in notes:
-        lines += _wrap(note, width)
+        lines += wrap(note, width)
     return lines
 
 
@@ -308,7 +309,7 @@ def render_comparison(comparison: Comparison, run_a: Path, run_b: Path, width: i
         run_a, run_b: the run folders, as the person called them.
         width: columns of the terminal.
     """
-    lines = _wrap(comparison.summary, width)
+    lines = wrap(comparison.summary, width)
     if comparison.same:
         return [*lines, f"state digest {comparison.state_digests[0]}"]
     step, tensor = comparison.first_differing_step, comparison.first_differing_tensor
@@ -320,13 +321,13 @@ def render_comparison(comparison: Comparison, run_a: Path, run_b: Path, width: i
             lines += _pair(f"digest of {tensor.name}", run_a, run_b, tensor.digests)
             lines += [f"{comparison.num_differing_tensors} tensors differ"]
         elif comparison.num_differing_tensors is None:
-            lines += _wrap("which tensor differs cannot be told: one of the runs has no digests.json", width)
+            lines += wrap("which tensor differs cannot be told: one of the runs has no digests.json", width)
         else:
-            lines += _wrap("no tensor differs: the data cursor or the grids of the exact sums do", width)
+            lines += wrap("no tensor differs: the data cursor or the grids of the exact sums do", width)
     if comparison.differing_config:
         lines += ["", "configuration:"]
         for key, (value_a, value_b) in comparison.differing_config.items():
-            lines += _wrap(f"{key}: {_toml(value_a)} against {_toml(value_b)}", width)
+            lines += wrap(f"{key}: {_toml(value_a)} against {_toml(value_b)}", width)
     return lines
 
 

@@ -42,7 +42,9 @@ class LayerWork(msgspec.Struct, frozen=True, kw_only=True):
     boundary_bytes: float
 
 
-def layer_work(shape: ModelShape, *, microbatch_size: int = 1, recompute: bool = False) -> tuple[LayerWork, ...]:
+def layer_work(
+    shape: ModelShape, *, microbatch_size: int = 1, recompute: bool = False, parameter_bytes: int = PARAMETER_BYTES
+) -> tuple[LayerWork, ...]:
     """Operations and bytes of every layer for one micro-batch: embedding, blocks, head.
 
     A matrix product costs 2 operations per parameter and token in the forward, and as much in each half of the
@@ -52,13 +54,14 @@ def layer_work(shape: ModelShape, *, microbatch_size: int = 1, recompute: bool =
         shape: sizes of the model.
         microbatch_size: samples of a micro-batch, each `shape.context_length` tokens long.
         recompute: keep only a block's input and run its forward again before its backward.
+        parameter_bytes: of an element of parameters and activations.
     Raises:
         ValueError: microbatch_size below 1.
     """
     if microbatch_size < 1:
         raise ValueError(f"microbatch_size is {microbatch_size}, needed: at least 1")
     tokens = microbatch_size * shape.context_length
-    boundary_bytes = float(tokens * shape.width * PARAMETER_BYTES)
+    boundary_bytes = float(tokens * shape.width * parameter_bytes)
     embedding = LayerWork(
         name="embedding",
         forward_flops=0.0,
@@ -88,7 +91,7 @@ def layer_work(shape: ModelShape, *, microbatch_size: int = 1, recompute: bool =
         weight_gradient_flops=products,
         moved_bytes=0.0,
         num_parameters=shape.block_parameters,
-        activation_bytes=boundary_bytes if recompute else float(tokens * kept * PARAMETER_BYTES),
+        activation_bytes=boundary_bytes if recompute else float(tokens * kept * parameter_bytes),
         boundary_bytes=boundary_bytes,
     )
     head_flops = 2.0 * tokens * shape.width * shape.vocab_size
@@ -179,6 +182,51 @@ def describe_costs(
         source=f"described: {shape.name} ({shape.source}) on {preset.device.name} ({preset.device.source}) at "
         f"{efficiency:.0%} of its peak ({preset.efficiency_source}), {sizes}{group}"
         + (", blocks run again before their backward" if recompute else ""),
+    )
+
+
+def describe_shares(
+    shape: ModelShape,
+    *,
+    microbatch_size: int,
+    consistency: str = "bitwise",
+    recompute: bool = False,
+    parameter_bytes: int = 4,
+    optimizer_bytes: int = OPTIMIZER_BYTES,
+) -> Costs:
+    """Costs of a model on no device in particular: bytes as they are, seconds only in proportion to each other.
+
+    What `elaswave.planning.measured.CostMeter` needs to know of a job beside its timings.
+
+    Args:
+        shape: sizes of the model.
+        microbatch_size: samples of a micro-batch.
+        consistency: ``bitwise`` or ``scaled``.
+        recompute: blocks are run again before their backward.
+        parameter_bytes: of an element of parameters and activations: 4 for float32.
+        optimizer_bytes: of the masters and the optimizer's slots, per parameter.
+    Raises:
+        ValueError: an impossible argument.
+    """
+    if consistency not in ACCUMULATOR_BYTES:
+        raise ValueError(f"consistency is {consistency!r}, needed: one of {', '.join(ACCUMULATOR_BYTES)}")
+    work = layer_work(shape, microbatch_size=microbatch_size, recompute=recompute, parameter_bytes=parameter_bytes)
+    return Costs(
+        layers=tuple(
+            LayerCosts(
+                name=layer.name,
+                forward_s=(layer.forward_flops + layer.moved_bytes) * 1e-12,
+                input_gradient_s=layer.input_gradient_flops * 1e-12,
+                weight_gradient_s=(layer.weight_gradient_flops + layer.moved_bytes) * 1e-12,
+                parameter_bytes=float(layer.num_parameters * parameter_bytes),
+                accumulator_bytes=float(layer.num_parameters * ACCUMULATOR_BYTES[consistency]),
+                optimizer_bytes=float(layer.num_parameters * optimizer_bytes),
+                activation_bytes=layer.activation_bytes,
+                boundary_bytes=layer.boundary_bytes,
+            )
+            for layer in work
+        ),
+        source=f"described: {shape.name}, in proportion only",
     )
 
 

@@ -46,26 +46,37 @@ class ActionTiming(msgspec.Struct, frozen=True, kw_only=True):
     """Median of the actions, computing only: without waits for input."""
     count: int
     """Number of actions."""
+    level_speed: float = 1.0
+    """Speed of the frequency level at which the worker ran, relative to its device's base level."""
 
     def __post_init__(self) -> None:
         """Checks the fields.
 
         Raises:
-            ValueError: no layer, no action, or seconds that are negative or not finite.
+            ValueError: no layer, no action, a speed of none, or seconds that are negative or not finite.
         """
-        if not 0 <= self.start < self.stop or self.count < 1 or not 0 <= self.seconds < float("inf"):
+        if (
+            not 0 <= self.start < self.stop
+            or self.count < 1
+            or not 0 <= self.seconds < float("inf")
+            or not 0 < self.level_speed < float("inf")
+        ):
             raise ValueError(
                 f"worker {self.worker} reports {self.count} actions of layers [{self.start}, {self.stop}) of "
-                f"{self.seconds} s: needed are at least one action and layer, and a time of at least 0"
+                f"{self.seconds} s at speed {self.level_speed}: needed are at least one action and layer, a time of at "
+                "least 0 and a speed above 0"
             )
 
 
-def summarize_actions(worker: int, actions: Iterable[tuple[int, int, int, Kind, float]]) -> tuple[ActionTiming, ...]:
+def summarize_actions(
+    worker: int, actions: Iterable[tuple[int, int, int, Kind, float]], *, level_speed: float = 1.0
+) -> tuple[ActionTiming, ...]:
     """One worker's report from its single actions.
 
     Args:
         worker: whose actions they are.
         actions: stage, first layer, one past the last layer, kind, and seconds of each.
+        level_speed: of its frequency level, relative to the base level.
     Returns:
         One entry per stage, range and kind, in this order.
     """
@@ -81,6 +92,7 @@ def summarize_actions(worker: int, actions: Iterable[tuple[int, int, int, Kind, 
             kind=kind,
             seconds=statistics.median(values),
             count=len(values),
+            level_speed=level_speed,
         )
         for (stage, start, stop, kind), values in sorted(seconds.items())
     )
@@ -125,8 +137,8 @@ class CostMeter:
 
         Args:
             timings: of the step.
-            speeds: of workers, as far as they are known to differ from 1 (a lower clock, an older device): their
-                seconds are converted to those of a worker of speed 1.
+            speeds: of workers, as far as they are known to differ from 1 (an older device): their seconds are
+                converted to those of a worker of speed 1. A frequency level's speed is in the timing itself.
         Raises:
             ValueError: layers that the described costs lack, or a speed that is not above 0.
         """
@@ -141,7 +153,9 @@ class CostMeter:
             if not 0 < speed < float("inf"):
                 raise ValueError(f"the speed of worker {timing.worker} is {speed}, needed: above 0 and finite")
             key = _Key(timing.worker, timing.start, timing.stop, timing.kind)
-            self._seconds.setdefault(key, deque(maxlen=self._window)).append(timing.seconds * speed)
+            self._seconds.setdefault(key, deque(maxlen=self._window)).append(
+                timing.seconds * timing.level_speed * speed
+            )
             self._latest[key] = self._num_reports
         self._forget()
 
