@@ -46,8 +46,8 @@ NOISES = {
 }
 LATEST_S = {
     "silent": detection.SILENCE_FLOOR_S + 0.25,
-    "loops": detection.BUSY_FLOOR_S + 0.2,
-    "stuck": detection.STALL_FLOOR_S + 0.6,
+    "loops": detection.BUSY_FLOOR_S + 1.1,
+    "stuck": detection.STALL_FLOOR_S + 1.0,
 }
 """When a stop is noticed on a quiet machine, in virtual time: the floors and some heartbeats."""
 

@@ -66,7 +66,7 @@ from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.testing.faults import FAULTS_FILE, Fault, FaultProbe
 
 TICK_S = 0.2
-HEARTBEAT_S = 0.1
+HEARTBEAT_S = 0.25
 STOP_GRACE_S = 15.0
 """After Ctrl-C, how long the step in hand may take."""
 CHECKPOINT_GRACE_S = 300.0

@@ -1,7 +1,8 @@
 """AdamW and SGD on blocks: elementwise, so that the result does not depend on where blocks are cut.
 
-The arithmetic is that of torch.optim's single-tensor implementations, operation by operation, so one block updated
-here equals the same elements updated by torch bit for bit (fused kernels round differently at unaligned cuts).
+One block updated here equals the same elements updated by torch.optim bit for bit. AdamW is torch's fused kernel, one
+pass over memory instead of ten. It rounds elements past the last whole vector of a call in another way, so it depends
+on where memory is cut unless all cuts are multiples of a vector; those of blocks are (`elaswave.state.flat.align`).
 """
 
 import math
@@ -41,7 +42,7 @@ class Optimizer(Protocol):
 
 
 class AdamW:
-    """Adam with decoupled weight decay (Loshchilov, Hutter 2019), as torch.optim.AdamW(foreach=False)."""
+    """Adam with decoupled weight decay (Loshchilov, Hutter 2019), as torch.optim.AdamW(fused=True)."""
 
     slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
@@ -64,16 +65,25 @@ class AdamW:
         if self._weight_decay:
             for start, stop in decay_runs:
                 master[start:stop].mul_(1 - learning_rate * self._weight_decay)
-        exp_avg.lerp_(gradient, 1 - self._beta1)
-        exp_avg_sq.mul_(self._beta2).addcmul_(gradient, gradient, value=1 - self._beta2)
-        correction1 = 1 - self._beta1**num_updates
-        correction2 = 1 - self._beta2**num_updates
-        denominator = exp_avg_sq.sqrt().div_(correction2**0.5).add_(self._eps)
-        master.addcdiv_(exp_avg, denominator, value=-(learning_rate / correction1))
+        torch._fused_adamw_(
+            [master],
+            [gradient],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [torch.tensor(float(num_updates))],
+            amsgrad=False,
+            lr=learning_rate,
+            beta1=self._beta1,
+            beta2=self._beta2,
+            weight_decay=0.0,
+            eps=self._eps,
+            maximize=False,
+        )
 
 
 class SGD:
-    """Stochastic gradient descent with momentum and L2 decay, as torch.optim.SGD(foreach=False)."""
+    """Stochastic gradient descent with momentum and L2 decay, operation by operation torch.optim.SGD(foreach=False)."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self._momentum = config.momentum

@@ -84,30 +84,30 @@ class _Piece(NamedTuple):
 
     start: int
     stop: int
-    indices: tuple[int, ...]
-    """Of the tensors."""
-    part: slice | None
-    """Which elements of the only tensor, where it is too large for one piece."""
-    views: list[torch.Tensor]
-    """Into the scratch, one per tensor."""
+    parts: list[tuple[int, slice | None, torch.Tensor, np.ndarray]]
+    """Index of each tensor; which of its elements, None for all; where they become float64, as torch and as numpy."""
 
 
 def _pieces(shape: LayerShape, scratch: Scratch) -> list[_Piece]:
     pieces: list[_Piece] = []
     for index, slot in enumerate(shape.tensors):
-        last = pieces[-1] if pieces else None
-        if slot.numel > _PIECE_ELEMENTS:
-            for first in range(0, slot.numel, _PIECE_ELEMENTS):
-                size = min(_PIECE_ELEMENTS, slot.numel - first)
-                start = slot.offset + first
-                part = slice(first, first + size)
-                pieces.append(_Piece(start, start + size, (index,), part, [scratch.values[:size]]))
-        elif last and last.part is None and last.stop == slot.offset and slot.stop - last.start <= _PIECE_ELEMENTS:
-            view = scratch.values[slot.offset - last.start : slot.stop - last.start].view(slot.shape)
-            pieces[-1] = last._replace(stop=slot.stop, indices=(*last.indices, index), views=[*last.views, view])
-        elif slot.numel:
-            view = scratch.values[: slot.numel].view(slot.shape)
-            pieces.append(_Piece(slot.offset, slot.stop, (index,), None, [view]))
+        for first in range(0, slot.numel, _PIECE_ELEMENTS):
+            size = min(_PIECE_ELEMENTS, slot.numel - first)
+            start = slot.offset + first
+            stop = start + size
+            last = pieces[-1] if pieces else None
+            if last and last.stop == start and stop - last.start <= _PIECE_ELEMENTS:
+                pieces[-1] = last._replace(stop=stop)
+            else:
+                pieces.append(_Piece(start, stop, []))
+            view = scratch.values[start - pieces[-1].start :][:size]
+            whole = size == slot.numel
+            pieces[-1].parts.append((
+                index,
+                None if whole else slice(first, first + size),
+                view.view(slot.shape) if whole else view,
+                view.numpy(),
+            ))  # fmt: skip
     return pieces
 
 
@@ -167,14 +167,13 @@ class ExactAccumulator:
         self.maxima = list(map(max, self.maxima, maxima))
         slow = [maximum >= slow_from for maximum, slow_from in zip(maxima, self._slow_from, strict=True)]
         for piece in self._pieces:
-            values = [present[index] for index in piece.indices]
-            if piece.part is not None:
-                values = [values[0].reshape(-1)[piece.part]]
-            torch._foreach_copy_(piece.views, values)
-            torch._foreach_add_(piece.views, [self._magic[index] for index in piece.indices])
-            for index, view, value in zip(piece.indices, piece.views, values, strict=True):
+            for index, part, values, numbers in piece.parts:
+                gradient = present[index] if part is None else present[index].reshape(-1)[part]
                 if slow[index]:
-                    view.view(torch.int64).copy_(_fast_bits_slowly(value, self._exponents[index]))
+                    values.view(torch.int64).copy_(_fast_bits_slowly(gradient, self._exponents[index]))
+                else:
+                    values.copy_(gradient)
+                    np.add(numbers, self._magic[index], out=numbers)
             total, words = self._words[piece.start : piece.stop], self._scratch.words[: piece.stop - piece.start]
             if self._is_empty:
                 np.copyto(total, words)

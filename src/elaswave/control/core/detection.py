@@ -24,9 +24,9 @@ from elaswave.control.core.position import IDLE, PHASES, START, Position, blame,
 
 __all__ = ["Detector", "Position", "Suspicion"]
 
-TICK_S = 0.05
+TICK_S = 0.125
 """`Detector.tick` is to be called at least this often."""
-ASLEEP_S = 0.25
+ASLEEP_S = 0.5
 """A longer pause between two calls means that the coordinator was not scheduled; it counts as one tick."""
 LINK_GRACE_S = 0.015
 """How long a closed link waits for the end of the process that explains it."""
@@ -62,7 +62,7 @@ DURATION_HALF_LIFE_S = 600.0
 _NEWS_S = 10.0
 """What is seen rarely fades slowly: between two values never by more than this time's worth."""
 
-UNSEEN_S = 0.2
+UNSEEN_S = 0.5
 """How much of the time between two heartbeats an action may be taken to have lasted on."""
 
 Suspicion = Suspected
