@@ -30,6 +30,7 @@ from elaswave.observability.events import (
     RunStarted,
     StepCommitted,
     StepSkipped,
+    TimingsMeasured,
     read_events,
 )
 from elaswave.observability.result import (
@@ -40,6 +41,7 @@ from elaswave.observability.result import (
     WorkerMemory,
     from_json_float,
 )
+from elaswave.planning.measured import ActionTiming
 from elaswave.runtime.blueprint import Blueprint
 from elaswave.runtime.materialise import MASTER, stored_name
 from elaswave.runtime.messages import (
@@ -58,6 +60,8 @@ from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo, Written
 from elaswave.state.verify import add_digests, state_digest
 from elaswave.types import Layout
 
+TIMINGS_EVERY_S = 1.0
+"""`TimingsMeasured` are written no more often than this."""
 STEPS_LEFT_OUT = 3
 """First steps of a process that do not count for its throughput."""
 
@@ -92,6 +96,8 @@ class Books:
         self._events = events
         self._show = show
         self._started_s = started_s
+        self._next_timings_s = 0.0
+        """When the next `TimingsMeasured` may be written."""
         self._sampler = blueprint.sampler(blueprint.open_source(run_dir / "data"))
         meta = None if checkpoint is None else checkpoint[1]
         self.first_step = 1 if meta is None else meta.step + 1
@@ -327,6 +333,18 @@ class Books:
                 )
             self._losses[step - 1] = loss
         return False
+
+    def timings(self, step: int, timings: list[ActionTiming]) -> None:
+        """Publishes how long actions take: at first, and then whenever the run has become a tenth longer.
+
+        Args:
+            step: the newest one that is in it.
+            timings: of all workers; nothing is written if there are none.
+        """
+        now_s = time.monotonic()
+        if timings and now_s >= self._next_timings_s:
+            self._next_timings_s = now_s + max(TIMINGS_EVERY_S, (now_s - self._started_s) / 10)
+            self._write(TimingsMeasured(step=step, timings=timings))
 
     def evaluation(self, report: EvaluationReport) -> None:
         """Publishes a validation loss."""

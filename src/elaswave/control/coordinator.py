@@ -270,7 +270,7 @@ class CoordinatorProcess:
             self._detector.left(message.worker)
             self._carry_out(self._core.handle(core.Failed(message.worker, message.signature, message.summary), now_s))
         elif isinstance(message, Timings):
-            self._measurements.add(message, len(self._core.members))
+            self._books.timings(message.step, self._measurements.add(message, len(self._core.members)))
         elif self._ended is None:
             self._to_books(message, now_s)
 

@@ -13,7 +13,7 @@ import msgspec
 from elaswave.config.devices import cluster_of, device_of, emulated_costs, estimated_costs
 from elaswave.config.schema import Config
 from elaswave.planning.costs import Costs
-from elaswave.planning.measured import CostMeter
+from elaswave.planning.measured import ActionTiming, CostMeter
 from elaswave.runtime.messages import StepReport, Timings
 
 _KEPT_STEPS = 16
@@ -36,28 +36,30 @@ class Measurements:
         """Of a round that not everybody has reported in."""
         self._overheads_s: deque[float] = deque(maxlen=_KEPT_STEPS)
 
-    def add(self, timings: Timings, num_members: int) -> None:
+    def add(self, timings: Timings, num_members: int) -> list[ActionTiming]:
         """A worker tells how long its actions take. What all say in one round is one report.
 
         Args:
             timings: of one worker.
             num_members: workers that are there.
+        Returns:
+            The report of a round that has ended by this, else nothing.
         """
-        if timings.worker in self._waiting:
-            self._end_round()
+        ended = self._end_round() if timings.worker in self._waiting else []
         if timings.actions and timings.actions[-1].stop <= self._described.num_layers:
             self._waiting[timings.worker] = timings
-        if len(self._waiting) >= num_members:
-            self._end_round()
+        return self._end_round() if len(self._waiting) >= num_members else ended
 
-    def _end_round(self) -> None:
-        speeds = {
-            worker: self._speeds[worker] * self._levels[timings.level].speed
-            for worker, timings in self._waiting.items()
-        }
-        actions = [action for timings in self._waiting.values() for action in timings.actions]
+    def _end_round(self) -> list[ActionTiming]:
+        speeds = {worker: self._speeds[worker] for worker in self._waiting}
+        actions = [
+            msgspec.structs.replace(action, level_speed=self._levels[timings.level].speed)
+            for timings in self._waiting.values()
+            for action in timings.actions
+        ]
         self._waiting.clear()
         self._meter.add(actions, speeds=speeds)
+        return actions
 
     def add_step(self, report: StepReport) -> None:
         """A step has been committed: what it cost beside its actions.

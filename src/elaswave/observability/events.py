@@ -20,6 +20,7 @@ import msgspec
 
 from elaswave.errors import RunFolderError
 from elaswave.observability.result import CheckpointRecord, JsonFloat, Recovery, set_json_floats
+from elaswave.planning.measured import ActionTiming
 from elaswave.types import Layout
 
 
@@ -106,6 +107,15 @@ class StepCommitted(Event, frozen=True, kw_only=True, tag="step"):
         set_json_floats(self, "loss", "grad_norm")
 
 
+class TimingsMeasured(Event, frozen=True, kw_only=True, tag="timings"):
+    """How long workers' actions take: written soon after the start, and then ever more rarely."""
+
+    step: int
+    """Newest step that is in it."""
+    timings: list[ActionTiming]
+    """Of every worker that had something to tell."""
+
+
 class CheckpointWritten(Event, frozen=True, kw_only=True, tag="checkpoint"):
     """A durable checkpoint is complete."""
 
@@ -162,6 +172,7 @@ AnyEvent = (
     RunStarted
     | LayoutChosen
     | StepCommitted
+    | TimingsMeasured
     | CheckpointWritten
     | Evaluated
     | Recovered
