@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from elaswave.models.kernels import linear
 from elaswave.models.layers import LayerSpec, ModelSpec, build_layer
 from elaswave.models.registry import build_model
 from elaswave.runtime.compute import (
@@ -61,11 +62,11 @@ def mean_square(output, targets):
     return output.square().mean()
 
 
-def make_compute(model, layers=None, *, recompute=False, between=lambda: None):
+def make_compute(model, layers=None, *, recompute=False, between=lambda: None, dtype=torch.float32):
     shapes = model_shapes(model)
     held = {}
     for index in range(len(shapes)) if layers is None else layers:
-        held[index] = FlatLayer(model.layers[index], shapes[index], torch.float32)
+        held[index] = FlatLayer(model.layers[index], shapes[index], dtype)
         held[index].flat.copy_(initial_values(model.layers[index], shapes[index], SEED))
     compute = Compute(
         model,
@@ -98,6 +99,16 @@ def sums(compute):
 
 def model_of(*modules, loss=mean_square):
     return ModelSpec(tuple(LayerSpec(f"l{index}", module) for index, module in enumerate(modules)), loss)
+
+
+def run_split(compute, microbatches, num_layers):
+    """All first halves, then all second ones, in another order."""
+    for microbatch in microbatches:
+        tokens, targets = batch(microbatch)
+        compute.forward(range(num_layers), microbatch, tokens, targets)
+        assert compute.backward_input(range(num_layers), microbatch, None) is None
+    for microbatch in reversed(microbatches):
+        compute.backward_weights(range(num_layers), microbatch)
 
 
 def test_coverage_counts_what_was_added():
@@ -272,3 +283,132 @@ def test_a_gradient_that_is_not_finite_is_noted_with_its_layer():
     assert compute.nonfinite == NonFinite(1, 0)
     assert math.isfinite(compute.losses[1])
     assert compute.coverage == coverage_key(0, 1) + coverage_key(1, 1) & 2**64 - 1
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_split_backward_has_the_bits_of_the_whole(family, dtype, recompute, dropout):
+    heads = {"num_kv_heads": 2} if family == "llama" else {}
+    model = build_model(
+        family, vocab_size=50, num_layers=2, width=32, num_heads=4, context_length=8, dropout=dropout, **heads
+    )
+    whole = make_compute(model, dtype=dtype)
+    run(whole, range(4), 4)
+    front = make_compute(model, range(2), recompute=recompute, dtype=dtype)
+    back = make_compute(model, range(2, 4), recompute=recompute, dtype=dtype)
+    for microbatch in range(4):
+        tokens, targets = batch(microbatch)
+        value = front.forward(range(2), microbatch, tokens, None).clone()
+        back.forward(range(2, 4), microbatch, value, targets)
+        gradient = back.backward_input(range(2, 4), microbatch, None)
+        assert front.backward_input(range(2), microbatch, gradient.clone()) is None
+    assert front.counts == back.counts == {}
+    for microbatch in (2, 0, 3, 1):
+        back.backward_weights(range(2, 4), microbatch)
+        front.backward_weights(range(2), microbatch)
+    together = sums(front) | sums(back)
+    assert all(together[index].equal(total) for index, total in sums(whole).items())
+    maxima = {index: accumulator.maxima for index, accumulator in whole.accumulators.items()}
+    assert {index: each.maxima for part in (front, back) for index, each in part.accumulators.items()} == maxima
+    assert (front.coverage + back.coverage) % 2**64 == whole.coverage == expected_coverage(4, 4)
+    # Every layer that has a gradient of its input was cut, so W really was left to do.
+    assert front._splits | back._splits == {1: True, 2: True, 3: True}
+
+
+class Twice(nn.Module):
+    """Uses one parameter at two places of the way: no cut gives it a half of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(4) * 0.5)
+
+    def forward(self, x):
+        return (x @ self.matrix).tanh() @ self.matrix
+
+
+class Doubtful(torch.autograd.Function):
+    """Its results depend on which are asked for together, as a kernel's may."""
+
+    @staticmethod
+    def forward(ctx, x, vector):
+        ctx.save_for_backward(x, vector)
+        return x * vector
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, vector = ctx.saved_tensors
+        Doubtful.calls += 1
+        return gradient * vector, (gradient * x).flatten(0, -2).sum(0) * (1 + 2**-20 * Doubtful.calls)
+
+
+class Careless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return Doubtful.apply(x, self.vector)
+
+
+class Identity(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class Made(nn.Module):
+    """Its first matrix is made of parameters by a linear map; its second one depends on the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = nn.Parameter(torch.linspace(-1.0, 1.0, 8).view(4, 2))
+        self.factor = nn.Parameter(torch.linspace(1.0, 2.0, 8).view(4, 2))
+        self.matrix = nn.Parameter(torch.eye(4))
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return linear(linear(x, linear(self.seed, self.factor, None), None), self.matrix * x.mean(), self.bias)
+
+
+@pytest.mark.parametrize(
+    ("layer", "can_be_split"),
+    [(Strange, True), (Cut, False), (Twice, False), (nn.Tanh, True), (Identity, False), (Made, True)],
+)
+def test_any_layer_can_be_run_in_halves(layer, can_be_split):
+    model = model_of(Table, layer, Strange)
+    whole, halves = make_compute(model), make_compute(model)
+    run(whole, range(3), 3)
+    run_split(halves, range(3), 3)
+    assert all(sums(halves)[index].equal(total) for index, total in sums(whole).items())
+    assert halves.coverage == whole.coverage == expected_coverage(3, 3)
+    assert halves._splits == {1: can_be_split, 2: True}
+
+
+def test_a_layer_whose_halves_round_otherwise_is_not_split():
+    Doubtful.calls = 0
+    compute = make_compute(model_of(Table, Careless))
+    run_split(compute, range(3), 2)
+    assert compute._splits == {1: False}
+    assert Doubtful.calls == 3 + 2  # the first time in three ways: whole, and in each half
+
+
+def test_whether_a_layer_can_be_split_is_not_judged_by_values_that_are_not_finite():
+    class Spoil(nn.Module):
+        def forward(self, x):
+            return x + (x * 0.0).abs().sqrt()
+
+    compute = make_compute(model_of(Table, Strange, Spoil))
+    run_split(compute, [1], 3)
+    assert compute._splits == {}
+    assert compute.nonfinite == NonFinite(1, 1)
+
+
+def test_between_the_halves_a_new_attempt_forgets_everything():
+    compute = make_compute(GPT)
+    tokens, targets = batch(0)
+    compute.forward(range(4), 0, tokens, targets)
+    compute.backward_input(range(4), 0, None)
+    compute.begin(STEP, [[40] * len(layer.shape.tensors) for layer in compute.layers.values()])
+    with pytest.raises(KeyError):
+        compute.backward_weights(range(4), 0)

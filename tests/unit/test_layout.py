@@ -14,6 +14,7 @@ from elaswave.planning.layout import (
     resolve_widths,
     validate_layout,
 )
+from elaswave.planning.schedule import in_flight_bounds
 from elaswave.state.placement import Placement, make_blocks, place_blocks
 from elaswave.types import Hop, Layout, Stage
 
@@ -151,6 +152,20 @@ def test_neighbouring_stages_may_share_a_layer():
     validate_layout(shared_layout())
 
 
+def test_pipelines_of_different_depth_fit_into_one_layout():
+    stages = ((0, 2), (0, 3), (2, 4), (3, 6), (4, 6))
+    layout = Layout(
+        stages=tuple(Stage(start=a, stop=b, workers=(index,)) for index, (a, b) in enumerate(stages)),
+        routes=((Hop(1, 1, 0, 3), Hop(3, 3, 3, 6)), (Hop(0, 0, 0, 2), Hop(2, 2, 2, 4), Hop(4, 4, 4, 6))),
+    )
+    validate_layout(layout)
+    assert peers_of(layout)[0] == {1, 2}  # shares its layers with one, hands on to the other
+    assert in_flight_bounds(layout, "1f1b") == dict.fromkeys(range(5), 1)
+    many = Layout(stages=layout.stages, routes=layout.routes * 4)
+    assert in_flight_bounds(many, "1f1b") == {0: 3, 1: 2, 2: 2, 3: 1, 4: 1}
+    assert in_flight_bounds(many, "zero-bubble") == dict.fromkeys(range(5), 3)
+
+
 STAGES = (Stage(start=0, stop=2, workers=(0,)), Stage(start=2, stop=4, workers=(1, 2)))
 ROUTE = (Hop(0, 0, 0, 2), Hop(1, 1, 2, 4))
 
@@ -164,7 +179,13 @@ ROUTE = (Hop(0, 0, 0, 2), Hop(1, 1, 2, 4))
         ((Stage(start=0, stop=2, workers=()),), (ROUTE[:1],), "stage 0 has no workers"),
         ((Stage(start=0, stop=0, workers=(0,)),), (ROUTE[:1],), "stage 0 has no layers"),
         ((Stage(start=0, stop=2, workers=(1, 0)),), (ROUTE[:1],), "they must ascend"),
-        ((STAGES[0], Stage(start=3, stop=4, workers=(1,))), (ROUTE,), "do not continue those of stage 0"),
+        (
+            (STAGES[0], Stage(start=3, stop=4, workers=(1,))),
+            (ROUTE,),
+            "nobody holds layers [2, 3), between stages 0",
+        ),
+        ((STAGES[0], Stage(start=0, stop=1, workers=(1,))), (ROUTE,), "do not come after those of stage 0, [0, 2)"),
+        ((STAGES[1], Stage(start=0, stop=4, workers=(0,))), (ROUTE,), "do not come after those of stage 0, [2, 4)"),
         ((STAGES[0], Stage(start=2, stop=4, workers=(0, 1))), (ROUTE,), "worker 0 is in more than one stage"),
         (STAGES, ((),), "does not begin at layer 0"),
         (STAGES, (ROUTE[:1],), "end at layer 4"),

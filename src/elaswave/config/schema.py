@@ -122,8 +122,9 @@ class LayoutConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Number of workers of each stage, stage by stage: ``[1, 3]``."""
     layers: Annotated[tuple[Count, ...], Meta(min_length=1)] | None = None
     """Number of layers of each stage, embedding and head included; unset: balanced by their estimated cost."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of forward and backward passes: ``1f1b`` needs less memory; the bits are the same."""
+    schedule: Literal["1f1b", "gpipe", "zero-bubble"] = "1f1b"
+    """Order of forward and backward passes; the bits are the same. ``1f1b`` needs least memory. ``zero-bubble``
+    computes weights' gradients apart, when a worker would wait; it pays with deep pipelines and few micro-batches."""
 
 
 class OptimizerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,11 +8,15 @@ against 40. The price is some 20 us per product, which shows in small ones.
 Like MKL's, the result depends on shapes, strides and the kind of processor only.
 """
 
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
 
 USE_ONEDNN = True
 """False: always torch's own choice. The two round differently, so all workers of a job must use the same."""
@@ -27,6 +31,40 @@ def _find_onednn() -> Any:
 
 
 _ONEDNN_LINEAR = _find_onednn()
+
+
+class _Wanted(threading.local):
+    """What `gradients_along` has been told in this thread: backwards of CPU tensors run in the thread that asks."""
+
+    gradients: tuple[Collection[Node], bool] | None = None
+    """None: everything."""
+
+
+_WANTED = _Wanted()
+
+
+@contextmanager
+def gradients_along(way: Collection[Node], *, along: bool) -> Iterator[None]:
+    """Saves products that nobody will use while a backward runs in halves.
+
+    torch's own kernels know which of their gradients are asked for, functions written in Python do not.
+
+    Args:
+        way: nodes of the graph on the way from output to input.
+        along: True: gradients that stay on the way are wanted, False: those that leave it, or are off it.
+    """
+    _WANTED.gradients = (way, along)
+    try:
+        yield
+    finally:
+        _WANTED.gradients = None
+
+
+def _is_wanted(node: Any, target: Node | None) -> bool:
+    if _WANTED.gradients is None:
+        return True
+    way, along = _WANTED.gradients
+    return (node in way and target in way) is along
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -49,7 +87,10 @@ class _OneDNNLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of x, weight and bias, contiguous."""
         x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad
+        targets = [target for target, _ in ctx.next_functions]
+        for_x, for_weight, for_bias = (
+            needed and _is_wanted(ctx, target) for needed, target in zip(ctx.needs_input_grad, [*targets, None][:3])
+        )
         gradient = gradient.contiguous()
         rows = gradient.flatten(0, -2)
         return (

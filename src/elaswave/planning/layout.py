@@ -259,8 +259,9 @@ def make_layout(*, widths: Sequence[int], layers_per_stage: Sequence[int], num_m
 def validate_layout(layout: Layout) -> None:
     """Checks that a layout is well formed, whoever made it.
 
-    Stages follow each other and together hold every layer; neighbours may share layers. A worker is in one stage.
-    Every route passes every layer once, in order, over stages in ascending order, on workers that hold the layers.
+    The stages' first layers never descend, nor do their last ones, and together they hold every layer. They may
+    overlap: neighbours that share a boundary layer, or the stages of pipelines of different depth. A worker is in one
+    stage. Every route passes every layer once, in order, over stages in ascending order, on workers that hold them.
 
     Raises:
         ValueError: with every fault that was found.
@@ -307,11 +308,13 @@ def _stage_faults(layout: Layout) -> list[str]:
         if list(stage.workers) != sorted(set(stage.workers)):
             faults.append(f"stage {index} lists its workers as {stage.workers}: they must ascend")
     for index, (before, after) in enumerate(pairwise(layout.stages)):
-        if not before.start < after.start <= before.stop < after.stop:
+        if after.start < before.start or after.stop < before.stop:
             faults.append(
-                f"stage {index + 1} holds layers [{after.start}, {after.stop}), which do not continue those of stage "
-                f"{index}, [{before.start}, {before.stop})"
+                f"stage {index + 1} holds layers [{after.start}, {after.stop}), which do not come after those of stage "
+                f"{index}, [{before.start}, {before.stop}): stages must ascend in their first and in their last layer"
             )
+        elif after.start > before.stop:
+            faults.append(f"nobody holds layers [{before.stop}, {after.start}), between stages {index} and {index + 1}")
     workers = layout.workers
     for worker, following in pairwise(workers):
         if worker == following:

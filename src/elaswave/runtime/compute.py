@@ -2,7 +2,8 @@
 
 Graphs end at every layer boundary, whether or not a stage ends there, and what crosses a boundary is contiguous and
 64-byte aligned. So the bits of a layer's outputs and gradients do not depend on which other layers share its worker.
-No communication here; the executor moves tensors between workers.
+A backward runs whole (B), or in two halves (I, W) with the same bits. No communication here; the executor moves
+tensors between workers.
 """
 
 import functools
@@ -15,6 +16,7 @@ import torch
 from elaswave.hashing import MASK64, key64
 from elaswave.models.layers import ModelSpec
 from elaswave.runtime.random_state import seed_everything
+from elaswave.runtime.split import Gradients, WeightHalf, input_half, is_exact
 from elaswave.state.flat import FlatLayer
 from elaswave.state.sums import Accumulator
 
@@ -65,6 +67,13 @@ class _Saved(NamedTuple):
     """None where the layer is recomputed."""
 
 
+class _Deferred(NamedTuple):
+    """A layer without a gradient of its input: all of its backward is left to W."""
+
+    saved: _Saved
+    gradient: torch.Tensor
+
+
 class Compute:
     """Runs layers [start, ...) of a stage for single micro-batches and adds up their gradients.
 
@@ -103,6 +112,10 @@ class Compute:
         self._step = 0
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._loss_inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._left: dict[tuple[int, int], WeightHalf | _Deferred | Gradients] = {}
+        """What W has to do, or what is already known, of each layer and micro-batch between I and W."""
+        self._splits: dict[int, bool] = {}
+        """Whether the halves of a layer's backward have the bits of the whole; found out at its first one."""
 
     @property
     def num_layers(self) -> int:
@@ -122,6 +135,7 @@ class Compute:
         self.nonfinite = None
         self._saved.clear()
         self._loss_inputs.clear()
+        self._left.clear()
         for index, accumulator in self.accumulators.items():
             accumulator.reset(exponents[index])
 
@@ -164,6 +178,39 @@ class Compute:
         Returns:
             The gradient of the first layer's input; None for integer inputs.
         """
+        return self._back(layers, microbatch, gradient, self._backward_layer)
+
+    def backward_input(self, layers: range, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The first half of a backward (I): as `backward`, but leaves parameters' gradients to `backward_weights`.
+
+        Layers that are fed with tokens have no gradient of their input: there everything is left.
+        """
+        return self._back(layers, microbatch, gradient, self._input_gradient)
+
+    def backward_weights(self, layers: range, microbatch: int) -> None:
+        """The second half of a backward (W): adds the parameters' gradients to the accumulators.
+
+        Args:
+            layers, microbatch: as `backward_input` was called with.
+        """
+        for index in reversed(layers):
+            left = self._left.pop((index, microbatch))
+            with self._at(microbatch, index):
+                if isinstance(left, WeightHalf):
+                    self._add(index, microbatch, left.run())
+                elif isinstance(left, _Deferred):
+                    self._backward_layer(index, microbatch, *left)
+                else:
+                    self._add(index, microbatch, left)
+            self._between_layers()
+
+    def _back(
+        self,
+        layers: range,
+        microbatch: int,
+        gradient: torch.Tensor | None,
+        one_layer: Callable[[int, int, _Saved, torch.Tensor], torch.Tensor | None],
+    ) -> torch.Tensor | None:
         if layers.stop == self.num_layers:
             gradient = self._backward_loss(microbatch)
         result: torch.Tensor | None = gradient
@@ -171,7 +218,7 @@ class Compute:
             saved = self._saved.pop((index, microbatch))
             assert result is not None
             with self._at(microbatch, index):
-                result = self._backward_layer(index, microbatch, saved, at_boundary(result))
+                result = one_layer(index, microbatch, saved, at_boundary(result))
             self._between_layers()
         return result
 
@@ -187,21 +234,58 @@ class Compute:
     def _backward_layer(
         self, index: int, microbatch: int, saved: _Saved, gradient: torch.Tensor
     ) -> torch.Tensor | None:
-        layer = self.layers[index]
-        output = saved.output
-        if output is None:
-            output = self._run_layer(index, microbatch, saved.input, train=True)
-        wanted: list[torch.Tensor] = list(layer.parameters)
+        *found, input_gradient = self._whole(index, saved, self._output(index, microbatch, saved), gradient)
+        self._add(index, microbatch, found)
+        return self._passed_on(saved, input_gradient)
+
+    def _input_gradient(
+        self, index: int, microbatch: int, saved: _Saved, gradient: torch.Tensor
+    ) -> torch.Tensor | None:
+        if not saved.input.requires_grad:
+            self._left[index, microbatch] = _Deferred(saved, gradient)
+            return None
+        parameters = self.layers[index].parameters
+        output = self._output(index, microbatch, saved)
+        if self._splits.get(index, False):
+            halves = input_half(output, saved.input, parameters, gradient)
+            if halves is not None:
+                input_gradient, self._left[index, microbatch] = halves
+                return self._passed_on(saved, input_gradient)
+        is_first = index not in self._splits
+        *found, input_gradient = whole = self._whole(index, saved, output, gradient, retain_graph=is_first)
+        if is_first:
+            answer = is_exact(output, saved.input, parameters, gradient, whole)
+            if answer is not None:
+                self._splits[index] = answer
+        self._left[index, microbatch] = found
+        return self._passed_on(saved, input_gradient)
+
+    def _output(self, index: int, microbatch: int, saved: _Saved) -> torch.Tensor:
+        return self._run_layer(index, microbatch, saved.input, train=True) if saved.output is None else saved.output
+
+    def _whole(
+        self, index: int, saved: _Saved, output: torch.Tensor, gradient: torch.Tensor, *, retain_graph: bool = False
+    ) -> Gradients:
+        """Gradients of the layer's parameters and, last, of its input (None where it has none)."""
+        wanted: list[torch.Tensor] = list(self.layers[index].parameters)
         if saved.input.requires_grad:
             wanted.append(saved.input)
-        found = torch.autograd.grad(output, wanted, gradient, allow_unused=True) if wanted else ()
-        if not self.accumulators[index].add(found[: len(layer.parameters)]):
+        found: Gradients = []
+        if wanted:
+            found += torch.autograd.grad(output, wanted, gradient, allow_unused=True, retain_graph=retain_graph)
+        return found if saved.input.requires_grad else [*found, None]
+
+    def _add(self, index: int, microbatch: int, gradients: Gradients) -> None:
+        """Adds a layer's gradients, all or nothing, and counts them."""
+        if not self.accumulators[index].add(gradients):
             self._note_nonfinite(microbatch, index)
         self.coverage = (self.coverage + coverage_key(index, microbatch)) & MASK64
         self.counts[index, microbatch] = self.counts.get((index, microbatch), 0) + 1
+
+    @staticmethod
+    def _passed_on(saved: _Saved, input_gradient: torch.Tensor | None) -> torch.Tensor | None:
         if not saved.input.requires_grad:
             return None
-        input_gradient = found[-1]
         return torch.zeros_like(saved.input) if input_gradient is None else at_boundary(input_gradient)
 
     def _forward_loss(self, microbatch: int, output: torch.Tensor, targets: torch.Tensor, train: bool) -> None:

@@ -1,8 +1,9 @@
 """REDUCE and GATHER: what of each block travels between which workers, as the placement says.
 
-REDUCE: every worker of a layer's stage sends its partial sums of each block to the block's owner; the owner adds them
-up, turns the total into the mean gradient, and forwards that to the followers. GATHER: owners send new parameters to
-those workers of the stage that do not hold the block themselves. One frame per layer and pair of workers.
+REDUCE: every worker that holds a layer to run it (those of its stage, or of all stages that share it) sends its partial
+sums of each block to the block's owner; the owner adds them up, turns the total into the mean gradient, and forwards
+that to the followers. GATHER: owners send new parameters to those of them that do not hold the block themselves. One
+frame per layer and pair of workers.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from elaswave.comm.transport import Handle, Transport
 from elaswave.runtime.activity import Activity
 from elaswave.runtime.channels import WAIT_TIMEOUT_S, Channel
 from elaswave.state.flat import FlatLayer, LayerShape
-from elaswave.state.placement import Block, Placement
+from elaswave.state.placement import Block, Placement, holders_of_layers
 from elaswave.state.store import BlockStore
 from elaswave.state.sums import Accumulator, reduced_gradient
 from elaswave.types import Layout
@@ -87,9 +88,9 @@ class Exchange:
         self._parameters_out: _Plan = {}
         self._parameters_in: _Plan = {}
         owned: dict[int, list[Block]] = {}
-        stage_workers = {layer: stage.workers for stage in layout.stages for layer in range(stage.start, stage.stop)}
+        members = holders_of_layers(layout)
         for block in blocks:
-            self._plan_block(block, stage_workers[block.layer], placement)
+            self._plan_block(block, members[block.layer], placement)
             if placement.owner[block.id] == worker:
                 owned.setdefault(block.layer, []).append(block)
         self._owned = {layer: _runs(held) for layer, held in owned.items()}
@@ -97,21 +98,21 @@ class Exchange:
         self._buffers = {
             (layer, peer): _buffers(runs, sum_dtype)
             for layer, runs in self._owned.items()
-            for peer in stage_workers[layer]
+            for peer in members[layer]
             if peer != worker
         }
         self._partial_handles: dict[int, list[Handle]] = {}
         self._reduced_handles: list[Handle] = []
 
-    def _plan_block(self, block: Block, stage_workers: tuple[int, ...], placement: Placement) -> None:
+    def _plan_block(self, block: Block, members: tuple[int, ...], placement: Placement) -> None:
         owner, followers = placement.owner[block.id], placement.followers[block.id]
-        readers = [worker for worker in stage_workers if worker != owner and worker not in followers]
+        readers = [worker for worker in members if worker != owner and worker not in followers]
         if owner == self._worker:
             for peers, plan in ((followers, self._reduced_out), (readers, self._parameters_out)):
                 for peer in peers:
                     plan.setdefault((block.layer, peer), []).append(block)
         else:
-            if self._worker in stage_workers:
+            if self._worker in members:
                 self._partials_out.setdefault((block.layer, owner), []).append(block)
             if self._worker in followers:
                 self._reduced_in.setdefault((block.layer, owner), []).append(block)

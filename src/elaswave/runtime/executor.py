@@ -83,7 +83,8 @@ class Executor:
             step, attempt: part of every frame's tag.
             sends: gets the handles of all sends; their buffers stay alive in them.
             before_action: called before each action.
-            on_layer_done: called with a layer once its last gradient of the step has been added here.
+            on_layer_done: called with each layer once its last gradient of the step has been added here; at the
+                beginning for one that is held here, but runs elsewhere.
             on_computed: called with each action, its layers and when it began (monotonic, after its input had come),
                 once it is computed and before its output leaves; an emulated device makes the action last here.
             train: False runs forward actions for evaluation, on tags of their own.
@@ -113,6 +114,9 @@ class Executor:
             assert handle.result is not None
             return handle.result
 
+        if train:
+            for layer in sorted((layer for layer, count in remaining.items() if count == 0), reverse=True):
+                on_layer_done(layer)  # others run it for every micro-batch, but its owners wait for this worker's sum
         for action in program:
             before_action(action)
             asked_ns = time.monotonic_ns()
@@ -135,31 +139,37 @@ class Executor:
                 if following is not None:
                     pass_on(following, forward_channel, action.microbatch, output)
             else:
-                assert action.kind == "B", f"the executor cannot run {action}"
                 gradient = None
-                if following is not None:
+                if following is not None and action.kind != "W":
                     gradient = take(following, hop, Channel.GRADIENT, action.microbatch)
                 start_ns = time.monotonic_ns()
-                result = self._compute.backward(layers, action.microbatch, gradient)
+                if action.kind == "W":
+                    self._compute.backward_weights(layers, action.microbatch)
+                    result = None
+                elif action.kind == "I":
+                    result = self._compute.backward_input(layers, action.microbatch, gradient)
+                else:
+                    result = self._compute.backward(layers, action.microbatch, gradient)
                 on_computed(action, layers, start_ns)
-                if previous is not None:
+                if previous is not None and action.kind != "W":
                     assert result is not None
                     pass_on(previous, Channel.GRADIENT, action.microbatch, result)
-                for layer in reversed(layers):
-                    remaining[layer] -= 1
-                    if remaining[layer] == 0:
-                        on_layer_done(layer)
+                if action.kind != "I":
+                    for layer in reversed(layers):
+                        remaining[layer] -= 1
+                        if remaining[layer] == 0:
+                            on_layer_done(layer)
             if self._trace.enabled:
                 self._trace.add("wait", "wait", asked_ns, start_ns, {"for": str(action)})
                 self._trace.add(str(action), ACTION, start_ns, time.monotonic_ns(), {"step": step})
             self._transport.poll()
 
     def _contributions(self, program: Program) -> dict[int, int]:
-        """How many gradients this worker will add to each layer."""
-        remaining: dict[int, int] = {}
+        """How many gradients this worker will add to each layer that it holds."""
+        remaining = dict.fromkeys(self._compute.layers, 0)
         for action in program:
-            if action.kind == "B":
+            if action.kind in ("B", "W"):
                 hop = self._layout.routes[action.microbatch][self._position[action.stage, action.microbatch]]
                 for layer in range(hop.start, hop.stop):
-                    remaining[layer] = remaining.get(layer, 0) + 1
+                    remaining[layer] += 1
         return remaining

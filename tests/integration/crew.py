@@ -1,0 +1,138 @@
+"""Step engines of one job as threads over the in-process transport: for layouts that no configuration can ask for."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from tests.integration.jobs import small_config
+
+from elaswave.comm.memory import MemoryNetwork
+from elaswave.control.core.ledger import Ledger
+from elaswave.observability.trace import ACTION, TraceRecorder
+from elaswave.planning.layout import validate_layout
+from elaswave.planning.program import Program
+from elaswave.runtime.activity import Activity
+from elaswave.runtime.blueprint import Blueprint
+from elaswave.runtime.compute import Compute
+from elaswave.runtime.materialise import materialise
+from elaswave.runtime.optimizer import OPTIMIZERS
+from elaswave.runtime.pacing import Clockwork
+from elaswave.runtime.probe import NoProbe
+from elaswave.runtime.step import StepEngine
+from elaswave.runtime.vote import Request
+from elaswave.state.placement import place_blocks
+from elaswave.state.store import Role
+from elaswave.types import Layout
+
+_random = threading.RLock()
+"""Layers draw from torch's one default generator."""
+
+
+class Training(NamedTuple):
+    """What came of some steps."""
+
+    losses: list[float]
+    digests: dict[str, int]
+    """Of everything that owners hold, by slot and tensor."""
+    followers_digests: dict[str, int]
+    programs: dict[int, Program]
+    ran: dict[int, list[str]]
+    """The actions of each worker's last step, as its trace has them."""
+
+
+def train(
+    layout: Layout,
+    folder: Path,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    steps: int = 3,
+    change: Callable[[StepEngine], None] = lambda engine: None,
+) -> Training:
+    """Trains the small model under a layout.
+
+    Args:
+        layout: of as many layers and micro-batches as the model and the batch have.
+        folder: for the text.
+        settings: changes to `tests.integration.jobs.SMALL`.
+        steps: to train.
+        change: called with each engine before its first step.
+    """
+    validate_layout(layout)
+    config = small_config(settings)
+    blueprint = Blueprint(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=steps)))
+    placement = place_blocks(layout, blueprint.blocks, num_followers=config.elastic.num_followers)
+    network = MemoryNetwork()
+    transports = {worker: network.transport(worker) for worker in layout.workers}
+    addresses = {worker: transport.address for worker, transport in transports.items()}
+    source = blueprint.open_source(folder)
+    sampler = blueprint.sampler(source)
+
+    def work(worker: int) -> tuple[StepEngine, list[float], TraceRecorder]:
+        optimizer = OPTIMIZERS[config.optimizer.name](config.optimizer)
+        with _random:
+            layers, store, progress = materialise(blueprint, worker, optimizer, layout, placement, None)
+        transport = transports[worker]
+        transport.connect({peer: address for peer, address in addresses.items() if peer != worker}, 10.0)
+        trace = TraceRecorder(worker)
+        engine = StepEngine(
+            blueprint,
+            worker,
+            layout=layout,
+            placement=placement,
+            layers=layers,
+            store=store,
+            progress=progress,
+            ledger=Ledger(worker, 0),
+            transport=transport,
+            batches=lambda step, microbatch: source.batch(sampler.microbatch(step, microbatch), "train"),
+            optimizer=optimizer,
+            request=lambda: Request.NONE,
+            check=lambda: None,
+            probe=NoProbe(),
+            clockwork=Clockwork(worker, None),
+            activity=Activity(),
+            trace=trace,
+        )
+        change(engine)
+        _one_at_a_time(engine.compute)
+        return engine, [engine.run_step(step).loss for step in range(1, steps + 1)], trace
+
+    with ThreadPoolExecutor(len(layout.workers)) as pool:
+        crew = list(pool.map(work, layout.workers))
+    losses = crew[0][1]
+    assert all(each[1] == losses for each in crew), "workers disagree on the losses"
+    digests: dict[Role, Counter[str]] = {role: Counter() for role in Role}
+    for engine, _, _ in crew:
+        for role, total in digests.items():
+            for name, part in engine.store.digest_parts(role).items():
+                total[name] = (total[name] + part) % 2**64
+    return Training(
+        losses,
+        dict(digests[Role.OWNER]),
+        dict(digests[Role.FOLLOWER]),
+        {engine.worker: engine.program for engine, _, _ in crew},
+        {
+            trace.worker: [
+                span[0] for span in trace._spans if span[1] == ACTION and (span[4] or {}).get("step") == steps
+            ]
+            for _, _, trace in crew
+        },
+    )
+
+
+def _one_at_a_time(compute: Compute) -> None:
+    """Keeps the layers of other threads from seeding and drawing in between."""
+
+    def locked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            with _random:
+                return function(*arguments, **options)
+
+        return call
+
+    compute._run_layer = locked(compute._run_layer)  # type: ignore[method-assign]
+    compute._forward_loss = locked(compute._forward_loss)  # type: ignore[method-assign]
