@@ -179,11 +179,14 @@ class Exchange:
         return gradient
 
     def publish(self) -> None:
-        """Copies the new masters of all held blocks into the layers that are materialised here."""
+        """Copies the new masters of all held blocks into the layers that are materialised here, if those do not
+        compute with the masters themselves."""
         for held in self._store:
             layer = self._layers.get(held.block.layer)
             if layer is not None:
-                layer.flat[held.block.start : held.block.stop].copy_(held.slots["master"])
+                parameters, master = layer.flat[held.block.start : held.block.stop], held.slots["master"]
+                if parameters.data_ptr() != master.data_ptr():
+                    parameters.copy_(master)
 
     def gather(self, step: int, attempt: int, before_send: Callable[[], None]) -> list[Handle]:
         """Sends new parameters to who needs them and waits for those needed here. To be called only after the own

@@ -58,8 +58,11 @@ def materialise(
         if index in own_layers:
             layers[index] = FlatLayer(blueprint.model.layers[index], shape, blueprint.dtype)
             (master,) = read(shape, MASTER, [(0, shape.size)])
-            layers[index].flat.copy_(master)
-            masters = [master[start:stop].clone() for start, stop in runs]
+            flat = layers[index].flat
+            flat.copy_(master)
+            # A float32 layer computes with the masters themselves; `Exchange.publish` has nothing to copy then.
+            shared = flat.dtype == torch.float32
+            masters = [flat[start:stop] if shared else master[start:stop].clone() for start, stop in runs]
         else:
             masters = read(shape, MASTER, runs)
         slots = {name: read(shape, name, runs) for name in optimizer.slots}
