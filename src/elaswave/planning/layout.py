@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from math import lcm
 
 from elaswave.errors import ConfigError
+from elaswave.planning.graph import split_layers
 from elaswave.state.placement import Block, Placement, holders_of_layers
 from elaswave.types import Hop, Layout, Stage
 
@@ -140,35 +141,9 @@ def partition_layers(costs: Sequence[float], widths: Sequence[int]) -> tuple[int
         raise ValueError(f"cannot split {num_layers} layers into {num_stages} stages: every stage needs a layer")
     if min(widths) < 1:
         raise ValueError(f"stage widths are {_show(widths)}: each must be at least 1")
-    prefix = exact_prefix(costs)
     common = lcm(*widths)
-    factors = [common // width for width in widths]
-    slowest = _smallest_slowest(prefix, factors)
-
-    # best[start]: smallest sum of squares for the stages from `stage` on if they begin at layer `start`, None if they
-    # cannot. Stages run backwards and stops upwards, so of equal splits the lexicographically smallest wins.
-    best: list[int | None] = [None] * num_layers + [0]
-    choices: list[list[int]] = []
-    for stage in reversed(range(num_stages)):
-        following, best = best, [None] * (num_layers + 1)
-        choice = [0] * (num_layers + 1)
-        for start in range(stage, num_layers - (num_stages - stage) + 1):
-            for stop in range(start + 1, num_layers - (num_stages - stage - 1) + 1):
-                cost = prefix[stop] - prefix[start]
-                if cost * factors[stage] > slowest:
-                    break
-                rest = following[stop]
-                if rest is None:
-                    continue
-                total = cost * cost * factors[stage] + rest  # width x time**2, up to a constant
-                known = best[start]
-                if known is None or total < known:
-                    best[start], choice[start] = total, stop
-        choices.append(choice)
-    bounds = [0]
-    for choice in reversed(choices):
-        bounds.append(choice[bounds[-1]])
-    assert bounds[-1] == num_layers
+    bounds = split_layers(exact_prefix(costs), [common // width for width in widths])
+    assert bounds is not None  # without limits there is always a split
     return tuple(stop - start for start, stop in pairwise(bounds))
 
 
@@ -189,34 +164,6 @@ def exact_prefix(costs: Sequence[float]) -> list[int]:
     ratios = [float(cost).as_integer_ratio() for cost in costs]
     denominator = max(denominator for _, denominator in ratios)  # all are powers of two
     return [0, *accumulate(numerator * (denominator // own) for numerator, own in ratios)]
-
-
-def _smallest_slowest(prefix: Sequence[int], factors: Sequence[int]) -> int:
-    """The smallest possible largest stage time over all contiguous splits, by dynamic programming over stages.
-
-    No bisection: since every stage needs a layer, the slowest of the stages up to a layer may fall when a layer is
-    added (a costly one moves to an earlier, wider stage).
-
-    Args:
-        prefix: cost of the layers before each one, and of all of them.
-        factors: stage time per unit of cost.
-    """
-    num_layers, num_stages = len(prefix) - 1, len(factors)
-    # earlier[stop]: slowest of the stages so far if they end at layer `stop`.
-    earlier = [prefix[stop] * factors[0] for stop in range(num_layers - num_stages + 2)]
-    for stage, factor in enumerate(factors[1:], start=1):
-        current = [0] * (stage + 1)  # too few layers for the stages so far; never looked at
-        for stop in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
-            slowest: int | None = None
-            for start in range(stop - 1, stage - 1, -1):
-                time = (prefix[stop] - prefix[start]) * factor
-                if slowest is not None and time >= slowest:
-                    break
-                slowest = max(time, earlier[start]) if slowest is None else min(slowest, max(time, earlier[start]))
-            assert slowest is not None
-            current.append(slowest)
-        earlier = current
-    return earlier[num_layers]
 
 
 def make_layout(*, widths: Sequence[int], layers_per_stage: Sequence[int], num_microbatches: int) -> Layout:

@@ -1,0 +1,323 @@
+"""What a planner chooses between: shapes of a job, made of stages' workers and cuts, and what becomes of them. Pure.
+
+A shape says who is in which stage and where micro-batches are cut; everything else of an allocation follows from it.
+Shapes are scored by stage (`score`), which takes no longer for a million workers than for a hundred, and only the best
+are built worker by worker (`build`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elaswave.errors import InfeasiblePlan
+from elaswave.planning.cluster import Cluster
+from elaswave.planning.costs import Costs
+from elaswave.planning.dataflow import apportion
+from elaswave.planning.estimate import DEFAULT_FOLLOWERS, StageTable, in_flight, step_per_stage, travel_s
+from elaswave.planning.graph import (
+    Cut,
+    choose_widths,
+    cuts_of,
+    held_ranges,
+    share_layers,
+    split_layers,
+    split_layers_and_workers,
+    widen_cuts,
+)
+from elaswave.planning.plan import Allocation, Chain, StageShare
+from elaswave.planning.schedule import Schedule
+
+JOINT_SIZE = 100_000
+"""`split_layers_and_workers` is tried where stages x layers**2 is at most this."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shape:
+    """Stages of one chain."""
+
+    members: tuple[np.ndarray, ...]
+    """For each stage the positions of its workers in the cluster, ascending."""
+    cuts: tuple[Cut, ...]
+    num_microbatches: int
+    origin: str
+    """How it came about: a few words for a plan's reason."""
+
+    @property
+    def widths(self) -> np.ndarray:
+        """Workers of each stage."""
+        return np.array([len(own) for own in self.members], dtype=np.int64)
+
+    def held(self, num_layers: int) -> list[tuple[int, int]]:
+        """Layers that the workers of each stage hold."""
+        return held_ranges(self.cuts, num_layers)
+
+
+class Room:
+    """Whether layers fit into the memory of a stage's workers.
+
+    Args:
+        cluster: the workers.
+        costs: of the layers.
+        members: of each stage, as in `Shape`.
+        num_microbatches: of the step.
+        schedule: says how many micro-batches are in flight.
+        followers: live copies of every block.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        costs: Costs,
+        members: Sequence[np.ndarray],
+        num_microbatches: int,
+        schedule: Schedule,
+        followers: int = DEFAULT_FOLLOWERS,
+    ) -> None:
+        self._prefix = costs.prefix
+        widths = np.array([len(own) for own in members], dtype=np.int64)
+        self._limits = [float(cluster.memory_bytes[own].min()) for own in members]
+        most = -(-num_microbatches // widths)
+        self._in_flight = np.minimum(in_flight(widths, schedule), most)
+        self._copies = np.minimum(1 + followers, int(widths.sum())) / widths
+
+    def needed_bytes(self, stage: int, start: int, stop: int) -> float:
+        """Bytes that the fullest worker of a stage would hold with layers [start, stop)."""
+        totals = {name: float(sums[stop] - sums[start]) for name, sums in self._prefix.items()}
+        return (
+            totals["parameter_bytes"]
+            + totals["accumulator_bytes"]
+            + totals["optimizer_bytes"] * float(self._copies[stage])
+            + totals["activation_bytes"] * int(self._in_flight[stage])
+        )
+
+    def fits(self, stage: int, start: int, stop: int) -> bool:
+        """Whether a stage's workers can hold layers [start, stop)."""
+        return self.needed_bytes(stage, start, stop) <= self._limits[stage]
+
+    def earliest_starts(self) -> list[list[int]]:
+        """For `split_layers`: for each stage and each layer at which it ends the first at which it may begin."""
+        prefix = self._prefix
+        shared = prefix["parameter_bytes"] + prefix["accumulator_bytes"]
+        found = []
+        for stage, limit in enumerate(self._limits):
+            total = shared + prefix["optimizer_bytes"] * self._copies[stage]
+            total = total + prefix["activation_bytes"] * self._in_flight[stage]
+            found.append(np.searchsorted(total, total - limit * (1 + 1e-12), side="left").tolist())
+        return found
+
+    def lacking(self, bounds: Sequence[int]) -> tuple[int, float, float]:
+        """The stage that lacks most, what it needs and what it has, in bytes."""
+        needed = [self.needed_bytes(stage, bounds[stage], bounds[stage + 1]) for stage in range(len(self._limits))]
+        worst = max(range(len(needed)), key=lambda stage: needed[stage] - self._limits[stage])
+        return worst, needed[worst], self._limits[worst]
+
+
+def whole_layers(
+    cluster: Cluster, costs: Costs, members: Sequence[np.ndarray], num_microbatches: int, room: Room
+) -> tuple[Cut, ...]:
+    """Cuts between whole layers: the smallest slowest stage that memory permits.
+
+    Raises:
+        InfeasiblePlan: no split fits; says which stage lacks how much at the least.
+    """
+    prefix = costs.prefix["busy_s"].tolist()
+    rates = [float(cluster.speed[own].sum()) for own in members]
+    if len(members) > costs.num_layers:
+        raise InfeasiblePlan(
+            f"layers: {len(members)} stages for {costs.num_layers} layers, {len(members) - costs.num_layers} stages "
+            "too many; every stage needs a layer"
+        )
+    bounds = split_layers(prefix, [1.0 / rate for rate in rates])
+    assert bounds is not None  # without limits there is always a split
+    if all(room.fits(stage, bounds[stage], bounds[stage + 1]) for stage in range(len(members))):
+        return cuts_of(bounds, num_microbatches)
+    limited = split_layers(prefix, [1.0 / rate for rate in rates], room.earliest_starts())
+    if limited is None:
+        stage, needed, has = room.lacking(bounds)
+        raise InfeasiblePlan(
+            f"memory: no split of {costs.num_layers} layers over {len(members)} stages fits; stage {stage} of the "
+            f"fastest one needs {needed / 1e9:.2f} GB per worker and has {has / 1e9:.2f} GB: "
+            f"{(needed - has) / 1e9:.2f} GB too little; use more stages or workers, or smaller micro-batches"
+        )
+    return cuts_of(limited, num_microbatches)
+
+
+def shared_layers(
+    cluster: Cluster, costs: Costs, members: Sequence[np.ndarray], num_microbatches: int, room: Room, *, widen: bool
+) -> tuple[Cut, ...] | None:
+    """Cuts with shared boundary layers; None if memory does not permit any."""
+    prefix = costs.prefix["busy_s"]
+    capacities = np.array([float(cluster.speed[own].sum()) for own in members])
+    cuts = share_layers(prefix, capacities, num_microbatches, room.fits)
+    if cuts is None or not widen:
+        return cuts
+    speeds = [cluster.speed[own] for own in members]
+    counts = [apportion(num_microbatches, 1.0 / own) for own in speeds]
+    return widen_cuts(prefix, cuts, counts, speeds, room.fits)
+
+
+def balanced_widths(
+    cluster: Cluster, costs: Costs, members: Sequence[np.ndarray], num_workers: int, num_microbatches: int
+) -> list[np.ndarray]:
+    """Widths of stages worth trying, if workers may change stage: best with whole layers, and even ones."""
+    num_stages = len(members)
+    current = [len(own) for own in members]
+    prefix = costs.prefix["busy_s"]
+    if num_workers < num_stages or num_stages > costs.num_layers:
+        return []
+    found = []
+    even = choose_widths(np.ones(num_stages), num_workers, num_workers, current)
+    assert even is not None
+    found.append(even)
+    bounds = None
+    if num_stages * costs.num_layers**2 <= JOINT_SIZE:
+        bounds = split_layers_and_workers(prefix, num_stages, num_workers, num_microbatches)
+    for _ in range(3):
+        if bounds is None:
+            bounds = split_layers(prefix.tolist(), [1.0 / width for width in found[-1].tolist()])
+        assert bounds is not None
+        widths = choose_widths(np.diff(prefix[list(bounds)]), num_workers, num_microbatches, current)
+        assert widths is not None
+        if any(np.array_equal(widths, known) for known in found):
+            break
+        found.append(widths)
+        bounds = None
+    return found
+
+
+def move_workers(
+    cluster: Cluster, members: Sequence[np.ndarray], free: np.ndarray, widths: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Stages of these widths with as few workers as possible changing stage; workers in no stage come first.
+
+    Args:
+        cluster: the workers.
+        members: of each stage, as in `Shape`.
+        free: positions of workers that are in no stage.
+        widths: wanted; together as many as there are workers, in stages and free.
+    """
+    kept = []
+    moving = [free]
+    for own, width in zip(members, widths.tolist(), strict=True):
+        if len(own) > width:
+            # Workers nearest to the others' speed leave, so that stages keep theirs.
+            speeds = cluster.speed[own]
+            order = np.argsort(np.abs(speeds - np.median(speeds)), kind="stable")
+            leaves = np.zeros(len(own), dtype=bool)
+            even = order[np.abs(speeds[order] - np.median(speeds)) <= 1e-12]
+            pick = np.concatenate([even[::-1], order[len(even) :]])[: len(own) - width]
+            leaves[pick] = True
+            moving.append(own[leaves])
+            own = own[~leaves]
+        kept.append(own)
+    pool = np.concatenate(moving)
+    stages, first = [], 0
+    for own, width in zip(kept, widths.tolist(), strict=True):
+        lacking = width - len(own)
+        stages.append(np.sort(np.concatenate([own, pool[first : first + lacking]])) if lacking else own)
+        first += lacking
+    return tuple(stages)
+
+
+def build(
+    cluster: Cluster,
+    costs: Costs,
+    shape: Shape,
+    schedule: Schedule,
+    levels: np.ndarray,
+    *,
+    by_speed: bool = True,
+    followers: int = DEFAULT_FOLLOWERS,
+) -> Allocation:
+    """The allocation of a shape: micro-batches are split over the workers of each stage.
+
+    Args:
+        cluster: the workers.
+        costs: of the layers.
+        shape: of the job.
+        schedule: of the job.
+        levels: frequency level of every worker of the cluster.
+        by_speed: split so that workers end together, and no worker is given more than its memory holds; else evenly.
+        followers: live copies of every block, for memory.
+    Raises:
+        InfeasiblePlan: the workers of a stage cannot hold its micro-batches.
+    """
+    held = shape.held(costs.num_layers)
+    shares = []
+    limits = _held_microbatches(cluster, costs, shape, schedule, held, followers) if by_speed else None
+    for stage, ((start, stop), own) in enumerate(zip(held, shape.members, strict=True)):
+        if by_speed:
+            speeds = cluster.speed[own] * _level_speeds(cluster, own, levels[own])
+            caps = None if limits is None else limits[stage]
+            counts = apportion(shape.num_microbatches, 1.0 / speeds, caps)
+        else:
+            counts = apportion(shape.num_microbatches, np.ones(len(own)))
+        shares.append(
+            StageShare(start=start, stop=stop, workers=cluster.ids[own], num_microbatches=counts, levels=levels[own])
+        )
+    chain = Chain(stages=tuple(shares), num_microbatches=shape.num_microbatches, cuts=shape.cuts)
+    return Allocation(chains=(chain,), schedule=schedule)
+
+
+def _level_speeds(cluster: Cluster, own: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    if len(cluster.devices) == 1:
+        return np.array([level.speed for level in cluster.devices[0].levels])[levels]
+    most = max(len(device.levels) for device in cluster.devices)
+    table = np.zeros((len(cluster.devices), most))
+    for index, device in enumerate(cluster.devices):
+        table[index, : len(device.levels)] = [level.speed for level in device.levels]
+    return table[cluster.device[own], levels]
+
+
+def _held_microbatches(
+    cluster: Cluster,
+    costs: Costs,
+    shape: Shape,
+    schedule: Schedule,
+    held: Sequence[tuple[int, int]],
+    followers: int,
+) -> list[np.ndarray | None]:
+    """For each stage the most micro-batches that its workers can be given; None where memory does not matter.
+
+    What counts is how many a worker holds at once: if that is bounded by the schedule and fits, it can be given any
+    number of them.
+    """
+    widths = shape.widths
+    bounds = in_flight(widths, schedule)
+    copies = min(1 + followers, int(widths.sum()))
+    limits: list[np.ndarray | None] = []
+    for (start, stop), own, width, bound in zip(held, shape.members, widths.tolist(), bounds.tolist(), strict=True):
+        fixed = sum(costs.between(name, start, stop) for name in ("parameter_bytes", "accumulator_bytes"))
+        fixed += costs.between("optimizer_bytes", start, stop) * copies / width
+        each = costs.between("activation_bytes", start, stop)
+        room = cluster.memory_bytes[own]
+        if float(room.min()) >= fixed + each * min(bound, shape.num_microbatches):
+            limits.append(None)
+            continue
+        able = np.floor(np.maximum(0.0, room - fixed) / each).astype(np.int64)
+        limits.append(np.where(able >= bound, shape.num_microbatches, np.minimum(able, shape.num_microbatches)))
+    return limits
+
+
+def score(cluster: Cluster, costs: Costs, shape: Shape, schedule: Schedule) -> float:
+    """Seconds of a step in closed form, from what stages have in common: for choosing between shapes."""
+    table = StageTable.of(shape.held(costs.num_layers), shape.cuts, shape.num_microbatches, costs)
+    speeds = [cluster.speed[own] for own in shape.members]
+    capacity = np.array([float(own.sum()) for own in speeds])
+    mean = capacity / shape.widths
+    slowest = np.array([float(own.min()) for own in speeds])
+    end = table.work / capacity
+    # A worker has whole micro-batches; where speeds differ they are dealt by speed, which is about as even.
+    most = np.where(
+        mean > slowest * (1 + 1e-9), end / table.longest * mean, np.ceil(shape.num_microbatches / shape.widths)
+    )
+    least = most * table.shortest / mean
+    rounded = np.where(
+        table.quantum > 0,
+        least + np.ceil((end - least) * mean / np.where(table.quantum > 0, table.quantum, 1.0) - 1e-9)
+        * table.quantum / mean,
+        least,
+    )  # fmt: skip
+    ends = step_per_stage(table, np.maximum(rounded, least), mean, schedule, travel_s(cluster, costs, table))
+    return float(ends.max()) + costs.step_overhead_s

@@ -1,0 +1,409 @@
+"""What an allocation costs: seconds of a step, memory and power, in closed form or exactly. Pure.
+
+`estimate` is vectorised over workers and has no events: it is used at any size, for ranking candidates and for memory
+and power everywhere. `predict` compiles and times the programs where there are few enough actions, and falls back to
+the closed form where there are more.
+
+The closed form, for a chain of stages s with n(w) micro-batches on worker w and f, i, w the mean seconds of a
+micro-batch's forward, input gradient and weight gradient in a stage:
+
+- *busy*: a worker computes for the sum of its micro-batches' seconds over its speed. Where its stage shares layers with
+  a neighbour, cuts are dealt such that workers of a stage end together, as far as whole layers permit.
+- *step*: the largest over the stages of busy + the time in which a micro-batch passes all others there and back. That
+  is (m + S - 1)(f + b) for equal stages under 1F1B and GPipe. With split backwards the others' w hides part of the way:
+  m(f + b) + (S - 1)(f + i - w), the paper's ZB-H1, and not less than the way without any w.
+
+Sources: Narayanan et al. 2021 (Efficient large-scale language model training on GPU clusters, section 2.2), Qi et al.
+2024 (Zero bubble pipeline parallelism, table 1). Differs: stages of unequal width and time, shared layers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elaswave.errors import InfeasiblePlan
+from elaswave.planning.cluster import Cluster
+from elaswave.planning.costs import Costs
+from elaswave.planning.plan import Allocation, StageShare
+from elaswave.planning.routes import make_routes
+from elaswave.planning.schedule import Schedule, compile_programs
+from elaswave.planning.timing import durations_of, time_programs, transfer_of
+
+EXACT_ACTIONS = 20_000
+"""`predict` times programs of at most so many actions."""
+DEFAULT_FOLLOWERS = 1
+"""Live copies of every block beside its owner's."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Estimate:
+    """What one step of an allocation takes. Arrays have one entry per worker of `workers`."""
+
+    step_s: float
+    """Seconds of a step, with its overhead."""
+    pace_s: float
+    """Seconds for which the busiest worker computes."""
+    workers: np.ndarray
+    """int64 ids, in the order of chains, stages, and workers within them."""
+    busy_s: np.ndarray
+    """Seconds of computing."""
+    memory_bytes: np.ndarray
+    """The most that it holds during a step."""
+    power_w: float
+    """Mean draw of all workers together."""
+    peak_power_w: float
+    """Draw while everybody computes: what a power limit is about."""
+    bottleneck_chain: int
+    bottleneck_stage: int
+    bottleneck_worker: int
+    """The busiest worker, and where it is."""
+
+    @property
+    def energy_j(self) -> float:
+        """Of a step."""
+        return self.power_w * self.step_s
+
+
+def estimate(cluster: Cluster, costs: Costs, allocation: Allocation, *, followers: int = DEFAULT_FOLLOWERS) -> Estimate:
+    """The closed form; see the module.
+
+    Args:
+        cluster: with all workers of the allocation.
+        costs: of the model's layers.
+        allocation: who does how much.
+        followers: live copies of every block, for memory.
+    Raises:
+        KeyError: a worker that is not in the cluster.
+    """
+    tables = [
+        StageTable.of([(share.start, share.stop) for share in chain.stages], chain.cuts, chain.num_microbatches, costs)
+        for chain in allocation.chains
+    ]
+    shares = [stage for chain in allocation.chains for stage in chain.stages]
+    widths = np.array([share.width for share in shares])
+    workers = np.concatenate([share.workers for share in shares])
+    where = _positions(cluster, workers)
+    counts = np.concatenate([share.num_microbatches for share in shares]).astype(np.float64)
+    levels = np.concatenate([share.levels for share in shares])
+    speeds, draw, idle = worker_speeds(cluster, where, levels)
+    shortest, longest, quantum, work = (
+        np.concatenate([getattr(table, name) for table in tables])
+        for name in ("shortest", "longest", "quantum", "work")
+    )
+    stage = np.repeat(np.arange(len(shares)), widths)
+    busy, rounded = _busy(stage, counts, speeds, shortest, longest, quantum, work)
+    slowest = np.maximum.reduceat(rounded, np.concatenate([[0], np.cumsum(widths)[:-1]]))
+    mean_speed = np.bincount(stage, speeds) / widths
+
+    step, bottleneck_chain, bottleneck_stage, first = 0.0, 0, 0, 0
+    for number, table in enumerate(tables):
+        last = first + len(table.forward)
+        ends = step_per_stage(
+            table, slowest[first:last], mean_speed[first:last], allocation.schedule, travel_s(cluster, costs, table)
+        )
+        index = int(np.argmax(slowest[first:last]))
+        if float(ends.max()) > step:
+            step, bottleneck_chain, bottleneck_stage = float(ends.max()), number, index
+        first = last
+    step += costs.step_overhead_s
+    memory = _memory(costs, allocation, shares, widths, stage, counts, followers)
+    power = float(np.sum(busy * draw + (step - np.minimum(busy, step)) * idle) / step) if step else float(idle.sum())
+    return Estimate(
+        step_s=step,
+        pace_s=float(rounded.max()),
+        workers=workers,
+        busy_s=busy,
+        memory_bytes=memory,
+        power_w=power,
+        peak_power_w=float(draw.sum()),
+        bottleneck_chain=bottleneck_chain,
+        bottleneck_stage=bottleneck_stage,
+        bottleneck_worker=int(workers[int(np.argmax(rounded))]),
+    )
+
+
+def predict(
+    cluster: Cluster,
+    costs: Costs,
+    allocation: Allocation,
+    *,
+    exact_actions: int = EXACT_ACTIONS,
+    limit_s: float = float("inf"),
+) -> float:
+    """Seconds of a step: exact where there are few enough actions, else the closed form.
+
+    Args:
+        cluster: with all workers of the allocation.
+        costs: of the model's layers.
+        allocation: who does how much.
+        exact_actions: the most actions (forward, backward or its two halves, per micro-batch and stage) for which
+            programs are compiled and timed.
+        limit_s: if even the busiest worker takes longer, its time is returned: a candidate that is beaten anyway.
+    Raises:
+        KeyError: a worker that is not in the cluster.
+    """
+    if num_actions(allocation) > exact_actions:
+        return estimate(cluster, costs, allocation).step_s
+    layout = make_routes(allocation, costs, cluster)
+    levels = levels_of(allocation)
+    durations, transfer_s = durations_of(costs, cluster, levels), transfer_of(costs, cluster)
+    if limit_s < float("inf"):
+        busy: dict[int, float] = {}
+        for route in layout.routes:
+            for hop in route:
+                busy[hop.worker] = busy.get(hop.worker, 0.0) + durations(hop, "F") + durations(hop, "B")
+        if (pace := max(busy.values())) + costs.step_overhead_s >= limit_s:
+            return pace + costs.step_overhead_s
+    programs = compile_programs(layout, allocation.schedule, durations=durations, transfer_s=transfer_s)
+    return time_programs(layout, programs, durations, transfer_s).step_s + costs.step_overhead_s
+
+
+def num_actions(allocation: Allocation) -> int:
+    """Actions of a step."""
+    kinds = 3 if allocation.schedule == "zero-bubble" else 2
+    return kinds * sum(chain.num_microbatches * len(chain.stages) for chain in allocation.chains)
+
+
+def levels_of(allocation: Allocation) -> dict[int, int]:
+    """Worker -> index of its frequency level."""
+    return {
+        worker: level
+        for chain in allocation.chains
+        for stage in chain.stages
+        for worker, level in zip(stage.workers.tolist(), stage.levels.tolist(), strict=True)
+    }
+
+
+def check_memory(cluster: Cluster, found: Estimate) -> None:
+    """Refuses what does not fit.
+
+    Raises:
+        InfeasiblePlan: names the worst worker and how much it lacks.
+    """
+    room = cluster.memory_bytes[_positions(cluster, found.workers)]
+    over = found.memory_bytes - room
+    worst = int(np.argmax(over))
+    if over[worst] > 0:
+        raise InfeasiblePlan(
+            f"memory: worker {found.workers[worst]} would hold {found.memory_bytes[worst] / 1e9:.2f} GB, but has "
+            f"{room[worst] / 1e9:.2f} GB: {over[worst] / 1e9:.2f} GB too much; use more stages or workers, or smaller "
+            "micro-batches"
+        )
+
+
+def check_power(cluster: Cluster, found: Estimate) -> None:
+    """Refuses what draws too much.
+
+    Raises:
+        InfeasiblePlan: names the limit and by how much it is exceeded.
+    """
+    limit = cluster.power_limit_w
+    if limit is not None and found.peak_power_w > limit * (1 + 1e-9):
+        raise InfeasiblePlan(
+            f"power: the workers would draw {found.peak_power_w:.1f} W while all of them compute, but may draw "
+            f"{limit:.1f} W together: {found.peak_power_w - limit:.1f} W too much"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageTable:
+    """What one micro-batch costs in each stage of a chain, on a worker of speed 1. Arrays [stages]."""
+
+    forward: np.ndarray
+    """Mean over the chain's micro-batches; so are the next two."""
+    input_gradient: np.ndarray
+    weight_gradient: np.ndarray
+    shortest: np.ndarray
+    """Seconds of the hop with the fewest layers, forward and backward together."""
+    longest: np.ndarray
+    """Of the hop with the most."""
+    quantum: np.ndarray
+    """Seconds of the cheapest shared layer: in such steps can workers be evened out; 0 if none is shared."""
+    work: np.ndarray
+    """Of all micro-batches together."""
+    stops: np.ndarray
+    """float64: mean layer at which hops end."""
+
+    @classmethod
+    def of(
+        cls, held: Sequence[tuple[int, int]], cuts: Sequence[Mapping[int, int]], num_microbatches: int, costs: Costs
+    ) -> "StageTable":
+        """Of a chain whose stages hold these layers, with these cuts."""
+        num_stages = len(held)
+        least, most = np.zeros((2, num_stages + 1), dtype=np.int64)
+        least[-1] = most[-1] = held[-1][1]
+        least[0] = most[0] = held[0][0]
+        prefix = costs.prefix
+        names = ("forward_s", "input_gradient_s", "weight_gradient_s")
+        reached = np.zeros((3, num_stages + 1))
+        for row, name in enumerate(names):
+            reached[row, [0, -1]] = prefix[name][[least[0], least[-1]]]
+        mean_stop = np.full(num_stages + 1, float(least[-1]))
+        total = num_microbatches
+        for index, cut in enumerate(cuts, start=1):
+            least[index], most[index] = min(cut), max(cut)
+            if len(cut) == 1:
+                where = least[index]
+                mean_stop[index] = where
+                reached[:, index] = [prefix[name][where] for name in names]
+            else:
+                layers = np.fromiter(cut, dtype=np.int64)
+                share = np.fromiter(cut.values(), dtype=np.float64) / max(1, total)
+                mean_stop[index] = float(share @ layers)
+                reached[:, index] = [float(share @ prefix[name][layers]) for name in names]
+        busy = prefix["busy_s"]
+        forward, input_gradient, weight_gradient = np.diff(reached, axis=1)
+        layer_s = np.diff(busy)
+        cheapest = np.array(
+            [0.0, *(layer_s[a:b].min() if b > a else 0.0 for a, b in zip(least[1:-1], most[1:-1], strict=True)), 0.0]
+        )
+        pair = np.stack([cheapest[:-1], cheapest[1:]])
+        quantum = np.where(pair > 0, pair, np.inf).min(axis=0)
+        return cls(
+            forward=forward,
+            input_gradient=input_gradient,
+            weight_gradient=weight_gradient,
+            shortest=np.maximum(0.0, busy[least[1:]] - busy[most[:-1]]),
+            longest=busy[most[1:]] - busy[least[:-1]],
+            quantum=np.where(np.isfinite(quantum), quantum, 0.0),
+            work=(forward + input_gradient + weight_gradient) * total,
+            stops=mean_stop[1:],
+        )
+
+
+def worker_speeds(cluster: Cluster, where: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Speed, draw while computing and draw while idle, in watts, of workers at these positions and levels."""
+    if len(cluster.devices) == 1:
+        known = cluster.devices[0]
+        speed = np.array([level.speed for level in known.levels])[levels]
+        draw = np.array([level.power_w for level in known.levels])[levels]
+        return cluster.speed[where] * speed, draw, np.full(len(where), known.idle_power_w)
+    most = max(len(device.levels) for device in cluster.devices)
+    table = np.zeros((len(cluster.devices), most, 2))
+    for index, device in enumerate(cluster.devices):
+        table[index, : len(device.levels)] = [(level.speed, level.power_w) for level in device.levels]
+    own = cluster.device[where]
+    idle = np.array([device.idle_power_w for device in cluster.devices])[own]
+    return cluster.speed[where] * table[own, levels, 0], table[own, levels, 1], idle
+
+
+def in_flight(widths: np.ndarray, schedule: Schedule) -> np.ndarray:
+    """Micro-batches that a worker of each stage of a chain may hold; see `elaswave.planning.schedule`."""
+    needed = np.ones(len(widths), dtype=np.int64)
+    following = 0
+    for index in reversed(range(len(widths))):
+        width = int(widths[index])
+        needed[index] = 1 - (-following // width)
+        following = int(needed[index]) * width
+    if schedule == "gpipe":
+        needed[:] = np.iinfo(np.int64).max
+    elif schedule == "zero-bubble":
+        needed[:] = needed.max()
+    return needed
+
+
+def _positions(cluster: Cluster, workers: np.ndarray) -> np.ndarray:
+    ids = cluster.ids
+    if len(ids) and ids[-1] - ids[0] == len(ids) - 1 and len(workers):  # no gaps: nothing to search
+        where = workers - ids[0]
+        if where.min() >= 0 and where.max() < len(ids):
+            return where
+    return cluster.index_of(workers)
+
+
+def _busy(
+    stage: np.ndarray,
+    counts: np.ndarray,
+    speeds: np.ndarray,
+    shortest: np.ndarray,
+    longest: np.ndarray,
+    quantum: np.ndarray,
+    work: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds for which workers compute: evened out in each stage, and the same rounded up to whole layers."""
+    least = counts * shortest[stage] / speeds
+    most = counts * longest[stage] / speeds
+    if not bool(np.any(quantum > 0)):
+        return most, most
+    capacity = np.bincount(stage, speeds)
+    end = work / capacity
+    if bool(np.any((end[stage] < least) | (end[stage] > most))):
+        low, high = np.zeros(len(work)), np.maximum(end, np.bincount(stage, most))
+        for _ in range(50):
+            end = (low + high) / 2
+            done = np.bincount(stage, np.clip(end[stage], least, most) * speeds)
+            enough = done >= work
+            low, high = np.where(enough, low, end), np.where(enough, end, high)
+        end = high
+    busy = np.clip(end[stage], least, most)
+    step = np.where(quantum > 0, quantum, 1.0)[stage] / speeds
+    rounded = np.minimum(most, least + np.ceil((busy - least) / step * (1 - 1e-9) - 1e-9) * step)
+    return busy, np.where(quantum[stage] > 0, rounded, busy)
+
+
+def step_per_stage(
+    table: StageTable, slowest: np.ndarray, speeds: np.ndarray, schedule: Schedule, links_s: float
+) -> np.ndarray:
+    """Seconds of the step if each stage were the one that bounds it."""
+    forward, first, second = (each / speeds for each in (table.forward, table.input_gradient, table.weight_gradient))
+    if schedule != "zero-bubble":
+        way = forward + first + second
+        return slowest + way.sum() - way + links_s
+    hidden = np.maximum(0.0, forward + first - second)
+    way = forward + first
+    share = np.divide(way, way + second, out=np.ones_like(way), where=way + second > 0)
+    return np.maximum(slowest + hidden.sum() - hidden, way.sum() - way + slowest * share + second) + links_s
+
+
+def travel_s(cluster: Cluster, costs: Costs, table: StageTable) -> float:
+    """Seconds that a micro-batch's tensors travel on their way through all stages and back."""
+    if len(table.stops) < 2:
+        return 0.0
+    same = len(cluster.node) > 0 and bool(cluster.node[0] == cluster.node[-1])
+    link = cluster.within_node if same else cluster.between_nodes
+    sizes = [costs.layers[int(stop) - 1].boundary_bytes for stop in table.stops[:-1]]
+    return 2 * sum(link.transfer_s(size) for size in sizes)
+
+
+def _memory(
+    costs: Costs,
+    allocation: Allocation,
+    shares: Sequence[StageShare],
+    widths: np.ndarray,
+    stage: np.ndarray,
+    counts: np.ndarray,
+    followers: int,
+) -> np.ndarray:
+    """Bytes that each worker holds: what it computes with, its part of the state, and what is in flight."""
+    prefix = costs.prefix
+    holders = np.zeros(costs.num_layers)
+    for share, width in zip(shares, widths, strict=True):
+        holders[share.start : share.stop] += width
+    copies = min(1 + followers, int(widths.sum()))
+    state = np.concatenate([[0.0], np.cumsum(np.diff(prefix["optimizer_bytes"]) / np.maximum(1.0, holders))]) * copies
+    fixed = prefix["parameter_bytes"] + prefix["accumulator_bytes"] + state
+    starts, stops = (np.array([getattr(share, name) for share in shares]) for name in ("start", "stop"))
+    bounds, first = [], 0
+    for chain in allocation.chains:
+        bounds.append(in_flight(widths[first : first + len(chain.stages)], allocation.schedule))
+        first += len(chain.stages)
+    held = np.minimum(np.concatenate(bounds)[stage], counts)
+    activations = prefix["activation_bytes"]
+    return (fixed[stops] - fixed[starts])[stage] + held * (activations[stops] - activations[starts])[stage]
+
+
+def capacity_left(
+    step_s: float, healthy_step_s: float, num_alive: int, num_total: int, *, batch: Mapping[str, int] | None = None
+) -> float:
+    """Throughput over the capacity that is left: healthy throughput x alive / total.
+
+    Args:
+        step_s: predicted or measured, now.
+        healthy_step_s: of the undisturbed job with the same planner, stages and schedule.
+        num_alive: workers that are left.
+        num_total: workers before.
+        batch: ``now`` and ``before``: micro-batches of a step, where a policy does not keep the batch.
+    """
+    kept = 1.0 if batch is None else batch["now"] / batch["before"]
+    return kept * healthy_step_s / step_s * num_total / num_alive

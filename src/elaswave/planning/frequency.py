@@ -1,0 +1,106 @@
+"""The frequency axis: at which clock each worker computes, under limits of power. Pure.
+
+A worker's load is what it computes in a step, in seconds at its base level; the *pace* is the largest load over level
+speed. `choose_levels` finds the smallest pace that the levels and the limit permit and then, among all choices that
+keep it, the one that draws least: the bottleneck is lifted, slack is lowered. With a pace given it only lowers (least
+energy at equal step time).
+
+That is exact for the pace. A pipeline's step also contains the way of a micro-batch through all stages, on which slow
+workers count even if they have slack; whoever composes a plan therefore times the result and keeps it only if it helps.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from elaswave.errors import InfeasiblePlan
+from elaswave.planning.cluster import Device
+
+Goal = Literal["fastest", "energy"]
+"""``fastest``: smallest step time; ``energy``: least energy at a step time no longer than without this axis."""
+GOALS: tuple[Goal, ...] = ("fastest", "energy")
+
+_SLACK = 1e-9
+"""Relative; differences of rounding."""
+
+
+def choose_levels(
+    loads_s: np.ndarray,
+    device: np.ndarray,
+    devices: tuple[Device, ...],
+    *,
+    power_limit_w: float | None = None,
+    pace_s: float | None = None,
+    least_speed: float = 0.0,
+) -> np.ndarray:
+    """Levels with the smallest pace, and the least draw among those.
+
+    Args:
+        loads_s: seconds of computing in a step at the base level, at least 0 [workers].
+        device: index into devices of each worker [workers].
+        devices: their levels.
+        power_limit_w: of all workers together while all of them compute; None means no limit.
+        pace_s: a pace that is good enough; None means as small as possible.
+        least_speed: no level below this speed is taken where power permits.
+    Returns:
+        int64 level of each worker.
+    Raises:
+        InfeasiblePlan: even the levels that draw least exceed the limit; says by how much.
+    """
+    # Workers of one device with one load are one case, however many they are.
+    cases, inverse, number = np.unique(
+        np.stack([device.astype(np.float64), np.round(loads_s, 12)]), axis=1, return_inverse=True, return_counts=True
+    )
+    inverse = np.asarray(inverse).reshape(-1)
+    kinds, loads = cases[0].astype(np.int64), cases[1]
+    speeds, draws = _level_tables(devices)
+    speeds, draws = speeds[kinds], draws[kinds]
+
+    def cheapest(pace: float, floor: float) -> tuple[np.ndarray, float] | None:
+        needed = loads / pace if pace > 0 else np.where(loads > 0, np.inf, 0.0)
+        needed = np.maximum(needed, np.minimum(floor, speeds.max(axis=1)))
+        possible = speeds >= (needed * (1 - _SLACK))[:, None]
+        if not bool(np.all(possible.any(axis=1))):
+            return None
+        draw = np.where(possible, draws, np.inf)
+        level = np.argmin(draw, axis=1)
+        return level, float(np.sum(draw[np.arange(len(level)), level] * number))
+
+    lowest = float(np.sum(draws.min(axis=1) * number))
+    if power_limit_w is not None and lowest > power_limit_w * (1 + _SLACK):
+        raise InfeasiblePlan(
+            f"power: {len(loads_s)} workers draw at least {lowest:.1f} W together while they compute, but may draw "
+            f"{power_limit_w:.1f} W: {lowest - power_limit_w:.1f} W too much"
+        )
+
+    def allowed(found: tuple[np.ndarray, float] | None) -> bool:
+        return found is not None and (power_limit_w is None or found[1] <= power_limit_w * (1 + _SLACK))
+
+    # The pace is some worker's load at some level.
+    with np.errstate(invalid="ignore"):
+        paces = np.unique(np.where(speeds > 0, loads[:, None] / np.where(speeds > 0, speeds, 1.0), 0.0))
+    if pace_s is not None:
+        paces = np.unique(np.concatenate([paces[paces >= pace_s], [pace_s]]))
+    first, last = 0, len(paces) - 1
+    while first < last:
+        middle = (first + last) // 2
+        if allowed(cheapest(float(paces[middle]), 0.0)):
+            last = middle
+        else:
+            first = middle + 1
+    pace = float(paces[last])
+    found = cheapest(pace, least_speed)
+    if not allowed(found):
+        found = cheapest(pace, 0.0)
+    assert found is not None
+    return found[0][inverse]
+
+
+def _level_tables(devices: tuple[Device, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Speed and draw of every level of every device; speed 0 and infinite draw where a device has fewer levels."""
+    most = max(len(device.levels) for device in devices)
+    speeds, draws = np.zeros((len(devices), most)), np.full((len(devices), most), np.inf)
+    for index, device in enumerate(devices):
+        speeds[index, : len(device.levels)] = [level.speed for level in device.levels]
+        draws[index, : len(device.levels)] = [level.power_w for level in device.levels]
+    return speeds, draws

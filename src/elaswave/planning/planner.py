@@ -1,0 +1,556 @@
+"""ElasWave's own planner: dataflow, graph, frequency and randomness together, after any event. Pure.
+
+Candidates are shapes of the job, from leaving everything as it is (the lost workers' micro-batches go to the others of
+their stage) over moving layers and workers to sharing layers between neighbours, each under each schedule that may be
+chosen, and the rivals' plans. All are scored in closed form, the best are built and timed exactly where that is quick,
+and the one is taken that gets most done until the next event is to be expected, the time to move state included. Since
+leaving everything as it is and the rivals are among those timed, a plan is never slower than they are.
+
+Source: ElasWave (arXiv 2510.00606). Differs: workers change stage, neighbours share layers, cuts are spread over
+several layers, schedules and rivals are candidates, migration is weighed against a horizon.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from elaswave.errors import InfeasiblePlan
+from elaswave.planning.candidates import (
+    Room,
+    Shape,
+    balanced_widths,
+    build,
+    move_workers,
+    score,
+    shared_layers,
+    whole_layers,
+)
+from elaswave.planning.cluster import Cluster, Event
+from elaswave.planning.costs import Costs
+from elaswave.planning.estimate import (
+    DEFAULT_FOLLOWERS,
+    EXACT_ACTIONS,
+    Estimate,
+    check_memory,
+    check_power,
+    estimate,
+    num_actions,
+    predict,
+    worker_speeds,
+)
+from elaswave.planning.frequency import Goal, choose_levels
+from elaswave.planning.graph import Cut
+from elaswave.planning.plan import Allocation, Plan, Planner, StageShare, Transfer
+from elaswave.planning.randomness import KEYS
+from elaswave.planning.schedule import Schedule
+
+Axis = Literal["dataflow", "graph", "frequency", "randomness"]
+AXES: frozenset[Axis] = frozenset({"dataflow", "graph", "frequency", "randomness"})
+
+HOURS_BETWEEN_EVENTS_PER_WORKER = 54 * 24 * 16_384 / 419
+"""Llama 3 (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs."""
+EXACT_WORKERS = 256
+"""In larger jobs candidates are judged by the closed form alone: planning has to be quick."""
+FINALISTS = 6
+"""Candidates that are built worker by worker, beside leaving everything as it is and the rivals'."""
+PAUSE_S = 0.05
+"""From a loss until everybody computes again, where no state has to be fetched: see benchmarks/recovery.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a plan may do and what it is for."""
+
+    axes: frozenset[Axis] = AXES
+    horizon_s: float | None = None
+    """Expected time until the next event; None means as public failure rates say for so many workers."""
+    goal: Goal = "fastest"
+    move_workers: bool = True
+    """Whether workers may change stage."""
+    share_layers: bool = True
+    """Whether neighbouring stages may share layers."""
+    schedules: tuple[Schedule, ...] | None = None
+    """To choose from; None means the job's own and ``zero-bubble``."""
+    followers: int = DEFAULT_FOLLOWERS
+    """Live copies of every block."""
+    exact_actions: int = EXACT_ACTIONS
+    """Candidates of at most so many actions are timed exactly, in jobs of at most `EXACT_WORKERS` workers."""
+    pause_s: float = PAUSE_S
+    """Predicted pause where no state has to be fetched."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Candidate:
+    """An allocation and what it brings."""
+
+    allocation: Allocation
+    origin: str
+    step_s: float
+    found: Estimate
+    transfers: tuple[Transfer, ...] = ()
+    transfer_s: float = 0.0
+
+    def done_until(self, horizon_s: float) -> float:
+        """Steps until the horizon, if training stood still while state moves."""
+        return max(0.0, horizon_s - self.transfer_s) / self.step_s if self.step_s else float("inf")
+
+
+def plan(
+    cluster: Cluster,
+    costs: Costs,
+    allocation: Allocation,
+    event: Event,
+    *,
+    options: Options | None = None,
+    horizon_s: float | None = None,
+    axes: Collection[Axis] | None = None,
+    rivals: Sequence[Planner] = (),
+) -> Plan:
+    """Plans what to do after an event.
+
+    Args:
+        cluster: after the event.
+        costs: of the model's layers.
+        allocation: before the event; several chains become one.
+        event: what happened.
+        options: what may be done; None means everything.
+        horizon_s: if given, instead of that of the options.
+        axes: if given, instead of those of the options.
+        rivals: planners whose allocations are candidates too, if they keep the batch.
+    Raises:
+        InfeasiblePlan: names the violated limit and by how much.
+    """
+    chosen = options or Options()
+    if horizon_s is not None:
+        chosen = replace(chosen, horizon_s=horizon_s)
+    if axes is not None:
+        chosen = replace(chosen, axes=frozenset(axes))
+    return _Planning(cluster, costs, allocation, event, chosen, rivals).run()
+
+
+def healthy(
+    cluster: Cluster,
+    costs: Costs,
+    num_stages: int,
+    num_replicas: int,
+    num_microbatches: int,
+    schedule: Schedule = "1f1b",
+    *,
+    share_layers: bool = False,
+    followers: int = DEFAULT_FOLLOWERS,
+) -> Allocation:
+    """The best allocation of an undisturbed job: stages of equal width, workers stage by stage in order of ids.
+
+    Args:
+        cluster: with num_stages x num_replicas workers or more; the first ones are used.
+        costs: of the model's layers.
+        num_stages: of the job.
+        num_replicas: workers of each stage.
+        num_microbatches: of a step.
+        schedule: of the job.
+        share_layers: whether neighbouring stages may share layers where that is faster; else each holds whole layers.
+        followers: live copies of every block, for memory.
+    Raises:
+        InfeasiblePlan: too few workers or layers, or too little memory; by how much.
+        ValueError: a number below 1.
+    """
+    if min(num_stages, num_replicas, num_microbatches) < 1:
+        raise ValueError(
+            f"{num_stages} stages, {num_replicas} replicas, {num_microbatches} micro-batches: all must be at least 1"
+        )
+    if (wanted := num_stages * num_replicas) > cluster.num_workers:
+        raise InfeasiblePlan(
+            f"workers: {num_stages} stages of {num_replicas} workers need {wanted}, but there are "
+            f"{cluster.num_workers}: {wanted - cluster.num_workers} too few"
+        )
+    members = tuple(np.split(np.arange(wanted), num_stages))
+    room = Room(cluster, costs, members, num_microbatches, schedule, followers)
+    cuts: list[tuple[Cut, ...]] = [whole_layers(cluster, costs, members, num_microbatches, room)]
+    if share_layers:
+        for widen in (False, True):
+            shared = shared_layers(cluster, costs, members, num_microbatches, room, widen=widen)
+            if shared is not None and shared not in cuts:
+                cuts.append(shared)
+    levels = np.array([device.base_level for device in cluster.devices])[cluster.device]
+    found = []
+    for own in cuts:
+        shape = Shape(members=members, cuts=own, num_microbatches=num_microbatches, origin="healthy")
+        found.append(build(cluster, costs, shape, schedule, levels, followers=followers))
+    for allocation in found:
+        check_memory(cluster, estimate(cluster, costs, allocation, followers=followers))
+    exact = EXACT_ACTIONS if cluster.num_workers <= EXACT_WORKERS else 0
+    return min(found, key=lambda each: predict(cluster, costs, each, exact_actions=exact))
+
+
+class _Planning:
+    """One plan in the making."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        costs: Costs,
+        allocation: Allocation,
+        event: Event,
+        options: Options,
+        rivals: Sequence[Planner],
+    ) -> None:
+        self._cluster = cluster
+        self._costs = costs
+        self._before = allocation
+        self._event = event
+        self._options = options
+        self._rivals = rivals
+        self._num_microbatches = allocation.num_microbatches
+        if cluster.num_workers == 0:
+            raise InfeasiblePlan("workers: none is left, at least 1 is needed; start from the last durable checkpoint")
+        self._old_start, self._old_stop, self._old_levels, self._stages, self._free = self._survivors()
+        self._levels = self._start_levels()
+        horizon = options.horizon_s
+        self._horizon_s = HOURS_BETWEEN_EVENTS_PER_WORKER * 3600 / cluster.num_workers if horizon is None else horizon
+        self._schedules = options.schedules or tuple(dict.fromkeys((allocation.schedule, "zero-bubble")))
+        self._exact = options.exact_actions if cluster.num_workers <= EXACT_WORKERS else 0
+        self._failure: InfeasiblePlan | None = None
+
+    # ------------------------------------------------------------------------------------------------ what there is
+
+    def _survivors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray], np.ndarray]:
+        """Layers and level that each worker has had, the workers of each stage that are left, and those in no stage."""
+        ids = self._cluster.ids
+        num_workers = len(ids)
+        starts, stops, levels = (
+            np.zeros(num_workers, np.int64),
+            np.zeros(num_workers, np.int64),
+            np.full(num_workers, -1),
+        )
+        gone = self._event.workers if self._event.kind in ("lost", "drained") else ()
+        absent = np.array(gone, dtype=np.int64)
+        chains = sorted(self._before.chains, key=lambda chain: -len(chain.stages))
+        middles = np.array([(share.start + share.stop) / 2 for share in chains[0].stages])
+        members: list[list[np.ndarray]] = [[] for _ in middles]
+        available = np.ones(num_workers, dtype=bool)
+        available[np.searchsorted(ids, absent)[np.isin(absent, ids)]] = False
+        for chain in chains:
+            for share in chain.stages:
+                where = np.searchsorted(ids, share.workers)
+                there = np.minimum(where, num_workers - 1)
+                left = (ids[there] == share.workers) & available[there]
+                own = there[left]
+                available[own] = False
+                starts[own], stops[own], levels[own] = share.start, share.stop, share.levels[left]
+                nearest = int(np.argmin(np.abs(middles - (share.start + share.stop) / 2)))
+                members[nearest].append(own)
+        stages = [np.sort(np.concatenate(parts)) if len(parts) > 1 else parts[0] for parts in members]
+        return starts, stops, levels, stages, np.flatnonzero(available)
+
+    def _start_levels(self) -> np.ndarray:
+        """Levels before the frequency axis: the base ones; without that axis workers keep theirs."""
+        base = np.array([device.base_level for device in self._cluster.devices])[self._cluster.device]
+        if "frequency" in self._options.axes:
+            return base
+        return np.where(self._old_levels >= 0, self._old_levels, base)
+
+    # -------------------------------------------------------------------------------------------------- candidates
+
+    def run(self) -> Plan:
+        """The plan."""
+        stay = self._stay()
+        own = self._before.schedule
+        by_speed = "dataflow" in self._options.axes
+        shapes = [(stay, own), *self._shapes(stay)]
+        candidates = [found for shape, schedule in shapes if (found := self._judge(shape, schedule, by_speed))]
+        staying = candidates[0] if candidates and candidates[0].origin == stay.origin else None
+        candidates += self._from_rivals()
+        if not candidates:
+            assert self._failure is not None
+            raise self._failure
+        best = max(candidates, key=lambda each: (round(each.done_until(self._horizon_s), 9), each is staying))
+        tuned = self._tune(best)
+        check_power(self._cluster, tuned.found)
+        return self._plan(tuned, best, staying, stay)
+
+    def _stay(self) -> Shape:
+        """Everybody stays where it is; a stage that has lost everybody is dissolved."""
+        kept = tuple(own for own in self._stages if len(own))
+        chains = self._before.chains
+        if not kept:
+            kept = (self._free,)
+        if len(kept) == len(self._stages) and len(chains) == 1:
+            return Shape(members=kept, cuts=chains[0].cuts, num_microbatches=self._num_microbatches, origin="rerouting")
+        kept = kept[: self._costs.num_layers]
+        return Shape(
+            members=kept,
+            cuts=self._whole(kept, self._before.schedule),
+            num_microbatches=self._num_microbatches,
+            origin=f"{len(kept)} stages instead of {len(self._stages)}" if len(chains) == 1 else "one chain of stages",
+        )
+
+    def _shapes(self, stay: Shape) -> list[tuple[Shape, Schedule]]:
+        """What the graph axis offers, and other schedules, the most promising first."""
+        offers: list[Shape] = [stay]
+        if "graph" in self._options.axes:
+            groups: list[tuple[tuple[np.ndarray, ...], str]] = [(stay.members, "")]
+            if self._options.move_workers:
+                groups += self._with_moves()
+            for members, moves in groups:
+                offers += self._cut_anew(members, moves)
+        # Where memory permits, zero-bubble is never slower than the others.
+        schedules = sorted(self._schedules, key=lambda schedule: schedule != "zero-bubble")
+        ranked: list[tuple[float, int, Shape, Schedule]] = []
+        for shape in offers:
+            for schedule in schedules[:1] if len(offers) > 1 else schedules:
+                if shape is stay and schedule == self._before.schedule:
+                    continue
+                ranked.append((score(self._cluster, self._costs, shape, schedule), len(ranked), shape, schedule))
+        ranked.sort(key=lambda entry: entry[:2])
+        best = ranked[: FINALISTS if self._exact else 2]
+        return [(shape, schedule) for _, _, shape, schedule in best]
+
+    def _with_moves(self) -> list[tuple[tuple[np.ndarray, ...], str]]:
+        """Stages with other workers in them, and what was moved."""
+        found = []
+        stages = self._stages
+        total = sum(map(len, stages)) + len(self._free)
+        if total < len(stages):
+            return []
+        for widths in balanced_widths(self._cluster, self._costs, stages, total, self._num_microbatches):
+            members = move_workers(self._cluster, stages, self._free, widths)
+            moved = sum(len(now) - len(np.intersect1d(now, was)) for now, was in zip(members, stages, strict=True)
+                        if now is not was)  # fmt: skip
+            if moved:
+                found.append((members, f"{moved} worker{'s' * (moved > 1)} into other stages"))
+        return found
+
+    def _cut_anew(self, members: tuple[np.ndarray, ...], moves: str) -> list[Shape]:
+        """Shapes with these stages: whole layers, shared layers, shared layers spread over several."""
+        cuts: list[tuple[tuple[Cut, ...] | None, str]] = []
+        schedule = self._schedules[-1]
+        room = self._room(members, schedule)
+        try:
+            cuts.append((self._whole(members, schedule), "layers"))
+        except InfeasiblePlan as failure:
+            self._failure = self._failure or failure
+            if len(members) > self._costs.num_layers:
+                return []
+        if self._options.share_layers:
+            for widen in (False, True):
+                shared = shared_layers(self._cluster, self._costs, members, self._num_microbatches, room, widen=widen)
+                if shared is not None and shared not in [known for known, _ in cuts]:
+                    cuts.append((shared, "layers, boundary layers shared"))
+        return [
+            Shape(
+                members=members,
+                cuts=own,
+                num_microbatches=self._num_microbatches,
+                origin="moving " + " and ".join(filter(None, [moves, what])),
+            )
+            for own, what in cuts
+            if own is not None
+        ]
+
+    def _room(self, members: Sequence[np.ndarray], schedule: Schedule) -> Room:
+        return Room(self._cluster, self._costs, members, self._num_microbatches, schedule, self._options.followers)
+
+    def _whole(self, members: Sequence[np.ndarray], schedule: Schedule) -> tuple[Cut, ...]:
+        room = self._room(members, schedule)
+        return whole_layers(self._cluster, self._costs, members, self._num_microbatches, room)
+
+    def _from_rivals(self) -> list[_Candidate]:
+        """The rivals' allocations, judged like our own."""
+        found = []
+        for rival in self._rivals:
+            try:
+                theirs = rival(self._cluster, self._costs, self._before, self._event)
+                if theirs.allocation.num_microbatches == self._num_microbatches:
+                    found.append(self._judged(theirs.allocation, f"as {theirs.policy} does"))
+            except InfeasiblePlan as failure:
+                self._failure = self._failure or failure
+        return found
+
+    def _judge(self, shape: Shape, schedule: Schedule, by_speed: bool) -> _Candidate | None:
+        """A shape as a candidate; None if it does not keep to the limits of memory."""
+        try:
+            allocation = build(
+                self._cluster,
+                self._costs,
+                shape,
+                schedule,
+                self._levels,
+                by_speed=by_speed,
+                followers=self._options.followers,
+            )
+            return self._judged(allocation, shape.origin)
+        except InfeasiblePlan as failure:
+            self._failure = self._failure or failure
+            return None
+
+    def _judged(self, allocation: Allocation, origin: str) -> _Candidate:
+        found = estimate(self._cluster, self._costs, allocation, followers=self._options.followers)
+        check_memory(self._cluster, found)
+        transfers, seconds = self._transfers(allocation)
+        return _Candidate(
+            allocation=allocation,
+            origin=origin,
+            step_s=self._seconds(allocation, found),
+            found=found,
+            transfers=transfers,
+            transfer_s=seconds,
+        )
+
+    def _seconds(self, allocation: Allocation, found: Estimate) -> float:
+        if num_actions(allocation) > self._exact:
+            return found.step_s
+        return predict(self._cluster, self._costs, allocation, exact_actions=self._exact)
+
+    # --------------------------------------------------------------------------------------------------- transfers
+
+    def _transfers(self, allocation: Allocation) -> tuple[tuple[Transfer, ...], float]:
+        """State that workers lack for an allocation, and the seconds until all of them have it."""
+        transfers: list[Transfer] = []
+        longest = 0.0
+        link = self._cluster.between_nodes
+        prefix = self._costs.prefix
+        for chain in allocation.chains:
+            for share in chain.stages:
+                where = np.searchsorted(self._cluster.ids, share.workers)
+                starts, stops = self._old_start[where], self._old_stop[where]
+                lacking = (starts > share.start) | (stops < share.stop)
+                if not lacking.any():
+                    continue
+                copies = min(1 + self._options.followers, self._cluster.num_workers) / share.width
+                size = prefix["parameter_bytes"] + prefix["optimizer_bytes"] * copies
+                groups, which = np.unique(np.stack([starts[lacking], stops[lacking]]), axis=1, return_inverse=True)
+                workers = share.workers[lacking]
+                for number, (start, stop) in enumerate(groups.T.tolist()):
+                    own = tuple(workers[np.asarray(which).reshape(-1) == number].tolist())
+                    each = 0.0
+                    for first, last in _without((share.start, share.stop), (start, stop)):
+                        num_bytes = float(size[last] - size[first])
+                        each += num_bytes
+                        transfers.append(Transfer(start=first, stop=last, workers=own, num_bytes=num_bytes * len(own)))
+                    longest = max(longest, link.transfer_s(each))
+        total = sum(transfer.num_bytes for transfer in transfers)
+        return tuple(transfers), max(longest, total / link.bandwidth_bytes_per_s / self._cluster.num_workers)
+
+    def _fetched(self, transfers: Sequence[Transfer]) -> bool:
+        """Whether somebody must have state before going on: no worker that is left has computed with those layers."""
+        held = np.zeros(self._costs.num_layers + 1, dtype=np.int64)
+        np.add.at(held, self._old_start, 1)
+        np.add.at(held, self._old_stop, -1)
+        return bool(np.any(np.cumsum(held)[:-1] == 0)) and bool(transfers)
+
+    # --------------------------------------------------------------------------------------------------- frequency
+
+    def _tune(self, best: _Candidate) -> _Candidate:
+        """The candidate at other frequency levels, if that helps or the limit of power asks for it."""
+        cluster, options = self._cluster, self._options
+        if "frequency" not in options.axes or all(len(device.levels) == 1 for device in cluster.devices):
+            return best
+        where = np.searchsorted(cluster.ids, best.found.workers)
+        levels = np.concatenate([share.levels for chain in best.allocation.chains for share in chain.stages])
+        level_speed = worker_speeds(cluster, where, levels)[0] / cluster.speed[where]
+        loads = best.found.busy_s * level_speed
+        limit = cluster.power_limit_w
+        too_much = limit is not None and best.found.peak_power_w > limit
+        tuned = []
+        for floor in (1.0, 0.0) if options.goal == "fastest" else (0.0,):
+            pace = None if options.goal == "fastest" or too_much else best.found.pace_s
+            chosen = choose_levels(
+                loads, cluster.device[where], cluster.devices, power_limit_w=limit, pace_s=pace, least_speed=floor
+            )
+            allocation = _at_levels(best.allocation, chosen)
+            found = estimate(cluster, self._costs, allocation, followers=options.followers)
+            tuned.append(replace(best, allocation=allocation, found=found, step_s=self._seconds(allocation, found)))
+        if too_much:
+            return min(tuned, key=lambda each: each.step_s)
+        bound = best.step_s * (1 + 1e-9)
+        helping = [each for each in tuned if each.step_s <= bound]
+        if options.goal == "fastest":
+            return min([best, *helping], key=lambda each: (round(each.step_s / bound, 9), each.found.power_w))
+        return min([best, *helping], key=lambda each: each.found.energy_j)
+
+    # ------------------------------------------------------------------------------------------------------- the plan
+
+    def _plan(self, tuned: _Candidate, best: _Candidate, staying: _Candidate | None, stay: Shape) -> Plan:
+        num_before = sum(share.width for chain in self._before.chains for share in chain.stages)
+        num_lost = len(self._event.workers) if self._event.kind == "lost" else 0
+        order = np.argsort(tuned.found.workers, kind="stable")
+        fetch_s = tuned.transfer_s if self._fetched(tuned.transfers) else 0.0
+        return Plan(
+            policy="elaswave",
+            allocation=tuned.allocation,
+            predicted_step_s=tuned.step_s,
+            predicted_pause_s=self._options.pause_s + fetch_s,
+            lost_work_s=0.5 * tuned.step_s * num_lost / num_before,
+            transfers=tuned.transfers,
+            memory_bytes=tuned.found.memory_bytes[order],
+            power_w=tuned.found.power_w,
+            contributions=self._contributions(tuned, best, staying, stay),
+            reason=self._reason(tuned, staying),
+        )
+
+    def _contributions(
+        self, tuned: _Candidate, best: _Candidate, staying: _Candidate | None, stay: Shape
+    ) -> Mapping[str, str]:
+        axes = self._options.axes
+        brought: dict[str, str] = dict.fromkeys(sorted(AXES), "off")
+        if "randomness" in axes:
+            brought["randomness"] = KEYS.describe()
+        if staying is None:
+            forced = "rerouting alone does not fit into memory"
+            brought["dataflow"] = forced if "dataflow" in axes else "off"
+            brought["graph"] = f"{best.origin}: {forced}" if "graph" in axes else "off"
+        else:
+            if "dataflow" in axes:
+                even = build(self._cluster, self._costs, stay, self._before.schedule, self._levels, by_speed=False)
+                before = estimate(self._cluster, self._costs, even).step_s
+                brought["dataflow"] = f"micro-batches by speed: {_change(before, staying.found.step_s)}"
+            if "graph" in axes:
+                brought["graph"] = f"{best.origin}: {_change(staying.step_s, best.step_s)}"
+        if "frequency" in axes:
+            power = f", {tuned.found.power_w:.0f} W instead of {best.found.power_w:.0f} W"
+            same = tuned is best or not best.found.power_w
+            brought["frequency"] = f"{_change(best.step_s, tuned.step_s)}{'' if same else power}"
+        return brought
+
+    def _reason(self, tuned: _Candidate, staying: _Candidate | None) -> str:
+        found = tuned.found
+        share = found.pace_s / tuned.step_s if tuned.step_s else 1.0
+        compared = "rerouting alone does not fit" if staying is None else (
+            f"rerouting alone: {_ms(staying.step_s)}"
+        )  # fmt: skip
+        return (
+            f"{tuned.origin}, {tuned.allocation.schedule}: {_ms(tuned.step_s)} per step ({compared}); worker "
+            f"{found.bottleneck_worker} of stage {found.bottleneck_stage} computes for {100 * share:.0f} % of it"
+        )
+
+
+def _without(wanted: tuple[int, int], had: tuple[int, int]) -> list[tuple[int, int]]:
+    """The parts of a range of layers that lie outside of another."""
+    if had[0] >= had[1] or had[1] <= wanted[0] or had[0] >= wanted[1]:
+        return [wanted]
+    return [part for part in ((wanted[0], had[0]), (had[1], wanted[1])) if part[0] < part[1]]
+
+
+def _at_levels(allocation: Allocation, levels: np.ndarray) -> Allocation:
+    """The same allocation with these levels, in the order of chains, stages and workers."""
+    first = 0
+    chains = []
+    for chain in allocation.chains:
+        stages: list[StageShare] = []
+        for share in chain.stages:
+            stages.append(replace(share, levels=levels[first : first + share.width]))
+            first += share.width
+        chains.append(replace(chain, stages=tuple(stages)))
+    return replace(allocation, chains=tuple(chains))
+
+
+def _change(before_s: float, after_s: float) -> str:
+    if abs(before_s - after_s) <= 1e-9 * before_s:
+        return "nothing to gain"
+    return f"{_ms(before_s)} to {_ms(after_s)} per step ({100 * (after_s / before_s - 1):+.1f} %)"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"
