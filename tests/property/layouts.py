@@ -1,5 +1,6 @@
 """Hypothesis strategies for layouts, shared by the property tests of planning and of recovery."""
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from elaswave.planning.layout import make_layout
@@ -42,4 +43,34 @@ def irregular_layouts(draw):
     return Layout(stages=tuple(stages), routes=tuple(routes))
 
 
-layouts = st.one_of(regular_layouts(), irregular_layouts())
+@st.composite
+def layouts_of_chains(draw):
+    """Pipelines of different depth in one layout: each micro-batch passes the stages of one of them."""
+    num_layers = draw(st.integers(1, 6))
+    chains = []
+    for _ in range(draw(st.integers(1, 3))):
+        cuts = draw(st.sets(st.integers(1, num_layers - 1))) if num_layers > 1 else set()
+        bounds = [0, *sorted(cuts), num_layers]
+        chains.append([(start, stop) for start, stop in zip(bounds, bounds[1:])])
+    pieces = sorted((*piece, chain) for chain, each in enumerate(chains) for piece in each)
+    assume(all(before[1] <= after[1] for before, after in zip(pieces, pieces[1:])))
+    ids = draw(st.permutations(range(2 * len(pieces))))
+    stages = []
+    for start, stop, _ in pieces:
+        width = draw(st.integers(1, 2)) if len(ids) > len(pieces) else 1
+        stages.append(Stage(start=start, stop=stop, workers=tuple(sorted(ids[:width]))))
+        ids = ids[width:]
+    routes = []
+    for _ in range(draw(st.integers(1, 8))):
+        chain = draw(st.integers(0, len(chains) - 1))
+        routes.append(
+            tuple(
+                Hop(draw(st.sampled_from(stage.workers)), index, stage.start, stage.stop)
+                for index, (stage, piece) in enumerate(zip(stages, pieces))
+                if piece[2] == chain
+            )
+        )
+    return Layout(stages=tuple(stages), routes=tuple(routes))
+
+
+layouts = st.one_of(regular_layouts(), irregular_layouts(), layouts_of_chains())

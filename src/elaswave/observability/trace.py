@@ -187,10 +187,23 @@ def merge_traces(run_dir: Path) -> Path | None:
         except (msgspec.MsgspecError, UnicodeDecodeError, OSError):
             damaged.append(path.name)
     trace_path = run_dir / TRACE_FILE
-    atomic_write(trace_path, _encode(build_trace(parts), {"damaged_parts": damaged, **_dropped(parts)}))
+    write_trace(trace_path, parts, {"damaged_parts": damaged})
     for path in paths:
         path.unlink(missing_ok=True)
     return trace_path
+
+
+def write_trace(path: Path, parts: Sequence[TracePart], other_data: Mapping[str, Any]) -> None:
+    """Writes a trace document.
+
+    Args:
+        path: of the file.
+        parts: what the workers recorded.
+        other_data: goes into its ``otherData``.
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+    atomic_write(path, _encode(build_trace(parts), {**other_data, **_dropped(parts)}))
 
 
 def _dropped(parts: Sequence[TracePart]) -> dict[str, Any]:
