@@ -71,3 +71,4 @@ def test_a_loss_is_reported_though_the_coordinator_that_dealt_with_it_is_gone(tm
     job = run_job(tmp_path / "run", {"run.steps": 5}, faults=["kill:2@3:backward"], before_effect=die)
     (lost,) = [recovery for recovery in job.result.recoveries if recovery.kind == "lost"]
     assert (lost.worker, lost.step, lost.phase, lost.epoch, lost.outcome) == (2, 3, "backward", 2, "retried")
+    assert any(line.startswith("worker 2 (stage 1) lost in backward of step 3") for line in job.messages), job.messages

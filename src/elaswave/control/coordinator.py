@@ -30,7 +30,7 @@ from elaswave.control.store import FileStore, Store
 from elaswave.control.wire import agent_id
 from elaswave.errors import ElaswaveError, StateError
 from elaswave.observability.events import EventLog
-from elaswave.observability.result import EVENTS_FILE, write_digests, write_result
+from elaswave.observability.result import EVENTS_FILE, Recovery, write_digests, write_result
 from elaswave.planning.recovery import promote, survivor_layout
 from elaswave.runtime.blueprint import Blueprint
 from elaswave.runtime.messages import (
@@ -216,13 +216,18 @@ class CoordinatorProcess:
                 self._recoveries.resumed(core.Resumed(decision.epoch, ()), now_s)
 
     def _show(self, message: ToAgent) -> None:
-        self._server.send(AGENT, message)
+        if not self._server.send(AGENT, message) and isinstance(message, ShowText):
+            self._unsaid.append(message)
 
     def _everybody_knows(self) -> bool:
         """Whether all have heard of the end and are gone. A new coordinator may first have to be found by them."""
         return not self._server.peers and self._informed >= {AGENT, *self._core.members}
 
     def _on_connected(self, peer: int) -> None:
+        if peer == AGENT:
+            for text in self._unsaid:
+                self._server.send(AGENT, text)
+            self._unsaid.clear()
         if self._ended is not None:
             self._server.send(peer, self._ended if peer == AGENT else Exit())
             self._informed.add(peer)
@@ -377,8 +382,7 @@ class CoordinatorProcess:
                 if self._books.step(message):
                     self._measurements.add_step(message)
                     for recovery in self._recoveries.committed(message):
-                        self._books.recovered(recovery)
-                        self._books.say(self._recoveries.describe(recovery))
+                        self._report(recovery)
             elif isinstance(message, EvaluationReport):
                 self._books.evaluation(message)
             elif isinstance(message, ShardWritten | ShardFailed):
@@ -389,12 +393,16 @@ class CoordinatorProcess:
         except StateError as error:
             self._end(Ended(outcome="failed", reason=str(error), is_state_error=True))
 
+    def _report(self, recovery: Recovery) -> None:
+        # The line first: a coordinator that dies in between leaves a successor that says it again, not nobody.
+        self._books.say(self._recoveries.describe(recovery))
+        self._books.recovered(recovery)
+
     def _finish_if_complete(self) -> None:
         if not self._books.all_finished or self._core.state is not core.State.TRAINING:
             return
         for recovery in self._recoveries.flush():
-            self._books.recovered(recovery)
-            self._books.say(self._recoveries.describe(recovery))
+            self._report(recovery)
         if self._books.was_stopped:
             self._end(Ended(outcome="stopped", reason=f"stopped after step {self._books.last_step}"))
             return
