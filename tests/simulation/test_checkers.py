@@ -8,6 +8,7 @@ from elaswave.simulator.checkers import (
     ExactlyOnce,
     Fencing,
     NoSilentLoss,
+    OneLayout,
     OneOwner,
     Progress,
     PublishedOnce,
@@ -15,7 +16,7 @@ from elaswave.simulator.checkers import (
     Violation,
     all_checkers,
 )
-from elaswave.simulator.job import Job, model_of, parameter, undisturbed
+from elaswave.simulator.job import Job, model_of, other_layout, parameter, undisturbed
 from elaswave.simulator.observer import Observer, together
 from elaswave.state.placement import Placement
 
@@ -211,7 +212,7 @@ def test_progress():
 
 def test_an_observer_may_ignore_everything():
     calls = [name for name in vars(Observer) if not name.startswith("_")]
-    assert len(calls) == 16
+    assert len(calls) == 17
     seen = []
 
     class Listens(Observer):
@@ -225,6 +226,7 @@ def test_an_observer_may_ignore_everything():
     assert {type(checker) for checker in all_checkers(TRUTH, 2, 2)} == {
         SameBits,
         ExactlyOnce,
+        OneLayout,
         OneOwner,
         Fencing,
         Agreement,
@@ -232,3 +234,13 @@ def test_an_observer_may_ignore_everything():
         PublishedOnce,
         Progress,
     }
+
+
+def test_one_layout():
+    see = together([OneLayout()])
+    other = other_layout(MODEL.layout)
+    see.switched(0, 1, 2, other)
+    see.switched(1, 1, 2, other)
+    see.switched(0, 2, 2, MODEL.layout)  # the vote of epoch 1 was known to nobody who is left
+    with pytest.raises(Violation, match="worker 1 goes on after step 2 with another layout than a peer"):
+        see.switched(1, 2, 2, other)

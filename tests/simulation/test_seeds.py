@@ -36,7 +36,14 @@ def test_seeded_schedules_have_no_violation(first):
 
 @pytest.mark.parametrize(
     ("name", "parts"),
-    [("3-workers-1-fault", 80), ("3-workers-2-faults", 200), ("4-workers-1-fault", 160), ("4-workers-2-kills", 60)],
+    [
+        ("3-workers-1-fault", 80),
+        ("3-workers-2-faults", 200),
+        ("3-workers-change-1-fault", 60),
+        ("3-workers-change-2-kills", 100),
+        ("4-workers-1-fault", 160),
+        ("4-workers-2-kills", 60),
+    ],
 )
 def test_a_part_of_all_schedules_of_small_jobs_has_no_violation(name, parts):
     summary = explore(SPACES[name], part=parts // 2, parts=parts)
@@ -52,7 +59,7 @@ def test_a_hundred_thousand_seeded_schedules_have_no_violation(first):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ["3-workers-1-fault", "3-workers-2-faults", "4-workers-1-fault", "4-workers-2-kills"])
+@pytest.mark.parametrize("name", SPACES)
 def test_all_schedules_of_small_jobs_have_no_violation(name):
     assert_clean(explore(SPACES[name]))
 

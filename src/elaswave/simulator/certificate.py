@@ -21,6 +21,9 @@ class Vote(NamedTuple):
     losses: tuple[int, ...]
     layout: int
     negative_layout: int
+    change: int
+    """Hash of the planned change that everybody holds, or of one that somebody holds; 0 for none."""
+    negative_change: int
     maximum: int
 
     def merge(self, other: "Vote") -> "Vote":
@@ -35,8 +38,15 @@ class Vote(NamedTuple):
             tuple([a + b for a, b in zip(self.losses, other.losses)]),
             max(self.layout, other.layout),
             max(self.negative_layout, other.negative_layout),
+            max(self.change, other.change),
+            max(self.negative_change, other.negative_change),
             max(self.maximum, other.maximum),
         )
+
+    @property
+    def is_changed_by_all(self) -> bool:
+        """Whether everybody holds the same planned change."""
+        return self.change == -self.negative_change != 0
 
 
 def encode_vote(vote: Vote) -> bytes:

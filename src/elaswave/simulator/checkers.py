@@ -14,6 +14,7 @@ from elaswave.control.core.messages import Decision
 from elaswave.simulator.job import BlockState, Truth
 from elaswave.simulator.observer import Observer
 from elaswave.state.placement import Placement
+from elaswave.types import Layout
 
 
 class Violation(Exception):
@@ -110,6 +111,17 @@ class OneOwner(Observer):
     def decided(self, decision: Decision) -> None:
         owners = self._owners.setdefault(decision.epoch, decision.placement.owner)
         _require(owners == decision.placement.owner, f"two decisions about epoch {decision.epoch}")
+
+
+class OneLayout(Observer):
+    """Whoever a planned change comes into force for, with the vote of a step, goes on with the same layout."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[tuple[int, int], Layout] = {}
+
+    def switched(self, worker: int, epoch: int, step: int, layout: Layout) -> None:
+        known = self._layouts.setdefault((epoch, step), layout)
+        _require(known == layout, f"worker {worker} goes on after step {step} with another layout than a peer")
 
 
 class Fencing(Observer):
@@ -250,6 +262,7 @@ def all_checkers(truth: Truth, num_layers: int, num_microbatches: int) -> list[O
         SameBits(truth),
         ExactlyOnce(num_layers, num_microbatches),
         OneOwner(),
+        OneLayout(),
         Fencing(),
         Agreement(),
         NoSilentLoss(),

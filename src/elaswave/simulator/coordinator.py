@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from elaswave.control.core.coordinator import (
     Books,
+    ChangePlanned,
     CheckpointFound,
     Coordinator,
     Decided,
@@ -26,7 +27,7 @@ from elaswave.control.core.coordinator import (
     TermRecord,
 )
 from elaswave.control.core.messages import Decision, Installed, Registered, Report
-from elaswave.simulator.job import model_of
+from elaswave.simulator.job import model_of, other_layout
 from elaswave.simulator.messages import FinishedReport, PeerLost, Shard, StepDone
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
@@ -88,6 +89,8 @@ class SimCoordinator:
         )
         self.links: dict[int, Link] = {}
         self._finished: dict[int, FinishedReport] = {}
+        self._planned_epoch = 0
+        """The newest epoch in which another layout was planned."""
         self._shards: dict[tuple[int, int], dict[int, Shard]] = {}
 
     def survive(
@@ -218,6 +221,20 @@ class SimCoordinator:
     def _on_step_done(self, message: StepDone) -> None:
         self.carry_out(self.core.handle(EvidenceSeen(message.evidence, message.epoch), self.world.now))
         self.world.publish(message.evidence)
+        self._plan(message)
+
+    def _plan(self, message: StepDone) -> None:
+        """Plans another layout once in every epoch; planning takes a while, in which anything may happen."""
+        core, world = self.core, self.world
+        epoch, begin = core.epoch, world.job.change_step
+        if begin and message.evidence.step >= begin and message.epoch == epoch > self._planned_epoch:
+            self._planned_epoch = epoch
+            layout, tuning, _ = core.in_force()
+            planned = ChangePlanned(epoch, other_layout(layout), tuning, "another layout")
+            world.after(world.delay(), self, self._on_planned, planned)
+
+    def _on_planned(self, planned: ChangePlanned) -> None:
+        self.carry_out(self.core.handle(planned, self.world.now))
 
     def _on_shard(self, message: Shard) -> None:
         shards = self._shards.setdefault((message.step, message.epoch), {})

@@ -11,11 +11,13 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import NamedTuple
 
+import msgspec
+
 from elaswave.control.core.coordinator import Planned, Planner
 from elaswave.planning.layout import make_layout
 from elaswave.planning.recovery import promote, survivor_layout
 from elaswave.state.placement import Block, Placement, make_blocks, place_blocks
-from elaswave.types import Layout
+from elaswave.types import Hop, Layout
 
 MASK = (1 << 64) - 1
 INITIAL_GRID = 4
@@ -44,6 +46,8 @@ class Job(NamedTuple):
     """A step whose gradients are so large that its first attempt asks for another; 0 for none."""
     move_step: int = 0
     """A step in which a follower of the first block begins to be replaced by another worker; 0 for none."""
+    change_step: int = 0
+    """The first step after which, once in every epoch, another layout is planned; 0 for none."""
     blocks_per_round: int = 1
     """New copies that one owner sends, and one worker receives, in one step."""
     min_workers: int = 1
@@ -93,6 +97,36 @@ def planner_of(blocks: Sequence[Block], num_followers: int) -> Planner:
         return place_blocks(layout, blocks, num_followers=num_followers)
 
     return Planner(survive, replace)
+
+
+def other_layout(layout: Layout) -> Layout:
+    """A planned change: the last worker of the widest stage moves to the next one, so all that it runs changes.
+
+    Where every stage has one worker, the first two change places; in a single stage the micro-batches move on by one.
+    """
+    workers = [list(stage.workers) for stage in layout.stages]
+    widest = max(range(len(workers)), key=lambda index: len(workers[index]))
+    if len(workers) == 1:
+        order = workers[0][1:] + workers[0][:1]
+    elif len(workers[widest]) == 1:
+        workers[0], workers[1] = workers[1], workers[0]
+    else:
+        target = workers[(widest + 1) % len(workers)]
+        target.append(workers[widest].pop())
+        target.sort()
+    stages = tuple(
+        msgspec.structs.replace(stage, workers=tuple(members))
+        for stage, members in zip(layout.stages, workers, strict=True)
+    )
+    orders = [order] if len(workers) == 1 else workers
+    routes = tuple(
+        tuple(
+            Hop(members[microbatch % len(members)], index, stage.start, stage.stop)
+            for index, (stage, members) in enumerate(zip(stages, orders, strict=True))
+        )
+        for microbatch in range(layout.num_microbatches)
+    )
+    return Layout(stages=stages, routes=routes)
 
 
 # ------------------------------------------------------------------------------------------------------ the arithmetic

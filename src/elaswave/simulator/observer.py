@@ -6,6 +6,7 @@ from typing import Any
 from elaswave.control.core.messages import Decision
 from elaswave.simulator.job import BlockState
 from elaswave.state.placement import Placement
+from elaswave.types import Layout
 
 
 class Observer:
@@ -32,6 +33,9 @@ class Observer:
 
     def placed(self, worker: int, placement: Placement) -> None:
         """A worker has learned of a vote that brings a placement into force."""
+
+    def switched(self, worker: int, epoch: int, step: int, layout: Layout) -> None:
+        """A planned change of layout has come into force for a worker, with the vote of a step."""
 
     def applied(self, worker: int, block: int, step: int, state: BlockState) -> None:
         """A worker has applied a step to its copy of a block."""

@@ -15,6 +15,7 @@ from elaswave.control.core.coordinator import Coordinator, Effect, EvidenceSeen,
 from elaswave.control.core.ledger import Held, Ledger
 from elaswave.control.core.member import Member
 from elaswave.control.core.messages import CoreToWorker, Decision, Evidence, Registered, Report
+from elaswave.simulator.certificate import Vote
 from elaswave.simulator.coordinator import SimCoordinator, Store
 from elaswave.simulator.messages import PARAMETERS, FinishedReport, Frame, Key
 from elaswave.simulator.run import Build
@@ -127,6 +128,22 @@ class SwitchesWithoutVote(SimWorker):
             self.drop(block)
         self.placement = common_placement(self.placement, traffic.voting)
         return traffic_between(self.job, self.layout, self.placement, traffic.voting)
+
+
+class ChangesAlone(SimWorker):
+    """A planned change of the layout comes into force for whoever holds it, whatever the others hold."""
+
+    def is_adopted(self, vote: Vote) -> bool:
+        return self.change is not None
+
+
+class KeepsOldChanges(SimWorker):
+    """A planned change of the layout outlives its epoch."""
+
+    def move(self, epoch: int, members: Iterable[int]) -> None:
+        change = self.change
+        super().move(epoch, members)
+        self.change = change
 
 
 class DropsOneVoteEarly(SimWorker):
@@ -323,6 +340,18 @@ PLANTS = {
             "the next placement takes effect without its vote",
             Build(worker=SwitchesWithoutVote),
             "move_step=2 kill:0@18",
+        ),
+        Plant(
+            "change-alone",
+            "a planned change of the layout comes into force though somebody does not hold it",
+            Build(worker=ChangesAlone),
+            "widths=1,1 num_microbatches=1 change_step=1 slow_worker=1 slow_by=40",
+        ),
+        Plant(
+            "old-change",
+            "a planned change of the layout outlives its epoch",
+            Build(worker=KeepsOldChanges),
+            "widths=1,1 num_microbatches=1 retry_step=2 change_step=1 kill:1@30",
         ),
         Plant(
             "drop-too-early",

@@ -107,6 +107,8 @@ _LATE = Conditions(exit_delay=40, link_delay=30)
 
 JOB_OF_3 = Job(widths=(2, 1), steps=2, checkpoint_every=1, retry_step=2, move_step=1)
 JOB_OF_4 = Job(widths=(2, 2), steps=2, retry_step=2)
+CHANGING_JOB = Job(widths=(2, 1), steps=3, change_step=1)
+"""The layout changes while its second step runs, so that its third one is the first under the next layout."""
 
 
 def _weathers(num_workers: int) -> tuple[Conditions, ...]:
@@ -128,6 +130,8 @@ SPACES = {
         Space("3-workers-1-fault", JOB_OF_3, _weathers(3), (ALL_KINDS,)),
         Space("3-workers-2-faults", JOB_OF_3, (_PROMPT,), (MAIN_KINDS, MAIN_KINDS)),
         Space("4-workers-1-fault", JOB_OF_4, _weathers(4), (ALL_KINDS,)),
+        Space("3-workers-change-1-fault", CHANGING_JOB, _weathers(3), (ALL_KINDS,)),
+        Space("3-workers-change-2-kills", CHANGING_JOB, (_PROMPT,), (("kill",), ("kill", "suspect"))),
         Space("4-workers-2-kills", JOB_OF_4, (_PROMPT,), (("kill",), ("kill",))),
     )
 }

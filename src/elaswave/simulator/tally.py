@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from elaswave.control.core.messages import Decision
 from elaswave.simulator.observer import Observer
+from elaswave.types import Layout
 
 
 class Tally(Observer):
@@ -16,6 +17,8 @@ class Tally(Observer):
         self.counts: Counter[str] = Counter()
         self._known: dict[int, tuple[int, int]] = {}
         self._installing: set[int] = set()
+        self._switched: dict[int, int] = {}
+        """Worker -> newest step whose vote has brought a planned change into force there."""
 
     def learned(
         self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
@@ -24,8 +27,18 @@ class Tally(Observer):
         if not commits:
             self.counts["votes that asked for another attempt"] += 1
 
+    def switched(self, worker: int, epoch: int, step: int, layout: Layout) -> None:
+        if step not in self._switched.values():
+            self.counts["planned changes of the layout"] += 1
+        self._switched[worker] = step
+
     def decided(self, decision: Decision) -> None:
         counts = self.counts
+        newest = max(self._switched.values(), default=-1)
+        if newest == decision.resume_step - 1 and decision.rollback is None:
+            switched = sum(self._switched.get(worker) == newest for worker in decision.members)
+            if switched < len(decision.members):
+                counts["losses while a planned change came into force"] += 1
         counts["decisions"] += 1
         if len(decision.lost) > 1:
             counts["decisions about several losses"] += 1

@@ -11,8 +11,17 @@ from collections.abc import Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elaswave.control.core.ledger import CatchUp, Held, Ledger
-from elaswave.control.core.member import Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
-from elaswave.control.core.messages import CoreToWorker, Decision, Evidence, Fenced, Installed, Registered, Report
+from elaswave.control.core.member import Hold, Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
+from elaswave.control.core.messages import (
+    Change,
+    CoreToWorker,
+    Decision,
+    Evidence,
+    Fenced,
+    Installed,
+    Registered,
+    Report,
+)
 from elaswave.simulator.certificate import Vote, decode_vote, encode_vote, expected_residency, residency_key
 from elaswave.simulator.job import (
     INITIAL_GRID,
@@ -45,7 +54,8 @@ from elaswave.simulator.messages import (
     Shard,
     StepDone,
 )
-from elaswave.simulator.traffic import Traffic, WorkerPlan, coverage_key, traffic_of
+from elaswave.simulator.traffic import Traffic, WorkerPlan, coverage_key, traffic_between, traffic_of
+from elaswave.types import Layout, struct_hash
 
 if TYPE_CHECKING:
     from elaswave.simulator.world import World
@@ -105,6 +115,10 @@ class SimWorker:
             for block in model.blocks
             if worker in model.placement.holders(block.id)
         }
+        self.change: Change | None = None
+        """The planned change that it holds."""
+        self.in_force: Change | None = None
+        """The change that came into force with a vote, until the step's GATHER."""
         self.filling: dict[int, Copy] = {}
         """Copies on their way in: they count once a vote has passed with them."""
         self.parameters = {
@@ -207,11 +221,20 @@ class SimWorker:
         elif isinstance(action, Install):
             self.report = None
             self._live(self._install(action.decision))
+        elif isinstance(action, Hold):
+            self.hold(action.change)
         elif isinstance(action, Leave):
             self.world.leave(self, action.reason)
 
+    def hold(self, change: Change) -> None:
+        """Takes a planned change, unless it is in force already or held."""
+        if change.number > self.ledger.change and (self.change is None or change.number > self.change.number):
+            self.change = change
+
     def move(self, epoch: int, members: Iterable[int]) -> None:
         """Leaves the old epoch, promises, and reports."""
+        self.change = None  # it is void in any other epoch
+        self.in_force = None  # the decision knows of it
         self.done = False  # what it said of its end was of the old epoch
         self._stop()
         self.leave_epoch(epoch)
@@ -304,7 +327,11 @@ class SimWorker:
                 attempt += 1
                 continue
             yield from self.apply(evidence)
-            yield from self.gather(plan)
+            if self.in_force is not None:
+                self.switch(self.in_force.layout)
+                self.in_force = None
+            # The layout and the placement that are in force now decide who needs which parameters.
+            yield from self.gather(traffic_between(self.job, self.layout, self.placement, self.placement))
             self._step_done(evidence)
             if self.job.checkpoint_every and step % self.job.checkpoint_every == 0:
                 self._write_shard(step)
@@ -427,8 +454,14 @@ class SimWorker:
             tuple(self.losses),
             traffic.layout_hash,
             -traffic.layout_hash,
+            *self.held_change(),
             self.maximum,
         )
+
+    def held_change(self) -> tuple[int, int]:
+        """What it says of planned changes in its vote: the hash of the one that it holds, and minus that."""
+        held = 0 if self.change is None else hash((self.change.number, struct_hash(self.change.layout))) & MASK >> 1
+        return held, -held
 
     def judge(self, vote: Vote, traffic: Traffic) -> bool:
         """Whether a merged vote commits the step.
@@ -475,7 +508,10 @@ class SimWorker:
 
     def learn(self, vote: Vote, commits: bool, traffic: Traffic, plan: WorkerPlan) -> None:
         """The own vote is complete."""
-        evidence = self.ledger.learn(encode_vote(vote), commits=commits)
+        if commits and self.is_adopted(vote):
+            self.in_force, self.change = self.change, None
+        number = None if self.in_force is None else self.in_force.number
+        evidence = self.ledger.learn(encode_vote(vote), commits=commits, change=number)
         self._take_grid(evidence)
         self.world.see.learned(self.id, self.epoch, self.step, self.attempt, commits, evidence.vector, self.grid)
         if commits:
@@ -487,6 +523,19 @@ class SimWorker:
             self.filling = {}
             self.placement = traffic.voting
             self.world.see.placed(self.id, self.placement)
+
+    def is_adopted(self, vote: Vote) -> bool:
+        """Whether the change that it holds comes into force with a vote."""
+        return vote.is_changed_by_all
+
+    def switch(self, layout: Layout) -> None:
+        """The next layout is in force: makes room for its layers; what this worker does not hold comes with GATHER."""
+        stage = layout.stages[layout.stage_of(self.id)]
+        self.layout, self.layers = layout, (stage.start, stage.stop)
+        self.world.see.switched(self.id, self.epoch, self.step, layout)
+        here = [block for layer in range(*self.layers) for block in self.model.blocks_of_layer[layer]]
+        held = {block: parameter(self.held[block].state) for block in here if block in self.held}
+        self.parameters = {block: self.parameters[block] for block in here if block in self.parameters} | held
 
     def drop(self, block: int) -> None:
         """Gives up a copy."""
@@ -520,8 +569,9 @@ class SimWorker:
             if block in self.parameters:
                 self.parameters[block] = parameter(copy.state)
 
-    def gather(self, plan: WorkerPlan) -> Life:
+    def gather(self, traffic: Traffic) -> Life:
         """GATHER: new parameters to whoever does not hold the block."""
+        plan = traffic.workers[self.id]
         for layer, peer, blocks in plan.parameters_out:
             self.send(peer, PARAMETERS, layer, 0, [parameter(self.held[block].state) for block in blocks])
         for layer, owner, blocks in plan.parameters_in:

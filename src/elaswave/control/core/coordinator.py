@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from elaswave.control.core.messages import (
+    Change,
     Copies,
     CoreToWorker,
     Decision,
@@ -27,6 +28,7 @@ from elaswave.control.core.messages import (
     Prepare,
     Registered,
     Report,
+    Tuning,
 )
 from elaswave.control.core.table import Transition, check_transition
 from elaswave.state.placement import Block, Placement
@@ -48,12 +50,14 @@ SUSPECTED = "a member is suspected"
 REPORTED = "every member has reported"
 NO_COPY_LEFT = "every member has reported, and a block has no copy left"
 FOUND = "a checkpoint is found"
+PLANNED = "a better layout is planned"
 GIVEN_UP = "nothing is left to go on with, or a bound is exceeded"
 
 _RAISE = "persist the rise, ask the members, fence the others"
 _DECIDE = "persist the decision, send it"
 TRANSITIONS = (
     Transition(State.STARTING, REGISTERED, State.TRAINING, "persist the start, tell the addresses"),
+    Transition(State.TRAINING, PLANNED, State.TRAINING, "persist the change, send it"),
     Transition(State.TRAINING, SUSPECTED, State.COLLECTING, _RAISE),
     Transition(State.COLLECTING, SUSPECTED, State.COLLECTING, _RAISE),
     Transition(State.ROLLING_BACK, SUSPECTED, State.COLLECTING, _RAISE),
@@ -95,7 +99,7 @@ class RaiseRecord(msgspec.Struct, frozen=True, kw_only=True, tag="raise"):
     reason: str
 
 
-Record = TermRecord | StartRecord | RaiseRecord | Decision
+Record = TermRecord | StartRecord | RaiseRecord | Change | Decision
 """What a coordinator persists, in order."""
 
 
@@ -139,6 +143,16 @@ class CheckpointFound(NamedTuple):
     step: int | None
 
 
+class ChangePlanned(NamedTuple):
+    """The planner has a better layout for the members of an epoch."""
+
+    epoch: int
+    layout: Layout
+    tuning: Tuning
+    reason: str
+    predicted_step_s: float | None = None
+
+
 class Books(NamedTuple):
     """What of the last committed step is still to be done, asked when a decision is made."""
 
@@ -148,7 +162,7 @@ class Books(NamedTuple):
     """The newest step whose loss is known."""
 
 
-Event = Registered | Report | Installed | Suspected | Failed | EvidenceSeen | CheckpointFound
+Event = Registered | Report | Installed | Suspected | Failed | EvidenceSeen | CheckpointFound | ChangePlanned
 
 
 # ------------------------------------------------------------------------------------------------------------- effects
@@ -224,6 +238,10 @@ class Planned(NamedTuple):
     promoted: int
     orphans: tuple[int, ...]
     """Blocks of which no valid copy is left."""
+    tuning: Tuning | None = None
+    """None: as it was."""
+    restart: bool = False
+    """Whether everybody starts over from the last checkpoint, though no state may be lost (a policy of restarting)."""
 
 
 class Planner(NamedTuple):
@@ -300,6 +318,12 @@ class Coordinator:
         self._errors: dict[int, str] = {}
         """Workers that have ended with an error of their own since the newest decision -> what it was."""
         self._orphans: tuple[int, ...] = ()
+        self._changes: dict[int, Change] = {}
+        """Planned changes since the newest decision, by number; each may have come into force, or may yet."""
+        self._num_changes = 0
+        """The largest number that was ever given to one."""
+        self.tuning = Tuning()
+        """Of the newest decision."""
         self._rollback_epoch = 0
         """The epoch of the newest decision that went back to a checkpoint."""
         for record in records:
@@ -316,6 +340,8 @@ class Coordinator:
                 record.reason,
             )
             self.state = State.COLLECTING
+        elif isinstance(record, Change):
+            self._take_change(record)
         elif isinstance(record, Decision):
             self._take_over(record)
             self.state = State.TRAINING
@@ -324,6 +350,8 @@ class Coordinator:
         self.decision = decision
         self.epoch, self.members = decision.epoch, decision.members
         self.layout, self.placement = decision.layout, decision.placement
+        self.tuning = decision.tuning
+        self._changes.clear()
         self._lost = ()
         self._errors.clear()
         if decision.rollback is not None:
@@ -331,6 +359,21 @@ class Coordinator:
             self._rollback_epoch = decision.epoch
         elif decision.evidence is not None:
             self._evidence = decision.evidence
+
+    def _take_change(self, change: Change) -> None:
+        self._changes[change.number] = change
+        self._num_changes = change.number
+
+    def in_force(self) -> tuple[Layout, Tuning, int]:
+        """Layout and tuning in force by the newest vote that is known here, and the number of their change."""
+        return self._in_force(self._evidence)
+
+    def _in_force(self, evidence: Evidence | None) -> tuple[Layout, Tuning, int]:
+        number = 0 if self.decision is None else self.decision.change
+        if evidence is not None:
+            number = max(number, evidence.change)
+        change = self._changes.get(number)
+        return (self.layout, self.tuning, number) if change is None else (change.layout, change.tuning, number)
 
     @property
     def raised(self) -> Raised:
@@ -366,6 +409,8 @@ class Coordinator:
             return self._on_failed(event, now_s)
         if isinstance(event, EvidenceSeen):
             return self._on_evidence(event)
+        if isinstance(event, ChangePlanned):
+            return self._on_change_planned(event)
         return self._on_checkpoint(event)
 
     def _go(self, cause: str, after: State) -> None:
@@ -401,6 +446,10 @@ class Coordinator:
             effects.append(Send(worker, msgspec.structs.replace(self.decision, term=self.term)))
         elif event.epoch > self.epoch:
             effects.append(Note(f"worker {worker} registers in epoch {event.epoch}, the newest is {self.epoch}"))
+        if self.state is State.TRAINING and self._changes:
+            # It may have been lost with a connection; one that is in force already, or held, is ignored.
+            newest = self._changes[self._num_changes]
+            effects.append(Send(worker, msgspec.structs.replace(newest, term=self.term)))
         return effects
 
     def _start_again(self) -> list[Effect]:
@@ -488,6 +537,26 @@ class Coordinator:
             reason = f"{summary}; {reason}"
         return [End(reason, worker, orphans)]
 
+    # ---------------------------------------------------------------------------------------------- planned changes
+
+    def _on_change_planned(self, event: ChangePlanned) -> list[Effect]:
+        if self.state is not State.TRAINING or event.epoch != self.epoch:
+            return [Note(f"a plan for epoch {event.epoch} comes in epoch {self.epoch}, {self.state.value}")]
+        if event.layout.workers != self.members:
+            return [Note(f"a plan for workers {event.layout.workers}, but the members are {self.members}")]
+        change = Change(
+            term=self.term,
+            epoch=self.epoch,
+            number=self._num_changes + 1,
+            layout=event.layout,
+            tuning=event.tuning,
+            reason=event.reason,
+            predicted_step_s=event.predicted_step_s,
+        )
+        self._go(PLANNED, State.TRAINING)
+        self._take_change(change)
+        return [Persist(change), *(Send(worker, change) for worker in self.members)]
+
     # -------------------------------------------------------------------------------------------------- the decision
 
     def _on_evidence(self, event: EvidenceSeen) -> list[Effect]:
@@ -521,9 +590,10 @@ class Coordinator:
             version = held.get(worker, {}).get(block)
             return version is not None and can_reach(version, self._reports[worker], evidence, base)
 
-        lost = tuple(sorted(set(self.layout.workers) - set(self.members)))
-        planned = self._planner.survive(self.layout, self._merged_placement(), lost, valid)
-        if planned.orphans:
+        layout, tuning, change = self._in_force(evidence)
+        lost = tuple(sorted(set(layout.workers) - set(self.members)))
+        planned = self._planner.survive(layout, self._merged_placement(), lost, valid)
+        if planned.orphans or planned.restart:
             return self._seek_checkpoint(planned.orphans)
         attempt = 1 + max((report.attempt for report in reports if report.step == base + 1), default=0)
         if evidence is not None and not evidence.commits:
@@ -546,6 +616,8 @@ class Coordinator:
             published=books.published,
             promoted=planned.promoted,
             reason=self._reason,
+            change=change,
+            tuning=tuning if planned.tuning is None else planned.tuning,
         )
         return self._issue(decision)
 
@@ -582,8 +654,10 @@ class Coordinator:
                 "elastic.num_followers higher",
                 orphans=self._orphans,
             )
-        lost = tuple(sorted(set(self.layout.workers) - set(self.members)))
-        layout = self._planner.survive(self.layout, self.placement, lost, lambda block, worker: True).layout
+        layout, tuning, change = self.in_force()
+        lost = tuple(sorted(set(layout.workers) - set(self.members)))
+        planned = self._planner.survive(layout, self.placement, lost, lambda block, worker: True)
+        layout = planned.layout
         decision = Decision(
             term=self.term,
             epoch=self.epoch,
@@ -601,6 +675,8 @@ class Coordinator:
             published=event.step,
             promoted=0,
             reason=f"{self._reason}; {what}",
+            change=change,
+            tuning=tuning if planned.tuning is None else planned.tuning,
         )
         return self._issue(decision)
 

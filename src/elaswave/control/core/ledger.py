@@ -54,6 +54,8 @@ class Ledger:
         self.parameters_step = base_step
         self.promised_epoch: int | None = None
         self.decided_epoch = 0
+        self.change = 0
+        """Number of the planned change of layout that is in force here."""
 
     def begin(self, step: int, attempt: int) -> None:
         """A new attempt starts."""
@@ -67,12 +69,27 @@ class Ledger:
         self._refuse_if_promised("prepare")
         self.prepared = True
 
-    def learn(self, vector: bytes, *, commits: bool) -> Evidence:
-        """The own vote is complete."""
+    def learn(self, vector: bytes, *, commits: bool, change: int | None = None) -> Evidence:
+        """The own vote is complete.
+
+        Args:
+            vector: the whole merged vote.
+            commits: whether it commits the step.
+            change: number of the planned change that everybody held in it, and that is in force from now on.
+        """
         self._refuse_if_promised("learn a vote")
         if not self.prepared:
             raise LedgerError(f"a vote on step {self.step} was learned by a worker that was not prepared")
-        self.evidence = Evidence(step=self.step, attempt=self.attempt, commits=commits, vector=vector)
+        if change is not None:
+            if not commits or change <= self.change:
+                raise LedgerError(
+                    f"change {change} of the layout after change {self.change}, by a vote on step {self.step} that "
+                    f"{'commits' if commits else 'does not commit'}"
+                )
+            self.change = change
+        self.evidence = Evidence(
+            step=self.step, attempt=self.attempt, commits=commits, vector=vector, change=self.change
+        )
         return self.evidence
 
     def may_write_parameters(self, step: int) -> bool:
@@ -117,6 +134,7 @@ class Ledger:
         self.promised_epoch = None
         catch_up = self._catch_up(decision)
         self.decided_epoch = decision.epoch
+        self.change = decision.change
         base = decision.resume_step - 1
         self.step, self.attempt, self.prepared = base, 0, False
         if decision.resume_attempt > 1:

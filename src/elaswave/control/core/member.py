@@ -9,7 +9,7 @@ of is the `ledger`'s.
 from enum import Enum
 from typing import NamedTuple
 
-from elaswave.control.core.messages import CoreToWorker, Decision, Fenced, Prepare
+from elaswave.control.core.messages import Change, CoreToWorker, Decision, Fenced, Prepare
 from elaswave.control.core.table import Transition, check_transition
 
 
@@ -23,6 +23,7 @@ class MemberState(Enum):
 
 ASKED = "it is asked to report for a newer epoch"
 DECIDED = "the decision of that epoch comes"
+OFFERED = "a planned change of that epoch comes"
 LEFT_BEHIND = "it is told that the epoch goes on without it"
 
 _REPORT = "move the data plane to the new epoch, promise, report"
@@ -30,6 +31,7 @@ TRANSITIONS = (
     Transition(MemberState.TRAINING, ASKED, MemberState.REPORTED, _REPORT),
     Transition(MemberState.REPORTED, ASKED, MemberState.REPORTED, _REPORT),
     Transition(MemberState.REPORTED, DECIDED, MemberState.TRAINING, "catch up, take over roles, complete parameters"),
+    Transition(MemberState.TRAINING, OFFERED, MemberState.TRAINING, "hold it, and say so in the next vote"),
     Transition(MemberState.TRAINING, LEFT_BEHIND, MemberState.FENCED, "end itself"),
     Transition(MemberState.REPORTED, LEFT_BEHIND, MemberState.FENCED, "end itself"),
 )
@@ -65,7 +67,13 @@ class Ignored(NamedTuple):
     reason: str
 
 
-Action = MoveAndReport | ReportAgain | Install | Leave | Ignored
+class Hold(NamedTuple):
+    """Hold a planned change of layout, and say so in the next vote."""
+
+    change: Change
+
+
+Action = MoveAndReport | ReportAgain | Install | Hold | Leave | Ignored
 
 
 class Member:
@@ -94,6 +102,11 @@ class Member:
             return Leave(message.reason)
         if isinstance(message, Prepare):
             return self._on_prepare(message)
+        if isinstance(message, Change):
+            if self.state is MemberState.TRAINING and message.epoch == self.epoch:
+                self._go(OFFERED, MemberState.TRAINING)
+                return Hold(message)
+            return Ignored(f"change {message.number} of epoch {message.epoch} in epoch {self.epoch}")
         if self.state is MemberState.REPORTED and message.epoch == self.epoch:
             self._go(DECIDED, MemberState.TRAINING)
             return Install(message)

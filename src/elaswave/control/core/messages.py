@@ -9,7 +9,7 @@ import msgspec
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Both ends of a control connection must have the same."""
 
 
@@ -22,6 +22,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the vote committed the step (else it asked for another attempt, with grids that the vector tells)."""
     vector: bytes
     """The whole merged vote, as bytes: norm, losses, maxima, layout; enough to apply the step without having voted."""
+    change: int = 0
+    """Number of the planned change of layout that is in force after this vote; 0 for none since the start."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -78,6 +80,39 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
     reason: str
 
 
+class Tuning(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a plan stands beside the layout. The protocol carries it and does not look into it."""
+
+    schedule: str = ""
+    """Of the programs; empty: as configured."""
+    levels: dict[int, int] = {}
+    """Worker -> index of its device's frequency level; the base level for those that are not in it."""
+    layer_s: tuple[tuple[float, float, float], ...] = ()
+    """Seconds of each layer's forward, input gradient and weight gradient, by which everybody compiles the same
+    programs; empty: layers are taken to be balanced over stages."""
+    speeds: dict[int, float] = {}
+    """Worker -> its speed, level included, for the same purpose; 1 for those that are not in it."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True, tag="change"):
+    """A planned change of layout. Persisted before it is sent.
+
+    A worker that holds it says so in its vote; with the first vote that commits a step and in which everybody holds it,
+    it is in force: the step's GATHER already runs under it.
+    """
+
+    term: int
+    epoch: int
+    """It is void in any other."""
+    number: int
+    """Grows over the whole job; the newest one that a worker holds counts."""
+    layout: Layout
+    """Of exactly the members of the epoch."""
+    tuning: Tuning
+    reason: str
+    predicted_step_s: float | None = None
+
+
 class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
     """What all members of an epoch do next. Persisted before it is sent."""
 
@@ -107,6 +142,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
     promoted: int
     """Number of blocks that got a new owner."""
     reason: str
+    change: int = 0
+    """Number of the newest planned change that the layout follows from. Later ones of older epochs are void."""
+    tuning: Tuning = Tuning()
 
 
 class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag="fenced"):
@@ -145,4 +183,4 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True, tag="installed"):
 
 
 WorkerToCore = Registered | Report | Installed
-CoreToWorker = Prepare | Decision | Fenced
+CoreToWorker = Prepare | Decision | Fenced | Change

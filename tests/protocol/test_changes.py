@@ -1,0 +1,213 @@
+"""Planned changes of the layout, event by event: when they count, when they are void, and what a loss makes of them."""
+
+import msgspec
+import pytest
+from tests.protocol.machines import THREE, coordinator, registered, report, suspicion, vote
+
+from elaswave.control.core.coordinator import (
+    ChangePlanned,
+    CheckpointFound,
+    Decided,
+    EvidenceSeen,
+    Note,
+    Persist,
+    Send,
+    StartRecord,
+    State,
+)
+from elaswave.control.core.ledger import Ledger, LedgerError
+from elaswave.control.core.member import Hold, Ignored, Member, MemberState
+from elaswave.control.core.messages import Change, Decision, Prepare, Tuning
+from elaswave.planning.recovery import survivor_layout
+from elaswave.simulator.job import Job, model_of, other_layout
+
+LAYOUT = model_of(THREE).layout
+OTHER = other_layout(LAYOUT)
+"""Worker 1 has moved to the second stage."""
+TUNING = Tuning(schedule="gpipe", levels={0: 1})
+
+
+def planned(epoch=1, layout=OTHER):
+    return ChangePlanned(epoch, layout, TUNING, "faster", 0.5)
+
+
+def training(records=()):
+    """A coordinator whose three workers train."""
+    core = coordinator(records)
+    core.begin()
+    for worker in range(3):
+        core.handle(registered(worker), 0.0)
+    assert core.state is State.TRAINING
+    return core
+
+
+def changed_vote(step, number):
+    return msgspec.structs.replace(vote(step), change=number)
+
+
+def messages_to(effects, worker):
+    return [effect.message for effect in effects if isinstance(effect, Send) and effect.worker == worker]
+
+
+def decide(core, lost, reports):
+    """Loses a worker; the others answer."""
+    core.handle(suspicion(lost), 0.0)
+    effects = []
+    for each in reports:
+        effects = core.handle(each, 0.0)
+    return next(effect.decision for effect in effects if isinstance(effect, Decided))
+
+
+def test_a_change_is_persisted_before_it_is_sent_to_every_member():
+    core = training()
+    first, *others = core.handle(planned(), 0.0)
+    assert isinstance(first, Persist) and isinstance(first.record, Change)
+    change = first.record
+    assert (change.epoch, change.number, change.layout, change.tuning) == (1, 1, OTHER, TUNING)
+    assert others == [Send(worker, change) for worker in range(3)]
+    second = core.handle(planned(layout=LAYOUT), 0.0)[0]
+    assert isinstance(second, Persist) and second.record.number == 2
+
+
+def test_a_plan_that_comes_too_late_is_dropped():
+    core = training()
+    core.handle(suspicion(2), 0.0)
+    (note,) = core.handle(planned(), 0.0)
+    assert isinstance(note, Note) and "a plan for epoch 1 comes in epoch 2, collecting" in note.text
+
+
+def test_a_plan_for_other_workers_is_dropped():
+    core = training()
+    (note,) = core.handle(planned(layout=survivor_layout(OTHER, [0])), 0.0)
+    assert isinstance(note, Note) and "the members are (0, 1, 2)" in note.text
+
+
+def test_until_a_vote_shows_it_a_change_is_not_in_force():
+    core = training()
+    core.handle(planned(), 0.0)
+    assert core.in_force() == (LAYOUT, Tuning(), 0)
+    core.handle(EvidenceSeen(vote(1), 1), 0.0)
+    assert core.in_force() == (LAYOUT, Tuning(), 0)
+    core.handle(EvidenceSeen(changed_vote(2, 1), 1), 0.0)
+    assert core.in_force() == (OTHER, TUNING, 1)
+
+
+def test_a_loss_after_the_vote_goes_on_from_the_next_layout():
+    core = training()
+    core.handle(planned(), 0.0)
+    # Only worker 0 has learned the vote; worker 1 was prepared, and hears of it with the decision.
+    learned = changed_vote(1, 1)
+    decision = decide(core, 2, [report(0, 2, evidence=learned), report(1, 2, prepared=True, version=0)])
+    assert decision.evidence == learned and decision.resume_step == 2
+    assert decision.layout == survivor_layout(OTHER, [2])
+    assert (decision.change, decision.tuning) == (1, TUNING)
+    # Neither has the parameters of the step under the next layout, except who has completed them.
+    assert (1, 1) in decision.deliver
+
+
+def test_a_loss_before_the_vote_makes_the_change_void():
+    core = training()
+    core.handle(planned(), 0.0)
+    decision = decide(core, 2, [report(0, 2, version=0), report(1, 2, version=0)])
+    assert decision.resume_step == 1
+    assert decision.layout == survivor_layout(LAYOUT, [2])
+    assert (decision.change, decision.tuning) == (0, Tuning())
+    # The next one has a number of its own.
+    two = tuple(decision.layout.workers)
+    effects = core.handle(planned(epoch=2, layout=decision.layout), 0.0)
+    assert isinstance(effects[0], Persist) and effects[0].record.number == 2
+    assert [effect.worker for effect in effects[1:]] == list(two)
+
+
+def test_a_new_coordinator_knows_the_changes_and_says_them_again_in_its_own_name():
+    core = training()
+    change = core.handle(planned(), 0.0)[0].record
+    again = coordinator([StartRecord(term=1), change])
+    again.begin()
+    (sent,) = [m for m in messages_to(again.handle(registered(1), 0.0), 1) if isinstance(m, Change)]
+    assert sent == msgspec.structs.replace(change, term=2)
+    again.handle(EvidenceSeen(changed_vote(3, 1), 1), 0.0)
+    assert again.in_force()[0] == OTHER
+
+
+def test_changes_of_before_a_decision_are_forgotten():
+    core = training()
+    change = core.handle(planned(), 0.0)[0].record
+    decision = decide(core, 2, [report(0, 2, version=0), report(1, 2, version=0)])
+    again = coordinator([change, decision])
+    effects = again.begin() + again.handle(registered(1, epoch=2), 0.0)
+    assert not [m for m in messages_to(effects, 1) if isinstance(m, Change)]
+    assert again.in_force() == (decision.layout, Tuning(), 0)
+
+
+def test_a_return_to_a_checkpoint_makes_changes_void():
+    core = training()
+    core.handle(planned(), 0.0)
+    core.handle(EvidenceSeen(changed_vote(2, 1), 1), 0.0)
+    assert core.decision is None
+    core.handle(suspicion(0), 0.0)
+    core.handle(suspicion(1), 0.0)
+    core.handle(report(2, 3, evidence=changed_vote(2, 1)), 0.0)
+    assert core.state is State.ROLLING_BACK
+    effects = core.handle(CheckpointFound(1), 0.0)
+    (decision,) = [effect.decision for effect in effects if isinstance(effect, Decided)]
+    assert isinstance(decision, Decision)
+    assert (decision.rollback, decision.change) == (1, 1)
+    assert decision.layout == survivor_layout(OTHER, [0, 1])
+
+
+# ------------------------------------------------------------------------------------------------------------- member
+
+
+def change_of(epoch=1, number=1, term=1):
+    return Change(term=term, epoch=epoch, number=number, layout=OTHER, tuning=TUNING, reason="faster")
+
+
+def test_a_member_holds_a_change_of_its_epoch():
+    member = Member(0, 1)
+    assert member.handle(change_of()) == Hold(change_of())
+    assert isinstance(member.handle(change_of(epoch=2)), Ignored)
+    assert member.state is MemberState.TRAINING
+
+
+def test_a_member_that_waits_for_a_decision_holds_nothing():
+    member = Member(0, 1)
+    member.handle(Prepare(term=1, epoch=2, members=(0, 1), lost=(2,), reason=""))
+    assert isinstance(member.handle(change_of(epoch=2)), Ignored)
+
+
+def test_a_change_of_a_replaced_coordinator_is_ignored():
+    member = Member(0, 1)
+    member.handle(change_of(term=2))
+    assert isinstance(member.handle(change_of(term=1, number=2)), Ignored)
+
+
+# ------------------------------------------------------------------------------------------------------------- ledger
+
+
+def prepared():
+    ledger = Ledger(0, 0)
+    ledger.begin(1, 1)
+    ledger.prepare()
+    return ledger
+
+
+def test_evidence_tells_the_change_that_is_in_force():
+    ledger = prepared()
+    assert ledger.learn(b"v", commits=True, change=3).change == 3
+    ledger.begin(2, 1)
+    ledger.prepare()
+    assert ledger.learn(b"w", commits=True).change == 3
+
+
+@pytest.mark.parametrize(("commits", "change"), [(False, 1), (True, 0)])
+def test_a_change_needs_a_vote_that_commits_and_a_new_number(commits, change):
+    with pytest.raises(LedgerError, match=f"change {change} of the layout after change 0"):
+        prepared().learn(b"v", commits=commits, change=change)
+
+
+def test_a_job_of_one_stage_or_of_single_workers_changes_too():
+    for widths in ((3,), (1, 1)):
+        layout = model_of(Job(widths=widths, num_microbatches=3)).layout
+        changed = other_layout(layout)
+        assert changed != layout and changed.workers == layout.workers
