@@ -135,7 +135,7 @@ def main() -> int:
         rivals = [
             torchft_recovery.measure(replicas, options.torchft, FORWARD_S + BACKWARD_S) for replicas in TORCHFT_REPLICAS
         ]
-    where["load_1_min_end"] = machine()["load_1_min"]
+    where["load_after"] = machine()["load_before"]
     if options.json:
         print(json.dumps({"machine": where, "rows": rows, "torchft": rivals}, indent=2))
     else:
