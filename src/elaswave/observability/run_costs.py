@@ -1,0 +1,218 @@
+"""What a run folder tells the planner: the layout in force, costs as measured, workers and their speeds.
+
+Works on a run that is still going on. Timings of actions are taken from the log's ``timings``; a run too short to have
+any has at least steps: then the layers' shares are as described, and their seconds such that a step takes as long as
+it did. The job's clock is wall time: on a machine with fewer cores than workers, waiting for a core counts as work.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from elaswave.config.devices import REAL_LINK, device_of, emulated_costs
+from elaswave.config.schema import Config
+from elaswave.errors import RunFolderError
+from elaswave.observability.events import (
+    AnyEvent,
+    LayoutChosen,
+    RunStarted,
+    StepCommitted,
+    TimingsMeasured,
+    read_events,
+)
+from elaswave.observability.result import EVENTS_FILE, check_run_folder
+from elaswave.observability.run_folder import saved_config
+from elaswave.observability.summary import NUM_WARM_UP_STEPS
+from elaswave.planning.cluster import Cluster
+from elaswave.planning.costs import Costs
+from elaswave.planning.describe import describe_shares
+from elaswave.planning.measured import CostMeter, prediction_error
+from elaswave.planning.presets import ModelShape
+from elaswave.planning.schedule import Schedule, compile_programs
+from elaswave.planning.timing import durations_of, time_programs
+from elaswave.types import Layout
+
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+_OPTIMIZER_BYTES = {"adamw": 12, "sgd": 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCosts:
+    """A job as a planner sees it."""
+
+    config: Config
+    layout: Layout
+    """In force by the log's last word."""
+    costs: Costs
+    cluster: Cluster
+    """The layout's workers, with their speeds as measured."""
+    num_reports: int
+    """Timings that the costs rest on; 0 if they are the description, scaled to the steps."""
+    step_s: tuple[float, ...]
+    """Steps that were run under the layout, the first ones left out."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of the run."""
+        return self.config.layout.schedule
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Of the run."""
+        return self.config.batch.microbatch_size * self.config.model.context_length
+
+    @property
+    def predicted_step_s(self) -> float:
+        """What the costs say that a step of the layout takes, in the order in which it is executed."""
+        return _run_s(self.layout, self.schedule, self.costs, self.cluster) + self.costs.step_overhead_s
+
+    @property
+    def prediction_error(self) -> float | None:
+        """How far that is off the steps that were run, as a share of them; None if there were none."""
+        return prediction_error(self.predicted_step_s, self.step_s) if self.step_s else None
+
+
+def read_run_costs(run_dir: Path) -> RunCosts:
+    """Reads a run folder.
+
+    Args:
+        run_dir: of a run, finished or not.
+    Raises:
+        RunFolderError: not a run folder, a damaged file in it, or a run that has not got as far as its fourth step.
+    """
+    check_run_folder(run_dir)
+    events = read_events(run_dir / EVENTS_FILE)
+    return run_costs(saved_config(run_dir), events, name=str(run_dir))
+
+
+def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the run") -> RunCosts:
+    """What a run's log tells. Pure.
+
+    Args:
+        config: of the run, resolved.
+        events: its log, in order.
+        name: of the run, for messages.
+    Raises:
+        RunFolderError: a run that has not got as far as its fourth step.
+    """
+    starts = [index for index, event in enumerate(events) if isinstance(event, RunStarted)]
+    latest = events[starts[-1] :] if starts else events
+    chosen = next((event for event in reversed(latest) if isinstance(event, LayoutChosen)), None)
+    steps = [event for event in latest if isinstance(event, StepCommitted)][NUM_WARM_UP_STEPS:]
+    if chosen is None or not steps:
+        raise RunFolderError(
+            f"{name} has not run {NUM_WARM_UP_STEPS + 1} steps yet, so nothing is known of its costs; wait, or "
+            "describe a cluster with --model and --device"
+        )
+    layout = chosen.layout
+    cluster = _cluster(config, layout, {})
+    known = dict(zip(cluster.ids.tolist(), cluster.speed.tolist()))
+    meter = CostMeter(_described(config, chosen))
+    reports = [event for event in latest if isinstance(event, TimingsMeasured)]
+    # The first steps of a process are slower; they count only where there is nothing else.
+    for event in [event for event in reports if event.step > NUM_WARM_UP_STEPS] or reports:
+        meter.add(event.timings, speeds=known)
+    for step in steps:
+        run_s = step.phases_s.get("run", 0.0)
+        # Of a worker that runs the whole step, as those of the first stage do; others wait for them in REDUCE.
+        if step.attempt == 1 and step.duration_s / 2 < run_s <= step.duration_s:
+            meter.add_step(step.duration_s, run_s)
+    current = [step.duration_s for step in steps if step.epoch == chosen.epoch and step.attempt == 1]
+    if meter.num_reports:
+        cluster = _cluster(config, layout, meter.speeds())
+        costs = meter.costs()
+        if config.device.kind == "emulated":
+            # The description is the truth there, by construction; only what surrounds the actions is real.
+            costs = msgspec.structs.replace(emulated_costs(config), step_overhead_s=costs.step_overhead_s)
+    else:
+        costs = _scaled(config, layout, _described(config, chosen), cluster, [step.duration_s for step in steps])
+    return RunCosts(
+        config=config,
+        layout=layout,
+        costs=costs,
+        cluster=cluster,
+        num_reports=meter.num_reports,
+        step_s=tuple(current),
+    )
+
+
+def shape_of(config: Config) -> ModelShape:
+    """Sizes of a run's model."""
+    model = config.model
+    hidden_size = 4 * model.width if model.family == "gpt" else model.hidden_size or 8 * model.width // 3
+    return ModelShape(
+        name=f"{model.family} of {model.num_layers} blocks of width {model.width}",
+        family=model.family,
+        num_layers=model.num_layers,
+        width=model.width,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads or model.num_heads,
+        hidden_size=hidden_size,
+        vocab_size=config.data.resolved_vocab_size,
+        context_length=model.context_length,
+        source="the run's configuration",
+    )
+
+
+def _described(config: Config, chosen: LayoutChosen) -> Costs:
+    """Bytes and shares of seconds of the run's layers; parameters as the log counts them."""
+    element_bytes = _ELEMENT_BYTES[config.model.dtype]
+    costs = describe_shares(
+        shape_of(config),
+        microbatch_size=config.batch.microbatch_size,
+        consistency=config.elastic.consistency,
+        recompute=config.model.recompute,
+        parameter_bytes=element_bytes,
+        optimizer_bytes=_OPTIMIZER_BYTES[config.optimizer.name],
+    )
+    counted = chosen.layer_parameters or [round(layer.parameter_bytes / element_bytes) for layer in costs.layers]
+    layers = tuple(
+        msgspec.structs.replace(
+            layer,
+            parameter_bytes=float(number * element_bytes),
+            accumulator_bytes=float(number * (8 if config.elastic.consistency == "bitwise" else 4)),
+            optimizer_bytes=float(number * _OPTIMIZER_BYTES[config.optimizer.name]),
+        )
+        for layer, number in zip(costs.layers, counted, strict=True)
+    )
+    return msgspec.structs.replace(costs, layers=layers)
+
+
+def _cluster(config: Config, layout: Layout, measured: dict[int, float]) -> Cluster:
+    device = device_of(config)
+    given = config.device.speeds or ()
+    ids = np.array(layout.workers, dtype=np.int64)
+    speeds = [(given[worker] if worker < len(given) else 1.0) * measured.get(worker, 1.0) for worker in layout.workers]
+    return Cluster(
+        ids=ids,
+        node=np.zeros(len(ids), dtype=np.int64),
+        speed=np.array(speeds),
+        memory_bytes=np.full(len(ids), device.memory_bytes),
+        device=np.zeros(len(ids), dtype=np.int64),
+        devices=(device,),
+        within_node=REAL_LINK,
+        between_nodes=REAL_LINK,
+    )
+
+
+def _run_s(layout: Layout, schedule: Schedule, costs: Costs, cluster: Cluster) -> float:
+    return time_programs(layout, compile_programs(layout, schedule), durations_of(costs, cluster)).step_s
+
+
+def _scaled(config: Config, layout: Layout, described: Costs, cluster: Cluster, step_s: Sequence[float]) -> Costs:
+    """The description, such that a step takes as long as it did; nothing is known of what surrounds the actions."""
+    factor = statistics.median(step_s) / _run_s(layout, config.layout.schedule, described, cluster)
+    layers = tuple(
+        msgspec.structs.replace(
+            layer,
+            forward_s=layer.forward_s * factor,
+            input_gradient_s=layer.input_gradient_s * factor,
+            weight_gradient_s=layer.weight_gradient_s * factor,
+        )
+        for layer in described.layers
+    )
+    return Costs(layers=layers, source=f"{described.source}, scaled to the median of {len(step_s)} measured steps")
