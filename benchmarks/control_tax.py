@@ -82,8 +82,7 @@ def cpu_times() -> CpuTimes:
 
 
 def _thread_s(task: Path) -> float:
-    fields = (task / "stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return int((task / "schedstat").read_text().split()[0]) / 1e9  # `stat` counts in hundredths of a second
 
 
 def main() -> int:

@@ -68,7 +68,9 @@ class TestDropout:
         dropped = round(probability * 65536) / 65536
         assert set(noise.unique().tolist()) <= {0.0, float(torch.tensor(1 / (1 - dropped)))}
         share = float((noise == 0).double().mean())
-        assert abs(share - dropped) <= 6 * math.sqrt(dropped * (1 - dropped) / num_elements) + 1e-12
+        # Six deviations, and what a few elements more or less make where next to none or all are dropped.
+        bound = 6 * math.sqrt(dropped * (1 - dropped) / num_elements) + 12 / num_elements
+        assert abs(share - dropped) <= bound
 
     def test_each_of_four_neighbours_is_dropped_equally_often_and_independently(self):
         seed(3)
