@@ -95,6 +95,8 @@ class Plan:
     """Of training, from the event until everybody computes again."""
     lost_work_s: float = 0.0
     """Computation that is thrown away and done again, in seconds of the undisturbed job."""
+    from_checkpoint: bool = False
+    """Begins again from the last durable checkpoint: everything since is lost, `lost_work_s` what is expected of it."""
     transfers: tuple[Transfer, ...] = ()
     memory_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """Of each worker of `allocation.workers`: the most it holds during a step."""
@@ -112,6 +114,7 @@ class Plan:
             "predicted_step_s": self.predicted_step_s,
             "predicted_pause_s": self.predicted_pause_s,
             "lost_work_s": self.lost_work_s,
+            "from_checkpoint": self.from_checkpoint,
             "num_microbatches": self.allocation.num_microbatches,
             "schedule": self.allocation.schedule,
             "chains": [

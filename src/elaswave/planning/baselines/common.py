@@ -1,0 +1,224 @@
+"""What the rivals' planners share: who is gone, chains of equal pipelines, bytes of state, the plan around it. Pure.
+
+Many equal pipelines are one `Chain`: pipeline number j is the j-th worker of each of its stages. Since ids ascend in a
+stage, workers that come later can shift who is paired with whom; workers of one stage hold the same layers, so nothing
+has to be moved for that.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from elaswave.errors import InfeasiblePlan
+from elaswave.planning.cluster import Cluster, Event
+from elaswave.planning.costs import Costs
+from elaswave.planning.estimate import EXACT_ACTIONS, estimate, num_actions, predict
+from elaswave.planning.in_flight import in_flight_limits, predict_limited
+from elaswave.planning.layout import partition_layers
+from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, Transfer
+from elaswave.planning.schedule import Schedule
+
+Ranges = tuple[tuple[int, int], ...]
+"""Layers [start, stop) of each stage."""
+
+
+def gone_from(event: Event) -> np.ndarray:
+    """Ids of the workers that an event takes away, ascending: int64."""
+    return np.array(event.workers if event.kind in ("lost", "drained") else (), dtype=np.int64)
+
+
+def is_in(workers: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """Positions in `workers` (ascending) of those of `some` that are there, ascending."""
+    if not len(workers) or not len(some):
+        return np.zeros(0, dtype=np.int64)
+    found = np.searchsorted(workers, some)
+    return np.unique(found[(found < len(workers)) & (workers[np.minimum(found, len(workers) - 1)] == some)])
+
+
+def unused(cluster: Cluster, allocation: Allocation) -> np.ndarray:
+    """Ids of the workers that compute nothing and are no slower than the slowest that does, ascending.
+
+    Workers that were put out as stragglers so stay out until they are as fast as the others.
+    """
+    used = allocation.workers
+    spare = np.setdiff1d(cluster.ids, used, assume_unique=True)
+    if not len(spare) or bool(np.all(cluster.speed == cluster.speed[0])):
+        return spare
+    there = used[is_in(used, cluster.ids)]
+    slowest = float(cluster.speed[cluster.index_of(there)].min()) if len(there) else 0.0
+    return spare[cluster.speed[cluster.index_of(spare)] >= slowest]
+
+
+def base_levels(cluster: Cluster, workers: np.ndarray) -> np.ndarray:
+    """The base frequency level of each worker: the rivals change no clocks."""
+    if len(cluster.devices) == 1:
+        return np.full(len(workers), cluster.devices[0].base_level, dtype=np.int64)
+    table = np.array([device.base_level for device in cluster.devices], dtype=np.int64)
+    return table[cluster.device[cluster.index_of(workers)]]
+
+
+def even(total: int, width: int, before: np.ndarray | None = None) -> np.ndarray:
+    """Splits micro-batches as evenly as whole ones allow; those who had most before get the larger share.
+
+    Returns:
+        int64 [width], adding up to total.
+    """
+    counts = np.full(width, total // width, dtype=np.int64)
+    order = np.arange(width) if before is None else np.argsort(-before, kind="stable")
+    counts[order[: total % width]] += 1
+    return counts
+
+
+def ranges_of(chain: Chain) -> Ranges:
+    """Layers that each stage runs, shared ones counted where most micro-batches run them."""
+    bounds = [0, *(max(sorted(cut), key=lambda layer: cut[layer]) for cut in chain.cuts), chain.stages[-1].stop]
+    return tuple(pairwise(bounds))
+
+
+def balanced_ranges(costs: Costs, num_stages: int) -> Ranges:
+    """Layers over stages of one worker each, the slowest as fast as possible.
+
+    Raises:
+        InfeasiblePlan: more stages than layers.
+    """
+    if num_stages > costs.num_layers:
+        raise InfeasiblePlan(f"{num_stages} stages need a layer each, but there are {costs.num_layers} layers")
+    busy_s = np.diff(costs.prefix["busy_s"]).tolist()
+    bounds = [0, *np.cumsum(partition_layers(busy_s, [1] * num_stages)).tolist()]
+    return tuple(pairwise(bounds))
+
+
+def chain_of(
+    cluster: Cluster, ranges: Ranges, columns: Sequence[np.ndarray], counts: Sequence[np.ndarray] | np.ndarray
+) -> Chain:
+    """A chain without shared layers.
+
+    Args:
+        cluster: of the workers, for their levels.
+        ranges: layers of each stage.
+        columns: ids of each stage's workers, ascending.
+        counts: micro-batches of each stage's workers; one array if it is the same for every stage.
+    """
+    each = [counts] * len(columns) if isinstance(counts, np.ndarray) else list(counts)
+    total = int(each[0].sum())
+    stages = tuple(
+        StageShare(start=start, stop=stop, workers=column, num_microbatches=own, levels=base_levels(cluster, column))
+        for (start, stop), column, own in zip(ranges, columns, each, strict=True)
+    )
+    return Chain(stages=stages, num_microbatches=total, cuts=tuple({start: total} for start, _ in ranges[1:]))
+
+
+def rectangle(
+    cluster: Cluster, costs: Costs, *, num_stages: int, num_microbatches: int, schedule: Schedule,
+    ranges: Ranges | None = None, workers: np.ndarray | None = None,
+) -> Allocation:  # fmt: skip
+    """As many equal pipelines as the workers give: how a job begins, and begins again.
+
+    Args:
+        cluster: the workers; what is left after the last whole pipeline stays unused.
+        costs: of the model's layers.
+        num_stages: stages of a pipeline.
+        num_microbatches: of the step, over all pipelines.
+        schedule: of the pipelines.
+        ranges: layers of the stages; None means balanced.
+        workers: use only these; None means all.
+    Raises:
+        InfeasiblePlan: too few workers for one pipeline.
+    """
+    ids = cluster.ids if workers is None else workers
+    width = len(ids) // num_stages
+    if width < 1:
+        raise InfeasiblePlan(
+            f"a pipeline of {num_stages} stages needs {num_stages} workers, but {len(ids)} are there: "
+            f"{num_stages - len(ids)} too few"
+        )
+    width = min(width, num_microbatches)
+    columns = [ids[stage * width : (stage + 1) * width] for stage in range(num_stages)]
+    chosen = balanced_ranges(costs, num_stages) if ranges is None else ranges
+    return Allocation(chains=(chain_of(cluster, chosen, columns, even(num_microbatches, width)),), schedule=schedule)
+
+
+def state_bytes(costs: Costs, start: int, stop: int, num_shards: int = 1) -> float:
+    """What a worker has to be sent to run layers [start, stop): their parameters and its shard of optimizer state."""
+    return costs.between("parameter_bytes", start, stop) + costs.between("optimizer_bytes", start, stop) / num_shards
+
+
+def fetch(
+    costs: Costs, missing: Mapping[tuple[int, int], Collection[int]], shards: Mapping[tuple[int, int], int]
+) -> tuple[Transfer, ...]:
+    """Transfers of whole ranges of layers.
+
+    Args:
+        costs: of the model's layers.
+        missing: layers [start, stop) -> workers that lack them.
+        shards: over how many workers the optimizer state of those layers is spread; 1 where it is not said.
+    """
+    return tuple(
+        Transfer(
+            start=start, stop=stop, workers=tuple(sorted(workers)),
+            num_bytes=len(workers) * state_bytes(costs, start, stop, shards.get((start, stop), 1)),
+        )
+        for (start, stop), workers in sorted(missing.items())
+        if workers
+    )  # fmt: skip
+
+
+def copy_s(cluster: Cluster, transfers: Sequence[Transfer]) -> float:
+    """Seconds until every worker has what it is sent, between nodes, each over its own link from its own source."""
+    received: dict[int, float] = {}
+    for transfer in transfers:
+        for worker in transfer.workers:
+            received[worker] = received.get(worker, 0.0) + transfer.num_bytes / len(transfer.workers)
+    return cluster.between_nodes.transfer_s(max(received.values())) if received else 0.0
+
+
+def make_plan(
+    policy: str, cluster: Cluster, costs: Costs, allocation: Allocation, *, pause_s: float, lost_steps: float,
+    reason: str, transfers: tuple[Transfer, ...] = (), without_barrier: bool = False,
+) -> Plan:  # fmt: skip
+    """The plan around an allocation: timed as ElasWave's own are, within the workers' memory.
+
+    Args:
+        policy: its name.
+        cluster: after the event.
+        costs: of the model's layers.
+        allocation: what was decided.
+        pause_s: of training.
+        lost_steps: computation that is done again, in steps of the new allocation.
+        reason: one line.
+        transfers: of state.
+        without_barrier: the step takes as long as its busiest worker computes; see `recycle`.
+    Raises:
+        InfeasiblePlan: a worker would need more memory than it has.
+    """
+    found = estimate(cluster, costs, allocation)
+    memory_bytes = found.memory_bytes
+    limits = in_flight_limits(cluster, costs, allocation, found)
+    if limits is not None:
+        step_s, memory_bytes = predict_limited(cluster, costs, allocation, found, limits)
+        reason += f", {limits.num_limited} workers with fewer micro-batches in flight since memory is short"
+    elif num_actions(allocation) <= EXACT_ACTIONS:
+        # Chains share no workers, so each is timed by itself.
+        step_s = max(predict(cluster, costs, replace(allocation, chains=(chain,))) for chain in allocation.chains)
+    else:
+        step_s = found.step_s
+    if without_barrier:
+        step_s = found.pace_s + costs.step_overhead_s
+    return Plan(
+        policy=policy,
+        allocation=allocation,
+        predicted_step_s=step_s,
+        predicted_pause_s=pause_s,
+        lost_work_s=lost_steps * step_s,
+        transfers=transfers,
+        memory_bytes=memory_bytes[np.argsort(found.workers, kind="stable")],
+        power_w=found.power_w,
+        reason=reason,
+    )
+
+
+def renamed(plan: Plan, policy: str, why: str) -> Plan:
+    """A plan that another policy has fallen back to."""
+    return replace(plan, policy=policy, reason=f"{why}; {plan.reason}")

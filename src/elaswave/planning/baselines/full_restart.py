@@ -1,0 +1,130 @@
+"""Stop, and start again from the last durable checkpoint: what most jobs do today.
+
+The job begins again with as many equal pipelines as the workers that are left give; the batch is kept. A job that
+needs all of its pipelines would wait instead; going on with fewer, and using spares that have come meanwhile, is the
+better form of it.
+
+Simplified:
+
+- The number of stages stays; the layer split stays where it fits. Another depth might use more of the workers.
+- Work since the last checkpoint is lost: half an interval is expected (the simulator counts what is really lost).
+- A worker that joins waits for the next restart, unless restarting for it repays within the horizon. Before such a
+  restart, and before a drained worker leaves, a checkpoint is written, so nothing is lost.
+- A straggler is put out if the job without it, restart included, is ahead within the horizon (common practice,
+  FALCON, arXiv 2410.12588, section 1).
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from elaswave.errors import InfeasiblePlan
+from elaswave.planning.baselines.common import (
+    fetch,
+    gone_from,
+    is_in,
+    make_plan,
+    ranges_of,
+    rectangle,
+    unused,
+)
+from elaswave.planning.baselines.pauses import Pauses
+from elaswave.planning.cluster import Cluster, Event
+from elaswave.planning.costs import Costs
+from elaswave.planning.plan import Allocation, Plan
+
+NAME = "full_restart"
+
+
+def plan(cluster: Cluster, costs: Costs, allocation: Allocation, event: Event, *, pauses: Pauses | None = None) -> Plan:
+    """Restarts after a loss; after anything else only where it repays.
+
+    Args:
+        cluster: after the event.
+        costs: of the model's layers.
+        allocation: before the event.
+        event: what happened.
+        pauses: times; see `Pauses`.
+    Raises:
+        InfeasiblePlan: fewer workers than stages are left, or memory.
+    """
+    pauses = pauses or Pauses()
+    if event.kind in ("lost", "drained"):
+        gone = gone_from(event)
+        if not any(len(is_in(stage.workers, gone)) for chain in allocation.chains for stage in chain.stages):
+            return keep(cluster, costs, allocation, "only spare workers are gone")
+        return restart(cluster, costs, allocation, pauses, planned=event.kind == "drained")
+    if event.kind == "slowed" and event.speed < 1:
+        now = keep(cluster, costs, allocation, "the straggler stays")
+        try:
+            better = restart(cluster, costs, allocation, pauses, planned=True, shunned=event.workers)
+        except InfeasiblePlan:
+            return now
+        return better if _repays(better, now, pauses.horizon(cluster.num_workers)) else now
+    now = keep(cluster, costs, allocation, "spares wait for the next restart")
+    if len(unused(cluster, allocation)) < len(allocation.chains[0].stages):
+        return now
+    better = restart(cluster, costs, allocation, pauses, planned=True)
+    return better if _repays(better, now, pauses.horizon(cluster.num_workers)) else now
+
+
+def keep(cluster: Cluster, costs: Costs, allocation: Allocation, reason: str) -> Plan:
+    """Changes nothing."""
+    return make_plan(NAME, cluster, costs, allocation, pause_s=0.0, lost_steps=0.0, reason=reason)
+
+
+def restart(
+    cluster: Cluster, costs: Costs, allocation: Allocation, pauses: Pauses, *, planned: bool,
+    shunned: tuple[int, ...] = (),
+) -> Plan:  # fmt: skip
+    """Begins again with everybody who is there.
+
+    Args:
+        cluster: after the event.
+        costs: of the model's layers.
+        allocation: before; its stages, layers and batch are kept.
+        pauses: times.
+        planned: a checkpoint is written first, so that no work is lost.
+        shunned: workers that are not to be used.
+    Raises:
+        InfeasiblePlan: fewer workers than stages, or memory.
+    """
+    chain = max(allocation.chains, key=lambda each: sum(stage.width for stage in each.stages))
+    again = rectangle(
+        cluster,
+        costs,
+        num_stages=len(chain.stages),
+        num_microbatches=allocation.num_microbatches,
+        schedule=allocation.schedule,
+        ranges=ranges_of(chain),
+        workers=np.setdiff1d(_usable(cluster, allocation), np.array(shunned, dtype=np.int64)),
+    )
+    stages = again.chains[0].stages
+    missing = {(stage.start, stage.stop): stage.workers.tolist() for stage in stages}
+    shards = {(stage.start, stage.stop): stage.width for stage in stages}
+    width, spare = stages[0].width, cluster.num_workers - sum(stage.width for stage in stages)
+    made = make_plan(
+        NAME,
+        cluster,
+        costs,
+        again,
+        pause_s=pauses.restart_s + (pauses.checkpoint_stall_s if planned else 0.0),
+        lost_steps=0.0,
+        transfers=fetch(costs, missing, shards),
+        reason=f"begins again from {'a new' if planned else 'the last'} checkpoint with {width} pipelines of "
+        f"{len(stages)} stages, {spare} workers spare",
+    )
+    if planned:
+        return made
+    return replace(made, lost_work_s=pauses.checkpoint_interval_s / 2, from_checkpoint=True)
+
+
+def _usable(cluster: Cluster, allocation: Allocation) -> np.ndarray:
+    """Everybody who is there, but those who were put out and are still slow."""
+    used = allocation.workers
+    return np.union1d(used[np.isin(used, cluster.ids, assume_unique=True)], unused(cluster, allocation))
+
+
+def _repays(better: Plan, now: Plan, horizon_s: float) -> bool:
+    """Whether more steps are done within the horizon in spite of the pause."""
+    return (horizon_s - better.predicted_pause_s) / better.predicted_step_s > horizon_s / now.predicted_step_s

@@ -1,0 +1,428 @@
+"""Oobleck: a pipeline that has lost workers goes on as a shorter one, from a set of pipeline templates.
+
+Jang, Yang, Zhang, Jin, Chowdhury: Oobleck: Resilient Distributed Training of Large Models Using Pipeline Templates,
+SOSP 2023 (arXiv 2309.08125). What of it is modelled, and how:
+
+- *Pipeline templates* (section 4.1): one for every number of nodes from n0, the fewest whose memory holds the model.
+  A node is a worker here, and each stage runs on one: S = n, the end of the paper's search that its published runtime
+  uses too. Layers are split over a template's stages so that the slowest is as fast as possible; the paper minimizes
+  T1 + T2 + T3, which differs only where several splits share the slowest stage.
+- *f + 1 replicas*: at least ``num_faults + 1`` pipelines are kept while workers for them are there; that any f losses
+  leave a copy of every layer follows. If all copies of a layer are lost, the job begins again from a checkpoint.
+- *Reconfiguration* (section 5): a pipeline that has lost workers is instantiated again from the template of the
+  workers it has left. If those are fewer than n0, it borrows from the pipelines that have most to spare; if none has,
+  its workers go to the others (merging).
+- *Batch distribution* (section 4.2.2): micro-batches over pipelines such that the slowest is as fast as possible, with
+  the time of a pipeline linear in its micro-batches. The paper gives pipelines of one template the same number; here
+  they may differ by one, which is faster.
+- *Copying layers*: a worker that gets layers it did not hold is sent them, parameters and optimizer state, while
+  training stands.
+
+Simplified: workers that come, or are left over, first fill pipelines that are short (shortest first), then make new
+ones, then lengthen others by one each, so that nobody idles (the paper's guarantee); the paper generates all
+combinations anew. All of that happens in the background. Which pipeline a worker of many equal ones is in is told by
+its place among its stage's ids. Half a step is lost to a failure. A straggler is put out if that is faster.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from elaswave.errors import InfeasiblePlan
+from elaswave.planning.baselines import full_restart
+from elaswave.planning.baselines.common import (
+    Ranges,
+    balanced_ranges,
+    chain_of,
+    copy_s,
+    even,
+    gone_from,
+    is_in,
+    make_plan,
+    ranges_of,
+    renamed,
+    state_bytes,
+    unused,
+)
+from elaswave.planning.baselines.pauses import Pauses
+from elaswave.planning.cluster import Cluster, Event
+from elaswave.planning.costs import Costs
+from elaswave.planning.plan import Allocation, Plan, Transfer
+
+NAME = "oobleck"
+
+
+def plan(
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: Event, *, pauses: Pauses | None = None,
+    num_faults: int = 1,
+) -> Plan:  # fmt: skip
+    """Instantiates pipelines again from templates.
+
+    Args:
+        cluster: after the event.
+        costs: of the model's layers.
+        allocation: before the event; chains of equal pipelines.
+        event: what happened.
+        pauses: times; see `Pauses`.
+        num_faults: losses at once that are to be survived: the paper's f.
+    Raises:
+        InfeasiblePlan: too few workers are left for a pipeline, or memory.
+    """
+    pauses = pauses or Pauses()
+    if event.kind == "slowed" and event.speed < 1:
+        return _slowed(cluster, costs, allocation, event, pauses, num_faults)
+    fleet = _Fleet(cluster, costs, allocation)
+    gone = gone_from(event)
+    fleet.drop(gone)
+    if not fleet.covers_model():
+        restarted = full_restart.restart(cluster, costs, allocation, pauses, planned=event.kind == "drained")
+        return renamed(restarted, NAME, "all copies of a layer are lost")
+    fleet.mend()
+    fleet.take_in(unused(cluster, allocation).tolist(), num_faults + 1)
+    after, transfers = fleet.allocation(), fleet.transfers()
+    if event.kind == "lost":
+        pause_s = pauses.recover_s + copy_s(cluster, transfers)
+    else:
+        pause_s = pauses.join_s
+    depths = ", ".join(f"{count} of {depth}" for depth, count in sorted(fleet.depths().items(), reverse=True))
+    return make_plan(
+        NAME,
+        cluster,
+        costs,
+        after,
+        pause_s=pause_s,
+        lost_steps=0.5 if event.kind == "lost" and len(gone) else 0.0,
+        transfers=transfers,
+        reason=f"pipelines by workers: {depths}"
+        + ("" if fleet.num_pipelines > num_faults else f"; fewer than f + 1 = {num_faults + 1} are left"),
+    )
+
+
+def _slowed(
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: Event, pauses: Pauses, num_faults: int
+) -> Plan:
+    """Everybody waits for a straggler, or its pipeline goes on without it, whichever is faster."""
+    now = make_plan(
+        NAME, cluster, costs, allocation, pause_s=0.0, lost_steps=0.0, reason="everybody waits for the straggler"
+    )
+    loss = Event(kind="drained", workers=event.workers)
+    try:
+        without = plan(
+            cluster.without(event.workers), costs, allocation, loss, pauses=pauses, num_faults=num_faults
+        )  # fmt: skip
+    except InfeasiblePlan:
+        return now
+    if without.predicted_step_s >= now.predicted_step_s or without.predicted_pause_s >= pauses.restart_s:
+        return now
+    return replace(without, reason=f"put out as slow: {without.reason}")
+
+
+@dataclass
+class _Pipeline:
+    """One pipeline that is not like most: its workers in the order of their layers."""
+
+    workers: list[int]
+
+
+class _Fleet:
+    """All pipelines: those of the most common depth as columns of ids, the others one by one."""
+
+    def __init__(self, cluster: Cluster, costs: Costs, allocation: Allocation) -> None:
+        self._cluster, self._costs, self._before = cluster, costs, allocation
+        self._num_microbatches = allocation.num_microbatches
+        usual = max(
+            allocation.chains, key=lambda chain: (sum(stage.width for stage in chain.stages), len(chain.stages))
+        )
+        self.depth = len(usual.stages)
+        self._ranges: dict[int, Ranges] = {}
+        for chain in allocation.chains:
+            self._ranges.setdefault(len(chain.stages), ranges_of(chain))
+        self._ranges[self.depth] = ranges_of(usual)
+        number = min(stage.width for stage in usual.stages)
+        self._columns = [stage.workers[:number] for stage in usual.stages]
+        self._odd: list[_Pipeline] = []
+        self._spare: list[int] = []
+        for chain in allocation.chains:
+            width = number if chain is usual else min(stage.width for stage in chain.stages)
+            if chain is not usual:
+                for row in range(width):
+                    self._odd.append(_Pipeline([int(stage.workers[row]) for stage in chain.stages]))
+            for stage in chain.stages:
+                self._spare += stage.workers[width:].tolist()
+
+    @property
+    def num_pipelines(self) -> int:
+        return len(self._columns[0]) + len(self._odd)
+
+    def depths(self) -> dict[int, int]:
+        """Workers of a pipeline -> number of such pipelines."""
+        found = {self.depth: len(self._columns[0])} if len(self._columns[0]) else {}
+        for pipeline in self._odd:
+            found[len(pipeline.workers)] = found.get(len(pipeline.workers), 0) + 1
+        return found
+
+    def drop(self, gone: np.ndarray) -> None:
+        """Takes out workers; the pipelines that lose one are no longer like the others."""
+        lost = set(gone.tolist())
+        rows = [is_in(column, gone) for column in self._columns]
+        broken = np.unique(np.concatenate(rows)) if rows else np.zeros(0, dtype=np.int64)
+        for row in broken.tolist():
+            left = [int(column[row]) for column in self._columns]
+            self._odd.append(_Pipeline([worker for worker in left if worker not in lost]))
+        if len(broken):
+            stays = np.ones(len(self._columns[0]), dtype=bool)
+            stays[broken] = False
+            self._columns = [column[stays] for column in self._columns]
+        for pipeline in self._odd:
+            pipeline.workers = [worker for worker in pipeline.workers if worker not in lost]
+        self._odd = [pipeline for pipeline in self._odd if pipeline.workers]
+        self._spare = [worker for worker in self._spare if worker not in lost]
+
+    def covers_model(self) -> bool:
+        """Whether somebody is left who holds each layer."""
+        if len(self._columns[0]):
+            return True
+        held = self._held([worker for pipeline in self._odd for worker in pipeline.workers] + self._spare)
+        layers = np.zeros(self._costs.num_layers, dtype=bool)
+        for start, stop in held.values():
+            layers[start:stop] = True
+        return bool(layers.all())
+
+    def mend(self) -> None:
+        """Lengthens pipelines that are too short to hold the model, or takes them apart (section 5)."""
+        shortest = self._fewest_workers()
+        for pipeline in sorted(self._odd, key=lambda each: -len(each.workers)):
+            while 0 < len(pipeline.workers) < shortest:
+                lender = max(self._odd, key=lambda each: len(each.workers))
+                if len(lender.workers) <= shortest or lender is pipeline:
+                    if self.depth <= shortest or not len(self._columns[0]):
+                        self._spare += pipeline.workers
+                        pipeline.workers = []
+                        break
+                    lender = self._single_out()
+                pipeline.workers.append(lender.workers.pop())
+        self._odd = [pipeline for pipeline in self._odd if pipeline.workers]
+
+    def take_in(self, workers: Sequence[int], fewest_pipelines: int) -> None:
+        """Finds a place for workers without one.
+
+        Raises:
+            InfeasiblePlan: all workers together are too few for one pipeline.
+        """
+        spare = sorted({*self._spare, *workers})
+        self._spare = []
+        shortest = self._fewest_workers()
+        while spare and (short := [each for each in self._odd if len(each.workers) < self.depth]):
+            self._insert(min(short, key=lambda each: len(each.workers)), spare.pop(0))
+        new = self.depth if self.num_pipelines >= fewest_pipelines else shortest
+        while len(spare) >= new:
+            self._odd.append(_Pipeline(spare[:new]))
+            spare = spare[new:]
+        if not self.num_pipelines:
+            raise InfeasiblePlan(
+                f"oobleck: a pipeline needs {shortest} workers to hold the model, but {len(spare)} are left: "
+                f"{shortest - len(spare)} too few"
+            )
+        longest = self._costs.num_layers
+        while spare:
+            if len(self._columns[0]) and self.depth < longest:
+                target = self._single_out()
+            elif able := [each for each in self._odd if len(each.workers) < longest]:
+                target = min(able, key=lambda each: len(each.workers))
+            else:
+                break  # no pipeline can use another worker: every stage has a single layer
+            self._insert(target, spare.pop(0))
+
+    def allocation(self) -> Allocation:
+        """Pipelines of one depth become one chain; micro-batches as section 4.2.2 deals them."""
+        by_depth: dict[int, list[np.ndarray]] = {}
+        for depth in sorted(self.depths(), reverse=True):
+            rows = [each.workers for each in self._odd if len(each.workers) == depth]
+            columns = [np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)] if rows else []
+            if depth == self.depth and len(self._columns[0]):
+                columns = [
+                    np.concatenate([usual, own]) for usual, own in zip(self._columns, columns, strict=True)
+                ] if columns else self._columns  # fmt: skip
+            by_depth[depth] = [np.sort(column) for column in columns]
+        numbers = [len(columns[0]) for columns in by_depth.values()]
+        times = [self._time(depth) for depth in by_depth]
+        totals = dealt_to_pipelines(self._num_microbatches, numbers, times)
+        chains = tuple(
+            chain_of(self._cluster, self._template(depth), columns, even(total, number))
+            for (depth, columns), total, number in zip(by_depth.items(), totals, numbers, strict=True)
+        )
+        return Allocation(chains=chains, schedule=self._before.schedule)
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What workers have to be sent: the layers of their new stage that they did not hold."""
+        held = self._held([worker for pipeline in self._odd for worker in pipeline.workers])
+        lacking: dict[tuple[int, int], list[int]] = {}
+        for pipeline in self._odd:
+            for worker, (start, stop) in zip(pipeline.workers, self._template(len(pipeline.workers)), strict=True):
+                for missing in _difference((start, stop), held.get(worker)):
+                    lacking.setdefault(missing, []).append(worker)
+        return tuple(
+            Transfer(
+                start=start,
+                stop=stop,
+                workers=tuple(sorted(workers)),
+                num_bytes=len(workers) * state_bytes(self._costs, start, stop),
+            )
+            for (start, stop), workers in sorted(lacking.items())
+        )
+
+    def _single_out(self) -> _Pipeline:
+        """Takes the last of the usual pipelines as one of its own."""
+        pipeline = _Pipeline([int(column[-1]) for column in self._columns])
+        self._columns = [column[:-1] for column in self._columns]
+        self._odd.append(pipeline)
+        return pipeline
+
+    def _insert(self, pipeline: _Pipeline, worker: int) -> None:
+        """Adds a worker at the place where the others have to be sent least."""
+        ranges = self._template(len(pipeline.workers) + 1)
+        held = self._held(pipeline.workers)
+        best: tuple[float, int] | None = None
+        for place in range(len(pipeline.workers) + 1):
+            order = [*pipeline.workers[:place], -1, *pipeline.workers[place:]]
+            sent = sum(
+                state_bytes(self._costs, *missing)
+                for member, layers in zip(order, ranges, strict=True)
+                if member >= 0
+                for missing in _difference(layers, held.get(member))
+            )
+            if best is None or sent < best[0]:
+                best = (sent, place)
+        assert best is not None
+        pipeline.workers.insert(best[1], worker)
+
+    def _held(self, workers: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """Layers that these workers held before; those that are new are left out."""
+        wanted = np.array(sorted(workers), dtype=np.int64)
+        return {
+            int(stage.workers[position]): (stage.start, stage.stop)
+            for chain in self._before.chains
+            for stage in chain.stages
+            for position in is_in(stage.workers, wanted).tolist()
+        }
+
+    def _template(self, depth: int) -> Ranges:
+        if depth not in self._ranges:
+            others = frozenset(layers for ranges in self._ranges.values() for layers in ranges)
+            self._ranges[depth] = _beside(self._costs, depth, others)
+        return self._ranges[depth]
+
+    def _time(self, depth: int) -> tuple[float, float]:
+        """Seconds of a pipeline beside its micro-batches, and of each of them at the slowest stage."""
+        ways, paces = [], []
+        for start, stop in self._template(depth):
+            forward, first, second = (
+                self._costs.between(field, start, stop)
+                for field in ("forward_s", "input_gradient_s", "weight_gradient_s")
+            )
+            split = self._before.schedule == "zero-bubble"
+            ways.append(max(0.0, forward + first - second) if split else forward + first + second)
+            paces.append(forward + first + second)
+        slowest = int(np.argmax(paces))
+        return sum(ways) - ways[slowest], paces[slowest]
+
+    def _fewest_workers(self) -> int:
+        """n0: stages of the shortest pipeline whose workers' memory holds the model and what is in flight."""
+        room = float(self._cluster.memory_bytes.min())
+        copies = 2 / max(1, self.num_pipelines)
+        depth = self.depth
+        while depth > 1 and all(
+            self._costs.between("parameter_bytes", start, stop)
+            + self._costs.between("accumulator_bytes", start, stop)
+            + self._costs.between("optimizer_bytes", start, stop) * copies
+            + min(depth - 1, self._num_microbatches) * self._costs.between("activation_bytes", start, stop)
+            <= room
+            for start, stop in _balanced(self._costs, depth - 1)
+        ):
+            depth -= 1
+        return depth
+
+
+def dealt_to_pipelines(
+    num_microbatches: int, numbers: Sequence[int], times: Sequence[tuple[float, float]]
+) -> list[int]:
+    """Deals micro-batches to kinds of pipelines so that the slowest pipeline is as fast as possible.
+
+    Args:
+        num_microbatches: to deal.
+        numbers: of pipelines of each kind, at least 1.
+        times: of each kind: a pipeline with m micro-batches takes first + m x second seconds.
+    Returns:
+        Micro-batches of all pipelines of each kind together.
+    """
+
+    def fit(seconds: float) -> list[int]:
+        return [
+            number * max(0, int((seconds - fixed) / pace * (1 + 1e-12)))
+            for number, (fixed, pace) in zip(numbers, times, strict=True)
+        ]
+
+    low, high = 0.0, max(fixed + num_microbatches * pace for fixed, pace in times)
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(fit(middle)) >= num_microbatches else (middle, high)
+    totals = fit(high)
+    surplus = sum(totals) - num_microbatches
+    while surplus:
+
+        def end(kind: int) -> float:
+            return times[kind][0] + -(-totals[kind] // numbers[kind]) * times[kind][1] if totals[kind] else 0.0
+
+        latest = max(range(len(totals)), key=end)
+        taken = min(surplus, totals[latest] % numbers[latest] or numbers[latest])
+        totals[latest] -= taken
+        surplus -= taken
+    return totals
+
+
+def _difference(wanted: tuple[int, int], held: tuple[int, int] | None) -> list[tuple[int, int]]:
+    """The layers wanted that are not held, as ranges."""
+    if held is None:
+        return [wanted]
+    (start, stop), (first, last) = wanted, held
+    parts = [(start, min(stop, first)), (max(start, last), stop)]
+    return [part for part in parts if part[0] < part[1]] if first < stop and start < last else [wanted]
+
+
+@lru_cache(maxsize=256)
+def _balanced(costs: Costs, depth: int) -> Ranges:
+    """The template of this depth by itself."""
+    return balanced_ranges(costs, depth)
+
+
+@lru_cache(maxsize=256)
+def _beside(costs: Costs, depth: int, others: frozenset[tuple[int, int]]) -> Ranges:
+    """The template of this depth whose stages neither lie inside stages of others nor enclose them.
+
+    Such templates can run side by side in one `Layout`. Where there is none, the template by itself.
+    """
+    busy = costs.prefix["busy_s"]
+    last = costs.num_layers
+
+    def allowed(start: int, stop: int) -> bool:
+        return not any((a < start and stop < b) or (start < a and b < stop) for a, b in others)
+
+    # best[stop]: slowest stage, then sum of squares, then where the stages before begin, of the stages up to `stop`.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(depth):
+        reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        stops = [last] if stage == depth - 1 else range(stage + 1, last - (depth - stage - 1) + 1)
+        for stop in stops:
+            for start, (slowest, squares, starts) in best.items():
+                if start < stop and allowed(start, stop):
+                    own = float(busy[stop] - busy[start])
+                    found = (max(slowest, own), squares + own * own, (*starts, start))
+                    if stop not in reached or found < reached[stop]:
+                        reached[stop] = found
+        best = reached
+    if last not in best:
+        return _balanced(costs, depth)
+    return tuple(pairwise((*best[last][2], last)))

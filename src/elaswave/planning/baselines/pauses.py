@@ -1,0 +1,69 @@
+"""How long training stands still, by policy: the parameters of the planners, each with its source."""
+
+from math import sqrt
+
+import msgspec
+
+WORKER_S_BETWEEN_LOSSES = 54 * 86_400 * 16_384 / 419
+"""The Llama 3 Herd of Models (arXiv 2407.21783), section 3.3.4: 419 unexpected interruptions in 54 days on 16,384
+GPUs."""
+
+
+class Pauses(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of standing still and of work between copies. Everything is a parameter: clusters differ."""
+
+    recover_s: float = 0.05
+    """From a loss until the survivors compute again: detect, agree, edit groups. This engine's target and measured
+    median with 8 workers (benchmarks/recovery.py); the same for every policy that goes on without a restart."""
+    join_s: float = 0.0
+    """To let in a worker that has copied its state in the background: an ordinary step boundary."""
+    torchft_recover_s: float = 0.21
+    """torchft's own recovery. Measured: 212, 227 and 234 ms with 3 replicas and the most aggressive settings, 5 s with
+    its defaults (benchmarks/torchft_recovery.py)."""
+    restart_s: float = 300.0
+    """To stop a job, start it again and load a checkpoint. The Llama 3 Herd of Models (arXiv 2407.21783), section
+    3.3.4, states over 90 % effective training time with 466 interruptions in 54 days, so at most some 1,000 s were lost
+    to each, the work done again included; 300 s leaves more than half of that to the work."""
+    checkpoint_interval_s: float = 600.0
+    """Between durable checkpoints where a loss leads back to one; `for_mtbf` computes the best."""
+    checkpoint_stall_s: float = 1.0
+    """Of training, for each durable checkpoint: the copy to host memory; writing overlaps with training."""
+    backup_interval_s: float = 3600.0
+    """Between durable checkpoints of policies that need them only when all copies of a layer are lost."""
+    horizon_s: float | None = None
+    """Expected time to the next event: what costs more than it gains until then is not done. None means as Llama 3's
+    rate says for so many workers."""
+
+    def __post_init__(self) -> None:
+        """Checks the figures.
+
+        Raises:
+            ValueError: with every figure that cannot be.
+        """
+        positive = ("checkpoint_interval_s", "backup_interval_s", "horizon_s")
+        problems = [
+            f"{name} is {value}, needed: finite and {'above' if name in positive else 'at least'} 0"
+            for name in self.__struct_fields__
+            if (value := getattr(self, name)) is not None
+            and (not 0 <= value < float("inf") or (name in positive and value == 0))
+        ]
+        if problems:
+            raise ValueError("pauses are impossible: " + "; ".join(problems))
+
+    def horizon(self, num_workers: int) -> float:
+        """Expected seconds to the next event of so many workers."""
+        return WORKER_S_BETWEEN_LOSSES / max(1, num_workers) if self.horizon_s is None else self.horizon_s
+
+    def for_mtbf(self, mtbf_s: float) -> "Pauses":
+        """With the horizon, and the checkpoint interval that loses least, at this mean time between losses.
+
+        The interval is Young's first-order optimum (CACM 17(9), 1974), sqrt(2 x stall x mtbf), at least a minute:
+        writing takes its time too.
+
+        Raises:
+            ValueError: a time that is not above 0.
+        """
+        if not 0 < mtbf_s < float("inf"):
+            raise ValueError(f"mean time between losses is {mtbf_s} s, needed: above 0 and finite")
+        interval_s = max(60.0, sqrt(2 * self.checkpoint_stall_s * mtbf_s))
+        return msgspec.structs.replace(self, checkpoint_interval_s=interval_s, horizon_s=mtbf_s)

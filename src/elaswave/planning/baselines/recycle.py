@@ -1,0 +1,277 @@
+"""ReCycle: micro-batches of lost workers go to their data-parallel peers and fill the pipeline's bubbles.
+
+Gandhi, Zhao, Skiadopoulos, Kozyrakis: ReCycle: Resilient Training of Large DNNs using Pipeline Adaptation, SOSP 2024
+(arXiv 2405.14009). What of it is modelled, and how:
+
+- *Adaptive pipelining* (section 3): a lost worker's micro-batches are dealt to the live workers of its stage, to
+  whoever has fewest. Nobody's layers change.
+- *Decoupled back-propagation* (section 3): backward is split into input and weight gradients, weight gradients are
+  deferred into bubbles. That is our ``zero-bubble`` schedule, compiled for these very micro-batches, durations and
+  memory by the same list scheduler as ElasWave's plans, and timed by the same code. Where splitting does not pay, the
+  schedule of before is kept, as the paper decouples only where it has to.
+- *Staggered optimizer* (section 3): stages update without waiting for each other, so bubbles at the end of one step
+  and the beginning of the next can be filled too. It does not apply on this engine: a step is committed by a vote of
+  everybody (global gradient norm, coverage, equal copies), which is a barrier, and the paper's way around it is to
+  undo a step whose check fails later. ``staggered_optimizer=True`` tells what it would bring without that barrier, as
+  a bound no schedule can beat: the step takes as long as its busiest worker computes. Such a plan is a prediction
+  only; nothing here can run it.
+- *Failure normalization* (section 4, its Planner): ReCycle plans for a number of failures, not for their places, and
+  moves workers' roles so that failures are spread over stages as evenly as is best. ``normalize=True`` does that: a
+  worker of a stage that can spare it takes over a stage that cannot, as long as the slowest stage gains; it has to be
+  sent that stage's parameters and its share of the optimizer's state, while training stands. Off, nobody changes
+  stage: what rerouting alone gives.
+
+Simplified: the paper finds schedules by mixed-integer programming, offline, for each number of failures; here it is
+list scheduling by priorities, at the time of the failure. A loss throws the step in flight away (half a step is
+expected); so does the paper's. A worker that comes back fills the stage that lacks most, copying in the background. A
+straggler is put out if the others are faster without it, which the paper does not treat. If a whole stage is lost, the
+job begins again from a checkpoint (section 3).
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from elaswave.errors import InfeasiblePlan
+from elaswave.planning.baselines import full_restart
+from elaswave.planning.baselines.common import (
+    base_levels,
+    copy_s,
+    even,
+    fetch,
+    gone_from,
+    is_in,
+    make_plan,
+    ranges_of,
+    renamed,
+    unused,
+)
+from elaswave.planning.baselines.pauses import Pauses
+from elaswave.planning.cluster import Cluster, Event
+from elaswave.planning.costs import Costs
+from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, Transfer
+
+NAME = "recycle"
+
+
+def plan(
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: Event, *, pauses: Pauses | None = None,
+    normalize: bool = False, staggered_optimizer: bool = False, name: str = NAME,
+) -> Plan:  # fmt: skip
+    """Reroutes around the lost, takes the joined back in.
+
+    Args:
+        cluster: after the event.
+        costs: of the model's layers.
+        allocation: before the event.
+        event: what happened.
+        pauses: times; see `Pauses`.
+        normalize: move workers between stages so that losses are spread; see the module.
+        staggered_optimizer: predict the step without a barrier between steps; see the module.
+        name: of the policy.
+    Raises:
+        InfeasiblePlan: a stage is lost with everybody in it and too few workers are left to begin again, or memory.
+    """
+    pauses = pauses or Pauses()
+    if event.kind == "slowed":
+        return _slowed(cluster, costs, allocation, event, pauses, normalize, staggered_optimizer, name)
+    gone = gone_from(event)
+    chains = [_without(chain, gone) for chain in allocation.chains]
+    if any(chain is None for chain in chains):
+        restarted = full_restart.restart(cluster, costs, allocation, pauses, planned=event.kind == "drained")
+        return renamed(restarted, name, "a stage has lost all of its workers")
+    after = replace(allocation, chains=tuple(chain for chain in chains if chain is not None))
+    transfers: list[Transfer] = []
+    after = _readmit(cluster, costs, after, transfers)
+    if event.kind == "drained":
+        what, pause_s = f"{len(gone)} workers leave after handing over", pauses.join_s
+    elif len(gone):
+        what, pause_s = f"micro-batches of {len(gone)} lost workers go to their stages' other workers", pauses.recover_s
+    else:
+        what, pause_s = "joined workers fill the stages that lack most", pauses.join_s
+    if normalize:
+        moved: list[Transfer] = []
+        after = _normalized(cluster, costs, after, moved)
+        if moved:
+            pause_s += copy_s(cluster, moved)
+            what += f", and {sum(len(each.workers) for each in moved)} workers change stage"
+            transfers += moved
+    lost_steps = 0.5 if event.kind == "lost" else 0.0
+    return _best_schedule(
+        name, cluster, costs, after, pause_s, lost_steps, what, tuple(transfers), staggered_optimizer
+    )  # fmt: skip
+
+
+def _slowed(
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: Event, pauses: Pauses, normalize: bool,
+    staggered_optimizer: bool, name: str,
+) -> Plan:  # fmt: skip
+    """Keeps a straggler or puts it out, whichever is faster; takes one back in that is as fast as before."""
+    after = _readmit(cluster, costs, allocation, [], skipped=event.workers if event.speed < 1 else ())
+    now = _best_schedule(
+        name, cluster, costs, after, 0.0, 0.0, "the straggler keeps its work", (), staggered_optimizer
+    )  # fmt: skip
+    if event.speed >= 1:
+        return now
+    loss = Event(kind="lost", workers=event.workers)
+    try:
+        without = plan(
+            cluster.without(event.workers), costs, allocation, loss, pauses=pauses, normalize=normalize,
+            staggered_optimizer=staggered_optimizer, name=name,
+        )  # fmt: skip
+    except InfeasiblePlan:
+        return now
+    if without.predicted_step_s >= now.predicted_step_s or without.predicted_pause_s >= pauses.restart_s:
+        return now
+    return replace(
+        without, lost_work_s=0.0, predicted_pause_s=pauses.join_s, reason=f"put out as slow: {without.reason}"
+    )
+
+
+def _best_schedule(
+    name: str, cluster: Cluster, costs: Costs, allocation: Allocation, pause_s: float, lost_steps: float, what: str,
+    transfers: tuple[Transfer, ...], staggered_optimizer: bool,
+) -> Plan:  # fmt: skip
+    """The schedule of before or the split one, whichever is faster and fits into memory."""
+    plans, problems = [], []
+    for schedule in dict.fromkeys((allocation.schedule, "zero-bubble")):
+        tried = replace(allocation, schedule=schedule)
+        try:
+            plans.append(
+                make_plan(
+                    name,
+                    cluster,
+                    costs,
+                    tried,
+                    pause_s=pause_s,
+                    lost_steps=lost_steps,
+                    transfers=transfers,
+                    without_barrier=staggered_optimizer,
+                    reason=f"{what}; {schedule}",
+                )
+            )
+        except InfeasiblePlan as problem:
+            problems.append(problem)
+    if not plans:
+        raise problems[0]
+    return min(plans, key=lambda each: each.predicted_step_s)
+
+
+def _without(chain: Chain, gone: np.ndarray) -> Chain | None:
+    """The chain without these workers, their micro-batches dealt to their stage; None if a stage is left empty."""
+    stages = list(chain.stages)
+    for index, stage in enumerate(chain.stages):
+        where = is_in(stage.workers, gone)
+        if len(where) == stage.width:
+            return None
+        if len(where):
+            left = np.ones(stage.width, dtype=bool)
+            left[where] = False
+            counts = dealt(stage.num_microbatches[left], int(stage.num_microbatches[where].sum()))
+            stages[index] = replace(
+                stage, workers=stage.workers[left], num_microbatches=counts, levels=stage.levels[left]
+            )
+    return replace(chain, stages=tuple(stages))
+
+
+def dealt(counts: np.ndarray, extra: int) -> np.ndarray:
+    """Deals micro-batches one by one to whoever has fewest, then to the first: who has many gets none.
+
+    Args:
+        counts: of each worker before, int64 [workers].
+        extra: micro-batches to deal.
+    """
+    ascending = np.sort(counts)
+    # Up to how high the k workers with the fewest can all be raised.
+    cost = ascending * np.arange(1, len(counts) + 1) - np.cumsum(ascending)
+    raised = int(np.searchsorted(cost, extra, side="right"))
+    level, rest = divmod(extra + int(ascending[:raised].sum()), raised)
+    after = np.maximum(counts, level)
+    lowest = np.flatnonzero(after == level)
+    after[lowest[:rest]] += 1
+    return after
+
+
+def _readmit(
+    cluster: Cluster, costs: Costs, allocation: Allocation, transfers: list[Transfer], skipped: tuple[int, ...] = ()
+) -> Allocation:
+    """Gives every unused worker to the stage that lacks most, which then shares its micro-batches evenly."""
+    spare = unused(cluster, allocation)
+    if len(skipped):
+        spare = np.setdiff1d(spare, np.array(skipped, dtype=np.int64))
+    if not len(spare):
+        return allocation
+    widths = {
+        (number, index): stage.width
+        for number, chain in enumerate(allocation.chains)
+        for index, stage in enumerate(chain.stages)
+    }
+    new: dict[tuple[int, int], list[int]] = {}
+    for worker in spare.tolist():
+        place = min(widths, key=lambda each: (widths[each], each))
+        widths[place] += 1
+        new.setdefault(place, []).append(worker)
+    chains = [list(chain.stages) for chain in allocation.chains]
+    for (number, index), workers in new.items():
+        chains[number][index] = stage = _widened(cluster, chains[number][index], np.array(workers, dtype=np.int64))
+        transfers += fetch(costs, {(stage.start, stage.stop): workers}, {(stage.start, stage.stop): stage.width})
+    return replace(
+        allocation,
+        chains=tuple(
+            replace(chain, stages=tuple(stages)) for chain, stages in zip(allocation.chains, chains, strict=True)
+        ),
+    )
+
+
+def _widened(cluster: Cluster, stage: StageShare, new: np.ndarray) -> StageShare:
+    """The stage with more workers, its micro-batches shared evenly among all."""
+    workers = np.concatenate([stage.workers, new])
+    levels = np.concatenate([stage.levels, base_levels(cluster, new)])
+    before = np.concatenate([stage.num_microbatches, np.zeros(len(new), dtype=np.int64)])
+    counts = even(int(before.sum()), len(workers), before)
+    order = np.argsort(workers, kind="stable")
+    return replace(stage, workers=workers[order], num_microbatches=counts[order], levels=levels[order])
+
+
+def _normalized(cluster: Cluster, costs: Costs, allocation: Allocation, transfers: list[Transfer]) -> Allocation:
+    """Moves workers from stages that can spare one to the slowest stage while that makes the slowest faster.
+
+    The paper's dynamic program over the number of failures of each stage has the same optimum: the time of a stage
+    falls with its width, so giving one worker at a time to the slowest is best.
+    """
+    chains = []
+    for chain in allocation.chains:
+        stages = list(chain.stages)
+        seconds = [costs.between("busy_s", start, stop) for start, stop in ranges_of(chain)]
+        widths = [stage.width for stage in stages]
+        total = chain.num_microbatches
+
+        def slowest(width: int, stage: int, seconds: list[float] = seconds, total: int = total) -> float:
+            return -(-total // width) * seconds[stage]
+
+        while True:
+            needy = max(range(len(stages)), key=lambda index: slowest(widths[index], index))
+            donors = [index for index in range(len(stages)) if index != needy and widths[index] > 1]
+            if not donors:
+                break
+            donor = min(donors, key=lambda index: slowest(widths[index] - 1, index))
+            if slowest(widths[donor] - 1, donor) >= slowest(widths[needy], needy):
+                break
+            widths[donor] -= 1
+            widths[needy] += 1
+        moving: list[int] = []
+        for index, stage in enumerate(stages):
+            if (surplus := stage.width - widths[index]) > 0:
+                moving += stage.workers[-surplus:].tolist()
+                counts = dealt(stage.num_microbatches[:-surplus], int(stage.num_microbatches[-surplus:].sum()))
+                stages[index] = replace(
+                    stage, workers=stage.workers[:-surplus], num_microbatches=counts, levels=stage.levels[:-surplus]
+                )
+        for index, stage in enumerate(stages):
+            if (lacking := widths[index] - stage.width) > 0:
+                own, moving = moving[:lacking], moving[lacking:]
+                stages[index] = _widened(cluster, stage, np.array(own, dtype=np.int64))
+                layers = (stage.start, stage.stop)
+                transfers += fetch(costs, {layers: own}, {layers: widths[index]})
+        chains.append(replace(chain, stages=tuple(stages)))
+    return replace(allocation, chains=tuple(chains))

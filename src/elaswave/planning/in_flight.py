@@ -1,0 +1,136 @@
+"""Schedules that hold fewer micro-batches in flight than they would, because memory is short. Pure.
+
+A schedule wants so many micro-batches in flight (`elaswave.planning.schedule.in_flight_bounds`); a worker without the
+memory for them can still run it with fewer, and waits sometimes instead. How many fit follows from cluster, costs and
+allocation alone, so whoever compiles the programs finds the same limits as whoever planned.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from elaswave.planning.cluster import Cluster
+from elaswave.planning.costs import Costs
+from elaswave.planning.estimate import EXACT_ACTIONS, Estimate, check_memory, estimate, levels_of, num_actions
+from elaswave.planning.plan import Allocation
+from elaswave.planning.routes import make_routes
+from elaswave.planning.schedule import compile_programs
+from elaswave.planning.timing import durations_of, time_programs, transfer_of
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InFlightLimits:
+    """For each worker the most micro-batches it may hold. Arrays in the order of the allocation's estimate."""
+
+    workers: np.ndarray
+    """int64 ids."""
+    bounds: np.ndarray
+    """int64, at least 1."""
+    memory_bytes: np.ndarray
+    """What the worker holds then."""
+    num_limited: int
+    """Workers that hold fewer than the schedule would."""
+
+    def as_mapping(self) -> dict[int, int]:
+        """Worker -> bound, as `compile_programs` takes it."""
+        return dict(zip(self.workers.tolist(), self.bounds.tolist(), strict=True))
+
+
+def in_flight_limits(
+    cluster: Cluster, costs: Costs, allocation: Allocation, found: Estimate | None = None
+) -> InFlightLimits | None:
+    """What memory permits.
+
+    Args:
+        cluster: with all workers of the allocation.
+        costs: of the model's layers.
+        allocation: who does how much.
+        found: its estimate, if it is known.
+    Returns:
+        None if memory suffices for what the schedule wants.
+    Raises:
+        InfeasiblePlan: a worker has no room for a single micro-batch, or gpipe, which holds all of them, does not fit.
+        KeyError: a worker that is not in the cluster.
+    """
+    found = found or estimate(cluster, costs, allocation)
+    room = cluster.memory_bytes[cluster.index_of(found.workers)]
+    if not bool(np.any(found.memory_bytes > room)):
+        return None
+    if allocation.schedule == "gpipe":
+        check_memory(cluster, found)
+    shares = [stage for chain in allocation.chains for stage in chain.stages]
+    idle = tuple(
+        replace(chain, stages=tuple(replace(each, num_microbatches=0 * each.num_microbatches) for each in chain.stages))
+        for chain in allocation.chains
+    )
+    fixed = estimate(cluster, costs, replace(allocation, chains=idle)).memory_bytes
+    each = np.repeat(
+        [costs.between("activation_bytes", share.start, share.stop) for share in shares],
+        [share.width for share in shares],
+    )
+    counts = np.concatenate([share.num_microbatches for share in shares])
+    held = found.memory_bytes - fixed
+    wanted = np.divide(held, each, out=np.ones(len(each)), where=each > 0).round()
+    fits = np.floor(np.divide(room - fixed, each, out=np.full(len(each), np.inf), where=each > 0) * (1 + 1e-12))
+    if bool(np.any((fits < 1) & (counts > 0))) or bool(np.any(fixed > room)):
+        check_memory(cluster, found)
+    bounds = np.maximum(1, np.minimum(wanted, fits)).astype(np.int64)
+    return InFlightLimits(
+        workers=found.workers,
+        bounds=bounds,
+        memory_bytes=fixed + np.minimum(bounds, counts) * each,
+        num_limited=int(np.sum(fits < wanted)),
+    )
+
+
+def predict_limited(
+    cluster: Cluster,
+    costs: Costs,
+    allocation: Allocation,
+    found: Estimate,
+    limits: InFlightLimits,
+    *,
+    exact_actions: int = EXACT_ACTIONS,
+) -> tuple[float, np.ndarray]:
+    """Seconds of a step within these limits, exact where there are few enough actions, and each worker's memory.
+
+    In closed form a stage's worker is no faster than its micro-batches come back: as many as it may hold are on their
+    way to the last stage and back at a time. That is an upper bound of what the limit costs.
+
+    Args:
+        cluster: with all workers of the allocation.
+        costs: of the model's layers.
+        allocation: who does how much.
+        found: its estimate.
+        limits: from `in_flight_limits`.
+        exact_actions: the most actions for which programs are compiled and timed.
+    """
+    if num_actions(allocation) > exact_actions:
+        return _closed_form(costs, allocation, found, limits.bounds), limits.memory_bytes
+    seconds, bounds = 0.0, limits.as_mapping()
+    for chain in allocation.chains:  # they share no workers
+        one = replace(allocation, chains=(chain,))
+        layout = make_routes(one, costs, cluster)
+        durations, transfer_s = durations_of(costs, cluster, levels_of(one)), transfer_of(costs, cluster)
+        programs = compile_programs(
+            layout,
+            one.schedule,
+            max_in_flight={worker: bounds[worker] for worker in layout.workers},
+            durations=durations,
+            transfer_s=transfer_s,
+        )
+        seconds = max(seconds, time_programs(layout, programs, durations, transfer_s).step_s)
+    return seconds + costs.step_overhead_s, limits.memory_bytes
+
+
+def _closed_form(costs: Costs, allocation: Allocation, found: Estimate, bounds: np.ndarray) -> float:
+    slowest, first = found.step_s, 0
+    busy = costs.prefix["busy_s"]
+    for chain in allocation.chains:
+        for stage in chain.stages:
+            own = bounds[first : first + stage.width]
+            way_s = float(busy[chain.stages[-1].stop] - busy[stage.start])
+            rounds = float(np.max(stage.num_microbatches / own)) if stage.width else 0.0
+            slowest = max(slowest, rounds * way_s + costs.step_overhead_s)
+            first += stage.width
+    return slowest

@@ -1,0 +1,56 @@
+"""All policies by name: ElasWave's planner and its rivals, as functions of one signature.
+
+The rivals' plans that keep the batch are candidates of ElasWave's own, so that it is never slower than any of them.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+from elaswave.errors import UsageError
+from elaswave.planning import planner
+from elaswave.planning.baselines import full_restart, oobleck, recycle, torchft
+from elaswave.planning.baselines.pauses import Pauses
+from elaswave.planning.plan import Planner
+from elaswave.planning.planner import Options
+
+__all__ = ["POLICIES", "ROLL_BACK", "Pauses", "make_policies", "policy_named"]
+
+ROLL_BACK = frozenset({full_restart.NAME})
+"""Policies that lose everything since the last durable checkpoint with every loss; the others at most a step."""
+
+
+def make_policies(pauses: Pauses | None = None) -> Mapping[str, Planner]:
+    """The policies with these pauses.
+
+    Args:
+        pauses: how long training stands still; None means `Pauses`' defaults.
+    Returns:
+        Name -> planner; elaswave first.
+    """
+    given = pauses or Pauses()
+    rivals: dict[str, Planner] = {
+        "recycle": partial(recycle.plan, pauses=given),
+        "recycle_normalized": partial(recycle.plan, pauses=given, normalize=True, name="recycle_normalized"),
+        "torchft": partial(torchft.plan, pauses=given),
+        "torchft_batch_kept": partial(torchft.plan, pauses=given, keep_batch=True, name="torchft_batch_kept"),
+        "oobleck": partial(oobleck.plan, pauses=given),
+        "full_restart": partial(full_restart.plan, pauses=given),
+    }
+    options = Options(pause_s=given.recover_s, horizon_s=given.horizon_s)
+    batch_kept = tuple(rival for name, rival in rivals.items() if name != "torchft")
+    return {"elaswave": partial(planner.plan, options=options, rivals=batch_kept), **rivals}
+
+
+POLICIES: Mapping[str, Planner] = make_policies()
+"""With `Pauses`' defaults."""
+
+
+def policy_named(name: str, policies: Mapping[str, Planner] = POLICIES) -> Planner:
+    """The policy of this name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in policies:
+        raise UsageError(f"unknown policy {name!r}: choose one of {', '.join(policies)}")
+    return policies[name]
