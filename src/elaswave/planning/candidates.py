@@ -80,6 +80,8 @@ class Room:
         most = -(-num_microbatches // widths)
         self._in_flight = np.minimum(in_flight(widths, schedule), most)
         self._copies = np.minimum(1 + followers, int(widths.sum())) / widths
+        self.was_short = False
+        """Whether anything that was asked for did not fit."""
 
     def needed_bytes(self, stage: int, start: int, stop: int) -> float:
         """Bytes that the fullest worker of a stage would hold with layers [start, stop)."""
@@ -93,7 +95,9 @@ class Room:
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
         """Whether a stage's workers can hold layers [start, stop)."""
-        return self.needed_bytes(stage, start, stop) <= self._limits[stage]
+        fits = self.needed_bytes(stage, start, stop) <= self._limits[stage]
+        self.was_short = self.was_short or not fits
+        return fits
 
     def earliest_starts(self) -> list[list[int]]:
         """For `split_layers`: for each stage and each layer at which it ends the first at which it may begin."""

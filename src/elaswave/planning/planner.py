@@ -32,6 +32,7 @@ from elaswave.planning.costs import Costs
 from elaswave.planning.estimate import (
     DEFAULT_FOLLOWERS,
     EXACT_ACTIONS,
+    EXACT_WORKERS,
     Estimate,
     check_memory,
     check_power,
@@ -42,19 +43,23 @@ from elaswave.planning.estimate import (
 )
 from elaswave.planning.frequency import Goal, choose_levels
 from elaswave.planning.graph import Cut
+from elaswave.planning.healthy import healthy
 from elaswave.planning.plan import Allocation, Plan, Planner, StageShare, Transfer
 from elaswave.planning.randomness import KEYS
 from elaswave.planning.schedule import Schedule
+from elaswave.planning.transfers import needed_transfers, nobody_holds
+
+__all__ = ["AXES", "Axis", "Options", "healthy", "plan"]
 
 Axis = Literal["dataflow", "graph", "frequency", "randomness"]
 AXES: frozenset[Axis] = frozenset({"dataflow", "graph", "frequency", "randomness"})
 
 HOURS_BETWEEN_EVENTS_PER_WORKER = 54 * 24 * 16_384 / 419
 """Llama 3 (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs."""
-EXACT_WORKERS = 256
-"""In larger jobs candidates are judged by the closed form alone: planning has to be quick."""
 FINALISTS = 6
-"""Candidates that are built worker by worker, beside leaving everything as it is and the rivals'."""
+"""Candidates that are built worker by worker and timed, beside leaving everything as it is and the rivals'."""
+FINALISTS_AT_SCALE = 2
+"""The same where candidates are judged by the closed form alone."""
 PAUSE_S = 0.05
 """From a loss until everybody computes again, where no state has to be fetched: see benchmarks/recovery.py."""
 
@@ -130,60 +135,6 @@ def plan(
     return _Planning(cluster, costs, allocation, event, chosen, rivals).run()
 
 
-def healthy(
-    cluster: Cluster,
-    costs: Costs,
-    num_stages: int,
-    num_replicas: int,
-    num_microbatches: int,
-    schedule: Schedule = "1f1b",
-    *,
-    share_layers: bool = False,
-    followers: int = DEFAULT_FOLLOWERS,
-) -> Allocation:
-    """The best allocation of an undisturbed job: stages of equal width, workers stage by stage in order of ids.
-
-    Args:
-        cluster: with num_stages x num_replicas workers or more; the first ones are used.
-        costs: of the model's layers.
-        num_stages: of the job.
-        num_replicas: workers of each stage.
-        num_microbatches: of a step.
-        schedule: of the job.
-        share_layers: whether neighbouring stages may share layers where that is faster; else each holds whole layers.
-        followers: live copies of every block, for memory.
-    Raises:
-        InfeasiblePlan: too few workers or layers, or too little memory; by how much.
-        ValueError: a number below 1.
-    """
-    if min(num_stages, num_replicas, num_microbatches) < 1:
-        raise ValueError(
-            f"{num_stages} stages, {num_replicas} replicas, {num_microbatches} micro-batches: all must be at least 1"
-        )
-    if (wanted := num_stages * num_replicas) > cluster.num_workers:
-        raise InfeasiblePlan(
-            f"workers: {num_stages} stages of {num_replicas} workers need {wanted}, but there are "
-            f"{cluster.num_workers}: {wanted - cluster.num_workers} too few"
-        )
-    members = tuple(np.split(np.arange(wanted), num_stages))
-    room = Room(cluster, costs, members, num_microbatches, schedule, followers)
-    cuts: list[tuple[Cut, ...]] = [whole_layers(cluster, costs, members, num_microbatches, room)]
-    if share_layers:
-        for widen in (False, True):
-            shared = shared_layers(cluster, costs, members, num_microbatches, room, widen=widen)
-            if shared is not None and shared not in cuts:
-                cuts.append(shared)
-    levels = np.array([device.base_level for device in cluster.devices])[cluster.device]
-    found = []
-    for own in cuts:
-        shape = Shape(members=members, cuts=own, num_microbatches=num_microbatches, origin="healthy")
-        found.append(build(cluster, costs, shape, schedule, levels, followers=followers))
-    for allocation in found:
-        check_memory(cluster, estimate(cluster, costs, allocation, followers=followers))
-    exact = EXACT_ACTIONS if cluster.num_workers <= EXACT_WORKERS else 0
-    return min(found, key=lambda each: predict(cluster, costs, each, exact_actions=exact))
-
-
 class _Planning:
     """One plan in the making."""
 
@@ -256,11 +207,14 @@ class _Planning:
     def run(self) -> Plan:
         """The plan."""
         stay = self._stay()
-        own = self._before.schedule
-        by_speed = "dataflow" in self._options.axes
-        shapes = [(stay, own), *self._shapes(stay)]
-        candidates = [found for shape, schedule in shapes if (found := self._judge(shape, schedule, by_speed))]
-        staying = candidates[0] if candidates and candidates[0].origin == stay.origin else None
+        staying = None if stay is None else self._judge(stay, self._before.schedule)
+        candidates = [] if staying is None else [staying]
+        wanted = len(candidates) + (FINALISTS if self._exact else FINALISTS_AT_SCALE)
+        for shape, schedule in self._shapes(stay):
+            if len(candidates) >= wanted:
+                break
+            if found := self._judge(shape, schedule):
+                candidates.append(found)
         candidates += self._from_rivals()
         if not candidates:
             assert self._failure is not None
@@ -270,42 +224,42 @@ class _Planning:
         check_power(self._cluster, tuned.found)
         return self._plan(tuned, best, staying, stay)
 
-    def _stay(self) -> Shape:
-        """Everybody stays where it is; a stage that has lost everybody is dissolved."""
-        kept = tuple(own for own in self._stages if len(own))
+    def _stay(self) -> Shape | None:
+        """Everybody stays where it is, a stage that has lost everybody is dissolved; None if that cannot be."""
+        kept = tuple(own for own in self._stages if len(own)) or (self._free,)
         chains = self._before.chains
-        if not kept:
-            kept = (self._free,)
         if len(kept) == len(self._stages) and len(chains) == 1:
             return Shape(members=kept, cuts=chains[0].cuts, num_microbatches=self._num_microbatches, origin="rerouting")
-        kept = kept[: self._costs.num_layers]
-        return Shape(
-            members=kept,
-            cuts=self._whole(kept, self._before.schedule),
-            num_microbatches=self._num_microbatches,
-            origin=f"{len(kept)} stages instead of {len(self._stages)}" if len(chains) == 1 else "one chain of stages",
-        )
+        try:
+            cuts = self._whole(kept, self._room(kept, self._before.schedule))
+        except InfeasiblePlan as failure:
+            self._failure = failure
+            return None
+        origin = f"{len(kept)} stages instead of {len(self._stages)}" if len(chains) == 1 else "one chain of stages"
+        return Shape(members=kept, cuts=cuts, num_microbatches=self._num_microbatches, origin=origin)
 
-    def _shapes(self, stay: Shape) -> list[tuple[Shape, Schedule]]:
+    def _shapes(self, stay: Shape | None) -> list[tuple[Shape, Schedule]]:
         """What the graph axis offers, and other schedules, the most promising first."""
-        offers: list[Shape] = [stay]
+        groups: list[tuple[tuple[np.ndarray, ...], str]] = []
         if "graph" in self._options.axes:
-            groups: list[tuple[tuple[np.ndarray, ...], str]] = [(stay.members, "")]
+            if stay is not None:
+                groups.append((stay.members, ""))
             if self._options.move_workers:
                 groups += self._with_moves()
-            for members, moves in groups:
-                offers += self._cut_anew(members, moves)
-        # Where memory permits, zero-bubble is never slower than the others.
-        schedules = sorted(self._schedules, key=lambda schedule: schedule != "zero-bubble")
         ranked: list[tuple[float, int, Shape, Schedule]] = []
-        for shape in offers:
-            for schedule in schedules[:1] if len(offers) > 1 else schedules:
-                if shape is stay and schedule == self._before.schedule:
-                    continue
+        # Where memory permits, zero-bubble is never slower than the others, which then need not be looked at.
+        for schedule in sorted(self._schedules, key=lambda schedule: schedule != "zero-bubble"):
+            offers = [] if stay is None or schedule == self._before.schedule else [stay]
+            permitted = True
+            for members, moves in groups:
+                room = self._room(members, schedule)
+                offers += self._cut_anew(members, moves, room)
+                permitted = permitted and not room.was_short
+            for shape in offers:
                 ranked.append((score(self._cluster, self._costs, shape, schedule), len(ranked), shape, schedule))
-        ranked.sort(key=lambda entry: entry[:2])
-        best = ranked[: FINALISTS if self._exact else 2]
-        return [(shape, schedule) for _, _, shape, schedule in best]
+            if schedule == "zero-bubble" and permitted and groups:
+                break
+        return [(shape, schedule) for _, _, shape, schedule in sorted(ranked, key=lambda entry: entry[:2])]
 
     def _with_moves(self) -> list[tuple[tuple[np.ndarray, ...], str]]:
         """Stages with other workers in them, and what was moved."""
@@ -322,13 +276,11 @@ class _Planning:
                 found.append((members, f"{moved} worker{'s' * (moved > 1)} into other stages"))
         return found
 
-    def _cut_anew(self, members: tuple[np.ndarray, ...], moves: str) -> list[Shape]:
+    def _cut_anew(self, members: tuple[np.ndarray, ...], moves: str, room: Room) -> list[Shape]:
         """Shapes with these stages: whole layers, shared layers, shared layers spread over several."""
-        cuts: list[tuple[tuple[Cut, ...] | None, str]] = []
-        schedule = self._schedules[-1]
-        room = self._room(members, schedule)
+        cuts: list[tuple[tuple[Cut, ...], str]] = []
         try:
-            cuts.append((self._whole(members, schedule), "layers"))
+            cuts.append((self._whole(members, room), "layers"))
         except InfeasiblePlan as failure:
             self._failure = self._failure or failure
             if len(members) > self._costs.num_layers:
@@ -346,14 +298,12 @@ class _Planning:
                 origin="moving " + " and ".join(filter(None, [moves, what])),
             )
             for own, what in cuts
-            if own is not None
         ]
 
     def _room(self, members: Sequence[np.ndarray], schedule: Schedule) -> Room:
         return Room(self._cluster, self._costs, members, self._num_microbatches, schedule, self._options.followers)
 
-    def _whole(self, members: Sequence[np.ndarray], schedule: Schedule) -> tuple[Cut, ...]:
-        room = self._room(members, schedule)
+    def _whole(self, members: Sequence[np.ndarray], room: Room) -> tuple[Cut, ...]:
         return whole_layers(self._cluster, self._costs, members, self._num_microbatches, room)
 
     def _from_rivals(self) -> list[_Candidate]:
@@ -368,7 +318,7 @@ class _Planning:
                 self._failure = self._failure or failure
         return found
 
-    def _judge(self, shape: Shape, schedule: Schedule, by_speed: bool) -> _Candidate | None:
+    def _judge(self, shape: Shape, schedule: Schedule) -> _Candidate | None:
         """A shape as a candidate; None if it does not keep to the limits of memory."""
         try:
             allocation = build(
@@ -377,18 +327,30 @@ class _Planning:
                 shape,
                 schedule,
                 self._levels,
-                by_speed=by_speed,
+                by_speed="dataflow" in self._options.axes,
                 followers=self._options.followers,
             )
-            return self._judged(allocation, shape.origin)
+            return self._judged(allocation, shape.origin, np.concatenate(shape.members))
         except InfeasiblePlan as failure:
             self._failure = self._failure or failure
             return None
 
-    def _judged(self, allocation: Allocation, origin: str) -> _Candidate:
-        found = estimate(self._cluster, self._costs, allocation, followers=self._options.followers)
-        check_memory(self._cluster, found)
-        transfers, seconds = self._transfers(allocation)
+    def _judged(self, allocation: Allocation, origin: str, where: np.ndarray | None = None) -> _Candidate:
+        if where is None:
+            where = self._cluster.index_of(
+                np.concatenate([share.workers for chain in allocation.chains for share in chain.stages])
+            )
+        found = estimate(self._cluster, self._costs, allocation, followers=self._options.followers, where=where)
+        check_memory(self._cluster, found, where=where)
+        transfers, seconds = needed_transfers(
+            self._cluster,
+            self._costs,
+            allocation,
+            where,
+            self._old_start,
+            self._old_stop,
+            followers=self._options.followers,
+        )
         return _Candidate(
             allocation=allocation,
             origin=origin,
@@ -402,43 +364,6 @@ class _Planning:
         if num_actions(allocation) > self._exact:
             return found.step_s
         return predict(self._cluster, self._costs, allocation, exact_actions=self._exact)
-
-    # --------------------------------------------------------------------------------------------------- transfers
-
-    def _transfers(self, allocation: Allocation) -> tuple[tuple[Transfer, ...], float]:
-        """State that workers lack for an allocation, and the seconds until all of them have it."""
-        transfers: list[Transfer] = []
-        longest = 0.0
-        link = self._cluster.between_nodes
-        prefix = self._costs.prefix
-        for chain in allocation.chains:
-            for share in chain.stages:
-                where = np.searchsorted(self._cluster.ids, share.workers)
-                starts, stops = self._old_start[where], self._old_stop[where]
-                lacking = (starts > share.start) | (stops < share.stop)
-                if not lacking.any():
-                    continue
-                copies = min(1 + self._options.followers, self._cluster.num_workers) / share.width
-                size = prefix["parameter_bytes"] + prefix["optimizer_bytes"] * copies
-                groups, which = np.unique(np.stack([starts[lacking], stops[lacking]]), axis=1, return_inverse=True)
-                workers = share.workers[lacking]
-                for number, (start, stop) in enumerate(groups.T.tolist()):
-                    own = tuple(workers[np.asarray(which).reshape(-1) == number].tolist())
-                    each = 0.0
-                    for first, last in _without((share.start, share.stop), (start, stop)):
-                        num_bytes = float(size[last] - size[first])
-                        each += num_bytes
-                        transfers.append(Transfer(start=first, stop=last, workers=own, num_bytes=num_bytes * len(own)))
-                    longest = max(longest, link.transfer_s(each))
-        total = sum(transfer.num_bytes for transfer in transfers)
-        return tuple(transfers), max(longest, total / link.bandwidth_bytes_per_s / self._cluster.num_workers)
-
-    def _fetched(self, transfers: Sequence[Transfer]) -> bool:
-        """Whether somebody must have state before going on: no worker that is left has computed with those layers."""
-        held = np.zeros(self._costs.num_layers + 1, dtype=np.int64)
-        np.add.at(held, self._old_start, 1)
-        np.add.at(held, self._old_stop, -1)
-        return bool(np.any(np.cumsum(held)[:-1] == 0)) and bool(transfers)
 
     # --------------------------------------------------------------------------------------------------- frequency
 
@@ -472,11 +397,12 @@ class _Planning:
 
     # ------------------------------------------------------------------------------------------------------- the plan
 
-    def _plan(self, tuned: _Candidate, best: _Candidate, staying: _Candidate | None, stay: Shape) -> Plan:
+    def _plan(self, tuned: _Candidate, best: _Candidate, staying: _Candidate | None, stay: Shape | None) -> Plan:
         num_before = sum(share.width for chain in self._before.chains for share in chain.stages)
         num_lost = len(self._event.workers) if self._event.kind == "lost" else 0
         order = np.argsort(tuned.found.workers, kind="stable")
-        fetch_s = tuned.transfer_s if self._fetched(tuned.transfers) else 0.0
+        must_fetch = tuned.transfers and nobody_holds(self._costs, self._old_start, self._old_stop)
+        fetch_s = tuned.transfer_s if must_fetch else 0.0
         return Plan(
             policy="elaswave",
             allocation=tuned.allocation,
@@ -491,20 +417,22 @@ class _Planning:
         )
 
     def _contributions(
-        self, tuned: _Candidate, best: _Candidate, staying: _Candidate | None, stay: Shape
+        self, tuned: _Candidate, best: _Candidate, staying: _Candidate | None, stay: Shape | None
     ) -> Mapping[str, str]:
         axes = self._options.axes
         brought: dict[str, str] = dict.fromkeys(sorted(AXES), "off")
         if "randomness" in axes:
             brought["randomness"] = KEYS.describe()
-        if staying is None:
+        if staying is None or stay is None:
             forced = "rerouting alone does not fit into memory"
             brought["dataflow"] = forced if "dataflow" in axes else "off"
             brought["graph"] = f"{best.origin}: {forced}" if "graph" in axes else "off"
         else:
             if "dataflow" in axes:
-                even = build(self._cluster, self._costs, stay, self._before.schedule, self._levels, by_speed=False)
-                before = estimate(self._cluster, self._costs, even).step_s
+                before = staying.found.step_s
+                if float(self._cluster.speed.min()) < float(self._cluster.speed.max()):
+                    even = build(self._cluster, self._costs, stay, self._before.schedule, self._levels, by_speed=False)
+                    before = estimate(self._cluster, self._costs, even).step_s
                 brought["dataflow"] = f"micro-batches by speed: {_change(before, staying.found.step_s)}"
             if "graph" in axes:
                 brought["graph"] = f"{best.origin}: {_change(staying.step_s, best.step_s)}"
@@ -524,13 +452,6 @@ class _Planning:
             f"{tuned.origin}, {tuned.allocation.schedule}: {_ms(tuned.step_s)} per step ({compared}); worker "
             f"{found.bottleneck_worker} of stage {found.bottleneck_stage} computes for {100 * share:.0f} % of it"
         )
-
-
-def _without(wanted: tuple[int, int], had: tuple[int, int]) -> list[tuple[int, int]]:
-    """The parts of a range of layers that lie outside of another."""
-    if had[0] >= had[1] or had[1] <= wanted[0] or had[0] >= wanted[1]:
-        return [wanted]
-    return [part for part in ((wanted[0], had[0]), (had[1], wanted[1])) if part[0] < part[1]]
 
 
 def _at_levels(allocation: Allocation, levels: np.ndarray) -> Allocation:
