@@ -25,10 +25,12 @@ FIVE = Job(widths=(3, 2), num_microbatches=3)
 THREE = Job(widths=(2, 1))
 
 
-def coordinator(records: Sequence[Record] = (), job: Job = THREE, **options: Any) -> Coordinator:
+def coordinator(
+    records: Sequence[Record] = (), job: Job = THREE, kind: type[Coordinator] = Coordinator, **options: Any
+) -> Coordinator:
     """A coordinator of a small job."""
     model = model_of(job)
-    return Coordinator(
+    return kind(
         layout=model.layout,
         placement=model.placement,
         blocks=model.blocks,

@@ -313,9 +313,19 @@ def test_bounds():
         machine.handle(registered(worker), 0.0)
     machine.handle(suspicion(1), 0.0)
     assert shown(machine.handle(suspicion(2), 3601.0))[0] == "persist raise 3"
-    assert shown(coordinator().handle(suspicion(2), 0.0)) == [
-        "end: worker 2 was lost before training began: worker 2 was killed"
+    assert shown(coordinator(bounds=Bounds(min_workers=3)).handle(suspicion(2), 0.0)) == [
+        "end: 2 workers are left after the loss of workers [2], elastic.min_workers asks for 3"
     ]
+
+
+def test_a_loss_before_everybody_has_registered():
+    machine = coordinator()
+    assert shown(machine.handle(registered(0), 0.0)) == []
+    assert shown(machine.handle(suspicion(2), 0.0))[:1] == ["persist raise 2"]
+    assert shown(machine.handle(registered(1), 0.0)) == ["start [0, 1]", "to 1: prepare 2 of term 1: [0, 1]"]
+    machine.handle(report(0, 2), 0.0)
+    decided = shown(machine.handle(report(1, 2), 0.0))
+    assert decided[0].startswith("persist decision"), decided
 
 
 def test_nothing_is_sent_before_it_is_persisted():

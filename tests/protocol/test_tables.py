@@ -1,10 +1,11 @@
 """The tables of states and transitions: nothing happens that is not in them, and everything in them happens."""
 
 import pytest
+from tests.protocol import machines
 
 from elaswave.control.core import agent, coordinator, member
 from elaswave.control.core.agent import AgentState
-from elaswave.control.core.coordinator import GIVEN_UP, Coordinator, State
+from elaswave.control.core.coordinator import GIVEN_UP, Bounds, Coordinator, State
 from elaswave.control.core.member import Member, MemberState
 from elaswave.control.core.table import check_transition, markdown_table, mermaid_diagram
 from elaswave.simulator.coordinator import SimCoordinator
@@ -38,6 +39,8 @@ def test_all_transitions_happen():
     for instant in range(78, 88):  # both workers of a stage, and a third one while a checkpoint is sought
         schedule = parse_schedule(f"widths=2,2 checkpoint_every=1 kill:0@45 kill:1@45 suspect:2@{instant}")
         assert run_schedule(schedule, build).violation is None
+    # The bounds of simulated jobs are never exceeded before training begins.
+    machines.coordinator(kind=WatchedCoordinator, bounds=Bounds(min_workers=3)).handle(machines.suspicion(2), 0.0)
     wanted = {row[:3] for row in (*coordinator.TRANSITIONS, *member.TRANSITIONS)}
     assert seen == wanted, (wanted - seen, seen - wanted)
 

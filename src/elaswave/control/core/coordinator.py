@@ -58,6 +58,7 @@ _DECIDE = "persist the decision, send it"
 TRANSITIONS = (
     Transition(State.STARTING, REGISTERED, State.TRAINING, "persist the start, tell the addresses"),
     Transition(State.TRAINING, PLANNED, State.TRAINING, "persist the change, send it"),
+    Transition(State.STARTING, SUSPECTED, State.COLLECTING, _RAISE),
     Transition(State.TRAINING, SUSPECTED, State.COLLECTING, _RAISE),
     Transition(State.COLLECTING, SUSPECTED, State.COLLECTING, _RAISE),
     Transition(State.ROLLING_BACK, SUSPECTED, State.COLLECTING, _RAISE),
@@ -480,9 +481,6 @@ class Coordinator:
             return [
                 Note(f"the suspicion of worker {suspicion.worker} is not of this epoch") for suspicion in suspicions
             ]
-        if self.state is State.STARTING:
-            first = fresh[0]
-            return self._end(f"worker {first.worker} was lost before training began: {first.reason}")
         leaving = sorted({suspicion.worker for suspicion in fresh})
         members = tuple(worker for worker in self.members if worker not in leaving)
         self._losses_at_s = [at for at in self._losses_at_s if now_s - at < 3600.0] + [now_s] * len(leaving)
