@@ -48,11 +48,9 @@ def choose_levels(
         InfeasiblePlan: even the levels that draw least exceed the limit; says by how much.
     """
     # Workers of one device with one load are one case, however many they are.
-    cases, inverse, number = np.unique(
-        np.stack([device.astype(np.float64), np.round(loads_s, 12)]), axis=1, return_inverse=True, return_counts=True
-    )
-    inverse = np.asarray(inverse).reshape(-1)
-    kinds, loads = cases[0].astype(np.int64), cases[1]
+    distinct, load_of = np.unique(np.round(loads_s, 12), return_inverse=True)
+    cases, inverse, number = np.unique(load_of * len(devices) + device, return_inverse=True, return_counts=True)
+    kinds, loads = cases % len(devices), distinct[cases // len(devices)]
     speeds, draws = _level_tables(devices)
     speeds, draws = speeds[kinds], draws[kinds]
 
