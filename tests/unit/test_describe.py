@@ -182,6 +182,8 @@ def test_a_described_cluster() -> None:
     assert (cluster.num_workers, cluster.node[-1], cluster.power_limit_w) == (20, 2, 5000.0)
     assert cluster.memory_bytes.tolist() == [64 * 2.0**30] * 20
     assert cluster.within_node == LINKS["hccs"].link
+    assert describe_cluster(3, A100).power_limit_w == pytest.approx(3 * 400)
+    assert describe_cluster(3, A100, power_limit_w=None).power_limit_w is None
     slow = Link(bandwidth_bytes_per_s=1e9)
     assert describe_cluster(2, A100, within_node=slow, between_nodes=slow, workers_per_node=1).node.tolist() == [0, 1]
 

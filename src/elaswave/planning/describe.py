@@ -10,6 +10,8 @@ Korthikanti et al. 2022, Reducing activation recomputation in large transformer 
 layer, backward in its two halves, causal attention counted as half, gated feed-forward and grouped queries.
 """
 
+from typing import Literal
+
 import msgspec
 
 from elaswave.planning.cluster import Cluster, Device, Link
@@ -246,7 +248,7 @@ def describe_cluster(
     workers_per_node: int | None = None,
     within_node: Link | None = None,
     between_nodes: Link | None = None,
-    power_limit_w: float | None = None,
+    power_limit_w: float | Literal["base level"] | None = "base level",
     usable_memory: float = USABLE_MEMORY,
 ) -> Cluster:
     """A cluster of one kind of device.
@@ -257,7 +259,8 @@ def describe_cluster(
         tensor_parallel: devices that make up a worker.
         workers_per_node: the preset's devices per node over `tensor_parallel` if None.
         within_node, between_nodes: links other than the preset's.
-        power_limit_w: of all workers together.
+        power_limit_w: of all workers together; by default what they draw at their base level, for which a machine room
+            is built: who is lost leaves power to the others. None means no limit.
         usable_memory: share of the memory that training may fill.
     Raises:
         ValueError: no worker, a worker that does not fit into a node, or an impossible share or limit.
@@ -289,6 +292,9 @@ def describe_cluster(
     )
     if power_limit_w is None:
         return cluster
+    if power_limit_w == "base level":
+        # A little more, so that rounding does not forbid the base level itself.
+        power_limit_w = num_workers * group.levels[group.base_level].power_w * (1 + 1e-9)
     return Cluster(**{**vars(cluster), "power_limit_w": power_limit_w})
 
 
