@@ -72,3 +72,20 @@ def test_a_loss_is_reported_though_the_coordinator_that_dealt_with_it_is_gone(tm
     (lost,) = [recovery for recovery in job.result.recoveries if recovery.kind == "lost"]
     assert (lost.worker, lost.step, lost.phase, lost.epoch, lost.outcome) == (2, 3, "backward", 2, "retried")
     assert any(line.startswith("worker 2 (stage 1) lost in backward of step 3") for line in job.messages), job.messages
+
+
+def test_a_coordinator_that_hangs_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung = tmp_path / "hung"
+    monkeypatch.setattr(launcher, "COORDINATOR_SILENCE_S", 1.0)
+    monkeypatch.setattr(launcher, "COORDINATOR_HUNG_S", 1.0)
+
+    def hang(effect: core.Effect) -> None:
+        if isinstance(effect, core.Decided) and not hung.exists():
+            hung.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    settings = {"run.steps": 5}
+    job = run_job(tmp_path / "run", settings, faults=["kill:2@3:backward"], before_effect=hang)
+    assert hung.exists()
+    assert [recovery.kind for recovery in job.result.recoveries].count("coordinator") == 1
+    assert job.computation == run_job(tmp_path / "twin", settings).computation

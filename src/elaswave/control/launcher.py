@@ -75,6 +75,10 @@ EXIT_GRACE_S = 10.0
 """After the end of the job, how long its processes may take to end."""
 FAILED_GRACE_S = 0.5
 """The same after a failure: who is ending by itself may say so in its log; the others wait for what will not come."""
+COORDINATOR_SILENCE_S = 10.0
+"""A coordinator that has not answered the agent for this long gets a new connection."""
+COORDINATOR_HUNG_S = 6.0
+"""One that has not accepted it after this much more is killed, and followed by another as if it had died."""
 COMPUTE_NICENESS = 5
 """Computing yields to the threads and processes that keep the job together, which need little and need it at once."""
 SWITCH_INTERVAL_S = 0.001
@@ -307,6 +311,7 @@ class _Job:
             faults=self._faults,
             before_effect=self._before_effect,
         )
+        self._coordinator_since_s = time.monotonic()
         self._fork(_COORDINATOR, "coordinator.log", lambda: run_coordinator(setup))
 
     def _fork_worker(self, worker: int) -> None:
@@ -362,7 +367,15 @@ class _Job:
         self._fork_coordinator()
         for worker in self._blueprint.layout.workers:
             self._fork_worker(worker)
-        self._client = ControlClient(self._listen, self._key, AGENT, ToAgent, self._on_message, self._hello)
+        self._client = ControlClient(
+            self._listen,
+            self._key,
+            AGENT,
+            ToAgent,
+            self._on_message,
+            self._hello,
+            silence_timeout_s=COORDINATOR_SILENCE_S,
+        )
         self._selector.register(self._client.fileno(), selectors.EVENT_READ, ("control", 0))
         with _signals(self._on_signal) as wake_fd:
             if wake_fd is not None:
@@ -394,6 +407,9 @@ class _Job:
                 elif what == "exit":
                     self._on_exit(name)
             wait_s = self._client.turn()
+            age_s = time.monotonic() - self._coordinator_since_s
+            if min(age_s, self._client.disconnected_s) > COORDINATOR_HUNG_S:
+                self._kill(_COORDINATOR)
             self._reporter.refresh()
             if self.stop_signal is not None:
                 now_s = time.monotonic()
