@@ -30,6 +30,9 @@ COMMANDS = {
     "train": "elaswave.cli.train:train_command",
     "inspect": "elaswave.cli.inspect:inspect_group",
     "export": "elaswave.cli.export:export_command",
+    "plan": "elaswave.cli.plan:plan_command",
+    "simulate": "elaswave.cli.simulate:simulate_command",
+    "compare": "elaswave.cli.compare:compare_command",
     "bench": "elaswave.cli.bench:bench_group",
 }
 """Where each verb stands; imported when it is asked for."""

@@ -1,0 +1,301 @@
+"""What ``plan``, ``simulate`` and ``compare`` ask for alike: a model, a kind of device, a layout, and who is lost.
+
+Without any of it they speak of the paper's cluster: 96 Ascend 910B that train Llama-2 13B as 8 stages x 12 replicas
+(ElasWave, arXiv 2510.00606, section 7).
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import click
+
+from elaswave.errors import InfeasiblePlan, UsageError
+from elaswave.planning.cluster import Cluster
+from elaswave.planning.costs import Costs
+from elaswave.planning.describe import describe_cluster, describe_costs
+from elaswave.planning.estimate import predict
+from elaswave.planning.plan import Allocation
+from elaswave.planning.presets import DEVICES, LINKS, MODELS, device_preset, link_preset, model_shape
+from elaswave.planning.schedule import SCHEDULES, Schedule
+
+DEFAULT_MODEL = "llama-2-13b"
+DEFAULT_DEVICE = "ascend-910b"
+DEFAULT_WORKERS = 96
+DEFAULT_STAGES = 8
+MICROBATCHES_PER_STAGE = 4
+"""Micro-batches of a replica, per stage, if not given: enough that pipelines are full most of the time."""
+PATTERNS = ("spread", "clustered", "random")
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option("--workers", type=click.IntRange(min=1), help=f"Number of workers.  [default: {DEFAULT_WORKERS}]"),
+    click.option(
+        "--stages",
+        type=click.IntRange(min=1),
+        help=f"Pipeline stages; workers / stages is the number of replicas.  [default: {DEFAULT_STAGES}]",
+    ),
+    click.option("--model", metavar="NAME", help=f"{', '.join(MODELS)}.  [default: {DEFAULT_MODEL}]"),
+    click.option("--device", metavar="NAME", help=f"{', '.join(DEVICES)}.  [default: {DEFAULT_DEVICE}]"),
+    click.option(
+        "--microbatches",
+        type=click.IntRange(min=1),
+        help=f"Micro-batches of a step per replica.  [default: {MICROBATCHES_PER_STAGE} x stages]",
+    ),
+    click.option("--microbatch-size", type=click.IntRange(min=1), help="Samples of a micro-batch.  [default: 1]"),
+    click.option("--schedule", type=click.Choice(SCHEDULES), help="Order of forwards and backwards.  [default: 1f1b]"),
+    click.option(
+        "--tensor-parallel", type=click.IntRange(min=1), help="Devices that make up one worker.  [default: 1]"
+    ),
+    click.option("--recompute", is_flag=True, default=None, help="Run blocks again in the backward: less memory."),
+    click.option("--efficiency", type=float, help="Share of the peak that is reached.  [default: the device's]"),
+    click.option("--within-node", metavar="LINK", help=f"{', '.join(LINKS)}.  [default: the device's]"),
+    click.option("--between-nodes", metavar="LINK", help="The same, between machines.  [default: the device's]"),
+    click.option("--power-limit-kw", type=float, help="Of all workers together.  [default: their draw at base level]"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """What was given of a described cluster; None means the default."""
+
+    workers: int | None = None
+    stages: int | None = None
+    model: str | None = None
+    device: str | None = None
+    microbatches: int | None = None
+    microbatch_size: int | None = None
+    schedule: Schedule | None = None
+    tensor_parallel: int | None = None
+    recompute: bool | None = None
+    efficiency: float | None = None
+    within_node: str | None = None
+    between_nodes: str | None = None
+    power_limit_kw: float | None = None
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the options that were given."""
+        return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
+
+
+def cluster_options(command: _Command) -> _Command:
+    """Adds the options of a described cluster; the command gets them as ``options: ClusterOptions``."""
+
+    def gathering(*args: Any, **values: Any) -> Any:
+        options = ClusterOptions(**{name: values.pop(name) for name in ClusterOptions.__dataclass_fields__})
+        return command(*args, options=options, **values)
+
+    gathering.__name__, gathering.__doc__ = command.__name__, command.__doc__
+    gathering.__dict__.update(vars(command))
+    for option in reversed(_OPTIONS):
+        gathering = option(gathering)
+    return gathering  # type: ignore[return-value]
+
+
+def loss_options(default: int) -> Callable[[_Command], _Command]:
+    """Adds the options that say who is lost."""
+
+    def add(command: _Command) -> _Command:
+        for option in reversed(
+            (
+                click.option(
+                    "--lose",
+                    type=click.IntRange(min=0),
+                    default=default,
+                    show_default=True,
+                    help="Number of workers that are lost.",
+                ),
+                click.option(
+                    "--pattern",
+                    type=click.Choice(PATTERNS),
+                    default=PATTERNS[0],
+                    show_default=True,
+                    help="spread: over stages and replicas; clustered: one stage first; random: anybody.",
+                ),
+                click.option(
+                    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="What chance depends on."
+                ),
+            )
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A job before anything happens."""
+
+    title: str
+    """What it is, for people."""
+    cluster: Cluster
+    costs: Costs
+    allocation: Allocation
+    tokens_per_microbatch: int
+    healthy_in: Callable[[Schedule], Allocation]
+    """The undisturbed job under another schedule."""
+
+    def tokens_per_s(self, num_microbatches: int, step_s: float) -> float:
+        """Throughput of steps of so many micro-batches."""
+        return num_microbatches * self.tokens_per_microbatch / step_s
+
+    @cached_property
+    def step_s(self) -> float:
+        """Of the undisturbed job."""
+        return predict(self.cluster, self.costs, self.allocation)
+
+    def capacity_left(self, left: Cluster, schedule: Schedule) -> float:
+        """Tokens per second of the capacity that is left: the undisturbed job's under the same schedule, times the
+        speed of those who are left over the speed of all.
+
+        Args:
+            left: the cluster after a loss.
+            schedule: of the plan that is judged.
+        """
+        step_s = self.step_s
+        if schedule != self.allocation.schedule:
+            try:
+                step_s = min(step_s, predict(self.cluster, self.costs, self.healthy_in(schedule)))
+            except InfeasiblePlan:
+                pass  # it takes more memory than there is, undisturbed: the own schedule counts
+        share = float(left.speed.sum() / self.cluster.speed.sum())
+        return self.tokens_per_s(self.allocation.num_microbatches, step_s) * share
+
+
+def describe_machines(options: ClusterOptions, *, num_workers: int, num_stages: int) -> tuple[Cluster, Costs]:
+    """The cluster and costs that options describe.
+
+    Args:
+        options: as given.
+        num_workers: in the cluster.
+        num_stages: of the pipeline.
+    Raises:
+        UsageError: an unknown name, or a figure that cannot be.
+    """
+    shape = model_shape(options.model or DEFAULT_MODEL)
+    preset = device_preset(options.device or DEFAULT_DEVICE)
+    within_node = link_preset(options.within_node or preset.within_node).link
+    between_nodes = link_preset(options.between_nodes or preset.between_nodes).link
+    tensor_parallel = options.tensor_parallel or 1
+    try:
+        cluster = describe_cluster(
+            num_workers,
+            preset,
+            tensor_parallel=tensor_parallel,
+            within_node=within_node,
+            between_nodes=between_nodes,
+            power_limit_w="base level" if options.power_limit_kw is None else options.power_limit_kw * 1000,
+        )
+        costs = describe_costs(
+            shape,
+            preset,
+            microbatch_size=options.microbatch_size or 1,
+            recompute=bool(options.recompute),
+            tensor_parallel=tensor_parallel,
+            num_stages=num_stages,
+            efficiency=options.efficiency,
+            within_node=within_node,
+            between_nodes=between_nodes,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return cluster, costs
+
+
+def describe_setting(
+    options: ClusterOptions, healthy: Callable[..., Allocation], *, num_workers: int | None = None
+) -> Setting:
+    """The job that options describe, undisturbed.
+
+    Args:
+        options: as given.
+        healthy: `elaswave.planning.planner.healthy`.
+        num_workers: instead of the one in the options, where something else decides it (a trace).
+    Raises:
+        UsageError: options that contradict each other, or a job that does not fit.
+    """
+    num_workers = num_workers or options.workers or DEFAULT_WORKERS
+    num_stages = options.stages or DEFAULT_STAGES
+    if num_workers % num_stages:
+        raise UsageError(
+            f"{num_workers} workers cannot be split into {num_stages} stages of one width; give --stages that divides "
+            "--workers"
+        )
+    num_replicas = num_workers // num_stages
+    shape = model_shape(options.model or DEFAULT_MODEL)
+    per_replica = options.microbatches or MICROBATCHES_PER_STAGE * num_stages
+    if num_stages > shape.num_layers + 2:
+        raise UsageError(
+            f"{num_stages} stages for the {shape.num_layers + 2} layers of {shape.name}; give fewer stages"
+        )
+    cluster, costs = describe_machines(options, num_workers=num_workers, num_stages=num_stages)
+    schedule = options.schedule or "1f1b"
+
+    def healthy_in(schedule: Schedule) -> Allocation:
+        return healthy(cluster, costs, num_stages, num_replicas, per_replica * num_replicas, schedule=schedule)
+
+    try:
+        allocation = healthy_in(schedule)
+    except InfeasiblePlan as error:
+        raise UsageError(
+            f"{shape.name} does not fit on {num_workers} x {cluster.devices[0].name} as {num_stages} stages x "
+            f"{num_replicas} replicas: {error}; try more --stages, --recompute, --tensor-parallel, or another --device"
+        ) from error
+    microbatch_size = options.microbatch_size or 1
+    return Setting(
+        title=f"{shape.name} on {num_workers} x {cluster.devices[0].name}, {num_stages} stages x {num_replicas} "
+        f"replicas, {per_replica * num_replicas} micro-batches of {microbatch_size} x {shape.context_length} tokens",
+        cluster=cluster,
+        costs=costs,
+        allocation=allocation,
+        tokens_per_microbatch=microbatch_size * shape.context_length,
+        healthy_in=healthy_in,
+    )
+
+
+def choose_lost(allocation: Allocation, num_lost: int, pattern: str, seed: int) -> tuple[int, ...]:
+    """Who is lost, of the workers of an allocation's first chain.
+
+    Args:
+        allocation: before the loss.
+        num_lost: how many.
+        pattern: ``spread``: another stage and another replica each time, as long as there is one; ``clustered``: the
+            workers of one stage, then of the next; ``random``: anybody.
+        seed: equal seeds choose the same workers.
+    Returns:
+        Ascending ids.
+    Raises:
+        UsageError: nobody would be left.
+    """
+    stages = [stage.workers.tolist() for stage in allocation.chains[0].stages]
+    num_workers = sum(map(len, stages))
+    if num_lost >= num_workers:
+        raise UsageError(f"{num_lost} of {num_workers} workers would be lost: --lose must leave at least one")
+    rng = random.Random(seed)
+    if pattern == "random":
+        return tuple(sorted(rng.sample([worker for stage in stages for worker in stage], num_lost)))
+    if pattern == "clustered":
+        first = rng.randrange(len(stages))
+        order = [
+            worker
+            for offset in range(len(stages))
+            for worker in rng.sample(
+                stages[(first + offset) % len(stages)], len(stages[(first + offset) % len(stages)])
+            )
+        ]
+        return tuple(sorted(order[:num_lost]))
+    turns = rng.sample(range(len(stages)), len(stages))
+    replicas = rng.sample(range(max(map(len, stages))), max(map(len, stages)))
+    lost: set[int] = set()
+    while len(lost) < num_lost:
+        turn = len(lost)
+        left = [stages[turns[(turn + skipped) % len(turns)]] for skipped in range(len(turns))]
+        stage = next(each for each in left if not lost.issuperset(each))
+        wanted = replicas[turn % len(replicas)]
+        lost.add(next(w for r in range(len(stage)) if (w := stage[(wanted + r) % len(stage)]) not in lost))
+    return tuple(sorted(lost))

@@ -1,0 +1,152 @@
+"""``elaswave compare``: what every policy would make of the same loss on the same cluster."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elaswave.cli.cluster_options import (
+    ClusterOptions,
+    Setting,
+    choose_lost,
+    cluster_options,
+    describe_setting,
+    loss_options,
+)
+from elaswave.cli.inspect import format_bytes, format_seconds, render_table, terminal_width, wrap
+from elaswave.cli.layout_table import as_json
+from elaswave.errors import InfeasiblePlan, UsageError
+from elaswave.planning.cluster import Cluster, Event
+from elaswave.planning.plan import Plan, Planner
+
+DEFAULT_POLICIES = "elaswave,recycle,torchft,oobleck,full_restart"
+
+
+@click.command(name="compare", short_help="What every policy makes of the same loss.")
+@cluster_options
+@loss_options(default=3)
+@click.option(
+    "--policies", metavar="NAME,NAME", default=DEFAULT_POLICIES, show_default=True, help="Separated by commas."
+)
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Also draw throughputs: .png or .svg.")
+@click.option("--json", "json_mode", is_flag=True, help="Print one JSON document.")
+def compare_command(
+    options: ClusterOptions, lose: int, pattern: str, seed: int, policies: str, plot: Path | None, json_mode: bool
+) -> None:
+    """Compare policies: throughput, pause and state moved after the same loss on the same cluster.
+
+    The default is Llama-2 13B on 96 Ascend 910B, as 8 stages x 12 replicas. Every policy's layout is timed by the same
+    simulated execution. Beside the paper's names there are torchft_batch_kept, which keeps the batch that torchft
+    shrinks, and recycle_normalized.
+
+    \b
+    elaswave compare --lose 3
+    elaswave compare --workers 96 --stages 8 --model llama-2-7b --device a100 --lose 5 --pattern clustered
+    elaswave compare --policies elaswave,torchft_batch_kept --lose 5 --plot throughput.svg
+    """
+    from elaswave.planning.planner import healthy
+    from elaswave.planning.policies import policy_named
+
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    if not names or len(set(names)) != len(names):
+        raise UsageError(f"--policies {policies!r}: give each policy once, separated by commas, at least one")
+    planners = {name: policy_named(name) for name in names}
+    if lose < 1:
+        raise UsageError("--lose 0: nothing happens then; give at least 1")
+    if plot is not None:
+        from elaswave.cli.plots import check_plot_path, plot_policies
+
+        check_plot_path(plot)
+    setting = describe_setting(options, healthy)
+    lost = choose_lost(setting.allocation, lose, pattern, seed)
+    left = setting.cluster.without(lost)
+    event = Event(kind="lost", workers=lost)
+    entries = [_entry(name, planner, setting, left, event) for name, planner in planners.items()]
+    title = f"{setting.title}; lost: {len(lost)}, {pattern}"
+    if plot is not None:
+        reference = setting.capacity_left(left, setting.allocation.schedule)
+        plot_policies(plot, title, entries, "tokens/s", reference)
+    if json_mode:
+        click.echo(as_json(_document(setting, lost, entries)))
+    else:
+        click.echo("\n".join(_render(setting, title, lost, entries, terminal_width())))
+
+
+def _entry(name: str, planner: Planner, setting: Setting, left: Cluster, event: Event) -> dict[str, Any]:
+    """What a policy does, as JSON."""
+    try:
+        plan = planner(left, setting.costs, setting.allocation, event)
+    except InfeasiblePlan as error:
+        return {"policy": name, "throughput": 0.0, "capacity_fraction": 0.0, "step_time_s": None, "pause_s": None,
+                "reason": f"no plan: {error}", "feasible": False}  # fmt: skip
+    throughput = setting.tokens_per_s(plan.allocation.num_microbatches, plan.predicted_step_s)
+    before = setting.tokens_per_s(setting.allocation.num_microbatches, setting.step_s)
+    return {
+        "policy": name,
+        "throughput": throughput,
+        "capacity_fraction": throughput / setting.capacity_left(left, plan.allocation.schedule),
+        "step_time_s": plan.predicted_step_s,
+        "pause_s": plan.predicted_pause_s,
+        "reason": plan.reason,
+        "feasible": True,
+        "throughput_fraction": throughput / before,
+        "num_microbatches": plan.allocation.num_microbatches,
+        "keeps_batch": plan.allocation.num_microbatches == setting.allocation.num_microbatches,
+        "num_workers": len(plan.allocation.workers),
+        "schedule": plan.allocation.schedule,
+        "lost_work_s": plan.lost_work_s,
+        "moved_bytes": _moved_bytes(plan),
+        "power_w": plan.power_w,
+        "energy_per_token_j": plan.power_w / throughput,
+        "contributions": dict(plan.contributions),
+    }
+
+
+def _moved_bytes(plan: Plan) -> float:
+    return sum(transfer.num_bytes for transfer in plan.transfers)
+
+
+def _document(setting: Setting, lost: tuple[int, ...], entries: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "setting": setting.title,
+        "costs": setting.costs.source,
+        "lost": list(lost),
+        "undisturbed": {
+            "throughput": setting.tokens_per_s(setting.allocation.num_microbatches, setting.step_s),
+            "step_time_s": setting.step_s,
+            "num_microbatches": setting.allocation.num_microbatches,
+            "num_workers": setting.cluster.num_workers,
+            "schedule": setting.allocation.schedule,
+        },
+        "throughput_unit": "tokens/s",
+        "policies": entries,
+    }
+
+
+def _render(
+    setting: Setting, title: str, lost: tuple[int, ...], entries: list[dict[str, Any]], width: int
+) -> list[str]:
+    before = setting.tokens_per_s(setting.allocation.num_microbatches, setting.step_s)
+    rows = [["undisturbed", format_seconds(setting.step_s), f"{before:,.0f}", "100.0%", "-", "-", "-", "yes"]]
+    for entry in entries:
+        if not entry["feasible"]:
+            rows.append([entry["policy"], "-", "-", "-", "-", "-", "-", "-"])
+            continue
+        rows.append(
+            [
+                entry["policy"],
+                format_seconds(entry["step_time_s"]),
+                f"{entry['throughput']:,.0f}",
+                f"{entry['throughput_fraction']:.1%}",
+                f"{entry['capacity_fraction']:.1%}",
+                format_seconds(entry["pause_s"]),
+                format_bytes(round(entry["moved_bytes"])),
+                "yes" if entry["keeps_batch"] else f"{entry['num_microbatches']} micro-batches",
+            ]
+        )
+    header = ["policy", "step", "tokens/s", "of before", "of capacity left", "pause", "moved", "batch kept"]
+    lines = [*wrap(title, width), *wrap(f"lost: {' '.join(map(str, lost))}", width), ""]
+    lines += [*render_table(header, rows, width), ""]
+    for entry in entries:
+        lines += wrap(f"{entry['policy']}: {entry['reason']}", width)
+    return lines

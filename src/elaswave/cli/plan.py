@@ -1,0 +1,185 @@
+"""``elaswave plan``: what the planner would make of a loss, in a run or on a described cluster."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from elaswave.cli.cluster_options import (
+    ClusterOptions,
+    Setting,
+    choose_lost,
+    cluster_options,
+    describe_setting,
+    loss_options,
+)
+from elaswave.cli.inspect import format_bytes, format_seconds, terminal_width, wrap
+from elaswave.cli.layout_table import as_json, render_stages, stage_rows
+from elaswave.errors import UsageError
+from elaswave.planning.cluster import Cluster, Event
+from elaswave.planning.plan import Plan
+
+
+@click.command(name="plan", short_help="What the planner makes of a loss.")
+@click.argument("run", required=False, type=click.Path(path_type=Path))
+@cluster_options
+@loss_options(default=1)
+@click.option("--policy", metavar="NAME", default="elaswave", show_default=True, help="Who plans.")
+@click.option("--json", "json_mode", is_flag=True, help="Print one JSON document.")
+def plan_command(
+    run: Path | None, options: ClusterOptions, lose: int, pattern: str, seed: int, policy: str, json_mode: bool
+) -> None:
+    """Plan for the loss of workers: the layout before and after, what bounds it, what it brings, and why.
+
+    With RUN, the folder of a run that is going on or has ended, its layout, measured costs and measured speeds are
+    used, and no options that describe a cluster. Without, a cluster is described; the default is Llama-2 13B on 96
+    Ascend 910B, as 8 stages x 12 replicas.
+
+    \b
+    elaswave plan --lose 3
+    elaswave plan --workers 12 --stages 3 --model llama-2-7b --device h100 --lose 5 --pattern clustered
+    elaswave plan runs/20261120T125701Z-ab12 --lose 1
+    """
+    from elaswave.planning.planner import healthy
+    from elaswave.planning.policies import policy_named
+
+    planner = policy_named(policy)
+    notes: dict[str, Any] = {}
+    if run is None:
+        setting = describe_setting(options, healthy)
+    else:
+        if options.given:
+            raise UsageError(f"{', '.join(options.given)} describe a cluster, but RUN names a run; give one of the two")
+        setting, notes = _setting_of_run(run)
+    lost = choose_lost(setting.allocation, lose, pattern, seed)
+    if lost:
+        left = setting.cluster.without(lost)
+        plan = planner(left, setting.costs, setting.allocation, Event(kind="lost", workers=lost))
+    else:
+        left, plan = setting.cluster, None
+    result = _Result(setting, lost, left, plan)
+    if json_mode:
+        click.echo(as_json(result.to_json() | notes))
+    else:
+        click.echo("\n".join(result.render(terminal_width(), notes)))
+
+
+def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any]]:
+    """A run as it is, and what is known about the prediction of its steps."""
+    from elaswave.observability.run_costs import read_run_costs
+    from elaswave.planning.routes import allocation_of
+
+    costs = read_run_costs(run)
+    allocation = allocation_of(costs.layout, costs.schedule)
+    setting = Setting(
+        title=f"{run}: layout {costs.layout.describe()}, {costs.layout.num_microbatches} micro-batches of "
+        f"{costs.config.batch.microbatch_size} x {costs.config.model.context_length} tokens",
+        cluster=costs.cluster,
+        costs=costs.costs,
+        allocation=allocation,
+        tokens_per_microbatch=costs.tokens_per_microbatch,
+        healthy_in=lambda schedule: replace(allocation, schedule=schedule),
+    )
+    notes = {
+        "run": str(run),
+        "num_reports": costs.num_reports,
+        "num_steps": len(costs.step_s),
+        "predicted_step_s": costs.predicted_step_s,
+        "prediction_error": costs.prediction_error,
+        "speeds": dict(zip(map(str, costs.cluster.ids.tolist()), costs.cluster.speed.tolist())),
+    }
+    return setting, notes
+
+
+class _Result:
+    """A plan beside what was before it."""
+
+    def __init__(self, setting: Setting, lost: tuple[int, ...], left: Cluster, plan: Plan | None) -> None:
+        self._setting = setting
+        self._lost = lost
+        self._left = left
+        self._plan = plan
+        self._before = stage_rows(setting.cluster, setting.costs, setting.allocation)
+        self._after = [] if plan is None else stage_rows(left, setting.costs, plan.allocation)
+        self._before_rate = setting.tokens_per_s(setting.allocation.num_microbatches, setting.step_s)
+        self._after_rate = self._capacity_left = 0.0
+        if plan is not None:
+            self._after_rate = setting.tokens_per_s(plan.allocation.num_microbatches, plan.predicted_step_s)
+            self._capacity_left = setting.capacity_left(left, plan.allocation.schedule)
+
+    def to_json(self) -> dict[str, Any]:
+        document: dict[str, Any] = {
+            "setting": self._setting.title,
+            "costs": self._setting.costs.source,
+            "lost": list(self._lost),
+            "before": {
+                "step_time_s": self._setting.step_s,
+                "throughput": self._before_rate,
+                "stages": msgspec.to_builtins(self._before),
+            },
+        }
+        if self._plan is None:
+            return document
+        return document | {
+            "workers_left": self._left.num_workers,
+            "after": {
+                "policy": self._plan.policy,
+                "step_time_s": self._plan.predicted_step_s,
+                "throughput": self._after_rate,
+                "throughput_fraction": self._after_rate / self._before_rate,
+                "capacity_fraction": self._after_rate / self._capacity_left,
+                "pause_s": self._plan.predicted_pause_s,
+                "moved_bytes": sum(transfer.num_bytes for transfer in self._plan.transfers),
+                "stages": msgspec.to_builtins(self._after),
+                "contributions": dict(self._plan.contributions),
+                "reason": self._plan.reason,
+            },
+            "plan": self._plan.to_json(),
+        }
+
+    def render(self, width: int, notes: dict[str, Any]) -> list[str]:
+        lines = wrap(self._setting.title, width)
+        if notes:
+            lines += wrap(_about_measurements(notes), width)
+        step = format_seconds(self._setting.step_s)
+        lines += ["", *wrap(f"before: a step takes {step}, {self._before_rate:,.0f} tokens/s", width)]
+        lines += render_stages(self._before, width)
+        if self._plan is None:
+            return [*lines, "", "nobody is lost; --lose N asks for a plan"]
+        plan, fraction = self._plan, self._after_rate / self._before_rate
+        lines += ["", *wrap(f"lost: {' '.join(map(str, self._lost))}", width), ""]
+        lines += wrap(
+            f"after: a step takes {format_seconds(plan.predicted_step_s)}, {self._after_rate:,.0f} tokens/s, schedule "
+            f"{plan.allocation.schedule}",
+            width,
+        )
+        lines += [*render_stages(self._after, width), ""]
+        lines += wrap(
+            f"throughput is {fraction:.1%} of before with {self._left.num_workers} of "
+            f"{self._setting.cluster.num_workers} workers: {self._after_rate / self._capacity_left:.1%} of the "
+            "capacity left",
+            width,
+        )
+        moved = sum(transfer.num_bytes for transfer in plan.transfers)
+        lines += wrap(
+            f"pause {format_seconds(plan.predicted_pause_s)}, work done again {format_seconds(plan.lost_work_s)}, "
+            f"state moved {format_bytes(round(moved))}",
+            width,
+        )
+        for axis, what in plan.contributions.items():
+            lines += wrap(f"{axis}: {what}", width)
+        return [*lines, *wrap(f"reason: {plan.reason}", width)]
+
+
+def _about_measurements(notes: dict[str, Any]) -> str:
+    text = f"costs measured, of {notes['num_reports']} reports"
+    if not notes["num_reports"]:
+        text = "costs as described, scaled to the steps: the run was too short for timings"
+    if notes["prediction_error"] is None:
+        return text
+    return (
+        f"{text}; a step is predicted to take {format_seconds(notes['predicted_step_s'])}, "
+        f"{notes['prediction_error']:+.1%} off the median of {notes['num_steps']} steps that were run"
+    )
