@@ -43,7 +43,7 @@ SILENCE_UNLEARNED_S = 5.0
 """Least bound on silence until `LEARNED_GAPS` heartbeats have come, and while a worker is in one of `BESIDE_STEPS`."""
 BESIDE_STEPS = ("evaluate", "checkpoint", "end")
 """Labels under which no committed step shows that a worker lives; disks and digests then compete with heartbeats."""
-LEARNED_GAPS = 10
+LEARNED_GAPS = 4
 GAP_MAX_S = 5.0
 """Longer gaps teach nothing more."""
 NOBODY_S = 30.0
