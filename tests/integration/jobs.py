@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {
     "batch.microbatch_size": 2,
     "optimizer.lr": 1e-3,
     "elastic.block_size": 1024,
+    "elastic.rebalance": False,
     "run.steps": 12,
 }
 """A GPT of 4 layers and some 42,000 parameters in 44 blocks; five micro-batches divide by no number of workers."""

@@ -65,7 +65,7 @@ def expected():
     holds = [(0, 1, 0), (0, 2, 1), (1, 1, 1), (1, 2, 0), (1, 2, 2)]
     residency = sum(residency_key(block, role, worker, 6) for block, role, worker in holds) % 2**64
     coverage = expected_coverage(NUM_LAYERS, NUM_MICROBATCHES)
-    return Expected(NUM_WORKERS, coverage, residency, residency, LAYOUT_HASH)
+    return Expected(NUM_WORKERS, coverage, residency, residency, LAYOUT_HASH, NUM_MICROBATCHES)
 
 
 def merged(votes, seed=0):
@@ -242,4 +242,39 @@ def test_keys_of_different_things_differ():
 def test_the_vector_is_small_and_whole():
     vector = SHAPE.encode(certificates()[0])
     assert vector.dtype == torch.int64
-    assert vector.shape == (SHAPE.size,) == (5 + 21 + NUM_MICROBATCHES + 4 + NUM_TENSORS,)
+    assert vector.shape == (SHAPE.size,) == (5 + 21 + NUM_MICROBATCHES + 6 + NUM_TENSORS,)
+
+
+CHANGE = key64("a planned change") >> 2
+
+
+def with_changes(*changes):
+    return [vote._replace(change=change) for vote, change in zip(certificates(), changes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "in_force"),
+    [
+        ((0, 0, 0), 0),
+        ((CHANGE, CHANGE, CHANGE), CHANGE),
+        ((CHANGE, 0, CHANGE), 0),
+        ((CHANGE, CHANGE, CHANGE - 1), 0),
+        ((CHANGE, CHANGE - 1, 0), 0),
+    ],
+)
+def test_a_planned_change_comes_into_force_if_everybody_holds_it(changes, in_force):
+    verdict = judge(merged(with_changes(*changes)), SHAPE, expected(), GRIDS, skip_nonfinite=False)
+    assert (verdict.outcome, verdict.change) == (Outcome.COMMIT, in_force)
+
+
+def test_a_vote_that_does_not_commit_changes_no_layout():
+    votes = with_changes(CHANGE, CHANGE, CHANGE)
+    votes[0] = votes[0]._replace(maxima={0: 1e30})
+    verdict = judge(merged(votes), SHAPE, expected(), GRIDS, skip_nonfinite=False)
+    assert (verdict.outcome, verdict.change) == (Outcome.RETRY, 0)
+
+
+def test_a_smaller_batch_has_the_mean_of_its_own_losses():
+    wanted = expected()._replace(num_microbatches=2)
+    verdict = judge(merged(certificates()), SHAPE, wanted, GRIDS, skip_nonfinite=False)
+    assert verdict.losses == (2.0, 3.0) and verdict.loss == 2.5

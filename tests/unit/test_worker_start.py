@@ -10,6 +10,7 @@ from elaswave.planning.layout import make_layout
 from elaswave.runtime import worker as worker_module
 from elaswave.runtime.messages import Exit, Start
 from elaswave.runtime.worker import Mailbox, Worker, _wait_for_start
+from elaswave.state.placement import place_blocks
 
 PREPARE = Prepare(term=2, epoch=2, members=(0, 2), lost=(1,), reason="worker 1 was killed")
 START = Start(addresses={0: "unix:/0", 2: "unix:/2"})
@@ -50,4 +51,4 @@ def test_a_start_that_does_not_name_a_lost_worker_is_no_error_of_ours():
     worker._transport = SimpleNamespace(peers={2})  # type: ignore[assignment]
     layout = make_layout(widths=[2, 1], layers_per_stage=[1, 1], num_microbatches=2)
     with pytest.raises(InterruptedWaitError, match=r"the start does not name workers \[1\]"):
-        worker._make_links(layout)
+        worker._make_links(layout, place_blocks(layout, (), num_followers=0))

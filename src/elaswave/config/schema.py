@@ -171,6 +171,17 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """After a loss, bytes of state that a worker sends during one step, and receives, to make new copies of blocks."""
     verify: bool = True
     """Compare the copies of gradients and state in every vote. Off only to measure what it costs."""
+    policy: Literal[
+        "elaswave", "recycle", "recycle_normalized", "torchft", "torchft_batch_kept", "oobleck", "full_restart"
+    ] = "elaswave"
+    """How a run goes on after a loss. The others are rivals, for comparison. With ``torchft`` the batch shrinks, so
+    losses and state are others; with ``full_restart`` everybody goes back to the last durable checkpoint, or to the start."""
+    rebalance: bool = True
+    """elaswave: after a loss, plan a better layout while training goes on, and change to it between two steps."""
+    horizon_s: Annotated[float, Meta(gt=0)] | None = None
+    """Expected seconds until the next event, in which a change of layout must repay itself; unset: by public rates."""
+    restart_s: NonNegative = 30.0
+    """full_restart: seconds that stopping and starting the job takes."""
     min_workers: Count = 1
     """The run ends with an error rather than go on with fewer workers."""
     max_failures_per_hour: Count = 100

@@ -8,12 +8,15 @@ from the run's event log. A repeated step must have the same loss.
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Literal
+
+import msgspec
 
 import elaswave
 from elaswave.control.core.coordinator import Books as Unfinished
 from elaswave.control.core.coordinator import Coordinator
-from elaswave.control.core.messages import Decision
+from elaswave.control.core.messages import Change, Decision, Tuning
 from elaswave.control.messages import ShowEvaluation, ShowStep, ShowText, ToAgent
 from elaswave.errors import CheckpointError, StateError
 from elaswave.hashing import MASK64
@@ -30,6 +33,7 @@ from elaswave.observability.events import (
     RunStarted,
     StepCommitted,
     StepSkipped,
+    StepTimeMeasured,
     TimingsMeasured,
     read_events,
 )
@@ -111,6 +115,8 @@ class Books:
         self._checkpoints: list[CheckpointRecord] = []
         self._finished: dict[int, Finished] = {}
         self._epochs: list[EpochRecord] = []
+        self._steps_s: list[float] = []
+        """Seconds of the steps under the present layout."""
         self._recoveries: list[Recovery] = []
         self._start_up_s = 0.0
         self._epoch = Coordinator.FIRST_EPOCH
@@ -152,13 +158,21 @@ class Books:
             elif isinstance(event, LayoutChosen):
                 self._epochs.append(
                     EpochRecord(
-                        epoch=event.epoch, layout=event.layout, reason=event.reason, first_step=event.first_step
+                        epoch=event.epoch,
+                        layout=event.layout,
+                        reason=event.reason,
+                        first_step=event.first_step,
+                        change=event.change,
+                        schedule=event.schedule,
+                        predicted_step_s=event.predicted_step_s,
                     )
                 )
                 self._epoch = event.epoch
                 self.members = event.layout.workers
                 self._holdings = dict(event.holdings)
                 self._start_up_s = event.start_up_s or self._start_up_s
+            elif isinstance(event, StepTimeMeasured):
+                self._note_step_time(event.predicted_step_s, event.measured_step_s)
             elif isinstance(event, Recovered):
                 self._recoveries.append(event.recovery)
             elif isinstance(event, RunFinished):
@@ -200,10 +214,31 @@ class Books:
             return
         self._start_up_s = time.monotonic() - self._started_s
         reason = "as configured" if self.first_step == 1 else "as configured, resumed from a checkpoint"
-        self._open_epoch(self._blueprint.layout, reason, self.first_step)
+        self._open_epoch(self._blueprint.layout, self._blueprint.tuning, reason, self.first_step)
 
-    def _open_epoch(self, layout: Layout, reason: str, first_step: int) -> None:
-        self._epochs.append(EpochRecord(epoch=self._epoch, layout=layout, reason=reason, first_step=first_step))
+    def _open_epoch(
+        self,
+        layout: Layout,
+        tuning: Tuning,
+        reason: str,
+        first_step: int,
+        *,
+        change: int = 0,
+        predicted_step_s: float | None = None,
+    ) -> None:
+        self.close_layout()
+        schedule = tuning.schedule or self._config.layout.schedule
+        self._epochs.append(
+            EpochRecord(
+                epoch=self._epoch,
+                layout=layout,
+                reason=reason,
+                first_step=first_step,
+                change=change,
+                schedule=schedule,
+                predicted_step_s=predicted_step_s,
+            )
+        )
         self._write(
             LayoutChosen(
                 epoch=self._epoch,
@@ -214,8 +249,51 @@ class Books:
                 layer_parameters=[sum(slot.numel for slot in shape.tensors) for shape in self._blueprint.shapes],
                 holdings={worker: self._holdings[worker] for worker in layout.workers if worker in self._holdings},
                 start_up_s=self._start_up_s,
+                change=change,
+                schedule=schedule,
+                predicted_step_s=predicted_step_s,
             )
         )
+
+    def predicted(self, predicted_step_s: float) -> None:
+        """What a step of the present layout should take, if that was not known when it was chosen."""
+        if self._epochs and self._epochs[-1].predicted_step_s is None:
+            self._epochs[-1] = msgspec.structs.replace(self._epochs[-1], predicted_step_s=predicted_step_s)
+
+    def changed(self, change: Change, first_step: int) -> None:
+        """A planned change of the layout has come into force; may be said again."""
+        if change.number <= max((record.change for record in self._epochs), default=0):
+            return
+        self._open_epoch(
+            change.layout,
+            change.tuning,
+            change.reason,
+            first_step,
+            change=change.number,
+            predicted_step_s=change.predicted_step_s,
+        )
+
+    def close_layout(self) -> None:
+        """The present layout is left: writes what its steps took, if any were measured."""
+        steps_s, self._steps_s = self._steps_s, []
+        if steps_s and self._epochs:
+            record, measured_s = self._epochs[-1], median(steps_s)
+            self._note_step_time(record.predicted_step_s, measured_s)
+            self._write(
+                StepTimeMeasured(
+                    epoch=record.epoch,
+                    change=record.change,
+                    predicted_step_s=record.predicted_step_s,
+                    measured_step_s=measured_s,
+                    num_steps=len(steps_s),
+                )
+            )
+
+    def _note_step_time(self, predicted_s: float | None, measured_s: float) -> None:
+        if self._epochs:
+            self._epochs[-1] = msgspec.structs.replace(
+                self._epochs[-1], predicted_step_s=predicted_s, measured_step_s=measured_s
+            )
 
     def rise(self, epoch: int) -> None:
         """The epoch has risen: what was reported for the end or for a checkpoint no longer counts."""
@@ -227,7 +305,8 @@ class Books:
     def decided(self, decision: Decision) -> None:
         """Survivors go on with a decision."""
         self.members = decision.members
-        self._open_epoch(decision.layout, decision.reason, decision.resume_step)
+        reason = f"{decision.reason}; {decision.plan}" if decision.plan else decision.reason
+        self._open_epoch(decision.layout, decision.tuning, reason, decision.resume_step)
 
     def catch_up(self, epoch: int, decision: Decision | None) -> None:
         """What an earlier coordinator has persisted and died before it could enter it here."""
@@ -274,6 +353,11 @@ class Books:
         if not self._note_loss(report.step, report.loss):
             return False
         self._first_report_s[report.step] = report.finished_s
+        if self._epochs and self._epochs[-1].first_step < report.step and report.attempt == 1:
+            # From one step's end to the next one's: what is done between steps belongs to them.
+            begin_s = self._first_report_s.get(report.step - 1)
+            if begin_s is not None:
+                self._steps_s.append(report.finished_s - begin_s)
         before_s = self._first_report_s.get(report.step - 1, report.finished_s - report.duration_s)
         data_pass, _ = self._sampler.cursor(report.step)
         self._show(
@@ -449,6 +533,7 @@ class Books:
         if all(report.complete for report in reports):
             self._check_followers(digests, add_digests(report.follower_digests for report in reports))
         step = standing.step
+        self.close_layout()
         result = Result(
             steps=step,
             losses=list(self._losses),

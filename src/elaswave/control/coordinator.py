@@ -25,12 +25,14 @@ from elaswave.control.death_watch import DeathWatch
 from elaswave.control.measurements import Measurements
 from elaswave.control.messages import AgentHello, Ended, Exited, ShowText, StopJob, ToAgent, ToCoordinator
 from elaswave.control.recoveries import RecoveryLog
+from elaswave.control.replanning import ELASWAVE, Replanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import FileStore, Store
 from elaswave.control.wire import agent_id
 from elaswave.errors import ElaswaveError, StateError
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE, Recovery, write_digests, write_result
+from elaswave.planning.costs import Costs
 from elaswave.planning.recovery import promote, survivor_layout
 from elaswave.runtime.blueprint import Blueprint
 from elaswave.runtime.messages import (
@@ -129,6 +131,15 @@ class CoordinatorProcess:
         self._measurements = Measurements(blueprint.config)
         self._detector = Detector()
         self._plan_s = 0.0
+        self._replanner = Replanner(blueprint.config)
+        self._predicted_s: float | None = None
+        """Of the newest decision's layout, where a rival has planned it."""
+        self._struck: tuple[Layout, tuple[int, ...]] = (blueprint.layout, ())
+        """The layout that the newest loss has struck, and who was lost."""
+        self._improved_epoch = 0
+        """The newest epoch for which a better layout was looked for."""
+        self._planning: set[asyncio.Future[None]] = set()
+        self._predicted_first = False
         self._stop: Stop | None = None
         self._start: Start | None = None
         self._failures: dict[int, Failed] = {}
@@ -149,14 +160,65 @@ class CoordinatorProcess:
         self, layout: Layout, placement: Placement, lost: Collection[int], valid: Callable[[int, int], bool]
     ) -> core.Planned:
         begin_s = time.monotonic()
+        replanner, tuning = self._replanner, self._core.in_force()[1]
+        plan, self._predicted_s = "", None
         after = survivor_layout(layout, lost) if lost else layout
+        if lost and replanner.policy != ELASWAVE:
+            costs = self._measurements.known_or_estimated()
+            after, tuning, plan, self._predicted_s = replanner.rival(layout, tuning, lost, costs)
         promotion = promote(placement, self._setup.blueprint.blocks, after, valid)
+        self._struck = (layout, tuple(lost))
         self._plan_s = time.monotonic() - begin_s
-        return core.Planned(after, promotion.placement, len(promotion.promoted), promotion.orphans)
+        return core.Planned(
+            after,
+            promotion.placement,
+            len(promotion.promoted),
+            promotion.orphans,
+            tuning=tuning,
+            plan=plan,
+            restart=replanner.restarts,
+        )
 
     def _replace(self, layout: Layout) -> Placement:
         blueprint = self._setup.blueprint
         return place_blocks(layout, blueprint.blocks, num_followers=blueprint.config.elastic.num_followers)
+
+    def _look_for_better(self) -> None:
+        """Begins to plan a better layout, once after every decision, as soon as the members compute again and costs are
+        known. Planning takes no part of the recovery: a thread does it."""
+        decision, costs = self._core.decision, self._measurements.costs()
+        if decision is None or self._improved_epoch >= decision.epoch or costs is None or self._ended is not None:
+            return
+        if self._core.state is not core.State.TRAINING or self._core.epoch != decision.epoch:
+            return
+        self._improved_epoch = decision.epoch
+        wants_change = self._replanner.policy == ELASWAVE and self._setup.blueprint.config.elastic.rebalance
+        planning = asyncio.ensure_future(self._improve(decision, costs, wants_change=wants_change))
+        self._planning.add(planning)
+        planning.add_done_callback(self._planning.discard)
+
+    async def _improve(self, decision: Decision, costs: Costs, *, wants_change: bool) -> None:
+        layout, tuning = decision.layout, decision.tuning
+        if not wants_change:
+            predicted_s = await asyncio.to_thread(self._replanner.predict, layout, tuning, costs)
+            self._books.predicted(predicted_s)
+            return
+        before, lost = self._struck
+        predicted_s, found = await asyncio.to_thread(self._replanner.improve, before, layout, tuning, lost, costs)
+        if self._core.epoch != decision.epoch:
+            return
+        self._books.predicted(predicted_s)
+        if found is not None:
+            planned = core.ChangePlanned(
+                decision.epoch, found.layout, found.tuning, found.reason, found.predicted_step_s
+            )
+            self._carry_out(self._core.handle(planned, time.monotonic()))
+
+    async def _predict_first(self, costs: Costs) -> None:
+        blueprint = self._setup.blueprint
+        predicted_s = await asyncio.to_thread(self._replanner.predict, blueprint.layout, blueprint.tuning, costs)
+        if self._core.decision is None:
+            self._books.predicted(predicted_s)
 
     # -------------------------------------------------------------------------------------------------------- running
 
@@ -198,6 +260,7 @@ class CoordinatorProcess:
         finally:
             if self._ticker is not None:
                 self._ticker.cancel()
+            await asyncio.gather(*self._planning, return_exceptions=True)
             await self._server.close()
             serving.cancel()
             self._events.close()
@@ -377,10 +440,17 @@ class CoordinatorProcess:
             if isinstance(message, Ready):
                 self._books.ready(message)
             elif isinstance(message, StepReport):
-                evidence = Evidence(step=message.step, attempt=message.attempt, commits=True, vector=message.vector)
+                evidence = Evidence(
+                    step=message.step,
+                    attempt=message.attempt,
+                    commits=True,
+                    vector=message.vector,
+                    change=message.change,
+                )
                 self._carry_out(self._core.handle(core.EvidenceSeen(evidence, message.epoch), now_s))
                 if self._books.step(message):
                     self._measurements.add_step(message)
+                    self._after_step(message)
                     for recovery in self._recoveries.committed(message):
                         self._report(recovery)
             elif isinstance(message, EvaluationReport):
@@ -397,6 +467,19 @@ class CoordinatorProcess:
         # The line first: a coordinator that dies in between leaves a successor that says it again, not nobody.
         self._books.say(self._recoveries.describe(recovery))
         self._books.recovered(recovery)
+
+    def _after_step(self, message: StepReport) -> None:
+        """Looks at what a published step says of layouts."""
+        change = self._core.change_in_force(message.change)
+        if change is not None:
+            self._books.changed(change, message.step + 1)
+        costs = self._measurements.costs()
+        if not self._predicted_first and self._core.decision is None and costs is not None and costs.step_overhead_s:
+            self._predicted_first = True
+            planning = asyncio.ensure_future(self._predict_first(costs))
+            self._planning.add(planning)
+            planning.add_done_callback(self._planning.discard)
+        self._look_for_better()
 
     def _finish_if_complete(self) -> None:
         if not self._books.all_finished or self._core.state is not core.State.TRAINING:
@@ -449,19 +532,36 @@ class CoordinatorProcess:
                 for worker in self._core.members:
                     self._server.send(worker, self._start)
             elif isinstance(effect, core.FindCheckpoint):
-                newest = find_newest_checkpoint(self._setup.run_dir).newest
-                found = core.CheckpointFound(None if newest is None else newest.step)
-                self._carry_out(self._core.handle(found, time.monotonic()))
+                self._find_checkpoint()
             elif isinstance(effect, core.Raised):
                 self._on_raised(effect)
             elif isinstance(effect, core.Decided):
                 self._on_decided(effect)
             elif isinstance(effect, core.Resumed):
                 self._recoveries.resumed(effect, time.monotonic())
+                self._look_for_better()
             elif isinstance(effect, core.End):
                 self._on_end(effect)
             else:
                 _log.info("%s", effect.text)
+
+    def _find_checkpoint(self) -> None:
+        """Looks for the newest checkpoint; under a policy of restarting only when a restart would have got there."""
+        epoch, restarts = self._core.epoch, self._replanner.restarts
+
+        def found() -> None:
+            if self._core.epoch != epoch or self._ended is not None:
+                return
+            newest = find_newest_checkpoint(self._setup.run_dir).newest
+            step = None if newest is None else newest.step
+            if step is None and restarts and self._books.first_step == 1:
+                step = 0  # from the seed, as a job without a checkpoint begins again
+            self._carry_out(self._core.handle(core.CheckpointFound(step), time.monotonic()))
+
+        if restarts:
+            asyncio.get_running_loop().call_later(self._setup.blueprint.config.elastic.restart_s, found)
+        else:
+            found()
 
     def _on_raised(self, effect: core.Raised) -> None:
         now_s = time.monotonic()
@@ -476,6 +576,8 @@ class CoordinatorProcess:
         self._report_restart(time.monotonic())  # whoever was still missing is no member any more
         self._recoveries.decided(decision, time.monotonic(), self._plan_s)
         self._books.decided(decision)
+        if self._predicted_s is not None:
+            self._books.predicted(self._predicted_s)
         if decision.rollback is not None:
             self._books.say(f"{decision.reason}: everybody goes back to the checkpoint of step {decision.rollback}")
 

@@ -84,3 +84,7 @@ class Measurements:
                 return None
             costs = self._meter.costs()
         return msgspec.structs.replace(costs, step_overhead_s=self.step_overhead_s)
+
+    def known_or_estimated(self) -> Costs:
+        """The planner's costs; before anything is measured those that follow from the layers' sizes."""
+        return self.costs() or self._described

@@ -80,6 +80,24 @@ class LayoutChosen(Event, frozen=True, kw_only=True, tag="layout"):
     """By worker id."""
     start_up_s: float = 0.0
     """From the start of the command until the first step began; kept for a coordinator that takes over."""
+    change: int = 0
+    """Number of the planned change that brought it; 0 for the first layout and those that a recovery brought."""
+    schedule: str = ""
+    """Of the workers' programs."""
+    predicted_step_s: float | None = None
+    """Seconds of a step as they were predicted beforehand; None where nothing was known yet."""
+
+
+class StepTimeMeasured(Event, frozen=True, kw_only=True, tag="step_time"):
+    """A layout is left, or the run ends: what its steps were predicted to take, and what they took."""
+
+    epoch: int
+    change: int
+    predicted_step_s: float | None
+    measured_step_s: float
+    """Median, the layout's first step left out."""
+    num_steps: int
+    """That were measured."""
 
 
 class StepCommitted(Event, frozen=True, kw_only=True, tag="step"):
@@ -171,6 +189,7 @@ class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
 AnyEvent = (
     RunStarted
     | LayoutChosen
+    | StepTimeMeasured
     | StepCommitted
     | TimingsMeasured
     | CheckpointWritten

@@ -73,6 +73,14 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Why this layout was chosen, one line."""
     first_step: int
     """First step that ran under it."""
+    change: int = 0
+    """Number of the planned change that brought it; 0 for the first layout and those that a recovery brought."""
+    schedule: str = ""
+    """Of the workers' programs."""
+    predicted_step_s: float | None = None
+    """Seconds of a step as they were predicted; None where nothing was known of the costs."""
+    measured_step_s: float | None = None
+    """Median over the steps that ran under it, its first one left out; None if there were none."""
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):

@@ -174,7 +174,15 @@ def build_summary(run_dir: str, result: Result | None, events: Sequence[AnyEvent
         result.epochs
         if result is not None
         else [
-            EpochRecord(epoch=event.epoch, layout=event.layout, reason=event.reason, first_step=event.first_step)
+            EpochRecord(
+                epoch=event.epoch,
+                layout=event.layout,
+                reason=event.reason,
+                first_step=event.first_step,
+                change=event.change,
+                schedule=event.schedule,
+                predicted_step_s=event.predicted_step_s,
+            )
             for event in chosen
         ]
     )

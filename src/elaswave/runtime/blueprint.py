@@ -5,24 +5,29 @@ its hash.
 """
 
 import itertools
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
 import msgspec
 import torch
 
+from elaswave.config.devices import emulated_costs
 from elaswave.config.schema import Config
+from elaswave.control.core.messages import Tuning
 from elaswave.data.sampler import Sampler
 from elaswave.data.sources import TokenSource, open_source
 from elaswave.models.layers import ModelSpec
 from elaswave.models.registry import build_model
+from elaswave.planning.costs import Costs
+from elaswave.planning.flow import Durations
 from elaswave.planning.layout import make_layout
-from elaswave.planning.program import Program
+from elaswave.planning.program import Kind, Program
 from elaswave.planning.schedule import compile_programs, in_flight_bounds
 from elaswave.planning.validate import validate_programs
 from elaswave.state.flat import LayerShape, TensorSlot, all_tensors, model_shapes
 from elaswave.state.placement import Block, Placement, default_block_size, make_blocks, place_blocks
-from elaswave.types import Layout
+from elaswave.types import Hop, Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -87,9 +92,17 @@ class Blueprint:
         return place_blocks(self.layout, self.blocks, num_followers=self.config.elastic.num_followers)
 
     @cached_property
+    def tuning(self) -> Tuning:
+        """What stands beside the layout at the start: what emulated devices are known to take."""
+        config = self.config
+        if config.device.kind != "emulated":
+            return Tuning()
+        return tuning_of(emulated_costs(config), dict(enumerate(config.device.speeds or ())))
+
+    @cached_property
     def programs(self) -> dict[int, Program]:
         """The validated program of every worker for a training step."""
-        programs = compile_programs(self.layout, self.config.layout.schedule)
+        programs = programs_of(self.layout, self.tuning, self.config)
         bounds = in_flight_bounds(self.layout, self.config.layout.schedule)
         validate_programs(self.layout, programs, max_in_flight=bounds)
         return programs
@@ -118,6 +131,52 @@ class Blueprint:
         """Which samples make up which micro-batch of training."""
         batch = self.config.batch
         return Sampler(self.config.run.seed, source.num_samples("train"), batch.microbatch_size, batch.num_microbatches)
+
+
+def tuning_of(
+    costs: Costs, speeds: Mapping[int, float], *, schedule: str = "", levels: Mapping[int, int] | None = None
+) -> Tuning:
+    """What everybody must know to compile the same programs by the same durations.
+
+    Args:
+        costs: of the layers.
+        speeds: worker -> speed, that of its frequency level included.
+        schedule: empty for the configured one.
+        levels: worker -> index of its frequency level.
+    """
+    return Tuning(
+        schedule=schedule,
+        levels=dict(levels or {}),
+        layer_s=tuple((each.forward_s, each.input_gradient_s, each.weight_gradient_s) for each in costs.layers),
+        speeds={worker: speed for worker, speed in speeds.items() if speed != 1.0},
+    )
+
+
+def durations_of(tuning: Tuning) -> Durations | None:
+    """Seconds of actions as a tuning says; None if it says nothing."""
+    if not tuning.layer_s:
+        return None
+    sums = {
+        kind: list(itertools.accumulate((seconds[part] for seconds in tuning.layer_s), initial=0.0))
+        for part, kind in enumerate("FIW")
+    }
+
+    def durations(hop: Hop, kind: Kind) -> float:
+        parts = "IW" if kind == "B" else kind
+        return sum(sums[part][hop.stop] - sums[part][hop.start] for part in parts) / tuning.speeds.get(hop.worker, 1.0)
+
+    return durations
+
+
+def programs_of(layout: Layout, tuning: Tuning, config: Config, *, forward_only: bool = False) -> dict[int, Program]:
+    """The programs of all workers, the same in every process."""
+    schedule = tuning.schedule or config.layout.schedule
+    return compile_programs(
+        layout,
+        schedule,  # type: ignore[arg-type]  # it is checked there
+        forward_only=forward_only,
+        durations=durations_of(tuning),
+    )
 
 
 def evaluation_layout(layout: Layout, num_microbatches: int) -> Layout:

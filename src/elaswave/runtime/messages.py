@@ -7,7 +7,7 @@ coordinator takes a message that it has seen before as a repetition.
 
 import msgspec
 
-from elaswave.control.core.messages import Decision, Fenced, Installed, Prepare, Registered, Report
+from elaswave.control.core.messages import Change, Decision, Fenced, Installed, Prepare, Registered, Report
 from elaswave.planning.measured import ActionTiming
 from elaswave.state.checkpoint_format import WrittenItem
 
@@ -76,6 +76,8 @@ class StepReport(Message, frozen=True, kw_only=True):
     phases_s: dict[str, float]
     vector: bytes
     """The merged vote: evidence that the step is committed."""
+    change: int
+    """Number of the planned change of layout that is in force after the step."""
     finished_s: float
     """Monotonic time of this machine at which the step was done."""
     retries: list[str]
@@ -192,4 +194,4 @@ FromWorker = (
     | Finished
     | Failed
 )
-ToWorker = Start | Stop | Exit | Prepare | Decision | Fenced
+ToWorker = Start | Stop | Exit | Prepare | Decision | Fenced | Change

@@ -19,15 +19,14 @@ from elaswave.comm.group import Group
 from elaswave.comm.transport import Handle, Transport
 from elaswave.config.schema import Config
 from elaswave.control.core.ledger import CatchUp, Held, Ledger
-from elaswave.control.core.messages import Decision
+from elaswave.control.core.messages import Change, Decision, Tuning
 from elaswave.errors import NonFiniteError, StateError, VoteError
 from elaswave.hashing import MASK64, key64
 from elaswave.observability.trace import PHASE, TraceRecorder
 from elaswave.planning.program import Action
 from elaswave.planning.recovery import choose_followers
-from elaswave.planning.schedule import compile_programs
 from elaswave.runtime.activity import Activity
-from elaswave.runtime.blueprint import Blueprint, evaluation_layout
+from elaswave.runtime.blueprint import Blueprint, evaluation_layout, programs_of
 from elaswave.runtime.channels import WAIT_TIMEOUT_S, Channel
 from elaswave.runtime.compute import Compute, NonFinite, expected_coverage
 from elaswave.runtime.diagnosis import diagnose
@@ -91,7 +90,7 @@ class StepEngine:
     Args:
         blueprint: the run.
         worker: this worker's id.
-        layout, placement: who runs and holds what at the start.
+        layout, placement, tuning: who runs and holds what at the start, and how.
         layers: the materialised layers of this worker's stage, with current parameters.
         store: the blocks held here.
         progress: where training stands.
@@ -114,6 +113,7 @@ class StepEngine:
         *,
         layout: Layout,
         placement: Placement,
+        tuning: Tuning,
         layers: dict[int, FlatLayer],
         store: BlockStore,
         progress: Progress,
@@ -174,17 +174,21 @@ class StepEngine:
         """Step, attempt and verdict of the newest vote that has been taken over."""
         self._complete: Placement | None = None
         """The newest placement found to lack no follower."""
-        self._use_layout(layout)
+        self._held_change: Change | None = None
+        """The planned change of layout that is held, and told in every vote until it is in force."""
+        self._next: Change | None = None
+        """The one that has come into force with the vote of the step in hand, until its GATHER."""
+        self._use_layout(layout, tuning)
         self._use_placement(placement, store)
 
     # ------------------------------------------------------------------------------------------- layout and placement
 
-    def _use_layout(self, layout: Layout) -> None:
-        schedule = self._config.layout.schedule
+    def _use_layout(self, layout: Layout, tuning: Tuning) -> None:
         self.layout = layout
+        self.tuning = tuning
         self._layout_hash = struct_hash(layout)
         self.group = Group(self.transport, layout.workers, Channel.VOTE)
-        self.program = compile_programs(layout, schedule)[self.worker]
+        self.program = programs_of(layout, tuning, self._config)[self.worker]
         self._executor = Executor(self.worker, layout, self.compute, self.transport, self.activity, self._trace)
 
     def _use_placement(self, placement: Placement, store: BlockStore) -> None:
@@ -209,6 +213,28 @@ class StepEngine:
             transport=self.transport,
             activity=self.activity,
         )
+
+    def hold(self, change: Change | None) -> None:
+        """Holds a planned change of layout, whose links are there, until it is in force; None forgets the held one."""
+        self._held_change = change
+        if change is None:
+            self._next = None  # the decision knows of it
+
+    @property
+    def _change_hash(self) -> int:
+        change = self._held_change
+        if change is None:
+            return 0
+        return key64("change", change.number, struct_hash(change.layout), struct_hash(change.tuning)) >> 2
+
+    def _switch(self, change: Change) -> None:
+        """The next layout is in force: makes room for its layers. What is not held here comes with GATHER."""
+        self._next = None
+        stage = change.layout.stages[change.layout.stage_of(self.worker)]
+        self._materialise(range(stage.start, stage.stop))
+        self._use_layout(change.layout, change.tuning)
+        self._use_placement(self.placement, self.store)
+        self._exchange.publish()
 
     def held(self) -> dict[int, Held]:
         """The copies at the last committed step, for a report."""
@@ -241,7 +267,7 @@ class StepEngine:
         if any(worker == self.worker for worker, _ in decision.deliver):
             self.ledger.parameters_step = -1
         moved = self._materialise(range(stage.start, stage.stop))
-        self._use_layout(layout)
+        self._use_layout(layout, decision.tuning)
         self._use_placement(placement, self.store)
         received = self._deliver(decision, moved)
         self.ledger.gathered(base)
@@ -351,6 +377,8 @@ class StepEngine:
             self._apply(step, verdict)
         with self._timed("gather"):
             self.activity.wait("gather")
+            if self._next is not None:
+                self._switch(self._next)
             self._gather()
         return self.result_of(step, attempt, verdict, tuple(retries))
 
@@ -440,7 +468,11 @@ class StepEngine:
         )
         verdict = self._judge(vector, self.step)
         commits = verdict.outcome in (Outcome.COMMIT, Outcome.SKIP)
-        self.ledger.learn(vector.numpy().tobytes(), commits=commits)
+        if verdict.change:
+            assert verdict.change == self._change_hash, "a vote for a planned change that this worker does not hold"
+            self._next, self._held_change = self._held_change, None
+        number = None if self._next is None else self._next.number
+        self.ledger.learn(vector.numpy().tobytes(), commits=commits, change=number)
         self._known_vote = (self.step, self.attempt, verdict)
         if commits:
             self.store, self.placement = self.voting_store, self.voting_placement
@@ -456,6 +488,7 @@ class StepEngine:
             residency=residency,
             next_residency=residency,
             next_layout=self.next_layout_hash,
+            num_microbatches=self.layout.num_microbatches,
         )
         return judge(
             vector,
@@ -484,7 +517,7 @@ class StepEngine:
         """
         num_microbatches = self._config.run.eval_microbatches
         layout = evaluation_layout(self.layout, num_microbatches)
-        program = compile_programs(layout, self._config.layout.schedule, forward_only=True)[self.worker]
+        program = programs_of(layout, self.tuning, self._config, forward_only=True)[self.worker]
         executor = Executor(self.worker, layout, self.compute, self.transport, self.activity, self._trace)
         self.compute.losses.clear()
         sends: list[Handle] = []
@@ -538,6 +571,7 @@ class StepEngine:
             maxima=maxima,
             nonfinite=nonfinite,
             request=self._request(),
+            change=self._change_hash,
         )
 
     def _residency(self) -> int:

@@ -9,7 +9,8 @@ the vote passed implies that everyone can apply. The parts:
 - residency: a key for every held block, its role, holder and version, against what the placement says;
 - agreement: owners add (number of followers x hash) of each gradient and of a rotating sample of state blocks,
   followers subtract theirs: zero unless a copy differs;
-- layout: the largest and the smallest hash of the next layout, which must be equal;
+- layout: the largest and the smallest hash of layout and next placement, which must be equal;
+- change: the same of the planned change of layout that each worker holds; it comes into force if all hold the same one;
 - the gradient norm in exact limbs, one slot per micro-batch for the losses, the largest gradient per tensor, and the
   requests (stop, checkpoint) that must take effect at the same step everywhere.
 
@@ -30,6 +31,8 @@ from elaswave.runtime.compute import NonFinite
 from elaswave.state.sums import NORM_LIMBS, could_overflow, next_exponent, norm_from_limbs, norm_limbs
 
 _ROW_BITS = 20
+_NUM_FLAGS = 6
+"""Maxima before those of the tensors."""
 UNKNOWN_MICROBATCH = (1 << _ROW_BITS) - 1
 """Micro-batch of a non-finite value that was found only in the sum (scaled mode)."""
 
@@ -63,7 +66,7 @@ class Certificate(NamedTuple):
     next_residency: int
     agreement: int
     next_layout: int
-    """62-bit hash of the layout that this worker holds as the next one."""
+    """62-bit hash of the layout, and of the placement that this vote brings into force."""
     losses: Mapping[int, float]
     square_sums: Sequence[float]
     """Of the mean gradient of each owned block, finite."""
@@ -71,6 +74,8 @@ class Certificate(NamedTuple):
     """Largest absolute gradient by tensor index, finite."""
     nonfinite: NonFinite | None
     request: Request
+    change: int = 0
+    """62-bit hash of the planned change that this worker holds, 0 for none."""
 
 
 class Expected(NamedTuple):
@@ -81,6 +86,8 @@ class Expected(NamedTuple):
     residency: int
     next_residency: int
     next_layout: int
+    num_microbatches: int
+    """Of the step: a policy may let the batch shrink, then the first ones are run."""
 
 
 class Verdict(NamedTuple):
@@ -98,6 +105,8 @@ class Verdict(NamedTuple):
     failed: tuple[str, ...] = ()
     """Parts of the certificate that failed."""
     nonfinite: NonFinite | None = None
+    change: int = 0
+    """Hash of the planned change that everybody holds, if the step commits; else 0."""
 
     @property
     def loss(self) -> float:
@@ -119,7 +128,7 @@ class VoteShape:
         self.num_microbatches = num_microbatches
         self.num_tensors = num_tensors
         self.num_sums = 5 + NORM_LIMBS + num_microbatches
-        self.num_maxima = 4 + num_tensors
+        self.num_maxima = _NUM_FLAGS + num_tensors
         self.size = self.num_sums + self.num_maxima
 
     def encode(self, certificate: Certificate) -> torch.Tensor:
@@ -132,6 +141,8 @@ class VoteShape:
             -certificate.next_layout,
             _nonfinite_code(certificate.nonfinite),
             certificate.request.value,
+            certificate.change,
+            -certificate.change,
         ]
         maxima += [_float_bits(certificate.maxima.get(index, 0.0)) for index in range(self.num_tensors)]
         return torch.tensor([signed64(value) for value in sums + maxima], dtype=torch.int64)
@@ -167,9 +178,11 @@ def judge(
     values: list[int] = vector.tolist()
     num_voters, coverage, residency, next_residency, agreement = (value & MASK64 for value in values[:5])
     limbs = values[5 : 5 + NORM_LIMBS]
-    losses = tuple(_bits_float(value) for value in values[5 + NORM_LIMBS : shape.num_sums])
-    layout_max, layout_min, nonfinite_code, request = values[shape.num_sums : shape.num_sums + 4]
-    maxima = [_bits_float(value) for value in values[shape.num_sums + 4 :]]
+    first_loss = 5 + NORM_LIMBS
+    losses = tuple(_bits_float(value) for value in values[first_loss : first_loss + expected.num_microbatches])
+    flags = values[shape.num_sums : shape.num_sums + _NUM_FLAGS]
+    layout_max, layout_min, nonfinite_code, request, change_max, change_min = flags
+    maxima = [_bits_float(value) for value in values[shape.num_sums + _NUM_FLAGS :]]
     checks = {
         "voters": num_voters == expected.num_workers,
         "coverage": coverage == expected.coverage,
@@ -183,7 +196,9 @@ def judge(
 
     def verdict(outcome: Outcome, reason: str, grids_after: tuple[int, ...]) -> Verdict:
         norm = norm_from_limbs(limbs) if nonfinite is None else math.nan
-        return Verdict(outcome, reason, norm, losses, grids_after, Request(request), failed, nonfinite)
+        commits = outcome in (Outcome.COMMIT, Outcome.SKIP)
+        change = change_max if commits and change_max == -change_min else 0
+        return Verdict(outcome, reason, norm, losses, grids_after, Request(request), failed, nonfinite, change)
 
     if failed:
         return verdict(Outcome.REJECT, "the certificate does not hold: " + ", ".join(failed), grids.exponents)

@@ -21,12 +21,12 @@ import torch
 from elaswave.comm.group import doubling_partners
 from elaswave.comm.stream import StreamTransport
 from elaswave.comm.transport import Transport
-from elaswave.config.devices import base_level, emulated_costs
+from elaswave.config.devices import base_level, device_of, emulated_costs
 from elaswave.config.schema import Config
 from elaswave.control.core.coordinator import Coordinator
 from elaswave.control.core.ledger import CatchUp, Ledger
-from elaswave.control.core.member import Ignored, Install, Leave, Member, MemberState, MoveAndReport
-from elaswave.control.core.messages import Decision, Fenced, Installed, Prepare, Registered, Report
+from elaswave.control.core.member import Hold, Ignored, Install, Leave, Member, MemberState, MoveAndReport
+from elaswave.control.core.messages import Change, Decision, Fenced, Installed, Prepare, Registered, Report, Tuning
 from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, VoteError, WaitTimeoutError
 from elaswave.observability.trace import PHASE, TraceRecorder
 from elaswave.planning.layout import peers_of
@@ -80,7 +80,7 @@ TIMINGS_EVERY_S = 1.0
 """A worker tells how long its actions take no more often than this."""
 KEPT_REPORTS = 1024
 """Step reports kept for the case that the worker that should have sent them is lost."""
-FULL_MESH_WORKERS = 64
+FULL_MESH_WORKERS = 128
 """Up to this many workers, everybody is linked to everybody from the start, so that no recovery has to dial."""
 
 
@@ -126,6 +126,8 @@ class Mailbox:
         self.place = (Coordinator.FIRST_EPOCH, 0, 0)
         """Epoch, step and attempt, for heartbeats."""
         self._transport = transport
+        self._change: Change | None = None
+        """The newest planned change of layout that the main thread has not taken."""
         self._messages: deque[ToWorker] = deque()
         self._changed = threading.Condition()
 
@@ -150,6 +152,11 @@ class Mailbox:
 
     def receive(self, message: ToWorker) -> None:
         """Takes a message; called on the control client's thread."""
+        if isinstance(message, Change):
+            with self._changed:
+                if self._change is None or message.number > self._change.number:
+                    self._change = message
+            return
         if isinstance(message, Stop):
             self.request = Request.STOP_WITH_CHECKPOINT if message.checkpoint else Request.STOP
             return
@@ -179,6 +186,12 @@ class Mailbox:
             message = self._messages.popleft()
             self._look()
             return message
+
+    def take_change(self) -> Change | None:
+        """The newest planned change of layout that has come since the last call; called on the main thread."""
+        with self._changed:
+            change, self._change = self._change, None
+        return change
 
     def put_back(self, message: ToWorker) -> None:
         """Makes a message the oldest again."""
@@ -246,7 +259,7 @@ class Worker:
         self._duties: list[tuple[str, int]] = []
         """What is to be done before the next step: evaluations and checkpoints of committed steps."""
         self._ledger = Ledger(setup.worker, self._step - 1)
-        self.engine = self._make_engine(layout, placement, layers, store, progress)
+        self.engine = self._make_engine(layout, placement, self._blueprint.tuning, layers, store, progress)
 
     def _make_pace(self) -> Pace | None:
         config = self._config
@@ -258,6 +271,14 @@ class Worker:
         ]
         speeds = config.device.speeds
         return Pace(layer_s, 1.0 if speeds is None else speeds[self._worker], self._transport.rest)
+
+    def _set_level(self, tuning: Tuning) -> None:
+        """Sets the frequency level that a plan gives this worker."""
+        level = tuning.levels.get(self._worker, base_level(self._config))
+        if level != self._level:
+            self._clockwork.times.take()  # of another clock
+            self._level = level
+            self._actuator.set_level(device_of(self._config).levels[level])
 
     def _set_level_speed(self, speed: float) -> None:
         if self._clockwork.pace is not None:
@@ -271,15 +292,18 @@ class Worker:
         self,
         layout: Layout,
         placement: Placement,
+        tuning: Tuning,
         layers: dict[int, FlatLayer],
         store: BlockStore,
         progress: Progress,
     ) -> StepEngine:
+        self._set_level(tuning)
         return StepEngine(
             self._blueprint,
             self._worker,
             layout=layout,
             placement=placement,
+            tuning=tuning,
             layers=layers,
             store=store,
             progress=progress,
@@ -297,13 +321,12 @@ class Worker:
 
     # --------------------------------------------------------------------------------------------------------- links
 
-    def _make_links(self, layout: Layout) -> None:
-        """Makes the links that a layout needs (all of them in a small job)."""
+    def _make_links(self, layout: Layout, placement: Placement) -> None:
+        """Makes the links that a layout and a placement need (all of them in a small job)."""
         if len(self._addresses) <= FULL_MESH_WORKERS:
             peers = set(layout.workers) - {self._worker}
         else:
-            placement, blocks = self._blueprint.placement, self._blueprint.blocks
-            peers = peers_of(layout, placement, blocks)[self._worker]
+            peers = peers_of(layout, placement, self._blueprint.blocks)[self._worker]
             peers |= doubling_partners(layout.workers, self._worker)
         missing = peers - self._transport.peers
         if unknown := missing - self._addresses.keys():
@@ -338,7 +361,7 @@ class Worker:
         run = self._config.run
         stopped = False
         if not self._is_ready:
-            self._make_links(self.engine.layout)
+            self._make_links(self.engine.layout, self.engine.placement)
             self._is_ready = True
             self._client.send(Ready(worker=self._worker, holding=self._holding()), durable=True)
         while True:
@@ -355,13 +378,25 @@ class Worker:
             self._check()
             start_s = time.monotonic()
             self._mailbox.place = (self._member.epoch, self._step, self._attempt)
+            self._look_for_change()
             result = self.engine.run_step(self._step, self._attempt)
+            self._set_level(self.engine.tuning)
             self._committed(result, time.monotonic() - start_s)
             self._report_timings(result.step)
             stopped = result.request is not Request.NONE and self._step < run.steps
             self._step, self._attempt = self._step + 1, 1
             self._note_duties(result)
         self._finish(stopped)
+
+    def _look_for_change(self) -> None:
+        """Holds the newest planned change of layout, if there is one, once its links are there."""
+        change = self._mailbox.take_change()
+        if change is None or change.number <= self._ledger.change:
+            return
+        action = self._member.handle(change)
+        if isinstance(action, Hold):
+            self._make_links(change.layout, self.engine.placement)
+            self.engine.hold(change)
 
     def _note_duties(self, result: StepResult) -> None:
         run, step = self._config.run, result.step
@@ -386,6 +421,7 @@ class Worker:
             duration_s=duration_s,
             phases_s=dict(self.engine.phases_s),
             vector=evidence.vector,
+            change=evidence.change,
             finished_s=time.monotonic(),
             retries=list(result.retries),
             skipped=None if skipped is None else self.engine.describe_nonfinite(skipped),
@@ -518,6 +554,7 @@ class Worker:
     def _move(self, action: MoveAndReport) -> None:
         """Leaves the old epoch's data plane, and only then promises and reports."""
         begin_s = time.monotonic()
+        self.engine.hold(None)  # what was planned for the old epoch is void
         self._transport.advance_epoch(action.epoch, action.members)
         self._edit_s = time.monotonic() - begin_s
         layers = sorted(self.engine.layers)
@@ -536,7 +573,7 @@ class Worker:
         todo = self._ledger.accept(decision)
         self._members = decision.members
         edit_begin_s = time.monotonic()
-        self._make_links(decision.layout)
+        self._make_links(decision.layout, decision.placement)
         edit_s = self._edit_s + time.monotonic() - edit_begin_s
         begin_s = time.monotonic()
         self._step, self._attempt = decision.resume_step, decision.resume_attempt
@@ -546,6 +583,7 @@ class Worker:
         else:
             verdict = self.engine.catch_up(todo, decision)
             received = self.engine.install(decision)
+            self._set_level(decision.tuning)
             evidence = decision.evidence
             learned = evidence is not None and evidence.commits and (before is None or before.order < evidence.order)
             unreported = evidence is not None and (not self._reports or self._reports[-1].step < evidence.step)
@@ -577,12 +615,14 @@ class Worker:
     def _roll_back(self, decision: Decision) -> int:
         """Loads the decision's checkpoint under its layout."""
         assert decision.rollback is not None
-        folder = self._setup.run_dir / "checkpoints" / f"step-{decision.rollback:08d}"
-        checkpoint = (folder, verify_checkpoint(folder).meta)
+        checkpoint = None
+        if decision.rollback > 0:
+            folder = self._setup.run_dir / "checkpoints" / f"step-{decision.rollback:08d}"
+            checkpoint = (folder, verify_checkpoint(folder).meta)
         layers, store, progress = materialise(
             self._blueprint, self._worker, self._optimizer, decision.layout, decision.placement, checkpoint
         )
-        self.engine = self._make_engine(decision.layout, decision.placement, layers, store, progress)
+        self.engine = self._make_engine(decision.layout, decision.placement, decision.tuning, layers, store, progress)
         self._ledger.gathered(decision.rollback)
         while self._reports and self._reports[-1].step > decision.rollback:
             self._reports.pop()

@@ -38,7 +38,10 @@ def test_result_json_has_the_promised_keys_and_shapes(tmp_path: Path) -> None:
     }
     assert document["steps"] == 6
     assert document["losses"] == LOSSES
-    assert document["epochs"][0].keys() == {"epoch", "layout", "reason", "first_step"}
+    assert document["epochs"][0].keys() == {
+        *["epoch", "layout", "reason", "first_step"],
+        *["change", "schedule", "predicted_step_s", "measured_step_s"],
+    }
     assert document["memory"]["3"] == {"peak_bytes": 200 << 20, "optimizer_bytes": 5 << 20}
     assert document["recoveries"][0].keys() == {
         *["kind", "worker", "step", "phase", "detected_by", "epoch", "attempt", "outcome"],

@@ -48,7 +48,7 @@ class State(Enum):
 REGISTERED = "every worker has registered"
 SUSPECTED = "a member is suspected"
 REPORTED = "every member has reported"
-NO_COPY_LEFT = "every member has reported, and a block has no copy left"
+NO_COPY_LEFT = "every member has reported, and a block has no copy left, or the policy is to restart"
 FOUND = "a checkpoint is found"
 PLANNED = "a better layout is planned"
 GIVEN_UP = "nothing is left to go on with, or a bound is exceeded"
@@ -241,6 +241,8 @@ class Planned(NamedTuple):
     """Blocks of which no valid copy is left."""
     tuning: Tuning | None = None
     """None: as it was."""
+    plan: str = ""
+    """Why this layout, if that needs saying."""
     restart: bool = False
     """Whether everybody starts over from the last checkpoint, though no state may be lost (a policy of restarting)."""
 
@@ -319,6 +321,8 @@ class Coordinator:
         self._errors: dict[int, str] = {}
         """Workers that have ended with an error of their own since the newest decision -> what it was."""
         self._orphans: tuple[int, ...] = ()
+        self._restart_is_policy = False
+        """Whether the policy is why a checkpoint is sought."""
         self._changes: dict[int, Change] = {}
         """Planned changes since the newest decision, by number; each may have come into force, or may yet."""
         self._num_changes = 0
@@ -375,6 +379,10 @@ class Coordinator:
             number = max(number, evidence.change)
         change = self._changes.get(number)
         return (self.layout, self.tuning, number) if change is None else (change.layout, change.tuning, number)
+
+    def change_in_force(self, number: int) -> Change | None:
+        """The planned change of this number, if it belongs to the present epoch."""
+        return self._changes.get(number)
 
     @property
     def raised(self) -> Raised:
@@ -592,7 +600,7 @@ class Coordinator:
         lost = tuple(sorted(set(layout.workers) - set(self.members)))
         planned = self._planner.survive(layout, self._merged_placement(), lost, valid)
         if planned.orphans or planned.restart:
-            return self._seek_checkpoint(planned.orphans)
+            return self._seek_checkpoint(planned.orphans, is_policy=not planned.orphans)
         attempt = 1 + max((report.attempt for report in reports if report.step == base + 1), default=0)
         if evidence is not None and not evidence.commits:
             attempt = max(attempt, evidence.attempt + 1)
@@ -616,12 +624,13 @@ class Coordinator:
             reason=self._reason,
             change=change,
             tuning=tuning if planned.tuning is None else planned.tuning,
+            plan=planned.plan,
         )
         return self._issue(decision)
 
-    def _seek_checkpoint(self, orphans: tuple[int, ...]) -> list[Effect]:
+    def _seek_checkpoint(self, orphans: tuple[int, ...], *, is_policy: bool = False) -> list[Effect]:
         self._go(NO_COPY_LEFT, State.ROLLING_BACK)
-        self._orphans = orphans
+        self._orphans, self._restart_is_policy = orphans, is_policy
         return [FindCheckpoint()]
 
     def _base_step(self, evidence: Evidence | None) -> int:
@@ -644,7 +653,9 @@ class Coordinator:
             return [Note("a checkpoint that nobody waits for")]
         orphans = ", ".join(map(str, self._orphans[:8])) + (" ..." if len(self._orphans) > 8 else "")
         what = f"all copies of {len(self._orphans)} blocks ({orphans}) were lost with workers {list(self._lost)}"
-        if not self._orphans:
+        if self._restart_is_policy:
+            what = "everybody starts over, as the policy is"
+        elif not self._orphans:
             what = f"workers {list(self._lost)} were lost before everybody had gone back to the last checkpoint"
         if event.step is None:
             return self._end(
@@ -675,6 +686,7 @@ class Coordinator:
             reason=f"{self._reason}; {what}",
             change=change,
             tuning=tuning if planned.tuning is None else planned.tuning,
+            plan=planned.plan,
         )
         return self._issue(decision)
 

@@ -145,6 +145,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
     change: int = 0
     """Number of the newest planned change that the layout follows from. Later ones of older epochs are void."""
     tuning: Tuning = Tuning()
+    plan: str = ""
+    """Why this layout, if a policy other than ElasWave's has chosen it."""
 
 
 class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag="fenced"):

@@ -1,0 +1,210 @@
+"""How the coordinator asks the planners: a loss becomes an event, a plan becomes a layout of exactly the members.
+
+ElasWave's survivors go on at once with the makeshift of `elaswave.planning.recovery`, for which nothing is planned;
+what its planner then finds (layers that migrate, workers that change stage, shared layers, another schedule, other
+frequencies) follows as a planned change. A rival's plan is installed by the recovery itself.
+
+Workers without micro-batches stay where they were, so that they go on holding blocks and voting.
+"""
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from elaswave.config.devices import cluster_of, device_of
+from elaswave.config.schema import Config
+from elaswave.control.core.messages import Tuning
+from elaswave.errors import InfeasiblePlan
+from elaswave.planning.cluster import Cluster, Event
+from elaswave.planning.costs import Costs
+from elaswave.planning.estimate import levels_of
+from elaswave.planning.flow import Durations
+from elaswave.planning.layout import validate_layout
+from elaswave.planning.plan import Allocation, Plan, Planner
+from elaswave.planning.planner import plan as elaswave_plan
+from elaswave.planning.policies import ROLL_BACK, Pauses, make_policies
+from elaswave.planning.recovery import survivor_layout
+from elaswave.planning.routes import allocation_of, make_routes
+from elaswave.planning.schedule import Schedule
+from elaswave.planning.timing import durations_of, time_programs
+from elaswave.runtime.blueprint import programs_of, tuning_of
+from elaswave.types import Hop, Layout, Stage
+
+ELASWAVE = "elaswave"
+GAIN_MIN = 0.005
+"""A layout is changed only for a step that is predicted to be shorter by this share: predictions are not exact."""
+
+_log = logging.getLogger("elaswave.control")
+
+
+class Replanned(NamedTuple):
+    """A layout for the members, and what it is expected to bring."""
+
+    layout: Layout
+    tuning: Tuning
+    reason: str
+    predicted_step_s: float
+
+
+class Replanner:
+    """Asks the run's policy.
+
+    Args:
+        config: of the run, resolved.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.policy = config.elastic.policy
+        self._cluster = cluster_of(config)
+        self._device = device_of(config)
+        pauses = Pauses(restart_s=config.elastic.restart_s, horizon_s=config.elastic.horizon_s)
+        self._policies = make_policies(pauses)
+        self._rivals = tuple(each for name, each in self._policies.items() if name not in (ELASWAVE, "torchft"))
+
+    @property
+    def restarts(self) -> bool:
+        """Whether every loss leads back to the last durable checkpoint."""
+        return self.policy in ROLL_BACK
+
+    def predict(self, layout: Layout, tuning: Tuning, costs: Costs) -> float:
+        """Seconds of a step: the very programs that the workers run, timed.
+
+        Args:
+            layout, tuning: in force.
+            costs: of the layers.
+        """
+        programs = programs_of(layout, tuning, self._config)
+        durations = self._durations(layout.workers, tuning.levels, costs)
+        return time_programs(layout, programs, durations).step_s + costs.step_overhead_s
+
+    def rival(self, layout: Layout, tuning: Tuning, lost: Collection[int], costs: Costs) -> Replanned:
+        """What the run's policy, a rival's, does after a loss.
+
+        Falls back to the survivors' makeshift where the policy has no plan (a replica group is all that was left): the
+        reason says so.
+
+        Args:
+            layout, tuning: in force before the loss.
+            lost: the workers.
+            costs: of the layers.
+        """
+        makeshift = survivor_layout(layout, lost)
+        try:
+            plan = self._ask(self._policies[self.policy], layout, tuning, lost, costs)
+            return self._replanned(plan, makeshift, tuning, costs)
+        except (InfeasiblePlan, ValueError) as error:
+            _log.warning("%s has no plan: %s", self.policy, error)
+            reason = f"{self.policy} has no plan ({error}): survivors keep their stages"
+            return Replanned(makeshift, tuning, reason, self.predict(makeshift, tuning, costs))
+
+    def improve(
+        self, before: Layout, present: Layout, tuning: Tuning, lost: Collection[int], costs: Costs
+    ) -> tuple[float, Replanned | None]:
+        """What ElasWave's planner makes of a loss that survivors have dealt with for the moment.
+
+        Args:
+            before: the layout that the loss struck.
+            present: the survivors'.
+            tuning: in force.
+            lost: the workers.
+            costs: of the layers.
+        Returns:
+            The predicted step of the present layout, and a better one if there is any.
+        """
+        now_s = self.predict(present, tuning, costs)
+        try:
+            plan = self._ask(self._elaswave, before, tuning, lost, costs)
+            found = self._replanned(plan, present, tuning, costs)
+        except (InfeasiblePlan, ValueError) as error:
+            _log.warning("no better layout is planned: %s", error)
+            return now_s, None
+        better = found.predicted_step_s < now_s * (1 - GAIN_MIN)
+        return now_s, found if better else None
+
+    def _elaswave(self, cluster: Cluster, costs: Costs, allocation: Allocation, event: Event) -> Plan:
+        axes = {"dataflow", "graph", "randomness"}
+        if self._config.device.frequency != "none":
+            axes.add("frequency")
+        return elaswave_plan(
+            cluster,
+            costs,
+            allocation,
+            event,
+            axes=axes,  # type: ignore[arg-type]  # names of axes
+            horizon_s=self._config.elastic.horizon_s,
+            rivals=self._rivals,
+        )
+
+    def _ask(self, planner: Planner, layout: Layout, tuning: Tuning, lost: Collection[int], costs: Costs) -> Plan:
+        gone = set(lost) & set(layout.workers)
+        absent = [int(worker) for worker in self._cluster.ids if worker not in layout.workers or worker in gone]
+        schedule: Schedule = tuning.schedule or self._config.layout.schedule  # type: ignore[assignment]
+        levels = {worker: tuning.levels.get(worker, self._device.base_level) for worker in layout.workers}
+        if planner is not self._elaswave:
+            layout = without_idle(layout)  # what is idle is out of the rivals' sight until somebody joins
+        allocation = allocation_of(layout, schedule, levels)
+        event = Event(kind="lost", workers=tuple(sorted(gone)))
+        return planner(self._cluster.without(absent), costs, allocation, event)
+
+    def _replanned(self, plan: Plan, present: Layout, tuning: Tuning, costs: Costs) -> Replanned:
+        """A plan as a layout of the present members."""
+        allocation = plan.allocation
+        same_batch = allocation.num_microbatches == present.num_microbatches
+        layout = make_routes(allocation, costs, self._cluster, previous=present if same_batch else None)
+        layout = with_idle(layout, present)
+        validate_layout(layout)
+        base = self._device.base_level
+        levels = {worker: level for worker, level in levels_of(allocation).items() if level != base}
+        tuning = tuning_of(costs, self._speeds(levels), schedule=allocation.schedule, levels=levels)
+        return Replanned(layout, tuning, f"{plan.policy}: {plan.reason}", self.predict(layout, tuning, costs))
+
+    def _speeds(self, levels: Mapping[int, int]) -> dict[int, float]:
+        base = self._device.base_level
+        return {
+            worker: speed * self._device.levels[levels.get(worker, base)].speed
+            for worker, speed in enumerate(self._cluster.speed.tolist())
+        }
+
+    def _durations(self, workers: Collection[int], levels: Mapping[int, int], costs: Costs) -> Durations:
+        known = {worker: levels.get(worker, self._device.base_level) for worker in workers}
+        return durations_of(costs, self._cluster, known)
+
+
+def without_idle(layout: Layout) -> Layout:
+    """A layout without the workers that no route passes; stages that nobody is left in stay out, too."""
+    busy = {hop.worker for route in layout.routes for hop in route}
+    members = [tuple(worker for worker in stage.workers if worker in busy) for stage in layout.stages]
+    numbers = {stage: number for number, stage in enumerate(index for index, each in enumerate(members) if each)}
+    stages = tuple(
+        Stage(start=layout.stages[stage].start, stop=layout.stages[stage].stop, workers=members[stage])
+        for stage in numbers
+    )
+    routes = tuple(
+        tuple(Hop(hop.worker, numbers[hop.stage], hop.start, hop.stop) for hop in route) for route in layout.routes
+    )
+    return Layout(stages=stages, routes=routes)
+
+
+def with_idle(layout: Layout, present: Layout) -> Layout:
+    """A layout with the workers that it has nothing for: they join the stage that is nearest to where they were.
+
+    Args:
+        layout: as planned.
+        present: of all members.
+    """
+    idle = sorted(set(present.workers) - set(layout.workers))
+    if not idle:
+        return layout
+    middles = np.array([(stage.start + stage.stop) / 2 for stage in layout.stages])
+    members = [list(stage.workers) for stage in layout.stages]
+    for worker in idle:
+        stage = present.stages[present.stage_of(worker)]
+        members[int(np.argmin(abs(middles - (stage.start + stage.stop) / 2)))].append(worker)
+    stages = tuple(
+        Stage(start=stage.start, stop=stage.stop, workers=tuple(sorted(workers)))
+        for stage, workers in zip(layout.stages, members, strict=True)
+    )
+    return Layout(stages=stages, routes=layout.routes)

@@ -1,0 +1,105 @@
+"""Every policy in real jobs: rivals go on as they plan, ElasWave changes its layout afterwards, and the bits stay."""
+
+from pathlib import Path
+
+import pytest
+from tests.integration.jobs import Job, run_job
+
+from elaswave.observability.events import LayoutChosen, StepTimeMeasured, read_events
+from elaswave.observability.result import EVENTS_FILE
+
+EMULATED = {
+    "device.kind": '"emulated"',
+    "device.model": '"gpt2-small"',
+    "device.name": '"a100"',
+    "device.time_scale": 3.0,
+    "model.num_layers": 12,
+    "model.width": 16,
+    "model.context_length": 8,
+    "batch.num_microbatches": 6,
+    "batch.microbatch_size": 1,
+    "layout.stages": 2,
+    "layout.replicas": 3,
+    "run.steps": 12,
+    "elastic.restart_s": 0.2,
+    "elastic.rebalance": True,
+}
+"""Described blocks, of which each takes a millisecond."""
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The undisturbed run."""
+    return run_job(tmp_path_factory.mktemp("twin") / "run", EMULATED)
+
+
+def layouts(job: Job) -> list[LayoutChosen]:
+    return [event for event in read_events(job.run_dir / EVENTS_FILE) if isinstance(event, LayoutChosen)]
+
+
+@pytest.mark.parametrize("policy", ["recycle", "recycle_normalized", "torchft_batch_kept", "oobleck", "full_restart"])
+def test_a_rival_that_keeps_the_batch_keeps_the_bits(tmp_path: Path, twin: Job, policy: str) -> None:
+    settings = EMULATED | {"elastic.policy": f'"{policy}"', "run.checkpoint_every": 2}
+    job = run_job(tmp_path / "run", settings, faults=["kill:1@5:backward", "kill:5@8:gather"])
+    assert job.computation == twin.computation
+    assert [record.epoch for record in job.result.epochs] == [1, 2, 3]
+    assert all(record.reason for record in job.result.epochs)
+    expected = "starts over" if policy == "full_restart" else policy
+    assert all(expected in record.reason for record in job.result.epochs[1:])
+    if policy == "torchft_batch_kept":  # whole groups have left
+        assert {len(route) for route in job.result.epochs[1].layout.routes} == {2}
+        busy = {hop.worker for route in job.result.epochs[1].layout.routes for hop in route}
+        assert len(busy) == 4 and set(job.result.epochs[1].layout.workers) == {0, 2, 3, 4, 5}
+
+
+def test_a_full_restart_without_a_checkpoint_begins_again(tmp_path: Path, twin: Job) -> None:
+    job = run_job(tmp_path / "run", EMULATED | {"elastic.policy": '"full_restart"'}, faults=["kill:1@5:vote"])
+    assert job.computation == twin.computation
+    assert [record.first_step for record in job.result.epochs] == [1, 1]
+
+
+def test_torchfts_batch_shrinks(tmp_path: Path, twin: Job) -> None:
+    job = run_job(tmp_path / "run", EMULATED | {"elastic.policy": '"torchft"'}, faults=["kill:1@5:backward"])
+    before, after = (record.layout for record in job.result.epochs)
+    assert (before.num_microbatches, after.num_microbatches) == (6, 4)
+    assert job.result.losses[:4] == twin.result.losses[:4]
+    assert job.result.losses[4:] != twin.result.losses[4:]
+    assert len(job.result.losses) == 12
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ["kill:1@3:backward"],
+        ["kill:1@2:forward", "kill:4@7:gather"],
+        ["kill:4@2:vote", "kill:2@6:apply+1", "kill:coordinator@9"],
+    ],
+    ids=len,
+)
+def test_elaswave_changes_the_layout_afterwards(tmp_path: Path, twin: Job, faults: list[str]) -> None:
+    job = run_job(tmp_path / "run", EMULATED, faults=faults)
+    assert job.computation == twin.computation
+    changes = [event for event in layouts(job) if event.change]
+    assert changes, "no change was planned"
+    for event in changes:
+        assert event.predicted_step_s is not None and event.reason.startswith("elaswave: ")
+    recovered = job.result.recoveries
+    assert all(recovery.critical_bytes == 0 for recovery in recovered)
+
+
+def test_every_layout_says_what_was_predicted_and_what_it_took(tmp_path: Path) -> None:
+    job = run_job(tmp_path / "run", EMULATED | {"run.steps": 24}, faults=["kill:1@8:backward"])
+    measured = [event for event in read_events(job.run_dir / EVENTS_FILE) if isinstance(event, StepTimeMeasured)]
+    assert len(measured) >= 2 and measured[0].num_steps >= 4
+    first, last = job.result.epochs[0], job.result.epochs[-1]
+    for record in (first, last):
+        assert record.predicted_step_s is not None and record.measured_step_s is not None
+        assert record.schedule in ("1f1b", "zero-bubble")
+        # No pace is asserted: this machine may be busy. An emulated step cannot be shorter than its actions.
+        assert record.measured_step_s > 0.5 * record.predicted_step_s
+
+
+def test_without_rebalancing_the_makeshift_stays(tmp_path: Path, twin: Job) -> None:
+    job = run_job(tmp_path / "run", EMULATED | {"elastic.rebalance": False}, faults=["kill:1@3:backward"])
+    assert job.computation == twin.computation
+    assert [(record.epoch, record.change) for record in job.result.epochs] == [(1, 0), (2, 0)]
