@@ -7,6 +7,8 @@ are built worker by worker (`build`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from math import comb
 
 import numpy as np
 
@@ -28,6 +30,8 @@ from elaswave.planning.graph import (
 from elaswave.planning.plan import Allocation, Chain, StageShare
 from elaswave.planning.schedule import Schedule
 
+ALL_SHAPES = 200
+"""Where there are at most so many ways to divide layers and workers over the stages, all of them are looked at."""
 JOINT_SIZE = 100_000
 """`split_layers_and_workers` is tried where stages x layers**2 is at most this."""
 
@@ -63,6 +67,7 @@ class Room:
         num_microbatches: of the step.
         schedule: says how many micro-batches are in flight.
         followers: live copies of every block.
+        short: be content with one micro-batch in flight: such a job runs, if slower (`elaswave.planning.in_flight`).
     """
 
     def __init__(
@@ -73,12 +78,14 @@ class Room:
         num_microbatches: int,
         schedule: Schedule,
         followers: int = DEFAULT_FOLLOWERS,
+        *,
+        short: bool = False,
     ) -> None:
         self._prefix = costs.prefix
         widths = np.array([len(own) for own in members], dtype=np.int64)
         self._limits = [float(cluster.memory_bytes[own].min()) for own in members]
         most = -(-num_microbatches // widths)
-        self._in_flight = np.minimum(in_flight(widths, schedule), most)
+        self._in_flight = np.ones_like(most) if short else np.minimum(in_flight(widths, schedule), most)
         self._copies = np.minimum(1 + followers, int(widths.sum())) / widths
         self.was_short = False
         """Whether anything that was asked for did not fit."""
@@ -224,6 +231,40 @@ def move_workers(
     return tuple(stages)
 
 
+def all_whole(
+    costs: Costs, members: Sequence[np.ndarray], num_workers: int | None, num_microbatches: int
+) -> list[tuple[np.ndarray, tuple[Cut, ...]]]:
+    """Every way to divide layers, and workers if they may move, over as many stages, if there are not too many.
+
+    Args:
+        costs: of the layers.
+        members: of each stage, as in `Shape`.
+        num_workers: to be divided; None means that everybody stays where it is.
+        num_microbatches: of the step.
+    Returns:
+        (widths of the stages, cuts); empty if there are more than `ALL_SHAPES`.
+    """
+    num_stages = len(members)
+    if num_stages > costs.num_layers or (num_workers is not None and num_stages > num_workers):
+        return []
+    number = comb(costs.num_layers - 1, num_stages - 1)
+    number *= 1 if num_workers is None else comb(num_workers - 1, num_stages - 1)
+    if number > ALL_SHAPES:
+        return []
+    current = np.array([len(own) for own in members], dtype=np.int64)
+    widths = [current] if num_workers is None else [np.diff(ends) for ends in _divisions(num_workers, num_stages)]
+    return [
+        (own, cuts_of(bounds, num_microbatches))
+        for own in widths
+        for bounds in _divisions(costs.num_layers, num_stages)
+    ]
+
+
+def _divisions(total: int, parts: int) -> list[tuple[int, ...]]:
+    """All ascending boundaries from 0 to a total with so many parts of at least 1."""
+    return [(0, *inner, total) for inner in combinations(range(1, total), parts - 1)]
+
+
 def build(
     cluster: Cluster,
     costs: Costs,
@@ -284,8 +325,8 @@ def _held_microbatches(
 ) -> list[np.ndarray | None]:
     """For each stage the most micro-batches that its workers can be given; None where memory does not matter.
 
-    What counts is how many a worker holds at once: if that is bounded by the schedule and fits, it can be given any
-    number of them.
+    What counts is how many a worker holds at once. gpipe holds all of them; under other schedules a worker that can
+    hold one can be given any number, with fewer in flight than it should (`elaswave.planning.in_flight`).
     """
     widths = shape.widths
     bounds = in_flight(widths, schedule)
@@ -300,7 +341,8 @@ def _held_microbatches(
             limits.append(None)
             continue
         able = np.floor(np.maximum(0.0, room - fixed) / each).astype(np.int64)
-        limits.append(np.where(able >= bound, shape.num_microbatches, np.minimum(able, shape.num_microbatches)))
+        most = able if schedule == "gpipe" else np.where(able >= 1, shape.num_microbatches, 0)
+        limits.append(np.minimum(most, shape.num_microbatches))
     return limits
 
 

@@ -20,7 +20,7 @@ Sources: Narayanan et al. 2021 (Efficient large-scale language model training on
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -140,14 +140,7 @@ def estimate(
     )
 
 
-def predict(
-    cluster: Cluster,
-    costs: Costs,
-    allocation: Allocation,
-    *,
-    exact_actions: int = EXACT_ACTIONS,
-    limit_s: float = float("inf"),
-) -> float:
+def predict(cluster: Cluster, costs: Costs, allocation: Allocation, *, exact_actions: int = EXACT_ACTIONS) -> float:
     """Seconds of a step: exact where there are few enough actions, else the closed form.
 
     Args:
@@ -156,24 +149,18 @@ def predict(
         allocation: who does how much.
         exact_actions: the most actions (forward, backward or its two halves, per micro-batch and stage) for which
             programs are compiled and timed.
-        limit_s: if even the busiest worker takes longer, its time is returned: a candidate that is beaten anyway.
     Raises:
         KeyError: a worker that is not in the cluster.
     """
     if num_actions(allocation) > exact_actions:
         return estimate(cluster, costs, allocation).step_s
-    layout = make_routes(allocation, costs, cluster)
-    levels = levels_of(allocation)
-    durations, transfer_s = durations_of(costs, cluster, levels), transfer_of(costs, cluster)
-    if limit_s < float("inf"):
-        busy: dict[int, float] = {}
-        for route in layout.routes:
-            for hop in route:
-                busy[hop.worker] = busy.get(hop.worker, 0.0) + durations(hop, "F") + durations(hop, "B")
-        if (pace := max(busy.values())) + costs.step_overhead_s >= limit_s:
-            return pace + costs.step_overhead_s
-    programs = compile_programs(layout, allocation.schedule, durations=durations, transfer_s=transfer_s)
-    return time_programs(layout, programs, durations, transfer_s).step_s + costs.step_overhead_s
+    durations, transfer_s = durations_of(costs, cluster, levels_of(allocation)), transfer_of(costs, cluster)
+    seconds = 0.0
+    for chain in allocation.chains:  # they share no workers, so each is timed by itself
+        layout = make_routes(replace(allocation, chains=(chain,)), costs, cluster)
+        programs = compile_programs(layout, allocation.schedule, durations=durations, transfer_s=transfer_s)
+        seconds = max(seconds, time_programs(layout, programs, durations, transfer_s).step_s)
+    return seconds + costs.step_overhead_s
 
 
 def num_actions(allocation: Allocation) -> int:

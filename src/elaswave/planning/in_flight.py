@@ -11,7 +11,15 @@ import numpy as np
 
 from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import EXACT_ACTIONS, Estimate, check_memory, estimate, levels_of, num_actions
+from elaswave.planning.estimate import (
+    DEFAULT_FOLLOWERS,
+    EXACT_ACTIONS,
+    Estimate,
+    check_memory,
+    estimate,
+    levels_of,
+    num_actions,
+)
 from elaswave.planning.plan import Allocation
 from elaswave.planning.routes import make_routes
 from elaswave.planning.schedule import compile_programs
@@ -37,7 +45,12 @@ class InFlightLimits:
 
 
 def in_flight_limits(
-    cluster: Cluster, costs: Costs, allocation: Allocation, found: Estimate | None = None
+    cluster: Cluster,
+    costs: Costs,
+    allocation: Allocation,
+    found: Estimate | None = None,
+    *,
+    followers: int = DEFAULT_FOLLOWERS,
 ) -> InFlightLimits | None:
     """What memory permits.
 
@@ -46,13 +59,14 @@ def in_flight_limits(
         costs: of the model's layers.
         allocation: who does how much.
         found: its estimate, if it is known.
+        followers: live copies of every block; the estimate's, if there is one.
     Returns:
         None if memory suffices for what the schedule wants.
     Raises:
         InfeasiblePlan: a worker has no room for a single micro-batch, or gpipe, which holds all of them, does not fit.
         KeyError: a worker that is not in the cluster.
     """
-    found = found or estimate(cluster, costs, allocation)
+    found = found or estimate(cluster, costs, allocation, followers=followers)
     room = cluster.memory_bytes[cluster.index_of(found.workers)]
     if not bool(np.any(found.memory_bytes > room)):
         return None
@@ -63,7 +77,7 @@ def in_flight_limits(
         replace(chain, stages=tuple(replace(each, num_microbatches=0 * each.num_microbatches) for each in chain.stages))
         for chain in allocation.chains
     )
-    fixed = estimate(cluster, costs, replace(allocation, chains=idle)).memory_bytes
+    fixed = estimate(cluster, costs, replace(allocation, chains=idle), followers=followers).memory_bytes
     each = np.repeat(
         [costs.between("activation_bytes", share.start, share.stop) for share in shares],
         [share.width for share in shares],

@@ -20,6 +20,7 @@ from elaswave.errors import InfeasiblePlan
 from elaswave.planning.candidates import (
     Room,
     Shape,
+    all_whole,
     balanced_widths,
     build,
     move_workers,
@@ -34,7 +35,6 @@ from elaswave.planning.estimate import (
     EXACT_ACTIONS,
     EXACT_WORKERS,
     Estimate,
-    check_memory,
     check_power,
     estimate,
     num_actions,
@@ -42,8 +42,9 @@ from elaswave.planning.estimate import (
     worker_speeds,
 )
 from elaswave.planning.frequency import Goal, choose_levels
-from elaswave.planning.graph import Cut
+from elaswave.planning.graph import Cut, held_ranges
 from elaswave.planning.healthy import healthy
+from elaswave.planning.in_flight import in_flight_limits, predict_limited
 from elaswave.planning.plan import Allocation, Plan, Planner, StageShare, Transfer
 from elaswave.planning.randomness import KEYS
 from elaswave.planning.schedule import Schedule
@@ -231,7 +232,7 @@ class _Planning:
         if len(kept) == len(self._stages) and len(chains) == 1:
             return Shape(members=kept, cuts=chains[0].cuts, num_microbatches=self._num_microbatches, origin="rerouting")
         try:
-            cuts = self._whole(kept, self._room(kept, self._before.schedule))
+            cuts = self._whole(kept, self._room(kept, self._before.schedule, short=True))
         except InfeasiblePlan as failure:
             self._failure = failure
             return None
@@ -254,12 +255,32 @@ class _Planning:
             for members, moves in groups:
                 room = self._room(members, schedule)
                 offers += self._cut_anew(members, moves, room)
-                permitted = permitted and not room.was_short
+                if room.was_short:
+                    permitted = False
+                    offers += self._cut_anew(members, moves, self._room(members, schedule, short=True))
+            offers += self._all_whole(stay, schedule)
             for shape in offers:
                 ranked.append((score(self._cluster, self._costs, shape, schedule), len(ranked), shape, schedule))
             if schedule == "zero-bubble" and permitted and groups:
                 break
         return [(shape, schedule) for _, _, shape, schedule in sorted(ranked, key=lambda entry: entry[:2])]
+
+    def _all_whole(self, stay: Shape | None, schedule: Schedule) -> list[Shape]:
+        """All layouts of whole layers, in small jobs."""
+        if "graph" not in self._options.axes:
+            return []
+        moves = self._options.move_workers
+        stages = self._stages if moves or stay is None else stay.members
+        total = sum(map(len, stages)) + len(self._free) if moves else None
+        shapes = []
+        for widths, cuts in all_whole(self._costs, stages, total, self._num_microbatches):
+            members = move_workers(self._cluster, stages, self._free, widths) if moves else tuple(stages)
+            room = self._room(members, schedule, short=True)
+            if all(room.fits(stage, *held) for stage, held in enumerate(held_ranges(cuts, self._costs.num_layers))):
+                moved = sum(not np.array_equal(now, was) for now, was in zip(members, stages, strict=True))
+                origin = "moving workers into other stages and layers" if moved else "moving layers"
+                shapes.append(Shape(members=members, cuts=cuts, num_microbatches=self._num_microbatches, origin=origin))
+        return shapes
 
     def _with_moves(self) -> list[tuple[tuple[np.ndarray, ...], str]]:
         """Stages with other workers in them, and what was moved."""
@@ -282,7 +303,7 @@ class _Planning:
         try:
             cuts.append((self._whole(members, room), "layers"))
         except InfeasiblePlan as failure:
-            self._failure = self._failure or failure
+            self._failure = failure
             if len(members) > self._costs.num_layers:
                 return []
         if self._options.share_layers:
@@ -300,8 +321,16 @@ class _Planning:
             for own, what in cuts
         ]
 
-    def _room(self, members: Sequence[np.ndarray], schedule: Schedule) -> Room:
-        return Room(self._cluster, self._costs, members, self._num_microbatches, schedule, self._options.followers)
+    def _room(self, members: Sequence[np.ndarray], schedule: Schedule, *, short: bool = False) -> Room:
+        return Room(
+            self._cluster,
+            self._costs,
+            members,
+            self._num_microbatches,
+            schedule,
+            self._options.followers,
+            short=short,
+        )
 
     def _whole(self, members: Sequence[np.ndarray], room: Room) -> tuple[Cut, ...]:
         return whole_layers(self._cluster, self._costs, members, self._num_microbatches, room)
@@ -340,8 +369,7 @@ class _Planning:
             where = self._cluster.index_of(
                 np.concatenate([share.workers for chain in allocation.chains for share in chain.stages])
             )
-        found = estimate(self._cluster, self._costs, allocation, followers=self._options.followers, where=where)
-        check_memory(self._cluster, found, where=where)
+        step_s, found = self._timed(allocation, where)
         transfers, seconds = needed_transfers(
             self._cluster,
             self._costs,
@@ -354,16 +382,30 @@ class _Planning:
         return _Candidate(
             allocation=allocation,
             origin=origin,
-            step_s=self._seconds(allocation, found),
+            step_s=step_s,
             found=found,
             transfers=transfers,
             transfer_s=seconds,
         )
 
-    def _seconds(self, allocation: Allocation, found: Estimate) -> float:
+    def _timed(self, allocation: Allocation, where: np.ndarray) -> tuple[float, Estimate]:
+        """Seconds of a step, with fewer micro-batches in flight where memory is short, and what else it takes.
+
+        Raises:
+            InfeasiblePlan: it does not fit into memory.
+        """
+        followers = self._options.followers
+        found = estimate(self._cluster, self._costs, allocation, followers=followers, where=where)
+        if bool(np.any(found.memory_bytes > self._cluster.memory_bytes[where])):
+            limits = in_flight_limits(self._cluster, self._costs, allocation, found, followers=followers)
+            if limits is not None:
+                seconds, memory = predict_limited(
+                    self._cluster, self._costs, allocation, found, limits, exact_actions=self._exact
+                )
+                return seconds, replace(found, memory_bytes=memory)
         if num_actions(allocation) > self._exact:
-            return found.step_s
-        return predict(self._cluster, self._costs, allocation, exact_actions=self._exact)
+            return found.step_s, found
+        return predict(self._cluster, self._costs, allocation, exact_actions=self._exact), found
 
     # --------------------------------------------------------------------------------------------------- frequency
 
@@ -385,8 +427,8 @@ class _Planning:
                 loads, cluster.device[where], cluster.devices, power_limit_w=limit, pace_s=pace, least_speed=floor
             )
             allocation = _at_levels(best.allocation, chosen)
-            found = estimate(cluster, self._costs, allocation, followers=options.followers)
-            tuned.append(replace(best, allocation=allocation, found=found, step_s=self._seconds(allocation, found)))
+            step_s, found = self._timed(allocation, where)
+            tuned.append(replace(best, allocation=allocation, found=found, step_s=step_s))
         if too_much:
             return min(tuned, key=lambda each: each.step_s)
         bound = best.step_s * (1 + 1e-9)

@@ -182,6 +182,7 @@ def _chain_routes(chain: Chain, costs: Costs, cluster: Cluster, homes: Sequence[
         speeds = _speeds(cluster, share)
         workers = _deal_microbatches(share, speeds, prefix, starts, cut, homes)
         stops = _deal_cuts(workers, speeds, prefix, starts, cut)
+        _exchange(workers, speeds, prefix, starts, stops)
         ids = share.workers.tolist()
         for route, worker, start, stop in zip(routes, workers, starts, stops, strict=True):
             route.append(_Piece(ids[worker], start, stop))
@@ -361,6 +362,47 @@ def _deal_cuts(
             ends[worker] += number * unit / speeds[worker]
         further -= cut.get(layer + 1, 0)
     return stops
+
+
+def _exchange(
+    workers: list[int], speeds: Sequence[float], prefix: Sequence[float], starts: Sequence[int], stops: Sequence[int]
+) -> None:
+    """Lets the last worker of a stage exchange a micro-batch with another while both then end earlier than it did."""
+    lengths = [prefix[stop] - prefix[start] for start, stop in zip(starts, stops, strict=True)]
+    if max(lengths) - min(lengths) <= _SLACK * max(lengths):
+        return
+    own: list[dict[float, list[int]]] = [{} for _ in speeds]  # micro-batches of each worker by length
+    loads = [0.0] * len(speeds)
+    for microbatch, worker in enumerate(workers):
+        own[worker].setdefault(lengths[microbatch], []).append(microbatch)
+        loads[worker] += lengths[microbatch]
+    for _ in range(4 * len(speeds)):
+        last = max(range(len(speeds)), key=lambda worker: loads[worker] / speeds[worker])
+        end = loads[last] / speeds[last]
+        best: tuple[float, int, float, float] | None = None
+        for worker in range(len(speeds)):
+            for long in own[last]:
+                for short in own[worker]:
+                    if worker == last or long <= short:
+                        continue
+                    less = long - short
+                    later = max((loads[last] - less) / speeds[last], (loads[worker] + less) / speeds[worker])
+                    if later < end * (1 - _SLACK) and (best is None or later < best[0]):
+                        best = (later, worker, long, short)
+        if best is None:
+            return
+        _, worker, long, short = best
+        pairs = ((abs(a - b), a, b) for a in own[last][long] for b in own[worker][short])
+        _, given, taken = min(pairs)
+        for source, target, microbatch in ((last, worker, given), (worker, last, taken)):
+            length = lengths[microbatch]
+            own[source][length].remove(microbatch)
+            if not own[source][length]:
+                del own[source][length]
+            own[target].setdefault(length, []).append(microbatch)
+            loads[source] -= length
+            loads[target] += length
+            workers[microbatch] = target
 
 
 def _spread(microbatches: Sequence[int], number: int, starts: Sequence[int]) -> list[int]:

@@ -1,0 +1,367 @@
+"""Each axis of the planner, and all together, against brute force on tiny clusters; what a plan always keeps."""
+
+import itertools
+
+import numpy as np
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tests.property.clusters import LEVELS, layer_seconds, make_cluster, make_costs, speeds
+
+from elaswave.errors import InfeasiblePlan
+from elaswave.planning.candidates import Shape, build
+from elaswave.planning.cluster import Event
+from elaswave.planning.dataflow import apportion
+from elaswave.planning.estimate import estimate, levels_of, predict
+from elaswave.planning.frequency import choose_levels
+from elaswave.planning.graph import (
+    choose_widths,
+    cuts_of,
+    held_ranges,
+    share_layers,
+    split_layers,
+    split_layers_and_workers,
+    widen_cuts,
+)
+from elaswave.planning.layout import validate_layout
+from elaswave.planning.planner import Options, healthy, plan
+from elaswave.planning.routes import allocation_of, make_routes
+from elaswave.planning.schedule import compile_programs
+from elaswave.planning.timing import durations_of
+from elaswave.planning.validate import validate_programs
+
+CLOSE = 1 + 1e-9
+
+
+def compositions(total, parts):
+    for inner in itertools.combinations(range(1, total), parts - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *inner, total)))
+
+
+# ------------------------------------------------------------------------------------------------------------- dataflow
+
+
+@given(
+    st.integers(0, 9),
+    st.lists(st.tuples(speeds, st.integers(0, 6)), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_apportionment_is_the_best_of_all(num_microbatches, workers, limited):
+    seconds = np.array([1 / speed for speed, _ in workers])
+    caps = np.array([cap for _, cap in workers]) if limited else None
+    choices = [
+        counts
+        for counts in itertools.product(range(num_microbatches + 1), repeat=len(workers))
+        if sum(counts) == num_microbatches and (caps is None or all(np.array(counts) <= caps))
+    ]
+    if not choices:
+        try:
+            apportion(num_microbatches, seconds, caps)
+        except InfeasiblePlan as error:
+            assert f"{num_microbatches - caps.sum()} too many" in str(error)
+            return
+        raise AssertionError("more micro-batches were dealt out than fit")
+    counts = apportion(num_microbatches, seconds, caps)
+    assert counts.sum() == num_microbatches
+    assert caps is None or bool(np.all(counts <= caps))
+    best = min(float(np.max(np.array(each) * seconds)) for each in choices)
+    assert float(np.max(counts * seconds)) <= best * CLOSE
+
+
+@given(st.integers(0, 60), st.lists(st.floats(0.05, 20.0), min_size=1, max_size=30))
+def test_apportionment_follows_the_greedy_rule(num_microbatches, seconds):
+    counts = [0] * len(seconds)
+    for _ in range(num_microbatches):
+        counts[min(range(len(seconds)), key=lambda w: (counts[w] + 1) * seconds[w])] += 1
+    found = apportion(num_microbatches, np.array(seconds))
+    assert max(found * seconds) <= max(n * s for n, s in zip(counts, seconds)) * (1 + 1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------------- graph
+
+
+@given(st.lists(layer_seconds, min_size=1, max_size=6), st.data())
+def test_layers_are_split_as_well_as_can_be(seconds, data):
+    num_stages = data.draw(st.integers(1, len(seconds)))
+    rates = data.draw(st.lists(speeds, min_size=num_stages, max_size=num_stages))
+    limits = data.draw(st.none() | st.lists(st.integers(1, 4), min_size=num_stages, max_size=num_stages))
+    prefix = np.concatenate([[0.0], np.cumsum(seconds)]).tolist()
+    starts = None if limits is None else [[max(0, stop - limit) for stop in range(len(prefix))] for limit in limits]
+    found = split_layers(prefix, [1 / rate for rate in rates], starts)
+
+    def slowest(bounds):
+        return max((prefix[b] - prefix[a]) / rate for (a, b), rate in zip(itertools.pairwise(bounds), rates))
+
+    choices = [
+        (0, *itertools.accumulate(parts))
+        for parts in compositions(len(seconds), num_stages)
+        if limits is None or all(part <= limit for part, limit in zip(parts, limits))
+    ]
+    if not choices:
+        assert found is None
+        return
+    assert found in choices
+    assert slowest(found) <= min(map(slowest, choices)) * CLOSE
+
+
+@given(st.lists(layer_seconds, min_size=1, max_size=5), st.integers(1, 6), st.integers(1, 8), st.data())
+def test_workers_are_dealt_to_stages_as_well_as_can_be(seconds, num_workers, num_microbatches, data):
+    stages = np.array(seconds)
+    current = data.draw(st.lists(st.integers(0, 3), min_size=len(stages), max_size=len(stages)))
+    found = choose_widths(stages, num_workers, num_microbatches, current)
+    if num_workers < len(stages):
+        assert found is None
+        return
+
+    def slowest(widths):
+        return max(-(-num_microbatches // width) * each for width, each in zip(widths, stages))
+
+    assert found.sum() == num_workers
+    assert found.min() >= 1
+    assert slowest(found) <= min(map(slowest, compositions(num_workers, len(stages)))) * CLOSE
+
+
+@given(st.lists(layer_seconds, min_size=1, max_size=6), st.integers(1, 3), st.integers(1, 6), st.integers(1, 8))
+def test_layers_and_workers_are_chosen_together_as_well_as_can_be(seconds, num_stages, num_workers, num_microbatches):
+    prefix = np.concatenate([[0.0], np.cumsum(seconds)])
+    found = split_layers_and_workers(prefix, num_stages, num_workers, num_microbatches)
+    if num_stages > min(len(seconds), num_workers):
+        assert found is None
+        return
+
+    def slowest(bounds, widths):
+        times = np.diff(prefix[list(bounds)])
+        return max(-(-num_microbatches // width) * time for width, time in zip(widths, times))
+
+    widths = choose_widths(np.diff(prefix[list(found)]), num_workers, num_microbatches, [1] * num_stages)
+    best = min(
+        slowest((0, *itertools.accumulate(layers)), workers)
+        for layers in compositions(len(seconds), num_stages)
+        for workers in compositions(num_workers, num_stages)
+    )
+    assert slowest(found, widths) <= best * CLOSE
+
+
+@given(st.lists(layer_seconds, min_size=2, max_size=12), st.integers(2, 60), st.data())
+def test_shared_layers_give_stages_work_by_their_speed(seconds, num_microbatches, data):
+    """To within one micro-batch on one layer at each boundary, where every stage has room for two layers."""
+    num_stages = data.draw(st.integers(1, max(1, len(seconds) // 2)))
+    capacities = np.array(data.draw(st.lists(st.integers(1, 9), min_size=num_stages, max_size=num_stages)), float)
+    prefix = np.concatenate([[0.0], np.cumsum(seconds)])
+    cuts = share_layers(prefix, capacities, num_microbatches)
+    assert all(sum(cut.values()) == num_microbatches for cut in cuts)
+    assert all(len(cut) <= 2 and max(cut) - min(cut) <= 1 for cut in cuts)
+    means = [0.0, *(sum(layer * n for layer, n in cut.items()) / num_microbatches for cut in cuts), len(seconds)]
+    assert all(b - a >= 1 - 0.5 / num_microbatches for a, b in itertools.pairwise(means))
+    marks = np.cumsum(capacities)[:-1] / capacities.sum() * prefix[-1]
+    positions = np.interp(marks, prefix, np.arange(len(prefix)))
+    if np.all(np.diff([0.0, *positions, len(seconds)]) >= 1):
+        assert np.allclose(means[1:-1], positions, atol=0.5 / num_microbatches + 1e-9)
+
+
+# ------------------------------------------------------------------------------------------------------------ frequency
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0]), min_size=1, max_size=5), st.none() | st.integers(40, 600))
+def test_levels_are_the_best_of_all(loads, limit):
+    device = make_cluster([1.0], levels=LEVELS).devices
+    choices = [
+        (max(load / LEVELS[level].speed for load, level in zip(loads, levels)), power)
+        for levels in itertools.product(range(len(LEVELS)), repeat=len(loads))
+        if (power := sum(LEVELS[level].power_w for level in levels)) <= (limit or float("inf"))
+    ]
+    arguments = (np.array(loads), np.zeros(len(loads), dtype=np.int64), device)
+    if not choices:
+        try:
+            choose_levels(*arguments, power_limit_w=limit)
+        except InfeasiblePlan as error:
+            assert f"{40 * len(loads) - limit:.1f} W too much" in str(error)
+            return
+        raise AssertionError("levels were found, but the limit permits none")
+    found = choose_levels(*arguments, power_limit_w=limit)
+    pace = max(load / LEVELS[level].speed for load, level in zip(loads, found))
+    power = sum(LEVELS[level].power_w for level in found)
+    assert (pace, power) == min(choices)
+
+
+# -------------------------------------------------------------------------------------------------------- all together
+
+
+@st.composite
+def jobs(draw, max_workers=6, max_layers=6, heterogeneous=True):
+    """A small job and what happens to it: (cluster before, costs, allocation, event)."""
+    replicas = draw(st.integers(1, 3))
+    num_stages = draw(st.integers(1, max_workers // replicas))
+    num_layers = draw(st.integers(num_stages, max_layers))
+    costs = make_costs(draw(st.lists(layer_seconds, min_size=num_layers, max_size=num_layers)))
+    number = replicas * num_stages
+    own = draw(st.lists(speeds, min_size=number, max_size=number)) if heterogeneous else [1.0] * number
+    cluster = make_cluster(own)
+    num_microbatches = draw(st.integers(replicas, 8))
+    schedule = draw(st.sampled_from(["1f1b", "gpipe", "zero-bubble"]))
+    allocation = healthy(cluster, costs, num_stages, replicas, num_microbatches, schedule)
+    lost = tuple(sorted(draw(st.sets(st.integers(0, number - 1), min_size=1, max_size=max(1, number - 1)))))
+    assume(len(lost) < number)
+    return cluster, costs, allocation, Event(kind="lost", workers=lost)
+
+
+def every_shape(cluster, costs, num_stages, num_microbatches):
+    """All layouts of whole layers over so many stages: how many workers and which layers each has."""
+    for widths in compositions(cluster.num_workers, num_stages):
+        members = tuple(np.split(np.arange(cluster.num_workers), np.cumsum(widths)[:-1]))
+        for layers in compositions(costs.num_layers, num_stages):
+            cuts = cuts_of((0, *itertools.accumulate(layers)), num_microbatches)
+            yield Shape(members=members, cuts=cuts, num_microbatches=num_microbatches, origin="")
+
+
+@given(jobs(heterogeneous=False))
+@settings(max_examples=60, deadline=None)
+def test_a_plan_is_the_best_of_all_layouts_with_whole_layers(job):
+    """Against every division of equally fast workers and of layers over as many stages, by the same closed form."""
+    cluster, costs, allocation, event = job
+    left = cluster.without(event.workers)
+    stages = len(allocation.chains[0].stages)
+    assume(left.num_workers >= stages)
+    options = Options(share_layers=False, schedules=(allocation.schedule,), horizon_s=1e12, exact_actions=0)
+    found = plan(left, costs, allocation, event, options=options)
+    base = np.zeros(left.num_workers, dtype=np.int64)
+    best = min(
+        estimate(left, costs, build(left, costs, shape, allocation.schedule, base)).step_s
+        for shape in every_shape(left, costs, stages, allocation.num_microbatches)
+    )
+    assert found.predicted_step_s <= best * CLOSE
+
+
+@given(jobs(max_workers=4, max_layers=5))
+@settings(max_examples=40, deadline=None)
+def test_layers_and_micro_batches_are_chosen_together_as_well_as_can_be(job):
+    """Workers of any speed that stay where they are: against every boundary and every split of the micro-batches."""
+    cluster, costs, allocation, event = job
+    left = cluster.without(event.workers)
+    own = [np.flatnonzero(np.isin(left.ids, stage.workers)) for stage in allocation.chains[0].stages]
+    assume(all(len(each) for each in own))
+    options = Options(
+        share_layers=False, move_workers=False, schedules=(allocation.schedule,), horizon_s=1e12, exact_actions=0
+    )
+    found = plan(left, costs, allocation, event, options=options)
+    prefix = costs.prefix["busy_s"]
+    number = allocation.num_microbatches
+
+    def slowest(bounds):
+        ends = []
+        for (a, b), members in zip(itertools.pairwise(bounds), own):
+            splits = (c for c in itertools.product(range(number + 1), repeat=len(members)) if sum(c) == number)
+            ends.append(min(max(np.array(c) * (prefix[b] - prefix[a]) / left.speed[members]) for c in splits))
+        return max(ends)
+
+    bounds = [(0, *itertools.accumulate(parts)) for parts in compositions(costs.num_layers, len(own))]
+    kept = [stage.start for stage in found.allocation.chains[0].stages] + [costs.num_layers]
+    chosen = estimate(left, costs, found.allocation)
+    assert abs(chosen.pace_s - slowest(kept)) <= 1e-9 * chosen.pace_s  # no other split over these stages is better
+    shapes = [
+        Shape(members=tuple(own), cuts=cuts_of(each, number), num_microbatches=number, origin="") for each in bounds
+    ]
+    base = np.zeros(left.num_workers, dtype=np.int64)
+    best = min(estimate(left, costs, build(left, costs, each, allocation.schedule, base)).step_s for each in shapes)
+    assert chosen.step_s <= best * 1.25  # stages are ranked by their mean speed, not worker by worker
+
+
+@given(jobs(), st.booleans(), st.booleans(), st.sets(st.sampled_from(["dataflow", "graph", "frequency"])))
+@settings(max_examples=80, deadline=None)
+def test_what_a_plan_always_keeps(job, move_workers, share_layers, axes):
+    cluster, costs, allocation, event = job
+    left = cluster.without(event.workers)
+    options = Options(move_workers=move_workers, share_layers=share_layers)
+    found = plan(left, costs, allocation, event, options=options, axes=frozenset(axes))
+    kept = found.allocation
+    assert kept.num_microbatches == allocation.num_microbatches
+    assert set(kept.workers.tolist()) <= set(left.ids.tolist())
+    layout = make_routes(kept, costs, left)
+    validate_layout(layout)
+    assert layout.num_layers == costs.num_layers
+    assert all(
+        [layer for hop in route for layer in range(hop.start, hop.stop)] == list(range(costs.num_layers))
+        for route in layout.routes
+    )
+    for stage in kept.chains[0].stages:
+        given = [sum(hop.worker == worker for route in layout.routes for hop in route) for worker in stage.workers]
+        assert given == stage.num_microbatches.tolist()
+    durations = durations_of(costs, left, levels_of(kept))
+    validate_programs(layout, compile_programs(layout, kept.schedule, durations=durations))
+    assert bool(np.all(found.memory_bytes <= left.memory_bytes))
+    assert len(found.memory_bytes) == len(kept.workers)
+    assert abs(predict(left, costs, kept) - found.predicted_step_s) <= 1e-9 * found.predicted_step_s
+    assert set(found.contributions) == {"dataflow", "graph", "frequency", "randomness"}
+    assert "\n" not in found.reason
+    idle = plan(left, costs, allocation, event, axes=frozenset(), options=Options(schedules=(allocation.schedule,)))
+    assert found.predicted_step_s <= idle.predicted_step_s * CLOSE
+    # and back
+    again = allocation_of(layout, kept.schedule, levels_of(kept))
+    assert make_routes(again, costs, left) == layout
+
+
+@given(jobs(max_workers=4), st.integers(100, 500), st.sampled_from(["fastest", "energy"]))
+@settings(max_examples=40, deadline=None)
+def test_a_plan_keeps_to_the_limit_of_power(job, limit, goal):
+    cluster, costs, allocation, event = job
+    left = make_cluster(cluster.speed, levels=LEVELS, power_limit_w=limit).without(event.workers)
+    base = healthy(
+        make_cluster(cluster.speed, levels=LEVELS),
+        costs,
+        len(allocation.chains[0].stages),
+        allocation.chains[0].stages[0].width,
+        allocation.num_microbatches,
+        allocation.schedule,
+    )
+    try:
+        found = plan(left, costs, base, event, options=Options(goal=goal))
+    except InfeasiblePlan as error:
+        assert "power" in str(error)
+        assert limit < 40 * left.num_workers
+        return
+    drawn = sum(LEVELS[level].power_w for level in levels_of(found.allocation).values())
+    assert drawn <= limit * CLOSE
+    assert found.power_w <= limit * CLOSE
+
+
+@given(jobs(), st.floats(1.0, 60.0))
+@settings(max_examples=60, deadline=None)
+def test_a_plan_fits_into_memory_or_says_what_is_missing(job, room):
+    cluster, costs, allocation, event = job
+    left = make_cluster(cluster.speed, memory_bytes=room).without(event.workers)
+    try:
+        found = plan(left, costs, allocation, event)
+    except InfeasiblePlan as error:
+        assert "memory" in str(error)
+        assert "too little" in str(error) or "too much" in str(error) or "too many" in str(error)
+        return
+    assert bool(np.all(found.memory_bytes <= room * CLOSE))
+
+
+@given(st.lists(layer_seconds, min_size=4, max_size=10), st.integers(3, 9), st.data())
+@settings(max_examples=60)
+def test_routes_even_out_the_workers_of_a_stage(seconds, num_microbatches, data):
+    """The busiest worker is at most two layers above the closed form, which divides the work of a stage at will."""
+    num_stages = data.draw(st.integers(2, 3))
+    assume(len(seconds) >= 2 * num_stages)
+    costs = make_costs(seconds)
+    widths = data.draw(st.lists(st.integers(1, 3), min_size=num_stages, max_size=num_stages))
+    cluster = make_cluster([1.0] * sum(widths))
+    members = np.split(np.arange(sum(widths)), np.cumsum(widths)[:-1])
+    prefix = costs.prefix["busy_s"]
+    cuts = share_layers(prefix, np.array(widths, float), num_microbatches)
+    counts = [apportion(num_microbatches, np.ones(width)) for width in widths]
+    cuts = widen_cuts(prefix, cuts, counts, [np.ones(width) for width in widths])
+    assert all(sum(cut.values()) == num_microbatches for cut in cuts)
+    assert all(start < stop for start, stop in held_ranges(cuts, len(seconds)))
+    shape = Shape(members=tuple(members), cuts=cuts, num_microbatches=num_microbatches, origin="")
+    allocation = build(cluster, costs, shape, "1f1b", np.zeros(sum(widths), dtype=np.int64))
+    layout = make_routes(allocation, costs, cluster)
+    validate_layout(layout)
+    for boundary, cut in enumerate(cuts):
+        there = [route[boundary + 1].start for route in layout.routes]
+        assert {layer: there.count(layer) for layer in set(there)} == dict(cut)
+    busy = dict.fromkeys(layout.workers, 0.0)
+    for route in layout.routes:
+        for hop in route:
+            busy[hop.worker] += costs.between("busy_s", hop.start, hop.stop)
+    assert max(busy.values()) <= estimate(cluster, costs, allocation).busy_s.max() + 2 * max(seconds) + 1e-9

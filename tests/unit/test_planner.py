@@ -1,0 +1,393 @@
+"""The planner's axes and what composes them: examples, and what is refused and how."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.property.clusters import LEVELS, make_cluster, make_costs
+
+from elaswave.errors import InfeasiblePlan
+from elaswave.planning.candidates import Room, Shape, all_whole, balanced_widths, build, move_workers, whole_layers
+from elaswave.planning.cluster import Device, Event
+from elaswave.planning.dataflow import apportion
+from elaswave.planning.estimate import (
+    capacity_left,
+    check_memory,
+    check_power,
+    estimate,
+    in_flight,
+    num_actions,
+    predict,
+    worker_speeds,
+)
+from elaswave.planning.frequency import choose_levels
+from elaswave.planning.graph import choose_widths, cuts_of, share_layers, split_layers, widen_cuts
+from elaswave.planning.healthy import healthy
+from elaswave.planning.plan import Plan
+from elaswave.planning.planner import AXES, Options, plan
+from elaswave.planning.routes import allocation_of, make_routes
+from elaswave.planning.transfers import needed_transfers, nobody_holds
+from elaswave.types import Hop, Layout, Stage
+
+
+def lost(*workers):
+    return Event(kind="lost", workers=workers)
+
+
+# ------------------------------------------------------------------------------------------------------------ dataflow
+
+
+def test_faster_workers_get_more_micro_batches():
+    assert apportion(9, np.array([1.0, 2.0, 2.0])).tolist() == [5, 2, 2]
+    assert apportion(5, np.array([1.0, 1.0])).tolist() == [3, 2]
+    assert apportion(0, np.array([1.0, 2.0])).tolist() == [0, 0]
+    assert apportion(6, np.array([1.0, 1.0, 1.0]), np.array([1, 9, 2])).tolist() == [1, 3, 2]
+
+
+def test_an_impossible_apportionment_is_refused():
+    with pytest.raises(ValueError, match="over no workers: give at least one"):
+        apportion(3, np.array([]))
+    with pytest.raises(ValueError, match="needed are finite ones above 0"):
+        apportion(3, np.array([1.0, 0.0]))
+    with pytest.raises(InfeasiblePlan, match="can take 2 micro-batches, but have to take 3: 1 too many"):
+        apportion(3, np.array([1.0, 1.0]), np.array([1, 1]))
+
+
+# --------------------------------------------------------------------------------------------------------------- graph
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ValueError, match="cannot split 1 layers into 2 stages"):
+        split_layers([0.0, 1.0], [1.0, 1.0])
+
+
+def test_workers_that_are_not_needed_stay_where_they_are():
+    assert choose_widths(np.array([1.0, 1.0]), 7, 8, [4, 3]).tolist() == [4, 3]
+    assert choose_widths(np.array([3.0, 1.0]), 4, 6, [2, 2]).tolist() == [3, 1]
+    assert choose_widths(np.array([1.0, 1.0]), 1, 4, [1, 0]) is None
+
+
+def test_a_boundary_is_shared_in_proportion_to_the_workers():
+    prefix = np.arange(9.0)
+    assert share_layers(prefix, np.array([1.0, 1.0]), 6) == ({4: 6},)
+    assert share_layers(prefix, np.array([3.0, 2.0]), 10) == ({4: 2, 5: 8},)
+    assert share_layers(np.arange(2.0), np.array([1.0, 1.0]), 6) is None
+
+
+def test_memory_moves_shared_boundaries():
+    """The first of two equal stages may hold three layers only, the second takes the rest."""
+    cuts = share_layers(np.arange(9.0), np.array([1.0, 1.0]), 6, lambda stage, start, stop: stage or stop - start <= 3)
+    assert cuts == ({3: 6},)
+    assert share_layers(np.arange(9.0), np.array([1.0, 1.0]), 6, lambda stage, start, stop: False) is None
+
+
+def test_cuts_are_spread_where_workers_have_unequal_numbers():
+    """Five micro-batches on four and three workers: whoever has two of them should run fewer layers of each."""
+    prefix = np.arange(13.0)
+    counts, speeds = [np.array([2, 1, 1, 1]), np.array([2, 2, 1])], [np.ones(4), np.ones(3)]
+    cuts = share_layers(prefix, np.array([4.0, 3.0]), 5)
+    wider = widen_cuts(prefix, cuts, counts, speeds)
+    assert len(wider[0]) > len(cuts[0])
+    assert sum(wider[0].values()) == 5
+    assert sum(layer * n for layer, n in wider[0].items()) == sum(layer * n for layer, n in cuts[0].items())
+    assert widen_cuts(prefix, cuts, counts, speeds, lambda stage, start, stop: False) == cuts
+
+
+def test_few_workers_move_and_free_ones_first():
+    cluster = make_cluster([1.0] * 7)
+    members = (np.array([0, 1, 2, 3]), np.array([4, 5]))
+    moved = move_workers(cluster, members, np.array([6]), np.array([3, 4]))
+    assert [stage.tolist() for stage in moved] == [[0, 1, 2], [3, 4, 5, 6]]
+
+
+def test_layouts_are_listed_only_where_they_are_few():
+    costs = make_costs([1.0] * 6)
+    members = (np.arange(3), np.arange(3, 6))
+    assert len(all_whole(costs, members, None, 4)) == 5
+    assert len(all_whole(costs, members, 6, 4)) == 25
+    assert all_whole(make_costs([1.0] * 40), (np.arange(30), np.arange(30, 60)), 60, 4) == []
+    assert all_whole(make_costs([1.0]), members, None, 4) == []
+    assert balanced_widths(make_cluster([1.0]), costs, members, 1, 4) == []
+
+
+# ----------------------------------------------------------------------------------------------------------- frequency
+
+
+def test_the_bottleneck_is_lifted_and_slack_is_lowered():
+    devices = make_cluster([1.0], levels=LEVELS).devices
+    device = np.zeros(3, dtype=np.int64)
+    loads = np.array([5.0, 2.0, 4.0])
+    assert choose_levels(loads, device, devices).tolist() == [2, 0, 1]
+    assert choose_levels(loads, device, devices, least_speed=1.0).tolist() == [2, 1, 1]
+    assert choose_levels(loads, device, devices, pace_s=5.0).tolist() == [1, 0, 1]
+    assert choose_levels(loads, device, devices, power_limit_w=250.0).tolist() == [1, 0, 1]
+    with pytest.raises(InfeasiblePlan, match=re.escape("draw at least 120.0 W together while they compute, but may")):
+        choose_levels(loads, device, devices, power_limit_w=100.0)
+
+
+def test_devices_may_have_different_levels():
+    one, other = make_cluster([1.0], levels=LEVELS).devices[0], Device(name="e", flops_per_s=1.0, memory_bytes=1.0)
+    cluster = replace(make_cluster([1.0, 2.0]), devices=(one, other), device=np.array([0, 1]))
+    speed, draw, idle = worker_speeds(cluster, np.array([0, 1]), np.array([2, 0]))
+    assert (speed.tolist(), draw.tolist(), idle.tolist()) == ([1.25, 2.0], [150.0, 0.0], [10.0, 0.0])
+    found = choose_levels(np.array([5.0, 4.0]), cluster.device, cluster.devices)
+    assert found.tolist() == [2, 0]
+    costs = make_costs([1.0] * 4)
+    assert predict(cluster, costs, healthy(cluster, costs, 2, 1, 4)) > 0
+
+
+# ------------------------------------------------------------------------------------------------------------ estimate
+
+
+@pytest.mark.parametrize(("num_stages", "replicas", "num_microbatches"), [(1, 1, 3), (4, 1, 8), (4, 2, 16), (3, 2, 12)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_equal_stages_follow_the_textbook(num_stages, replicas, num_microbatches, schedule):
+    """(m + S - 1)(f + b), in closed form and exactly."""
+    cluster, costs = make_cluster([1.0] * num_stages * replicas), make_costs([1.5] * 2 * num_stages)
+    allocation = healthy(cluster, costs, num_stages, replicas, num_microbatches, schedule)
+    expected = (num_microbatches / replicas + num_stages - 1) * 3.0
+    assert estimate(cluster, costs, allocation).step_s == pytest.approx(expected)
+    assert predict(cluster, costs, allocation) == pytest.approx(expected)
+    assert num_actions(allocation) == 2 * num_microbatches * num_stages
+
+
+def test_split_backwards_follow_their_paper():
+    """m(f + b) + (S - 1)(f + i - w)."""
+    cluster, costs = make_cluster([1.0] * 4), make_costs([3.0] * 4)
+    allocation = healthy(cluster, costs, 4, 1, 8, "zero-bubble")
+    assert estimate(cluster, costs, allocation).step_s == pytest.approx(8 * 3 + 3 * 1)
+    assert predict(cluster, costs, allocation) == pytest.approx(8 * 3 + 3 * 1)
+
+
+def test_the_closed_form_takes_over_where_there_are_many_actions():
+    cluster, costs = make_cluster([1.0, 1.0]), make_costs([1.0, 2.0])
+    allocation = healthy(cluster, costs, 2, 1, 4, "zero-bubble")
+    assert predict(cluster, costs, allocation, exact_actions=0) == estimate(cluster, costs, allocation).step_s
+
+
+def test_a_worker_holds_parameters_state_and_what_is_in_flight():
+    cluster, costs = make_cluster([1.0] * 4), make_costs([1.0] * 4, parameter_bytes=10.0, activation_bytes=7.0)
+    found = estimate(cluster, costs, healthy(cluster, costs, 2, 2, 8))
+    state = 2 * 30.0 * 2 / 2  # two layers' masters and slots, owner and follower, over two workers
+    assert found.memory_bytes.tolist() == [2 * 30 + state + 2 * 14] * 2 + [2 * 30 + state + 14] * 2
+    assert in_flight(np.array([2, 2]), "gpipe").min() > 10**9
+    assert in_flight(np.array([1, 3, 1]), "zero-bubble").tolist() == [7, 7, 7]
+    with pytest.raises(InfeasiblePlan, match=re.escape("worker 0 would hold 0.00 GB, but has 0.00 GB")):
+        check_memory(make_cluster([1.0] * 4, memory_bytes=100.0), found)
+    with pytest.raises(InfeasiblePlan, match=re.escape("would draw 400.0 W while all of them compute, but may draw")):
+        check_power(make_cluster([1.0] * 4, power_limit_w=300.0), found)
+    assert found.energy_j == found.power_w * found.step_s
+
+
+def test_what_is_left_of_a_healthy_job():
+    assert capacity_left(1.2, 1.0, 90, 96) == pytest.approx(96 / 90 / 1.2)
+    assert capacity_left(1.2, 1.0, 90, 96, batch={"now": 11, "before": 12}) == pytest.approx(96 / 90 / 1.2 * 11 / 12)
+
+
+def test_an_undisturbed_job_that_cannot_be_is_refused():
+    cluster, costs = make_cluster([1.0] * 4), make_costs([1.0] * 3)
+    with pytest.raises(InfeasiblePlan, match="need 6, but there are 4: 2 too few"):
+        healthy(cluster, costs, 3, 2, 8)
+    with pytest.raises(InfeasiblePlan, match="4 stages for 3 layers, 1 stages too many"):
+        healthy(cluster, costs, 4, 1, 8)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        healthy(cluster, costs, 0, 1, 8)
+    small = make_cluster([1.0] * 4, memory_bytes=20.0)
+    with pytest.raises(InfeasiblePlan, match=r"needs 0\.00 GB per worker and has 0\.00 GB: 0\.00 GB too little"):
+        healthy(small, make_costs([1.0] * 4, parameter_bytes=10.0), 2, 2, 8)
+    shared = healthy(make_cluster([1.0] * 2), make_costs([1.0] * 9), 2, 1, 32, share_layers=True)
+    assert shared.chains[0].cuts == ({4: 16, 5: 16},)
+
+
+def test_memory_splits_layers_unevenly():
+    cluster = make_cluster([1.0] * 2, memory_bytes=[60.0, 1e9])
+    costs = make_costs([1.0] * 6, parameter_bytes=3.0)
+    members = (np.array([0]), np.array([1]))
+    room = Room(cluster, costs, members, 4, "1f1b", followers=0)
+    assert whole_layers(cluster, costs, members, 4, room) == ({3: 4},)
+    tight = replace(cluster, memory_bytes=np.array([45.0, 1e9]))
+    room = Room(tight, costs, members, 4, "1f1b", followers=0)
+    assert whole_layers(tight, costs, members, 4, room) == ({2: 4},)
+    assert room.was_short
+
+
+# -------------------------------------------------------------------------------------------------------------- routes
+
+
+def test_stages_of_one_layout_may_not_lie_inside_each_other():
+    cluster, costs = make_cluster([1.0] * 4), make_costs([1.0] * 4)
+    long = healthy(cluster, costs, 1, 1, 2)
+    short = healthy(cluster.take(np.array([1, 2, 3])), costs, 3, 1, 2)
+    nested = replace(long, chains=(long.chains[0], short.chains[0]))
+    with pytest.raises(ValueError, match="of one stage lie inside those of another, .*must begin and end in one order"):
+        make_routes(nested, costs, cluster)
+
+
+def test_pipelines_of_different_depth_become_one_layout_and_back():
+    cluster, costs = make_cluster([1.0] * 5), make_costs([1.0] * 6)
+    two = healthy(cluster.take(np.array([0, 1])), costs, 2, 1, 3)
+    three = healthy(cluster.take(np.array([2, 3, 4])), costs, 3, 1, 4)
+    both = replace(two, chains=(two.chains[0], three.chains[0]))
+    layout = make_routes(both, costs, cluster)
+    assert [len(route) for route in layout.routes] == [3, 2, 3, 2, 3, 2, 3]
+    again = allocation_of(layout, "1f1b", {0: 0})
+    assert sorted(chain.num_microbatches for chain in again.chains) == [3, 4]
+    assert again.workers.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_routes_that_are_no_chain_are_refused():
+    stages = tuple(Stage(start=a, stop=b, workers=(w,)) for w, (a, b) in enumerate([(0, 2), (1, 3), (2, 4)]))
+    routes = ((Hop(0, 0, 0, 2), Hop(2, 2, 2, 4)), (Hop(0, 0, 0, 1), Hop(1, 1, 1, 3), Hop(2, 2, 3, 4)))
+    with pytest.raises(ValueError, match="pass different stages"):
+        allocation_of(Layout(stages=stages, routes=routes), "1f1b")
+
+
+def test_micro_batches_keep_their_workers():
+    cluster, costs = make_cluster([1.0] * 6), make_costs([1.0] * 6)
+    before = make_routes(healthy(cluster, costs, 2, 3, 9), costs, cluster)
+    left = cluster.without([1])
+    found = plan(left, costs, allocation_of(before, "1f1b"), lost(1), axes={"dataflow"})
+    after = make_routes(found.allocation, costs, left, previous=before)
+    for old, new in zip(before.routes, after.routes, strict=True):
+        assert old[1] == new[1]
+        assert old[0] == new[0] or old[0].worker == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- planner
+
+
+@pytest.fixture
+def job():
+    cluster, costs = make_cluster([1.0] * 12), make_costs([1.0] * 12)
+    return cluster, costs, healthy(cluster, costs, 3, 4, 16, "1f1b")
+
+
+def test_a_plan_says_what_each_axis_brought(job):
+    cluster, costs, allocation = job
+    left = cluster.without([0, 1])
+    found = plan(left, costs, allocation, lost(0, 1))
+    assert found.policy == "elaswave"
+    assert set(found.contributions) == AXES
+    assert "nothing to move" in found.contributions["randomness"]
+    assert re.search(r"moving .*: .* ms to .* ms per step \(-", found.contributions["graph"])
+    assert "rerouting alone" in found.reason
+    assert found.transfers
+    assert found.predicted_pause_s == Options().pause_s
+    nothing = plan(left, costs, allocation, lost(0, 1), axes=())
+    assert set(nothing.contributions.values()) == {"off"}
+    assert nothing.predicted_step_s > found.predicted_step_s
+    assert not plan(left, costs, allocation, lost(0, 1), axes=("dataflow",)).transfers
+
+
+def test_slow_workers_get_fewer_micro_batches(job):
+    cluster, costs, allocation = job
+    slow = replace(cluster, speed=np.array([0.5] + [1.0] * 11))
+    event = Event(kind="slowed", workers=(0,), speed=0.5)
+    found = plan(slow, costs, allocation, event, axes=("dataflow",))
+    assert found.allocation.chains[0].stages[0].num_microbatches.tolist() == [2, 5, 5, 4]
+    assert "micro-batches by speed" in found.contributions["dataflow"]
+    even = plan(slow, costs, allocation, event, axes=())
+    assert even.allocation.chains[0].stages[0].num_microbatches.tolist() == [4, 4, 4, 4]
+    assert found.predicted_step_s < even.predicted_step_s
+
+
+def test_state_moves_only_if_it_pays_until_the_next_event(job):
+    cluster, costs, allocation = job
+    left = cluster.without([0])
+    soon = plan(left, costs, allocation, lost(0), horizon_s=1e-9)
+    assert not soon.transfers
+    assert plan(left, costs, allocation, lost(0), horizon_s=1e9).transfers
+
+
+def test_a_stage_that_has_lost_everybody_gets_others_or_is_dissolved(job):
+    cluster, costs, allocation = job
+    left = cluster.without([4, 5, 6, 7])
+    found = plan(left, costs, allocation, lost(4, 5, 6, 7))
+    assert found.predicted_pause_s > Options().pause_s  # its state has to be fetched
+    dissolved = plan(left, costs, allocation, lost(4, 5, 6, 7), options=Options(move_workers=False), axes=())
+    assert len(dissolved.allocation.chains[0].stages) == 2
+    assert dissolved.allocation.num_layers == 12
+
+
+def test_workers_that_joined_are_used(job):
+    cluster, costs, allocation = job
+    left = cluster.without([0, 1])
+    smaller = plan(left, costs, allocation, lost(0, 1)).allocation
+    event = Event(kind="joined", workers=(0, 1))
+    found = plan(cluster, costs, smaller, event)
+    assert found.allocation.workers.tolist() == list(range(12))
+    assert found.lost_work_s == 0.0
+
+
+def test_nobody_left_is_refused(job):
+    cluster, costs, allocation = job
+    with pytest.raises(InfeasiblePlan, match="none is left, at least 1 is needed"):
+        plan(cluster.take(np.zeros(12, dtype=bool)), costs, allocation, lost(*range(12)))
+
+
+def test_a_rivals_better_plan_is_taken_and_a_smaller_batch_is_not(job):
+    cluster, costs, allocation = job
+    left = cluster.without([0])
+    ours = plan(left, costs, allocation, lost(0), axes=())
+
+    def better(*arguments):
+        chosen = plan(*arguments, horizon_s=1e12)
+        return replace(chosen, policy="better")
+
+    def smaller(cluster, costs, allocation, event):
+        return Plan(
+            policy="smaller",
+            allocation=healthy(cluster, costs, 3, 2, 1),
+            predicted_step_s=0.0,
+            predicted_pause_s=0.0,
+        )
+
+    def impossible(*arguments):
+        raise InfeasiblePlan("memory: no")
+
+    found = plan(left, costs, allocation, lost(0), axes=(), horizon_s=1e12, rivals=(better, smaller, impossible))
+    assert "as better does" in found.reason
+    assert found.predicted_step_s < ours.predicted_step_s
+
+
+def test_power_permits_only_lower_levels(job):
+    cluster, costs, _ = job
+    powered = make_cluster([1.0] * 12, levels=LEVELS, power_limit_w=700.0)
+    allocation = healthy(powered, costs, 3, 4, 16, "1f1b")
+    left = powered.without([0])
+    found = plan(left, costs, allocation, lost(0))
+    levels = np.concatenate([stage.levels for stage in found.allocation.chains[0].stages])
+    assert sum(LEVELS[level].power_w for level in levels.tolist()) <= 700.0
+    with pytest.raises(InfeasiblePlan, match="power: the workers would draw 1100.0 W"):
+        plan(left, costs, allocation, lost(0), axes=("dataflow", "graph"))
+    with pytest.raises(InfeasiblePlan, match="power: 11 workers draw at least 440.0 W"):
+        plan(replace(left, power_limit_w=400.0), costs, allocation, lost(0))
+
+
+def test_less_energy_at_the_same_step_time():
+    cluster, costs = make_cluster([1.0] * 4, levels=LEVELS), make_costs([1.0, 3.0])
+    allocation = healthy(cluster, costs, 2, 2, 8, "1f1b")
+    event = Event(kind="slowed", workers=(0,), speed=1.0)
+    options = Options(share_layers=False, move_workers=False, schedules=("1f1b",))
+    fast = plan(cluster, costs, allocation, event, options=options)
+    assert fast.allocation.chains[0].stages[1].levels.tolist() == [2, 2]
+    frugal = plan(cluster, costs, allocation, event, options=replace(options, goal="energy"))
+    base = plan(cluster, costs, allocation, event, options=options, axes=("dataflow", "graph"))
+    assert frugal.predicted_step_s <= base.predicted_step_s * (1 + 1e-9)
+    assert frugal.power_w <= base.power_w
+
+
+def test_transfers_are_what_workers_lack():
+    cluster, costs = make_cluster([1.0] * 4), make_costs([1.0] * 4)
+    shape = Shape(
+        members=(np.array([0]), np.array([1, 2, 3])), cuts=cuts_of((0, 1, 4), 6), num_microbatches=6, origin=""
+    )
+    allocation = build(cluster, costs, shape, "1f1b", np.zeros(4, dtype=np.int64))
+    start, stop = np.array([0, 0, 2, 0]), np.array([2, 2, 4, 0])
+    transfers, seconds = needed_transfers(cluster, costs, allocation, np.arange(4), start, stop)
+    found = sorted((each.start, each.stop, each.workers) for each in transfers)
+    assert found == [(1, 2, (2,)), (1, 4, (3,)), (2, 4, (1,))]
+    assert seconds > 0
+    assert not nobody_holds(costs, start, stop)
+    assert nobody_holds(costs, start[:2], stop[:2])
