@@ -32,7 +32,7 @@ from elaswave.planning.schedule import Schedule
 
 ALL_SHAPES = 200
 """Where there are at most so many ways to divide layers and workers over the stages, all of them are looked at."""
-JOINT_SIZE = 100_000
+JOINT_SIZE = 50_000
 """`split_layers_and_workers` is tried where stages x layers**2 is at most this."""
 
 

@@ -256,27 +256,25 @@ def split_layers_and_workers(
     ordered = np.arange(num_layers + 1)[None, :] > np.arange(num_layers + 1)[:, None]
     seconds = np.where(ordered, np.maximum(seconds, 1e-30), np.inf)
 
-    def solve(pace: float) -> tuple[float, list[np.ndarray]]:
+    def fewest_workers(pace: float) -> list[np.ndarray]:
+        """For each number of stages, and each layer, the fewest workers for the layers before it."""
         each = np.floor(pace / seconds * (1 + _SLACK))
         workers = np.where(each >= 1, np.ceil(num_microbatches / np.maximum(each, 1)), np.inf)
-        fewest = np.full(num_layers + 1, np.inf)
-        fewest[0] = 0
-        came_from = []
+        found = [np.where(np.arange(num_layers + 1) == 0, 0.0, np.inf)]
         for _ in range(num_stages):
-            total = fewest[:, None] + workers
-            came_from.append(np.argmin(total, axis=0))
-            fewest = total.min(axis=0)
-        return float(fewest[-1]), came_from
+            found.append((found[-1][:, None] + workers).min(axis=0))
+        return [workers, *found]
 
-    low, high = 0.0, float(prefix[-1]) * num_microbatches
-    if solve(high)[0] > num_workers:
+    low, high = float(prefix[-1]) * num_microbatches / num_workers / 2, float(prefix[-1]) * num_microbatches
+    if fewest_workers(high)[-1][-1] > num_workers:
         return None
-    for _ in range(40):
+    while high - low > 1e-7 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if solve(middle)[0] <= num_workers else (middle, high)
+        low, high = (low, middle) if fewest_workers(middle)[-1][-1] <= num_workers else (middle, high)
+    workers, *fewest = fewest_workers(high)
     bounds = [num_layers]
-    for came_from in reversed(solve(high)[1]):
-        bounds.append(int(came_from[bounds[-1]]))
+    for before in reversed(fewest[:-1]):
+        bounds.append(int(np.argmin(before + workers[:, bounds[-1]])))
     return tuple(reversed(bounds))
 
 
