@@ -341,8 +341,7 @@ def test_a_plan_fits_into_memory_or_says_what_is_missing(job, room):
 @settings(max_examples=60)
 def test_routes_even_out_the_workers_of_a_stage(seconds, num_microbatches, data):
     """The busiest worker is at most two layers above the closed form, which divides the work of a stage at will."""
-    num_stages = data.draw(st.integers(2, 3))
-    assume(len(seconds) >= 2 * num_stages)
+    num_stages = data.draw(st.integers(2, 4))
     costs = make_costs(seconds)
     widths = data.draw(st.lists(st.integers(1, 3), min_size=num_stages, max_size=num_stages))
     cluster = make_cluster([1.0] * sum(widths))
@@ -364,4 +363,5 @@ def test_routes_even_out_the_workers_of_a_stage(seconds, num_microbatches, data)
     for route in layout.routes:
         for hop in route:
             busy[hop.worker] += costs.between("busy_s", hop.start, hop.stop)
-    assert max(busy.values()) <= estimate(cluster, costs, allocation).busy_s.max() + 2 * max(seconds) + 1e-9
+    if len(seconds) >= 2 * num_stages:
+        assert max(busy.values()) <= estimate(cluster, costs, allocation).busy_s.max() + 2 * max(seconds) + 1e-9

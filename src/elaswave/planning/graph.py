@@ -409,12 +409,12 @@ def _cuts_at(prefix: np.ndarray, marks: np.ndarray, num_microbatches: int) -> tu
     layer = np.clip(np.searchsorted(prefix, marks, side="right") - 1, 0, num_layers - 1)
     seconds = prefix[layer + 1] - prefix[layer]
     positions = layer + np.divide(marks - prefix[layer], seconds, out=np.zeros(num_marks), where=seconds > 0)
-    index = np.arange(1, num_marks + 1)
-    # At least one layer between neighbouring boundaries.
-    positions = np.maximum.accumulate(np.maximum(positions, index) - index) + index
-    rest = num_marks + 1 - index
-    positions = num_layers - rest - np.maximum.accumulate((num_layers - rest - positions)[::-1].clip(0))[::-1]
+    # In micro-batches on a layer; neighbouring boundaries are at least a layer apart, for every micro-batch.
+    index = np.arange(1, num_marks + 1) * num_microbatches
+    room = num_layers * num_microbatches - index[::-1]
     later = np.round(positions * num_microbatches).astype(np.int64)
+    later = index + np.maximum.accumulate(np.maximum(later - index, 0))
+    later = room - np.maximum.accumulate(np.maximum(room - later, 0)[::-1])[::-1]
     whole, part = later // num_microbatches, later % num_microbatches
     return tuple(
         {at: num_microbatches} if beyond == 0 else {at: num_microbatches - beyond, at + 1: beyond}

@@ -355,11 +355,16 @@ def _deal_cuts(
     for layer in range(lowest, highest):
         unit = prefix[layer + 1] - prefix[layer]
         there = [[microbatch for microbatch in mine if stops[microbatch] == layer] for mine in own]
-        given = _even_out(ends, [len(mine) for mine in there], speeds, unit, further)
+        # Whatever begins here must run this layer here: nothing would be left of its hop.
+        must = [sum(starts[microbatch] == layer for microbatch in mine) for mine in there]
+        ends = [end + number * unit / speed for end, number, speed in zip(ends, must, speeds, strict=True)]
+        may = [len(mine) - number for mine, number in zip(there, must, strict=True)]
+        more = _even_out(ends, may, speeds, unit, max(0, further - sum(must)))
+        given = [number + extra for number, extra in zip(must, more, strict=True)]
         for worker, (number, mine) in enumerate(zip(given, there, strict=True)):
             for microbatch in _spread(mine, number, starts):
                 stops[microbatch] = layer + 1
-            ends[worker] += number * unit / speeds[worker]
+            ends[worker] += more[worker] * unit / speeds[worker]
         further -= cut.get(layer + 1, 0)
     return stops
 

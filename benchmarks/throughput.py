@@ -1,0 +1,301 @@
+"""Throughput of 96 workers after losses: ElasWave's plans against its rivals', and what each of its moves is worth.
+
+    python benchmarks/throughput.py [--models llama-2-7b ...] [--layouts 12x8 ...] [--lost 1 5] [--jobs 2] [--json]
+
+For every setting (model, replicas x stages, micro-batches per replica, number and pattern of losses) all policies plan
+for the same loss of the same undisturbed job, and every plan's programs are timed exactly as the executor would run
+them. `capacity` is ElasWave's throughput over what is left of the healthy one's: the best that the same planner makes
+of all 96 workers, with every move that it may make after a loss, times alive / total. See README.md beside this file.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from harness import machine, print_header
+
+from elaswave.cli.cluster_options import choose_lost
+from elaswave.errors import InfeasiblePlan
+from elaswave.planning.cluster import Cluster, Event
+from elaswave.planning.costs import Costs
+from elaswave.planning.describe import describe_cluster, describe_costs
+from elaswave.planning.estimate import predict
+from elaswave.planning.plan import Allocation, Plan
+from elaswave.planning.planner import AXES, Options, healthy, plan
+from elaswave.planning.policies import POLICIES
+from elaswave.planning.presets import DEVICES, MODELS, device_preset, model_shape
+
+NUM_WORKERS = 96
+NEEDED_CAPACITY = 0.97
+"""Median over spread losses."""
+NEEDED = {"recycle": 1.35, "torchft_batch_kept": 1.60}
+"""Times a rival's throughput, where arithmetic permits: where what is left of the healthy throughput is that much."""
+NEEDED_AT: dict[str, Callable[["Setting"], bool]] = {
+    "recycle": lambda setting: setting.pattern == "clustered" and setting.num_lost in (4, 5),
+    "torchft_batch_kept": lambda setting: setting.pattern == "spread" and setting.num_lost >= 5,
+}
+"""Settings of 12 x 8 in which that is asked for."""
+ABLATIONS: Mapping[str, Options] = {
+    "all": Options(),
+    "no dataflow": Options(axes=AXES - {"dataflow"}),
+    "no graph": Options(axes=AXES - {"graph"}),
+    "no frequency": Options(axes=AXES - {"frequency"}),
+    "no randomness": Options(axes=AXES - {"randomness"}),
+    "no worker moves": Options(move_workers=False),
+    "no shared layers": Options(share_layers=False),
+    "neither of the two": Options(move_workers=False, share_layers=False),
+    "own schedule only": Options(schedules=("1f1b",)),
+}
+"""What is switched off; without the rivals' plans as candidates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One case."""
+
+    model: str
+    device: str
+    replicas: int
+    stages: int
+    microbatches: int
+    """Per replica."""
+    num_lost: int
+    pattern: str
+
+    @property
+    def layout(self) -> str:
+        """Replicas x stages."""
+        return f"{self.replicas}x{self.stages}"
+
+
+def main() -> int:
+    """Runs the benchmark; the exit code is 1 if a target was missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["llama-2-7b", "llama-2-13b", "llama-2-34b"], choices=MODELS)
+    parser.add_argument("--device", default="h200", choices=DEVICES, help="its costs and memory; nothing is needed")
+    parser.add_argument("--layouts", nargs="+", default=["12x8", "24x4", "6x16"], help="replicas x stages, 96 together")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16, 32], help="per replica")
+    parser.add_argument("--lost", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6])
+    parser.add_argument("--patterns", nargs="+", default=["spread", "clustered"], choices=["spread", "clustered"])
+    parser.add_argument("--ablate", type=int, nargs="*", default=[5], help="losses for which moves are switched off")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    options = parser.parse_args()
+
+    where = machine()
+    rows = simulate(list(settings_of(options)), options.ablate, options.jobs)
+    summary = summarise(rows)
+    if options.json:
+        print(json.dumps({"machine": where, "device": options.device, "simulated": rows} | summary, indent=2))
+    else:
+        print_table(rows, summary, where)
+    return 1 if summary["missed"] else 0
+
+
+def settings_of(options: argparse.Namespace) -> Iterator[Setting]:
+    """All combinations."""
+    for model, layout, microbatches, pattern, num_lost in itertools.product(
+        options.models, options.layouts, options.microbatches, options.patterns, options.lost
+    ):
+        replicas, stages = map(int, layout.split("x"))
+        if replicas * stages != NUM_WORKERS:
+            raise SystemExit(f"--layouts {layout} has {replicas * stages} workers, needed: {NUM_WORKERS}")
+        yield Setting(
+            model=model,
+            device=options.device,
+            replicas=replicas,
+            stages=stages,
+            microbatches=microbatches,
+            num_lost=num_lost,
+            pattern=pattern,
+        )
+
+
+def simulate(settings: Sequence[Setting], ablate: Sequence[int], num_jobs: int) -> list[dict[str, Any]]:
+    """One row for each setting, in order; settings of one job are planned together."""
+    jobs = itertools.groupby(settings, key=lambda each: (each.model, each.layout, each.microbatches))
+    groups = [list(group) for _, group in jobs]
+    if num_jobs == 1:
+        found = [simulate_job(group, ablate) for group in groups]
+    else:
+        with ProcessPoolExecutor(num_jobs) as pool:
+            found = list(pool.map(simulate_job, groups, itertools.repeat(ablate)))
+    return [row for rows in found for row in rows]
+
+
+def simulate_job(settings: Sequence[Setting], ablate: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows for settings that differ in their losses only."""
+    first = settings[0]
+    preset = device_preset(first.device)
+    costs = describe_costs(model_shape(first.model), preset, num_stages=first.stages)
+    cluster = describe_cluster(NUM_WORKERS, preset)
+    number = first.replicas * first.microbatches
+    try:
+        start = healthy(cluster, costs, first.stages, first.replicas, number)
+    except InfeasiblePlan as error:
+        return [row_of(setting) | {"infeasible": str(error)} for setting in settings]
+    undisturbed = plan(cluster, costs, start, Event(kind="slowed", workers=(0,)))  # nothing has changed
+    equal_s = min(predict(cluster, costs, start), healthy_s(cluster, costs, first, number))
+    whole_s = min(undisturbed.predicted_step_s, equal_s)
+    return [simulate_loss(setting, cluster, costs, start, whole_s, equal_s, ablate) for setting in settings]
+
+
+def healthy_s(cluster: Cluster, costs: Costs, setting: Setting, num_microbatches: int) -> float:
+    """Seconds of a step of stages of equal width under the schedule that plans use, as far as memory permits it."""
+    try:
+        found = healthy(
+            cluster, costs, setting.stages, setting.replicas, num_microbatches, "zero-bubble", share_layers=True
+        )
+    except InfeasiblePlan:
+        return float("inf")
+    return predict(cluster, costs, found)
+
+
+def simulate_loss(
+    setting: Setting,
+    cluster: Cluster,
+    costs: Costs,
+    start: Allocation,
+    whole_s: float,
+    equal_s: float,
+    ablate: Sequence[int],
+) -> dict[str, Any]:
+    """One row."""
+    lost = choose_lost(start, setting.num_lost, setting.pattern, 0)
+    left, event = cluster.without(lost), Event(kind="lost", workers=lost)
+    number = start.num_microbatches
+    plans: dict[str, Plan] = {}
+    refused: dict[str, str] = {}
+    for name, policy in POLICIES.items():
+        if name == "elaswave":
+            continue
+        try:
+            plans[name] = policy(left, costs, start, event)
+        except InfeasiblePlan as error:
+            refused[name] = str(error)
+    rivals = [
+        lambda *_, known=known: known  # type: ignore[misc]
+        for known in plans.values()
+        if known.allocation.num_microbatches == number
+    ]
+    ours = plan(left, costs, start, event, rivals=rivals)
+    rates = {name: each.allocation.num_microbatches / each.predicted_step_s for name, each in plans.items()}
+    rate = number / ours.predicted_step_s
+    share = left.num_workers / cluster.num_workers
+    ablations = {}
+    if setting.num_lost in ablate:
+        for name, each in ABLATIONS.items():
+            try:
+                ablations[name] = plan(left, costs, start, event, options=each).predicted_step_s
+            except InfeasiblePlan:
+                ablations[name] = float("inf")
+    return row_of(setting) | {
+        "lost_workers": list(lost),
+        "step_s": ours.predicted_step_s,
+        "microbatches_per_s": rate,
+        "capacity_fraction": rate / (number / whole_s * share),
+        "capacity_fraction_of_equal_stages": rate / (number / equal_s * share),
+        "times": {name: rate / each for name, each in rates.items()},
+        "permitted": {name: number / whole_s * share / each for name, each in rates.items()},
+        "refused": refused,
+        "moved_bytes": sum(each.num_bytes for each in ours.transfers),
+        "reason": ours.reason,
+        "contributions": dict(ours.contributions),
+        "ablations": ablations,
+    }
+
+
+def row_of(setting: Setting) -> dict[str, Any]:
+    """What a row is about."""
+    return {
+        "model": setting.model,
+        "layout": setting.layout,
+        "microbatches": setting.microbatches,
+        "pattern": setting.pattern,
+        "lost": setting.num_lost,
+    }
+
+
+def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all rows together say, and which targets they miss."""
+    planned = [row for row in rows if "step_s" in row]
+    missed: list[str] = []
+    spread = [row["capacity_fraction"] for row in planned if row["pattern"] == "spread"]
+    median = statistics.median(spread) if spread else None
+    if median is not None and median < NEEDED_CAPACITY:
+        missed.append(f"median capacity over spread losses is {median:.3f}, needed: {NEEDED_CAPACITY}")
+    for row in planned:
+        below = {name: times for name, times in row["times"].items() if times < 1 - 1e-9}
+        missed += [f"{title(row)}: {times:.3f} of {name}" for name, times in below.items()]
+    needed = []
+    for name, target in NEEDED.items():
+        for row in planned:
+            setting = Setting(
+                model=row["model"], device="", replicas=0, stages=0, microbatches=0, num_lost=row["lost"],
+                pattern=row["pattern"],
+            )  # fmt: skip
+            if row["layout"] != "12x8" or not NEEDED_AT[name](setting) or name not in row["times"]:
+                continue
+            permitted = row["permitted"][name] >= target
+            needed.append(
+                {"setting": title(row), "rival": name, "times": row["times"][name], "needed": target}
+                | {"permitted": row["permitted"][name]}
+            )
+            if permitted and row["times"][name] < target:
+                missed.append(f"{title(row)}: {row['times'][name]:.2f} times {name}, needed: {target}")
+    ablated = [row["ablations"] for row in planned if row["ablations"]]
+    ablations = {
+        name: statistics.median(row[name] / row["all"] for row in ablated) for name in (ABLATIONS if ablated else ())
+    }
+    return {"capacity_median": median, "needed": needed, "ablations": ablations, "missed": missed}
+
+
+def title(row: dict[str, Any]) -> str:
+    """A setting in a few words."""
+    return f"{row['model']} {row['layout']}, {row['microbatches']} micro-batches, {row['lost']} {row['pattern']}"
+
+
+def print_table(rows: Sequence[dict[str, Any]], summary: dict[str, Any], where: dict[str, Any]) -> None:
+    """For people."""
+    print_header(where)
+    names = [name for name in POLICIES if name != "elaswave"]
+    print("throughput relative to each rival's; capacity: of what is left of the healthy throughput")
+    print(f"{'model':<12} {'layout':>6} {'mb':>3} {'lost':>12} {'step ms':>8} {'capacity':>8} " + " ".join(
+        f"{name.replace('torchft_batch_kept', 'tft kept').replace('recycle_normalized', 'rc norm')[:9]:>9}"
+        for name in names
+    ))  # fmt: skip
+    for row in rows:
+        head = f"{row['model']:<12} {row['layout']:>6} {row['microbatches']:>3} {row['lost']:>2} {row['pattern']:<9}"
+        if "step_s" not in row:
+            print(f"{head} {row['infeasible']}")
+            continue
+        times = " ".join(f"{row['times'][name]:>9.2f}" if name in row["times"] else f"{'-':>9}" for name in names)
+        print(f"{head} {row['step_s'] * 1e3:>8.0f} {row['capacity_fraction']:>8.3f} {times}")
+    if summary["capacity_median"] is not None:
+        print(f"\nmedian capacity over spread losses: {summary['capacity_median']:.3f} (needed: {NEEDED_CAPACITY})")
+    for name, target in NEEDED.items():
+        asked = [each for each in summary["needed"] if each["rival"] == name]
+        reached = sum(each["times"] >= target for each in asked)
+        bound = [each for each in asked if each["times"] < target and each["permitted"] < target]
+        if asked:
+            print(f"{target} times {name} at 12 x 8: in {reached} of {len(asked)} settings")
+        for each in bound:
+            whole = f"all of the capacity that is left would be {each['permitted']:.2f} times"
+            print(f"  {each['setting']}: {each['times']:.2f} times; {whole}")
+    if summary["ablations"]:
+        print("\nstep time without a move, relative to all moves (median)")
+        for name, ratio in summary["ablations"].items():
+            print(f"  {name:<20} {ratio:.3f}")
+    print("\n" + ("all targets met" if not summary["missed"] else "missed:"))
+    for line in summary["missed"]:
+        print(f"  {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
