@@ -62,3 +62,35 @@ def test_the_tax_of_the_control_plane_is_measured() -> None:
     assert row["steps"] > 0
     assert row["s_per_step"]["wall"] > 0
     assert 0 < row["share_of_cores"] < 1, row
+
+
+def test_plans_are_timed() -> None:
+    document = run("planner.py", "--workers", "96", "1024", "--runs", "1")
+    assert [(row["workers"], row["stragglers"]) for row in document["rows"]] == [
+        (96, False),
+        (96, True),
+        (1024, False),
+        (1024, True),
+    ]
+    assert all(row["plan_s"] > 0 for row in document["rows"])
+
+
+def test_throughput_after_losses_is_predicted_for_all_policies() -> None:
+    document = run(
+        "throughput.py", "--models", "llama-2-7b", "--layouts", "12x8", "--microbatches", "4", "--lost", "5",
+        "--patterns", "clustered",
+    )  # fmt: skip
+    (row,) = document["simulated"]
+    assert row["lost"] == len(row["lost_workers"]) == 5
+    assert all(times >= 1 - 1e-9 for times in row["times"].values())
+    assert row["ablations"]["all"] <= row["ablations"]["no graph"]
+    assert document["missed"] == []
+
+
+def test_policies_run_in_real_jobs_beside_their_predictions() -> None:
+    document = run("throughput_real.py", "--quick", "--time-scale", "3", "--policies", "recycle", "torchft")
+    rows = {row["policy"]: row for row in document["rows"]}
+    assert rows["recycle"]["same_bits"] and not rows["torchft"]["same_bits"]
+    assert (rows["recycle"]["num_microbatches"], rows["torchft"]["num_microbatches"]) == (6, 4)
+    for row in rows.values():
+        assert row["step_s"] > 0 and row["predicted_step_s"] > 0 and row["capacity_fraction"] > 0
