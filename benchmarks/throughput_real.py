@@ -1,0 +1,224 @@
+"""Throughput after losses with real processes: 96 workers on emulated devices, every policy, measured against predicted.
+
+    python benchmarks/throughput_real.py [--settings 12x8-spread-5 ...] [--policies elaswave recycle ...]
+                                         [--time-scale 3] [--quick] [--json]
+
+Each job is one run of the product: a process per worker, the real protocol, links and numbers, on a model as deep as the
+described one and tiny. Workers are killed in one step; what a step takes afterwards, under the last layout, is compared
+with what the coordinator predicted for it, and with the healthy step of the same run. Policies that keep the batch must
+end with the bits of a run that nobody disturbed.
+
+The processor must keep the pace: a step's real computation is some seconds of a core (see ``load_cores``), so described
+seconds are stretched by ``--time-scale`` until that stays below 1.2 cores. See README.md beside this file.
+"""
+
+import argparse
+import io
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness import configuration, machine, print_header
+
+from elaswave.control.launcher import train
+from elaswave.observability.progress import make_reporter
+from elaswave.observability.result import EpochRecord, Result
+from elaswave.planning.presets import model_shape
+from elaswave.testing.faults import parse_faults
+
+POLICIES = ("elaswave", "recycle", "torchft_batch_kept", "torchft", "oobleck", "full_restart")
+UNDISTURBED = "none"
+BATCH_SHRINKS = ("torchft",)
+LOST_IN_STEP = 5
+ERROR_MAX = 0.05
+"""Of a prediction, relative to what was measured."""
+LOAD_MAX = 1.2
+
+
+class Setting(NamedTuple):
+    """One job and what becomes of it."""
+
+    replicas: int
+    stages: int
+    model: str
+    lose: int
+    pattern: str
+    microbatches_per_replica: int = 4
+
+    @property
+    def name(self) -> str:
+        """Replicas x stages, pattern, losses."""
+        return f"{self.replicas}x{self.stages}-{self.pattern}-{self.lose}"
+
+    def lost(self) -> list[int]:
+        """Ids of the workers that are killed; ids are given stage by stage."""
+        if self.pattern == "clustered":
+            first = self.stages // 2 * self.replicas
+            return list(range(first, first + self.lose))
+        stages = [index * self.stages // self.lose for index in range(self.lose)]
+        return [stage * self.replicas + index % self.replicas for index, stage in enumerate(stages)]
+
+
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Setting(12, 8, "llama-2-13b", 5, "spread"),
+        Setting(12, 8, "llama-2-13b", 5, "clustered"),
+        Setting(24, 4, "llama-2-7b", 5, "spread", 2),
+        Setting(6, 16, "llama-2-13b", 2, "spread"),
+    )
+}
+QUICK = Setting(3, 2, "gpt2-small", 1, "spread", 2)
+
+
+class Job(NamedTuple):
+    """A run that has ended."""
+
+    result: Result
+    load_cores: float
+
+
+def main() -> int:
+    """Runs the benchmark; the exit code is 1 if a prediction is off by more than 5 % or bits differ."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS)[:3])
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--device", default="ascend-910b")
+    parser.add_argument("--time-scale", type=float, default=3.0, help="real seconds of a described one")
+    parser.add_argument("--quick", action="store_true", help="six workers and a small model, to see that all runs")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    arguments = parser.parse_args()
+    settings = [QUICK] if arguments.quick else [SETTINGS[name] for name in arguments.settings]
+    where = machine()
+    if not arguments.json:
+        print_header(where)
+    rows = []
+    for setting in settings:
+        rows += _rows(setting, arguments)
+    missed = [row for row in rows if row["missed"]]
+    if arguments.json:
+        print(json.dumps({"machine": where, "rows": rows}, indent=2))
+    else:
+        print(_table(rows))
+    return 1 if missed else 0
+
+
+def _rows(setting: Setting, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    jobs = {}
+    for policy in (UNDISTURBED, *arguments.policies):
+        jobs[policy] = _run(setting, policy, arguments)
+        print(f"{setting.name} {policy}: done", file=sys.stderr, flush=True)
+    twin = jobs[UNDISTURBED].result
+    rows = []
+    for policy in arguments.policies:
+        result, load_cores = jobs[policy]
+        healthy, last = result.epochs[0], result.epochs[-1]
+        assert healthy.measured_step_s is not None
+        throughput, error = _throughput(last), _error(last)
+        left = 1 - setting.lose / (setting.replicas * setting.stages)
+        same_bits = (result.losses, result.state_digest) == (twin.losses, twin.state_digest)
+        row = {
+            "setting": setting.name,
+            "model": setting.model,
+            "policy": policy,
+            "healthy_step_s": healthy.measured_step_s,
+            "healthy_error": _error(healthy),
+            "step_s": last.measured_step_s,
+            "predicted_step_s": last.predicted_step_s,
+            "error": error,
+            "num_microbatches": last.layout.num_microbatches,
+            "microbatches_per_s": throughput,
+            "capacity_fraction": throughput / (_throughput(healthy) * left),
+            "schedule": last.schedule,
+            "reason": last.reason,
+            "same_bits": same_bits,
+            "recovery_s": max(each.total_s - each.redo_s for each in result.recoveries),
+            "load_cores": load_cores,
+            "missed": abs(error) > ERROR_MAX or same_bits is (policy in BATCH_SHRINKS),
+        }
+        rows.append(row)
+    by_policy = {row["policy"]: row["microbatches_per_s"] for row in rows}
+    for row in rows:
+        for rival in ("recycle", "torchft_batch_kept"):
+            row[f"against_{rival}"] = row["microbatches_per_s"] / by_policy[rival] if rival in by_policy else None
+    return rows
+
+
+def _throughput(record: EpochRecord) -> float:
+    assert record.measured_step_s is not None, f"no step was measured under the layout of {record.reason}"
+    return record.layout.num_microbatches / record.measured_step_s
+
+
+def _error(record: EpochRecord) -> float:
+    """How much longer a step took than predicted, as a share of what it took."""
+    assert record.measured_step_s is not None and record.predicted_step_s is not None
+    return (record.measured_step_s - record.predicted_step_s) / record.measured_step_s
+
+
+def _run(setting: Setting, policy: str, arguments: argparse.Namespace) -> Job:
+    config = configuration(
+        "device.kind=emulated",
+        f"device.model={setting.model}",
+        f"device.name={arguments.device}",
+        f"device.time_scale={arguments.time_scale}",
+        f"model.num_layers={model_shape(setting.model).num_layers}",
+        "model.width=16",
+        "model.num_heads=2",
+        "model.context_length=8",
+        "batch.microbatch_size=1",
+        f"batch.num_microbatches={setting.replicas * setting.microbatches_per_replica}",
+        f"layout.stages={setting.stages}",
+        f"layout.replicas={setting.replicas}",
+        f"run.steps={arguments.steps}",
+        "run.checkpoint_every=2",
+        "elastic.restart_s=5",
+        f"elastic.policy={'elaswave' if policy == UNDISTURBED else policy}",
+    )
+    lost: Sequence[int] = () if policy == UNDISTURBED else setting.lost()
+    specs = [f"kill:{worker}@{LOST_IN_STEP}:backward" for worker in lost]
+    faults = parse_faults(specs, seed=1, workers=range(sum(config.widths)), num_steps=arguments.steps)
+    reporter = make_reporter(json_mode=True, stream=io.StringIO())
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        run_dir.mkdir()
+        begin_s, used_s = time.monotonic(), _used_s()
+        result = train(config, run_dir, reporter=reporter, faults=faults)
+        load_cores = (_used_s() - used_s) / (time.monotonic() - begin_s)
+    return Job(result, load_cores)
+
+
+def _used_s() -> float:
+    """Processor seconds of this process and its ended children."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        f"{'setting':18} {'policy':19} {'healthy':>8} {'step':>8} {'predicted':>9} {'error':>7} {'capacity':>8} "
+        f"{'x recycle':>9} {'x torchft':>9} {'bits':>6} {'recovery':>9} {'load':>5}"
+    ]
+    for row in rows:
+        ratios = [row["against_recycle"], row["against_torchft_batch_kept"]]
+        shown = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        bits = "equal" if row["same_bits"] else "other"
+        lines.append(
+            f"{row['setting']:18} {row['policy']:19} {row['healthy_step_s']:7.2f}s {row['step_s']:7.2f}s "
+            f"{row['predicted_step_s']:8.2f}s {row['error']:+7.1%} {row['capacity_fraction']:8.3f} {shown[0]:>9} "
+            f"{shown[1]:>9} {bits:>6} {row['recovery_s']:8.2f}s {row['load_cores']:5.2f}"
+            + ("  <- missed" if row["missed"] else "")
+        )
+    busy = [row for row in rows if row["load_cores"] > LOAD_MAX]
+    if busy:
+        lines.append(f"{len(busy)} jobs kept more than {LOAD_MAX} cores busy: their pace is not to be trusted")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""How planners are asked: losses become events, plans become layouts of exactly the members, and nothing goes without."""
+
+from typing import Any
+
+import pytest
+
+from elaswave.config.devices import emulated_costs
+from elaswave.config.load import build_config
+from elaswave.control.core.messages import Tuning
+from elaswave.control.replanning import Replanner, with_idle, without_idle
+from elaswave.planning.layout import validate_layout
+from elaswave.planning.recovery import survivor_layout
+from elaswave.runtime.blueprint import Blueprint
+from elaswave.types import Hop, Layout, Stage
+
+
+def config(policy: str = "elaswave", name: str = "a100", **device: Any):
+    return build_config(
+        {
+            "model": {"num_layers": 12, "width": 16, "num_heads": 2, "context_length": 8},
+            "batch": {"num_microbatches": 12, "microbatch_size": 1},
+            "layout": {"widths": [3, 3]},
+            "elastic": {"policy": policy},
+            "device": {"kind": "emulated", "model": "gpt2-small", "name": name, **device},
+        }
+    )
+
+
+def start(given):
+    blueprint = Blueprint(given)
+    return blueprint.layout, blueprint.tuning, emulated_costs(given)
+
+
+def busy(layout):
+    return {hop.worker for route in layout.routes for hop in route}
+
+
+@pytest.mark.parametrize("policy", ["recycle", "recycle_normalized", "torchft", "torchft_batch_kept", "oobleck"])
+def test_a_rivals_layout_has_all_members(policy):
+    given = config(policy)
+    layout, tuning, costs = start(given)
+    found = Replanner(given).rival(layout, tuning, [1], costs)
+    validate_layout(found.layout)
+    assert found.layout.workers == (0, 2, 3, 4, 5)
+    assert found.layout.num_microbatches == (8 if policy == "torchft" else 12)
+    assert found.predicted_step_s > 0 and policy in found.reason
+    again = Replanner(given).rival(found.layout, found.tuning, [5], costs)
+    validate_layout(again.layout)
+    assert again.layout.workers == (0, 2, 3, 4)
+
+
+def test_a_torchft_group_that_has_lost_a_worker_stays_out():
+    given = config("torchft_batch_kept")
+    layout, tuning, costs = start(given)
+    replanner = Replanner(given)
+    first = replanner.rival(layout, tuning, [1], costs)
+    assert len(busy(first.layout)) == 4
+    (idle,) = set(first.layout.workers) - busy(first.layout)
+    # The idle one dies: whoever computes goes on as before.
+    second = replanner.rival(first.layout, first.tuning, [idle], costs)
+    assert busy(second.layout) == busy(first.layout)
+
+
+def test_a_policy_without_a_plan_falls_back_and_says_so():
+    given = config("torchft")
+    layout, tuning, costs = start(given)
+    found = Replanner(given).rival(layout, tuning, [0, 1, 5], costs)
+    assert found.layout == survivor_layout(layout, [0, 1, 5])
+    assert found.reason.startswith("torchft has no plan (") and "survivors keep their stages" in found.reason
+    assert found.tuning == tuning
+
+
+def test_only_a_full_restart_restarts():
+    assert Replanner(config("full_restart")).restarts
+    assert not Replanner(config("recycle")).restarts
+
+
+def test_elaswave_finds_a_better_layout_than_the_makeshift():
+    given = config()
+    layout, tuning, costs = start(given)
+    present = survivor_layout(layout, [1])
+    replanner = Replanner(given)
+    predicted_s, found = replanner.improve(layout, present, tuning, [1], costs)
+    assert predicted_s == replanner.predict(present, tuning, costs)
+    assert found is not None and found.predicted_step_s < predicted_s
+    assert found.layout.workers == present.workers and found.layout.num_microbatches == 12
+    assert found.reason.startswith("elaswave: ")
+    assert found.tuning.layer_s and found.predicted_step_s == replanner.predict(found.layout, found.tuning, costs)
+
+
+def test_no_change_is_planned_that_brings_nothing():
+    given = config()
+    layout, tuning, costs = start(given)
+    replanner = Replanner(given)
+    _, found = replanner.improve(layout, survivor_layout(layout, [1]), tuning, [1], costs)
+    assert found is not None
+    # Where the better layout is in force already, nobody has to move.
+    _, again = replanner.improve(layout, found.layout, found.tuning, [1], costs)
+    assert again is None
+
+
+def test_frequencies_are_planned_only_where_they_can_be_set():
+    for actuator, planned in (("none", False), ("emulated", True)):
+        given = config(name="ascend-910b", frequency=actuator)
+        layout, tuning, costs = start(given)
+        _, found = Replanner(given).improve(layout, survivor_layout(layout, [1]), tuning, [1], costs)
+        assert found is not None
+        assert bool(found.tuning.levels) is planned
+        if planned:  # programs are compiled by the speeds that the levels bring
+            assert set(found.tuning.speeds) == set(found.tuning.levels)
+
+
+def test_speeds_of_workers_count():
+    slow = config(speeds=[1, 1, 1, 0.5, 1, 1])
+    layout, tuning, costs = start(slow)
+    even = config()
+    assert Replanner(slow).predict(layout, tuning, costs) > Replanner(even).predict(*start(even))
+    assert tuning.speeds == {3: 0.5}
+
+
+# ------------------------------------------------------------------------------------------------------- idle workers
+
+TWO = Layout(
+    stages=(Stage(start=0, stop=2, workers=(0, 1)), Stage(start=2, stop=4, workers=(2, 3))),
+    routes=((Hop(0, 0, 0, 2), Hop(2, 1, 2, 4)),),
+)
+
+
+def test_idle_workers_join_the_nearest_stage():
+    planned = Layout(
+        stages=(Stage(start=0, stop=3, workers=(0,)), Stage(start=3, stop=4, workers=(2,))),
+        routes=((Hop(0, 0, 0, 3), Hop(2, 1, 3, 4)),),
+    )
+    full = with_idle(planned, TWO)
+    assert [stage.workers for stage in full.stages] == [(0, 1), (2, 3)]
+    assert full.routes == planned.routes
+    assert with_idle(full, TWO) is full
+
+
+def test_without_its_idle_workers_a_layout_is_what_computes():
+    assert [stage.workers for stage in without_idle(TWO).stages] == [(0,), (2,)]
+    alone = Layout(
+        stages=(
+            Stage(start=0, stop=4, workers=(0,)),
+            Stage(start=0, stop=4, workers=(1,)),
+            Stage(start=0, stop=4, workers=(2,)),
+        ),
+        routes=((Hop(2, 2, 0, 4),), (Hop(0, 0, 0, 4),)),
+    )
+    assert without_idle(alone).routes == ((Hop(2, 1, 0, 4),), (Hop(0, 0, 0, 4),))
+
+
+def test_an_empty_tuning_means_as_configured():
+    given = config()
+    layout, _, costs = start(given)
+    assert Replanner(given).predict(layout, Tuning(), costs) > 0
