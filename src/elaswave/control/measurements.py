@@ -65,10 +65,11 @@ class Measurements:
         """A step has been committed: what it cost beside its actions.
 
         The reporter's RUN must span the step, as it does in the first stage: elsewhere a worker waits in REDUCE for
-        others that still compute.
+        others that still compute. One that was interrupted and begun again counts more time in its phases than it has
+        taken since, and says nothing.
         """
         run_s = report.phases_s.get("run", 0.0)
-        if report.attempt == 1 and run_s > report.duration_s / 2:
+        if report.attempt == 1 and report.duration_s / 2 < run_s <= report.duration_s:
             self._overheads_s.append(report.duration_s - run_s)
 
     @property
