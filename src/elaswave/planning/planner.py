@@ -291,8 +291,8 @@ class _Planning:
             return []
         for widths in balanced_widths(self._cluster, self._costs, stages, total, self._num_microbatches):
             members = move_workers(self._cluster, stages, self._free, widths)
-            moved = sum(len(now) - len(np.intersect1d(now, was)) for now, was in zip(members, stages, strict=True)
-                        if now is not was)  # fmt: skip
+            # A stage either gives workers or gets some.
+            moved = sum(max(0, len(now) - len(was)) for now, was in zip(members, stages, strict=True))
             if moved:
                 found.append((members, f"{moved} worker{'s' * (moved > 1)} into other stages"))
         return found
