@@ -1,12 +1,12 @@
-"""Throughput after losses with real processes: 96 workers on emulated devices, every policy, measured against predicted.
+"""Throughput after losses with real processes: 96 workers on emulated devices, every policy, beside its prediction.
 
     python benchmarks/throughput_real.py [--settings 12x8-spread-5 ...] [--policies elaswave recycle ...]
                                          [--time-scale 3] [--quick] [--json]
 
-Each job is one run of the product: a process per worker, the real protocol, links and numbers, on a model as deep as the
-described one and tiny. Workers are killed in one step; what a step takes afterwards, under the last layout, is compared
-with what the coordinator predicted for it, and with the healthy step of the same run. Policies that keep the batch must
-end with the bits of a run that nobody disturbed.
+Each job is one run of the product: a process per worker, the real protocol, links and numbers, on a tiny model that is
+as deep as the described one. Workers are killed in one step; what a step takes afterwards, under the last layout, is
+compared with what the coordinator predicted for it, and with the healthy step of the same run. Policies that keep the
+batch must end with the bits of a run that nobody disturbed.
 
 The processor must keep the pace: a step's real computation is some seconds of a core (see ``load_cores``), so described
 seconds are stretched by ``--time-scale`` until that stays below 1.2 cores. See README.md beside this file.

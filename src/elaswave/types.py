@@ -83,5 +83,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 def struct_hash(value: msgspec.Struct) -> int:
     """A 62-bit hash of a struct's content, the same in every process; workers compare layouts by it."""
-    digest = hashlib.blake2b(msgspec.json.encode(value, order="deterministic"), digest_size=8).digest()
+    try:
+        content = msgspec.json.encode(value, order="deterministic")
+    except TypeError:  # a dict whose keys are no strings; made strings they can be sorted
+        content = msgspec.json.encode(msgspec.to_builtins(value, str_keys=True), order="deterministic")
+    digest = hashlib.blake2b(content, digest_size=8).digest()
     return (int.from_bytes(digest, "little") & MASK64) >> 2

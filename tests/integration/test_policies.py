@@ -1,18 +1,22 @@
 """Every policy in real jobs: rivals go on as they plan, ElasWave changes its layout afterwards, and the bits stay."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.integration.jobs import Job, run_job
 
+from elaswave.errors import FrequencyError
 from elaswave.observability.events import LayoutChosen, StepTimeMeasured, read_events
 from elaswave.observability.result import EVENTS_FILE
+from elaswave.runtime.frequency import CGROUP_ROOT, CgroupFrequency
 
 EMULATED = {
     "device.kind": '"emulated"',
     "device.model": '"gpt2-small"',
     "device.name": '"a100"',
-    "device.time_scale": 3.0,
+    "device.time_scale": 10.0,
     "model.num_layers": 12,
     "model.width": 16,
     "model.context_length": 8,
@@ -24,7 +28,7 @@ EMULATED = {
     "elastic.restart_s": 0.2,
     "elastic.rebalance": True,
 }
-"""Described blocks, of which each takes a millisecond."""
+"""A step takes 0.2 s, long enough for a plan to be made in the next ones."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +76,7 @@ def test_torchfts_batch_shrinks(tmp_path: Path, twin: Job) -> None:
     [
         ["kill:1@3:backward"],
         ["kill:1@2:forward", "kill:4@7:gather"],
-        ["kill:4@2:vote", "kill:2@6:apply+1", "kill:coordinator@9"],
+        ["kill:4@2:vote", "kill:coordinator@4", "kill:2@7:apply+1"],
     ],
     ids=len,
 )
@@ -103,3 +107,30 @@ def test_without_rebalancing_the_makeshift_stays(tmp_path: Path, twin: Job) -> N
     job = run_job(tmp_path / "run", EMULATED | {"elastic.rebalance": False}, faults=["kill:1@3:backward"])
     assert job.computation == twin.computation
     assert [(record.epoch, record.change) for record in job.result.epochs] == [(1, 0), (2, 0)]
+
+
+def test_frequency_levels_do_not_show_in_the_bits(tmp_path: Path, twin: Job) -> None:
+    settings = EMULATED | {"device.name": '"ascend-910b"', "device.frequency": '"emulated"'}
+    job = run_job(tmp_path / "run", settings, faults=["kill:1@3:backward"])
+    assert job.computation == twin.computation
+
+
+def test_workers_get_groups_of_their_own_and_leave_none_behind(tmp_path: Path) -> None:
+    try:
+        CgroupFrequency(os.getpid(), f"elaswave-test-{os.getpid()}").close()
+    except FrequencyError as error:
+        pytest.skip(f"no writable CPU controller here: {error}")
+
+    class Looks:
+        def reached(self, phase: str, index: int, engine: Any) -> None:
+            if phase == "vote" and engine.step == 2:
+                (tmp_path / f"group-{engine.worker}").write_text(Path("/proc/self/cgroup").read_text())
+
+    before = set(CGROUP_ROOT.glob("**/elaswave-*"))
+    job = run_job(
+        tmp_path / "run", {"device.frequency": '"cgroup"', "run.steps": 5}, probe=Looks(), faults=["kill:1@3:backward"]
+    )
+    groups = [path.read_text() for path in sorted(tmp_path.glob("group-*"))]
+    assert len(groups) == 4 and all(f"-worker-{worker}" in text for worker, text in enumerate(groups))
+    assert len(job.result.losses) == 5
+    assert set(CGROUP_ROOT.glob("**/elaswave-*")) <= before

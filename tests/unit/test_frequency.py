@@ -104,6 +104,15 @@ def test_a_quota_is_written_and_the_group_removed(system):
     assert (home / "cgroup.procs").read_text() == "7" and not (home / "w7").exists()
 
 
+def test_groups_of_killed_workers_are_removed(system):
+    _, home, places = system
+    for name in ("elaswave-7-worker-0", "elaswave-7-worker-12", "elaswave-70-worker-0"):
+        CgroupFrequency(7, name, **places)
+    frequency.remove_groups(7, **places)
+    assert [path.name for path in home.iterdir() if path.is_dir()] == ["elaswave-70-worker-0"]
+    frequency.remove_groups(8, **places)  # there is no such process: nothing was made
+
+
 def test_a_used_name_is_refused(system):
     _, _, places = system
     CgroupFrequency(7, "w7", **places)
@@ -186,7 +195,7 @@ def test_this_process_itself(monkeypatch):
     made = []
     monkeypatch.setattr(frequency, "CgroupFrequency", lambda pid, name: made.append((pid, name)) or NoFrequency())
     make_actuator("cgroup", 3, lambda speed: None)
-    assert made == [(os.getpid(), f"elaswave-{os.getpid()}-worker-3")]
+    assert made == [(os.getpid(), f"elaswave-{os.getppid()}-worker-3")]
 
 
 # ------------------------------------------------------------------------------------------------------------- nvidia

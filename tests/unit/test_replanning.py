@@ -1,4 +1,4 @@
-"""How planners are asked: losses become events, plans become layouts of exactly the members, and nothing goes without."""
+"""How planners are asked: losses become events, plans become layouts of exactly the members."""
 
 from typing import Any
 
@@ -97,6 +97,13 @@ def test_no_change_is_planned_that_brings_nothing():
     # Where the better layout is in force already, nobody has to move.
     _, again = replanner.improve(layout, found.layout, found.tuning, [1], costs)
     assert again is None
+
+
+def test_without_a_loss_nothing_is_planned():
+    given = config()
+    layout, tuning, costs = start(given)
+    replanner = Replanner(given)
+    assert replanner.improve(layout, layout, tuning, [], costs) == (replanner.predict(layout, tuning, costs), None)
 
 
 def test_frequencies_are_planned_only_where_they_can_be_set():

@@ -204,6 +204,8 @@ class CoordinatorProcess:
             self._books.predicted(predicted_s)
             return
         before, lost = self._struck
+        if not lost:  # an earlier coordinator has decided
+            before, lost = self._books.layout_before(decision.epoch), decision.lost
         predicted_s, found = await asyncio.to_thread(self._replanner.improve, before, layout, tuning, lost, costs)
         if self._core.epoch != decision.epoch:
             return

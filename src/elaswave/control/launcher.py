@@ -57,6 +57,7 @@ from elaswave.observability.progress import Reporter
 from elaswave.observability.result import DIGESTS_FILE, EVENTS_FILE, RESULT_FILE, Result, read_result
 from elaswave.observability.trace import PART_PATTERN, merge_traces
 from elaswave.runtime.blueprint import Blueprint
+from elaswave.runtime.frequency import remove_groups
 from elaswave.runtime.messages import ToWorker
 from elaswave.runtime.probe import NoProbe, Probe, Probes
 from elaswave.runtime.step import StepEngine
@@ -150,6 +151,8 @@ def train(
         result = _outcome(ended, job.stop_signal, run_dir)
     finally:
         job.end()
+        if config.device.frequency == "cgroup":
+            remove_groups(os.getpid())
         if profile:
             merge_traces(run_dir)  # an interrupted run has recorded something too
         _close_log(run_dir, started_s)

@@ -115,6 +115,8 @@ class Replanner:
             The predicted step of the present layout, and a better one if there is any.
         """
         now_s = self.predict(present, tuning, costs)
+        if not set(lost) & set(before.workers):
+            return now_s, None
         try:
             plan = self._ask(self._elaswave, before, tuning, lost, costs)
             found = self._replanned(plan, present, tuning, costs)

@@ -129,6 +129,24 @@ class CgroupFrequency:
             self._group.rmdir()
 
 
+def remove_groups(parent: int, *, root: Path = CGROUP_ROOT, proc: Path = PROC) -> None:
+    """Removes the groups that workers have left behind who were killed.
+
+    Args:
+        parent: the process that has started them, and is in the group that theirs lie in.
+        root, proc: where the control groups and the processes are mounted.
+    """
+    with contextlib.suppress(FrequencyError):  # then none was made
+        for group in _group_of(parent, root, proc).glob(f"{_prefix(parent)}*"):
+            with contextlib.suppress(OSError):  # somebody is still in it
+                group.rmdir()
+
+
+def _prefix(parent: int) -> str:
+    """Of the names of all groups of one job's workers."""
+    return f"elaswave-{parent}-worker-"
+
+
 def _group_of(pid: int, root: Path, proc: Path) -> Path:
     """The folder of the group that bounds a process's CPU time."""
     try:
@@ -220,7 +238,7 @@ def make_actuator(kind: str, worker: int, set_speed: Callable[[float], None]) ->
     if kind == "emulated":
         return EmulatedFrequency(set_speed)
     if kind == "cgroup":
-        return CgroupFrequency(os.getpid(), f"elaswave-{os.getpid()}-worker-{worker}")
+        return CgroupFrequency(os.getpid(), f"{_prefix(os.getppid())}{worker}")
     if kind == "nvidia":
         gpus = _zeus_gpus()
         return NvidiaFrequency(worker % max(1, len(gpus)), gpus=gpus)

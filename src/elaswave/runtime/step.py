@@ -176,6 +176,8 @@ class StepEngine:
         """The newest placement found to lack no follower."""
         self._held_change: Change | None = None
         """The planned change of layout that is held, and told in every vote until it is in force."""
+        self._change_hash = 0
+        """Of the held change; 0 for none."""
         self._next: Change | None = None
         """The one that has come into force with the vote of the step in hand, until its GATHER."""
         self._use_layout(layout, tuning)
@@ -216,16 +218,12 @@ class StepEngine:
 
     def hold(self, change: Change | None) -> None:
         """Holds a planned change of layout, whose links are there, until it is in force; None forgets the held one."""
-        self._held_change = change
+        self._held_change, self._change_hash = change, 0
         if change is None:
             self._next = None  # the decision knows of it
-
-    @property
-    def _change_hash(self) -> int:
-        change = self._held_change
-        if change is None:
-            return 0
-        return key64("change", change.number, struct_hash(change.layout), struct_hash(change.tuning)) >> 2
+        else:
+            content = (struct_hash(change.layout), struct_hash(change.tuning))
+            self._change_hash = key64("change", change.number, *content) >> 2
 
     def _switch(self, change: Change) -> None:
         """The next layout is in force: makes room for its layers. What is not held here comes with GATHER."""
@@ -470,7 +468,7 @@ class StepEngine:
         commits = verdict.outcome in (Outcome.COMMIT, Outcome.SKIP)
         if verdict.change:
             assert verdict.change == self._change_hash, "a vote for a planned change that this worker does not hold"
-            self._next, self._held_change = self._held_change, None
+            self._next, self._held_change, self._change_hash = self._held_change, None, 0
         number = None if self._next is None else self._next.number
         self.ledger.learn(vector.numpy().tobytes(), commits=commits, change=number)
         self._known_vote = (self.step, self.attempt, verdict)
