@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from elaswave.config.devices import emulated_costs
+from elaswave.config.devices import emulated_costs, estimated_costs
 from elaswave.config.load import build_config
 from elaswave.control.core.messages import Tuning
 from elaswave.control.replanning import Replanner, with_idle, without_idle
@@ -115,6 +115,16 @@ def test_frequencies_are_planned_only_where_they_can_be_set():
         assert bool(found.tuning.levels) is planned
         if planned:  # programs are compiled by the speeds that the levels bring
             assert set(found.tuning.speeds) == set(found.tuning.levels)
+
+
+def test_a_real_device_keeps_its_schedule():
+    given = build_config({"batch": {"num_microbatches": 12}, "layout": {"widths": [3, 3]}})
+    blueprint = Blueprint(given)
+    layout = blueprint.layout
+    _, found = Replanner(given).improve(
+        layout, survivor_layout(layout, [1]), blueprint.tuning, [1], estimated_costs(given)
+    )
+    assert found is None or found.tuning.schedule == "1f1b"
 
 
 def test_speeds_of_workers_count():

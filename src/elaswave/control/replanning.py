@@ -23,6 +23,7 @@ from elaswave.planning.estimate import levels_of
 from elaswave.planning.flow import Durations
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.plan import Allocation, Plan, Planner
+from elaswave.planning.planner import AXES, Options
 from elaswave.planning.planner import plan as elaswave_plan
 from elaswave.planning.policies import ROLL_BACK, Pauses, make_policies
 from elaswave.planning.recovery import survivor_layout
@@ -33,8 +34,9 @@ from elaswave.runtime.blueprint import programs_of, tuning_of
 from elaswave.types import Hop, Layout, Stage
 
 ELASWAVE = "elaswave"
-GAIN_MIN = 0.005
-"""A layout is changed only for a step that is predicted to be shorter by this share: predictions are not exact."""
+GAIN_MIN = {"emulated": 0.005, "cpu": 0.03}
+"""A layout is changed only for a step that is predicted to be shorter by this share: predictions are as exact as costs
+are known."""
 
 _log = logging.getLogger("elaswave.control")
 
@@ -123,22 +125,20 @@ class Replanner:
         except (InfeasiblePlan, ValueError) as error:
             _log.warning("no better layout is planned: %s", error)
             return now_s, None
-        better = found.predicted_step_s < now_s * (1 - GAIN_MIN)
+        better = found.predicted_step_s < now_s * (1 - GAIN_MIN[self._config.device.kind])
         return now_s, found if better else None
 
     def _elaswave(self, cluster: Cluster, costs: Costs, allocation: Allocation, event: Event) -> Plan:
-        axes = {"dataflow", "graph", "randomness"}
-        if self._config.device.frequency != "none":
-            axes.add("frequency")
-        return elaswave_plan(
-            cluster,
-            costs,
-            allocation,
-            event,
-            axes=axes,  # type: ignore[arg-type]  # names of axes
+        is_emulated = self._config.device.kind == "emulated"
+        options = Options(
+            axes=AXES if self._config.device.frequency != "none" else AXES - {"frequency"},
             horizon_s=self._config.elastic.horizon_s,
-            rivals=self._rivals,
+            followers=self._config.elastic.num_followers,
+            # What a backward costs in two halves is not known of a real device before it has run any.
+            schedules=None if is_emulated else (allocation.schedule,),
         )
+        rivals = self._rivals if is_emulated else ()
+        return elaswave_plan(cluster, costs, allocation, event, options=options, rivals=rivals)
 
     def _ask(self, planner: Planner, layout: Layout, tuning: Tuning, lost: Collection[int], costs: Costs) -> Plan:
         gone = set(lost) & set(layout.workers)
