@@ -123,6 +123,8 @@ def predict_limited(
         return _closed_form(costs, allocation, found, limits.bounds), limits.memory_bytes
     seconds, bounds = 0.0, limits.as_mapping()
     for chain in allocation.chains:  # they share no workers
+        if not chain.num_microbatches:
+            continue
         one = replace(allocation, chains=(chain,))
         layout = make_routes(one, costs, cluster)
         durations, transfer_s = durations_of(costs, cluster, levels_of(one)), transfer_of(costs, cluster)

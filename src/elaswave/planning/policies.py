@@ -1,6 +1,7 @@
 """All policies by name: ElasWave's planner and its rivals, as functions of one signature.
 
-The rivals' plans that keep the batch are candidates of ElasWave's own, so that it is never slower than any of them.
+The rivals' plans that keep the batch are candidates of ElasWave's own, so that it is never slower than any of them;
+in jobs of more than `RIVALS_UP_TO` workers, where planning has to be quick, ElasWave plans alone.
 """
 
 from collections.abc import Mapping
@@ -10,13 +11,19 @@ from elaswave.errors import UsageError
 from elaswave.planning import planner
 from elaswave.planning.baselines import full_restart, oobleck, recycle, torchft
 from elaswave.planning.baselines.pauses import Pauses
-from elaswave.planning.plan import Planner
+from elaswave.planning.cluster import Cluster, Event
+from elaswave.planning.costs import Costs
+from elaswave.planning.estimate import EXACT_WORKERS
+from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.planner import Options
 
 __all__ = ["POLICIES", "ROLL_BACK", "Pauses", "make_policies", "policy_named"]
 
 ROLL_BACK = frozenset({full_restart.NAME})
 """Policies that lose everything since the last durable checkpoint with every loss; the others at most a step."""
+
+RIVALS_UP_TO = EXACT_WORKERS
+"""Workers up to which the rivals' plans are candidates of ElasWave's."""
 
 
 def make_policies(pauses: Pauses | None = None) -> Mapping[str, Planner]:
@@ -38,7 +45,21 @@ def make_policies(pauses: Pauses | None = None) -> Mapping[str, Planner]:
     }
     options = Options(pause_s=given.recover_s, horizon_s=given.horizon_s)
     batch_kept = tuple(rival for name, rival in rivals.items() if name != "torchft")
-    return {"elaswave": partial(planner.plan, options=options, rivals=batch_kept), **rivals}
+    return {"elaswave": partial(_elaswave, options=options, rivals=batch_kept), **rivals}
+
+
+def _elaswave(
+    cluster: Cluster,
+    costs: Costs,
+    allocation: Allocation,
+    event: Event,
+    *,
+    options: Options,
+    rivals: tuple[Planner, ...],
+) -> Plan:
+    """ElasWave's planner, with its rivals' plans as candidates where there is time for them."""
+    few = cluster.num_workers <= RIVALS_UP_TO
+    return planner.plan(cluster, costs, allocation, event, options=options, rivals=rivals if few else ())
 
 
 POLICIES: Mapping[str, Planner] = make_policies()

@@ -8,14 +8,16 @@ Definitions, with symbols, are in docs/simulation.md. In short: T is the scenari
 step, rho = M / step the undisturbed job's rate on all machines. *Goodput* is the micro-batches that were committed and
 not lost again, over rho x T. T is the sum of its parts: useful + lost work + pauses + waiting + slower.
 
-Approximated: steps are not told apart (half of one is lost to a failure that interrupts it, as plans say); a step's
-time is `elaswave.planning.estimate.predict`'s, exact for small jobs, the closed form for large ones; a change during a
-pause begins a new pause; state that moves in the background takes no time from training; machines are all of one kind.
+Approximated: steps are not told apart. A failure that interrupts one loses half of it, for every policy: the engine
+tries such a step again as a whole. A step's time is as the policies' plans predict it, timed exactly for small jobs,
+the closed form for large ones. A change during a pause can only prolong it. State that moves in the background takes
+no time from training. Machines are all of one kind.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import sqrt
 
 import msgspec
@@ -96,7 +98,7 @@ def simulate(
     Args:
         scenario: who is there at the beginning and what happens.
         machines: a cluster of the machines meant; the device and memory of its first worker, and its links, are
-            everyone's.
+            everyone's, and so is a worker's share of its power limit.
         costs: of the model's layers.
         policy: name of one of `elaswave.planning.policies`.
         num_stages: of the job's pipelines at the beginning, and whenever it begins again.
@@ -128,12 +130,14 @@ class _Job:
         self._scenario, self._costs, self._policy, self._planner, self._pauses = (
             scenario, costs, policy, planner, pauses
         )  # fmt: skip
-        self._begin: dict = {
-            "num_stages": num_stages, "num_microbatches": num_microbatches, "schedule": schedule
-        }  # fmt: skip
-        self._machines = machines.take(np.array([0]))
-        self._idle_w = machines.devices[int(machines.device[0])].idle_power_w
+        self._num_stages, self._num_microbatches, self._schedule = num_stages, num_microbatches, schedule
         most = scenario.num_workers_max
+        limit_w = machines.power_limit_w
+        self._machines = replace(
+            machines.take(np.array([0])),
+            power_limit_w=None if limit_w is None else limit_w / machines.num_workers * most,
+        )
+        self._idle_w = machines.devices[int(machines.device[0])].idle_power_w
         everybody = self._cluster(range(most), [0] * most)
         undisturbed = self._started(everybody)
         self._undisturbed_step_s = undisturbed.predicted_step_s
@@ -252,7 +256,13 @@ class _Job:
         Raises:
             InfeasiblePlan: too few workers, or too little memory.
         """
-        allocation = rectangle(cluster, self._costs, **self._begin)
+        allocation = rectangle(
+            cluster,
+            self._costs,
+            num_stages=self._num_stages,
+            num_microbatches=self._num_microbatches,
+            schedule=self._schedule,
+        )
         return make_plan(
             self._policy, cluster, self._costs, allocation, pause_s=0.0, lost_steps=0.0, reason="begins"
         )  # fmt: skip
@@ -289,8 +299,8 @@ class _Job:
         if plan.from_checkpoint:
             self._lose(self._unsaved)
             self._since_checkpoint_s = 0.0
-        elif not was_paused:
-            self._lose(min(self._unsaved, plan.lost_work_s * self._rho))
+        elif plan.lost_work_s > 0 and not was_paused:
+            self._lose(min(self._unsaved, before.allocation.num_microbatches / 2))
         if plan.predicted_pause_s > 0:
             self._pause(event.kind, plan.predicted_pause_s)
 
@@ -308,10 +318,19 @@ class _Job:
         event, there = change.event, self._there
         if event.kind == "joined":
             more = self._cluster(event.workers, change.nodes)
-            names = ("ids", "node", "speed", "memory_bytes", "device")
-            joined = {name: np.concatenate([getattr(there, name), getattr(more, name)]) for name in names}
-            order = np.argsort(joined["ids"], kind="stable")
-            self._there = Cluster(**{**vars(there), **{name: column[order] for name, column in joined.items()}})
+            order = np.argsort(np.concatenate([there.ids, more.ids]), kind="stable")
+
+            def both(name: str) -> np.ndarray:
+                return np.concatenate([getattr(there, name), getattr(more, name)])[order]
+
+            self._there = replace(
+                there,
+                ids=both("ids"),
+                node=both("node"),
+                speed=both("speed"),
+                memory_bytes=both("memory_bytes"),
+                device=both("device"),
+            )
             return event
         present = tuple(worker for worker in event.workers if _has(there.ids, worker))
         if not present:
@@ -321,7 +340,7 @@ class _Job:
         if event.kind == "slowed":
             speed = there.speed.copy()
             speed[where] = event.speed
-            self._there = Cluster(**{**vars(there), "speed": speed})
+            self._there = replace(there, speed=speed)
             return event
         stays = np.ones(there.num_workers, dtype=bool)
         stays[where] = False

@@ -200,8 +200,9 @@ def make_plan(
         step_s, memory_bytes = predict_limited(cluster, costs, allocation, found, limits)
         reason += f", {limits.num_limited} workers with fewer micro-batches in flight since memory is short"
     elif num_actions(allocation) <= EXACT_ACTIONS:
-        # Chains share no workers, so each is timed by itself.
-        step_s = max(predict(cluster, costs, replace(allocation, chains=(chain,))) for chain in allocation.chains)
+        # Chains share no workers, so each is timed by itself; one may have nothing to do.
+        busy = [replace(allocation, chains=(chain,)) for chain in allocation.chains if chain.num_microbatches]
+        step_s = max(predict(cluster, costs, each) for each in busy)
     else:
         step_s = found.step_s
     if without_barrier:

@@ -6,7 +6,9 @@ SOSP 2023 (arXiv 2309.08125). What of it is modelled, and how:
 - *Pipeline templates* (section 4.1): one for every number of nodes from n0, the fewest whose memory holds the model.
   A node is a worker here, and each stage runs on one: S = n, the end of the paper's search that its published runtime
   uses too. Layers are split over a template's stages so that the slowest is as fast as possible; the paper minimizes
-  T1 + T2 + T3, which differs only where several splits share the slowest stage.
+  T1 + T2 + T3, which differs only where several splits share the slowest stage. Stages of one template neither enclose
+  nor lie inside stages of another: only such pipelines can be one layout of this engine. A pipeline so short that it
+  has no such template is treated as one below n0.
 - *f + 1 replicas*: at least ``num_faults + 1`` pipelines are kept while workers for them are there; that any f losses
   leave a copy of every layer follows. If all copies of a layer are lost, the job begins again from a checkpoint.
 - *Reconfiguration* (section 5): a pipeline that has lost workers is instantiated again from the template of the
@@ -193,16 +195,17 @@ class _Fleet:
 
     def mend(self) -> None:
         """Lengthens pipelines that are too short to hold the model, or takes them apart (section 5)."""
-        shortest = self._fewest_workers()
         for pipeline in sorted(self._odd, key=lambda each: -len(each.workers)):
-            while 0 < len(pipeline.workers) < shortest:
-                lender = max(self._odd, key=lambda each: len(each.workers))
-                if len(lender.workers) <= shortest or lender is pipeline:
-                    if self.depth <= shortest or not len(self._columns[0]):
-                        self._spare += pipeline.workers
-                        pipeline.workers = []
-                        break
+            while pipeline.workers and not self._can_have(len(pipeline.workers)):
+                lenders = [each for each in self._odd if each is not pipeline and self._can_have(len(each.workers) - 1)]
+                if lenders:
+                    lender = max(lenders, key=lambda each: len(each.workers))
+                elif len(self._columns[0]) and self._can_have(self.depth - 1):
                     lender = self._single_out()
+                else:
+                    self._spare += pipeline.workers
+                    pipeline.workers = []
+                    break
                 pipeline.workers.append(lender.workers.pop())
         self._odd = [pipeline for pipeline in self._odd if pipeline.workers]
 
@@ -214,27 +217,40 @@ class _Fleet:
         """
         spare = sorted({*self._spare, *workers})
         self._spare = []
-        shortest = self._fewest_workers()
-        while spare and (short := [each for each in self._odd if len(each.workers) < self.depth]):
-            self._insert(min(short, key=lambda each: len(each.workers)), spare.pop(0))
-        new = self.depth if self.num_pipelines >= fewest_pipelines else shortest
-        while len(spare) >= new:
-            self._odd.append(_Pipeline(spare[:new]))
-            spare = spare[new:]
         if not self.num_pipelines:
-            raise InfeasiblePlan(
-                f"oobleck: a pipeline needs {shortest} workers to hold the model, but {len(spare)} are left: "
-                f"{shortest - len(spare)} too few"
-            )
-        longest = self._costs.num_layers
+            self._ranges.clear()  # nobody is left beside whom a template would have to fit
+            if len(spare) < (shortest := self._fewest_workers()):
+                raise InfeasiblePlan(
+                    f"oobleck: a pipeline needs {shortest} workers to hold the model, but {len(spare)} are left: "
+                    f"{shortest - len(spare)} too few"
+                )
+            number = min(len(spare), self.depth)
+            self._odd.append(_Pipeline(spare[:number]))
+            spare = spare[number:]
+        while spare and (short := [each for each in self._longer() if len(each.workers) < self.depth]):
+            self._insert(min(short, key=lambda each: len(each.workers)), spare.pop(0))
+        while len(spare) >= self._new_pipeline(fewest_pipelines):
+            number = self._new_pipeline(fewest_pipelines)
+            self._odd.append(_Pipeline(spare[:number]))
+            spare = spare[number:]
         while spare:
-            if len(self._columns[0]) and self.depth < longest:
+            if len(self._columns[0]) and self._can_have(self.depth + 1):
                 target = self._single_out()
-            elif able := [each for each in self._odd if len(each.workers) < longest]:
+            elif able := self._longer():
                 target = min(able, key=lambda each: len(each.workers))
             else:
-                break  # no pipeline can use another worker: every stage has a single layer
+                break  # no pipeline can use another worker
             self._insert(target, spare.pop(0))
+
+    def _longer(self) -> list[_Pipeline]:
+        """Those of the unusual pipelines that can have another worker."""
+        return [each for each in self._odd if self._can_have(len(each.workers) + 1)]
+
+    def _new_pipeline(self, fewest_pipelines: int) -> int:
+        """Workers of the next new pipeline: as few as can be while there are too few pipelines."""
+        if self.num_pipelines < fewest_pipelines:
+            return next(depth for depth in range(1, self.depth + 1) if depth == self.depth or self._can_have(depth))
+        return self.depth
 
     def allocation(self) -> Allocation:
         """Pipelines of one depth become one chain; micro-batches as section 4.2.2 deals them."""
@@ -253,6 +269,7 @@ class _Fleet:
         chains = tuple(
             chain_of(self._cluster, self._template(depth), columns, even(total, number))
             for (depth, columns), total, number in zip(by_depth.items(), totals, numbers, strict=True)
+            if total  # more pipelines than micro-batches: workers of the slowest ones are spare
         )
         return Allocation(chains=chains, schedule=self._before.schedule)
 
@@ -309,11 +326,25 @@ class _Fleet:
             for position in is_in(stage.workers, wanted).tolist()
         }
 
-    def _template(self, depth: int) -> Ranges:
+    def _can_have(self, depth: int) -> bool:
+        """Whether a pipeline of so many workers holds the model and can run beside the others."""
+        if depth in self._ranges and depth >= self.depth:
+            return True
+        return self._fewest_workers() <= depth <= self._costs.num_layers and self._find_template(depth) is not None
+
+    def _find_template(self, depth: int) -> Ranges | None:
         if depth not in self._ranges:
             others = frozenset(layers for ranges in self._ranges.values() for layers in ranges)
-            self._ranges[depth] = _beside(self._costs, depth, others)
+            found = _beside(self._costs, depth, others)
+            if found is None:
+                return None
+            self._ranges[depth] = found
         return self._ranges[depth]
+
+    def _template(self, depth: int) -> Ranges:
+        found = self._find_template(depth)
+        assert found is not None, depth
+        return found
 
     def _time(self, depth: int) -> tuple[float, float]:
         """Seconds of a pipeline beside its micro-batches, and of each of them at the slowest stage."""
@@ -399,10 +430,10 @@ def _balanced(costs: Costs, depth: int) -> Ranges:
 
 
 @lru_cache(maxsize=256)
-def _beside(costs: Costs, depth: int, others: frozenset[tuple[int, int]]) -> Ranges:
-    """The template of this depth whose stages neither lie inside stages of others nor enclose them.
+def _beside(costs: Costs, depth: int, others: frozenset[tuple[int, int]]) -> Ranges | None:
+    """The template of this depth whose stages neither lie inside stages of others nor enclose them; None if none is.
 
-    Such templates can run side by side in one `Layout`. Where there is none, the template by itself.
+    Such templates can run side by side in one `Layout`.
     """
     busy = costs.prefix["busy_s"]
     last = costs.num_layers
@@ -423,6 +454,4 @@ def _beside(costs: Costs, depth: int, others: frozenset[tuple[int, int]]) -> Ran
                     if stop not in reached or found < reached[stop]:
                         reached[stop] = found
         best = reached
-    if last not in best:
-        return _balanced(costs, depth)
-    return tuple(pairwise((*best[last][2], last)))
+    return tuple(pairwise((*best[last][2], last))) if last in best else None
