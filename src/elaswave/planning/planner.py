@@ -35,6 +35,7 @@ from elaswave.planning.estimate import (
     EXACT_ACTIONS,
     EXACT_WORKERS,
     Estimate,
+    StageTable,
     check_power,
     estimate,
     num_actions,
@@ -42,7 +43,7 @@ from elaswave.planning.estimate import (
     worker_speeds,
 )
 from elaswave.planning.frequency import Goal, choose_levels
-from elaswave.planning.graph import Cut, held_ranges
+from elaswave.planning.graph import Cut, choose_widths, held_ranges
 from elaswave.planning.healthy import healthy
 from elaswave.planning.in_flight import in_flight_limits, predict_limited
 from elaswave.planning.plan import Allocation, Plan, Planner, StageShare, Transfer
@@ -57,7 +58,7 @@ AXES: frozenset[Axis] = frozenset({"dataflow", "graph", "frequency", "randomness
 
 HOURS_BETWEEN_EVENTS_PER_WORKER = 54 * 24 * 16_384 / 419
 """Llama 3 (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs."""
-FINALISTS = 6
+FINALISTS = 8
 """Candidates that are built worker by worker and timed, beside leaving everything as it is and the rivals'."""
 FINALISTS_AT_SCALE = 2
 """The same where candidates are judged by the closed form alone."""
@@ -251,6 +252,7 @@ class _Planning:
         # Where memory permits, zero-bubble is never slower than the others, which then need not be looked at.
         for schedule in sorted(self._schedules, key=lambda schedule: schedule != "zero-bubble"):
             offers = [] if stay is None or schedule == self._before.schedule else [stay]
+            offers += self._only_workers(stay)
             permitted = True
             for members, moves in groups:
                 room = self._room(members, schedule)
@@ -260,7 +262,10 @@ class _Planning:
                     offers += self._cut_anew(members, moves, self._room(members, schedule, short=True))
             offers += self._all_whole(stay, schedule)
             for shape in offers:
-                ranked.append((score(self._cluster, self._costs, shape, schedule), len(ranked), shape, schedule))
+                seconds = score(self._cluster, self._costs, shape, schedule)
+                # Regular pipelines do better than the closed form says next to shared layers: they are always timed.
+                first = 0.0 if self._exact and stay is not None and shape.cuts is stay.cuts else seconds
+                ranked.append((first, len(ranked), shape, schedule))
             if schedule == "zero-bubble" and permitted and groups:
                 break
         return [(shape, schedule) for _, _, shape, schedule in sorted(ranked, key=lambda entry: entry[:2])]
@@ -280,6 +285,25 @@ class _Planning:
                 moved = sum(not np.array_equal(now, was) for now, was in zip(members, stages, strict=True))
                 origin = "moving workers into other stages and layers" if moved else "moving layers"
                 shapes.append(Shape(members=members, cuts=cuts, num_microbatches=self._num_microbatches, origin=origin))
+        return shapes
+
+    def _only_workers(self, stay: Shape | None) -> list[Shape]:
+        """Shapes in which only workers move: where a worker is missed least, and evenly."""
+        if stay is None or len(stay.members) < len(self._stages) or "graph" not in self._options.axes:
+            return []
+        if not self._options.move_workers:
+            return []
+        table = StageTable.of(stay.held(self._costs.num_layers), stay.cuts, self._num_microbatches, self._costs)
+        total = sum(map(len, self._stages)) + len(self._free)
+        shapes: list[Shape] = []
+        for seconds in (table.work, np.ones(len(self._stages))):
+            widths = choose_widths(seconds, total, self._num_microbatches, stay.widths.tolist())
+            if widths is None or np.array_equal(widths, stay.widths):
+                continue
+            moved = int(np.maximum(0, widths - stay.widths).sum())
+            members = move_workers(self._cluster, self._stages, self._free, widths)
+            origin = f"moving {moved} worker{'s' * (moved > 1)} into other stages"
+            shapes.append(replace(stay, members=members, origin=origin))
         return shapes
 
     def _with_moves(self) -> list[tuple[tuple[np.ndarray, ...], str]]:
