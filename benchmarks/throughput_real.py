@@ -91,6 +91,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--device", default="ascend-910b")
     parser.add_argument("--time-scale", type=float, default=3.0, help="real seconds of a described one")
+    parser.add_argument("--schedule", default="zero-bubble", help="of the healthy job, which capacity is measured by")
     parser.add_argument("--quick", action="store_true", help="six workers and a small model, to see that all runs")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     arguments = parser.parse_args()
@@ -173,6 +174,7 @@ def _run(setting: Setting, policy: str, arguments: argparse.Namespace) -> Job:
         "model.context_length=8",
         "batch.microbatch_size=1",
         f"batch.num_microbatches={setting.replicas * setting.microbatches_per_replica}",
+        f"layout.schedule={arguments.schedule}",
         f"layout.stages={setting.stages}",
         f"layout.replicas={setting.replicas}",
         f"run.steps={arguments.steps}",
