@@ -445,7 +445,10 @@ class _Planning:
         limit = cluster.power_limit_w
         too_much = limit is not None and best.found.peak_power_w > limit
         tuned = []
-        for floor in (1.0, 0.0) if options.goal == "fastest" else (0.0,):
+        floors: tuple[float, ...] = (0.0,)
+        if options.goal == "fastest":  # slack below the base level saves power, but seldom leaves the step as it is
+            floors = (1.0, 0.0) if self._exact or too_much else (1.0,)
+        for floor in floors:
             pace = None if options.goal == "fastest" or too_much else best.found.pace_s
             chosen = choose_levels(
                 loads, cluster.device[where], cluster.devices, power_limit_w=limit, pace_s=pace, least_speed=floor
