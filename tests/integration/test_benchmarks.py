@@ -94,3 +94,13 @@ def test_policies_run_in_real_jobs_beside_their_predictions() -> None:
     assert (rows["recycle"]["num_microbatches"], rows["torchft"]["num_microbatches"]) == (6, 4)
     for row in rows.values():
         assert row["step_s"] > 0 and row["predicted_step_s"] > 0 and row["capacity_fraction"] > 0
+
+
+def test_a_day_of_a_cluster_is_simulated_under_every_policy() -> None:
+    document = run(
+        "simulate.py", "--workers", "64", "--stages", "4", "--model", "llama-2-7b", "--days", "1", "--stragglers", "0.1"
+    )
+    policies = ["elaswave", "recycle", "recycle_normalized", "torchft", "torchft_batch_kept", "oobleck", "full_restart"]
+    assert [row["policy"] for row in document["rows"]] == policies
+    assert all(0 < row["goodput"]["mean"] < 1.5 for row in document["rows"])
+    assert all(row["cpu_s"] > 0 for row in document["rows"])
