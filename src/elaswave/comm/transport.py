@@ -58,8 +58,8 @@ class Handle:
 class Transport(Protocol):
     """The data plane of one worker.
 
-    Not thread-safe, except ``interrupt``. Bytes move only inside ``send``, ``poll``, ``wait``, ``rest`` and ``connect``,
-    in the thread that calls them: a worker that computes for long calls ``poll`` between layers.
+    Not thread-safe, except ``interrupt``. Bytes move only inside ``send``, ``poll``, ``wait``, ``rest`` and
+    ``connect``, in the thread that calls them: a worker that computes for long calls ``poll`` between layers.
     """
 
     worker: int
