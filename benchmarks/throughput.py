@@ -26,8 +26,9 @@ from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
 from elaswave.planning.describe import describe_cluster, describe_costs
 from elaswave.planning.estimate import predict
+from elaswave.planning.healthy import fastest_healthy, healthy
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.planner import AXES, Options, healthy, plan
+from elaswave.planning.planner import AXES, Options, plan
 from elaswave.planning.policies import POLICIES
 from elaswave.planning.presets import DEVICES, MODELS, device_preset, model_shape
 
@@ -137,7 +138,7 @@ def simulate_job(settings: Sequence[Setting], ablate: Sequence[int]) -> list[dic
     cluster = describe_cluster(NUM_WORKERS, preset)
     number = first.replicas * first.microbatches
     try:
-        start = healthy(cluster, costs, first.stages, first.replicas, number)
+        start = fastest_healthy(cluster, costs, first.stages, first.replicas, number)
     except InfeasiblePlan as error:
         return [row_of(setting) | {"infeasible": str(error)} for setting in settings]
     undisturbed = plan(cluster, costs, start, Event(kind="slowed", workers=(0,)))  # nothing has changed

@@ -17,6 +17,7 @@ from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
 from elaswave.planning.describe import describe_cluster, describe_costs
 from elaswave.planning.estimate import predict
+from elaswave.planning.healthy import fastest_healthy, healthy
 from elaswave.planning.plan import Allocation
 from elaswave.planning.presets import DEVICES, LINKS, MODELS, device_preset, link_preset, model_shape
 from elaswave.planning.schedule import SCHEDULES, Schedule
@@ -46,7 +47,9 @@ _OPTIONS = (
         help=f"Micro-batches of a step per replica.  [default: {MICROBATCHES_PER_STAGE} x stages]",
     ),
     click.option("--microbatch-size", type=click.IntRange(min=1), help="Samples of a micro-batch.  [default: 1]"),
-    click.option("--schedule", type=click.Choice(SCHEDULES), help="Order of forwards and backwards.  [default: 1f1b]"),
+    click.option(
+        "--schedule", type=click.Choice(SCHEDULES), help="Order of forwards and backwards.  [default: fastest]"
+    ),
     click.option(
         "--tensor-parallel", type=click.IntRange(min=1), help="Devices that make up one worker.  [default: 1]"
     ),
@@ -207,14 +210,11 @@ def describe_machines(options: ClusterOptions, *, num_workers: int, num_stages: 
     return cluster, costs
 
 
-def describe_setting(
-    options: ClusterOptions, healthy: Callable[..., Allocation], *, num_workers: int | None = None
-) -> Setting:
+def describe_setting(options: ClusterOptions, *, num_workers: int | None = None) -> Setting:
     """The job that options describe, undisturbed.
 
     Args:
         options: as given.
-        healthy: `elaswave.planning.planner.healthy`.
         num_workers: instead of the one in the options, where something else decides it (a trace).
     Raises:
         UsageError: options that contradict each other, or a job that does not fit.
@@ -234,18 +234,18 @@ def describe_setting(
             f"{num_stages} stages for the {shape.num_layers + 2} layers of {shape.name}; give fewer stages"
         )
     cluster, costs = describe_machines(options, num_workers=num_workers, num_stages=num_stages)
-    schedule = options.schedule or "1f1b"
+    num_microbatches = per_replica * num_replicas
 
-    def healthy_in(schedule: Schedule) -> Allocation:
-        return healthy(cluster, costs, num_stages, num_replicas, per_replica * num_replicas, schedule=schedule)
+    def healthy_in(schedule: Schedule | None) -> Allocation:
+        if schedule is None:
+            return fastest_healthy(cluster, costs, num_stages, num_replicas, num_microbatches)
+        return healthy(cluster, costs, num_stages, num_replicas, num_microbatches, schedule=schedule)
 
     try:
-        allocation = healthy_in(schedule)
+        allocation = healthy_in(options.schedule)
     except InfeasiblePlan as error:
-        raise UsageError(
-            f"{shape.name} does not fit on {num_workers} x {cluster.devices[0].name} as {num_stages} stages x "
-            f"{num_replicas} replicas: {error}; try more --stages, --recompute, --tensor-parallel, or another --device"
-        ) from error
+        machines = f"{num_workers} x {cluster.devices[0].name} as {num_stages} stages x {num_replicas} replicas"
+        raise does_not_fit(error, f"{shape.name} on {machines}") from error
     microbatch_size = options.microbatch_size or 1
     return Setting(
         title=f"{shape.name} on {num_workers} x {cluster.devices[0].name}, {num_stages} stages x {num_replicas} "
@@ -255,6 +255,13 @@ def describe_setting(
         allocation=allocation,
         tokens_per_microbatch=microbatch_size * shape.context_length,
         healthy_in=healthy_in,
+    )
+
+
+def does_not_fit(error: InfeasiblePlan, what: str = "the job") -> UsageError:
+    """What to tell somebody whose job does not fit on the machines described."""
+    return UsageError(
+        f"{what} does not fit: {error}; try more --stages, --recompute, --tensor-parallel, or another --device"
     )
 
 

@@ -44,7 +44,6 @@ def compare_command(
     elaswave compare --workers 96 --stages 8 --model llama-2-7b --device a100 --lose 5 --pattern clustered
     elaswave compare --policies elaswave,torchft_batch_kept --lose 5 --plot throughput.svg
     """
-    from elaswave.planning.planner import healthy
     from elaswave.planning.policies import policy_named
 
     names = [name.strip() for name in policies.split(",") if name.strip()]
@@ -57,7 +56,7 @@ def compare_command(
         from elaswave.cli.plots import check_plot_path, plot_policies
 
         check_plot_path(plot)
-    setting = describe_setting(options, healthy)
+    setting = describe_setting(options)
     lost = choose_lost(setting.allocation, lose, pattern, seed)
     left = setting.cluster.without(lost)
     event = Event(kind="lost", workers=lost)
@@ -127,24 +126,23 @@ def _render(
     setting: Setting, title: str, lost: tuple[int, ...], entries: list[dict[str, Any]], width: int
 ) -> list[str]:
     before = setting.tokens_per_s(setting.allocation.num_microbatches, setting.step_s)
-    rows = [["undisturbed", format_seconds(setting.step_s), f"{before:,.0f}", "100.0%", "-", "-", "-", "yes"]]
+    rows = [["undisturbed", format_seconds(setting.step_s), f"{before:,.0f}", "-", "-", "-", "yes"]]
     for entry in entries:
         if not entry["feasible"]:
-            rows.append([entry["policy"], "-", "-", "-", "-", "-", "-", "-"])
+            rows.append([entry["policy"], "-", "-", "-", "-", "-", "-"])
             continue
         rows.append(
             [
                 entry["policy"],
                 format_seconds(entry["step_time_s"]),
                 f"{entry['throughput']:,.0f}",
-                f"{entry['throughput_fraction']:.1%}",
                 f"{entry['capacity_fraction']:.1%}",
                 format_seconds(entry["pause_s"]),
                 format_bytes(round(entry["moved_bytes"])),
-                "yes" if entry["keeps_batch"] else f"{entry['num_microbatches']} micro-batches",
+                "yes" if entry["keeps_batch"] else f"{entry['num_microbatches']} of it",
             ]
         )
-    header = ["policy", "step", "tokens/s", "of before", "of capacity left", "pause", "moved", "batch kept"]
+    header = ["policy", "step", "tokens/s", "capacity left", "pause", "moved", "batch kept"]
     lines = [*wrap(title, width), *wrap(f"lost: {' '.join(map(str, lost))}", width), ""]
     lines += [*render_table(header, rows, width), ""]
     for entry in entries:

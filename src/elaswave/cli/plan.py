@@ -42,13 +42,12 @@ def plan_command(
     elaswave plan --workers 12 --stages 3 --model llama-2-7b --device h100 --lose 5 --pattern clustered
     elaswave plan runs/20261120T125701Z-ab12 --lose 1
     """
-    from elaswave.planning.planner import healthy
     from elaswave.planning.policies import policy_named
 
     planner = policy_named(policy)
     notes: dict[str, Any] = {}
     if run is None:
-        setting = describe_setting(options, healthy)
+        setting = describe_setting(options)
     else:
         if options.given:
             raise UsageError(f"{', '.join(options.given)} describe a cluster, but RUN names a run; give one of the two")

@@ -17,12 +17,14 @@ from elaswave.cli.cluster_options import (
     ClusterOptions,
     cluster_options,
     describe_machines,
+    does_not_fit,
 )
 from elaswave.cli.inspect import format_bytes, format_seconds, render_table, terminal_width, wrap
 from elaswave.cli.layout_table import as_json
 from elaswave.errors import DataError, InfeasiblePlan, UsageError
 from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
+from elaswave.planning.healthy import fastest_healthy
 from elaswave.planning.policies import Pauses, policy_named
 from elaswave.planning.presets import device_preset, model_shape
 from elaswave.planning.schedule import Schedule
@@ -167,17 +169,24 @@ def describe_life(
         raise UsageError(f"{num_workers} workers are too few for {num_stages} stages; give fewer --stages")
     per_replica = options.microbatches or MICROBATCHES_PER_STAGE * num_stages
     machines, costs = describe_machines(options, num_workers=num_workers, num_stages=num_stages)
+    num_microbatches = per_replica * num_replicas
+    schedule = options.schedule
+    if schedule is None:
+        try:
+            schedule = fastest_healthy(machines, costs, num_stages, num_replicas, num_microbatches).schedule
+        except InfeasiblePlan as error:
+            raise does_not_fit(error) from error
     microbatch_size = options.microbatch_size or 1
     return Life(
         title=f"{shape.name} on {num_workers} x {machines.devices[0].name}, {num_stages} stages, "
-        f"{per_replica * num_replicas} micro-batches of {microbatch_size} x {shape.context_length} tokens, "
+        f"{num_microbatches} micro-batches of {microbatch_size} x {shape.context_length} tokens, "
         f"{scenarios[0].duration_s / DAY_S:.3g} days, {scenarios[0].source}",
         machines=machines,
         costs=costs,
         scenarios=scenarios,
         num_stages=num_stages,
-        num_microbatches=per_replica * num_replicas,
-        schedule=options.schedule or "1f1b",
+        num_microbatches=num_microbatches,
+        schedule=schedule,
         tokens_per_microbatch=microbatch_size * shape.context_length,
     )
 
@@ -241,9 +250,7 @@ def live(life: Life, policy: str) -> list[Outcome]:
                 )
             )
         except InfeasiblePlan as error:
-            raise UsageError(
-                f"{error}; try more --stages, --recompute, --tensor-parallel, or another --device"
-            ) from error
+            raise does_not_fit(error) from error
     return outcomes
 
 

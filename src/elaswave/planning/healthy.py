@@ -9,7 +9,7 @@ from elaswave.planning.costs import Costs
 from elaswave.planning.estimate import DEFAULT_FOLLOWERS, EXACT_ACTIONS, EXACT_WORKERS, check_memory, estimate, predict
 from elaswave.planning.graph import Cut
 from elaswave.planning.plan import Allocation
-from elaswave.planning.schedule import Schedule
+from elaswave.planning.schedule import SCHEDULES, Schedule
 
 
 def healthy(
@@ -64,3 +64,35 @@ def healthy(
         check_memory(cluster, estimate(cluster, costs, allocation, followers=followers))
     exact = EXACT_ACTIONS if cluster.num_workers <= EXACT_WORKERS else 0
     return min(found, key=lambda each: predict(cluster, costs, each, exact_actions=exact))
+
+
+def fastest_healthy(
+    cluster: Cluster,
+    costs: Costs,
+    num_stages: int,
+    num_replicas: int,
+    num_microbatches: int,
+    *,
+    followers: int = DEFAULT_FOLLOWERS,
+) -> Allocation:
+    """The best allocation of an undisturbed job under the schedule that makes it fastest, of those that fit.
+
+    What policies are compared by: otherwise one that changes the schedule after a loss would gain by that alone, which
+    any job could have had before.
+
+    Args and errors: as of `healthy`.
+    """
+    found: list[tuple[float, Allocation]] = []
+    refused: InfeasiblePlan | None = None
+    exact = EXACT_ACTIONS if cluster.num_workers <= EXACT_WORKERS else 0
+    for schedule in SCHEDULES:
+        try:
+            each = healthy(cluster, costs, num_stages, num_replicas, num_microbatches, schedule, followers=followers)
+        except InfeasiblePlan as error:
+            refused = refused or error
+            continue
+        found.append((predict(cluster, costs, each, exact_actions=exact), each))
+    if not found:
+        assert refused is not None
+        raise refused
+    return min(found, key=lambda pair: pair[0])[1]

@@ -467,8 +467,6 @@ class _Planning:
     # ------------------------------------------------------------------------------------------------------- the plan
 
     def _plan(self, tuned: _Candidate, best: _Candidate, staying: _Candidate | None, stay: Shape | None) -> Plan:
-        num_before = sum(share.width for chain in self._before.chains for share in chain.stages)
-        num_lost = len(self._event.workers) if self._event.kind == "lost" else 0
         order = np.argsort(tuned.found.workers, kind="stable")
         must_fetch = tuned.transfers and nobody_holds(self._costs, self._old_start, self._old_stop)
         fetch_s = tuned.transfer_s if must_fetch else 0.0
@@ -477,7 +475,8 @@ class _Planning:
             allocation=tuned.allocation,
             predicted_step_s=tuned.step_s,
             predicted_pause_s=self._options.pause_s + fetch_s,
-            lost_work_s=0.5 * tuned.step_s * num_lost / num_before,
+            # The step in hand is done again: half of one on average.
+            lost_work_s=0.5 * tuned.step_s if self._event.kind == "lost" else 0.0,
             transfers=tuned.transfers,
             memory_bytes=tuned.found.memory_bytes[order],
             power_w=tuned.found.power_w,
@@ -515,10 +514,10 @@ class _Planning:
         found = tuned.found
         share = found.pace_s / tuned.step_s if tuned.step_s else 1.0
         compared = "rerouting alone does not fit" if staying is None else (
-            f"rerouting alone: {_ms(staying.step_s)}"
+            f"rerouting alone: {_shown(staying.step_s)}"
         )  # fmt: skip
         return (
-            f"{tuned.origin}, {tuned.allocation.schedule}: {_ms(tuned.step_s)} per step ({compared}); worker "
+            f"{tuned.origin}, {tuned.allocation.schedule}: {_shown(tuned.step_s)} per step ({compared}); worker "
             f"{found.bottleneck_worker} of stage {found.bottleneck_stage} computes for {100 * share:.0f} % of it"
         )
 
@@ -539,8 +538,8 @@ def _at_levels(allocation: Allocation, levels: np.ndarray) -> Allocation:
 def _change(before_s: float, after_s: float) -> str:
     if abs(before_s - after_s) <= 1e-9 * before_s:
         return "nothing to gain"
-    return f"{_ms(before_s)} to {_ms(after_s)} per step ({100 * (after_s / before_s - 1):+.1f} %)"
+    return f"{_shown(before_s)} to {_shown(after_s)} per step ({100 * (after_s / before_s - 1):+.1f} %)"
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"
+def _shown(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
