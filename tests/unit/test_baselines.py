@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise, product
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines import full_restart, oobleck, recycle, torchft
 from elaswave.planning.baselines.common import balanced_ranges, even, ranges_of, rectangle
 from elaswave.planning.baselines.pauses import WORKER_S_BETWEEN_LOSSES, Pauses
-from elaswave.planning.cluster import Cluster, Event
+from elaswave.planning.cluster import Cluster, Event, FrequencyLevel
 from elaswave.planning.costs import Costs
 from elaswave.planning.estimate import estimate, predict
 from elaswave.planning.layout import validate_layout
@@ -48,6 +49,28 @@ def counts(plan: Plan, chain: int = 0) -> list[list[int]]:
 
 def workers(plan: Plan, chain: int = 0) -> list[list[int]]:
     return [stage.workers.tolist() for stage in plan.allocation.chains[chain].stages]
+
+
+@pytest.mark.parametrize("name", [*RIVALS, "elaswave"])
+def test_a_plan_keeps_to_the_limit_of_power_and_elaswave_is_never_below(name: str) -> None:
+    levels = tuple(
+        FrequencyLevel(speed=speed, power_w=power) for speed, power in ((0.5, 90.0), (0.75, 160.0), (1.0, 300.0))
+    )
+    costs = layers(*[1.0] * 9)
+    cluster = machines(9)
+    powered = replace(
+        cluster, devices=(msgspec.structs.replace(cluster.devices[0], levels=levels),), power_limit_w=9 * 200.0
+    )
+    start = rectangle(powered, costs, num_stages=3, num_microbatches=12, schedule="1f1b")
+    left, event = losing(powered, 4)
+    policies = make_policies()
+    found = policies[name](left, costs, start, event)
+    assert estimate(left, costs, found.allocation).peak_power_w <= 1800.0
+    assert found.predicted_step_s >= policies["elaswave"](left, costs, start, event).predicted_step_s * (1 - 1e-9) or (
+        found.allocation.num_microbatches < 12
+    )
+    with pytest.raises(InfeasiblePlan, match="power: the workers would draw"):
+        policies[name](replace(left, power_limit_w=300.0), costs, start, event)
 
 
 def check(plan: Plan, cluster: Cluster, costs: Costs, num_microbatches: int | None) -> None:

@@ -5,18 +5,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_struct
 from tests.property.clusters import LEVELS, make_cluster, make_costs
 
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.candidates import Room, Shape, all_whole, balanced_widths, build, move_workers, whole_layers
-from elaswave.planning.cluster import Device, Event
+from elaswave.planning.cluster import Device, Event, FrequencyLevel
 from elaswave.planning.dataflow import apportion
 from elaswave.planning.estimate import (
-    capacity_left,
     check_memory,
     check_power,
+    common_levels,
     estimate,
     in_flight,
+    levels_of,
     num_actions,
     predict,
     worker_speeds,
@@ -178,11 +180,6 @@ def test_a_worker_holds_parameters_state_and_what_is_in_flight():
     with pytest.raises(InfeasiblePlan, match=re.escape("would draw 400.0 W while all of them compute, but may draw")):
         check_power(make_cluster([1.0] * 4, power_limit_w=300.0), found)
     assert found.energy_j == found.power_w * found.step_s
-
-
-def test_what_is_left_of_a_healthy_job():
-    assert capacity_left(1.2, 1.0, 90, 96) == pytest.approx(96 / 90 / 1.2)
-    assert capacity_left(1.2, 1.0, 90, 96, batch={"now": 11, "before": 12}) == pytest.approx(96 / 90 / 1.2 * 11 / 12)
 
 
 def test_an_undisturbed_job_that_cannot_be_is_refused():
@@ -359,10 +356,32 @@ def test_power_permits_only_lower_levels(job):
     found = plan(left, costs, allocation, lost(0))
     levels = np.concatenate([stage.levels for stage in found.allocation.chains[0].stages])
     assert sum(LEVELS[level].power_w for level in levels.tolist()) <= 700.0
-    with pytest.raises(InfeasiblePlan, match="power: the workers would draw 1100.0 W"):
-        plan(left, costs, allocation, lost(0), axes=("dataflow", "graph"))
-    with pytest.raises(InfeasiblePlan, match="power: 11 workers draw at least 440.0 W"):
+    # Without the axis all are held to one speed, as the undisturbed job is.
+    common = plan(left, costs, allocation, lost(0), axes=("dataflow", "graph"))
+    assert set(levels_of(common.allocation).values()) == set(levels_of(allocation).values()) == {0}
+    assert found.predicted_step_s <= common.predicted_step_s
+    with pytest.raises(InfeasiblePlan, match="power: the workers would draw 440.0 W .* 400.0 W together: 40.0 W too"):
         plan(replace(left, power_limit_w=400.0), costs, allocation, lost(0))
+    with pytest.raises(InfeasiblePlan, match="power: the workers would draw 480.0 W"):
+        healthy(replace(powered, power_limit_w=400.0), costs, 3, 4, 16)
+
+
+def test_a_limit_of_power_holds_all_to_one_speed():
+    powered = make_cluster([1.0] * 12, levels=LEVELS)
+    everybody = np.arange(12)
+    for limit_w, level in ((None, 1), (1200.0, 1), (1199.0, 0), (480.0, 0), (100.0, 0)):
+        assert common_levels(replace(powered, power_limit_w=limit_w), everybody).tolist() == [level] * 12
+    assert common_levels(replace(powered, power_limit_w=1199.0), everybody[:11]).tolist() == [1] * 11
+    (device,) = powered.devices
+    mixed = replace(
+        powered,
+        devices=(device, replace_struct(device, levels=(FrequencyLevel(speed=1.0, power_w=500.0),))),
+        device=np.array([0, 1] * 6),
+        power_limit_w=3300.0,
+    )
+    # The second kind has no lower level.
+    assert common_levels(mixed, everybody).tolist() == [0, 0] * 6
+    assert common_levels(replace(mixed, power_limit_w=3600.0), everybody).tolist() == [1, 0] * 6
 
 
 def test_less_energy_at_the_same_step_time():

@@ -46,6 +46,12 @@ def test_a_plan_shows_before_and_after(capsys: Any, monkeypatch: pytest.MonkeyPa
     assert "\nreason: " in after and "\nrandomness: " in after
 
 
+def test_a_limit_of_power_that_nobody_can_keep_is_refused(capsys: Any) -> None:
+    assert main(["plan", *SMALL, "--power-limit-kw", "0.1"]) == 2
+    error = capsys.readouterr().err
+    assert "cannot run: power: the workers would draw" in error and "give a higher --power-limit-kw" in error
+
+
 def test_a_plan_as_json(capsys: Any) -> None:
     found = document(capsys, "plan", *SMALL, "--lose", "1", "--seed", "3")
     assert len(found["lost"]) == 1

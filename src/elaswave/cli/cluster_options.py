@@ -260,6 +260,8 @@ def describe_setting(options: ClusterOptions, *, num_workers: int | None = None)
 
 def does_not_fit(error: InfeasiblePlan, what: str = "the job") -> UsageError:
     """What to tell somebody whose job does not fit on the machines described."""
+    if str(error).startswith("power"):
+        return UsageError(f"{what} cannot run: {error}; give a higher --power-limit-kw, or fewer --workers")
     return UsageError(
         f"{what} does not fit: {error}; try more --stages, --recompute, --tensor-parallel, or another --device"
     )

@@ -16,7 +16,7 @@ from elaswave.errors import InfeasiblePlan
 from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
 from elaswave.planning.dataflow import apportion
-from elaswave.planning.estimate import DEFAULT_FOLLOWERS, StageTable, in_flight, step_per_stage, travel_s
+from elaswave.planning.estimate import DEFAULT_FOLLOWERS, StageTable, in_flight, step_per_stage, travel_s, worker_speeds
 from elaswave.planning.graph import (
     Cut,
     choose_widths,
@@ -293,7 +293,7 @@ def build(
     limits = _held_microbatches(cluster, costs, shape, schedule, held, followers) if by_speed else None
     for stage, ((start, stop), own) in enumerate(zip(held, shape.members, strict=True)):
         if by_speed:
-            speeds = cluster.speed[own] * _level_speeds(cluster, own, levels[own])
+            speeds = worker_speeds(cluster, own, levels[own])[0]
             caps = None if limits is None else limits[stage]
             counts = apportion(shape.num_microbatches, 1.0 / speeds, caps)
         else:
@@ -303,16 +303,6 @@ def build(
         )
     chain = Chain(stages=tuple(shares), num_microbatches=shape.num_microbatches, cuts=shape.cuts)
     return Allocation(chains=(chain,), schedule=schedule)
-
-
-def _level_speeds(cluster: Cluster, own: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    if len(cluster.devices) == 1:
-        return np.array([level.speed for level in cluster.devices[0].levels])[levels]
-    most = max(len(device.levels) for device in cluster.devices)
-    table = np.zeros((len(cluster.devices), most))
-    for index, device in enumerate(cluster.devices):
-        table[index, : len(device.levels)] = [level.speed for level in device.levels]
-    return table[cluster.device[own], levels]
 
 
 def _held_microbatches(

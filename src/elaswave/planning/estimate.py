@@ -215,6 +215,46 @@ def check_power(cluster: Cluster, found: Estimate) -> None:
         )
 
 
+def common_levels(cluster: Cluster, where: np.ndarray) -> np.ndarray:
+    """Levels of workers for whom nobody chooses clocks one by one: the base ones, or lower ones under a power limit.
+
+    Then all are held to one speed, the highest up to the base level's at which they keep within the limit together, as
+    an operator's cap does.
+
+    Args:
+        cluster: with the limit.
+        where: positions of the workers.
+    Returns:
+        int64, in the order of `where`; the lowest levels if even those draw too much (`check_power` refuses them).
+    """
+    devices, kind = cluster.devices, cluster.device[where]
+    number = np.bincount(kind, minlength=len(devices))
+    speeds = sorted({level.speed for device in devices for level in device.levels if level.speed <= 1.0})
+    chosen: list[int] = []
+    for speed in reversed(speeds):
+        chosen = [max(sum(level.speed <= speed for level in device.levels) - 1, 0) for device in devices]
+        draw = sum(
+            device.levels[level].power_w * int(count)
+            for device, level, count in zip(devices, chosen, number, strict=True)
+        )
+        if cluster.power_limit_w is None or draw <= cluster.power_limit_w * (1 + 1e-9):
+            break
+    return np.array(chosen, dtype=np.int64)[kind]
+
+
+def at_levels(allocation: Allocation, levels: np.ndarray) -> Allocation:
+    """The same allocation with these levels, in the order of chains, stages and workers."""
+    first = 0
+    chains = []
+    for chain in allocation.chains:
+        stages: list[StageShare] = []
+        for share in chain.stages:
+            stages.append(replace(share, levels=levels[first : first + share.width]))
+            first += share.width
+        chains.append(replace(chain, stages=tuple(stages)))
+    return replace(allocation, chains=tuple(chains))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageTable:
     """What one micro-batch costs in each stage of a chain, on a worker of speed 1. Arrays [stages]."""
@@ -406,19 +446,3 @@ def _memory(
     held = np.minimum(np.concatenate(bounds)[stage], counts)
     activations = prefix["activation_bytes"]
     return (fixed[stops] - fixed[starts])[stage] + held * (activations[stops] - activations[starts])[stage]
-
-
-def capacity_left(
-    step_s: float, healthy_step_s: float, num_alive: int, num_total: int, *, batch: Mapping[str, int] | None = None
-) -> float:
-    """Throughput over the capacity that is left: healthy throughput x alive / total.
-
-    Args:
-        step_s: predicted or measured, now.
-        healthy_step_s: of the undisturbed job with the same planner, stages and schedule.
-        num_alive: workers that are left.
-        num_total: workers before.
-        batch: ``now`` and ``before``: micro-batches of a step, where a policy does not keep the batch.
-    """
-    kept = 1.0 if batch is None else batch["now"] / batch["before"]
-    return kept * healthy_step_s / step_s * num_total / num_alive

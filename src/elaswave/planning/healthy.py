@@ -6,7 +6,16 @@ from elaswave.errors import InfeasiblePlan
 from elaswave.planning.candidates import Room, Shape, build, shared_layers, whole_layers
 from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import DEFAULT_FOLLOWERS, EXACT_ACTIONS, EXACT_WORKERS, check_memory, estimate, predict
+from elaswave.planning.estimate import (
+    DEFAULT_FOLLOWERS,
+    EXACT_ACTIONS,
+    EXACT_WORKERS,
+    check_memory,
+    check_power,
+    common_levels,
+    estimate,
+    predict,
+)
 from elaswave.planning.graph import Cut
 from elaswave.planning.plan import Allocation
 from elaswave.planning.schedule import SCHEDULES, Schedule
@@ -35,7 +44,7 @@ def healthy(
         share_layers: whether neighbouring stages may share layers where that is faster; else each holds whole layers.
         followers: live copies of every block, for memory.
     Raises:
-        InfeasiblePlan: too few workers or layers, or too little memory; by how much.
+        InfeasiblePlan: too few workers or layers, or too little memory or power; by how much.
         ValueError: a number below 1.
     """
     if min(num_stages, num_replicas, num_microbatches) < 1:
@@ -55,13 +64,15 @@ def healthy(
             shared = shared_layers(cluster, costs, members, num_microbatches, room, widen=widen)
             if shared is not None and shared not in cuts:
                 cuts.append(shared)
-    levels = np.array([device.base_level for device in cluster.devices])[cluster.device]
+    levels = common_levels(cluster, np.arange(cluster.num_workers))
     found = []
     for own in cuts:
         shape = Shape(members=members, cuts=own, num_microbatches=num_microbatches, origin="healthy")
         found.append(build(cluster, costs, shape, schedule, levels, followers=followers))
     for allocation in found:
-        check_memory(cluster, estimate(cluster, costs, allocation, followers=followers))
+        needed = estimate(cluster, costs, allocation, followers=followers)
+        check_memory(cluster, needed)
+        check_power(cluster, needed)
     exact = EXACT_ACTIONS if cluster.num_workers <= EXACT_WORKERS else 0
     return min(found, key=lambda each: predict(cluster, costs, each, exact_actions=exact))
 

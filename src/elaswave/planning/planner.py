@@ -36,7 +36,9 @@ from elaswave.planning.estimate import (
     EXACT_WORKERS,
     Estimate,
     StageTable,
+    at_levels,
     check_power,
+    common_levels,
     estimate,
     num_actions,
     predict,
@@ -46,7 +48,7 @@ from elaswave.planning.frequency import Goal, choose_levels
 from elaswave.planning.graph import Cut, choose_widths, held_ranges
 from elaswave.planning.healthy import healthy
 from elaswave.planning.in_flight import in_flight_limits, predict_limited
-from elaswave.planning.plan import Allocation, Plan, Planner, StageShare, Transfer
+from elaswave.planning.plan import Allocation, Plan, Planner, Transfer
 from elaswave.planning.randomness import KEYS
 from elaswave.planning.schedule import Schedule
 from elaswave.planning.transfers import needed_transfers, nobody_holds
@@ -198,11 +200,14 @@ class _Planning:
         return starts, stops, levels, stages, np.flatnonzero(available)
 
     def _start_levels(self) -> np.ndarray:
-        """Levels before the frequency axis: the base ones; without that axis workers keep theirs."""
-        base = np.array([device.base_level for device in self._cluster.devices])[self._cluster.device]
+        """Levels before the frequency axis: common ones; without that axis workers keep theirs, if power permits."""
+        cluster, everybody = self._cluster, np.arange(self._cluster.num_workers)
+        common = common_levels(cluster, everybody)
         if "frequency" in self._options.axes:
-            return base
-        return np.where(self._old_levels >= 0, self._old_levels, base)
+            return common
+        kept = np.where(self._old_levels >= 0, self._old_levels, common)
+        draw = float(worker_speeds(cluster, everybody, kept)[1].sum())
+        return kept if cluster.power_limit_w is None or draw <= cluster.power_limit_w * (1 + 1e-9) else common
 
     # -------------------------------------------------------------------------------------------------- candidates
 
@@ -223,7 +228,6 @@ class _Planning:
             raise self._failure
         best = max(candidates, key=lambda each: (round(each.done_until(self._horizon_s), 9), each is staying))
         tuned = self._tune(best)
-        check_power(self._cluster, tuned.found)
         return self._plan(tuned, best, staying, stay)
 
     def _stay(self) -> Shape | None:
@@ -372,7 +376,7 @@ class _Planning:
         return found
 
     def _judge(self, shape: Shape, schedule: Schedule) -> _Candidate | None:
-        """A shape as a candidate; None if it does not keep to the limits of memory."""
+        """A shape as a candidate; None if it does not keep to the limits of memory and power."""
         try:
             allocation = build(
                 self._cluster,
@@ -389,11 +393,17 @@ class _Planning:
             return None
 
     def _judged(self, allocation: Allocation, origin: str, where: np.ndarray | None = None) -> _Candidate:
+        """An allocation as a candidate.
+
+        Raises:
+            InfeasiblePlan: it takes more memory or power than there is.
+        """
         if where is None:
             where = self._cluster.index_of(
                 np.concatenate([share.workers for chain in allocation.chains for share in chain.stages])
             )
         step_s, found = self._timed(allocation, where)
+        check_power(self._cluster, found)
         transfers, seconds = needed_transfers(
             self._cluster,
             self._costs,
@@ -434,7 +444,7 @@ class _Planning:
     # --------------------------------------------------------------------------------------------------- frequency
 
     def _tune(self, best: _Candidate) -> _Candidate:
-        """The candidate at other frequency levels, if that helps or the limit of power asks for it."""
+        """The candidate at other frequency levels, if that helps."""
         cluster, options = self._cluster, self._options
         if "frequency" not in options.axes or all(len(device.levels) == 1 for device in cluster.devices):
             return best
@@ -443,21 +453,18 @@ class _Planning:
         level_speed = worker_speeds(cluster, where, levels)[0] / cluster.speed[where]
         loads = best.found.busy_s * level_speed
         limit = cluster.power_limit_w
-        too_much = limit is not None and best.found.peak_power_w > limit
         tuned = []
         floors: tuple[float, ...] = (0.0,)
         if options.goal == "fastest":  # slack below the base level saves power, but seldom leaves the step as it is
-            floors = (1.0, 0.0) if self._exact or too_much else (1.0,)
+            floors = (1.0, 0.0) if self._exact else (1.0,)
         for floor in floors:
-            pace = None if options.goal == "fastest" or too_much else best.found.pace_s
+            pace = None if options.goal == "fastest" else best.found.pace_s
             chosen = choose_levels(
                 loads, cluster.device[where], cluster.devices, power_limit_w=limit, pace_s=pace, least_speed=floor
             )
-            allocation = _at_levels(best.allocation, chosen)
+            allocation = at_levels(best.allocation, chosen)
             step_s, found = self._timed(allocation, where)
             tuned.append(replace(best, allocation=allocation, found=found, step_s=step_s))
-        if too_much:
-            return min(tuned, key=lambda each: each.step_s)
         bound = best.step_s * (1 + 1e-9)
         helping = [each for each in tuned if each.step_s <= bound]
         if options.goal == "fastest":
@@ -520,19 +527,6 @@ class _Planning:
             f"{tuned.origin}, {tuned.allocation.schedule}: {_shown(tuned.step_s)} per step ({compared}); worker "
             f"{found.bottleneck_worker} of stage {found.bottleneck_stage} computes for {100 * share:.0f} % of it"
         )
-
-
-def _at_levels(allocation: Allocation, levels: np.ndarray) -> Allocation:
-    """The same allocation with these levels, in the order of chains, stages and workers."""
-    first = 0
-    chains = []
-    for chain in allocation.chains:
-        stages: list[StageShare] = []
-        for share in chain.stages:
-            stages.append(replace(share, levels=levels[first : first + share.width]))
-            first += share.width
-        chains.append(replace(chain, stages=tuple(stages)))
-    return replace(allocation, chains=tuple(chains))
 
 
 def _change(before_s: float, after_s: float) -> str:

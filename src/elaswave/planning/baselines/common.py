@@ -14,7 +14,15 @@ import numpy as np
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import EXACT_ACTIONS, estimate, num_actions, predict
+from elaswave.planning.estimate import (
+    EXACT_ACTIONS,
+    at_levels,
+    check_power,
+    common_levels,
+    estimate,
+    num_actions,
+    predict,
+)
 from elaswave.planning.in_flight import in_flight_limits, predict_limited
 from elaswave.planning.layout import partition_layers
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, Transfer
@@ -178,7 +186,10 @@ def make_plan(
     policy: str, cluster: Cluster, costs: Costs, allocation: Allocation, *, pause_s: float, lost_steps: float,
     reason: str, transfers: tuple[Transfer, ...] = (), without_barrier: bool = False,
 ) -> Plan:  # fmt: skip
-    """The plan around an allocation: timed as ElasWave's own are, within the workers' memory.
+    """The plan around an allocation: timed as ElasWave's own are, within the workers' memory and power.
+
+    Rivals choose no clocks, but nobody may draw more than there is: where all of them at the base level would, they
+    are held to one lower speed.
 
     Args:
         policy: its name.
@@ -191,9 +202,13 @@ def make_plan(
         transfers: of state.
         without_barrier: the step takes as long as its busiest worker computes; see `recycle`.
     Raises:
-        InfeasiblePlan: a worker would need more memory than it has.
+        InfeasiblePlan: a worker would need more memory than it has, or all of them more power.
     """
+    if cluster.power_limit_w is not None:
+        workers = np.concatenate([stage.workers for chain in allocation.chains for stage in chain.stages])
+        allocation = at_levels(allocation, common_levels(cluster, cluster.index_of(workers)))
     found = estimate(cluster, costs, allocation)
+    check_power(cluster, found)
     memory_bytes = found.memory_bytes
     limits = in_flight_limits(cluster, costs, allocation, found)
     if limits is not None:
