@@ -1,17 +1,25 @@
 """How planners are asked: losses become events, plans become layouts of exactly the members."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from elaswave.config.devices import emulated_costs, estimated_costs
 from elaswave.config.load import build_config
 from elaswave.control.core.messages import Tuning
 from elaswave.control.replanning import Replanner, with_idle, without_idle
+from elaswave.errors import InvalidProgramError
+from elaswave.planning.estimate import estimate
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.recovery import survivor_layout
-from elaswave.runtime.blueprint import Blueprint
-from elaswave.types import Hop, Layout, Stage
+from elaswave.planning.routes import allocation_of
+from elaswave.planning.schedule import in_flight_bounds
+from elaswave.planning.validate import validate_programs
+from elaswave.runtime.blueprint import Blueprint, programs_of
+from elaswave.types import Hop, Layout, Stage, struct_hash
 
 
 def config(policy: str = "elaswave", name: str = "a100", **device: Any):
@@ -125,6 +133,46 @@ def test_a_real_device_keeps_its_schedule():
         layout, survivor_layout(layout, [1]), blueprint.tuning, [1], estimated_costs(given)
     )
     assert found is None or found.tuning.schedule == "1f1b"
+
+
+def test_programs_hold_no_more_in_flight_than_was_planned():
+    given = config("recycle")
+    layout, tuning, costs = start(given)
+    replanner = Replanner(given)
+    roomy = replanner.rival(layout, tuning, [1], costs)
+    assert roomy.tuning.in_flight == {}
+    lowest = estimate(replanner._cluster.without([1]), costs, allocation_of(roomy.layout, "gpipe")).memory_bytes.min()
+    for share in np.linspace(0.3, 1.0, 50):
+        replanner._cluster = replace(replanner._cluster, memory_bytes=np.full(6, lowest * share))
+        tight = replanner.rival(layout, tuning, [1], costs)
+        if tight.reason.startswith("recycle: "):
+            break
+    wanted = in_flight_bounds(tight.layout, tight.tuning.schedule)
+    assert any(tight.tuning.in_flight[worker] < bound for worker, bound in wanted.items())
+    programs = programs_of(tight.layout, tight.tuning, given)
+    validate_programs(tight.layout, programs, max_in_flight=tight.tuning.in_flight)
+    with pytest.raises(InvalidProgramError):
+        unlimited = programs_of(tight.layout, replace_struct(tight.tuning, in_flight={}), given)
+        validate_programs(tight.layout, unlimited, max_in_flight=tight.tuning.in_flight)
+    assert tight.predicted_step_s > roomy.predicted_step_s
+    # They stand in what every worker hashes, and an evaluation holds nothing.
+    assert struct_hash(tight.tuning) != struct_hash(replace_struct(tight.tuning, in_flight={}))
+    assert programs_of(tight.layout, tight.tuning, given, forward_only=True)
+
+
+@pytest.mark.parametrize("policy", ["elaswave", "torchft_batch_kept"])
+def test_only_elaswave_is_told_of_idle_workers(policy):
+    given = config("torchft_batch_kept")
+    layout, tuning, costs = start(given)
+    first = Replanner(given).rival(layout, tuning, [1], costs)
+    (idle,) = set(first.layout.workers) - busy(first.layout)
+    lost = min(busy(first.layout))
+    asked = []
+    replanner = Replanner(config(policy))
+    planner = replanner._policies[policy]
+    replanner._policies[policy] = lambda *given: (asked.append(given[2]), planner(*given))[1]
+    replanner._ask(policy, first.layout, first.tuning, [lost], costs)
+    assert (idle in asked[0].workers) == (policy == "elaswave")
 
 
 def test_speeds_of_workers_count():

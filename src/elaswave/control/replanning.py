@@ -9,6 +9,7 @@ Workers without micro-batches stay where they were, so that they go on holding b
 
 import logging
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
 from elaswave.planning.estimate import levels_of
 from elaswave.planning.flow import Durations
+from elaswave.planning.in_flight import in_flight_limits
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.planner import AXES, Options
@@ -50,6 +52,38 @@ class Replanned(NamedTuple):
     predicted_step_s: float
 
 
+def planners_of(config: Config) -> dict[str, Planner]:
+    """All policies as a run asks them: with its pauses, its followers, and what its devices can do.
+
+    Args:
+        config: of the run, resolved.
+    """
+    policies = dict(make_policies(Pauses(restart_s=config.elastic.restart_s, horizon_s=config.elastic.horizon_s)))
+    rivals = tuple(each for name, each in policies.items() if name not in (ELASWAVE, "torchft"))
+    policies[ELASWAVE] = partial(_elaswave, config=config, rivals=rivals)
+    return policies
+
+
+def _elaswave(
+    cluster: Cluster,
+    costs: Costs,
+    allocation: Allocation,
+    event: Event,
+    *,
+    config: Config,
+    rivals: tuple[Planner, ...],
+) -> Plan:
+    is_emulated = config.device.kind == "emulated"
+    options = Options(
+        axes=AXES if config.device.frequency != "none" else AXES - {"frequency"},
+        horizon_s=config.elastic.horizon_s,
+        followers=config.elastic.num_followers,
+        # What a backward costs in two halves is not known of a real device before it has run any.
+        schedules=None if is_emulated else (allocation.schedule,),
+    )
+    return elaswave_plan(cluster, costs, allocation, event, options=options, rivals=rivals if is_emulated else ())
+
+
 class Replanner:
     """Asks the run's policy.
 
@@ -62,9 +96,7 @@ class Replanner:
         self.policy = config.elastic.policy
         self._cluster = cluster_of(config)
         self._device = device_of(config)
-        pauses = Pauses(restart_s=config.elastic.restart_s, horizon_s=config.elastic.horizon_s)
-        self._policies = make_policies(pauses)
-        self._rivals = tuple(each for name, each in self._policies.items() if name not in (ELASWAVE, "torchft"))
+        self._policies = planners_of(config)
 
     @property
     def restarts(self) -> bool:
@@ -95,7 +127,7 @@ class Replanner:
         """
         makeshift = survivor_layout(layout, lost)
         try:
-            plan = self._ask(self._policies[self.policy], layout, tuning, lost, costs)
+            plan = self._ask(self.policy, layout, tuning, lost, costs)
             return self._replanned(plan, makeshift, tuning, costs)
         except (InfeasiblePlan, ValueError) as error:
             _log.warning("%s has no plan: %s", self.policy, error)
@@ -120,7 +152,7 @@ class Replanner:
         if not set(lost) & set(before.workers):
             return now_s, None
         try:
-            plan = self._ask(self._elaswave, before, tuning, lost, costs)
+            plan = self._ask(ELASWAVE, before, tuning, lost, costs)
             found = self._replanned(plan, present, tuning, costs)
         except (InfeasiblePlan, ValueError) as error:
             _log.warning("no better layout is planned: %s", error)
@@ -128,28 +160,16 @@ class Replanner:
         better = found.predicted_step_s < now_s * (1 - GAIN_MIN[self._config.device.kind])
         return now_s, found if better else None
 
-    def _elaswave(self, cluster: Cluster, costs: Costs, allocation: Allocation, event: Event) -> Plan:
-        is_emulated = self._config.device.kind == "emulated"
-        options = Options(
-            axes=AXES if self._config.device.frequency != "none" else AXES - {"frequency"},
-            horizon_s=self._config.elastic.horizon_s,
-            followers=self._config.elastic.num_followers,
-            # What a backward costs in two halves is not known of a real device before it has run any.
-            schedules=None if is_emulated else (allocation.schedule,),
-        )
-        rivals = self._rivals if is_emulated else ()
-        return elaswave_plan(cluster, costs, allocation, event, options=options, rivals=rivals)
-
-    def _ask(self, planner: Planner, layout: Layout, tuning: Tuning, lost: Collection[int], costs: Costs) -> Plan:
+    def _ask(self, policy: str, layout: Layout, tuning: Tuning, lost: Collection[int], costs: Costs) -> Plan:
         gone = set(lost) & set(layout.workers)
         absent = [int(worker) for worker in self._cluster.ids if worker not in layout.workers or worker in gone]
         schedule: Schedule = tuning.schedule or self._config.layout.schedule  # type: ignore[assignment]
         levels = {worker: tuning.levels.get(worker, self._device.base_level) for worker in layout.workers}
-        if planner is not self._elaswave:
+        if policy != ELASWAVE:
             layout = without_idle(layout)  # what is idle is out of the rivals' sight until somebody joins
         allocation = allocation_of(layout, schedule, levels)
         event = Event(kind="lost", workers=tuple(sorted(gone)))
-        return planner(self._cluster.without(absent), costs, allocation, event)
+        return self._policies[policy](self._cluster.without(absent), costs, allocation, event)
 
     def _replanned(self, plan: Plan, present: Layout, tuning: Tuning, costs: Costs) -> Replanned:
         """A plan as a layout of the present members."""
@@ -160,7 +180,14 @@ class Replanner:
         validate_layout(layout)
         base = self._device.base_level
         levels = {worker: level for worker, level in levels_of(allocation).items() if level != base}
-        tuning = tuning_of(costs, self._speeds(levels), schedule=allocation.schedule, levels=levels)
+        limits = in_flight_limits(self._cluster, costs, allocation, followers=self._config.elastic.num_followers)
+        tuning = tuning_of(
+            costs,
+            self._speeds(levels),
+            schedule=allocation.schedule,
+            levels=levels,
+            in_flight=None if limits is None else limits.as_mapping(),
+        )
         return Replanned(layout, tuning, f"{plan.policy}: {plan.reason}", self.predict(layout, tuning, costs))
 
     def _speeds(self, levels: Mapping[int, int]) -> dict[int, float]:

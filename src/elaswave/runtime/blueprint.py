@@ -23,7 +23,7 @@ from elaswave.planning.costs import Costs
 from elaswave.planning.flow import Durations
 from elaswave.planning.layout import make_layout
 from elaswave.planning.program import Kind, Program
-from elaswave.planning.schedule import compile_programs, in_flight_bounds
+from elaswave.planning.schedule import Schedule, compile_programs, in_flight_bounds
 from elaswave.planning.validate import validate_programs
 from elaswave.state.flat import LayerShape, TensorSlot, all_tensors, model_shapes
 from elaswave.state.placement import Block, Placement, default_block_size, make_blocks, place_blocks
@@ -134,7 +134,12 @@ class Blueprint:
 
 
 def tuning_of(
-    costs: Costs, speeds: Mapping[int, float], *, schedule: str = "", levels: Mapping[int, int] | None = None
+    costs: Costs,
+    speeds: Mapping[int, float],
+    *,
+    schedule: str = "",
+    levels: Mapping[int, int] | None = None,
+    in_flight: Mapping[int, int] | None = None,
 ) -> Tuning:
     """What everybody must know to compile the same programs by the same durations.
 
@@ -143,12 +148,14 @@ def tuning_of(
         speeds: worker -> speed, that of its frequency level included.
         schedule: empty for the configured one.
         levels: worker -> index of its frequency level.
+        in_flight: worker -> the most micro-batches it may hold at once, where memory is short.
     """
     return Tuning(
         schedule=schedule,
         levels=dict(levels or {}),
         layer_s=tuple((each.forward_s, each.input_gradient_s, each.weight_gradient_s) for each in costs.layers),
         speeds={worker: speed for worker, speed in speeds.items() if speed != 1.0},
+        in_flight=dict(in_flight or {}),
     )
 
 
@@ -170,12 +177,13 @@ def durations_of(tuning: Tuning) -> Durations | None:
 
 def programs_of(layout: Layout, tuning: Tuning, config: Config, *, forward_only: bool = False) -> dict[int, Program]:
     """The programs of all workers, the same in every process."""
-    schedule = tuning.schedule or config.layout.schedule
+    schedule: Schedule = tuning.schedule or config.layout.schedule  # type: ignore[assignment]  # checked below
+    limits = None
+    if tuning.in_flight and not forward_only:
+        wanted = in_flight_bounds(layout, schedule)
+        limits = {worker: min(bound, tuning.in_flight.get(worker, bound)) for worker, bound in wanted.items()}
     return compile_programs(
-        layout,
-        schedule,  # type: ignore[arg-type]  # it is checked there
-        forward_only=forward_only,
-        durations=durations_of(tuning),
+        layout, schedule, forward_only=forward_only, max_in_flight=limits, durations=durations_of(tuning)
     )
 
 

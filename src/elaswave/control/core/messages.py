@@ -92,6 +92,9 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
     programs; empty: layers are taken to be balanced over stages."""
     speeds: dict[int, float] = {}
     """Worker -> its speed, level included, for the same purpose; 1 for those that are not in it."""
+    in_flight: dict[int, int] = {}
+    """Worker -> the most micro-batches that it may hold at once, where memory is short; those that are not in it may
+    hold as many as the schedule wants."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, tag="change"):
