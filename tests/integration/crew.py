@@ -83,6 +83,7 @@ def train(
             worker,
             layout=layout,
             placement=placement,
+            tuning=blueprint.tuning,
             layers=layers,
             store=store,
             progress=progress,

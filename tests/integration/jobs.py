@@ -93,7 +93,7 @@ class Job(NamedTuple):
 def small_config(settings: Mapping[str, Any] | None = None) -> Config:
     """The small model's configuration with changes by dotted key; its layout is resolved."""
     values = {**SMALL, **(settings or {})}
-    return load_config(None, [f"{key}={_toml(value)}" for key, value in values.items()], None)
+    return load_config(None, [f"{key}={as_toml(value)}" for key, value in values.items()], None)
 
 
 def run_job(
@@ -167,7 +167,7 @@ def _traces() -> dict[str, object]:
     }
 
 
-def _toml(value: Any) -> str:
+def as_toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(value)

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.integration.jobs import SMALL, run_job
+from tests.integration.jobs import SMALL, as_toml, run_job
 
 from elaswave.observability.result import Result, read_digests, read_result
 
@@ -28,7 +28,7 @@ COMMAND = (sys.executable, "-c", "import sys; from elaswave.cli.main import main
 def settings_of(**changes: Any) -> list[str]:
     """``--set`` arguments of the small model; underscores for dots: ``run__steps=3``."""
     values = SMALL | {key.replace("__", "."): value for key, value in changes.items()}
-    return [argument for key, value in values.items() for argument in ("--set", f"{key}={value}")]
+    return [argument for key, value in values.items() for argument in ("--set", f"{key}={as_toml(value)}")]
 
 
 def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
