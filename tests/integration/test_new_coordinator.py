@@ -12,6 +12,7 @@ from elaswave.control import launcher
 from elaswave.control.books import Books
 from elaswave.control.coordinator import CoordinatorSetup
 from elaswave.control.core import coordinator as core
+from elaswave.errors import RecoveryError
 from elaswave.runtime.probe import Phase
 
 
@@ -90,3 +91,18 @@ def test_a_coordinator_that_hangs_is_followed_by_another(tmp_path: Path, monkeyp
     # On a machine that is too busy for the next one to answer in so short a time that one is followed, too.
     assert [recovery.kind for recovery in job.result.recoveries].count("coordinator") >= 1
     assert job.computation == run_job(tmp_path / "twin", settings).computation
+
+
+@pytest.mark.parametrize("kind", [core.Persist, core.Raised])
+def test_a_coordinator_that_fails_while_it_deals_with_a_loss_ends_the_job(tmp_path: Path, kind: type) -> None:
+    """A worker's end is noticed by no message; what goes wrong then must end the job, not leave it waiting."""
+
+    def fail(effect: core.Effect) -> None:
+        if isinstance(effect, kind) and (
+            not isinstance(effect, core.Persist) or isinstance(effect.record, core.RaiseRecord)
+        ):
+            raise OSError("no space left on device")
+
+    with pytest.raises(RecoveryError, match="the coordinator ended with status 1"):
+        run_job(tmp_path / "run", {"run.steps": 5}, faults=["kill:2@3:backward"], before_effect=fail)
+    assert "no space left on device" in (tmp_path / "run" / "logs" / "coordinator.log").read_text()

@@ -11,9 +11,9 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -67,6 +67,10 @@ AGENT = agent_id(0)
 JOURNAL_FILE = "journal"
 LINGER_S = 5.0
 """After the end, how long workers and agent may take to hear of it."""
+SWITCH_INTERVAL_S = 0.001
+"""How long a planning thread may hold the interpreter while a message waits."""
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("elaswave.control")
 
@@ -85,6 +89,8 @@ class CoordinatorSetup(NamedTuple):
     deaths: DeathWatch
     faults: tuple[Fault, ...]
     """Those of the coordinator are carried out here."""
+    coordinator_ends_s: tuple[float, ...]
+    """Monotonic times at which earlier coordinators of the job have ended."""
     before_effect: Callable[[core.Effect], None]
     """Called before each effect is carried out (fault injection and tests)."""
 
@@ -127,7 +133,7 @@ class CoordinatorProcess:
             books=self._books.unfinished,
         )
         self._decisions = [record for record in records if isinstance(record, Decision)]
-        self._recoveries = RecoveryLog(setup.run_dir, blueprint.layout.num_microbatches)
+        self._recoveries = RecoveryLog(setup.run_dir)
         self._measurements = Measurements(blueprint.config)
         self._detector = Detector()
         self._plan_s = 0.0
@@ -143,12 +149,15 @@ class CoordinatorProcess:
         self._stop: Stop | None = None
         self._start: Start | None = None
         self._failures: dict[int, Failed] = {}
-        self._coordinator_ends_s: list[float] = []
+        self._unreported_ends_s = setup.coordinator_ends_s[self._books.num_restarts :]
+        """Of coordinators, as far as nobody has reported them."""
         self._unsaid: list[ShowText] = []
         """Lines for the terminal that wait for the agent."""
         self._watched: set[int] = set()
         """Workers for whose end a thread waits."""
         self._over = asyncio.Event()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets what a turn has raised that no message has brought about."""
         self._ended: Ended | None = None
         self._informed: set[int] = set()
         """Who has been told of the end, or has ended itself."""
@@ -183,44 +192,69 @@ class CoordinatorProcess:
         blueprint = self._setup.blueprint
         return place_blocks(layout, blueprint.blocks, num_followers=blueprint.config.elastic.num_followers)
 
+    def _predict_first(self) -> None:
+        """Begins to predict the step of the first layout, once, as soon as costs are known."""
+        if self._predicted_first or self._core.decision is not None:
+            return
+        costs = self._measurements.costs()
+        if costs is not None and costs.step_overhead_s:
+            self._predicted_first = True
+            self._begin_planning(self._predict(None, costs))
+
     def _look_for_better(self) -> None:
         """Begins to plan a better layout, once after every decision, as soon as the members compute again and costs are
         known. Planning takes no part of the recovery: a thread does it."""
-        decision, costs = self._core.decision, self._measurements.costs()
-        if decision is None or self._improved_epoch >= decision.epoch or costs is None or self._ended is not None:
+        decision = self._core.decision
+        if decision is None or self._improved_epoch >= decision.epoch or self._ended is not None:
             return
         if self._core.state is not core.State.TRAINING or self._core.epoch != decision.epoch:
             return
+        costs = self._measurements.costs()
+        if costs is None:
+            return
         self._improved_epoch = decision.epoch
         wants_change = self._replanner.policy == ELASWAVE and self._setup.blueprint.config.elastic.rebalance
-        planning = asyncio.ensure_future(self._improve(decision, costs, wants_change=wants_change))
-        self._planning.add(planning)
-        planning.add_done_callback(self._planning.discard)
+        self._begin_planning(self._improve(decision, costs) if wants_change else self._predict(decision, costs))
 
-    async def _improve(self, decision: Decision, costs: Costs, *, wants_change: bool) -> None:
-        layout, tuning = decision.layout, decision.tuning
-        if not wants_change:
-            predicted_s = await asyncio.to_thread(self._replanner.predict, layout, tuning, costs)
+    def _begin_planning(self, work: Coroutine[None, None, None]) -> None:
+        planning = asyncio.ensure_future(work)
+        self._planning.add(planning)
+        planning.add_done_callback(self._end_planning)
+
+    def _end_planning(self, planning: asyncio.Future[None]) -> None:
+        self._planning.discard(planning)
+        if not planning.cancelled():
+            self._guarded(planning.result)
+
+    async def _think(self, function: Callable[..., _T], *arguments: object) -> _T | None:
+        """Calls a pure function in a thread; None if it fails. A job can go on without a better layout."""
+        try:
+            return await asyncio.to_thread(function, *arguments)
+        except Exception:
+            _log.exception("planning has failed; the layout stays as it is")
+            return None
+
+    async def _predict(self, decision: Decision | None, costs: Costs) -> None:
+        source = self._setup.blueprint if decision is None else decision
+        predicted_s = await self._think(self._replanner.predict, source.layout, source.tuning, costs)
+        if predicted_s is not None and self._core.decision is decision:
             self._books.predicted(predicted_s)
-            return
+
+    async def _improve(self, decision: Decision, costs: Costs) -> None:
+        layout, tuning = decision.layout, decision.tuning
         before, lost = self._struck
         if not lost:  # an earlier coordinator has decided
             before, lost = self._books.layout_before(decision.epoch), decision.lost
-        predicted_s, found = await asyncio.to_thread(self._replanner.improve, before, layout, tuning, lost, costs)
-        if self._core.epoch != decision.epoch:
+        improved = await self._think(self._replanner.improve, before, layout, tuning, lost, costs)
+        if improved is None or self._core.epoch != decision.epoch or self._ended is not None:
             return
+        predicted_s, found = improved
         self._books.predicted(predicted_s)
         if found is not None:
             planned = core.ChangePlanned(
                 decision.epoch, found.layout, found.tuning, found.reason, found.predicted_step_s
             )
             self._carry_out(self._core.handle(planned, time.monotonic()))
-
-    async def _predict_first(self, costs: Costs) -> None:
-        blueprint = self._setup.blueprint
-        predicted_s = await asyncio.to_thread(self._replanner.predict, blueprint.layout, blueprint.tuning, costs)
-        if self._core.decision is None:
-            self._books.predicted(predicted_s)
 
     # -------------------------------------------------------------------------------------------------------- running
 
@@ -252,10 +286,12 @@ class CoordinatorProcess:
             self._carry_out(self._core.begin())
             self._tick()
             over = asyncio.ensure_future(self._over.wait())
-            await asyncio.wait({serving, over}, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                over.cancel()
-                serving.result()
+            ends: list[asyncio.Future[Any]] = [over, serving, self._broken]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for ended in (serving, self._broken):
+                if ended.done():
+                    over.cancel()
+                    ended.result()
             deadline_s = time.monotonic() + LINGER_S
             while not self._everybody_knows() and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.01)
@@ -278,7 +314,7 @@ class CoordinatorProcess:
                 layout = self._books.layout_before(decision.epoch)
                 self._recoveries.raised(core.Raised(decision.epoch, suspicions), layout, now_s)
                 self._recoveries.decided(decision, now_s, 0.0)
-                self._recoveries.resumed(core.Resumed(decision.epoch, ()), now_s)
+                self._recoveries.resumed(now_s)
 
     def _show(self, message: ToAgent) -> None:
         if not self._server.send(AGENT, message) and isinstance(message, ShowText):
@@ -301,12 +337,21 @@ class CoordinatorProcess:
         if peer != AGENT:
             self._detector.disconnected(peer, time.monotonic())
 
+    def _guarded(self, turn: Callable[[], None]) -> None:
+        """A turn that no message has brought about. What it raises ends this coordinator, as what a message's turn
+        raises does; asyncio would log it and go on with a core that has changed and has told nobody."""
+        try:
+            turn()
+        except Exception as error:
+            if not self._broken.done():
+                self._broken.set_exception(error)
+
     def _tick(self) -> None:
         """Asks the detector whom it suspects, and when to ask again."""
         now_s = time.monotonic()
         self._suspect(self._detector.tick(now_s))
         wait_s = max(0.005, min(0.2, self._detector.next_tick_s(now_s) - now_s))
-        self._ticker = asyncio.get_running_loop().call_later(wait_s, self._tick)
+        self._ticker = asyncio.get_running_loop().call_later(wait_s, self._guarded, self._tick)
 
     def _suspect(self, suspicions: Iterable[Suspicion]) -> None:
         found = [core.Suspected(s.worker, s.detected_by, s.reason) for s in suspicions]
@@ -330,6 +375,8 @@ class CoordinatorProcess:
         elif isinstance(message, Registered):
             self._on_registered(message, now_s)
         elif isinstance(message, Report | Installed):
+            if isinstance(message, Installed):
+                self._recoveries.installed(message)
             self._carry_out(self._core.handle(message, now_s))
         elif isinstance(message, LinkLost):
             if message.epoch == self._core.epoch and message.peer in self._core.members:
@@ -339,9 +386,11 @@ class CoordinatorProcess:
             self._failures[message.worker] = message
             self._detector.left(message.worker)
             self._carry_out(self._core.handle(core.Failed(message.worker, message.signature, message.summary), now_s))
+        elif self._ended is not None:
+            _log.info("%s of worker %d comes after the end", type(message).__name__, message.worker)
         elif isinstance(message, Timings):
             self._books.timings(message.step, self._measurements.add(message, len(self._core.members)))
-        elif self._ended is None:
+        else:
             self._to_books(message, now_s)
 
     def _tick_soon(self) -> None:
@@ -351,9 +400,6 @@ class CoordinatorProcess:
 
     def _on_agent(self, message: AgentHello | Exited | StopJob) -> None:
         if isinstance(message, AgentHello):
-            if len(message.coordinator_ends_s) > self._books.num_restarts:
-                self._coordinator_ends_s = message.coordinator_ends_s
-                self._report_restart(time.monotonic())
             for exited in message.exited:
                 self._on_end_of_process(exited.worker, exited.text)
         elif isinstance(message, Exited):
@@ -374,7 +420,7 @@ class CoordinatorProcess:
         def wait() -> None:
             if self._setup.deaths.wait(worker):
                 with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
-                    loop.call_soon_threadsafe(self._on_end_of_process, worker, "has ended")
+                    loop.call_soon_threadsafe(self._guarded, lambda: self._on_end_of_process(worker, "has ended"))
 
         threading.Thread(target=wait, name=f"end of worker {worker}", daemon=True).start()
 
@@ -398,16 +444,17 @@ class CoordinatorProcess:
         self._report_restart(now_s)
 
     def _report_restart(self, now_s: float) -> None:
-        """Says so once everybody has found the new coordinator, workers and agent in any order."""
-        if not self._coordinator_ends_s or not set(self._server.peers) >= set(self._core.members):
+        """Says that this coordinator follows others, once all members have found it."""
+        if not set(self._server.peers) >= set(self._core.members):
             return
-        ended_s, self._coordinator_ends_s = self._coordinator_ends_s[-1], []
-        recovery = self._recoveries.restarted(ended_s, now_s, self._books.last_step + 1, self._core.epoch)
-        self._books.recovered(recovery)
-        self._books.say(
-            f"the coordinator was lost in step {recovery.step}: a new one took over after "
-            f"{recovery.total_s * 1e3:.0f} ms, training went on meanwhile"
-        )
+        ends_s, self._unreported_ends_s = self._unreported_ends_s, ()
+        for ended_s in ends_s:
+            recovery = self._recoveries.restarted(ended_s, now_s, self._books.last_step + 1, self._core.epoch)
+            self._books.recovered(recovery)
+            self._books.say(
+                f"the coordinator was lost in step {recovery.step}: a new one took over after "
+                f"{recovery.total_s * 1e3:.0f} ms, training went on meanwhile"
+            )
 
     def _on_heartbeat(self, message: Heartbeat, now_s: float) -> None:
         if message.worker not in self._core.members:
@@ -475,12 +522,7 @@ class CoordinatorProcess:
         change = self._core.change_in_force(message.change)
         if change is not None:
             self._books.changed(change, message.step + 1)
-        costs = self._measurements.costs()
-        if not self._predicted_first and self._core.decision is None and costs is not None and costs.step_overhead_s:
-            self._predicted_first = True
-            planning = asyncio.ensure_future(self._predict_first(costs))
-            self._planning.add(planning)
-            planning.add_done_callback(self._planning.discard)
+        self._predict_first()
         self._look_for_better()
 
     def _finish_if_complete(self) -> None:
@@ -540,7 +582,8 @@ class CoordinatorProcess:
             elif isinstance(effect, core.Decided):
                 self._on_decided(effect)
             elif isinstance(effect, core.Resumed):
-                self._recoveries.resumed(effect, time.monotonic())
+                for recovery in self._recoveries.resumed(time.monotonic()):
+                    self._report(recovery)
                 self._look_for_better()
             elif isinstance(effect, core.End):
                 self._on_end(effect)
@@ -561,7 +604,8 @@ class CoordinatorProcess:
             self._carry_out(self._core.handle(core.CheckpointFound(step), time.monotonic()))
 
         if restarts:
-            asyncio.get_running_loop().call_later(self._setup.blueprint.config.elastic.restart_s, found)
+            restart_s = self._setup.blueprint.config.elastic.restart_s
+            asyncio.get_running_loop().call_later(restart_s, self._guarded, found)
         else:
             found()
 
@@ -604,6 +648,7 @@ def run_coordinator(setup: CoordinatorSetup) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
     )
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     # The first checkpoint's index needs it; loading it then would keep everybody waiting for half a second.
     threading.Thread(
         target=importlib.import_module, args=("torch.distributed.checkpoint.filesystem",), daemon=True

@@ -312,6 +312,7 @@ class _Job:
             started_s=self._started_s,
             deaths=self._deaths,
             faults=self._faults,
+            coordinator_ends_s=tuple(self._agent.coordinator_ends_s),
             before_effect=self._before_effect,
         )
         self._coordinator_since_s = time.monotonic()
@@ -439,7 +440,7 @@ class _Job:
 
     def _hello(self) -> AgentHello:
         exited = [Exited(worker=end.worker, text=end.text, at_s=end.at_s) for end in self._agent.worker_ends]
-        return AgentHello(exited=exited, coordinator_ends_s=list(self._agent.coordinator_ends_s))
+        return AgentHello(exited=exited)
 
     def _on_message(self, message: ToAgent) -> None:
         if isinstance(message, ShowStep):

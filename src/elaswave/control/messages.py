@@ -17,8 +17,6 @@ class AgentHello(Message, frozen=True, kw_only=True):
     """The agent has connected; what a new coordinator must know."""
 
     exited: list[Exited]
-    coordinator_ends_s: list[float]
-    """Monotonic times at which coordinators have ended."""
 
 
 class StopJob(Message, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elaswave.control.core.coordinator import Raised, Resumed, Suspected
+from elaswave.control.core.coordinator import Raised, Suspected
 from elaswave.control.core.detection import Position
 from elaswave.control.core.messages import Decision, Installed
 from elaswave.observability.result import Recovery
@@ -28,7 +28,9 @@ class _Rise:
     plan_s: float = 0.0
     decision: Decision | None = None
     resumed_s: float = 0.0
-    installed: tuple[Installed, ...] = ()
+    redone_s: float = 0.0
+    """When the next step was committed, if that is known already."""
+    installed: dict[int, Installed] = field(default_factory=dict)
     promoted: int = 0
     epochs: list[int] = field(default_factory=list)
 
@@ -38,12 +40,10 @@ class RecoveryLog:
 
     Args:
         run_dir: where injected faults leave their time stamps.
-        num_microbatches: of a step.
     """
 
-    def __init__(self, run_dir: Path, num_microbatches: int) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._num_microbatches = num_microbatches
         self._positions: dict[int, Position] = {}
         self._rise: _Rise | None = None
         self._waiting: list[_Rise] = []
@@ -57,7 +57,9 @@ class RecoveryLog:
 
     def raised(self, effect: Raised, layout: Layout, now_s: float) -> None:
         """The epoch has risen; another rise before the decision continues the same recovery."""
-        if self._rise is None or self._rise.resumed_s:
+        if self._rise is not None and self._rise.redone_s:
+            self._go_on(self._rise.resumed_s)  # who has not said that it goes on may be who is lost now
+        if self._rise is None:
             self._rise = _Rise([], now_s, {}, {}, {}, 0)
         rise = self._rise
         rise.epochs.append(effect.epoch)
@@ -96,34 +98,49 @@ class RecoveryLog:
             self._rise.decided_s = now_s
             self._rise.plan_s = plan_s
             self._rise.decision = decision
+            self._rise.installed.clear()
             self._rise.promoted += decision.promoted
 
-    def resumed(self, effect: Resumed, now_s: float) -> None:
-        """Every survivor computes again."""
-        self._go_on(now_s, effect.installed)
+    def installed(self, message: Installed) -> None:
+        """A survivor has carried out a decision."""
+        for rise in (self._rise, *self._waiting):
+            if rise is not None and rise.decision is not None and rise.decision.epoch == message.epoch:
+                rise.installed[message.worker] = message
 
-    def _go_on(self, resumed_s: float, installed: tuple[Installed, ...]) -> None:
+    def resumed(self, now_s: float) -> list[Recovery]:
+        """Every survivor computes again: recoveries that this completes, because the next step is known to be done."""
+        rise = self._rise
+        if rise is None:
+            return []
+        self._go_on(rise.resumed_s or now_s)
+        return self._done([rise]) if rise.redone_s else []
+
+    def _go_on(self, resumed_s: float) -> None:
         if self._rise is not None and self._rise.decision is not None:
             self._rise.resumed_s = resumed_s
-            self._rise.installed = installed
             self._waiting.append(self._rise)
             self._rise = None
 
     def committed(self, report: StepReport) -> list[Recovery]:
         """The next step is done: recoveries that it completes."""
-        if self._rise is not None and self._rise.decision is not None and report.epoch >= self._rise.decision.epoch:
-            # Its vote needed everybody, so everybody had gone on, whatever has become of the messages that say so.
-            self._go_on(report.finished_s - report.duration_s, ())
-        done = [rise for rise in self._waiting if report.epoch >= rise.epochs[-1] and _is_redo(rise, report)]
-        self._waiting = [rise for rise in self._waiting if rise not in done]
-        return [entry for rise in done for entry in self._entries(rise, report.finished_s)]
+        rise = self._rise
+        if rise is not None and not rise.redone_s and _is_redo(rise, report):
+            # Its vote needed everybody, so everybody had gone on; what they have to say of it is still on its way.
+            rise.redone_s, rise.resumed_s = report.finished_s, report.finished_s - report.duration_s
+        for waiting in self._waiting:
+            if not waiting.redone_s and _is_redo(waiting, report):
+                waiting.redone_s = report.finished_s
+        return self._done([waiting for waiting in self._waiting if waiting.redone_s])
 
     def flush(self) -> list[Recovery]:
-        """The job ends: recoveries after which no step was left to run."""
-        if self._rise is not None and self._rise.decided_s:
-            self._go_on(self._rise.decided_s, ())
-        waiting, self._waiting = self._waiting, []
-        return [entry for rise in waiting for entry in self._entries(rise, rise.resumed_s)]
+        """The job ends: recoveries after which no step was left to run, or of which not everybody has been heard."""
+        if self._rise is not None:
+            self._go_on(self._rise.resumed_s or self._rise.decided_s)
+        return self._done(list(self._waiting))
+
+    def _done(self, done: list[_Rise]) -> list[Recovery]:
+        self._waiting = [rise for rise in self._waiting if rise not in done]
+        return [entry for rise in done for entry in self._entries(rise, rise.redone_s or rise.resumed_s)]
 
     def _entries(self, rise: _Rise, redone_s: float) -> list[Recovery]:
         decision = rise.decision
@@ -134,8 +151,8 @@ class RecoveryLog:
             fault = rise.faults.get(suspicion.worker)
             begin_s = rise.detected_s if fault is None else fault.time_s
             retried = step >= decision.resume_step
-            edit_s = max((installed.edit_s for installed in rise.installed), default=0.0)
-            promote_s = max((installed.promote_s for installed in rise.installed), default=0.0)
+            edit_s = max((installed.edit_s for installed in rise.installed.values()), default=0.0)
+            promote_s = max((installed.promote_s for installed in rise.installed.values()), default=0.0)
             redo_s = redone_s - rise.resumed_s if retried else 0.0
             entry = Recovery(
                 kind="lost",
@@ -153,8 +170,8 @@ class RecoveryLog:
                 promote_s=promote_s,
                 redo_s=redo_s,
                 total_s=rise.resumed_s - begin_s + redo_s,
-                critical_bytes=sum(installed.critical_bytes for installed in rise.installed),
-                num_microbatches_recomputed=self._num_microbatches if retried else 0,
+                critical_bytes=sum(installed.critical_bytes for installed in rise.installed.values()),
+                num_microbatches_recomputed=decision.layout.num_microbatches if retried else 0,
             )
             stage = rise.stages.get(suspicion.worker, -1)
             self._details[entry.epoch, entry.worker] = (stage, rise.rerouted, rise.promoted)
@@ -197,4 +214,6 @@ class RecoveryLog:
 
 
 def _is_redo(rise: _Rise, report: StepReport) -> bool:
-    return rise.decision is not None and report.step >= rise.decision.resume_step
+    """Whether a step was committed after a recovery's decision, and so by everybody who has carried it out."""
+    decision = rise.decision
+    return decision is not None and report.epoch >= rise.epochs[-1] and report.step >= decision.resume_step
