@@ -14,6 +14,7 @@ from elaswave.cli.main import main
 from elaswave.config.load import load_config
 from elaswave.observability.events import EventLog
 from elaswave.observability.run_folder import open_run_dir
+from elaswave.planning.presets import DEVICES
 
 SMALL = ["--workers", "12", "--stages", "3", "--model", "llama-2-7b", "--device", "h100", "--microbatches", "6"]
 POLICIES = ["elaswave", "recycle", "torchft", "torchft_batch_kept", "oobleck", "full_restart"]
@@ -98,7 +99,8 @@ def test_a_plan_for_a_run(capsys: Any, run: Path, monkeypatch: pytest.MonkeyPatc
     text = output(capsys, "plan", str(run), "--lose", "1")
     assert "layout 2x2, 8 micro-batches of 8 x 64 tokens" in text
     assert "costs measured, of 2 reports; a step is predicted to take" in text
-    assert "off the median of 5 steps that were run" in text
+    assert "than the median of 5 steps that were run" in text
+    assert "schedule 1f1b" in text and "frequency: off" in text  # what the run's own planner may do
     assert "memory" not in text
     found = document(capsys, "plan", str(run), "--lose", "1")
     assert found["num_reports"] == 2 and found["num_steps"] == 5
@@ -112,6 +114,23 @@ def test_a_plan_for_a_run_without_timings(capsys: Any, run: Path) -> None:
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"kind":"timings"' not in line))
     assert "costs as described, scaled to the steps" in " ".join(output(capsys, "plan", str(run)).split())
+
+
+def test_a_plan_for_a_run_on_emulated_devices_begins_at_the_base_level(capsys: Any, tmp_path: Path) -> None:
+    from datetime import UTC, datetime
+
+    overrides = ["layout.widths=[2,2]", "device.kind=emulated", "device.model=gpt2-small", "model.num_layers=12"]
+    config = load_config(None, [*overrides, "device.name=ascend-910b", "device.frequency=emulated"])
+    with open_run_dir(tmp_path / "run", config, now=datetime(2026, 1, 1, tzinfo=UTC)) as folder:
+        with EventLog(folder / "events.jsonl") as log:
+            for event in log_of(config):
+                log.write(event)
+    found = document(capsys, "plan", str(folder), "--lose", "1")
+    assert [stage["speed_levels"] for stage in found["before"]["stages"]] == [[1, 1], [1, 1]]
+    device = DEVICES["ascend-910b"].device
+    assert 0 < found["plan"]["power_w"] <= 4 * device.levels[device.base_level].power_w
+    restart = document(capsys, "plan", str(folder), "--lose", "1", "--policy", "full_restart")
+    assert restart["after"]["pause_s"] == config.elastic.restart_s
 
 
 # -------------------------------------------------------------------------------------------------------------- compare

@@ -136,6 +136,20 @@ def test_emulated_devices_cost_what_is_described() -> None:
     assert found.costs.step_overhead_s == pytest.approx(0.1)
 
 
+def test_the_layout_in_force_has_a_schedule_and_steps_of_its_own() -> None:
+    config = configuration()
+    started, chosen, *steps = log_of(config, step_s=9.0)
+    assert isinstance(chosen, LayoutChosen)
+    change = msgspec.structs.replace(chosen, change=1, first_step=9, schedule="zero-bubble", reason="better")
+    later = [msgspec.structs.replace(step, step=step.step + 8, duration_s=1.0) for step in steps[:4]]
+    found = run_costs(config, [started, chosen, *steps, change, *later])
+    assert found.schedule == "zero-bubble" and found.knows_durations
+    assert found.step_s == (1.0,) * 4
+    before = run_costs(config, [started, chosen, *steps])
+    assert before.schedule == "1f1b" and not before.knows_durations
+    assert before.step_s == (9.0,) * 5
+
+
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_a_run_that_has_hardly_begun(num_steps: int) -> None:
     config = configuration()

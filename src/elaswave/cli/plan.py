@@ -1,5 +1,6 @@
 """``elaswave plan``: what the planner would make of a loss, in a run or on a described cluster."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from elaswave.cli.inspect import format_bytes, format_seconds, terminal_width, w
 from elaswave.cli.layout_table import as_json, render_stages, stage_rows
 from elaswave.errors import UsageError
 from elaswave.planning.cluster import Cluster, Event
-from elaswave.planning.plan import Plan
+from elaswave.planning.plan import Plan, Planner
 
 
 @click.command(name="plan", short_help="What the planner makes of a loss.")
@@ -34,8 +35,8 @@ def plan_command(
     """Plan for the loss of workers: the layout before and after, what bounds it, what it brings, and why.
 
     With RUN, the folder of a run that is going on or has ended, its layout, measured costs and measured speeds are
-    used, and no options that describe a cluster. Without, a cluster is described; the default is Llama-2 13B on 96
-    Ascend 910B, as 8 stages x 12 replicas.
+    used, and no options that describe a cluster; planners do what they may do in that run. Without, a cluster is
+    described; the default is Llama-2 13B on 96 Ascend 910B, as 8 stages x 12 replicas.
 
     \b
     elaswave plan --lose 3
@@ -51,7 +52,8 @@ def plan_command(
     else:
         if options.given:
             raise UsageError(f"{', '.join(options.given)} describe a cluster, but RUN names a run; give one of the two")
-        setting, notes = _setting_of_run(run)
+        setting, notes, policies = _setting_of_run(run)
+        planner = policy_named(policy, policies)
     lost = choose_lost(setting.allocation, lose, pattern, seed)
     if lost:
         left = setting.cluster.without(lost)
@@ -65,13 +67,16 @@ def plan_command(
         click.echo("\n".join(result.render(terminal_width(), notes)))
 
 
-def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any]]:
-    """A run as it is, and what is known about the prediction of its steps."""
+def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any], Mapping[str, Planner]]:
+    """A run as it is, what is known about the prediction of its steps, and the policies as it asks them."""
+    from elaswave.config.devices import base_level
+    from elaswave.control.replanning import planners_of
     from elaswave.observability.run_costs import read_run_costs
     from elaswave.planning.routes import allocation_of
 
     costs = read_run_costs(run)
-    allocation = allocation_of(costs.layout, costs.schedule)
+    levels = dict.fromkeys(costs.layout.workers, base_level(costs.config))
+    allocation = allocation_of(costs.layout, costs.schedule, levels)
     setting = Setting(
         title=f"{run}: layout {costs.layout.describe()}, {costs.layout.num_microbatches} micro-batches of "
         f"{costs.config.batch.microbatch_size} x {costs.config.model.context_length} tokens",
@@ -89,7 +94,7 @@ def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any]]:
         "prediction_error": costs.prediction_error,
         "speeds": dict(zip(map(str, costs.cluster.ids.tolist()), costs.cluster.speed.tolist())),
     }
-    return setting, notes
+    return setting, notes, planners_of(costs.config)
 
 
 class _Result:
@@ -178,7 +183,8 @@ def _about_measurements(notes: dict[str, Any]) -> str:
         text = "costs as described, scaled to the steps: the run was too short for timings"
     if notes["prediction_error"] is None:
         return text
+    error = notes["prediction_error"]
     return (
-        f"{text}; a step is predicted to take {format_seconds(notes['predicted_step_s'])}, "
-        f"{notes['prediction_error']:+.1%} off the median of {notes['num_steps']} steps that were run"
+        f"{text}; a step is predicted to take {format_seconds(notes['predicted_step_s'])}, {abs(error):.1%} "
+        f"{'less' if error > 0 else 'more'} than the median of {notes['num_steps']} steps that were run"
     )

@@ -83,9 +83,13 @@ def base_level(config: "Config") -> int:
 
 
 def cluster_of(config: "Config") -> Cluster:
-    """The workers of a resolved configuration, as the planner sees them."""
+    """The workers of a resolved configuration, as the planner sees them.
+
+    Together they may draw what they draw at their base level; who is lost leaves power for the others' clocks.
+    """
     num_workers = sum(config.widths)
     device = device_of(config)
+    base_w = device.levels[device.base_level].power_w
     speeds = config.device.speeds or (1.0,) * num_workers
     return Cluster(
         ids=np.arange(num_workers),
@@ -96,4 +100,5 @@ def cluster_of(config: "Config") -> Cluster:
         devices=(device,),
         within_node=REAL_LINK,
         between_nodes=REAL_LINK,
+        power_limit_w=num_workers * base_w if base_w > 0 else None,
     )

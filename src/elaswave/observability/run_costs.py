@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from elaswave.config.devices import REAL_LINK, device_of, emulated_costs
+from elaswave.config.devices import REAL_LINK, cluster_of, device_of, emulated_costs
 from elaswave.config.schema import Config
 from elaswave.errors import RunFolderError
 from elaswave.observability.events import (
@@ -29,7 +29,7 @@ from elaswave.observability.run_folder import saved_config
 from elaswave.observability.summary import NUM_WARM_UP_STEPS
 from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
-from elaswave.planning.describe import describe_shares
+from elaswave.planning.describe import USABLE_MEMORY, describe_shares
 from elaswave.planning.measured import CostMeter, prediction_error
 from elaswave.planning.presets import ModelShape
 from elaswave.planning.schedule import Schedule, compile_programs
@@ -54,11 +54,11 @@ class RunCosts:
     """Timings that the costs rest on; 0 if they are the description, scaled to the steps."""
     step_s: tuple[float, ...]
     """Steps that were run under the layout, the first ones left out."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """Of the run."""
-        return self.config.layout.schedule
+    schedule: Schedule
+    """In force: another than the configured one where a change of layout has brought it."""
+    knows_durations: bool
+    """Whether the run's programs are compiled by seconds of layers: those of emulated devices and of planned layouts;
+    else layers are taken to be balanced over stages."""
 
     @property
     def tokens_per_microbatch(self) -> int:
@@ -68,7 +68,8 @@ class RunCosts:
     @property
     def predicted_step_s(self) -> float:
         """What the costs say that a step of the layout takes, in the order in which it is executed."""
-        return _run_s(self.layout, self.schedule, self.costs, self.cluster) + self.costs.step_overhead_s
+        run_s = _run_s(self.layout, self.schedule, self.costs, self.cluster, knows_durations=self.knows_durations)
+        return run_s + self.costs.step_overhead_s
 
     @property
     def prediction_error(self) -> float | None:
@@ -121,7 +122,10 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
         # Of a worker that runs the whole step, as those of the first stage do; others wait for them in REDUCE.
         if step.attempt == 1 and step.duration_s / 2 < run_s <= step.duration_s:
             meter.add_step(step.duration_s, run_s)
-    current = [step.duration_s for step in steps if step.epoch == chosen.epoch and step.attempt == 1]
+    since = [step for step in steps if step.epoch == chosen.epoch and step.step >= chosen.first_step]
+    current = [step.duration_s for step in since if step.attempt == 1]
+    schedule: Schedule = chosen.schedule or config.layout.schedule  # type: ignore[assignment]
+    knows_durations = config.device.kind == "emulated" or chosen.change > 0
     if meter.num_reports:
         cluster = _cluster(config, layout, meter.speeds())
         costs = meter.costs()
@@ -129,7 +133,9 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
             # The description is the truth there, by construction; only what surrounds the actions is real.
             costs = msgspec.structs.replace(emulated_costs(config), step_overhead_s=costs.step_overhead_s)
     else:
-        costs = _scaled(config, layout, _described(config, chosen), cluster, [step.duration_s for step in steps])
+        described = _described(config, chosen)
+        run_s = _run_s(layout, schedule, described, cluster, knows_durations=knows_durations)
+        costs = _scaled(described, run_s, [step.duration_s for step in steps])
     return RunCosts(
         config=config,
         layout=layout,
@@ -137,6 +143,8 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
         cluster=cluster,
         num_reports=meter.num_reports,
         step_s=tuple(current),
+        schedule=schedule,
+        knows_durations=knows_durations,
     )
 
 
@@ -183,7 +191,7 @@ def _described(config: Config, chosen: LayoutChosen) -> Costs:
 
 
 def _cluster(config: Config, layout: Layout, measured: dict[int, float]) -> Cluster:
-    device = device_of(config)
+    device, limit_w = device_of(config), cluster_of(config).power_limit_w
     given = config.device.speeds or ()
     ids = np.array(layout.workers, dtype=np.int64)
     speeds = [(given[worker] if worker < len(given) else 1.0) * measured.get(worker, 1.0) for worker in layout.workers]
@@ -191,21 +199,24 @@ def _cluster(config: Config, layout: Layout, measured: dict[int, float]) -> Clus
         ids=ids,
         node=np.zeros(len(ids), dtype=np.int64),
         speed=np.array(speeds),
-        memory_bytes=np.full(len(ids), device.memory_bytes),
+        memory_bytes=np.full(len(ids), device.memory_bytes * USABLE_MEMORY),
         device=np.zeros(len(ids), dtype=np.int64),
         devices=(device,),
         within_node=REAL_LINK,
         between_nodes=REAL_LINK,
+        power_limit_w=limit_w,
     )
 
 
-def _run_s(layout: Layout, schedule: Schedule, costs: Costs, cluster: Cluster) -> float:
-    return time_programs(layout, compile_programs(layout, schedule), durations_of(costs, cluster)).step_s
+def _run_s(layout: Layout, schedule: Schedule, costs: Costs, cluster: Cluster, *, knows_durations: bool) -> float:
+    durations = durations_of(costs, cluster)
+    programs = compile_programs(layout, schedule, durations=durations if knows_durations else None)
+    return time_programs(layout, programs, durations).step_s
 
 
-def _scaled(config: Config, layout: Layout, described: Costs, cluster: Cluster, step_s: Sequence[float]) -> Costs:
+def _scaled(described: Costs, run_s: float, step_s: Sequence[float]) -> Costs:
     """The description, such that a step takes as long as it did; nothing is known of what surrounds the actions."""
-    factor = statistics.median(step_s) / _run_s(layout, config.layout.schedule, described, cluster)
+    factor = statistics.median(step_s) / run_s
     layers = tuple(
         msgspec.structs.replace(
             layer,

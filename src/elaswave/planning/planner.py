@@ -241,7 +241,8 @@ class _Planning:
         except InfeasiblePlan as failure:
             self._failure = failure
             return None
-        origin = f"{len(kept)} stages instead of {len(self._stages)}" if len(chains) == 1 else "one chain of stages"
+        number = f"{len(kept)} stage{'s' * (len(kept) > 1)}"
+        origin = f"{number} instead of {len(self._stages)}" if len(chains) == 1 else "one chain of stages"
         return Shape(members=kept, cuts=cuts, num_microbatches=self._num_microbatches, origin=origin)
 
     def _shapes(self, stay: Shape | None) -> list[tuple[Shape, Schedule]]:
