@@ -366,6 +366,24 @@ def test_power_permits_only_lower_levels(job):
         healthy(replace(powered, power_limit_w=400.0), costs, 3, 4, 16)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"axes": {"graph", "grpah"}}, "axes is ['grpah'], needed: of dataflow, frequency, graph, randomness"),
+        ({"goal": "cheapest"}, "goal is ['cheapest'], needed: of energy, fastest"),
+        ({"schedules": ("1f1b", "2f2b")}, "schedules is ['2f2b'], needed: of 1f1b, gpipe, zero-bubble"),
+        ({"schedules": ()}, "schedules are none"),
+        ({"horizon_s": float("inf")}, "horizon_s is inf, needed: above 0 and finite"),
+        ({"horizon_s": 0.0, "followers": -1}, "horizon_s is 0.0, needed: above 0 and finite; followers is -1"),
+        ({"exact_actions": -1}, "exact_actions is -1, needed: finite and at least 0"),
+        ({"pause_s": float("nan")}, "pause_s is nan"),
+    ],
+)
+def test_options_that_cannot_be(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Options(**given)
+
+
 def test_a_limit_of_power_holds_all_to_one_speed():
     powered = make_cluster([1.0] * 12, levels=LEVELS)
     everybody = np.arange(12)

@@ -12,7 +12,6 @@ several layers, schedules and rivals are candidates, migration is weighed agains
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
@@ -31,8 +30,6 @@ from elaswave.planning.candidates import (
 from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
 from elaswave.planning.estimate import (
-    DEFAULT_FOLLOWERS,
-    EXACT_ACTIONS,
     EXACT_WORKERS,
     Estimate,
     StageTable,
@@ -44,10 +41,11 @@ from elaswave.planning.estimate import (
     predict,
     worker_speeds,
 )
-from elaswave.planning.frequency import Goal, choose_levels
+from elaswave.planning.frequency import choose_levels
 from elaswave.planning.graph import Cut, choose_widths, held_ranges
 from elaswave.planning.healthy import healthy
 from elaswave.planning.in_flight import in_flight_limits, predict_limited
+from elaswave.planning.options import AXES, Axis, Options
 from elaswave.planning.plan import Allocation, Plan, Planner, Transfer
 from elaswave.planning.randomness import KEYS
 from elaswave.planning.schedule import Schedule
@@ -55,39 +53,10 @@ from elaswave.planning.transfers import needed_transfers, nobody_holds
 
 __all__ = ["AXES", "Axis", "Options", "healthy", "plan"]
 
-Axis = Literal["dataflow", "graph", "frequency", "randomness"]
-AXES: frozenset[Axis] = frozenset({"dataflow", "graph", "frequency", "randomness"})
-
-HOURS_BETWEEN_EVENTS_PER_WORKER = 54 * 24 * 16_384 / 419
-"""Llama 3 (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs."""
 FINALISTS = 8
 """Candidates that are built worker by worker and timed, beside leaving everything as it is and the rivals'."""
 FINALISTS_AT_SCALE = 2
 """The same where candidates are judged by the closed form alone."""
-PAUSE_S = 0.05
-"""From a loss until everybody computes again, where no state has to be fetched: see benchmarks/recovery.py."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What a plan may do and what it is for."""
-
-    axes: frozenset[Axis] = AXES
-    horizon_s: float | None = None
-    """Expected time until the next event; None means as public failure rates say for so many workers."""
-    goal: Goal = "fastest"
-    move_workers: bool = True
-    """Whether workers may change stage."""
-    share_layers: bool = True
-    """Whether neighbouring stages may share layers."""
-    schedules: tuple[Schedule, ...] | None = None
-    """To choose from; None means the job's own and ``zero-bubble``."""
-    followers: int = DEFAULT_FOLLOWERS
-    """Live copies of every block."""
-    exact_actions: int = EXACT_ACTIONS
-    """Candidates of at most so many actions are timed exactly, in jobs of at most `EXACT_WORKERS` workers."""
-    pause_s: float = PAUSE_S
-    """Predicted pause where no state has to be fetched."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,6 +99,7 @@ def plan(
         rivals: planners whose allocations are candidates too, if they keep the batch.
     Raises:
         InfeasiblePlan: names the violated limit and by how much.
+        ValueError: options that cannot be.
     """
     chosen = options or Options()
     if horizon_s is not None:
@@ -162,8 +132,7 @@ class _Planning:
             raise InfeasiblePlan("workers: none is left, at least 1 is needed; start from the last durable checkpoint")
         self._old_start, self._old_stop, self._old_levels, self._stages, self._free = self._survivors()
         self._levels = self._start_levels()
-        horizon = options.horizon_s
-        self._horizon_s = HOURS_BETWEEN_EVENTS_PER_WORKER * 3600 / cluster.num_workers if horizon is None else horizon
+        self._horizon_s = options.horizon(cluster.num_workers)
         self._schedules = options.schedules or tuple(dict.fromkeys((allocation.schedule, "zero-bubble")))
         self._exact = options.exact_actions if cluster.num_workers <= EXACT_WORKERS else 0
         self._failure: InfeasiblePlan | None = None

@@ -1,0 +1,65 @@
+"""What ElasWave's planner may do, and what it is for. Pure values."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from elaswave.planning.baselines.pauses import Pauses
+from elaswave.planning.estimate import DEFAULT_FOLLOWERS, EXACT_ACTIONS
+from elaswave.planning.frequency import GOALS, Goal
+from elaswave.planning.schedule import SCHEDULES, Schedule
+
+Axis = Literal["dataflow", "graph", "frequency", "randomness"]
+AXES: frozenset[Axis] = frozenset({"dataflow", "graph", "frequency", "randomness"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a plan may do and what it is for."""
+
+    axes: frozenset[Axis] = AXES
+    horizon_s: float | None = None
+    """Expected time until the next event; None means as public failure rates say for so many workers."""
+    goal: Goal = "fastest"
+    move_workers: bool = True
+    """Whether workers may change stage."""
+    share_layers: bool = True
+    """Whether neighbouring stages may share layers."""
+    schedules: tuple[Schedule, ...] | None = None
+    """To choose from; None means the job's own and ``zero-bubble``."""
+    followers: int = DEFAULT_FOLLOWERS
+    """Live copies of every block."""
+    exact_actions: int = EXACT_ACTIONS
+    """Candidates of at most so many actions are timed exactly, in jobs of at most `EXACT_WORKERS` workers."""
+    pause_s: float = Pauses().recover_s
+    """Predicted pause where no state has to be fetched."""
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+            ValueError: with every field that cannot be.
+        """
+        problems = [
+            f"{name} is {sorted(set(given) - set(known))}, needed: of {', '.join(sorted(known))}"
+            for name, given, known in (
+                ("axes", self.axes, AXES),
+                ("goal", [self.goal], GOALS),
+                ("schedules", self.schedules or (), SCHEDULES),
+            )
+            if not set(given) <= set(known)
+        ]
+        if self.schedules == ():
+            problems.append("schedules are none, needed: at least one, or None for the job's own and zero-bubble")
+        if self.horizon_s is not None and not 0 < self.horizon_s < float("inf"):
+            problems.append(f"horizon_s is {self.horizon_s}, needed: above 0 and finite")
+        problems += [
+            f"{name} is {value}, needed: finite and at least 0"
+            for name in ("followers", "exact_actions", "pause_s")
+            if not 0 <= (value := getattr(self, name)) < float("inf")
+        ]
+        if problems:
+            raise ValueError("options of a plan are impossible: " + "; ".join(problems))
+
+    def horizon(self, num_workers: int) -> float:
+        """Expected seconds until the next event of so many workers."""
+        return Pauses(horizon_s=self.horizon_s).horizon(num_workers)
