@@ -8,7 +8,7 @@ import pytest
 from tests.integration.jobs import Job, run_job
 
 from elaswave.errors import FrequencyError
-from elaswave.observability.events import LayoutChosen, StepTimeMeasured, read_events
+from elaswave.observability.events import LayoutChosen, StepCommitted, StepTimeMeasured, read_events
 from elaswave.observability.result import EVENTS_FILE
 from elaswave.runtime.frequency import CGROUP_ROOT, CgroupFrequency
 
@@ -69,6 +69,20 @@ def test_torchfts_batch_shrinks(tmp_path: Path, twin: Job) -> None:
     assert job.result.losses[:4] == twin.result.losses[:4]
     assert job.result.losses[4:] != twin.result.losses[4:]
     assert len(job.result.losses) == 12
+
+
+def test_steps_that_are_repeated_with_a_smaller_batch_have_other_losses(tmp_path: Path, twin: Job) -> None:
+    """Without copies a loss leads back to the checkpoint of step 4, and step 5 is repeated by the groups that are left:
+    in the log and in the result stands what it has come to the second time."""
+    settings = EMULATED | {"elastic.policy": '"torchft"', "elastic.num_followers": 0, "run.checkpoint_every": 2}
+    job = run_job(tmp_path / "run", settings, faults=["kill:1@6:backward"])
+    assert [record.first_step for record in job.result.epochs] == [1, 5]
+    assert job.result.losses[:4] == twin.result.losses[:4]
+    assert job.result.losses[4] != twin.result.losses[4]
+    committed = [event for event in read_events(job.run_dir / EVENTS_FILE) if isinstance(event, StepCommitted)]
+    assert {event.step: event.loss for event in committed} == dict(enumerate(job.result.losses, start=1))
+    tokens = {event.step: round(event.tokens_per_s * event.duration_s) for event in committed}
+    assert list(tokens.values()) == [6 * 8] * 4 + [4 * 8] * 8
 
 
 @pytest.mark.parametrize(

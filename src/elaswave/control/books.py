@@ -66,6 +66,8 @@ from elaswave.types import Layout
 
 TIMINGS_EVERY_S = 1.0
 """`TimingsMeasured` are written no more often than this."""
+SHRINKS_BATCH = frozenset({"torchft"})
+"""Policies after whose losses a step that is tried again has fewer micro-batches."""
 STEPS_LEFT_OUT = 3
 """First steps of a process that do not count for its throughput."""
 
@@ -125,8 +127,9 @@ class Books:
         """How an earlier coordinator has ended the job, or None."""
         self.reason = ""
         """Why it has."""
-        batch = self._config.batch
-        self._tokens_per_step = batch.num_microbatches * batch.microbatch_size * self._config.model.context_length
+        self._tokens_per_microbatch = self._config.batch.microbatch_size * self._config.model.context_length
+        elastic = self._config.elastic
+        self._repeats_exactly = elastic.consistency == "bitwise" and elastic.policy not in SHRINKS_BATCH
         if restarted:
             self._restore()
             return
@@ -151,8 +154,7 @@ class Books:
                 self._note_loss(event.step, from_json_float(event.loss))
                 self._first_report_s[event.step] = event.finished_s
             elif isinstance(event, Evaluated):
-                self._val_steps.append(event.step)
-                self._val_losses.append(from_json_float(event.loss))
+                self._note_validation(event.step, from_json_float(event.loss))
             elif isinstance(event, CheckpointWritten):
                 self._checkpoints.append(event.checkpoint)
             elif isinstance(event, LayoutChosen):
@@ -346,7 +348,7 @@ class Books:
         """Publishes a committed step.
 
         Returns:
-            Whether it is new.
+            Whether it is new, or has changed.
         Raises:
             StateError: a repeated step's loss is another one, in bitwise mode.
         """
@@ -359,13 +361,14 @@ class Books:
             if begin_s is not None:
                 self._steps_s.append(report.finished_s - begin_s)
         before_s = self._first_report_s.get(report.step - 1, report.finished_s - report.duration_s)
+        num_tokens = self._num_tokens(report.step)
         data_pass, _ = self._sampler.cursor(report.step)
         self._show(
             ShowStep(
                 step=report.step,
                 total_steps=self._config.run.steps,
                 loss=report.loss,
-                tokens_per_s=self._tokens_per_step / max(1e-9, report.finished_s - before_s),
+                tokens_per_s=num_tokens / max(1e-9, report.finished_s - before_s),
                 data_pass=data_pass,
                 epoch=report.epoch,
                 layout_name=self.layout.describe(),
@@ -392,7 +395,7 @@ class Books:
                 loss=report.loss,
                 grad_norm=report.norm,
                 lr=report.learning_rate,
-                tokens_per_s=self._tokens_per_step / max(1e-9, report.duration_s),
+                tokens_per_s=num_tokens / max(1e-9, report.duration_s),
                 duration_s=report.duration_s,
                 finished_s=report.finished_s,
                 phases_s=report.phases_s,
@@ -402,7 +405,11 @@ class Books:
         return True
 
     def _note_loss(self, step: int, loss: float) -> bool:
-        """Whether it is the next step's; checks that a repeated step repeats its loss."""
+        """Whether it is the next step's, or a repeated one's that is another one, where that may be.
+
+        Raises:
+            StateError: it must be the same, and is not.
+        """
         if step == len(self._losses) + 1:
             self._losses.append(loss)
             return True
@@ -410,13 +417,19 @@ class Books:
             raise StateError(f"step {step} was reported, but step {len(self._losses) + 1} never was; this is a defect")
         known = self._losses[step - 1]
         if known != loss and not (known != known and loss != loss):
-            if self._config.elastic.consistency == "bitwise":
+            if self._repeats_exactly:
                 raise StateError(
                     f"step {step} had the loss {known!r} and, repeated, {loss!r}; in bitwise mode they must be equal. "
                     "Are the workers' processors and library versions the same?"
                 )
             self._losses[step - 1] = loss
+            return True
         return False
+
+    def _num_tokens(self, step: int) -> int:
+        """Tokens of a published step, under the layout in which it was run."""
+        layouts = (record.layout for record in reversed(self._epochs) if record.first_step <= step)
+        return next(layouts, self._blueprint.layout).num_microbatches * self._tokens_per_microbatch
 
     def timings(self, step: int, timings: list[ActionTiming]) -> None:
         """Publishes how long actions take: at first, and then whenever the run has become a tenth longer.
@@ -432,14 +445,24 @@ class Books:
 
     def evaluation(self, report: EvaluationReport) -> None:
         """Publishes a validation loss."""
-        if report.step in self._val_steps:
+        if not self._note_validation(report.step, report.loss):
             return
-        self._val_steps.append(report.step)
-        self._val_losses.append(report.loss)
         self._show(ShowEvaluation(step=report.step, loss=report.loss))
         self._write(
             Evaluated(step=report.step, loss=report.loss, num_tokens=report.num_tokens, duration_s=report.duration_s)
         )
+
+    def _note_validation(self, step: int, loss: float) -> bool:
+        """Whether it is a new one, or another one of a step that need not repeat its loss."""
+        if step not in self._val_steps:
+            self._val_steps.append(step)
+            self._val_losses.append(loss)
+            return True
+        position = self._val_steps.index(step)
+        if self._repeats_exactly or self._val_losses[position] == loss:
+            return False
+        self._val_losses[position] = loss
+        return True
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
@@ -577,7 +600,8 @@ class Books:
         begin, end = self.first_step + STEPS_LEFT_OUT - 1, self.last_step
         if end <= begin or begin not in self._first_report_s:
             return None
-        return self._tokens_per_step * (end - begin) / (self._first_report_s[end] - self._first_report_s[begin])
+        num_tokens = sum(map(self._num_tokens, range(begin + 1, end + 1)))
+        return num_tokens / (self._first_report_s[end] - self._first_report_s[begin])
 
     def close(self, outcome: Literal["finished", "failed", "interrupted"], reason: str) -> None:
         """The job is over."""
