@@ -569,6 +569,17 @@ def test_a_standstill_is_over_when_its_cause_is_gone():
     assert job.go_on(2.9) == []
 
 
+def test_nobody_is_to_blame_while_everybody_waits_for_the_coordinator():
+    """A policy may let minutes pass before it says how to go on."""
+    job = Job(2, learned_steps=2)
+    job.do_all(position("recover"))
+    job.detector.pause(job.now_s)
+    assert job.go_on(detection.UNLEARNED_S + 20) == []
+    job.detector.resume(job.now_s)
+    assert job.go_on(detection.UNLEARNED_S - 1) == []
+    assert named(job.go_on(20)) == [(1, "progress")]
+
+
 def test_who_computes_holds_up_no_standstill():
     job = Job(3, learned_steps=3)
     job.do_all(position("reduce", step=5, on=[1]))

@@ -604,6 +604,7 @@ class CoordinatorProcess:
             self._carry_out(self._core.handle(core.CheckpointFound(step), time.monotonic()))
 
         if restarts:
+            self._detector.pause(time.monotonic())
             restart_s = self._setup.blueprint.config.elastic.restart_s
             asyncio.get_running_loop().call_later(restart_s, self._guarded, found)
         else:
@@ -611,6 +612,7 @@ class CoordinatorProcess:
 
     def _on_raised(self, effect: core.Raised) -> None:
         now_s = time.monotonic()
+        self._detector.resume(now_s)
         self._books.rise(effect.epoch)
         for suspicion in effect.suspicions:
             self._detector.left(suspicion.worker)
@@ -619,6 +621,7 @@ class CoordinatorProcess:
 
     def _on_decided(self, effect: core.Decided) -> None:
         decision = effect.decision
+        self._detector.resume(time.monotonic())
         self._report_restart(time.monotonic())  # whoever was still missing is no member any more
         self._recoveries.decided(decision, time.monotonic(), self._plan_s)
         self._books.decided(decision)

@@ -71,7 +71,8 @@ CONNECT_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
 """Bound of waiting for the others to be started."""
 DECISION_TIMEOUT_S = 600.0
-"""Bound of waiting for a decision; a new coordinator may have to be started in the meantime."""
+"""Bound of waiting for a decision, beside the pause that a policy may make before it; a new coordinator may have to be
+started in the meantime."""
 EXIT_TIMEOUT_S = 3600.0
 """Bound of waiting for the others' last step and checkpoint."""
 FLUSH_TIMEOUT_S = 5.0
@@ -518,8 +519,9 @@ class Worker:
         start_ns = time.monotonic_ns()
         self._mailbox.activity.wait("recover")
         self._accuse(error)
+        timeout_s = DECISION_TIMEOUT_S + self._config.elastic.restart_s
         while True:
-            message = self._mailbox.next(DECISION_TIMEOUT_S)
+            message = self._mailbox.next(timeout_s)
             if isinstance(message, Exit):
                 raise FencedError("the job has ended")
             if not isinstance(message, Prepare | Decision | Fenced):

@@ -145,6 +145,8 @@ class Detector:
         self._num_computing = 0
         self._moved_s = 0.0
         """When any worker's position changed last."""
+        self._paused = False
+        """Whether everybody waits for the coordinator."""
         self._busy: dict[str, _LongestLately] = {}
         """By what is done: how long it took anybody."""
         self._standstills = _LongestLately(DURATION_HALF_LIFE_S)
@@ -205,6 +207,17 @@ class Detector:
         self._advance(now_s)
         if worker not in self._gone:
             self._exits.setdefault(worker, text)
+
+    def pause(self, now_s: float) -> None:
+        """Everybody waits for the coordinator, until `resume`: nobody is to blame for this standstill."""
+        self._advance(now_s)
+        self._paused = True
+
+    def resume(self, now_s: float) -> None:
+        """The coordinator has said how to go on."""
+        self._advance(now_s)
+        if self._paused:
+            self._paused, self._moved_s = False, self._now_s
 
     def disconnected(self, worker: int, now_s: float) -> None:
         """A worker's control connection has ended. That proves nothing: it may dial again."""
@@ -419,7 +432,7 @@ class Detector:
         return max(floor_s, PROGRESS_FACTOR * self._standstills.value_s)
 
     def _standing_still(self) -> list[Suspicion]:
-        if self._num_computing or not self._watched:
+        if self._num_computing or not self._watched or self._paused:
             return []
         age_s = min(watched.heard_s for watched in self._watched.values()) - self._moved_s  # as all have said
         if age_s <= STALL_FLOOR_S:
