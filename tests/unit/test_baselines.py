@@ -73,6 +73,14 @@ def test_a_plan_keeps_to_the_limit_of_power_and_elaswave_is_never_below(name: st
         policies[name](replace(left, power_limit_w=300.0), costs, start, event)
 
 
+def test_a_model_that_costs_nothing_is_planned_too() -> None:
+    costs = layers(*[0.0] * 6)
+    cluster, start = begin(6, 3, 4, costs)
+    left, event = losing(cluster, 1)
+    for policy in make_policies().values():
+        assert policy(left, costs, start, event).predicted_step_s >= 0
+
+
 def check(plan: Plan, cluster: Cluster, costs: Costs, num_microbatches: int | None) -> None:
     """What holds for every plan: the batch, every layer once, live workers only, and it can be compiled and run."""
     allocation = plan.allocation

@@ -151,6 +151,7 @@ def test_a_trace():
         ("0,add,a\n5,add", "trace t, line 2 has 2 fields"),
         ("0,add,a\n\n1.5,add,b", r"trace t, line 3 has the time '1.5'; needed are milliseconds"),
         ("-1,add,a", "line 1 has the time '-1'"),
+        ("0,add,a\n1" + 5000 * "0" + ",remove,a", "line 2 has the time '1000.*at most 15 digits"),
         ("9,add,a\n8,add,b", "line 2 goes back in time, from 9 to 8 ms"),
         ("0,added,a", "line 1 says 'added'; needed is add or remove"),
         ("0,add,", "line 1 names no node"),
@@ -167,3 +168,8 @@ def test_malformed_traces(lines, message):
 def test_a_trace_of_nodes_without_workers():
     with pytest.raises(ValueError, match="0 workers per node: at least 1 is needed"):
         read_trace(["0,add,a"], workers_per_node=0)
+
+
+def test_the_smallest_rates_are_as_good_as_none():
+    rates = Rates(losses_per_worker_day=5e-324, stragglers_per_worker_day=5e-324)
+    assert draw(rates, num_workers=1, duration_s=1e9, seed=0).changes == ()

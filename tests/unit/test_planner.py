@@ -9,7 +9,16 @@ from msgspec.structs import replace as replace_struct
 from tests.property.clusters import LEVELS, make_cluster, make_costs
 
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.candidates import Room, Shape, all_whole, balanced_widths, build, move_workers, whole_layers
+from elaswave.planning.candidates import (
+    Room,
+    Shape,
+    all_whole,
+    balanced_widths,
+    build,
+    move_workers,
+    score,
+    whole_layers,
+)
 from elaswave.planning.cluster import Device, Event, FrequencyLevel
 from elaswave.planning.dataflow import apportion
 from elaswave.planning.estimate import (
@@ -382,6 +391,20 @@ def test_power_permits_only_lower_levels(job):
 def test_options_that_cannot_be(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Options(**given)
+
+
+def test_stages_that_cost_nothing_are_planned_too():
+    costs = make_costs([0.0, 0.0, 0.0, 3.0], activation_bytes=0.0)
+    cluster = make_cluster([1.0, 0.5, 1.0, 1.0], memory_bytes=1000.0)
+    allocation = healthy(cluster, costs, 2, 2, 8)
+    free = Shape(
+        members=(np.array([0, 1]), np.array([2, 3])), cuts=({3: 8},), num_microbatches=8, origin="whatever is free"
+    )
+    assert np.isfinite(score(cluster, costs, free, "1f1b"))
+    with pytest.raises(InfeasiblePlan):  # no room for parameters: said, and not divided by
+        build(replace(cluster, memory_bytes=np.full(4, 1.0)), costs, free, "1f1b", np.zeros(4, dtype=np.int64))
+    event = Event(kind="slowed", workers=(1,), speed=0.5)
+    assert plan(cluster, costs, allocation, event).predicted_step_s > 0
 
 
 def test_a_limit_of_power_holds_all_to_one_speed():

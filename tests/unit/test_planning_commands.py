@@ -133,6 +133,12 @@ def test_a_plan_for_a_run_on_emulated_devices_begins_at_the_base_level(capsys: A
     assert restart["after"]["pause_s"] == config.elastic.restart_s
 
 
+def test_a_trace_is_one_scenario(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(TRACE)
+    assert main(["simulate", "--trace", str(tmp_path / "trace.csv"), "--stages", "1", "--seeds", "3"]) == 2
+    assert "--trace is one scenario, in which nothing is drawn; leave out --seeds 3" in capsys.readouterr().err
+
+
 # -------------------------------------------------------------------------------------------------------------- compare
 
 

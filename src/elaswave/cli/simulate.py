@@ -144,6 +144,8 @@ def describe_life(
                  "--workers": options.workers}  # fmt: skip
         if given := [name for name, value in drawn.items() if value is not None]:
             raise UsageError(f"--trace says what happens, when and to how many; leave out {', '.join(given)}")
+        if len(seeds) > 1:
+            raise UsageError(f"--trace is one scenario, in which nothing is drawn; leave out --seeds {len(seeds)}")
         scenarios: tuple[Scenario, ...] = (_read_trace(trace, workers_per_node or 1),)
         num_workers = scenarios[0].num_workers_max
     else:

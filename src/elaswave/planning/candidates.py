@@ -330,7 +330,10 @@ def _held_microbatches(
         if float(room.min()) >= fixed + each * min(bound, shape.num_microbatches):
             limits.append(None)
             continue
-        able = np.floor(np.maximum(0.0, room - fixed) / each).astype(np.int64)
+        # Without activations to hold, whoever has room for the rest has room for any number.
+        able = np.where(room >= fixed, shape.num_microbatches, 0)
+        if each > 0:
+            able = np.floor(np.maximum(0.0, room - fixed) / each).astype(np.int64)
         most = able if schedule == "gpipe" else np.where(able >= 1, shape.num_microbatches, 0)
         limits.append(np.minimum(most, shape.num_microbatches))
     return limits
@@ -345,9 +348,9 @@ def score(cluster: Cluster, costs: Costs, shape: Shape, schedule: Schedule) -> f
     slowest = np.array([float(own.min()) for own in speeds])
     end = table.work / capacity
     # A worker has whole micro-batches; where speeds differ they are dealt by speed, which is about as even.
-    most = np.where(
-        mean > slowest * (1 + 1e-9), end / table.longest * mean, np.ceil(shape.num_microbatches / shape.widths)
-    )
+    whole = np.ceil(shape.num_microbatches / shape.widths)
+    by_speed = (mean > slowest * (1 + 1e-9)) & (table.longest > 0)
+    most = np.where(by_speed, end / np.where(by_speed, table.longest, 1.0) * mean, whole)
     least = most * table.shortest / mean
     rounded = np.where(
         table.quantum > 0,

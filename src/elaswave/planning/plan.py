@@ -94,7 +94,7 @@ class Plan:
     predicted_pause_s: float
     """Of training, from the event until everybody computes again."""
     lost_work_s: float = 0.0
-    """Computation that is thrown away and done again, in seconds of the undisturbed job."""
+    """Computation that is thrown away and done again, in seconds of the steps that this plan predicts."""
     from_checkpoint: bool = False
     """Begins again from the last durable checkpoint: everything since is lost, `lost_work_s` what is expected of it."""
     transfers: tuple[Transfer, ...] = ()

@@ -223,8 +223,9 @@ class _Drawing:
         """The next strike on any slot; whether somebody is there is seen when it comes (thinning, which is exact)."""
         rng = self._losses if kind == "lost" else self._stragglers
         per_day = self._rates.losses_per_worker_day if kind == "lost" else self._rates.stragglers_per_worker_day
-        if per_day > 0:
-            at_s = now + rng.expovariate(per_day * self._num_slots / DAY_S)
+        per_s = per_day * self._num_slots / DAY_S
+        if per_s > 0:  # which the smallest rates are not
+            at_s = now + rng.expovariate(per_s)
             self._push(at_s, kind, (rng.randrange(self._num_slots),))
 
     def _push(self, at_s: float, kind: str, who: tuple[int, ...]) -> None:

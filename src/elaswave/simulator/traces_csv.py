@@ -11,6 +11,9 @@ from elaswave.errors import DataError
 from elaswave.planning.cluster import Event
 from elaswave.simulator.failures import Change, Scenario
 
+MOST_DIGITS = 15
+"""Of a time: a float holds it exactly."""
+
 
 def read_trace(lines: Iterable[str], *, name: str = "trace", workers_per_node: int = 1) -> Scenario:
     """Reads a trace.
@@ -60,8 +63,12 @@ class _Reader:
             raise self._fault(number, f"has {len(fields)} fields: {text!r}; needed are 3: milliseconds,add or "
                               "remove,node")  # fmt: skip
         time, kind, node = fields
-        if not (time.isascii() and time.isdigit()):
-            raise self._fault(number, f"has the time {time!r}; needed are milliseconds, a whole number of at least 0")
+        if not (time.isascii() and time.isdigit() and len(time) <= MOST_DIGITS):
+            raise self._fault(
+                number,
+                f"has the time {time[:40]!r}; needed are milliseconds, a whole number of at least 0 and at most "
+                f"{MOST_DIGITS} digits",
+            )
         now_ms = int(time)
         if now_ms < self._now_ms:
             raise self._fault(number, f"goes back in time, from {self._now_ms} to {now_ms} ms; sort the trace by time")

@@ -89,7 +89,7 @@ def plan(
         pause_s = pauses.recover_s + copy_s(cluster, transfers)
     else:
         pause_s = pauses.join_s
-    depths = ", ".join(f"{count} of {depth}" for depth, count in sorted(fleet.depths().items(), reverse=True))
+    depths = ", ".join(f"{count} x {depth}" for depth, count in sorted(fleet.depths().items(), reverse=True))
     return make_plan(
         NAME,
         cluster,
@@ -98,7 +98,7 @@ def plan(
         pause_s=pause_s,
         lost_steps=0.5 if event.kind == "lost" and len(gone) else 0.0,
         transfers=transfers,
-        reason=f"pipelines by workers: {depths}"
+        reason=f"pipelines x workers of each: {depths}"
         + ("" if fleet.num_pipelines > num_faults else f"; fewer than f + 1 = {num_faults + 1} are left"),
     )
 
@@ -358,7 +358,7 @@ class _Fleet:
             ways.append(max(0.0, forward + first - second) if split else forward + first + second)
             paces.append(forward + first + second)
         slowest = int(np.argmax(paces))
-        return sum(ways) - ways[slowest], paces[slowest]
+        return sum(ways) - ways[slowest], paces[slowest] or 1e-12  # layers that cost nothing are dealt evenly
 
     def _fewest_workers(self) -> int:
         """n0: stages of the shortest pipeline whose workers' memory holds the model and what is in flight."""

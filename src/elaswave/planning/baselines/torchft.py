@@ -81,7 +81,7 @@ def plan(
         pause_s=pause_s,
         lost_steps=0.5 if event.kind == "lost" and broken else 0.0,
         transfers=groups.transfers,
-        reason=f"{what}, {groups.number} of {groups.depth} workers go on, {idle} workers idle, the batch "
+        reason=f"{what}, {groups.number} groups of {groups.depth} workers go on, {idle} workers idle, the batch "
         f"{'is kept' if keep_batch else 'follows the number of groups'}",
     )
 
