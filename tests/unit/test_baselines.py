@@ -73,6 +73,16 @@ def test_a_plan_keeps_to_the_limit_of_power_and_elaswave_is_never_below(name: st
         policies[name](replace(left, power_limit_w=300.0), costs, start, event)
 
 
+def test_oobleck_begins_anew_with_workers_of_every_layer_but_no_whole_pipeline() -> None:
+    costs = layers(*[1.0] * 3)
+    cluster, start = begin(9, 3, 6, costs)
+    left, event = losing(cluster, 0, 2, 4, 5, 6, 7)
+    tight = replace(left, memory_bytes=np.full(3, 12e6))  # the model is too large for a pipeline of one
+    for there in (left, tight):
+        found = oobleck.plan(there, costs, start, event)
+        check(found, there, costs, 6)
+
+
 def test_a_model_that_costs_nothing_is_planned_too() -> None:
     costs = layers(*[0.0] * 6)
     cluster, start = begin(6, 3, 4, costs)

@@ -225,6 +225,7 @@ class _Fleet:
                     f"{shortest - len(spare)} too few"
                 )
             number = min(len(spare), self.depth)
+            self._template(number)  # first of all: others have to fit beside it
             self._odd.append(_Pipeline(spare[:number]))
             spare = spare[number:]
         while spare and (short := [each for each in self._longer() if len(each.workers) < self.depth]):
