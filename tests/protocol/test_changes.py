@@ -130,6 +130,18 @@ def test_a_new_coordinator_knows_the_changes_and_says_them_again_in_its_own_name
     assert again.in_force()[0] == OTHER
 
 
+def test_a_new_coordinator_knows_that_its_predecessor_has_planned():
+    core = training()
+    assert not core.has_planned
+    core.handle(planned(), 0.0)
+    assert core.has_planned
+    records = [StartRecord(term=1), Change(term=1, epoch=1, number=1, layout=OTHER, tuning=TUNING, reason="faster")]
+    successor = training(records)
+    assert successor.has_planned
+    decide(successor, 2, [report(0, epoch=2), report(1, epoch=2)])
+    assert not successor.has_planned
+
+
 def test_changes_of_before_a_decision_are_forgotten():
     core = training()
     change = core.handle(planned(), 0.0)[0].record

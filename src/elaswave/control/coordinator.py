@@ -207,7 +207,7 @@ class CoordinatorProcess:
         decision = self._core.decision
         if decision is None or self._improved_epoch >= decision.epoch or self._ended is not None:
             return
-        if self._core.state is not core.State.TRAINING or self._core.epoch != decision.epoch:
+        if self._core.state is not core.State.TRAINING or self._core.epoch != decision.epoch or self._core.has_planned:
             return
         costs = self._measurements.costs()
         if costs is None:

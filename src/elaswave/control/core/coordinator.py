@@ -380,6 +380,11 @@ class Coordinator:
         change = self._changes.get(number)
         return (self.layout, self.tuning, number) if change is None else (change.layout, change.tuning, number)
 
+    @property
+    def has_planned(self) -> bool:
+        """Whether a change has been planned since the newest decision, perhaps by an earlier coordinator."""
+        return bool(self._changes)
+
     def change_in_force(self, number: int) -> Change | None:
         """The planned change of this number, if it belongs to the present epoch."""
         return self._changes.get(number)
