@@ -7,15 +7,16 @@ with a route for every micro-batch; nothing is lost by that, and nothing added b
 Every policy is a `Planner`: ElasWave's own and its rivals share the signature.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+import msgspec
 import numpy as np
 
 from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
-from elaswave.planning.schedule import Schedule
+from elaswave.planning.schedule import SCHEDULES, Schedule
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,6 +72,28 @@ class Allocation:
     def workers(self) -> np.ndarray:
         """Ids of all workers that compute, ascending."""
         return np.sort(np.concatenate([stage.workers for chain in self.chains for stage in chain.stages]))
+
+    def check(self) -> None:
+        """Checks what construction does not, since planners make many: that every micro-batch passes every layer once.
+
+        Raises:
+            ValueError: with every fault that was found.
+        """
+        problems = [
+            f"chain {number}: {fault}" for number, chain in enumerate(self.chains) for fault in _faults_of(chain)
+        ]
+        if not self.chains:
+            problems.append("there is no chain")
+        elif not problems:
+            if len({chain.stages[-1].stop for chain in self.chains}) > 1:
+                problems.append("chains end at different layers")
+            workers = self.workers
+            if len(twice := workers[1:][workers[1:] == workers[:-1]]):
+                problems.append(f"worker {twice[0]} is in two stages")
+        if self.schedule not in SCHEDULES:
+            problems.append(f"the schedule is {self.schedule!r}, needed: one of {', '.join(SCHEDULES)}")
+        if problems:
+            raise ValueError("the allocation is impossible: " + "; ".join(problems))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +166,127 @@ class Plan:
             "contributions": dict(self.contributions),
             "reason": self.reason,
         }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> "Plan":
+        """What `to_json` returned, checked again.
+
+        Raises:
+            ValueError: a key that is missing or unknown, a value of the wrong type, or an impossible allocation.
+        """
+        read = msgspec.convert(document, _PlanDocument, str_keys=True)
+        chains = tuple(
+            Chain(
+                stages=tuple(
+                    StageShare(
+                        start=stage.start,
+                        stop=stage.stop,
+                        workers=np.array(stage.workers, dtype=np.int64),
+                        num_microbatches=np.array(stage.num_microbatches, dtype=np.int64),
+                        levels=np.array(stage.levels, dtype=np.int64),
+                    )
+                    for stage in chain.stages
+                ),
+                num_microbatches=chain.num_microbatches,
+                cuts=tuple({int(layer): count for layer, count in cut.items()} for cut in chain.cuts),
+            )
+            for chain in read.chains
+        )
+        allocation = Allocation(chains=chains, schedule=read.schedule)
+        allocation.check()
+        if read.num_microbatches != allocation.num_microbatches or len(read.memory_bytes) != len(allocation.workers):
+            raise ValueError(
+                f"the plan states {read.num_microbatches} micro-batches and the memory of {len(read.memory_bytes)} "
+                f"workers, but its chains have {allocation.num_microbatches} and {len(allocation.workers)}"
+            )
+        return cls(
+            policy=read.policy,
+            allocation=allocation,
+            predicted_step_s=read.predicted_step_s,
+            predicted_pause_s=read.predicted_pause_s,
+            lost_work_s=read.lost_work_s,
+            from_checkpoint=read.from_checkpoint,
+            transfers=tuple(
+                Transfer(start=each.layers[0], stop=each.layers[1], workers=each.workers, num_bytes=each.num_bytes)
+                for each in read.transfers
+            ),
+            memory_bytes=np.array(read.memory_bytes, dtype=np.float64),
+            power_w=read.power_w,
+            contributions=read.contributions,
+            reason=read.reason,
+        )
+
+
+class _StageDocument(msgspec.Struct, forbid_unknown_fields=True):
+    start: int
+    stop: int
+    workers: list[int]
+    num_microbatches: list[int]
+    levels: list[int]
+
+
+class _ChainDocument(msgspec.Struct, forbid_unknown_fields=True):
+    num_microbatches: int
+    cuts: list[dict[int, int]]
+    stages: list[_StageDocument]
+
+
+class _TransferDocument(msgspec.Struct, forbid_unknown_fields=True):
+    layers: tuple[int, int]
+    workers: tuple[int, ...]
+    num_bytes: float
+
+
+_Figure = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class _PlanDocument(msgspec.Struct, forbid_unknown_fields=True):
+    policy: str
+    predicted_step_s: _Figure
+    predicted_pause_s: _Figure
+    lost_work_s: _Figure
+    from_checkpoint: bool
+    num_microbatches: int
+    schedule: Schedule
+    chains: list[_ChainDocument]
+    transfers: list[_TransferDocument]
+    memory_bytes: list[float]
+    power_w: _Figure
+    contributions: dict[str, str]
+    reason: str
+
+
+def _faults_of(chain: Chain) -> Iterator[str]:
+    """What is wrong with a chain by itself."""
+    stages = chain.stages
+    if not stages or len(chain.cuts) != len(stages) - 1:
+        yield f"{len(stages)} stages with {len(chain.cuts)} cuts, needed: at least one stage, a cut between each two"
+        return
+    if stages[0].start != 0:
+        yield f"it begins at layer {stages[0].start}, needed: 0"
+    for number, stage in enumerate(stages):
+        if not stage.width or not len(stage.num_microbatches) == len(stage.levels) == stage.width:
+            yield (
+                f"stage {number} has {stage.width} workers, micro-batches of {len(stage.num_microbatches)} and levels "
+                f"of {len(stage.levels)}, needed: of as many, at least one"
+            )
+            continue
+        if stage.start >= stage.stop:
+            yield f"stage {number} holds layers [{stage.start}, {stage.stop}), needed: at least one"
+        if not bool(np.all(stage.workers[1:] > stage.workers[:-1])):
+            yield f"the workers of stage {number} do not ascend"
+        if int(min(stage.num_microbatches.min(), stage.levels.min())) < 0:
+            yield f"stage {number} has a number of micro-batches or a level below 0"
+        if (total := int(stage.num_microbatches.sum())) != chain.num_microbatches:
+            yield f"stage {number} runs {total} micro-batches of {chain.num_microbatches}"
+    for number, (cut, before, after) in enumerate(zip(chain.cuts, stages, stages[1:], strict=False)):
+        if not cut or min(cut) < after.start or max(cut) > before.stop or min(cut.values()) < 0:
+            yield (
+                f"micro-batches are cut at layers {dict(cut)} behind stage {number}, which ends at {before.stop}, and "
+                f"the next one begins at {after.start}"
+            )
+        elif sum(cut.values()) != chain.num_microbatches:
+            yield f"{sum(cut.values())} micro-batches of {chain.num_microbatches} are cut behind stage {number}"
 
 
 class Planner(Protocol):
