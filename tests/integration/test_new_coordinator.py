@@ -2,18 +2,20 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.integration.jobs import run_job
 
-from elaswave.control import launcher
+from elaswave.control import coordinator, launcher
 from elaswave.control.books import Books
 from elaswave.control.coordinator import CoordinatorSetup
 from elaswave.control.core import coordinator as core
 from elaswave.errors import RecoveryError
 from elaswave.runtime.probe import Phase
+from elaswave.state.checkpoint import CheckpointSearch, find_newest_checkpoint
 
 
 class StopsWithItsCoordinator:
@@ -106,3 +108,21 @@ def test_a_coordinator_that_fails_while_it_deals_with_a_loss_ends_the_job(tmp_pa
     with pytest.raises(RecoveryError, match="the coordinator ended with status 1"):
         run_job(tmp_path / "run", {"run.steps": 5}, faults=["kill:2@3:backward"], before_effect=fail)
     assert "no space left on device" in (tmp_path / "run" / "logs" / "coordinator.log").read_text()
+
+
+def test_a_coordinator_can_be_heard_while_it_verifies_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checksums of large files take longer than it may be silent before it is taken for hung."""
+    where = tmp_path / "where"
+
+    def find_and_tell(run_dir: Path) -> CheckpointSearch:
+        where.write_text("main" if threading.current_thread() is threading.main_thread() else "beside")
+        return find_newest_checkpoint(run_dir)
+
+    monkeypatch.setattr(coordinator, "find_newest_checkpoint", find_and_tell)
+    settings = {"run.steps": 5, "run.checkpoint_every": 1, "elastic.num_followers": 0}
+    job = run_job(tmp_path / "run", settings, faults=["kill:2@4:backward"])
+    assert where.read_text() == "beside"
+    assert any("goes back to the checkpoint of step" in message for message in job.messages)
+    assert job.computation == run_job(tmp_path / "twin", {"run.steps": 5}).computation

@@ -216,10 +216,11 @@ class Books:
             return
         self._start_up_s = time.monotonic() - self._started_s
         reason = "as configured" if self.first_step == 1 else "as configured, resumed from a checkpoint"
-        self._open_epoch(self._blueprint.layout, self._blueprint.tuning, reason, self.first_step)
+        self._open_epoch(self._epoch, self._blueprint.layout, self._blueprint.tuning, reason, self.first_step)
 
     def _open_epoch(
         self,
+        epoch: int,
         layout: Layout,
         tuning: Tuning,
         reason: str,
@@ -232,7 +233,7 @@ class Books:
         schedule = tuning.schedule or self._config.layout.schedule
         self._epochs.append(
             EpochRecord(
-                epoch=self._epoch,
+                epoch=epoch,
                 layout=layout,
                 reason=reason,
                 first_step=first_step,
@@ -243,7 +244,7 @@ class Books:
         )
         self._write(
             LayoutChosen(
-                epoch=self._epoch,
+                epoch=epoch,
                 layout=layout,
                 reason=reason,
                 first_step=first_step,
@@ -267,6 +268,7 @@ class Books:
         if change.number <= max((record.change for record in self._epochs), default=0):
             return
         self._open_epoch(
+            change.epoch,
             change.layout,
             change.tuning,
             change.reason,
@@ -308,7 +310,7 @@ class Books:
         """Survivors go on with a decision."""
         self.members = decision.members
         reason = f"{decision.reason}; {decision.plan}" if decision.plan else decision.reason
-        self._open_epoch(decision.layout, decision.tuning, reason, decision.resume_step)
+        self._open_epoch(decision.epoch, decision.layout, decision.tuning, reason, decision.resume_step)
 
     def catch_up(self, epoch: int, decision: Decision | None) -> None:
         """What an earlier coordinator has persisted and died before it could enter it here."""

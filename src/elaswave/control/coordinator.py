@@ -144,7 +144,8 @@ class CoordinatorProcess:
         """The layout that the newest loss has struck, and who was lost."""
         self._improved_epoch = 0
         """The newest epoch for which a better layout was looked for."""
-        self._planning: set[asyncio.Future[None]] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
+        """Planning, and looking for checkpoints."""
         self._predicted_first = False
         self._stop: Stop | None = None
         self._start: Start | None = None
@@ -199,7 +200,7 @@ class CoordinatorProcess:
         costs = self._measurements.costs()
         if costs is not None and costs.step_overhead_s:
             self._predicted_first = True
-            self._begin_planning(self._predict(None, costs))
+            self._begin(self._predict(None, costs))
 
     def _look_for_better(self) -> None:
         """Begins to plan a better layout, once after every decision, as soon as the members compute again and costs are
@@ -214,17 +215,18 @@ class CoordinatorProcess:
             return
         self._improved_epoch = decision.epoch
         wants_change = self._replanner.policy == ELASWAVE and self._setup.blueprint.config.elastic.rebalance
-        self._begin_planning(self._improve(decision, costs) if wants_change else self._predict(decision, costs))
+        self._begin(self._improve(decision, costs) if wants_change else self._predict(decision, costs))
 
-    def _begin_planning(self, work: Coroutine[None, None, None]) -> None:
-        planning = asyncio.ensure_future(work)
-        self._planning.add(planning)
-        planning.add_done_callback(self._end_planning)
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Lets something be done beside; what it raises ends this coordinator."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._end_task)
 
-    def _end_planning(self, planning: asyncio.Future[None]) -> None:
-        self._planning.discard(planning)
-        if not planning.cancelled():
-            self._guarded(planning.result)
+    def _end_task(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            self._guarded(task.result)
 
     async def _think(self, function: Callable[..., _T], *arguments: object) -> _T | None:
         """Calls a pure function in a thread; None if it fails. A job can go on without a better layout."""
@@ -298,7 +300,9 @@ class CoordinatorProcess:
         finally:
             if self._ticker is not None:
                 self._ticker.cancel()
-            await asyncio.gather(*self._planning, return_exceptions=True)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._server.close()
             serving.cancel()
             self._events.close()
@@ -576,7 +580,7 @@ class CoordinatorProcess:
                 for worker in self._core.members:
                     self._server.send(worker, self._start)
             elif isinstance(effect, core.FindCheckpoint):
-                self._find_checkpoint()
+                self._begin(self._find_checkpoint())
             elif isinstance(effect, core.Raised):
                 self._on_raised(effect)
             elif isinstance(effect, core.Decided):
@@ -590,25 +594,22 @@ class CoordinatorProcess:
             else:
                 _log.info("%s", effect.text)
 
-    def _find_checkpoint(self) -> None:
-        """Looks for the newest checkpoint; under a policy of restarting only when a restart would have got there."""
+    async def _find_checkpoint(self) -> None:
+        """Looks for the newest checkpoint; under a policy of restarting only when a restart would have got there.
+
+        In a thread, since checksums of large files take longer than this process may be silent.
+        """
         epoch, restarts = self._core.epoch, self._replanner.restarts
-
-        def found() -> None:
-            if self._core.epoch != epoch or self._ended is not None:
-                return
-            newest = find_newest_checkpoint(self._setup.run_dir).newest
-            step = None if newest is None else newest.step
-            if step is None and restarts and self._books.first_step == 1:
-                step = 0  # from the seed, as a job without a checkpoint begins again
-            self._carry_out(self._core.handle(core.CheckpointFound(step), time.monotonic()))
-
         if restarts:
             self._detector.pause(time.monotonic())
-            restart_s = self._setup.blueprint.config.elastic.restart_s
-            asyncio.get_running_loop().call_later(restart_s, self._guarded, found)
-        else:
-            found()
+            await asyncio.sleep(self._setup.blueprint.config.elastic.restart_s)
+        newest = (await asyncio.to_thread(find_newest_checkpoint, self._setup.run_dir)).newest
+        if self._core.epoch != epoch or self._ended is not None:
+            return
+        step = None if newest is None else newest.step
+        if step is None and restarts and self._books.first_step == 1:
+            step = 0  # from the seed, as a job without a checkpoint begins again
+        self._carry_out(self._core.handle(core.CheckpointFound(step), time.monotonic()))
 
     def _on_raised(self, effect: core.Raised) -> None:
         now_s = time.monotonic()
