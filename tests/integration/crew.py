@@ -102,8 +102,12 @@ def train(
         _one_at_a_time(engine.compute)
         return engine, [engine.run_step(step).loss for step in range(1, steps + 1)], trace
 
-    with ThreadPoolExecutor(len(layout.workers)) as pool:
-        crew = list(pool.map(work, layout.workers))
+    try:
+        with ThreadPoolExecutor(len(layout.workers)) as pool:
+            crew = list(pool.map(work, layout.workers))
+    finally:
+        for transport in transports.values():
+            transport.close()
     losses = crew[0][1]
     assert all(each[1] == losses for each in crew), "workers disagree on the losses"
     digests: dict[Role, Counter[str]] = {role: Counter() for role in Role}

@@ -1,5 +1,6 @@
 """Whole jobs with real worker processes, small enough to run many of them, and what is left when they have ended."""
 
+import gc
 import os
 import tempfile
 import threading
@@ -140,6 +141,7 @@ def run_job(
 def nothing_left() -> Iterator[None]:
     """Whatever happens inside, no process, thread, descriptor, socket or temporary file of a job may stay."""
     with tempfile.TemporaryDirectory(prefix="t") as folder:
+        gc.collect()  # what earlier tests have dropped is not to vanish while this one is watched
         before = _traces()
         previous, tempfile.tempdir = tempfile.tempdir, folder
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tests.integration.jobs import SMALL, nothing_left
+from tests.integration.jobs import SMALL, as_toml, nothing_left
 
 from elaswave.cli.demo import DISTURBED, UNDISTURBED, curve_lines, draw_faults, fault_line
 from elaswave.cli.main import cli
@@ -25,7 +25,7 @@ STEPS = 26
 
 def arguments(run_dir: Path, **changes: Any) -> list[str]:
     values = {**SMALL, "run.steps": STEPS, "layout.widths": [2, 3], **changes}
-    return ["--run-dir", str(run_dir), *(text for key, value in values.items() for text in ("--set", f"{key}={value}"))]
+    return ["--run-dir", str(run_dir), *(text for key, value in values.items() for text in ("--set", f"{key}={as_toml(value)}"))]
 
 
 def run(tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
