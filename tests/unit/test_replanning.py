@@ -9,6 +9,7 @@ from msgspec.structs import replace as replace_struct
 
 from elaswave.config.devices import emulated_costs, estimated_costs
 from elaswave.config.load import build_config
+from elaswave.control import replanning
 from elaswave.control.core.messages import Tuning
 from elaswave.control.replanning import Replanner, with_idle, without_idle
 from elaswave.errors import InvalidProgramError
@@ -76,6 +77,19 @@ def test_a_policy_without_a_plan_falls_back_and_says_so():
     assert found.layout == survivor_layout(layout, [0, 1, 5])
     assert found.reason.startswith("torchft has no plan (") and "survivors keep their stages" in found.reason
     assert found.tuning == tuning
+
+
+def test_a_rival_that_fails_does_not_end_the_job(monkeypatch, caplog):
+    def fail(*arguments):
+        raise KeyError("a worker that nobody knows")
+
+    monkeypatch.setattr(replanning, "make_policies", lambda pauses: {"recycle": fail})
+    given = config("recycle")
+    layout, tuning, costs = start(given)
+    found = Replanner(given).rival(layout, tuning, [1], costs)
+    assert found.layout == survivor_layout(layout, [1])
+    assert "a worker that nobody knows" in found.reason
+    assert "Traceback" in caplog.text
 
 
 def test_only_a_full_restart_restarts():

@@ -195,10 +195,10 @@ class CoordinatorProcess:
 
     def _predict_first(self) -> None:
         """Begins to predict the step of the first layout, once, as soon as costs are known."""
-        if self._predicted_first or self._core.decision is not None:
+        if self._predicted_first or self._core.decision is not None or not self._measurements.step_overhead_s:
             return
         costs = self._measurements.costs()
-        if costs is not None and costs.step_overhead_s:
+        if costs is not None:
             self._predicted_first = True
             self._begin(self._predict(None, costs))
 

@@ -117,8 +117,8 @@ class Replanner:
     def rival(self, layout: Layout, tuning: Tuning, lost: Collection[int], costs: Costs) -> Replanned:
         """What the run's policy, a rival's, does after a loss.
 
-        Falls back to the survivors' makeshift where the policy has no plan (a replica group is all that was left): the
-        reason says so.
+        Falls back to the survivors' makeshift where the policy has no plan (a replica group is all that was left), or
+        fails: the reason says so.
 
         Args:
             layout, tuning: in force before the loss.
@@ -129,8 +129,9 @@ class Replanner:
         try:
             plan = self._ask(self.policy, layout, tuning, lost, costs)
             return self._replanned(plan, makeshift, tuning, costs)
-        except (InfeasiblePlan, ValueError) as error:
-            _log.warning("%s has no plan: %s", self.policy, error)
+        except Exception as error:  # whatever is wrong with a rival must not end a job that can go on
+            is_answer = isinstance(error, InfeasiblePlan | ValueError)
+            _log.warning("%s has no plan: %s", self.policy, error, exc_info=not is_answer)
             reason = f"{self.policy} has no plan ({error}): survivors keep their stages"
             return Replanned(makeshift, tuning, reason, self.predict(makeshift, tuning, costs))
 
