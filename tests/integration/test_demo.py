@@ -25,7 +25,8 @@ STEPS = 26
 
 def arguments(run_dir: Path, **changes: Any) -> list[str]:
     values = {**SMALL, "run.steps": STEPS, "layout.widths": [2, 3], **changes}
-    return ["--run-dir", str(run_dir), *(text for key, value in values.items() for text in ("--set", f"{key}={as_toml(value)}"))]
+    settings = (text for key, value in values.items() for text in ("--set", f"{key}={as_toml(value)}"))
+    return ["--run-dir", str(run_dir), *settings]
 
 
 def run(tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
@@ -64,7 +65,7 @@ def test_runs_that_differ_are_a_failure(tmp_path: Path, monkeypatch: pytest.Monk
 
     def other(config: Any, folder: Path, faults: Any, **more: Any) -> Any:
         if folder.name == DISTURBED:
-            config = demo.load_config(None, [f"{key}={value}" for key, value in small.items()])
+            config = demo.load_config(None, [f"{key}={as_toml(value)}" for key, value in small.items()])
         return train(config, folder, (), **more)
 
     small = {**SMALL, "run.steps": 8, "run.seed": 2}
