@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import click
 
 from elaswave.errors import InfeasiblePlan, UsageError
-from elaswave.planning.cluster import Cluster
+from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
 from elaswave.planning.describe import describe_cluster, describe_costs
 from elaswave.planning.estimate import predict
 from elaswave.planning.healthy import fastest_healthy, healthy
 from elaswave.planning.plan import Allocation
+from elaswave.planning.planner import plan
 from elaswave.planning.presets import DEVICES, LINKS, MODELS, device_preset, link_preset, model_shape
 from elaswave.planning.schedule import SCHEDULES, Schedule
 
@@ -140,8 +141,6 @@ class Setting:
     costs: Costs
     allocation: Allocation
     tokens_per_microbatch: int
-    healthy_in: Callable[[Schedule], Allocation]
-    """The undisturbed job under another schedule."""
 
     def tokens_per_s(self, num_microbatches: int, step_s: float) -> float:
         """Throughput of steps of so many micro-batches."""
@@ -152,22 +151,23 @@ class Setting:
         """Of the undisturbed job."""
         return predict(self.cluster, self.costs, self.allocation)
 
-    def capacity_left(self, left: Cluster, schedule: Schedule) -> float:
-        """Tokens per second of the capacity that is left: the undisturbed job's under the same schedule, times the
-        speed of those who are left over the speed of all.
+    @cached_property
+    def best_step_s(self) -> float:
+        """Of the undisturbed job as elaswave's planner would run it: with stages of unequal width and shared layers,
+        where that is faster."""
+        nothing = Event(kind="slowed", workers=(int(self.cluster.ids[0]),), speed=float(self.cluster.speed[0]))
+        best = plan(self.cluster, self.costs, self.allocation, nothing)
+        return min(self.step_s, best.predicted_step_s)
+
+    def capacity_left(self, left: Cluster) -> float:
+        """Tokens per second of the capacity that is left: the undisturbed job's at its best, times the speed of those
+        who are left over the speed of all.
 
         Args:
             left: the cluster after a loss.
-            schedule: of the plan that is judged.
         """
-        step_s = self.step_s
-        if schedule != self.allocation.schedule:
-            try:
-                step_s = min(step_s, predict(self.cluster, self.costs, self.healthy_in(schedule)))
-            except InfeasiblePlan:
-                pass  # it takes more memory than there is, undisturbed: the own schedule counts
         share = float(left.speed.sum() / self.cluster.speed.sum())
-        return self.tokens_per_s(self.allocation.num_microbatches, step_s) * share
+        return self.tokens_per_s(self.allocation.num_microbatches, self.best_step_s) * share
 
 
 def describe_machines(options: ClusterOptions, *, num_workers: int, num_stages: int) -> tuple[Cluster, Costs]:
@@ -236,13 +236,11 @@ def describe_setting(options: ClusterOptions, *, num_workers: int | None = None)
     cluster, costs = describe_machines(options, num_workers=num_workers, num_stages=num_stages)
     num_microbatches = per_replica * num_replicas
 
-    def healthy_in(schedule: Schedule | None) -> Allocation:
-        if schedule is None:
-            return fastest_healthy(cluster, costs, num_stages, num_replicas, num_microbatches)
-        return healthy(cluster, costs, num_stages, num_replicas, num_microbatches, schedule=schedule)
-
     try:
-        allocation = healthy_in(options.schedule)
+        if options.schedule is None:
+            allocation = fastest_healthy(cluster, costs, num_stages, num_replicas, num_microbatches)
+        else:
+            allocation = healthy(cluster, costs, num_stages, num_replicas, num_microbatches, schedule=options.schedule)
     except InfeasiblePlan as error:
         machines = f"{num_workers} x {cluster.devices[0].name} as {num_stages} stages x {num_replicas} replicas"
         raise does_not_fit(error, f"{shape.name} on {machines}") from error
@@ -254,7 +252,6 @@ def describe_setting(options: ClusterOptions, *, num_workers: int | None = None)
         costs=costs,
         allocation=allocation,
         tokens_per_microbatch=microbatch_size * shape.context_length,
-        healthy_in=healthy_in,
     )
 
 

@@ -63,7 +63,7 @@ def compare_command(
     entries = [_entry(name, planner, setting, left, event) for name, planner in planners.items()]
     title = f"{setting.title}; lost: {len(lost)}, {pattern}"
     if plot is not None:
-        reference = setting.capacity_left(left, setting.allocation.schedule)
+        reference = setting.capacity_left(left)
         plot_policies(plot, title, entries, "tokens/s", reference)
     if json_mode:
         click.echo(as_json(_document(setting, lost, entries)))
@@ -83,7 +83,7 @@ def _entry(name: str, planner: Planner, setting: Setting, left: Cluster, event: 
     return {
         "policy": name,
         "throughput": throughput,
-        "capacity_fraction": throughput / setting.capacity_left(left, plan.allocation.schedule),
+        "capacity_fraction": throughput / setting.capacity_left(left),
         "step_time_s": plan.predicted_step_s,
         "pause_s": plan.predicted_pause_s,
         "reason": plan.reason,

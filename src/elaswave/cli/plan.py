@@ -1,7 +1,6 @@
 """``elaswave plan``: what the planner would make of a loss, in a run or on a described cluster."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,6 @@ def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any], Mapping[str, Pl
         costs=costs.costs,
         allocation=allocation,
         tokens_per_microbatch=costs.tokens_per_microbatch,
-        healthy_in=lambda schedule: replace(allocation, schedule=schedule),
     )
     notes = {
         "run": str(run),
@@ -111,7 +109,7 @@ class _Result:
         self._after_rate = self._capacity_left = 0.0
         if plan is not None:
             self._after_rate = setting.tokens_per_s(plan.allocation.num_microbatches, plan.predicted_step_s)
-            self._capacity_left = setting.capacity_left(left, plan.allocation.schedule)
+            self._capacity_left = setting.capacity_left(left)
 
     def to_json(self) -> dict[str, Any]:
         document: dict[str, Any] = {
