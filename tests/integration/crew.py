@@ -17,7 +17,6 @@ from elaswave.planning.layout import validate_layout
 from elaswave.planning.program import Program
 from elaswave.runtime.activity import Activity
 from elaswave.runtime.blueprint import Blueprint
-from elaswave.runtime.compute import Compute
 from elaswave.runtime.materialise import materialise
 from elaswave.runtime.optimizer import OPTIMIZERS
 from elaswave.runtime.pacing import Clockwork
@@ -99,7 +98,7 @@ def train(
             trace=trace,
         )
         change(engine)
-        _one_at_a_time(engine.compute)
+        _one_at_a_time(engine)
         return engine, [engine.run_step(step).loss for step in range(1, steps + 1)], trace
 
     try:
@@ -129,7 +128,7 @@ def train(
     )
 
 
-def _one_at_a_time(compute: Compute) -> None:
+def _one_at_a_time(engine: StepEngine) -> None:
     """Keeps the layers of other threads from seeding and drawing in between."""
 
     def locked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,5 +138,7 @@ def _one_at_a_time(compute: Compute) -> None:
 
         return call
 
+    compute = engine.compute
     compute._run_layer = locked(compute._run_layer)  # type: ignore[method-assign]
     compute._forward_loss = locked(compute._forward_loss)  # type: ignore[method-assign]
+    engine._materialise = locked(engine._materialise)  # type: ignore[method-assign]

@@ -273,7 +273,12 @@ class StepEngine:
 
     def _materialise(self, wanted: range) -> set[int]:
         """Makes and drops layers so that exactly the wanted ones are here; returns the new ones, yet without values."""
-        for index in set(self.layers) - set(wanted):
+        gone = set(self.layers) - set(wanted)
+        for held in self.store:
+            if held.block.layer in gone:
+                # It may be a view of the layer's storage, all of which would stay with it.
+                held.slots["master"] = held.slots["master"].clone()
+        for index in gone:
             del self.layers[index], self._accumulators[index]
         new = {index for index in wanted if index not in self.layers}
         for index in sorted(new):

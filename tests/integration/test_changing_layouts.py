@@ -1,0 +1,88 @@
+"""Planned changes of the layout between the steps of real engines: layers go away and come back, the bits stay."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.crew import train
+from tests.integration.test_any_layout import MODELS, pipelines_of_unequal_depth, regular, shared_boundary
+
+from elaswave.control.core.messages import Change, Tuning
+from elaswave.runtime.step import StepEngine, StepResult
+from elaswave.types import Hop, Layout, Stage
+
+START = regular(2, 3, layers=(2, 2))
+
+
+def exchanged() -> Layout:
+    """Everybody is in the other stage: all layers go away, and others come."""
+    stages = (Stage(start=0, stop=2, workers=(2, 3, 4)), Stage(start=2, stop=4, workers=(0, 1)))
+    routes = tuple((Hop(2 + index % 3, 0, 0, 2), Hop(index % 2, 1, 2, 4)) for index in range(5))
+    return Layout(stages=stages, routes=routes)
+
+
+CHANGES: dict[int, tuple[Layout, str]] = {
+    2: (exchanged(), ""),
+    3: (shared_boundary(), "gpipe"),
+    4: (pipelines_of_unequal_depth(), "zero-bubble"),
+    6: (START, "1f1b"),
+}
+"""Step with whose vote it comes into force -> layout and schedule."""
+
+
+class Changing:
+    """Gives every engine the changes that are planned for its steps.
+
+    Args:
+        changes: by the step in which they are held.
+    """
+
+    def __init__(self, changes: Mapping[int, tuple[Layout, str]]) -> None:
+        self._changes = changes
+        self.engines: list[StepEngine] = []
+
+    def __call__(self, engine: StepEngine) -> None:
+        run = engine.run_step
+        self.engines.append(engine)
+
+        def run_step(step: int, attempt: int = 1) -> StepResult:
+            if step in self._changes:
+                layout, schedule = self._changes[step]
+                tuning = Tuning(schedule=schedule)
+                engine.hold(
+                    Change(term=1, epoch=1, number=step, layout=layout, tuning=tuning, reason="", predicted_step_s=None)
+                )
+            result = run(step, attempt)
+            if step in self._changes:
+                assert engine.layout == self._changes[step][0]
+            return result
+
+        engine.run_step = run_step  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("num_followers", [0, 1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_changes_do_not_show(tmp_path: Path, model: str, num_followers: int) -> None:
+    settings: dict[str, Any] = MODELS[model] | {"elastic.num_followers": num_followers}
+    alone = train(START, tmp_path, settings, steps=7)
+    changing = Changing(CHANGES)
+    found = train(START, tmp_path, settings, steps=7, change=changing)
+    assert found.losses == alone.losses
+    assert found.digests == alone.digests
+    assert found.followers_digests == alone.followers_digests
+    for engine in changing.engines:
+        stage = engine.layout.stages[engine.layout.stage_of(engine.worker)]
+        assert sorted(engine.layers) == list(range(stage.start, stage.stop))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_layer_that_has_gone_leaves_nothing_behind(tmp_path: Path, model: str) -> None:
+    """A float32 layer's masters lie in its own storage: the whole of it must not stay for the sake of some blocks."""
+    changing = Changing({2: (exchanged(), "")})
+    train(START, tmp_path, MODELS[model], steps=2, change=changing)
+    for engine in changing.engines:
+        storages = {layer.flat.untyped_storage().data_ptr() for layer in engine.layers.values()}
+        for held in engine.store:
+            storage = held.slots["master"].untyped_storage()
+            assert storage.data_ptr() in storages or storage.nbytes() <= 2 * held.slots["master"].nbytes
