@@ -26,5 +26,6 @@ def test_workers_that_never_register_are_lost_like_any_other(
     settings = {"run.steps": 4, "elastic.num_followers": 2}
     job = run_job(tmp_path / "run", settings)
     assert sorted(each.worker for each in job.result.recoveries if each.kind == "lost") == list(victims)  # type: ignore[type-var]
+    assert job.result.start_up_s > 0
     monkeypatch.undo()
     assert job.computation == run_job(tmp_path / "twin", settings).computation

@@ -309,6 +309,7 @@ class Books:
     def decided(self, decision: Decision) -> None:
         """Survivors go on with a decision."""
         self.members = decision.members
+        self._start_up_s = self._start_up_s or time.monotonic() - self._started_s  # somebody was lost at the start
         reason = f"{decision.reason}; {decision.plan}" if decision.plan else decision.reason
         self._open_epoch(decision.epoch, decision.layout, decision.tuning, reason, decision.resume_step)
 
