@@ -25,6 +25,7 @@ from elaswave.errors import DataError, InfeasiblePlan, UsageError
 from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
 from elaswave.planning.healthy import fastest_healthy
+from elaswave.planning.planner import plan
 from elaswave.planning.policies import Pauses, policy_named
 from elaswave.planning.presets import device_preset, model_shape
 from elaswave.planning.schedule import Schedule
@@ -249,6 +250,7 @@ def live(life: Life, policy: str) -> list[Outcome]:
                     num_microbatches=life.num_microbatches,
                     schedule=life.schedule,
                     pauses=pauses,
+                    best_of=plan,
                 )
             )
         except InfeasiblePlan as error:

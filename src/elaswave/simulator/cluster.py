@@ -92,6 +92,7 @@ def simulate(
     schedule: Schedule = "1f1b",
     pauses: Pauses | None = None,
     planner: Planner | None = None,
+    best_of: Planner | None = None,
 ) -> Outcome:
     """Lets a job live through a scenario.
 
@@ -106,13 +107,15 @@ def simulate(
         schedule: of the job at the beginning.
         pauses: times of standing still; None means `Pauses`' defaults.
         planner: use this one under the policy's name.
+        best_of: plans the undisturbed job that goodput is measured by, where it finds a faster one than the job has at
+            the beginning: then no policy gains by what could have been had without a failure.
     Raises:
         UsageError: an unknown policy.
         InfeasiblePlan: not even all workers that are ever there at once can train this model.
     """
     pauses = pauses or Pauses()
     chosen = planner or policy_named(policy, make_policies(pauses))
-    job = _Job(scenario, machines, costs, policy, chosen, num_stages, num_microbatches, schedule, pauses)
+    job = _Job(scenario, machines, costs, policy, chosen, num_stages, num_microbatches, schedule, pauses, best_of)
     for change in scenario.changes:
         job.advance(change.at_s)
         job.meet(change)
@@ -125,7 +128,7 @@ class _Job:
 
     def __init__(
         self, scenario: Scenario, machines: Cluster, costs: Costs, policy: str, planner: Planner, num_stages: int,
-        num_microbatches: int, schedule: Schedule, pauses: Pauses,
+        num_microbatches: int, schedule: Schedule, pauses: Pauses, best_of: Planner | None,
     ) -> None:  # fmt: skip
         self._scenario, self._costs, self._policy, self._planner, self._pauses = (
             scenario, costs, policy, planner, pauses
@@ -140,8 +143,12 @@ class _Job:
         self._idle_w = machines.devices[int(machines.device[0])].idle_power_w
         everybody = self._cluster(range(most), [0] * most)
         undisturbed = self._started(everybody)
-        self._undisturbed_step_s = undisturbed.predicted_step_s
-        self._rho = num_microbatches / undisturbed.predicted_step_s
+        step_s = undisturbed.predicted_step_s
+        if best_of is not None:
+            nothing = Event(kind="slowed", workers=(int(everybody.ids[0]),))
+            step_s = min(step_s, best_of(everybody, costs, undisturbed.allocation, nothing).predicted_step_s)
+        self._undisturbed_step_s = step_s
+        self._rho = num_microbatches / step_s
         self._most = most
         interval_s = pauses.checkpoint_interval_s if policy in ROLL_BACK else pauses.backup_interval_s
         self._checkpoint_every_s = interval_s + pauses.checkpoint_stall_s
