@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from elaswave.planning.describe import describe_cluster, describe_costs
+from elaswave.planning.planner import plan
 from elaswave.planning.policies import POLICIES, Pauses
 from elaswave.planning.presets import device_preset, model_shape
 from elaswave.simulator.cluster import Outcome, simulate, summarize
@@ -75,6 +76,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                     num_stages=options.stages,
                     num_microbatches=options.workers // options.stages * options.microbatches,
                     schedule="zero-bubble",
+                    best_of=plan,
                     pauses=Pauses().for_mtbf(scenario.mtbf_s),
                 )
             )
