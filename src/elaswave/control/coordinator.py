@@ -474,10 +474,12 @@ class CoordinatorProcess:
         )
         self._detector.heartbeat(message.worker, position, now_s)
         self._recoveries.seen(message.worker, position)
-        if self._setup.faults:
-            self._strike(message.step)
+        self._strike(message.step)
 
     def _strike(self, step: int) -> None:
+        """Carries out the coordinator's own faults that are due when a step begins."""
+        if not self._setup.faults:
+            return
         record = self._setup.run_dir / FAULTS_FILE
         struck = {entry.position for entry in read_fault_records(record)}
         due = coordinator_fault(self._setup.faults, step, struck)
@@ -506,6 +508,7 @@ class CoordinatorProcess:
                     self._after_step(message)
                     for recovery in self._recoveries.committed(message):
                         self._report(recovery)
+                    self._strike(message.step + 1)  # a step may be over before a heartbeat tells of it
             elif isinstance(message, EvaluationReport):
                 self._books.evaluation(message)
             elif isinstance(message, ShardWritten | ShardFailed):
