@@ -1,5 +1,6 @@
 """Frequency actuators: what they write, that they give the device back, and what they say where they cannot work."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaswave.errors import FrequencyError
+from elaswave.errors import ConfigError, FrequencyError
 from elaswave.planning.cluster import FrequencyLevel
 from elaswave.runtime import frequency
 from elaswave.runtime.frequency import (
@@ -17,6 +18,7 @@ from elaswave.runtime.frequency import (
     EmulatedFrequency,
     NoFrequency,
     NvidiaFrequency,
+    check_available,
     make_actuator,
 )
 
@@ -270,3 +272,10 @@ def test_a_machine_without_gpus_is_told(monkeypatch):
     monkeypatch.setattr(frequency.importlib, "import_module", lambda name: Device)
     with pytest.raises(FrequencyError, match="zeus finds no GPU: RuntimeError: NVML not found"):
         make_actuator("nvidia", 0, lambda speed: None)
+
+
+def test_a_missing_library_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="nvidia needs the zeus library"):
+        check_available("nvidia")
+    check_available("none")

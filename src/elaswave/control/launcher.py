@@ -57,7 +57,7 @@ from elaswave.observability.progress import Reporter
 from elaswave.observability.result import DIGESTS_FILE, EVENTS_FILE, RESULT_FILE, Result, read_result
 from elaswave.observability.trace import PART_PATTERN, merge_traces
 from elaswave.runtime.blueprint import Blueprint
-from elaswave.runtime.frequency import remove_groups
+from elaswave.runtime.frequency import check_available, remove_groups
 from elaswave.runtime.messages import ToWorker
 from elaswave.runtime.probe import NoProbe, Probe, Probes
 from elaswave.runtime.step import StepEngine
@@ -120,6 +120,7 @@ def train(
         CheckpointError: resume is asked for and there is no valid checkpoint.
     """
     started_s = time.monotonic()
+    check_available(config.device.frequency)
     blueprint = Blueprint(config)
     _ = blueprint.programs, blueprint.placement  # computed and checked once, inherited by all processes
     blueprint.sampler(blueprint.open_source(run_dir / "data"))  # bad data ends here, not in a worker
