@@ -61,8 +61,7 @@ def gradients_along(way: Collection[Node], *, along: bool) -> Iterator[None]:
 
 
 def _is_wanted(node: Any, target: Node | None) -> bool:
-    if _WANTED.gradients is None:
-        return True
+    assert _WANTED.gradients is not None
     way, along = _WANTED.gradients
     return (node in way and target in way) is along
 
@@ -87,10 +86,12 @@ class _OneDNNLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of x, weight and bias, contiguous."""
         x, weight = ctx.saved_tensors
-        targets = [target for target, _ in ctx.next_functions]
-        for_x, for_weight, for_bias = (
-            needed and _is_wanted(ctx, target) for needed, target in zip(ctx.needs_input_grad, [*targets, None][:3])
-        )
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        if _WANTED.gradients is not None:
+            targets = [target for target, _ in ctx.next_functions]
+            for_x, for_weight, for_bias = (
+                needed and _is_wanted(ctx, target) for needed, target in zip(ctx.needs_input_grad, [*targets, None][:3])
+            )
         gradient = gradient.contiguous()
         rows = gradient.flatten(0, -2)
         return (

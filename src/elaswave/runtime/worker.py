@@ -77,8 +77,9 @@ EXIT_TIMEOUT_S = 3600.0
 """Bound of waiting for the others' last step and checkpoint."""
 FLUSH_TIMEOUT_S = 5.0
 """Bound of waiting, at the end, for the coordinator to have handled the last messages."""
-TIMINGS_EVERY_S = 1.0
-"""A worker tells how long its actions take no more often than this."""
+TIMINGS_EVERY_S_MIN = 1.0
+TIMINGS_EVERY_S_MAX = 8.0
+"""A worker tells how long its actions take after so long at first, and then less and less often, down to this."""
 KEPT_REPORTS = 1024
 """Step reports kept for the case that the worker that should have sent them is lost."""
 FULL_MESH_WORKERS = 128
@@ -233,6 +234,7 @@ class Worker:
         self._transport: Transport = TracedTransport(transport, self._trace) if setup.profile else transport
         self._clockwork = Clockwork(setup.worker, self._make_pace())
         self._timed_at_s = 0.0
+        self._timings_every_s = TIMINGS_EVERY_S_MIN
         """When the newest `Timings` were sent."""
         self._first_timed_step: int | None = None
         self._level = base_level(config)
@@ -440,8 +442,9 @@ class Worker:
         if self._first_timed_step is None:
             self._clockwork.times.take()
             self._first_timed_step = step + 1
-        elif now_s - self._timed_at_s >= TIMINGS_EVERY_S:
+        elif now_s - self._timed_at_s >= self._timings_every_s:
             self._timed_at_s = now_s
+            self._timings_every_s = min(2 * self._timings_every_s, TIMINGS_EVERY_S_MAX)
             self._client.send(
                 Timings(
                     worker=self._worker,
