@@ -16,7 +16,7 @@ from elaswave.errors import InvalidProgramError
 from elaswave.planning.estimate import estimate
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.recovery import survivor_layout
-from elaswave.planning.routes import allocation_of
+from elaswave.planning.routes import allocation_of, make_routes
 from elaswave.planning.schedule import in_flight_bounds
 from elaswave.planning.validate import validate_programs
 from elaswave.runtime.blueprint import Blueprint, programs_of
@@ -233,3 +233,26 @@ def test_an_empty_tuning_means_as_configured():
     given = config()
     layout, _, costs = start(given)
     assert Replanner(given).predict(layout, Tuning(), costs) > 0
+
+
+def test_microbatches_keep_their_workers_only_where_that_is_no_slower():
+    given = build_config(
+        {
+            "model": {"num_layers": 12, "width": 16, "num_heads": 2, "context_length": 8},
+            "batch": {"num_microbatches": 16, "microbatch_size": 1},
+            "layout": {"widths": [8, 8, 8, 8], "schedule": "zero-bubble"},
+            "elastic": {"policy": "recycle"},
+            "device": {"kind": "emulated", "model": "gpt2-small", "name": "a100"},
+        }
+    )
+    layout, tuning, costs = start(given)
+    replanner = Replanner(given)
+    lost = [0, 1, 10, 19, 28]
+    present = survivor_layout(layout, lost)
+    found = replanner.rival(layout, tuning, lost, costs)
+    allocation = allocation_of(found.layout, "zero-bubble")
+    kept = make_routes(allocation, costs, replanner._cluster, previous=present)
+    anew = make_routes(allocation, costs, replanner._cluster)
+    seconds = [replanner.predict(each, found.tuning, costs) for each in (kept, anew)]
+    assert seconds[0] != seconds[1], "the case does not tell them apart"
+    assert found.predicted_step_s == pytest.approx(min(seconds))

@@ -176,9 +176,11 @@ class Replanner:
         """A plan as a layout of the present members."""
         allocation = plan.allocation
         same_batch = allocation.num_microbatches == present.num_microbatches
-        layout = make_routes(allocation, costs, self._cluster, previous=present if same_batch else None)
-        layout = with_idle(layout, present)
-        validate_layout(layout)
+        # Micro-batches that stay with their workers are no faster for it, and now and then much slower: they meet in
+        # another order than in pipelines made anew.
+        layouts = [make_routes(allocation, costs, self._cluster)]
+        if same_batch:
+            layouts.insert(0, make_routes(allocation, costs, self._cluster, previous=present))
         base = self._device.base_level
         levels = {worker: level for worker, level in levels_of(allocation).items() if level != base}
         limits = in_flight_limits(self._cluster, costs, allocation, followers=self._config.elastic.num_followers)
@@ -189,7 +191,11 @@ class Replanner:
             levels=levels,
             in_flight=None if limits is None else limits.as_mapping(),
         )
-        return Replanned(layout, tuning, f"{plan.policy}: {plan.reason}", self.predict(layout, tuning, costs))
+        layouts = [with_idle(layout, present) for layout in layouts]
+        seconds = [self.predict(layout, tuning, costs) for layout in layouts]
+        layout = layouts[seconds.index(min(seconds))]
+        validate_layout(layout)
+        return Replanned(layout, tuning, f"{plan.policy}: {plan.reason}", min(seconds))
 
     def _speeds(self, levels: Mapping[int, int]) -> dict[int, float]:
         base = self._device.base_level
