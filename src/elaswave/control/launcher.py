@@ -263,6 +263,9 @@ class _Job:
         self._client: ControlClient[ToAgent] | None = None
         self._ended: Ended | None = None
         self._is_over = False
+        self._coordinator_since_s = 0.0
+        self._patience_s = COORDINATOR_HUNG_S
+        """With a coordinator that does not accept the agent."""
 
     # --------------------------------------------------------------------------------------------------------- forking
 
@@ -413,7 +416,8 @@ class _Job:
                     self._on_exit(name)
             wait_s = self._client.turn()
             age_s = time.monotonic() - self._coordinator_since_s
-            if min(age_s, self._client.disconnected_s) > COORDINATOR_HUNG_S:
+            if min(age_s, self._client.disconnected_s) > self._patience_s:
+                self._patience_s *= 2  # a machine on which none is ready in time must not see one killed after the other
                 self._kill(_COORDINATOR)
             self._reporter.refresh()
             if self.stop_signal is not None:
