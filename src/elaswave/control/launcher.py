@@ -417,7 +417,7 @@ class _Job:
             wait_s = self._client.turn()
             age_s = time.monotonic() - self._coordinator_since_s
             if min(age_s, self._client.disconnected_s) > self._patience_s:
-                self._patience_s *= 2  # a machine on which none is ready in time must not see one killed after the other
+                self._patience_s *= 2  # where none is ready in time, not one after the other is to be killed
                 self._kill(_COORDINATOR)
             self._reporter.refresh()
             if self.stop_signal is not None:
