@@ -158,17 +158,7 @@ class Books:
             elif isinstance(event, CheckpointWritten):
                 self._checkpoints.append(event.checkpoint)
             elif isinstance(event, LayoutChosen):
-                self._epochs.append(
-                    EpochRecord(
-                        epoch=event.epoch,
-                        layout=event.layout,
-                        reason=event.reason,
-                        first_step=event.first_step,
-                        change=event.change,
-                        schedule=event.schedule,
-                        predicted_step_s=event.predicted_step_s,
-                    )
-                )
+                self._epochs.append(event.record)
                 self._epoch = event.epoch
                 self.members = event.layout.workers
                 self._holdings = dict(event.holdings)

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from elaswave.errors import RunFolderError
-from elaswave.observability.result import CheckpointRecord, JsonFloat, Recovery, set_json_floats
+from elaswave.observability.result import CheckpointRecord, EpochRecord, JsonFloat, Recovery, set_json_floats
 from elaswave.planning.measured import ActionTiming
 from elaswave.types import Layout
 
@@ -86,6 +86,19 @@ class LayoutChosen(Event, frozen=True, kw_only=True, tag="layout"):
     """Of the workers' programs."""
     predicted_step_s: float | None = None
     """Seconds of a step as they were predicted beforehand; None where nothing was known yet."""
+
+    @property
+    def record(self) -> EpochRecord:
+        """The layout as it stands in ``result.json``, before its steps have been measured."""
+        return EpochRecord(
+            epoch=self.epoch,
+            layout=self.layout,
+            reason=self.reason,
+            first_step=self.first_step,
+            change=self.change,
+            schedule=self.schedule,
+            predicted_step_s=self.predicted_step_s,
+        )
 
 
 class StepTimeMeasured(Event, frozen=True, kw_only=True, tag="step_time"):

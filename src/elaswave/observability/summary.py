@@ -170,22 +170,7 @@ def build_summary(run_dir: str, result: Result | None, events: Sequence[AnyEvent
     if result is not None:
         losses = dict(enumerate(result.losses, start=1))
         val_losses = dict(zip(result.val_steps, result.val_losses, strict=True))
-    epochs = (
-        result.epochs
-        if result is not None
-        else [
-            EpochRecord(
-                epoch=event.epoch,
-                layout=event.layout,
-                reason=event.reason,
-                first_step=event.first_step,
-                change=event.change,
-                schedule=event.schedule,
-                predicted_step_s=event.predicted_step_s,
-            )
-            for event in chosen
-        ]
-    )
+    epochs = result.epochs if result is not None else [event.record for event in chosen]
     layout = epochs[-1].layout if epochs else None
     described = next((event for event in reversed(chosen) if event.layout == layout), None)
     return RunSummary(
