@@ -221,32 +221,21 @@ class Books:
     ) -> None:
         self.close_layout()
         schedule = tuning.schedule or self._config.layout.schedule
-        self._epochs.append(
-            EpochRecord(
-                epoch=epoch,
-                layout=layout,
-                reason=reason,
-                first_step=first_step,
-                change=change,
-                schedule=schedule,
-                predicted_step_s=predicted_step_s,
-            )
+        event = LayoutChosen(
+            epoch=epoch,
+            layout=layout,
+            reason=reason,
+            first_step=first_step,
+            layer_names=[spec.name for spec in self._blueprint.model.layers],
+            layer_parameters=[sum(slot.numel for slot in shape.tensors) for shape in self._blueprint.shapes],
+            holdings={worker: self._holdings[worker] for worker in layout.workers if worker in self._holdings},
+            start_up_s=self._start_up_s,
+            change=change,
+            schedule=schedule,
+            predicted_step_s=predicted_step_s,
         )
-        self._write(
-            LayoutChosen(
-                epoch=epoch,
-                layout=layout,
-                reason=reason,
-                first_step=first_step,
-                layer_names=[spec.name for spec in self._blueprint.model.layers],
-                layer_parameters=[sum(slot.numel for slot in shape.tensors) for shape in self._blueprint.shapes],
-                holdings={worker: self._holdings[worker] for worker in layout.workers if worker in self._holdings},
-                start_up_s=self._start_up_s,
-                change=change,
-                schedule=schedule,
-                predicted_step_s=predicted_step_s,
-            )
-        )
+        self._epochs.append(event.record)
+        self._write(event)
 
     def predicted(self, predicted_step_s: float) -> None:
         """What a step of the present layout should take, if that was not known when it was chosen."""
