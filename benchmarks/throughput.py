@@ -25,8 +25,8 @@ from elaswave.errors import InfeasiblePlan
 from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
 from elaswave.planning.describe import describe_cluster, describe_costs
-from elaswave.planning.estimate import predict
-from elaswave.planning.healthy import fastest_healthy, healthy
+from elaswave.planning.healthy import fastest_healthy
+from elaswave.planning.in_flight import time_within_memory
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.planner import AXES, Options, plan
 from elaswave.planning.policies import POLICIES
@@ -142,20 +142,10 @@ def simulate_job(settings: Sequence[Setting], ablate: Sequence[int]) -> list[dic
     except InfeasiblePlan as error:
         return [row_of(setting) | {"infeasible": str(error)} for setting in settings]
     undisturbed = plan(cluster, costs, start, Event(kind="slowed", workers=(0,)))  # nothing has changed
-    equal_s = min(predict(cluster, costs, start), healthy_s(cluster, costs, first, number))
+    equal = fastest_healthy(cluster, costs, first.stages, first.replicas, number, share_layers=True)
+    equal_s = time_within_memory(cluster, costs, equal).step_s
     whole_s = min(undisturbed.predicted_step_s, equal_s)
     return [simulate_loss(setting, cluster, costs, start, whole_s, equal_s, ablate) for setting in settings]
-
-
-def healthy_s(cluster: Cluster, costs: Costs, setting: Setting, num_microbatches: int) -> float:
-    """Seconds of a step of stages of equal width under the schedule that plans use, as far as memory permits it."""
-    try:
-        found = healthy(
-            cluster, costs, setting.stages, setting.replicas, num_microbatches, "zero-bubble", share_layers=True
-        )
-    except InfeasiblePlan:
-        return float("inf")
-    return predict(cluster, costs, found)
 
 
 def simulate_loss(

@@ -25,6 +25,7 @@ def layouts(num_layers: int) -> dict[str, dict[str, Any]]:
         "1+3, cut late": {"layout.widths": [1, 3], "layout.layers": [rest, 1]},
         "4x1, gpipe": {"layout.stages": 4, "layout.replicas": 1, "layout.schedule": "gpipe"},
         "4x1, zero-bubble": {"layout.stages": 4, "layout.replicas": 1, "layout.schedule": "zero-bubble"},
+        "2+1+2, zero-bubble-h2": {"layout.widths": [2, 1, 2], "layout.schedule": "zero-bubble-h2"},
         "2+1+2, gpipe, recomputed": {"layout.widths": [2, 1, 2], "layout.schedule": "gpipe", "model.recompute": True},
         "2x2, recomputed, 2 followers": {"layout.widths": [2, 2], "model.recompute": True, "elastic.num_followers": 2},
         "1x2, no followers": {"layout.widths": [2], "elastic.num_followers": 0},

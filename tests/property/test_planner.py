@@ -25,7 +25,7 @@ from elaswave.planning.graph import (
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.planner import Options, healthy, plan
 from elaswave.planning.routes import allocation_of, make_routes
-from elaswave.planning.schedule import compile_programs
+from elaswave.planning.schedule import SCHEDULES, compile_programs
 from elaswave.planning.timing import durations_of
 from elaswave.planning.validate import validate_programs
 
@@ -197,7 +197,7 @@ def jobs(draw, max_workers=6, max_layers=6, heterogeneous=True):
     own = draw(st.lists(speeds, min_size=number, max_size=number)) if heterogeneous else [1.0] * number
     cluster = make_cluster(own)
     num_microbatches = draw(st.integers(replicas, 8))
-    schedule = draw(st.sampled_from(["1f1b", "gpipe", "zero-bubble"]))
+    schedule = draw(st.sampled_from(SCHEDULES))
     allocation = healthy(cluster, costs, num_stages, replicas, num_microbatches, schedule)
     lost = tuple(sorted(draw(st.sets(st.integers(0, number - 1), min_size=1, max_size=max(1, number - 1)))))
     assume(len(lost) < number)

@@ -80,7 +80,7 @@ def test_programs_are_valid_and_run_to_the_end_in_any_interleaving(layout, sched
             assert "".join(action.kind for action in program).rstrip("B").strip("F") == ""
 
 
-@given(layouts, st.sampled_from(["1f1b", "zero-bubble"]), st.data())
+@given(layouts, st.sampled_from(["1f1b", "zero-bubble", "zero-bubble-h2"]), st.data())
 def test_any_bound_of_at_least_one_is_kept(layout, schedule, data):
     bounds = {worker: data.draw(st.integers(1, 4)) for worker in layout.workers}
     programs = compile_programs(layout, schedule, max_in_flight=bounds)

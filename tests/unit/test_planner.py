@@ -34,7 +34,8 @@ from elaswave.planning.estimate import (
 )
 from elaswave.planning.frequency import choose_levels
 from elaswave.planning.graph import choose_widths, cuts_of, share_layers, split_layers, widen_cuts
-from elaswave.planning.healthy import healthy
+from elaswave.planning.healthy import fastest_healthy, healthy
+from elaswave.planning.in_flight import time_within_memory
 from elaswave.planning.plan import Plan
 from elaswave.planning.planner import AXES, Options, plan
 from elaswave.planning.routes import allocation_of, make_routes
@@ -184,6 +185,7 @@ def test_a_worker_holds_parameters_state_and_what_is_in_flight():
     assert found.memory_bytes.tolist() == [2 * 30 + state + 2 * 14] * 2 + [2 * 30 + state + 14] * 2
     assert in_flight(np.array([2, 2]), "gpipe").min() > 10**9
     assert in_flight(np.array([1, 3, 1]), "zero-bubble").tolist() == [7, 7, 7]
+    assert in_flight(np.array([1, 3, 1]), "zero-bubble-h2").tolist() == [14, 14, 14]
     with pytest.raises(InfeasiblePlan, match=re.escape("worker 0 would hold 0.00 GB, but has 0.00 GB")):
         check_memory(make_cluster([1.0] * 4, memory_bytes=100.0), found)
     with pytest.raises(InfeasiblePlan, match=re.escape("would draw 400.0 W while all of them compute, but may draw")):
@@ -204,6 +206,38 @@ def test_an_undisturbed_job_that_cannot_be_is_refused():
         healthy(small, make_costs([1.0] * 4, parameter_bytes=10.0), 2, 2, 8)
     shared = healthy(make_cluster([1.0] * 2), make_costs([1.0] * 9), 2, 1, 32, share_layers=True)
     assert shared.chains[0].cuts == ({4: 16, 5: 16},)
+
+
+def test_an_undisturbed_job_holds_fewer_micro_batches_where_memory_is_short():
+    """Of four micro-batches that the first stage should hold there is room for two; gpipe has to hold all."""
+    costs = make_costs([3.0] * 4, parameter_bytes=0.0, activation_bytes=10.0)
+    roomy, tight = (make_cluster([1.0] * 4, memory_bytes=size) for size in (1e9, 25.0))
+    taken = {}
+    for cluster in (roomy, tight):
+        allocation = healthy(cluster, costs, 4, 1, 8)
+        timed = time_within_memory(cluster, costs, allocation)
+        check_memory(cluster, timed.found)
+        taken[cluster] = timed.step_s
+        assert timed.num_limited == (2 if cluster is tight else 0)
+    assert taken[tight] > taken[roomy] * 1.2
+    with pytest.raises(InfeasiblePlan, match=re.escape("memory: no split of 4 layers over 4 stages fits")):
+        healthy(tight, costs, 4, 1, 8, "gpipe")
+    assert fastest_healthy(tight, costs, 4, 1, 8).schedule != "gpipe"
+    with pytest.raises(InfeasiblePlan, match=re.escape("memory: no split of 4 layers over 4 stages fits")):
+        fastest_healthy(make_cluster([1.0] * 4, memory_bytes=9.0), costs, 4, 1, 8)
+
+
+def test_more_in_flight_is_for_uneven_stages():
+    """Equal stages gain nothing by holding more, so they do not; unequal ones do."""
+    cluster, costs = make_cluster([1.0] * 12), make_costs([3.0] * 4)
+    even = fastest_healthy(cluster, costs, 4, 3, 24)
+    assert even.schedule == "zero-bubble"
+    uneven = plan(cluster.without([4]), costs, even, lost(4), options=Options(move_workers=False, share_layers=False))
+    assert uneven.allocation.schedule == "zero-bubble-h2"
+    half = replace(uneven.allocation, schedule="zero-bubble")
+    assert uneven.predicted_step_s < 0.99 * predict(cluster, costs, half)
+    alone = plan(make_cluster([1.0] * 3), make_costs([3.0]), healthy(cluster, make_costs([3.0]), 1, 3, 24), lost(4))
+    assert alone.allocation.schedule == "1f1b"
 
 
 def test_memory_splits_layers_unevenly():

@@ -80,7 +80,8 @@ def test_zero_bubble_is_never_slower_than_1f1b(layout, data):
             timeline = time_programs(layout, programs, durations, transfer_s)
             times[schedule] = timeline.step_s
             assert timeline.step_s >= max(timeline.busy_s.values())
-        assert times["zero-bubble"] <= times["1f1b"] * (1 + 1e-6)  # orders are chosen by rounded durations
+        # Orders are chosen by rounded durations.
+        assert times["zero-bubble-h2"] <= times["zero-bubble"] * (1 + 1e-6) <= times["1f1b"] * (1 + 2e-6)
 
 
 def test_actions_wait_for_transfers_but_nobody_computes_them():

@@ -16,8 +16,8 @@ from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
 from elaswave.planning.describe import describe_cluster, describe_costs
-from elaswave.planning.estimate import predict
 from elaswave.planning.healthy import fastest_healthy, healthy
+from elaswave.planning.in_flight import time_within_memory
 from elaswave.planning.plan import Allocation
 from elaswave.planning.planner import plan
 from elaswave.planning.presets import DEVICES, LINKS, MODELS, device_preset, link_preset, model_shape
@@ -149,7 +149,7 @@ class Setting:
     @cached_property
     def step_s(self) -> float:
         """Of the undisturbed job."""
-        return predict(self.cluster, self.costs, self.allocation)
+        return time_within_memory(self.cluster, self.costs, self.allocation).step_s
 
     @cached_property
     def best_step_s(self) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 from elaswave.cli.inspect import format_bytes, format_seconds, render_table
 from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import estimate
+from elaswave.planning.in_flight import time_within_memory
 from elaswave.planning.plan import Allocation, StageShare
 
 _MAX_LISTED = 8
@@ -50,7 +50,7 @@ def stage_rows(cluster: Cluster, costs: Costs, allocation: Allocation) -> list[S
         costs: of the model's layers.
         allocation: who does how much.
     """
-    found = estimate(cluster, costs, allocation)
+    found = time_within_memory(cluster, costs, allocation, exact_actions=0).found
     rows: list[StageRow] = []
     first = 0
     for number, chain in enumerate(allocation.chains):

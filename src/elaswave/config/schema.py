@@ -122,9 +122,10 @@ class LayoutConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Number of workers of each stage, stage by stage: ``[1, 3]``."""
     layers: Annotated[tuple[Count, ...], Meta(min_length=1)] | None = None
     """Number of layers of each stage, embedding and head included; unset: balanced by their estimated cost."""
-    schedule: Literal["1f1b", "gpipe", "zero-bubble"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "zero-bubble", "zero-bubble-h2"] = "1f1b"
     """Order of forward and backward passes; the bits are the same. ``1f1b`` needs least memory. ``zero-bubble``
-    computes weights' gradients apart, when a worker would wait; it pays with deep pipelines and few micro-batches."""
+    computes weights' gradients apart, when a worker would wait; it pays with deep pipelines and few micro-batches.
+    ``zero-bubble-h2`` holds up to twice the activations: faster where stages are uneven, as they are after a loss."""
 
 
 class OptimizerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -29,7 +29,7 @@ from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
 from elaswave.planning.plan import Allocation, StageShare
 from elaswave.planning.routes import make_routes
-from elaswave.planning.schedule import Schedule, compile_programs
+from elaswave.planning.schedule import IN_FLIGHT, Schedule, compile_programs, splits_backwards
 from elaswave.planning.timing import durations_of, time_programs, transfer_of
 
 EXACT_ACTIONS = 20_000
@@ -39,7 +39,7 @@ EXACT_WORKERS = 256
 DEFAULT_FOLLOWERS = 1
 """Live copies of every block beside its owner's."""
 
-JITTER: Mapping[Schedule, float] = {"1f1b": 0.42, "gpipe": 0.3, "zero-bubble": 0.3}
+JITTER: Mapping[Schedule, float] = {"1f1b": 0.42, "gpipe": 0.3, "zero-bubble": 0.3, "zero-bubble-h2": 0.2}
 """Share of the busy time lost per relative spread of a stage's hops, fitted on 12 x 8, 24 x 4 and 6 x 16 workers with
 4 to 16 micro-batches each, 0 to 3 of them lost. There exact times are 0.97 to 1.04 of the closed form with whole layers
 (median 1.02), 0.96 to 1.15 with shared ones (median 1.04)."""
@@ -158,6 +158,8 @@ def predict(cluster: Cluster, costs: Costs, allocation: Allocation, *, exact_act
     durations, transfer_s = durations_of(costs, cluster, levels_of(allocation)), transfer_of(costs, cluster)
     seconds = 0.0
     for chain in allocation.chains:  # they share no workers, so each is timed by itself
+        if not chain.num_microbatches:
+            continue
         layout = make_routes(replace(allocation, chains=(chain,)), costs, cluster)
         programs = compile_programs(layout, allocation.schedule, durations=durations, transfer_s=transfer_s)
         seconds = max(seconds, time_programs(layout, programs, durations, transfer_s).step_s)
@@ -166,7 +168,7 @@ def predict(cluster: Cluster, costs: Costs, allocation: Allocation, *, exact_act
 
 def num_actions(allocation: Allocation) -> int:
     """Actions of a step."""
-    kinds = 3 if allocation.schedule == "zero-bubble" else 2
+    kinds = 3 if splits_backwards(allocation.schedule) else 2
     return kinds * sum(chain.num_microbatches * len(chain.stages) for chain in allocation.chains)
 
 
@@ -347,8 +349,8 @@ def in_flight(widths: np.ndarray, schedule: Schedule) -> np.ndarray:
         following = int(needed[index]) * width
     if schedule == "gpipe":
         needed[:] = np.iinfo(np.int64).max
-    elif schedule == "zero-bubble":
-        needed[:] = needed.max()
+    elif splits_backwards(schedule):
+        needed[:] = IN_FLIGHT[schedule] * needed.max()
     return needed
 
 
@@ -402,7 +404,7 @@ def step_per_stage(
     mean = table.forward + table.input_gradient + table.weight_gradient
     spread = np.divide(table.longest - table.shortest, 2 * mean, out=np.zeros_like(mean), where=mean > 0)
     slowest = slowest * (1 + JITTER[schedule] * min(1.0, float(spread.mean())))
-    if schedule != "zero-bubble":
+    if not splits_backwards(schedule):
         way = forward + first + second
         return slowest + way.sum() - way + links_s
     hidden = np.maximum(0.0, forward + first - second)

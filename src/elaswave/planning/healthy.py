@@ -1,5 +1,7 @@
 """The undisturbed job: what plans start from, and what the capacity that is left is measured by. Pure."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from elaswave.errors import InfeasiblePlan
@@ -10,13 +12,11 @@ from elaswave.planning.estimate import (
     DEFAULT_FOLLOWERS,
     EXACT_ACTIONS,
     EXACT_WORKERS,
-    check_memory,
     check_power,
     common_levels,
-    estimate,
-    predict,
 )
 from elaswave.planning.graph import Cut
+from elaswave.planning.in_flight import time_within_memory
 from elaswave.planning.plan import Allocation
 from elaswave.planning.schedule import SCHEDULES, Schedule
 
@@ -47,6 +47,39 @@ def healthy(
         InfeasiblePlan: too few workers or layers, or too little memory or power; by how much.
         ValueError: a number below 1.
     """
+    return _best(cluster, costs, num_stages, num_replicas, num_microbatches, (schedule,), share_layers, followers)
+
+
+def fastest_healthy(
+    cluster: Cluster,
+    costs: Costs,
+    num_stages: int,
+    num_replicas: int,
+    num_microbatches: int,
+    *,
+    share_layers: bool = False,
+    followers: int = DEFAULT_FOLLOWERS,
+) -> Allocation:
+    """The best allocation of an undisturbed job under the schedule that makes it fastest, of those that fit.
+
+    What policies are compared by: otherwise one that changes the schedule after a loss would gain by that alone, which
+    any job could have had before.
+
+    Args and errors: as of `healthy`.
+    """
+    return _best(cluster, costs, num_stages, num_replicas, num_microbatches, SCHEDULES, share_layers, followers)
+
+
+def _best(
+    cluster: Cluster,
+    costs: Costs,
+    num_stages: int,
+    num_replicas: int,
+    num_microbatches: int,
+    schedules: Sequence[Schedule],
+    share_layers: bool,
+    followers: int,
+) -> Allocation:
     if min(num_stages, num_replicas, num_microbatches) < 1:
         raise ValueError(
             f"{num_stages} stages, {num_replicas} replicas, {num_microbatches} micro-batches: all must be at least 1"
@@ -57,53 +90,61 @@ def healthy(
             f"{cluster.num_workers}: {wanted - cluster.num_workers} too few"
         )
     members = tuple(np.split(np.arange(wanted), num_stages))
-    room = Room(cluster, costs, members, num_microbatches, schedule, followers)
-    cuts: list[tuple[Cut, ...]] = [whole_layers(cluster, costs, members, num_microbatches, room)]
-    if share_layers:
-        for widen in (False, True):
-            shared = shared_layers(cluster, costs, members, num_microbatches, room, widen=widen)
-            if shared is not None and shared not in cuts:
-                cuts.append(shared)
     levels = common_levels(cluster, np.arange(cluster.num_workers))
-    found = []
-    for own in cuts:
-        shape = Shape(members=members, cuts=own, num_microbatches=num_microbatches, origin="healthy")
-        found.append(build(cluster, costs, shape, schedule, levels, followers=followers))
-    for allocation in found:
-        needed = estimate(cluster, costs, allocation, followers=followers)
-        check_memory(cluster, needed)
-        check_power(cluster, needed)
     exact = EXACT_ACTIONS if cluster.num_workers <= EXACT_WORKERS else 0
-    return min(found, key=lambda each: predict(cluster, costs, each, exact_actions=exact))
+    found: list[tuple[float, Allocation]] = []
+    failure: InfeasiblePlan | None = None
+    for schedule in schedules:
+        try:
+            offers = _cuts(cluster, costs, members, num_microbatches, schedule, share_layers, followers)
+        except InfeasiblePlan as error:
+            failure = failure or error
+            continue
+        for cuts in offers:
+            shape = Shape(members=members, cuts=cuts, num_microbatches=num_microbatches, origin="healthy")
+            try:
+                allocation = build(cluster, costs, shape, schedule, levels, followers=followers)
+                timed = time_within_memory(cluster, costs, allocation, followers=followers, exact_actions=exact)
+                check_power(cluster, timed.found)
+            except InfeasiblePlan as error:
+                failure = failure or error
+                continue
+            found.append((timed.step_s, allocation))
+    if not found:
+        assert failure is not None
+        raise failure
+    return min(found, key=lambda pair: pair[0])[1]
 
 
-def fastest_healthy(
+def _cuts(
     cluster: Cluster,
     costs: Costs,
-    num_stages: int,
-    num_replicas: int,
+    members: Sequence[np.ndarray],
     num_microbatches: int,
-    *,
-    followers: int = DEFAULT_FOLLOWERS,
-) -> Allocation:
-    """The best allocation of an undisturbed job under the schedule that makes it fastest, of those that fit.
+    schedule: Schedule,
+    share_layers: bool,
+    followers: int,
+) -> list[tuple[Cut, ...]]:
+    """Where the model may be cut: with all in flight that the schedule wants, and with less where memory is short.
 
-    What policies are compared by: otherwise one that changes the schedule after a loss would gain by that alone, which
-    any job could have had before.
-
-    Args and errors: as of `healthy`.
+    Raises:
+        InfeasiblePlan: not even the least that the schedule can do with fits.
     """
-    found: list[tuple[float, Allocation]] = []
-    refused: InfeasiblePlan | None = None
-    exact = EXACT_ACTIONS if cluster.num_workers <= EXACT_WORKERS else 0
-    for schedule in SCHEDULES:
+    found: list[tuple[Cut, ...]] = []
+    failure: InfeasiblePlan | None = None
+    for short in (False, True):
+        room = Room(cluster, costs, members, num_microbatches, schedule, followers, short=short)
         try:
-            each = healthy(cluster, costs, num_stages, num_replicas, num_microbatches, schedule, followers=followers)
+            found.append(whole_layers(cluster, costs, members, num_microbatches, room))
         except InfeasiblePlan as error:
-            refused = refused or error
-            continue
-        found.append((predict(cluster, costs, each, exact_actions=exact), each))
+            failure = error
+        for widen in (False, True) if share_layers else ():
+            shared = shared_layers(cluster, costs, members, num_microbatches, room, widen=widen)
+            if shared is not None:
+                found.append(shared)
+        if not room.was_short or schedule == "gpipe":
+            break
     if not found:
-        assert refused is not None
-        raise refused
-    return min(found, key=lambda pair: pair[0])[1]
+        assert failure is not None
+        raise failure
+    return [cuts for index, cuts in enumerate(found) if cuts not in found[:index]]

@@ -19,6 +19,7 @@ from elaswave.planning.estimate import (
     estimate,
     levels_of,
     num_actions,
+    predict,
 )
 from elaswave.planning.plan import Allocation
 from elaswave.planning.routes import make_routes
@@ -44,6 +45,49 @@ class InFlightLimits:
         return dict(zip(self.workers.tolist(), self.bounds.tolist(), strict=True))
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Timed:
+    """What a step of an allocation takes with the memory that there is."""
+
+    step_s: float
+    found: Estimate
+    """Its memory is what workers hold within their limits."""
+    num_limited: int = 0
+    """Workers that hold fewer micro-batches than the schedule would."""
+
+
+def time_within_memory(
+    cluster: Cluster,
+    costs: Costs,
+    allocation: Allocation,
+    *,
+    followers: int = DEFAULT_FOLLOWERS,
+    exact_actions: int = EXACT_ACTIONS,
+    where: np.ndarray | None = None,
+) -> Timed:
+    """What a step takes, with fewer micro-batches in flight where memory is short: how every plan is judged.
+
+    Args:
+        cluster: with all workers of the allocation.
+        costs: of the model's layers.
+        allocation: who does how much.
+        followers: live copies of every block, for memory.
+        exact_actions: the most actions for which programs are compiled and timed.
+        where: positions of the allocation's workers in the cluster, if they are known, as `estimate` takes them.
+    Raises:
+        InfeasiblePlan: it does not fit into memory even so.
+        KeyError: a worker that is not in the cluster.
+    """
+    found = estimate(cluster, costs, allocation, followers=followers, where=where)
+    limits = in_flight_limits(cluster, costs, allocation, found, followers=followers, where=where)
+    if limits is not None:
+        seconds, memory = predict_limited(cluster, costs, allocation, found, limits, exact_actions=exact_actions)
+        return Timed(step_s=seconds, found=replace(found, memory_bytes=memory), num_limited=limits.num_limited)
+    if num_actions(allocation) > exact_actions:
+        return Timed(step_s=found.step_s, found=found)
+    return Timed(step_s=predict(cluster, costs, allocation, exact_actions=exact_actions), found=found)
+
+
 def in_flight_limits(
     cluster: Cluster,
     costs: Costs,
@@ -51,6 +95,7 @@ def in_flight_limits(
     found: Estimate | None = None,
     *,
     followers: int = DEFAULT_FOLLOWERS,
+    where: np.ndarray | None = None,
 ) -> InFlightLimits | None:
     """What memory permits.
 
@@ -60,6 +105,7 @@ def in_flight_limits(
         allocation: who does how much.
         found: its estimate, if it is known.
         followers: live copies of every block; the estimate's, if there is one.
+        where: positions of the estimate's workers in the cluster, if they are known.
     Returns:
         None if memory suffices for what the schedule wants.
     Raises:
@@ -67,7 +113,7 @@ def in_flight_limits(
         KeyError: a worker that is not in the cluster.
     """
     found = found or estimate(cluster, costs, allocation, followers=followers)
-    room = cluster.memory_bytes[cluster.index_of(found.workers)]
+    room = cluster.memory_bytes[cluster.index_of(found.workers) if where is None else where]
     if not bool(np.any(found.memory_bytes > room)):
         return None
     if allocation.schedule == "gpipe":

@@ -25,7 +25,7 @@ class Options:
     share_layers: bool = True
     """Whether neighbouring stages may share layers."""
     schedules: tuple[Schedule, ...] | None = None
-    """To choose from; None means the job's own and ``zero-bubble``."""
+    """To choose from; None means the job's own and ``zero-bubble-h2``."""
     followers: int = DEFAULT_FOLLOWERS
     """Live copies of every block."""
     exact_actions: int = EXACT_ACTIONS
@@ -49,7 +49,7 @@ class Options:
             if not set(given) <= set(known)
         ]
         if self.schedules == ():
-            problems.append("schedules are none, needed: at least one, or None for the job's own and zero-bubble")
+            problems.append("schedules are none, needed: at least one, or None for the job's own and zero-bubble-h2")
         if self.horizon_s is not None and not 0 < self.horizon_s < float("inf"):
             problems.append(f"horizon_s is {self.horizon_s}, needed: above 0 and finite")
         problems += [

@@ -37,18 +37,16 @@ from elaswave.planning.estimate import (
     check_power,
     common_levels,
     estimate,
-    num_actions,
-    predict,
     worker_speeds,
 )
 from elaswave.planning.frequency import choose_levels
 from elaswave.planning.graph import Cut, choose_widths, held_ranges
 from elaswave.planning.healthy import healthy
-from elaswave.planning.in_flight import in_flight_limits, predict_limited
+from elaswave.planning.in_flight import time_within_memory
 from elaswave.planning.options import AXES, Axis, Options
 from elaswave.planning.plan import Allocation, Plan, Planner, Transfer
 from elaswave.planning.randomness import KEYS
-from elaswave.planning.schedule import Schedule
+from elaswave.planning.schedule import IN_FLIGHT, Schedule, splits_backwards
 from elaswave.planning.transfers import needed_transfers, nobody_holds
 
 __all__ = ["AXES", "Axis", "Options", "healthy", "plan"]
@@ -133,7 +131,7 @@ class _Planning:
         self._old_start, self._old_stop, self._old_levels, self._stages, self._free = self._survivors()
         self._levels = self._start_levels()
         self._horizon_s = options.horizon(cluster.num_workers)
-        self._schedules = options.schedules or tuple(dict.fromkeys((allocation.schedule, "zero-bubble")))
+        self._schedules = options.schedules or tuple(dict.fromkeys((allocation.schedule, "zero-bubble-h2")))
         self._exact = options.exact_actions if cluster.num_workers <= EXACT_WORKERS else 0
         self._failure: InfeasiblePlan | None = None
 
@@ -196,8 +194,15 @@ class _Planning:
             assert self._failure is not None
             raise self._failure
         best = max(candidates, key=lambda each: (round(each.done_until(self._horizon_s), 9), each is staying))
-        tuned = self._tune(best)
+        tuned = self._tune(self._with_less_in_flight(best))
         return self._plan(tuned, best, staying, stay)
+
+    def _with_less_in_flight(self, best: _Candidate) -> _Candidate:
+        """The same with half the activations, if that is no slower."""
+        if best.allocation.schedule != "zero-bubble-h2" or self._options.schedules:
+            return best
+        less = self._judged(replace(best.allocation, schedule="zero-bubble"), best.origin)
+        return less if less.step_s <= best.step_s * (1 + 1e-9) else best
 
     def _stay(self) -> Shape | None:
         """Everybody stays where it is, a stage that has lost everybody is dissolved; None if that cannot be."""
@@ -223,8 +228,8 @@ class _Planning:
             if self._options.move_workers:
                 groups += self._with_moves()
         ranked: list[tuple[float, int, Shape, Schedule]] = []
-        # Where memory permits, zero-bubble is never slower than the others, which then need not be looked at.
-        for schedule in sorted(self._schedules, key=lambda schedule: schedule != "zero-bubble"):
+        # Where memory permits, split backwards with much in flight are never slower than anything else.
+        for schedule in sorted(self._schedules, key=lambda schedule: -IN_FLIGHT.get(schedule, 0)):
             offers = [] if stay is None or schedule == self._before.schedule else [stay]
             offers += self._only_workers(stay)
             permitted = True
@@ -240,7 +245,7 @@ class _Planning:
                 # Regular pipelines do better than the closed form says next to shared layers: they are always timed.
                 first = 0.0 if self._exact and stay is not None and shape.cuts is stay.cuts else seconds
                 ranked.append((first, len(ranked), shape, schedule))
-            if schedule == "zero-bubble" and permitted and groups:
+            if splits_backwards(schedule) and permitted and groups:
                 break
         return [(shape, schedule) for _, _, shape, schedule in sorted(ranked, key=lambda entry: entry[:2])]
 
@@ -398,18 +403,15 @@ class _Planning:
         Raises:
             InfeasiblePlan: it does not fit into memory.
         """
-        followers = self._options.followers
-        found = estimate(self._cluster, self._costs, allocation, followers=followers, where=where)
-        if bool(np.any(found.memory_bytes > self._cluster.memory_bytes[where])):
-            limits = in_flight_limits(self._cluster, self._costs, allocation, found, followers=followers)
-            if limits is not None:
-                seconds, memory = predict_limited(
-                    self._cluster, self._costs, allocation, found, limits, exact_actions=self._exact
-                )
-                return seconds, replace(found, memory_bytes=memory)
-        if num_actions(allocation) > self._exact:
-            return found.step_s, found
-        return predict(self._cluster, self._costs, allocation, exact_actions=self._exact), found
+        timed = time_within_memory(
+            self._cluster,
+            self._costs,
+            allocation,
+            followers=self._options.followers,
+            exact_actions=self._exact,
+            where=where,
+        )
+        return timed.step_s, timed.found
 
     # --------------------------------------------------------------------------------------------------- frequency
 

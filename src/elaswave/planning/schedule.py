@@ -20,6 +20,11 @@ place: a micro-batch is held until its W. Everybody may hold what the fullest wo
 ZB-H1, for equal widths). Two preferences and ``1f1b`` with each backward split in place are tried in
 virtual time, and the best is taken, so that in virtual time ``zero-bubble`` is never slower than ``1f1b``.
 
+``zero-bubble-h2`` is the same with twice as many micro-batches in flight (about the paper's ZB-H2), and tries the
+orders of ``zero-bubble`` too. Equal stages gain nothing by it here: a step is a barrier, so the last stage begins after
+a whole way of forwards whatever is in flight. Stages of unequal width or time do: what waits evens out what arrives
+unevenly.
+
 Always free of deadlock: the last stage can always go on, so everything in flight before it ends sooner or later,
 and its place is free again.
 
@@ -40,8 +45,10 @@ from elaswave.planning.flow import BACKWARD, FORWARD, INPUT, WEIGHT, Durations, 
 from elaswave.planning.program import Program
 from elaswave.types import Layout
 
-Schedule = Literal["1f1b", "gpipe", "zero-bubble"]
-SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zero-bubble")
+Schedule = Literal["1f1b", "gpipe", "zero-bubble", "zero-bubble-h2"]
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zero-bubble", "zero-bubble-h2")
+IN_FLIGHT: Mapping[Schedule, int] = {"zero-bubble": 1, "zero-bubble-h2": 2}
+"""Schedules with split backwards: how many times the micro-batches of the fullest worker under ``1f1b`` they hold."""
 
 BACKWARD_COST = 2
 """Modelled duration of a backward relative to its forward: two products per weight matrix instead of one."""
@@ -59,7 +66,7 @@ def in_flight_bounds(layout: Layout, schedule: Schedule) -> dict[int, int]:
 
     Where routes do not all pass the same stages (pipelines of different depth), what follows a stage is what follows
     it on the routes, each next stage counted by its share of micro-batches that come from here. Under ``zero-bubble``
-    every worker may hold what the fullest one holds under ``1f1b``.
+    every worker may hold what the fullest one holds under ``1f1b``, and twice that under ``zero-bubble-h2``.
 
     Args:
         layout: stages and routes.
@@ -74,8 +81,8 @@ def in_flight_bounds(layout: Layout, schedule: Schedule) -> dict[int, int]:
     if schedule == "gpipe":
         return {worker: max(1, given[worker]) for worker in layout.workers}
     needed = _needed_in_flight(layout)
-    if schedule == "zero-bubble":
-        needed = [max(needed)] * len(needed)
+    if splits_backwards(schedule):
+        needed = [IN_FLIGHT[schedule] * max(needed)] * len(needed)
     bounds = {
         worker: max(1, min(bound, given[worker]))
         for stage, bound in zip(layout.stages, needed, strict=True)
@@ -124,9 +131,9 @@ def compile_programs(
 
     Args:
         layout: stages and routes.
-        schedule: ``1f1b``, ``gpipe`` or ``zero-bubble``.
+        schedule: one of `SCHEDULES`.
         forward_only: leave out the backwards (evaluation); nothing is in flight then.
-        max_in_flight: bounds of ``1f1b`` and ``zero-bubble`` other than those of `in_flight_bounds`: less memory for
+        max_in_flight: bounds of schedules other than ``gpipe`` instead of those of `in_flight_bounds`: less memory for
             less throughput, or more for more.
         durations: seconds of every action; None means that a forward takes as long as its stage is wide, and a backward
             twice as long, which is right where layers are balanced over stages.
@@ -145,8 +152,10 @@ def compile_programs(
         bounds = {worker: max_in_flight[worker] for worker in layout.workers}
     flow = Flow(layout, durations, transfer_s, ticks=True)
     held = [bounds[worker] for worker in flow.workers]
-    if schedule == "zero-bubble" and not forward_only:
-        return flow.decode(_zero_bubble(flow, held, [min(*pair) for pair in zip(held, _open_bounds(layout, flow))]))
+    if splits_backwards(schedule) and not forward_only:
+        open_ = _at_most(held, in_flight_bounds(layout, "1f1b"), flow)
+        tried = [_at_most(held, in_flight_bounds(layout, "zero-bubble"), flow), held]
+        return flow.decode(_zero_bubble(flow, open_, tried if tried[0] != held else [held]))
     compiler = _Compiler(flow, held, waits_for_forwards=schedule == "gpipe", forward_only=forward_only)
     return flow.decode(compiler.run())
 
@@ -156,29 +165,33 @@ def _check_schedule(schedule: str) -> None:
         raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
 
 
-def _open_bounds(layout: Layout, flow: Flow) -> list[int]:
-    """What ``1f1b`` lets each worker hold."""
-    bounds = in_flight_bounds(layout, "1f1b")
-    return [bounds[worker] for worker in flow.workers]
+def splits_backwards(schedule: Schedule) -> bool:
+    """Whether a schedule has I and W instead of B."""
+    return schedule in IN_FLIGHT
 
 
-def _zero_bubble(flow: Flow, held: Sequence[int], open_: Sequence[int]) -> list[list[int]]:
+def _at_most(held: Sequence[int], bounds: Mapping[int, int], flow: Flow) -> list[int]:
+    return [min(most, bounds[worker]) for most, worker in zip(held, flow.workers, strict=True)]
+
+
+def _zero_bubble(flow: Flow, open_: Sequence[int], tried: Sequence[Sequence[int]]) -> list[list[int]]:
     """The best of several orders with split backwards.
 
     Args:
         flow: the work.
-        held: the most micro-batches each worker may hold until their W.
-        open_: the most that it may hold until their I, as under ``1f1b``.
+        open_: the most micro-batches that each worker may hold until their I, as under ``1f1b``.
+        tried: the most that it may hold until their W, one or several times.
     """
     whole = _Compiler(flow, open_).run()
     best = [[half for code in own for half in _halves(code)] for own in whole]
     shortest = run_in_order(flow, best).makespan
     # With few micro-batches open, alternating starves nobody; with as many open as fit, forwards must give way.
-    for limits, prefers_backward in ((open_, False), (held, True)):
-        compiler = _Compiler(flow, held, open_=limits, split=True, prefers_backward=prefers_backward)
-        found = compiler.run()
-        if compiler.now < shortest:
-            best, shortest = found, compiler.now
+    for held in tried:
+        for limits, prefers_backward in ((open_, False), (held, True)):
+            compiler = _Compiler(flow, held, open_=limits, split=True, prefers_backward=prefers_backward)
+            found = compiler.run()
+            if compiler.now < shortest:
+                best, shortest = found, compiler.now
     return best
 
 

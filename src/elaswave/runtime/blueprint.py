@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from elaswave.config.devices import emulated_costs
+from elaswave.config.devices import cluster_of, emulated_costs
 from elaswave.config.schema import Config
 from elaswave.control.core.messages import Tuning
 from elaswave.data.sampler import Sampler
@@ -21,8 +21,10 @@ from elaswave.models.layers import ModelSpec
 from elaswave.models.registry import build_model
 from elaswave.planning.costs import Costs
 from elaswave.planning.flow import Durations
+from elaswave.planning.in_flight import in_flight_limits
 from elaswave.planning.layout import make_layout
 from elaswave.planning.program import Kind, Program
+from elaswave.planning.routes import allocation_of
 from elaswave.planning.schedule import Schedule, compile_programs, in_flight_bounds
 from elaswave.planning.validate import validate_programs
 from elaswave.state.flat import LayerShape, TensorSlot, all_tensors, model_shapes
@@ -93,11 +95,23 @@ class Blueprint:
 
     @cached_property
     def tuning(self) -> Tuning:
-        """What stands beside the layout at the start: what emulated devices are known to take."""
+        """What stands beside the layout at the start: what emulated devices are known to take, and have room for.
+
+        Raises:
+            InfeasiblePlan: the described model does not fit into the emulated devices.
+        """
         config = self.config
         if config.device.kind != "emulated":
             return Tuning()
-        return tuning_of(emulated_costs(config), dict(enumerate(config.device.speeds or ())))
+        costs, schedule = emulated_costs(config), config.layout.schedule
+        limits = in_flight_limits(
+            cluster_of(config), costs, allocation_of(self.layout, schedule), followers=config.elastic.num_followers
+        )
+        return tuning_of(
+            costs,
+            dict(enumerate(config.device.speeds or ())),
+            in_flight=None if limits is None else limits.as_mapping(),
+        )
 
     @cached_property
     def programs(self) -> dict[int, Program]:

@@ -14,16 +14,8 @@ import numpy as np
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import (
-    EXACT_ACTIONS,
-    at_levels,
-    check_power,
-    common_levels,
-    estimate,
-    num_actions,
-    predict,
-)
-from elaswave.planning.in_flight import in_flight_limits, predict_limited
+from elaswave.planning.estimate import at_levels, check_power, common_levels
+from elaswave.planning.in_flight import time_within_memory
 from elaswave.planning.layout import partition_layers
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, Transfer
 from elaswave.planning.schedule import Schedule
@@ -207,19 +199,11 @@ def make_plan(
     if cluster.power_limit_w is not None:
         workers = np.concatenate([stage.workers for chain in allocation.chains for stage in chain.stages])
         allocation = at_levels(allocation, common_levels(cluster, cluster.index_of(workers)))
-    found = estimate(cluster, costs, allocation)
+    timed = time_within_memory(cluster, costs, allocation)
+    found, step_s = timed.found, timed.step_s
     check_power(cluster, found)
-    memory_bytes = found.memory_bytes
-    limits = in_flight_limits(cluster, costs, allocation, found)
-    if limits is not None:
-        step_s, memory_bytes = predict_limited(cluster, costs, allocation, found, limits)
-        reason += f", {limits.num_limited} workers with fewer micro-batches in flight since memory is short"
-    elif num_actions(allocation) <= EXACT_ACTIONS:
-        # Chains share no workers, so each is timed by itself; one may have nothing to do.
-        busy = [replace(allocation, chains=(chain,)) for chain in allocation.chains if chain.num_microbatches]
-        step_s = max(predict(cluster, costs, each) for each in busy)
-    else:
-        step_s = found.step_s
+    if timed.num_limited:
+        reason += f", {timed.num_limited} workers with fewer micro-batches in flight since memory is short"
     if without_barrier:
         step_s = found.pace_s + costs.step_overhead_s
     return Plan(
@@ -229,7 +213,7 @@ def make_plan(
         predicted_pause_s=pause_s,
         lost_work_s=lost_steps * step_s,
         transfers=transfers,
-        memory_bytes=memory_bytes[np.argsort(found.workers, kind="stable")],
+        memory_bytes=found.memory_bytes[np.argsort(found.workers, kind="stable")],
         power_w=found.power_w,
         reason=reason,
     )

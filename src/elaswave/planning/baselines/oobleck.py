@@ -53,6 +53,7 @@ from elaswave.planning.baselines.pauses import Pauses
 from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
 from elaswave.planning.plan import Allocation, Plan, Transfer
+from elaswave.planning.schedule import splits_backwards
 
 NAME = "oobleck"
 
@@ -355,7 +356,7 @@ class _Fleet:
                 self._costs.between(field, start, stop)
                 for field in ("forward_s", "input_gradient_s", "weight_gradient_s")
             )
-            split = self._before.schedule == "zero-bubble"
+            split = splits_backwards(self._before.schedule)
             ways.append(max(0.0, forward + first - second) if split else forward + first + second)
             paces.append(forward + first + second)
         slowest = int(np.argmax(paces))
