@@ -65,6 +65,8 @@ class _Candidate:
     origin: str
     step_s: float
     found: Estimate
+    where: np.ndarray
+    """Positions of its workers in the cluster, in the order of `found`."""
     transfers: tuple[Transfer, ...] = ()
     transfer_s: float = 0.0
 
@@ -201,8 +203,11 @@ class _Planning:
         """The same with half the activations, if that is no slower."""
         if best.allocation.schedule != "zero-bubble-h2" or self._options.schedules:
             return best
-        less = self._judged(replace(best.allocation, schedule="zero-bubble"), best.origin)
-        return less if less.step_s <= best.step_s * (1 + 1e-9) else best
+        allocation = replace(best.allocation, schedule="zero-bubble")
+        step_s, found = self._timed(allocation, best.where)
+        if step_s > best.step_s * (1 + 1e-9):
+            return best
+        return replace(best, allocation=allocation, step_s=step_s, found=found)
 
     def _stay(self) -> Shape | None:
         """Everybody stays where it is, a stage that has lost everybody is dissolved; None if that cannot be."""
@@ -393,6 +398,7 @@ class _Planning:
             origin=origin,
             step_s=step_s,
             found=found,
+            where=where,
             transfers=transfers,
             transfer_s=seconds,
         )
@@ -420,7 +426,7 @@ class _Planning:
         cluster, options = self._cluster, self._options
         if "frequency" not in options.axes or all(len(device.levels) == 1 for device in cluster.devices):
             return best
-        where = np.searchsorted(cluster.ids, best.found.workers)
+        where = best.where
         levels = np.concatenate([share.levels for chain in best.allocation.chains for share in chain.stages])
         level_speed = worker_speeds(cluster, where, levels)[0] / cluster.speed[where]
         loads = best.found.busy_s * level_speed
