@@ -51,6 +51,7 @@ ABLATIONS: Mapping[str, Options] = {
     "no worker moves": Options(move_workers=False),
     "no shared layers": Options(share_layers=False),
     "neither of the two": Options(move_workers=False, share_layers=False),
+    "no mixed depths": Options(mix_depths=False),
     "own schedule only": Options(schedules=("1f1b",)),
 }
 """What is switched off; without the rivals' plans as candidates."""

@@ -12,12 +12,13 @@ from tests.unit.planning_cases import layers, machines
 
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines import full_restart, oobleck, recycle, torchft
-from elaswave.planning.baselines.common import balanced_ranges, even, ranges_of, rectangle
+from elaswave.planning.baselines.common import balanced_ranges, even, rectangle
 from elaswave.planning.baselines.pauses import WORKER_S_BETWEEN_LOSSES, Pauses
 from elaswave.planning.cluster import Cluster, Event, FrequencyLevel
 from elaswave.planning.costs import Costs
 from elaswave.planning.estimate import estimate, predict
 from elaswave.planning.layout import validate_layout
+from elaswave.planning.pipelines import deal, ranges_of
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.policies import make_policies
 from elaswave.planning.routes import make_routes
@@ -427,7 +428,7 @@ def test_micro_batches_over_pipelines_as_brute_force(num_microbatches, kinds):
             if total
         )
 
-    dealt = oobleck.dealt_to_pipelines(num_microbatches, numbers, times)
+    dealt = deal(num_microbatches, numbers, times)
     assert sum(dealt) == num_microbatches
     splits = product(range(num_microbatches + 1), repeat=len(kinds))
     best = min(slowest(split) for split in splits if sum(split) == num_microbatches)

@@ -141,7 +141,14 @@ def estimate(
     )
 
 
-def predict(cluster: Cluster, costs: Costs, allocation: Allocation, *, exact_actions: int = EXACT_ACTIONS) -> float:
+def predict(
+    cluster: Cluster,
+    costs: Costs,
+    allocation: Allocation,
+    *,
+    exact_actions: int = EXACT_ACTIONS,
+    max_in_flight: Mapping[int, int] | None = None,
+) -> float:
     """Seconds of a step: exact where there are few enough actions, else the closed form.
 
     Args:
@@ -150,6 +157,7 @@ def predict(cluster: Cluster, costs: Costs, allocation: Allocation, *, exact_act
         allocation: who does how much.
         exact_actions: the most actions (forward, backward or its two halves, per micro-batch and stage) for which
             programs are compiled and timed.
+        max_in_flight: worker -> the most micro-batches it may hold, if exact; None means what the schedule wants.
     Raises:
         KeyError: a worker that is not in the cluster.
     """
@@ -161,7 +169,10 @@ def predict(cluster: Cluster, costs: Costs, allocation: Allocation, *, exact_act
         if not chain.num_microbatches:
             continue
         layout = make_routes(replace(allocation, chains=(chain,)), costs, cluster)
-        programs = compile_programs(layout, allocation.schedule, durations=durations, transfer_s=transfer_s)
+        bounds = None if max_in_flight is None else {worker: max_in_flight[worker] for worker in layout.workers}
+        programs = compile_programs(
+            layout, allocation.schedule, max_in_flight=bounds, durations=durations, transfer_s=transfer_s
+        )
         seconds = max(seconds, time_programs(layout, programs, durations, transfer_s).step_s)
     return seconds + costs.step_overhead_s
 

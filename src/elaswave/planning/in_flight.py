@@ -17,14 +17,10 @@ from elaswave.planning.estimate import (
     Estimate,
     check_memory,
     estimate,
-    levels_of,
     num_actions,
     predict,
 )
 from elaswave.planning.plan import Allocation
-from elaswave.planning.routes import make_routes
-from elaswave.planning.schedule import compile_programs
-from elaswave.planning.timing import durations_of, time_programs, transfer_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -167,22 +163,9 @@ def predict_limited(
     """
     if num_actions(allocation) > exact_actions:
         return _closed_form(costs, allocation, found, limits.bounds), limits.memory_bytes
-    seconds, bounds = 0.0, limits.as_mapping()
-    for chain in allocation.chains:  # they share no workers
-        if not chain.num_microbatches:
-            continue
-        one = replace(allocation, chains=(chain,))
-        layout = make_routes(one, costs, cluster)
-        durations, transfer_s = durations_of(costs, cluster, levels_of(one)), transfer_of(costs, cluster)
-        programs = compile_programs(
-            layout,
-            one.schedule,
-            max_in_flight={worker: bounds[worker] for worker in layout.workers},
-            durations=durations,
-            transfer_s=transfer_s,
-        )
-        seconds = max(seconds, time_programs(layout, programs, durations, transfer_s).step_s)
-    return seconds + costs.step_overhead_s, limits.memory_bytes
+    bounds = limits.as_mapping()
+    seconds = predict(cluster, costs, allocation, exact_actions=exact_actions, max_in_flight=bounds)
+    return seconds, limits.memory_bytes
 
 
 def _closed_form(costs: Costs, allocation: Allocation, found: Estimate, bounds: np.ndarray) -> float:

@@ -24,6 +24,8 @@ class Options:
     """Whether workers may change stage."""
     share_layers: bool = True
     """Whether neighbouring stages may share layers."""
+    mix_depths: bool = True
+    """Whether pipelines of different depth may run side by side, if workers may change stage."""
     schedules: tuple[Schedule, ...] | None = None
     """To choose from; None means the job's own and ``zero-bubble-h2``."""
     followers: int = DEFAULT_FOLLOWERS

@@ -7,7 +7,8 @@ and the one is taken that gets most done until the next event is to be expected,
 leaving everything as it is and the rivals are among those timed, a plan is never slower than they are.
 
 Source: ElasWave (arXiv 2510.00606). Differs: workers change stage, neighbours share layers, cuts are spread over
-several layers, schedules and rivals are candidates, migration is weighed against a horizon.
+several layers, pipelines of several depths run side by side (`elaswave.planning.pipelines`), schedules and rivals are
+candidates, migration is weighed against a horizon.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -44,6 +45,7 @@ from elaswave.planning.graph import Cut, choose_widths, held_ranges
 from elaswave.planning.healthy import healthy
 from elaswave.planning.in_flight import time_within_memory
 from elaswave.planning.options import AXES, Axis, Options
+from elaswave.planning.pipelines import mixed_pipelines, ranges_of
 from elaswave.planning.plan import Allocation, Plan, Planner, Transfer
 from elaswave.planning.randomness import KEYS
 from elaswave.planning.schedule import IN_FLIGHT, Schedule, splits_backwards
@@ -53,6 +55,8 @@ __all__ = ["AXES", "Axis", "Options", "healthy", "plan"]
 
 FINALISTS = 8
 """Candidates that are built worker by worker and timed, beside leaving everything as it is and the rivals'."""
+MIXES = 2
+"""Mixes of pipelines of several depths, which are chosen apart."""
 FINALISTS_AT_SCALE = 2
 """The same where candidates are judged by the closed form alone."""
 
@@ -191,7 +195,7 @@ class _Planning:
                 break
             if found := self._judge(shape, schedule):
                 candidates.append(found)
-        candidates += self._from_rivals()
+        candidates += self._mixed() + self._from_rivals()
         if not candidates:
             assert self._failure is not None
             raise self._failure
@@ -342,6 +346,32 @@ class _Planning:
 
     def _whole(self, members: Sequence[np.ndarray], room: Room) -> tuple[Cut, ...]:
         return whole_layers(self._cluster, self._costs, members, self._num_microbatches, room)
+
+    def _mixed(self) -> list[_Candidate]:
+        """Pipelines of several depths, where candidates are timed exactly."""
+        options = self._options
+        if not (self._exact and "graph" in options.axes and options.move_workers and options.mix_depths):
+            return []
+        found = []
+        usual = max(self._before.chains, key=lambda chain: len(chain.stages))
+        for allocation, origin in mixed_pipelines(
+            self._cluster,
+            self._costs,
+            ranges_of(usual),
+            self._stages,
+            self._free,
+            np.stack([self._old_start, self._old_stop], axis=1),
+            self._num_microbatches,
+            max(self._schedules, key=lambda schedule: IN_FLIGHT.get(schedule, 0)),
+            self._levels,
+            followers=options.followers,
+            most=MIXES,
+        ):
+            try:
+                found.append(self._judged(allocation, origin))
+            except InfeasiblePlan as failure:
+                self._failure = self._failure or failure
+        return found
 
     def _from_rivals(self) -> list[_Candidate]:
         """The rivals' allocations, judged like our own."""

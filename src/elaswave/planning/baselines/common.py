@@ -17,11 +17,9 @@ from elaswave.planning.costs import Costs
 from elaswave.planning.estimate import at_levels, check_power, common_levels
 from elaswave.planning.in_flight import time_within_memory
 from elaswave.planning.layout import partition_layers
+from elaswave.planning.pipelines import Ranges
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, Transfer
 from elaswave.planning.schedule import Schedule
-
-Ranges = tuple[tuple[int, int], ...]
-"""Layers [start, stop) of each stage."""
 
 
 def gone_from(event: Event) -> np.ndarray:
@@ -69,12 +67,6 @@ def even(total: int, width: int, before: np.ndarray | None = None) -> np.ndarray
     order = np.arange(width) if before is None else np.argsort(-before, kind="stable")
     counts[order[: total % width]] += 1
     return counts
-
-
-def ranges_of(chain: Chain) -> Ranges:
-    """Layers that each stage runs, shared ones counted where most micro-batches run them."""
-    bounds = [0, *(max(sorted(cut), key=lambda layer: cut[layer]) for cut in chain.cuts), chain.stages[-1].stop]
-    return tuple(pairwise(bounds))
 
 
 def balanced_ranges(costs: Costs, num_stages: int) -> Ranges:

@@ -24,13 +24,13 @@ from elaswave.planning.baselines.common import (
     gone_from,
     is_in,
     make_plan,
-    ranges_of,
     rectangle,
     unused,
 )
 from elaswave.planning.baselines.pauses import Pauses
 from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
+from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.plan import Allocation, Plan
 
 NAME = "full_restart"

@@ -29,14 +29,12 @@ its place among its stage's ids. Half a step is lost to a failure. A straggler i
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines import full_restart
 from elaswave.planning.baselines.common import (
-    Ranges,
     balanced_ranges,
     chain_of,
     copy_s,
@@ -44,7 +42,6 @@ from elaswave.planning.baselines.common import (
     gone_from,
     is_in,
     make_plan,
-    ranges_of,
     renamed,
     state_bytes,
     unused,
@@ -52,8 +49,8 @@ from elaswave.planning.baselines.common import (
 from elaswave.planning.baselines.pauses import Pauses
 from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
+from elaswave.planning.pipelines import Ranges, deal, linear_s, ranges_of, template_beside
 from elaswave.planning.plan import Allocation, Plan, Transfer
-from elaswave.planning.schedule import splits_backwards
 
 NAME = "oobleck"
 
@@ -266,8 +263,8 @@ class _Fleet:
                 ] if columns else self._columns  # fmt: skip
             by_depth[depth] = [np.sort(column) for column in columns]
         numbers = [len(columns[0]) for columns in by_depth.values()]
-        times = [self._time(depth) for depth in by_depth]
-        totals = dealt_to_pipelines(self._num_microbatches, numbers, times)
+        times = [linear_s(self._costs, self._template(depth), self._before.schedule) for depth in by_depth]
+        totals = deal(self._num_microbatches, numbers, times)
         chains = tuple(
             chain_of(self._cluster, self._template(depth), columns, even(total, number))
             for (depth, columns), total, number in zip(by_depth.items(), totals, numbers, strict=True)
@@ -337,7 +334,7 @@ class _Fleet:
     def _find_template(self, depth: int) -> Ranges | None:
         if depth not in self._ranges:
             others = frozenset(layers for ranges in self._ranges.values() for layers in ranges)
-            found = _beside(self._costs, depth, others)
+            found = template_beside(self._costs, depth, others)
             if found is None:
                 return None
             self._ranges[depth] = found
@@ -347,20 +344,6 @@ class _Fleet:
         found = self._find_template(depth)
         assert found is not None, depth
         return found
-
-    def _time(self, depth: int) -> tuple[float, float]:
-        """Seconds of a pipeline beside its micro-batches, and of each of them at the slowest stage."""
-        ways, paces = [], []
-        for start, stop in self._template(depth):
-            forward, first, second = (
-                self._costs.between(field, start, stop)
-                for field in ("forward_s", "input_gradient_s", "weight_gradient_s")
-            )
-            split = splits_backwards(self._before.schedule)
-            ways.append(max(0.0, forward + first - second) if split else forward + first + second)
-            paces.append(forward + first + second)
-        slowest = int(np.argmax(paces))
-        return sum(ways) - ways[slowest], paces[slowest] or 1e-12  # layers that cost nothing are dealt evenly
 
     def _fewest_workers(self) -> int:
         """n0: stages of the shortest pipeline whose workers' memory holds the model and what is in flight."""
@@ -379,43 +362,6 @@ class _Fleet:
         return depth
 
 
-def dealt_to_pipelines(
-    num_microbatches: int, numbers: Sequence[int], times: Sequence[tuple[float, float]]
-) -> list[int]:
-    """Deals micro-batches to kinds of pipelines so that the slowest pipeline is as fast as possible.
-
-    Args:
-        num_microbatches: to deal.
-        numbers: of pipelines of each kind, at least 1.
-        times: of each kind: a pipeline with m micro-batches takes first + m x second seconds.
-    Returns:
-        Micro-batches of all pipelines of each kind together.
-    """
-
-    def fit(seconds: float) -> list[int]:
-        return [
-            number * max(0, int((seconds - fixed) / pace * (1 + 1e-12)))
-            for number, (fixed, pace) in zip(numbers, times, strict=True)
-        ]
-
-    low, high = 0.0, max(fixed + num_microbatches * pace for fixed, pace in times)
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (low, middle) if sum(fit(middle)) >= num_microbatches else (middle, high)
-    totals = fit(high)
-    surplus = sum(totals) - num_microbatches
-    while surplus:
-
-        def end(kind: int) -> float:
-            return times[kind][0] + -(-totals[kind] // numbers[kind]) * times[kind][1] if totals[kind] else 0.0
-
-        latest = max(range(len(totals)), key=end)
-        taken = min(surplus, totals[latest] % numbers[latest] or numbers[latest])
-        totals[latest] -= taken
-        surplus -= taken
-    return totals
-
-
 def _difference(wanted: tuple[int, int], held: tuple[int, int] | None) -> list[tuple[int, int]]:
     """The layers wanted that are not held, as ranges."""
     if held is None:
@@ -429,31 +375,3 @@ def _difference(wanted: tuple[int, int], held: tuple[int, int] | None) -> list[t
 def _balanced(costs: Costs, depth: int) -> Ranges:
     """The template of this depth by itself."""
     return balanced_ranges(costs, depth)
-
-
-@lru_cache(maxsize=256)
-def _beside(costs: Costs, depth: int, others: frozenset[tuple[int, int]]) -> Ranges | None:
-    """The template of this depth whose stages neither lie inside stages of others nor enclose them; None if none is.
-
-    Such templates can run side by side in one `Layout`.
-    """
-    busy = costs.prefix["busy_s"]
-    last = costs.num_layers
-
-    def allowed(start: int, stop: int) -> bool:
-        return not any((a < start and stop < b) or (start < a and b < stop) for a, b in others)
-
-    # best[stop]: slowest stage, then sum of squares, then where the stages before begin, of the stages up to `stop`.
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for stage in range(depth):
-        reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        stops = [last] if stage == depth - 1 else range(stage + 1, last - (depth - stage - 1) + 1)
-        for stop in stops:
-            for start, (slowest, squares, starts) in best.items():
-                if start < stop and allowed(start, stop):
-                    own = float(busy[stop] - busy[start])
-                    found = (max(slowest, own), squares + own * own, (*starts, start))
-                    if stop not in reached or found < reached[stop]:
-                        reached[stop] = found
-        best = reached
-    return tuple(pairwise((*best[last][2], last))) if last in best else None

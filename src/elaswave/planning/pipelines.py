@@ -1,0 +1,328 @@
+"""Pipelines of several depths beside each other: what a planner may make of a number of workers that is no rectangle.
+
+With few micro-batches per pipeline a stage cannot share out a lost worker's part evenly: somebody gets one micro-batch
+more, which is much. Then it may be better to let most pipelines go on as they are, and to make of all other workers
+pipelines that are a stage longer or shorter. Deeper ones also need less memory per worker, so that more fits in flight.
+
+Mixes are ranked by what a pipeline of each depth would take if layers could be split at will; the best ones get real
+stages (`template_beside`) and micro-batches (`deal`), and one pipeline of each depth is compiled and timed. Pure.
+
+Source: Oobleck (Jang et al., SOSP 2023, arXiv 2309.08125, section 4), whose templates these are. Differs: chosen by
+the time of the step, after every event, among all that the workers can be made into; Oobleck mends what is broken.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from elaswave.errors import InfeasiblePlan
+from elaswave.planning.cluster import Cluster
+from elaswave.planning.costs import Costs
+from elaswave.planning.estimate import in_flight, predict
+from elaswave.planning.in_flight import in_flight_limits
+from elaswave.planning.plan import Allocation, Chain, StageShare
+from elaswave.planning.schedule import Schedule, splits_backwards
+
+Ranges = tuple[tuple[int, int], ...]
+"""Layers [start, stop) of each stage."""
+SHORTER, LONGER = 2, 3
+"""A pipeline may have so many stages fewer, or more, than those before; one more where workers are left over."""
+RANKED = 16
+"""Mixes that get real stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mix:
+    """Depth -> number of pipelines, the usual depth first."""
+
+    groups: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{number} x {depth}" for depth, number in self.groups)
+
+
+def mixed_pipelines(
+    cluster: Cluster,
+    costs: Costs,
+    usual: Ranges,
+    members: Sequence[np.ndarray],
+    free: np.ndarray,
+    held: np.ndarray,
+    num_microbatches: int,
+    schedule: Schedule,
+    levels: np.ndarray,
+    *,
+    followers: int,
+    most: int,
+) -> list[tuple[Allocation, str]]:
+    """The best mixes.
+
+    Args:
+        cluster: after the event, with workers of one speed: pipelines of equal depth get equal work.
+        costs: of the layers.
+        usual: layers of the stages of before.
+        members: positions in the cluster of each stage's workers that are left, ascending.
+        free: positions of those in no stage.
+        held: int64 [workers of the cluster, 2]: layers [start, stop) that each has held.
+        num_microbatches: of the step.
+        schedule: of the job.
+        levels: frequency level of every worker of the cluster.
+        followers: live copies of every block, for memory.
+        most: how many are wanted.
+    Returns:
+        Allocations, the fastest first, and how they came about; none if speeds differ or nothing fits.
+    """
+    if not np.all(cluster.speed == cluster.speed[0]) or len(set(levels.tolist())) > 1:
+        return []
+    found = []
+    ideal = _Ideal(cluster, costs, schedule, followers)
+    mixes = _mixes(usual, members, free, costs.num_layers)
+    for mix in sorted(mixes, key=lambda each: ideal.step_s(each, num_microbatches))[:RANKED]:
+        try:
+            allocation = _allocation(
+                cluster, costs, mix, usual, members, free, held, num_microbatches, schedule, levels
+            )
+            if allocation is not None:
+                found.append((_one_of_each_s(cluster, costs, allocation, followers), allocation, str(mix)))
+        except InfeasiblePlan:
+            continue
+    found.sort(key=lambda each: each[0])
+    return [(allocation, f"pipelines x workers of each: {mix}") for _, allocation, mix in found[:most]]
+
+
+def _mixes(usual: Ranges, members: Sequence[np.ndarray], free: np.ndarray, num_layers: int) -> list[_Mix]:
+    """Everything that gives all workers a place: pipelines of the usual depth, and others of one depth or two."""
+    depth, number = len(usual), sum(map(len, members)) + len(free)
+    found: dict[tuple[tuple[int, int], ...], None] = {}
+    for kept in range(min(map(len, members)), -1, -1):
+        rest = number - kept * depth
+        for other in range(max(1, depth - SHORTER), min(depth + LONGER, num_layers) + 1):
+            shorter, longer = (rest // other) - rest % other, rest % other
+            if shorter < 0 or rest < other or (longer and other == num_layers):
+                continue
+            counts = {depth: kept}
+            for key, more in ((other, shorter), (other + 1, longer)):
+                counts[key] = counts.get(key, 0) + more
+            groups = tuple((key, count) for key, count in counts.items() if count)
+            if len(groups) > 1 or groups[0][0] != depth:
+                found[groups] = None
+    return [_Mix(groups=groups) for groups in found]
+
+
+class _Ideal:
+    """Pipelines whose layers are split at will: for ranking."""
+
+    def __init__(self, cluster: Cluster, costs: Costs, schedule: Schedule, followers: int) -> None:
+        self._total = {name: float(sums[-1]) for name, sums in costs.prefix.items()}
+        self._room = float(cluster.memory_bytes.min())
+        self._num_workers = cluster.num_workers
+        self._copies = min(1 + followers, cluster.num_workers)
+        self._schedule: Schedule = schedule
+
+    def linear(self, depth: int) -> tuple[float, float]:
+        """A pipeline with m micro-batches takes first + m x second seconds; infinitely long if it does not fit."""
+        total = self._total
+        fixed = (total["parameter_bytes"] + total["accumulator_bytes"]) / depth
+        fixed += total["optimizer_bytes"] * self._copies / self._num_workers
+        each = total["activation_bytes"] / depth
+        room = (self._room - fixed) / each if each else float("inf")
+        if fixed > self._room or room < 1:
+            return float("inf"), float("inf")
+        way = total["busy_s"]
+        wanted = int(in_flight(np.ones(depth, dtype=np.int64), "1f1b")[0])
+        if splits_backwards(self._schedule) and room >= wanted:
+            way = max(0.0, total["forward_s"] + total["input_gradient_s"] - total["weight_gradient_s"])
+        return way * (depth - 1) / depth, total["busy_s"] / depth or 1e-12  # layers may cost nothing
+
+    def step_s(self, mix: _Mix, num_microbatches: int) -> float:
+        """Of a mix, if micro-batches could be dealt out in parts."""
+        rate = done = 0.0
+        for depth, number in mix.groups:
+            fixed, pace = self.linear(depth)
+            rate += number / pace
+            done += number * fixed / pace if np.isfinite(fixed) else float("inf")
+        return (num_microbatches + done) / rate if rate else float("inf")
+
+
+def _allocation(
+    cluster: Cluster,
+    costs: Costs,
+    mix: _Mix,
+    usual: Ranges,
+    members: Sequence[np.ndarray],
+    free: np.ndarray,
+    held: np.ndarray,
+    num_microbatches: int,
+    schedule: Schedule,
+    levels: np.ndarray,
+) -> Allocation | None:
+    """A mix with real stages, workers and micro-batches; None if its depths cannot be one layout."""
+    templates: dict[int, Ranges] = {}
+    kept = dict(mix.groups).get(len(usual), 0)
+    if kept:
+        templates[len(usual)] = usual
+    for depth, _ in mix.groups:
+        if depth not in templates:
+            others = frozenset(layers for ranges in templates.values() for layers in ranges)
+            ranges = template_beside(costs, depth, others)
+            if ranges is None:
+                return None
+            templates[depth] = ranges
+    columns = _columns(mix, templates, members, free, held)
+    times = [linear_s(costs, templates[depth], schedule) for depth, _ in mix.groups]
+    totals = deal(num_microbatches, [number for _, number in mix.groups], times)
+    chains = []
+    for (depth, number), total in zip(mix.groups, totals, strict=True):
+        if not total:
+            continue
+        counts = np.full(number, total // number, dtype=np.int64)
+        counts[: total % number] += 1
+        shares = tuple(
+            StageShare(
+                start=start, stop=stop, workers=cluster.ids[where], num_microbatches=counts, levels=levels[where]
+            )
+            for (start, stop), where in zip(templates[depth], columns[depth], strict=True)
+        )
+        cuts = tuple({start: total} for start, _ in templates[depth][1:])
+        chains.append(Chain(stages=shares, num_microbatches=total, cuts=cuts))
+    return Allocation(chains=tuple(chains), schedule=schedule)
+
+
+def _columns(
+    mix: _Mix, templates: dict[int, Ranges], members: Sequence[np.ndarray], free: np.ndarray, held: np.ndarray
+) -> dict[int, list[np.ndarray]]:
+    """Positions of each depth's workers, stage by stage: whoever held early layers gets early ones again.
+
+    Pipelines of the usual depth keep their workers as long as there are enough in every stage.
+    """
+    usual = len(members)
+    kept = min(dict(mix.groups).get(usual, 0), min(map(len, members)))
+    columns: dict[int, list[list[int]]] = {depth: [[] for _ in range(depth)] for depth, _ in mix.groups}
+    pool: list[int] = free.tolist()
+    for stage, own in enumerate(members):
+        if kept:
+            start, stop = templates[usual][stage]
+            lacks = (held[own, 0] > start) | (held[own, 1] < stop)
+            own = own[np.argsort(lacks, kind="stable")]
+            columns[usual][stage] = own[:kept].tolist()
+        pool += own[kept:].tolist()
+    pool.sort(key=lambda worker: (int(held[worker].sum()), worker))
+    places = sorted(
+        (start + stop, depth, stage)
+        for depth, number in mix.groups
+        for stage, (start, stop) in enumerate(templates[depth])
+        for _ in range(number - (kept if depth == usual else 0))
+    )
+    for worker, (_, depth, stage) in zip(pool, places, strict=True):
+        columns[depth][stage].append(worker)
+    return {depth: [np.sort(np.array(own, dtype=np.int64)) for own in stages] for depth, stages in columns.items()}
+
+
+def _one_of_each_s(cluster: Cluster, costs: Costs, allocation: Allocation, followers: int) -> float:
+    """Seconds of the slowest pipeline: one of each depth, with the most micro-batches, within the memory there is."""
+    limits = in_flight_limits(cluster, costs, allocation, followers=followers)
+    bounds = None if limits is None else limits.as_mapping()
+    slowest = 0.0
+    for chain in allocation.chains:
+        most = int(chain.stages[0].num_microbatches[0])
+        stages = tuple(
+            replace(
+                share, workers=share.workers[:1], num_microbatches=share.num_microbatches[:1], levels=share.levels[:1]
+            )
+            for share in chain.stages
+        )
+        one = replace(chain, stages=stages, num_microbatches=most, cuts=tuple({min(cut): most} for cut in chain.cuts))
+        alone = replace(allocation, chains=(one,))
+        slowest = max(slowest, predict(cluster, costs, alone, max_in_flight=bounds))
+    return slowest
+
+
+def linear_s(costs: Costs, ranges: Ranges, schedule: Schedule) -> tuple[float, float]:
+    """Seconds of a pipeline beside its micro-batches, and of each of them at the slowest stage."""
+    ways, paces = [], []
+    for start, stop in ranges:
+        forward, first, second = (
+            costs.between(field, start, stop) for field in ("forward_s", "input_gradient_s", "weight_gradient_s")
+        )
+        split = splits_backwards(schedule)
+        ways.append(max(0.0, forward + first - second) if split else forward + first + second)
+        paces.append(forward + first + second)
+    slowest = int(np.argmax(paces))
+    return sum(ways) - ways[slowest], paces[slowest] or 1e-12  # layers that cost nothing are dealt evenly
+
+
+def deal(num_microbatches: int, numbers: Sequence[int], times: Sequence[tuple[float, float]]) -> list[int]:
+    """Deals micro-batches to kinds of pipelines so that the slowest pipeline is as fast as possible.
+
+    Args:
+        num_microbatches: to deal.
+        numbers: of pipelines of each kind, at least 1.
+        times: of each kind: a pipeline with m micro-batches takes first + m x second seconds.
+    Returns:
+        Micro-batches of all pipelines of each kind together.
+    """
+
+    def fit(seconds: float) -> list[int]:
+        return [
+            number * max(0, int((seconds - fixed) / pace * (1 + 1e-12)))
+            for number, (fixed, pace) in zip(numbers, times, strict=True)
+        ]
+
+    low, high = 0.0, max(fixed + num_microbatches * pace for fixed, pace in times)
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(fit(middle)) >= num_microbatches else (middle, high)
+    totals = fit(high)
+    surplus = sum(totals) - num_microbatches
+    while surplus:
+
+        def end(kind: int) -> float:
+            return times[kind][0] + -(-totals[kind] // numbers[kind]) * times[kind][1] if totals[kind] else 0.0
+
+        latest = max(range(len(totals)), key=end)
+        taken = min(surplus, totals[latest] % numbers[latest] or numbers[latest])
+        totals[latest] -= taken
+        surplus -= taken
+    return totals
+
+
+def ranges_of(chain: Chain) -> Ranges:
+    """Layers that each stage runs, shared ones counted where most micro-batches run them."""
+    bounds = [0, *(max(sorted(cut), key=lambda layer: cut[layer]) for cut in chain.cuts), chain.stages[-1].stop]
+    return tuple(pairwise(bounds))
+
+
+@lru_cache(maxsize=256)
+def template_beside(costs: Costs, depth: int, others: frozenset[tuple[int, int]]) -> Ranges | None:
+    """Layers of a pipeline's stages: its slowest stage as fast as may be, beside others in one `Layout`.
+
+    Args:
+        costs: of the layers.
+        depth: stages of the pipeline.
+        others: layers of other pipelines' stages; none may lie inside one of these or enclose it.
+    Returns:
+        None if there is no such pipeline.
+    """
+    busy = costs.prefix["busy_s"]
+    last = costs.num_layers
+
+    def allowed(start: int, stop: int) -> bool:
+        return not any((a < start and stop < b) or (start < a and b < stop) for a, b in others)
+
+    # best[stop]: slowest stage, then sum of squares, then where the stages before begin, of the stages up to `stop`.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(depth):
+        reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        stops = [last] if stage == depth - 1 else range(stage + 1, last - (depth - stage - 1) + 1)
+        for stop in stops:
+            for start, (slowest, squares, starts) in best.items():
+                if start < stop and allowed(start, stop):
+                    own = float(busy[stop] - busy[start])
+                    found = (max(slowest, own), squares + own * own, (*starts, start))
+                    if stop not in reached or found < reached[stop]:
+                        reached[stop] = found
+        best = reached
+    return tuple(pairwise((*best[last][2], last))) if last in best else None

@@ -1,0 +1,121 @@
+"""Pipelines of several depths beside each other: everybody has a place, and few have to move."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.property.clusters import make_cluster, make_costs
+
+from elaswave.planning.cluster import Event
+from elaswave.planning.healthy import healthy
+from elaswave.planning.in_flight import time_within_memory
+from elaswave.planning.layout import validate_layout
+from elaswave.planning.pipelines import deal, mixed_pipelines, ranges_of, template_beside
+from elaswave.planning.planner import Options, plan
+from elaswave.planning.routes import make_routes
+
+
+def mixes_after(cluster, costs, allocation, lost, *, most=16):
+    """All mixes of what is left of a job of one chain, with the workers that are left."""
+    left = cluster.without(lost)
+    stages = allocation.chains[0].stages
+    members = [np.flatnonzero(np.isin(left.ids, stage.workers)) for stage in stages]
+    held = np.zeros((left.num_workers, 2), dtype=np.int64)
+    for stage, own in zip(stages, members, strict=True):
+        held[own] = stage.start, stage.stop
+    found = mixed_pipelines(
+        left,
+        costs,
+        ranges_of(allocation.chains[0]),
+        members,
+        np.zeros(0, dtype=np.int64),
+        held,
+        allocation.num_microbatches,
+        "zero-bubble-h2",
+        np.zeros(left.num_workers, dtype=np.int64),
+        followers=1,
+        most=most,
+    )
+    return left, found
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 6), st.integers(1, 12), st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_worker_has_a_place_and_every_micro_batch_passes_every_layer(stages, replicas, more, number, data):
+    costs = make_costs([1.0 + index % 3 for index in range(stages + more)])
+    cluster = make_cluster([1.0] * (stages * replicas))
+    lost = data.draw(st.sets(st.integers(0, cluster.num_workers - 1), max_size=cluster.num_workers - 1))
+    allocation = healthy(cluster, costs, stages, replicas, number)
+    left, found = mixes_after(cluster, costs, allocation, sorted(lost))
+    for each, name in found:
+        each.check()
+        assert each.num_microbatches == number
+        if len(each.chains) == name.count(" x ") - 1:  # else one depth is too slow to be given any
+            assert each.workers.tolist() == left.ids.tolist()
+        validate_layout(make_routes(each, costs, left))
+        assert len({len(chain.stages) for chain in each.chains}) == len(each.chains)
+
+
+def test_most_pipelines_go_on_as_they_are():
+    """Of six pipelines one has lost a worker: the five others may stay, and do not move."""
+    cluster, costs = make_cluster([1.0] * 18), make_costs([1.0] * 12)
+    allocation = healthy(cluster, costs, 3, 6, 24)
+    left, found = mixes_after(cluster, costs, allocation, [7])
+    by_name = {name.partition(": ")[2]: each for each, name in found}
+    kept = by_name["5 x 3, 1 x 2"].chains[0]
+    for share, before in zip(kept.stages, allocation.chains[0].stages, strict=True):
+        assert (share.start, share.stop) == (before.start, before.stop)
+        assert set(share.workers.tolist()) <= set(before.workers.tolist())
+    assert kept.num_microbatches in (20, 21, 22)
+
+
+def test_depths_are_mixed_where_that_is_faster():
+    """Two micro-batches per pipeline are few beside the way through four stages: two stages are better, and three."""
+    cluster, costs = make_cluster([1.0] * 16), make_costs([3.0] * 24)
+    before = healthy(cluster, costs, 4, 4, 8)
+    left, event = cluster.without([5]), Event(kind="lost", workers=(5,))
+    far: dict[str, Any] = {"horizon_s": 1e12, "schedules": ("1f1b",)}
+    found = plan(left, costs, before, event, options=Options(**far))
+    without = plan(left, costs, before, event, options=Options(mix_depths=False, **far))
+    assert found.reason.startswith("pipelines x workers of each: ")
+    assert len(found.allocation.chains) > 1
+    assert found.predicted_step_s < 0.97 * without.predicted_step_s
+    assert found.predicted_step_s == time_within_memory(left, costs, found.allocation).step_s
+    # and the next loss finds pipelines of several depths
+    gone = int(found.allocation.chains[0].stages[0].workers[0])
+    again = plan(left.without([gone]), costs, found.allocation, Event(kind="lost", workers=(gone,)))
+    assert again.allocation.num_microbatches == 8
+    stays = plan(left, costs, before, event, options=Options(move_workers=False, **far))
+    assert len(stays.allocation.chains) == 1
+
+
+def test_workers_of_unequal_speed_are_not_put_side_by_side():
+    cluster, costs = make_cluster([1.0] * 8), make_costs([1.0] * 8)
+    allocation = healthy(cluster, costs, 2, 4, 8)
+    assert mixes_after(cluster, costs, allocation, [0])[1]
+    slow = replace(cluster, speed=np.array([1.0] * 7 + [0.5]))
+    assert mixes_after(slow, costs, allocation, [0])[1] == []
+
+
+def test_a_mix_that_does_not_fit_is_left_out():
+    costs = make_costs([1.0] * 6, parameter_bytes=10.0)
+    roomy, tight = (make_cluster([1.0] * 6, memory_bytes=size) for size in (1e9, 130.0))
+    allocation = healthy(roomy, costs, 3, 2, 4)
+    names = [{name for _, name in mixes_after(each, costs, allocation, [0])[1]} for each in (roomy, tight)]
+    assert any(" x 1" in name for name in names[0])
+    assert names[1] < names[0] and not any(" x 1" in name for name in names[1])
+
+
+def test_templates_run_beside_each_other():
+    costs = make_costs([1.0] * 6)
+    assert template_beside(costs, 3, frozenset()) == ((0, 2), (2, 4), (4, 6))
+    assert template_beside(costs, 6, frozenset({(0, 1), (1, 5), (5, 6)})) is None
+    assert template_beside(costs, 7, frozenset()) is None
+
+
+@pytest.mark.parametrize(("number", "expected"), [(0, [0, 0]), (1, [1, 0]), (7, [6, 1])])
+def test_micro_batches_are_dealt_to_the_pipelines_that_end_first(number, expected):
+    assert deal(number, [3, 1], [(1.0, 1.0), (1.0, 1.5)]) == expected
