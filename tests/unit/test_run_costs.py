@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from elaswave.config.devices import base_level, device_of
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.errors import RunFolderError
@@ -148,6 +149,24 @@ def test_the_layout_in_force_has_a_schedule_and_steps_of_its_own() -> None:
     before = run_costs(config, [started, chosen, *steps])
     assert before.schedule == "1f1b" and not before.knows_durations
     assert before.step_s == (9.0,) * 5
+
+
+def test_levels_and_memory_in_force_are_those_of_the_layout() -> None:
+    config = configuration(
+        "device.kind=emulated", "device.model=gpt2-small", "model.num_layers=12", "layout.layers=[7,7]"
+    )
+    wide = [msgspec.structs.replace(each, start=7 * each.stage, stop=7 * each.stage + 7) for each in report(5).timings]
+    started, chosen, *steps = log_of(config, timings=[TimingsMeasured(step=5, timings=wide)])
+    assert isinstance(chosen, LayoutChosen)
+    plain = run_costs(config, [started, chosen, *steps])
+    top, base = len(device_of(config).levels) - 1, base_level(config)
+    assert plain.levels == dict.fromkeys(chosen.layout.workers, base) and top > base
+    lifted = msgspec.structs.replace(chosen, levels=dict.fromkeys(chosen.layout.workers, top))
+    assert run_costs(config, [started, lifted, *steps]).predicted_step_s < 0.99 * plain.predicted_step_s
+    held_back = msgspec.structs.replace(chosen, in_flight={0: 1, 1: 1})
+    assert (
+        run_costs(config, [started, held_back, *steps]).predicted_step_s > 1.04 * plain.predicted_step_s
+    )  # of which overhead is most
 
 
 @pytest.mark.parametrize("num_steps", [0, 3])

@@ -68,14 +68,12 @@ def plan_command(
 
 def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any], Mapping[str, Planner]]:
     """A run as it is, what is known about the prediction of its steps, and the policies as it asks them."""
-    from elaswave.config.devices import base_level
     from elaswave.control.replanning import planners_of
     from elaswave.observability.run_costs import read_run_costs
     from elaswave.planning.routes import allocation_of
 
     costs = read_run_costs(run)
-    levels = dict.fromkeys(costs.layout.workers, base_level(costs.config))
-    allocation = allocation_of(costs.layout, costs.schedule, levels)
+    allocation = allocation_of(costs.layout, costs.schedule, costs.levels)
     setting = Setting(
         title=f"{run}: layout {costs.layout.describe()}, {costs.layout.num_microbatches} micro-batches of "
         f"{costs.config.batch.microbatch_size} x {costs.config.model.context_length} tokens",

@@ -232,6 +232,8 @@ class Books:
             start_up_s=self._start_up_s,
             change=change,
             schedule=schedule,
+            levels=tuning.levels,
+            in_flight=tuning.in_flight,
             predicted_step_s=predicted_step_s,
         )
         self._epochs.append(event.record)

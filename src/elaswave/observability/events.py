@@ -84,6 +84,10 @@ class LayoutChosen(Event, frozen=True, kw_only=True, tag="layout"):
     """Number of the planned change that brought it; 0 for the first layout and those that a recovery brought."""
     schedule: str = ""
     """Of the workers' programs."""
+    levels: dict[int, int] = {}
+    """By worker id the index of its frequency level, of those that are not at their device's base level."""
+    in_flight: dict[int, int] = {}
+    """By worker id the most micro-batches that it may hold; empty where the schedule alone says so."""
     predicted_step_s: float | None = None
     """Seconds of a step as they were predicted beforehand; None where nothing was known yet."""
 

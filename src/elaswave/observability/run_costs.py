@@ -6,14 +6,14 @@ it did. The job's clock is wall time: on a machine with fewer cores than workers
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from elaswave.config.devices import REAL_LINK, cluster_of, device_of, emulated_costs
+from elaswave.config.devices import REAL_LINK, base_level, cluster_of, device_of, emulated_costs
 from elaswave.config.schema import Config
 from elaswave.errors import RunFolderError
 from elaswave.observability.events import (
@@ -30,9 +30,10 @@ from elaswave.observability.summary import NUM_WARM_UP_STEPS
 from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
 from elaswave.planning.describe import USABLE_MEMORY, describe_shares
+from elaswave.planning.flow import Durations
 from elaswave.planning.measured import CostMeter, prediction_error
 from elaswave.planning.presets import ModelShape
-from elaswave.planning.schedule import Schedule, compile_programs
+from elaswave.planning.schedule import Schedule, bounds_within, compile_programs
 from elaswave.planning.timing import durations_of, time_programs
 from elaswave.types import Layout
 
@@ -56,6 +57,10 @@ class RunCosts:
     """Steps that were run under the layout, the first ones left out."""
     schedule: Schedule
     """In force: another than the configured one where a change of layout has brought it."""
+    levels: dict[int, int]
+    """Worker -> index of the frequency level at which it runs."""
+    in_flight: dict[int, int]
+    """Worker -> the most micro-batches that it may hold; empty where the schedule alone says so."""
     knows_durations: bool
     """Whether the run's programs are compiled by seconds of layers: those of emulated devices and of planned layouts;
     else layers are taken to be balanced over stages."""
@@ -68,7 +73,8 @@ class RunCosts:
     @property
     def predicted_step_s(self) -> float:
         """What the costs say that a step of the layout takes, in the order in which it is executed."""
-        run_s = _run_s(self.layout, self.schedule, self.costs, self.cluster, knows_durations=self.knows_durations)
+        durations = durations_of(self.costs, self.cluster, self.levels)
+        run_s = _run_s(self.layout, self.schedule, durations, self.in_flight, knows_durations=self.knows_durations)
         return run_s + self.costs.step_overhead_s
 
     @property
@@ -125,6 +131,7 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
     since = [step for step in steps if step.epoch == chosen.epoch and step.step >= chosen.first_step]
     current = [step.duration_s for step in since if step.attempt == 1]
     schedule: Schedule = chosen.schedule or config.layout.schedule  # type: ignore[assignment]
+    levels = dict.fromkeys(layout.workers, base_level(config)) | chosen.levels
     knows_durations = config.device.kind == "emulated" or chosen.change > 0
     if meter.num_reports:
         cluster = _cluster(config, layout, meter.speeds())
@@ -134,7 +141,8 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
             costs = msgspec.structs.replace(emulated_costs(config), step_overhead_s=costs.step_overhead_s)
     else:
         described = _described(config, chosen)
-        run_s = _run_s(layout, schedule, described, cluster, knows_durations=knows_durations)
+        durations = durations_of(described, cluster, levels)
+        run_s = _run_s(layout, schedule, durations, chosen.in_flight, knows_durations=knows_durations)
         costs = _scaled(described, run_s, [step.duration_s for step in steps])
     return RunCosts(
         config=config,
@@ -144,6 +152,8 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
         num_reports=meter.num_reports,
         step_s=tuple(current),
         schedule=schedule,
+        levels=levels,
+        in_flight=chosen.in_flight,
         knows_durations=knows_durations,
     )
 
@@ -208,9 +218,13 @@ def _cluster(config: Config, layout: Layout, measured: dict[int, float]) -> Clus
     )
 
 
-def _run_s(layout: Layout, schedule: Schedule, costs: Costs, cluster: Cluster, *, knows_durations: bool) -> float:
-    durations = durations_of(costs, cluster)
-    programs = compile_programs(layout, schedule, durations=durations if knows_durations else None)
+def _run_s(
+    layout: Layout, schedule: Schedule, durations: Durations, in_flight: Mapping[int, int], *, knows_durations: bool
+) -> float:
+    bounds = bounds_within(layout, schedule, in_flight)
+    programs = compile_programs(
+        layout, schedule, max_in_flight=bounds, durations=durations if knows_durations else None
+    )
     return time_programs(layout, programs, durations).step_s
 
 

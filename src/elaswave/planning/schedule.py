@@ -91,6 +91,12 @@ def in_flight_bounds(layout: Layout, schedule: Schedule) -> dict[int, int]:
     return dict(sorted(bounds.items()))
 
 
+def bounds_within(layout: Layout, schedule: Schedule, limits: Mapping[int, int]) -> dict[int, int]:
+    """`in_flight_bounds`, but no more than these limits for the workers that are in them, as where memory is short."""
+    bounds = in_flight_bounds(layout, schedule)
+    return {worker: min(bound, limits.get(worker, bound)) for worker, bound in bounds.items()}
+
+
 def _needed_in_flight(layout: Layout) -> list[int]:
     """For each stage the micro-batches that one of its workers must hold for full throughput under ``1f1b``."""
     stages = layout.stages

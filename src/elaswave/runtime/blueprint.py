@@ -25,7 +25,7 @@ from elaswave.planning.in_flight import in_flight_limits
 from elaswave.planning.layout import make_layout
 from elaswave.planning.program import Kind, Program
 from elaswave.planning.routes import allocation_of
-from elaswave.planning.schedule import Schedule, compile_programs, in_flight_bounds
+from elaswave.planning.schedule import Schedule, bounds_within, compile_programs, in_flight_bounds
 from elaswave.planning.validate import validate_programs
 from elaswave.state.flat import LayerShape, TensorSlot, all_tensors, model_shapes
 from elaswave.state.placement import Block, Placement, default_block_size, make_blocks, place_blocks
@@ -194,8 +194,7 @@ def programs_of(layout: Layout, tuning: Tuning, config: Config, *, forward_only:
     schedule: Schedule = tuning.schedule or config.layout.schedule  # type: ignore[assignment]  # checked below
     limits = None
     if tuning.in_flight and not forward_only:
-        wanted = in_flight_bounds(layout, schedule)
-        limits = {worker: min(bound, tuning.in_flight.get(worker, bound)) for worker, bound in wanted.items()}
+        limits = bounds_within(layout, schedule, tuning.in_flight)
     return compile_programs(
         layout, schedule, forward_only=forward_only, max_in_flight=limits, durations=durations_of(tuning)
     )
