@@ -8,7 +8,6 @@ import pytest
 from elaswave.planning.layout import make_layout, peers_of
 from elaswave.planning.recovery import (
     choose_followers,
-    dropped_followers,
     moved_layers,
     promote,
     survivor_layout,
@@ -290,15 +289,6 @@ def test_impossible_placements_are_refused(owners, hosts, message):
         choose_followers(
             Placement(owners, ((1,), (1,))), make_blocks([20], 10), layout, num_followers=2, max_elements=1, hosts=hosts
         )
-
-
-def test_surplus_followers_are_the_latest_outside_the_stage():
-    layout = layout_of([3, 2], num_microbatches=3)
-    blocks = make_blocks([40], 10)
-    placement = Placement((0, 0, 0, 0), ((1,), (3, 4, 1), (1, 2, 3), ()))
-    assert dropped_followers(placement, blocks, layout, num_followers=2) == {1: (4,), 2: (3,)}
-    assert dropped_followers(placement, blocks, layout, num_followers=1) == {1: (3, 4), 2: (2, 3)}
-    assert dropped_followers(placement, blocks, layout, num_followers=3) == {}
 
 
 def test_a_worker_that_is_new_runs_all_its_layers_anew():

@@ -315,31 +315,5 @@ def choose_followers(
     return Placement(placement.owner, tuple(followers))
 
 
-def dropped_followers(
-    placement: Placement, blocks: Sequence[Block], layout: Layout, *, num_followers: int
-) -> dict[int, tuple[int, ...]]:
-    """The followers that are more than wanted, as a planned change leaves them behind; a loss never does.
-
-    Kept are the earliest follower in the block's stage, if there is one, and the earliest others.
-
-    Args:
-        placement: owners and followers.
-        blocks: of the whole model, as `make_blocks` returns them.
-        layout: who runs which layer.
-        num_followers: copies wanted beside the owner.
-    Returns:
-        Block id -> followers to drop; only blocks that have any.
-    """
-    members_of_layer = holders_of_layers(layout)
-    dropped = {}
-    for block in blocks:
-        copies = placement.followers[block.id]
-        if len(copies) > num_followers:
-            inside = next((worker for worker in copies if worker in members_of_layer[block.layer]), None)
-            ranked = sorted(copies, key=lambda worker: worker != inside)
-            dropped[block.id] = tuple(ranked[num_followers:])
-    return dropped
-
-
 def _show(workers: Collection[int]) -> str:
     return ", ".join(map(str, workers))
