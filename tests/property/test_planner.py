@@ -22,11 +22,12 @@ from elaswave.planning.graph import (
     split_layers_and_workers,
     widen_cuts,
 )
+from elaswave.planning.in_flight import layout_limits
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.planner import Options, healthy, plan
 from elaswave.planning.routes import allocation_of, make_routes
 from elaswave.planning.schedule import SCHEDULES, compile_programs
-from elaswave.planning.timing import durations_of
+from elaswave.planning.timing import durations_of, time_programs
 from elaswave.planning.validate import validate_programs
 
 CLOSE = 1 + 1e-9
@@ -291,7 +292,13 @@ def test_what_a_plan_always_keeps(job, move_workers, share_layers, axes):
         given = [sum(hop.worker == worker for route in layout.routes for hop in route) for worker in stage.workers]
         assert given == stage.num_microbatches.tolist()
     durations = durations_of(costs, left, levels_of(kept))
-    validate_programs(layout, compile_programs(layout, kept.schedule, durations=durations))
+    programs = compile_programs(layout, kept.schedule, durations=durations)
+    validate_programs(layout, programs)
+    # What was predicted chain by chain is what all of them together take.
+    assert (
+        abs(time_programs(layout, programs, durations).step_s - found.predicted_step_s) <= 1e-9 * found.predicted_step_s
+    )
+    assert layout_limits(left, costs, layout, kept.schedule) == {}
     assert bool(np.all(found.memory_bytes <= left.memory_bytes))
     assert len(found.memory_bytes) == len(kept.workers)
     assert abs(predict(left, costs, kept) - found.predicted_step_s) <= 1e-9 * found.predicted_step_s

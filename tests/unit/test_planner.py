@@ -35,10 +35,12 @@ from elaswave.planning.estimate import (
 from elaswave.planning.frequency import choose_levels
 from elaswave.planning.graph import choose_widths, cuts_of, share_layers, split_layers, widen_cuts
 from elaswave.planning.healthy import fastest_healthy, healthy
-from elaswave.planning.in_flight import time_within_memory
+from elaswave.planning.in_flight import layout_limits, time_as_it_is, time_within_memory
 from elaswave.planning.plan import Plan
 from elaswave.planning.planner import AXES, Options, plan
 from elaswave.planning.routes import allocation_of, make_routes
+from elaswave.planning.schedule import SCHEDULES, compile_programs, in_flight_bounds
+from elaswave.planning.timing import durations_of, time_programs
 from elaswave.planning.transfers import needed_transfers, nobody_holds
 from elaswave.types import Hop, Layout, Stage
 
@@ -223,6 +225,8 @@ def test_an_undisturbed_job_holds_fewer_micro_batches_where_memory_is_short():
     with pytest.raises(InfeasiblePlan, match=re.escape("memory: no split of 4 layers over 4 stages fits")):
         healthy(tight, costs, 4, 1, 8, "gpipe")
     assert fastest_healthy(tight, costs, 4, 1, 8).schedule != "gpipe"
+    too_large = time_as_it_is(make_cluster([1.0] * 4, memory_bytes=1.0), costs, healthy(roomy, costs, 4, 1, 8))
+    assert too_large.step_s == taken[roomy] and too_large.num_limited == 0
     with pytest.raises(InfeasiblePlan, match=re.escape("memory: no split of 4 layers over 4 stages fits")):
         fastest_healthy(make_cluster([1.0] * 4, memory_bytes=9.0), costs, 4, 1, 8)
 
@@ -274,6 +278,64 @@ def test_pipelines_of_different_depth_become_one_layout_and_back():
     again = allocation_of(layout, "1f1b", {0: 0})
     assert sorted(chain.num_microbatches for chain in again.chains) == [3, 4]
     assert again.workers.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_an_idle_worker_is_in_one_chain_only():
+    """Pipelines of two and of three stages begin with the same layers; a worker of these has nothing to do."""
+    stages = tuple(
+        Stage(start=a, stop=b, workers=w)
+        for a, b, w in [(0, 2, (0, 1, 2)), (2, 4, (3, 4)), (4, 5, (5,)), (4, 6, (6,)), (5, 6, (7,))]
+    )
+    routes = (
+        (Hop(0, 0, 0, 2), Hop(3, 1, 2, 4), Hop(6, 3, 4, 6)),
+        (Hop(1, 0, 0, 2), Hop(4, 1, 2, 4), Hop(5, 2, 4, 5), Hop(7, 4, 5, 6)),
+    )
+    found = allocation_of(Layout(stages=stages, routes=routes), "1f1b")
+    found.check()
+    assert found.workers.tolist() == list(range(8))
+
+
+def test_pipelines_side_by_side_are_compiled_each_by_itself():
+    """Five of three stages beside one of four, with the first stages in common: each holds what it would hold alone."""
+    cluster, costs = make_cluster([1.0] * 19), make_costs([1.0] * 6)
+    three = healthy(cluster.take(np.arange(15)), costs, 3, 5, 20)
+    four = healthy(cluster.take(np.arange(15, 19)), costs, 4, 1, 6)
+    both = replace(three, chains=(three.chains[0], four.chains[0]))
+    layout = make_routes(both, costs, cluster)
+    for schedule in SCHEDULES:
+        apart = {}
+        for each in (three, four):
+            apart |= in_flight_bounds(make_routes(each, costs, cluster), schedule)
+        assert in_flight_bounds(layout, schedule) == apart
+    durations = durations_of(costs, cluster)
+    programs = compile_programs(layout, "zero-bubble-h2", durations=durations)
+    together = predict(cluster, costs, replace(both, schedule="zero-bubble-h2"))
+    assert time_programs(layout, programs, durations).step_s == pytest.approx(together)
+
+
+def test_pipelines_side_by_side_stay_if_nothing_is_better():
+    cluster, costs = make_cluster([1.0] * 19), make_costs([1.0] * 6)
+    three = healthy(cluster.take(np.arange(15)), costs, 3, 5, 20)
+    four = healthy(cluster.take(np.arange(15, 19)), costs, 4, 1, 4)
+    both = replace(three, chains=(three.chains[0], four.chains[0]))
+    nothing = Event(kind="slowed", workers=(0,))
+    found = plan(cluster, costs, both, nothing, axes={"dataflow"})
+    assert found.predicted_step_s <= predict(cluster, costs, both) * (1 + 1e-9)
+    assert len(found.allocation.chains) == 2 and found.reason.startswith("rerouting")
+    after = plan(cluster.without([1]), costs, both, lost(1), axes={"dataflow"})
+    assert [chain.num_microbatches for chain in after.allocation.chains] == [20, 4]
+
+
+def test_a_layouts_limits_are_those_of_its_workers_memory():
+    costs = make_costs([3.0] * 4, parameter_bytes=0.0, activation_bytes=10.0)
+    layout = make_routes(healthy(make_cluster([1.0] * 4), costs, 4, 1, 8), costs, make_cluster([1.0] * 4))
+    cluster = make_cluster([1.0] * 4, memory_bytes=[25.0, 100.0, 15.0, 100.0])
+    assert layout_limits(cluster, costs, layout, "1f1b") == {0: 2, 2: 1}
+    assert layout_limits(make_cluster([1.0] * 4), costs, layout, "gpipe") == {}
+    with pytest.raises(InfeasiblePlan, match=re.escape("memory: worker 0 would hold 0.00 GB, but has 0.00 GB")):
+        layout_limits(cluster, costs, layout, "gpipe")
+    with pytest.raises(InfeasiblePlan, match=re.escape("memory: worker 2 would hold")):
+        layout_limits(make_cluster([1.0] * 4, memory_bytes=[99.0, 99.0, 9.0, 99.0]), costs, layout, "1f1b")
 
 
 def test_routes_that_are_no_chain_are_refused():

@@ -12,12 +12,12 @@ from elaswave.config.load import build_config
 from elaswave.control import replanning
 from elaswave.control.core.messages import Tuning
 from elaswave.control.replanning import Replanner, with_idle, without_idle
-from elaswave.errors import InvalidProgramError
+from elaswave.errors import ConfigError, InvalidProgramError
 from elaswave.planning.estimate import estimate
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.recovery import survivor_layout
 from elaswave.planning.routes import allocation_of, make_routes
-from elaswave.planning.schedule import in_flight_bounds
+from elaswave.planning.schedule import bounds_within, in_flight_bounds
 from elaswave.planning.validate import validate_programs
 from elaswave.runtime.blueprint import Blueprint, programs_of
 from elaswave.types import Hop, Layout, Stage, struct_hash
@@ -139,6 +139,36 @@ def test_frequencies_are_planned_only_where_they_can_be_set():
             assert set(found.tuning.speeds) == set(found.tuning.levels)
 
 
+def test_an_emulated_run_begins_and_goes_on_within_its_memory():
+    """What does not fit is refused; what fits with less in flight runs so, also as the survivors' makeshift."""
+    with pytest.raises(ConfigError, match="llama-2-70b does not fit into 2 emulated h100: memory: worker 0 would hold"):
+        emulated = {"kind": "emulated", "model": "llama-2-70b", "name": "h100"}
+        _ = Blueprint(
+            build_config(
+                {
+                    "device": emulated,
+                    "layout": {"widths": [1, 1]},
+                    "model": {"num_layers": 80, "width": 8, "num_heads": 1},
+                }
+            )
+        ).tuning
+    given = config("elaswave")
+    layout, tuning, _ = start(given)
+    replanner = Replanner(given)
+    assert tuning.in_flight == {} and replanner.within_memory(layout, tuning) == tuning
+    after = survivor_layout(layout, [1])
+    wanted = in_flight_bounds(after, given.layout.schedule)
+    for share in np.linspace(1.0, 0.01, 200):
+        replanner._cluster = replace(replanner._cluster, memory_bytes=np.full(6, 4e9 * share))
+        held = replanner.within_memory(after, tuning)
+        if held.in_flight:
+            break
+    assert all(1 <= bound < wanted[worker] for worker, bound in held.in_flight.items())
+    assert replace_struct(held, in_flight={}) == tuning
+    replanner._cluster = replace(replanner._cluster, memory_bytes=np.full(6, 1.0))
+    assert set(replanner.within_memory(after, tuning).in_flight.values()) == {1}
+
+
 def test_a_real_device_keeps_its_schedule():
     given = build_config({"batch": {"num_microbatches": 12}, "layout": {"widths": [3, 3]}})
     blueprint = Blueprint(given)
@@ -162,12 +192,13 @@ def test_programs_hold_no_more_in_flight_than_was_planned():
         if tight.reason.startswith("recycle: "):
             break
     wanted = in_flight_bounds(tight.layout, tight.tuning.schedule)
-    assert any(tight.tuning.in_flight[worker] < bound for worker, bound in wanted.items())
+    bounds = bounds_within(tight.layout, tight.tuning.schedule, tight.tuning.in_flight)
+    assert any(bounds[worker] < bound for worker, bound in wanted.items())
     programs = programs_of(tight.layout, tight.tuning, given)
-    validate_programs(tight.layout, programs, max_in_flight=tight.tuning.in_flight)
+    validate_programs(tight.layout, programs, max_in_flight=bounds)
     with pytest.raises(InvalidProgramError):
         unlimited = programs_of(tight.layout, replace_struct(tight.tuning, in_flight={}), given)
-        validate_programs(tight.layout, unlimited, max_in_flight=tight.tuning.in_flight)
+        validate_programs(tight.layout, unlimited, max_in_flight=bounds)
     assert tight.predicted_step_s > roomy.predicted_step_s
     # They stand in what every worker hashes, and an evaluation holds nothing.
     assert struct_hash(tight.tuning) != struct_hash(replace_struct(tight.tuning, in_flight={}))

@@ -16,10 +16,11 @@ from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
 from elaswave.planning.describe import describe_cluster, describe_costs
+from elaswave.planning.estimate import DEFAULT_FOLLOWERS
 from elaswave.planning.healthy import fastest_healthy, healthy
-from elaswave.planning.in_flight import time_within_memory
+from elaswave.planning.in_flight import time_as_it_is
 from elaswave.planning.plan import Allocation
-from elaswave.planning.planner import plan
+from elaswave.planning.planner import Options, plan
 from elaswave.planning.presets import DEVICES, LINKS, MODELS, device_preset, link_preset, model_shape
 from elaswave.planning.schedule import SCHEDULES, Schedule
 
@@ -141,6 +142,8 @@ class Setting:
     costs: Costs
     allocation: Allocation
     tokens_per_microbatch: int
+    followers: int = DEFAULT_FOLLOWERS
+    """Live copies of every block."""
 
     def tokens_per_s(self, num_microbatches: int, step_s: float) -> float:
         """Throughput of steps of so many micro-batches."""
@@ -149,14 +152,17 @@ class Setting:
     @cached_property
     def step_s(self) -> float:
         """Of the undisturbed job."""
-        return time_within_memory(self.cluster, self.costs, self.allocation).step_s
+        return time_as_it_is(self.cluster, self.costs, self.allocation, followers=self.followers).step_s
 
     @cached_property
     def best_step_s(self) -> float:
         """Of the undisturbed job as elaswave's planner would run it: with stages of unequal width and shared layers,
         where that is faster."""
         nothing = Event(kind="slowed", workers=(int(self.cluster.ids[0]),), speed=float(self.cluster.speed[0]))
-        best = plan(self.cluster, self.costs, self.allocation, nothing)
+        try:
+            best = plan(self.cluster, self.costs, self.allocation, nothing, options=Options(followers=self.followers))
+        except InfeasiblePlan:
+            return self.step_s
         return min(self.step_s, best.predicted_step_s)
 
     def capacity_left(self, left: Cluster) -> float:

@@ -8,7 +8,8 @@ import numpy as np
 from elaswave.cli.inspect import format_bytes, format_seconds, render_table
 from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
-from elaswave.planning.in_flight import time_within_memory
+from elaswave.planning.estimate import DEFAULT_FOLLOWERS
+from elaswave.planning.in_flight import time_as_it_is
 from elaswave.planning.plan import Allocation, StageShare
 
 _MAX_LISTED = 8
@@ -42,15 +43,18 @@ class StageRow(msgspec.Struct, frozen=True, kw_only=True):
     is_bottleneck: bool
 
 
-def stage_rows(cluster: Cluster, costs: Costs, allocation: Allocation) -> list[StageRow]:
+def stage_rows(
+    cluster: Cluster, costs: Costs, allocation: Allocation, *, followers: int = DEFAULT_FOLLOWERS
+) -> list[StageRow]:
     """The stages of an allocation, chain by chain.
 
     Args:
         cluster: with all its workers.
         costs: of the model's layers.
         allocation: who does how much.
+        followers: live copies of every block.
     """
-    found = time_within_memory(cluster, costs, allocation, exact_actions=0).found
+    found = time_as_it_is(cluster, costs, allocation, followers=followers, exact=False).found
     rows: list[StageRow] = []
     first = 0
     for number, chain in enumerate(allocation.chains):

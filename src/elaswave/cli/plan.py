@@ -81,6 +81,7 @@ def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any], Mapping[str, Pl
         costs=costs.costs,
         allocation=allocation,
         tokens_per_microbatch=costs.tokens_per_microbatch,
+        followers=costs.config.elastic.num_followers,
     )
     notes = {
         "run": str(run),
@@ -101,8 +102,10 @@ class _Result:
         self._lost = lost
         self._left = left
         self._plan = plan
-        self._before = stage_rows(setting.cluster, setting.costs, setting.allocation)
-        self._after = [] if plan is None else stage_rows(left, setting.costs, plan.allocation)
+        self._before = stage_rows(setting.cluster, setting.costs, setting.allocation, followers=setting.followers)
+        self._after = (
+            [] if plan is None else stage_rows(left, setting.costs, plan.allocation, followers=setting.followers)
+        )
         self._before_rate = setting.tokens_per_s(setting.allocation.num_microbatches, setting.step_s)
         self._after_rate = self._capacity_left = 0.0
         if plan is not None:

@@ -131,6 +131,7 @@ class CoordinatorProcess:
             first_step=self._books.first_step,
             records=records,
             books=self._books.unfinished,
+            tuning=blueprint.tuning,
         )
         self._decisions = [record for record in records if isinstance(record, Decision)]
         self._recoveries = RecoveryLog(setup.run_dir)
@@ -176,6 +177,8 @@ class CoordinatorProcess:
         if lost and replanner.policy != ELASWAVE:
             costs = self._measurements.known_or_estimated()
             after, tuning, plan, self._predicted_s = replanner.rival(layout, tuning, lost, costs)
+        elif lost:
+            tuning = replanner.within_memory(after, tuning)
         promotion = promote(placement, self._setup.blueprint.blocks, after, valid)
         self._struck = (layout, tuple(lost))
         self._plan_s = time.monotonic() - begin_s

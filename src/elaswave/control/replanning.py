@@ -12,9 +12,10 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from elaswave.config.devices import cluster_of, device_of
+from elaswave.config.devices import cluster_of, device_of, emulated_costs
 from elaswave.config.schema import Config
 from elaswave.control.core.messages import Tuning
 from elaswave.errors import InfeasiblePlan
@@ -22,7 +23,7 @@ from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
 from elaswave.planning.estimate import levels_of
 from elaswave.planning.flow import Durations
-from elaswave.planning.in_flight import in_flight_limits
+from elaswave.planning.in_flight import layout_limits
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.planner import AXES, Options
@@ -114,6 +115,29 @@ class Replanner:
         durations = self._durations(layout.workers, tuning.levels, costs)
         return time_programs(layout, programs, durations).step_s + costs.step_overhead_s
 
+    def within_memory(self, layout: Layout, tuning: Tuning) -> Tuning:
+        """The tuning with what emulated devices have room for under another layout, as far as it fits at all.
+
+        Args:
+            layout: from now on.
+            tuning: before.
+        """
+        if self._config.device.kind != "emulated":
+            return tuning
+        schedule: Schedule = tuning.schedule or self._config.layout.schedule  # type: ignore[assignment]
+        try:
+            limits = layout_limits(
+                self._cluster,
+                emulated_costs(self._config),
+                layout,
+                schedule,
+                followers=self._config.elastic.num_followers,
+            )
+        except InfeasiblePlan as error:
+            _log.warning("the layout does not fit into the emulated devices: %s", error)
+            limits = dict.fromkeys(layout.workers, 1)
+        return msgspec.structs.replace(tuning, in_flight=limits)
+
     def rival(self, layout: Layout, tuning: Tuning, lost: Collection[int], costs: Costs) -> Replanned:
         """What the run's policy, a rival's, does after a loss.
 
@@ -133,6 +157,7 @@ class Replanner:
             is_answer = isinstance(error, InfeasiblePlan | ValueError)
             _log.warning("%s has no plan: %s", self.policy, error, exc_info=not is_answer)
             reason = f"{self.policy} has no plan ({error}): survivors keep their stages"
+            tuning = self.within_memory(makeshift, tuning)
             return Replanned(makeshift, tuning, reason, self.predict(makeshift, tuning, costs))
 
     def improve(
@@ -183,19 +208,14 @@ class Replanner:
             layouts.insert(0, make_routes(allocation, costs, self._cluster, previous=present))
         base = self._device.base_level
         levels = {worker: level for worker, level in levels_of(allocation).items() if level != base}
-        limits = in_flight_limits(self._cluster, costs, allocation, followers=self._config.elastic.num_followers)
-        tuning = tuning_of(
-            costs,
-            self._speeds(levels),
-            schedule=allocation.schedule,
-            levels=levels,
-            in_flight=None if limits is None else limits.as_mapping(),
-        )
-        layouts = [with_idle(layout, present) for layout in layouts]
-        seconds = [self.predict(layout, tuning, costs) for layout in layouts]
-        layout = layouts[seconds.index(min(seconds))]
+        tuning = tuning_of(costs, self._speeds(levels), schedule=allocation.schedule, levels=levels)
+        found = []
+        for layout in (with_idle(each, present) for each in layouts):
+            own = self.within_memory(layout, tuning)
+            found.append((self.predict(layout, own, costs), layout, own))
+        seconds, layout, tuning = min(found, key=lambda each: each[0])
         validate_layout(layout)
-        return Replanned(layout, tuning, f"{plan.policy}: {plan.reason}", min(seconds))
+        return Replanned(layout, tuning, f"{plan.policy}: {plan.reason}", seconds)
 
     def _speeds(self, levels: Mapping[int, int]) -> dict[int, float]:
         base = self._device.base_level

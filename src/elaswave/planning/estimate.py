@@ -31,6 +31,7 @@ from elaswave.planning.plan import Allocation, StageShare
 from elaswave.planning.routes import make_routes
 from elaswave.planning.schedule import IN_FLIGHT, Schedule, compile_programs, splits_backwards
 from elaswave.planning.timing import durations_of, time_programs, transfer_of
+from elaswave.types import Stage
 
 EXACT_ACTIONS = 20_000
 """`predict` times programs of at most so many actions."""
@@ -125,7 +126,7 @@ def estimate(
             step, bottleneck_chain, bottleneck_stage = float(ends.max()), number, index
         first = last
     step += costs.step_overhead_s
-    memory = _memory(costs, allocation, shares, widths, stage, counts, followers)
+    memory = _memory(costs, allocation, shares, stage, counts, followers)
     power = float(np.sum(busy * draw + (step - np.minimum(busy, step)) * idle) / step) if step else float(idle.sum())
     return Estimate(
         step_s=step,
@@ -434,27 +435,40 @@ def travel_s(cluster: Cluster, costs: Costs, table: StageTable) -> float:
     return 2 * sum(link.transfer_s(size) for size in sizes)
 
 
+def held_state(costs: Costs, shares: Sequence[StageShare | Stage], followers: int) -> np.ndarray:
+    """Bytes of masters and optimizer slots that a worker holds, as sums over the layers before each one.
+
+    A layer's are sliced over all workers that run it, and each slice has live copies.
+
+    Args:
+        costs: of the layers.
+        shares: all stages.
+        followers: live copies of every block beside its owner's.
+    """
+    holders = np.zeros(costs.num_layers)
+    for share in shares:
+        holders[share.start : share.stop] += share.width
+    copies = min(1 + followers, sum(share.width for share in shares))
+    slices = np.diff(costs.prefix["optimizer_bytes"]) / np.maximum(1.0, holders)
+    return np.concatenate([[0.0], np.cumsum(slices)]) * copies
+
+
 def _memory(
     costs: Costs,
     allocation: Allocation,
     shares: Sequence[StageShare],
-    widths: np.ndarray,
     stage: np.ndarray,
     counts: np.ndarray,
     followers: int,
 ) -> np.ndarray:
     """Bytes that each worker holds: what it computes with, its part of the state, and what is in flight."""
     prefix = costs.prefix
-    holders = np.zeros(costs.num_layers)
-    for share, width in zip(shares, widths, strict=True):
-        holders[share.start : share.stop] += width
-    copies = min(1 + followers, int(widths.sum()))
-    state = np.concatenate([[0.0], np.cumsum(np.diff(prefix["optimizer_bytes"]) / np.maximum(1.0, holders))]) * copies
-    fixed = prefix["parameter_bytes"] + prefix["accumulator_bytes"] + state
+    fixed = prefix["parameter_bytes"] + prefix["accumulator_bytes"] + held_state(costs, shares, followers)
     starts, stops = (np.array([getattr(share, name) for share in shares]) for name in ("start", "stop"))
+    busy = np.maximum(1, np.bincount(stage, counts > 0, minlength=len(shares))).astype(np.int64)
     bounds, first = [], 0
     for chain in allocation.chains:
-        bounds.append(in_flight(widths[first : first + len(chain.stages)], allocation.schedule))
+        bounds.append(in_flight(busy[first : first + len(chain.stages)], allocation.schedule))
         first += len(chain.stages)
     held = np.minimum(np.concatenate(bounds)[stage], counts)
     activations = prefix["activation_bytes"]

@@ -38,6 +38,7 @@ class Flow:
         transfer_s: None means that transfers take no time.
         ticks: round durations to whole numbers of a common small unit, so that times which are equal on paper are
             equal: a compiler that broke such ties by rounding errors would order actions at random.
+        numbers: of the routes' micro-batches in a larger layout, of which this one is a part; None means from 0.
     Raises:
         ValueError: a duration or a transfer that is negative or not finite; transfers without durations.
     """
@@ -49,6 +50,7 @@ class Flow:
         transfer_s: TransferSeconds | None = None,
         *,
         ticks: bool = False,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         if durations is None and transfer_s is not None:
             raise ValueError("seconds of transfers are given, but none of actions: give durations as well")
@@ -57,7 +59,8 @@ class Flow:
         index = {worker: position for position, worker in enumerate(self.workers)}
         hops = [hop for route in layout.routes for hop in route]
         self.hops = hops
-        self.microbatch = [microbatch for microbatch, route in enumerate(layout.routes) for _ in route]
+        known = range(layout.num_microbatches) if numbers is None else numbers
+        self.microbatch = [number for number, route in zip(known, layout.routes, strict=True) for _ in route]
         self.worker = [index[hop.worker] for hop in hops]
         """Position in `workers` of each node's worker."""
         self.is_first, self.is_last = [False] * len(hops), [False] * len(hops)

@@ -1,6 +1,6 @@
 """The undisturbed job: what plans start from, and what the capacity that is left is measured by. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from elaswave.planning.graph import Cut
 from elaswave.planning.in_flight import time_within_memory
 from elaswave.planning.plan import Allocation
 from elaswave.planning.schedule import SCHEDULES, Schedule
+
+_HOLDS: Mapping[Schedule, int] = {"1f1b": 0, "zero-bubble": 1, "zero-bubble-h2": 2, "gpipe": 3}
+"""Schedules by how much they hold in flight."""
 
 
 def healthy(
@@ -113,7 +116,9 @@ def _best(
     if not found:
         assert failure is not None
         raise failure
-    return min(found, key=lambda pair: pair[0])[1]
+    bound = min(step_s for step_s, _ in found) * (1 + 1e-6)
+    # Of those that are as fast the one that holds least.
+    return min((pair for pair in found if pair[0] <= bound), key=lambda pair: _HOLDS[pair[1].schedule])[1]
 
 
 def _cuts(

@@ -1,14 +1,15 @@
 """Schedules that hold fewer micro-batches in flight than they would, because memory is short. Pure.
 
 A schedule wants so many micro-batches in flight (`elaswave.planning.schedule.in_flight_bounds`); a worker without the
-memory for them can still run it with fewer, and waits sometimes instead. How many fit follows from cluster, costs and
-allocation alone, so whoever compiles the programs finds the same limits as whoever planned.
+memory for them can still run it with fewer, and waits sometimes instead. A plan counts with what regular pipelines of
+its stages' widths hold; whoever compiles the programs knows the routes, and limits what these programs would hold.
 """
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from elaswave.errors import InfeasiblePlan
 from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
 from elaswave.planning.estimate import (
@@ -17,10 +18,13 @@ from elaswave.planning.estimate import (
     Estimate,
     check_memory,
     estimate,
+    held_state,
     num_actions,
     predict,
 )
 from elaswave.planning.plan import Allocation
+from elaswave.planning.schedule import Schedule, in_flight_bounds
+from elaswave.types import Layout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,6 +88,23 @@ def time_within_memory(
     return Timed(step_s=predict(cluster, costs, allocation, exact_actions=exact_actions), found=found)
 
 
+def time_as_it_is(
+    cluster: Cluster, costs: Costs, allocation: Allocation, *, followers: int = DEFAULT_FOLLOWERS, exact: bool = True
+) -> Timed:
+    """What a step of a job takes that runs, whether the description says that it fits into memory or not.
+
+    Args:
+        cluster, costs, allocation, followers: as of `time_within_memory`.
+        exact: else the closed form will do.
+    """
+    exact_actions = EXACT_ACTIONS if exact else 0
+    try:
+        return time_within_memory(cluster, costs, allocation, followers=followers, exact_actions=exact_actions)
+    except InfeasiblePlan:
+        found = estimate(cluster, costs, allocation, followers=followers)
+        return Timed(step_s=predict(cluster, costs, allocation, exact_actions=exact_actions), found=found)
+
+
 def in_flight_limits(
     cluster: Cluster,
     costs: Costs,
@@ -108,7 +129,7 @@ def in_flight_limits(
         InfeasiblePlan: a worker has no room for a single micro-batch, or gpipe, which holds all of them, does not fit.
         KeyError: a worker that is not in the cluster.
     """
-    found = found or estimate(cluster, costs, allocation, followers=followers)
+    found = found or estimate(cluster, costs, allocation, followers=followers, where=where)
     room = cluster.memory_bytes[cluster.index_of(found.workers) if where is None else where]
     if not bool(np.any(found.memory_bytes > room)):
         return None
@@ -119,24 +140,63 @@ def in_flight_limits(
         replace(chain, stages=tuple(replace(each, num_microbatches=0 * each.num_microbatches) for each in chain.stages))
         for chain in allocation.chains
     )
-    fixed = estimate(cluster, costs, replace(allocation, chains=idle), followers=followers).memory_bytes
+    fixed = estimate(cluster, costs, replace(allocation, chains=idle), followers=followers, where=where).memory_bytes
     each = np.repeat(
         [costs.between("activation_bytes", share.start, share.stop) for share in shares],
         [share.width for share in shares],
     )
     counts = np.concatenate([share.num_microbatches for share in shares])
-    held = found.memory_bytes - fixed
-    wanted = np.divide(held, each, out=np.ones(len(each)), where=each > 0).round()
+    held = np.divide(found.memory_bytes - fixed, each, out=counts.astype(np.float64), where=each > 0).round()
     fits = np.floor(np.divide(room - fixed, each, out=np.full(len(each), np.inf), where=each > 0) * (1 + 1e-12))
     if bool(np.any((fits < 1) & (counts > 0))) or bool(np.any(fixed > room)):
         check_memory(cluster, found)
-    bounds = np.maximum(1, np.minimum(wanted, fits)).astype(np.int64)
+    bounds = np.maximum(1, np.minimum(held, fits)).astype(np.int64)
     return InFlightLimits(
         workers=found.workers,
         bounds=bounds,
         memory_bytes=fixed + np.minimum(bounds, counts) * each,
-        num_limited=int(np.sum(fits < wanted)),
+        num_limited=int(np.sum(fits < held)),
     )
+
+
+def layout_limits(
+    cluster: Cluster, costs: Costs, layout: Layout, schedule: Schedule, *, followers: int = DEFAULT_FOLLOWERS
+) -> dict[int, int]:
+    """What memory permits the workers of a layout, where that is less than its programs would hold.
+
+    Args:
+        cluster: with all workers of the layout.
+        costs: of the model's layers.
+        layout: whoever is in a stage holds its layers, whether a route passes or not.
+        schedule: of the programs.
+        followers: live copies of every block.
+    Returns:
+        Worker -> the most micro-batches that it may hold; empty if everything fits.
+    Raises:
+        InfeasiblePlan: a worker has no room for a single micro-batch, or gpipe, which holds all of them, does not fit.
+        KeyError: a worker that is not in the cluster.
+    """
+    wanted = in_flight_bounds(layout, schedule)
+    busy = {hop.worker for route in layout.routes for hop in route}
+    fixed = costs.prefix["parameter_bytes"] + costs.prefix["accumulator_bytes"]
+    fixed = fixed + held_state(costs, layout.stages, followers)
+    limits = {}
+    for stage in layout.stages:
+        own = float(fixed[stage.stop] - fixed[stage.start])
+        each = costs.between("activation_bytes", stage.start, stage.stop)
+        rooms = cluster.memory_bytes[cluster.index_of(stage.workers)].tolist()
+        for worker, room in zip(stage.workers, rooms, strict=True):
+            fits = (room - own) / each * (1 + 1e-12) if each else float("inf")
+            least = wanted[worker] if schedule == "gpipe" else 1
+            needed = own + each * (least if worker in busy else 0)
+            if needed > room * (1 + 1e-12):
+                raise InfeasiblePlan(
+                    f"memory: worker {worker} would hold {needed / 1e9:.2f} GB, but has {room / 1e9:.2f} GB: "
+                    f"{(needed - room) / 1e9:.2f} GB too much; use more stages or workers, or smaller micro-batches"
+                )
+            if worker in busy and fits < wanted[worker]:
+                limits[worker] = int(fits)
+    return limits
 
 
 def predict_limited(

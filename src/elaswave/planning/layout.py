@@ -269,6 +269,30 @@ def _stage_faults(layout: Layout) -> list[str]:
     return faults
 
 
+def independent_parts(layout: Layout) -> list[list[int]]:
+    """The micro-batches, parted such that no worker runs any of two parts: pipelines that run side by side.
+
+    Args:
+        layout: routes whose hops are there; nothing else is looked at.
+    Returns:
+        Numbers of micro-batches, ascending; parts in the order of their first ones.
+    """
+    parent: dict[int, int] = {}
+
+    def root(worker: int) -> int:
+        while parent.setdefault(worker, worker) != worker:
+            parent[worker] = worker = parent[parent[worker]]
+        return worker
+
+    for route in layout.routes:
+        for hop in route[1:]:
+            parent[root(hop.worker)] = root(route[0].worker)
+    parts: dict[int, list[int]] = {}
+    for microbatch, route in enumerate(layout.routes):
+        parts.setdefault(root(route[0].worker), []).append(microbatch)
+    return list(parts.values())
+
+
 def peers_of(layout: Layout, placement: Placement | None = None, blocks: Sequence[Block] = ()) -> dict[int, set[int]]:
     """The workers that each worker exchanges tensors with, apart from the vote. Symmetric; nobody is its own peer.
 

@@ -21,7 +21,7 @@ import numpy as np
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import in_flight, predict
+from elaswave.planning.estimate import predict, worker_speeds
 from elaswave.planning.in_flight import in_flight_limits
 from elaswave.planning.plan import Allocation, Chain, StageShare
 from elaswave.planning.schedule import Schedule, splits_backwards
@@ -61,7 +61,8 @@ def mixed_pipelines(
     """The best mixes.
 
     Args:
-        cluster: after the event, with workers of one speed: pipelines of equal depth get equal work.
+        cluster: after the event, with workers of one speed, levels included: pipelines of equal depth get equal
+            work.
         costs: of the layers.
         usual: layers of the stages of before.
         members: positions in the cluster of each stage's workers that are left, ascending.
@@ -75,7 +76,8 @@ def mixed_pipelines(
     Returns:
         Allocations, the fastest first, and how they came about; none if speeds differ or nothing fits.
     """
-    if not np.all(cluster.speed == cluster.speed[0]) or len(set(levels.tolist())) > 1:
+    speeds = worker_speeds(cluster, np.arange(cluster.num_workers), levels)[0]
+    if not np.all(speeds == speeds[0]):
         return []
     found = []
     ideal = _Ideal(cluster, costs, schedule, followers)
@@ -132,8 +134,7 @@ class _Ideal:
         if fixed > self._room or room < 1:
             return float("inf"), float("inf")
         way = total["busy_s"]
-        wanted = int(in_flight(np.ones(depth, dtype=np.int64), "1f1b")[0])
-        if splits_backwards(self._schedule) and room >= wanted:
+        if splits_backwards(self._schedule) and room >= depth:
             way = max(0.0, total["forward_s"] + total["input_gradient_s"] - total["weight_gradient_s"])
         return way * (depth - 1) / depth, total["busy_s"] / depth or 1e-12  # layers may cost nothing
 

@@ -30,6 +30,7 @@ from elaswave.planning.candidates import (
 )
 from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
+from elaswave.planning.dataflow import apportion
 from elaswave.planning.estimate import (
     EXACT_WORKERS,
     Estimate,
@@ -55,10 +56,10 @@ __all__ = ["AXES", "Axis", "Options", "healthy", "plan"]
 
 FINALISTS = 8
 """Candidates that are built worker by worker and timed, beside leaving everything as it is and the rivals'."""
-MIXES = 2
-"""Mixes of pipelines of several depths, which are chosen apart."""
 FINALISTS_AT_SCALE = 2
 """The same where candidates are judged by the closed form alone."""
+MIXES = 2
+"""Mixes of pipelines of several depths, which are chosen apart."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,7 +96,7 @@ def plan(
     Args:
         cluster: after the event.
         costs: of the model's layers.
-        allocation: before the event; several chains become one.
+        allocation: before the event.
         event: what happened.
         options: what may be done; None means everything.
         horizon_s: if given, instead of that of the options.
@@ -132,6 +133,7 @@ class _Planning:
         self._options = options
         self._rivals = rivals
         self._num_microbatches = allocation.num_microbatches
+        self._gone = np.array(event.workers if event.kind in ("lost", "drained") else (), dtype=np.int64)
         if cluster.num_workers == 0:
             raise InfeasiblePlan("workers: none is left, at least 1 is needed; start from the last durable checkpoint")
         self._old_start, self._old_stop, self._old_levels, self._stages, self._free = self._survivors()
@@ -152,8 +154,7 @@ class _Planning:
             np.zeros(num_workers, np.int64),
             np.full(num_workers, -1),
         )
-        gone = self._event.workers if self._event.kind in ("lost", "drained") else ()
-        absent = np.array(gone, dtype=np.int64)
+        absent = self._gone
         chains = sorted(self._before.chains, key=lambda chain: -len(chain.stages))
         middles = np.array([(share.start + share.stop) / 2 for share in chains[0].stages])
         members: list[list[np.ndarray]] = [[] for _ in middles]
@@ -187,8 +188,12 @@ class _Planning:
     def run(self) -> Plan:
         """The plan."""
         stay = self._stay()
-        staying = None if stay is None else self._judge(stay, self._before.schedule)
+        staying = self._pipelines_stay() if len(self._before.chains) > 1 else None
         candidates = [] if staying is None else [staying]
+        one_chain = None if stay is None else self._judge(stay, self._before.schedule)
+        if one_chain is not None:
+            candidates.append(one_chain)
+            staying = staying or one_chain
         wanted = len(candidates) + (FINALISTS if self._exact else FINALISTS_AT_SCALE)
         for shape, schedule in self._shapes(stay):
             if len(candidates) >= wanted:
@@ -200,7 +205,8 @@ class _Planning:
             assert self._failure is not None
             raise self._failure
         best = max(candidates, key=lambda each: (round(each.done_until(self._horizon_s), 9), each is staying))
-        tuned = self._tune(self._with_less_in_flight(best))
+        best = self._with_less_in_flight(best)
+        tuned = self._tune(best)
         return self._plan(tuned, best, staying, stay)
 
     def _with_less_in_flight(self, best: _Candidate) -> _Candidate:
@@ -213,8 +219,29 @@ class _Planning:
             return best
         return replace(best, allocation=allocation, step_s=step_s, found=found)
 
+    def _pipelines_stay(self) -> _Candidate | None:
+        """Every chain goes on by itself; None if one cannot: it has lost a stage, or does not fit."""
+        chains = []
+        for chain in self._before.chains:
+            shares = []
+            for share in chain.stages:
+                left = share.workers[np.isin(share.workers, self._cluster.ids)]
+                left = left[~np.isin(left, self._gone)]
+                if not len(left):
+                    return None
+                where = self._cluster.index_of(left)
+                speeds = worker_speeds(self._cluster, where, self._levels[where])[0]
+                counts = apportion(chain.num_microbatches, 1.0 / speeds)
+                shares.append(replace(share, workers=left, num_microbatches=counts, levels=self._levels[where]))
+            chains.append(replace(chain, stages=tuple(shares)))
+        try:
+            return self._judged(replace(self._before, chains=tuple(chains)), "rerouting")
+        except InfeasiblePlan as failure:
+            self._failure = failure
+            return None
+
     def _stay(self) -> Shape | None:
-        """Everybody stays where it is, a stage that has lost everybody is dissolved; None if that cannot be."""
+        """Everybody stays where it is, in one chain, less stages that have lost everybody; None if that cannot be."""
         kept = tuple(own for own in self._stages if len(own)) or (self._free,)
         chains = self._before.chains
         if len(kept) == len(self._stages) and len(chains) == 1:
@@ -247,6 +274,8 @@ class _Planning:
                 offers += self._cut_anew(members, moves, room)
                 if room.was_short:
                     permitted = False
+                    if schedule == "zero-bubble-h2":  # half of what it wants in flight is worth having, too
+                        offers += self._cut_anew(members, moves, self._room(members, "zero-bubble"))
                     offers += self._cut_anew(members, moves, self._room(members, schedule, short=True))
             offers += self._all_whole(stay, schedule)
             for shape in offers:
@@ -513,7 +542,9 @@ class _Planning:
         else:
             if "dataflow" in axes:
                 before = staying.found.step_s
-                if float(self._cluster.speed.min()) < float(self._cluster.speed.max()):
+                if len(self._before.chains) == 1 and float(self._cluster.speed.min()) < float(
+                    self._cluster.speed.max()
+                ):
                     even = build(self._cluster, self._costs, stay, self._before.schedule, self._levels, by_speed=False)
                     before = estimate(self._cluster, self._costs, even).step_s
                 brought["dataflow"] = f"micro-batches by speed: {_change(before, staying.found.step_s)}"

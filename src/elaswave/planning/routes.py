@@ -20,6 +20,7 @@ import numpy as np
 
 from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
+from elaswave.planning.layout import independent_parts
 from elaswave.planning.plan import Allocation, Chain, StageShare
 from elaswave.planning.schedule import Schedule
 from elaswave.types import Hop, Layout, Stage
@@ -107,11 +108,8 @@ def allocation_of(layout: Layout, schedule: Schedule, levels: Mapping[int, int] 
         for index in stages:
             stage = layout.stages[index]
             # Idle workers of a stage that several chains have go to the first.
-            own = [
-                worker
-                for worker in stage.workers
-                if of_route.get(worker, groups.index((stages, microbatches))) == group
-            ]
+            first = next(number for number, (others, _) in enumerate(groups) if index in others)
+            own = [worker for worker in stage.workers if of_route.get(worker, first) == group]
             shares.append(
                 StageShare(
                     start=stage.start,
@@ -135,21 +133,8 @@ def _components(layout: Layout) -> list[tuple[list[int], list[int]]]:
     Raises:
         ValueError: micro-batches of one group pass different stages.
     """
-    parent: dict[int, int] = {}
-
-    def root(worker: int) -> int:
-        while parent.setdefault(worker, worker) != worker:
-            parent[worker] = worker = parent[parent[worker]]
-        return worker
-
-    for route in layout.routes:
-        for hop in route[1:]:
-            parent[root(hop.worker)] = root(route[0].worker)
-    groups: dict[int, list[int]] = {}
-    for microbatch, route in enumerate(layout.routes):
-        groups.setdefault(root(route[0].worker), []).append(microbatch)
     found: dict[tuple[int, ...], list[int]] = {}
-    for microbatches in groups.values():
+    for microbatches in independent_parts(layout):
         passed = {tuple(hop.stage for hop in layout.routes[microbatch]) for microbatch in microbatches}
         if len(passed) > 1:
             shown = " and ".join(map(str, sorted(passed)[:2]))

@@ -41,7 +41,10 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Literal
 
+import msgspec
+
 from elaswave.planning.flow import BACKWARD, FORWARD, INPUT, WEIGHT, Durations, Flow, TransferSeconds, run_in_order
+from elaswave.planning.layout import independent_parts
 from elaswave.planning.program import Program
 from elaswave.types import Layout
 
@@ -65,7 +68,8 @@ def in_flight_bounds(layout: Layout, schedule: Schedule) -> dict[int, int]:
     the rounding up at every stage. For equal widths it is num_stages - s, the textbook's.
 
     Where routes do not all pass the same stages (pipelines of different depth), what follows a stage is what follows
-    it on the routes, each next stage counted by its share of micro-batches that come from here. Under ``zero-bubble``
+    it on the routes, each next stage counted by its share of micro-batches that come from here. Pipelines that share no
+    workers are taken one by one, and workers that no route passes do not count. Under ``zero-bubble``
     every worker may hold what the fullest one holds under ``1f1b``, and twice that under ``zero-bubble-h2``.
 
     Args:
@@ -77,18 +81,41 @@ def in_flight_bounds(layout: Layout, schedule: Schedule) -> dict[int, int]:
         ValueError: an unknown schedule.
     """
     _check_schedule(schedule)
-    given = Counter(hop.worker for route in layout.routes for hop in route)
+    bounds = dict.fromkeys(sorted(layout.workers), 1)
+    for part, _ in _parts(layout):
+        bounds.update(_bounds_of_part(part, schedule))
+    return bounds
+
+
+def _bounds_of_part(part: Layout, schedule: Schedule) -> dict[int, int]:
+    given = Counter(hop.worker for route in part.routes for hop in route)
     if schedule == "gpipe":
-        return {worker: max(1, given[worker]) for worker in layout.workers}
-    needed = _needed_in_flight(layout)
+        return dict(given)
+    needed = _needed_in_flight(part)
     if splits_backwards(schedule):
         needed = [IN_FLIGHT[schedule] * max(needed)] * len(needed)
-    bounds = {
-        worker: max(1, min(bound, given[worker]))
-        for stage, bound in zip(layout.stages, needed, strict=True)
+    return {
+        worker: min(bound, given[worker])
+        for stage, bound in zip(part.stages, needed, strict=True)
         for worker in stage.workers
     }
-    return dict(sorted(bounds.items()))
+
+
+def _parts(layout: Layout) -> list[tuple[Layout, list[int]]]:
+    """Pipelines that run side by side: each with the workers that it keeps busy, and the numbers of its micro-batches.
+
+    Their stages are those of the layout, some without workers.
+    """
+    parts = []
+    for numbers in independent_parts(layout):
+        routes = tuple(layout.routes[number] for number in numbers)
+        busy = {hop.worker for route in routes for hop in route}
+        stages = tuple(
+            msgspec.structs.replace(stage, workers=tuple(worker for worker in stage.workers if worker in busy))
+            for stage in layout.stages
+        )
+        parts.append((Layout(stages=stages, routes=routes), numbers))
+    return parts
 
 
 def bounds_within(layout: Layout, schedule: Schedule, limits: Mapping[int, int]) -> dict[int, int]:
@@ -101,7 +128,9 @@ def _needed_in_flight(layout: Layout) -> list[int]:
     """For each stage the micro-batches that one of its workers must hold for full throughput under ``1f1b``."""
     stages = layout.stages
     needed = [1] * len(stages)
-    is_chain = all(before.start < after.start and before.stop < after.stop for before, after in pairwise(stages))
+    is_chain = all(stage.workers for stage in stages) and all(
+        before.start < after.start and before.stop < after.stop for before, after in pairwise(stages)
+    )
     passes: Counter[tuple[int, int]] = Counter()
     if is_chain:  # as good as every route passes every stage
         passes.update(pairwise(range(len(stages))))
@@ -120,7 +149,7 @@ def _needed_in_flight(layout: Layout) -> list[int]:
             ),
             Fraction(0),
         )
-        needed[stage] = 1 - (-following // stages[stage].width)
+        needed[stage] = 1 - (-following // stages[stage].width) if following else 1
     return needed
 
 
@@ -156,14 +185,23 @@ def compile_programs(
         if too_low := [worker for worker in layout.workers if max_in_flight.get(worker, 0) < 1]:
             raise ValueError(f"max_in_flight of workers {too_low} is missing or below 1: nothing could ever begin")
         bounds = {worker: max_in_flight[worker] for worker in layout.workers}
-    flow = Flow(layout, durations, transfer_s, ticks=True)
+    programs: dict[int, Program] = dict.fromkeys(layout.workers, ())
+    for part, numbers in _parts(layout):
+        flow = Flow(part, durations, transfer_s, ticks=True, numbers=numbers)
+        programs.update(flow.decode(_compile(part, flow, schedule, bounds, forward_only=forward_only)))
+    return programs
+
+
+def _compile(
+    part: Layout, flow: Flow, schedule: Schedule, bounds: Mapping[int, int], *, forward_only: bool
+) -> list[list[int]]:
+    """The programs of one part, as codes."""
     held = [bounds[worker] for worker in flow.workers]
     if splits_backwards(schedule) and not forward_only:
-        open_ = _at_most(held, in_flight_bounds(layout, "1f1b"), flow)
-        tried = [_at_most(held, in_flight_bounds(layout, "zero-bubble"), flow), held]
-        return flow.decode(_zero_bubble(flow, open_, tried if tried[0] != held else [held]))
-    compiler = _Compiler(flow, held, waits_for_forwards=schedule == "gpipe", forward_only=forward_only)
-    return flow.decode(compiler.run())
+        open_ = _at_most(held, _bounds_of_part(part, "1f1b"), flow)
+        tried = [_at_most(held, _bounds_of_part(part, "zero-bubble"), flow), held]
+        return _zero_bubble(flow, open_, tried if tried[0] != held else [held])
+    return _Compiler(flow, held, waits_for_forwards=schedule == "gpipe", forward_only=forward_only).run()
 
 
 def _check_schedule(schedule: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import DEFAULT_FOLLOWERS
+from elaswave.planning.estimate import DEFAULT_FOLLOWERS, held_state
 from elaswave.planning.plan import Allocation, Transfer
 
 
@@ -40,28 +40,26 @@ def needed_transfers(
     transfers: list[Transfer] = []
     longest = 0.0
     link = cluster.between_nodes
-    prefix = costs.prefix
+    shares = [share for chain in allocation.chains for share in chain.stages]
+    size = costs.prefix["parameter_bytes"] + held_state(costs, shares, followers)
     base = costs.num_layers + 1
     all_starts, all_stops, last = held_start[where], held_stop[where], 0
-    for chain in allocation.chains:
-        for share in chain.stages:
-            first, last = last, last + share.width
-            starts, stops = all_starts[first:last], all_stops[first:last]
-            lacking = (starts > share.start) | (stops < share.stop)
-            if not lacking.any():
-                continue
-            copies = min(1 + followers, cluster.num_workers) / share.width
-            size = prefix["parameter_bytes"] + prefix["optimizer_bytes"] * copies
-            keys = starts[lacking] * base + stops[lacking]  # workers that have held the same go together
-            workers = share.workers[lacking]
-            for key in (np.unique(keys) if keys.min() < keys.max() else keys[:1]).tolist():
-                own = tuple(workers[keys == key].tolist())
-                each = 0.0
-                for start, stop in _without((share.start, share.stop), divmod(key, base)):
-                    num_bytes = float(size[stop] - size[start])
-                    each += num_bytes
-                    transfers.append(Transfer(start=start, stop=stop, workers=own, num_bytes=num_bytes * len(own)))
-                longest = max(longest, link.transfer_s(each))
+    for share in shares:
+        first, last = last, last + share.width
+        starts, stops = all_starts[first:last], all_stops[first:last]
+        lacking = (starts > share.start) | (stops < share.stop)
+        if not lacking.any():
+            continue
+        keys = starts[lacking] * base + stops[lacking]  # workers that have held the same go together
+        workers = share.workers[lacking]
+        for key in (np.unique(keys) if keys.min() < keys.max() else keys[:1]).tolist():
+            own = tuple(workers[keys == key].tolist())
+            each = 0.0
+            for start, stop in _without((share.start, share.stop), divmod(key, base)):
+                num_bytes = float(size[stop] - size[start])
+                each += num_bytes
+                transfers.append(Transfer(start=start, stop=stop, workers=own, num_bytes=num_bytes * len(own)))
+            longest = max(longest, link.transfer_s(each))
     total = sum(transfer.num_bytes for transfer in transfers)
     return tuple(transfers), max(longest, total / link.bandwidth_bytes_per_s / cluster.num_workers)
 

@@ -17,15 +17,15 @@ from elaswave.config.schema import Config
 from elaswave.control.core.messages import Tuning
 from elaswave.data.sampler import Sampler
 from elaswave.data.sources import TokenSource, open_source
+from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.models.layers import ModelSpec
 from elaswave.models.registry import build_model
 from elaswave.planning.costs import Costs
 from elaswave.planning.flow import Durations
-from elaswave.planning.in_flight import in_flight_limits
+from elaswave.planning.in_flight import layout_limits
 from elaswave.planning.layout import make_layout
 from elaswave.planning.program import Kind, Program
-from elaswave.planning.routes import allocation_of
-from elaswave.planning.schedule import Schedule, bounds_within, compile_programs, in_flight_bounds
+from elaswave.planning.schedule import Schedule, bounds_within, compile_programs
 from elaswave.planning.validate import validate_programs
 from elaswave.state.flat import LayerShape, TensorSlot, all_tensors, model_shapes
 from elaswave.state.placement import Block, Placement, default_block_size, make_blocks, place_blocks
@@ -98,26 +98,27 @@ class Blueprint:
         """What stands beside the layout at the start: what emulated devices are known to take, and have room for.
 
         Raises:
-            InfeasiblePlan: the described model does not fit into the emulated devices.
+            ConfigError: the described model does not fit into the emulated devices.
         """
         config = self.config
         if config.device.kind != "emulated":
             return Tuning()
-        costs, schedule = emulated_costs(config), config.layout.schedule
-        limits = in_flight_limits(
-            cluster_of(config), costs, allocation_of(self.layout, schedule), followers=config.elastic.num_followers
-        )
-        return tuning_of(
-            costs,
-            dict(enumerate(config.device.speeds or ())),
-            in_flight=None if limits is None else limits.as_mapping(),
-        )
+        costs = emulated_costs(config)
+        try:
+            limits = layout_limits(
+                cluster_of(config), costs, self.layout, config.layout.schedule, followers=config.elastic.num_followers
+            )
+        except InfeasiblePlan as error:
+            what = f"{config.device.model} does not fit into {len(self.layout.workers)} emulated {config.device.name}"
+            raise ConfigError([f"{what}: {error}"]) from error
+        speeds = dict(enumerate(config.device.speeds or ()))
+        return tuning_of(costs, speeds, in_flight=limits)
 
     @cached_property
     def programs(self) -> dict[int, Program]:
         """The validated program of every worker for a training step."""
         programs = programs_of(self.layout, self.tuning, self.config)
-        bounds = in_flight_bounds(self.layout, self.config.layout.schedule)
+        bounds = bounds_within(self.layout, self.config.layout.schedule, self.tuning.in_flight)
         validate_programs(self.layout, programs, max_in_flight=bounds)
         return programs
 

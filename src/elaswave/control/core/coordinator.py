@@ -277,6 +277,7 @@ class Coordinator:
         first_step: the step that training begins with.
         records: what earlier coordinators of the job have persisted, in order.
         books: asked at each decision for the committed step's unfinished work.
+        tuning: of the start.
     """
 
     FIRST_EPOCH = 1
@@ -292,6 +293,7 @@ class Coordinator:
         first_step: int = 1,
         records: Sequence[Record] = (),
         books: Callable[[int], Books] = lambda step: Books(False, False),
+        tuning: Tuning | None = None,
     ) -> None:
         self.state = State.STARTING
         self.epoch = self.FIRST_EPOCH
@@ -327,7 +329,7 @@ class Coordinator:
         """Planned changes since the newest decision, by number; each may have come into force, or may yet."""
         self._num_changes = 0
         """The largest number that was ever given to one."""
-        self.tuning = Tuning()
+        self.tuning = tuning or Tuning()
         """Of the newest decision."""
         self._rollback_epoch = 0
         """The epoch of the newest decision that went back to a checkpoint."""

@@ -6,7 +6,7 @@ Gandhi, Zhao, Skiadopoulos, Kozyrakis: ReCycle: Resilient Training of Large DNNs
 - *Adaptive pipelining* (section 3): a lost worker's micro-batches are dealt to the live workers of its stage, to
   whoever has fewest. Nobody's layers change.
 - *Decoupled back-propagation* (section 3): backward is split into input and weight gradients, weight gradients are
-  deferred into bubbles. That are our ``zero-bubble`` schedules, compiled for these very micro-batches, durations and
+  deferred into bubbles. Those are our ``zero-bubble`` schedules, compiled for these very micro-batches, durations and
   memory by the same list scheduler as ElasWave's plans, and timed by the same code. Where splitting does not pay, the
   schedule of before is kept, as the paper decouples only where it has to.
 - *Staggered optimizer* (section 3): stages update without waiting for each other, so bubbles at the end of one step
