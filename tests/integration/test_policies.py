@@ -8,7 +8,7 @@ import pytest
 from tests.integration.jobs import Job, run_job
 
 from elaswave.errors import FrequencyError
-from elaswave.observability.events import LayoutChosen, StepCommitted, StepTimeMeasured, read_events
+from elaswave.observability.events import LayoutChosen, StepCommitted, StepTimeMeasured, StepTimePredicted, read_events
 from elaswave.observability.result import EVENTS_FILE
 from elaswave.runtime.frequency import CGROUP_ROOT, CgroupFrequency
 
@@ -107,8 +107,15 @@ def test_elaswave_changes_the_layout_afterwards(tmp_path: Path, twin: Job, fault
 
 def test_every_layout_says_what_was_predicted_and_what_it_took(tmp_path: Path) -> None:
     job = run_job(tmp_path / "run", EMULATED | {"run.steps": 24}, faults=["kill:1@8:backward"])
-    measured = [event for event in read_events(job.run_dir / EVENTS_FILE) if isinstance(event, StepTimeMeasured)]
+    events = read_events(job.run_dir / EVENTS_FILE)
+    measured = [event for event in events if isinstance(event, StepTimeMeasured)]
     assert len(measured) >= 2 and measured[0].num_steps >= 4
+    told: set[tuple[int, int]] = set()  # predictions are in the log before what they are about
+    for event in events:
+        if isinstance(event, StepTimePredicted | LayoutChosen) and event.predicted_step_s is not None:
+            told.add((event.epoch, event.change))
+        elif isinstance(event, StepTimeMeasured) and event.predicted_step_s is not None:
+            assert (event.epoch, event.change) in told
     first, last = job.result.epochs[0], job.result.epochs[-1]
     for record in (first, last):
         assert record.predicted_step_s is not None and record.measured_step_s is not None

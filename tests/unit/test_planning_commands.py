@@ -72,6 +72,24 @@ def test_a_plan_as_json(capsys: Any) -> None:
     assert again == found
 
 
+def test_a_plans_step_can_be_looked_at(capsys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    text = output(capsys, "plan", *SMALL, "--lose", "1", "--trace", str(path))
+    assert f"trace: {path}" in text and "bubbles by stage: " in text
+    traced = json.loads(path.read_text())["traceEvents"]
+    assert len({event["pid"] for event in traced if event["ph"] == "X"}) == 11
+    found = document(capsys, "plan", *SMALL, "--lose", "1", "--trace", str(path))
+    simulated = found["simulated_step"]
+    assert simulated["step_s"] >= simulated["uncontended_s"] * (1 - 1e-9)
+    assert simulated["uncontended_s"] == pytest.approx(found["after"]["step_time_s"])
+    assert all(0 <= share < 1 for share in simulated["stage_bubble_fractions"])
+    assert main(["plan", *SMALL, "--trace", str(tmp_path / "none" / "step.json")]) == 2
+    assert "step.json" in capsys.readouterr().err
+    huge = ["--workers", "96", "--stages", "8", "--device", "h200", "--microbatches", "2000"]
+    assert main(["plan", *huge, "--trace", str(path)]) == 2
+    assert "--trace: a step has" in capsys.readouterr().err
+
+
 def test_nobody_lost_shows_the_layout_alone(capsys: Any) -> None:
     assert "nobody is lost" in output(capsys, "plan", *SMALL, "--lose", "0")
     assert "after" not in document(capsys, "plan", *SMALL, "--lose", "0")

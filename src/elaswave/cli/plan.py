@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -21,15 +21,33 @@ from elaswave.errors import UsageError
 from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.plan import Plan, Planner
 
+if TYPE_CHECKING:
+    from elaswave.simulator.pipeline import SimulatedStep
+
+MAX_TRACED_ACTIONS = 200_000
+"""Of a step: what a viewer still shows."""
+
 
 @click.command(name="plan", short_help="What the planner makes of a loss.")
 @click.argument("run", required=False, type=click.Path(path_type=Path))
 @cluster_options
 @loss_options(default=1)
 @click.option("--policy", metavar="NAME", default="elaswave", show_default=True, help="Who plans.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write one simulated step of the planned layout, for https://ui.perfetto.dev.",
+)
 @click.option("--json", "json_mode", is_flag=True, help="Print one JSON document.")
 def plan_command(
-    run: Path | None, options: ClusterOptions, lose: int, pattern: str, seed: int, policy: str, json_mode: bool
+    run: Path | None,
+    options: ClusterOptions,
+    lose: int,
+    pattern: str,
+    seed: int,
+    policy: str,
+    trace: Path | None,
+    json_mode: bool,
 ) -> None:
     """Plan for the loss of workers: the layout before and after, what bounds it, what it brings, and why.
 
@@ -60,10 +78,34 @@ def plan_command(
     else:
         left, plan = setting.cluster, None
     result = _Result(setting, lost, left, plan)
+    step = None if trace is None else _traced(trace, setting, left, plan)
     if json_mode:
-        click.echo(as_json(result.to_json() | notes))
-    else:
-        click.echo("\n".join(result.render(terminal_width(), notes)))
+        simulated = {} if step is None else {"simulated_step": step.to_json()}
+        click.echo(as_json(result.to_json() | notes | simulated))
+        return
+    lines = result.render(terminal_width(), notes)
+    if step is not None:
+        bubbles = " ".join(f"{share:.0%}" for share in step.timeline.stage_bubble_fractions)
+        text = f"trace: {trace}; a step takes {format_seconds(step.step_s)} where transfers share links"
+        lines += wrap(f"{text}; bubbles by stage: {bubbles}", terminal_width())
+    click.echo("\n".join(lines))
+
+
+def _traced(path: Path, setting: Setting, left: Cluster, plan: Plan | None) -> "SimulatedStep":
+    """Simulates one step of what was planned, or of the job as it is, and writes its trace."""
+    from elaswave.observability.step_trace import write_step_trace
+    from elaswave.planning.estimate import num_actions
+    from elaswave.simulator.pipeline import simulate_allocation
+
+    allocation = setting.allocation if plan is None else plan.allocation
+    if (number := num_actions(allocation)) > MAX_TRACED_ACTIONS:
+        raise UsageError(
+            f"--trace: a step has {number:,} actions, at most {MAX_TRACED_ACTIONS:,} can be looked at; give fewer "
+            "--workers or --microbatches"
+        )
+    step = simulate_allocation(left, setting.costs, allocation, followers=setting.followers)
+    write_step_trace(path, step)
+    return step
 
 
 def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any], Mapping[str, Planner]]:

@@ -158,6 +158,8 @@ def _a_speed_for_each_worker(speeds: tuple[float, ...] | None, widths: tuple[int
 def _emulated_levels_need_an_emulated_device(kind: str, frequency: str) -> str | None:
     if frequency == "emulated" and kind != "emulated":
         return f'device.frequency: emulated levels need device.kind = "emulated", not "{kind}"'
+    if frequency not in ("none", "emulated") and kind == "emulated":
+        return f'device.frequency: {frequency} acts on real devices; emulated ones take "emulated" or "none"'
     return None
 
 

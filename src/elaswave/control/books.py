@@ -34,6 +34,7 @@ from elaswave.observability.events import (
     StepCommitted,
     StepSkipped,
     StepTimeMeasured,
+    StepTimePredicted,
     TimingsMeasured,
     read_events,
 )
@@ -163,6 +164,8 @@ class Books:
                 self.members = event.layout.workers
                 self._holdings = dict(event.holdings)
                 self._start_up_s = event.start_up_s or self._start_up_s
+            elif isinstance(event, StepTimePredicted):
+                self._note_prediction(event.predicted_step_s)
             elif isinstance(event, StepTimeMeasured):
                 self._note_step_time(event.predicted_step_s, event.measured_step_s)
             elif isinstance(event, Recovered):
@@ -242,6 +245,13 @@ class Books:
     def predicted(self, predicted_step_s: float) -> None:
         """What a step of the present layout should take, if that was not known when it was chosen."""
         if self._epochs and self._epochs[-1].predicted_step_s is None:
+            record = self._epochs[-1]
+            self._note_prediction(predicted_step_s)
+            event = StepTimePredicted(epoch=record.epoch, change=record.change, predicted_step_s=predicted_step_s)
+            self._write(event)
+
+    def _note_prediction(self, predicted_step_s: float) -> None:
+        if self._epochs:
             self._epochs[-1] = msgspec.structs.replace(self._epochs[-1], predicted_step_s=predicted_step_s)
 
     def changed(self, change: Change, first_step: int) -> None:

@@ -125,17 +125,14 @@ class Replanner:
         if self._config.device.kind != "emulated":
             return tuning
         schedule: Schedule = tuning.schedule or self._config.layout.schedule  # type: ignore[assignment]
-        try:
-            limits = layout_limits(
-                self._cluster,
-                emulated_costs(self._config),
-                layout,
-                schedule,
-                followers=self._config.elastic.num_followers,
-            )
-        except InfeasiblePlan as error:
-            _log.warning("the layout does not fit into the emulated devices: %s", error)
-            limits = dict.fromkeys(layout.workers, 1)
+        limits = layout_limits(
+            self._cluster,
+            emulated_costs(self._config),
+            layout,
+            schedule,
+            followers=self._config.elastic.num_followers,
+            must_fit=False,
+        )
         return msgspec.structs.replace(tuning, in_flight=limits)
 
     def rival(self, layout: Layout, tuning: Tuning, lost: Collection[int], costs: Costs) -> Replanned:

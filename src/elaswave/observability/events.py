@@ -105,6 +105,14 @@ class LayoutChosen(Event, frozen=True, kw_only=True, tag="layout"):
         )
 
 
+class StepTimePredicted(Event, frozen=True, kw_only=True, tag="step_time_predicted"):
+    """What a step of the layout in force should take, where that was not known when it was chosen."""
+
+    epoch: int
+    change: int
+    predicted_step_s: float
+
+
 class StepTimeMeasured(Event, frozen=True, kw_only=True, tag="step_time"):
     """A layout is left, or the run ends: what its steps were predicted to take, and what they took."""
 
@@ -206,6 +214,7 @@ class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
 AnyEvent = (
     RunStarted
     | LayoutChosen
+    | StepTimePredicted
     | StepTimeMeasured
     | StepCommitted
     | TimingsMeasured

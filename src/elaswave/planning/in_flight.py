@@ -160,7 +160,13 @@ def in_flight_limits(
 
 
 def layout_limits(
-    cluster: Cluster, costs: Costs, layout: Layout, schedule: Schedule, *, followers: int = DEFAULT_FOLLOWERS
+    cluster: Cluster,
+    costs: Costs,
+    layout: Layout,
+    schedule: Schedule,
+    *,
+    followers: int = DEFAULT_FOLLOWERS,
+    must_fit: bool = True,
 ) -> dict[int, int]:
     """What memory permits the workers of a layout, where that is less than its programs would hold.
 
@@ -170,6 +176,7 @@ def layout_limits(
         layout: whoever is in a stage holds its layers, whether a route passes or not.
         schedule: of the programs.
         followers: live copies of every block.
+        must_fit: else whoever has no room for a single micro-batch is held to one.
     Returns:
         Worker -> the most micro-batches that it may hold; empty if everything fits.
     Raises:
@@ -189,13 +196,13 @@ def layout_limits(
             fits = (room - own) / each * (1 + 1e-12) if each else float("inf")
             least = wanted[worker] if schedule == "gpipe" else 1
             needed = own + each * (least if worker in busy else 0)
-            if needed > room * (1 + 1e-12):
+            if must_fit and needed > room * (1 + 1e-12):
                 raise InfeasiblePlan(
                     f"memory: worker {worker} would hold {needed / 1e9:.2f} GB, but has {room / 1e9:.2f} GB: "
                     f"{(needed - room) / 1e9:.2f} GB too much; use more stages or workers, or smaller micro-batches"
                 )
             if worker in busy and fits < wanted[worker]:
-                limits[worker] = int(fits)
+                limits[worker] = max(1, int(fits))
     return limits
 
 

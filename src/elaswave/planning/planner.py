@@ -190,7 +190,8 @@ class _Planning:
         stay = self._stay()
         staying = self._pipelines_stay() if len(self._before.chains) > 1 else None
         candidates = [] if staying is None else [staying]
-        one_chain = None if stay is None else self._judge(stay, self._before.schedule)
+        is_free = staying is None or "graph" in self._options.axes
+        one_chain = self._judge(stay, self._before.schedule) if stay is not None and is_free else None
         if one_chain is not None:
             candidates.append(one_chain)
             staying = staying or one_chain
@@ -231,7 +232,8 @@ class _Planning:
                     return None
                 where = self._cluster.index_of(left)
                 speeds = worker_speeds(self._cluster, where, self._levels[where])[0]
-                counts = apportion(chain.num_microbatches, 1.0 / speeds)
+                by_speed = "dataflow" in self._options.axes
+                counts = apportion(chain.num_microbatches, 1.0 / speeds if by_speed else np.ones(len(left)))
                 shares.append(replace(share, workers=left, num_microbatches=counts, levels=self._levels[where]))
             chains.append(replace(chain, stages=tuple(shares)))
         try:
@@ -535,16 +537,15 @@ class _Planning:
         brought: dict[str, str] = dict.fromkeys(sorted(AXES), "off")
         if "randomness" in axes:
             brought["randomness"] = KEYS.describe()
-        if staying is None or stay is None:
+        if staying is None:
             forced = "rerouting alone does not fit into memory"
             brought["dataflow"] = forced if "dataflow" in axes else "off"
             brought["graph"] = f"{best.origin}: {forced}" if "graph" in axes else "off"
         else:
             if "dataflow" in axes:
                 before = staying.found.step_s
-                if len(self._before.chains) == 1 and float(self._cluster.speed.min()) < float(
-                    self._cluster.speed.max()
-                ):
+                speeds = self._cluster.speed
+                if stay is not None and len(self._before.chains) == 1 and float(speeds.min()) < float(speeds.max()):
                     even = build(self._cluster, self._costs, stay, self._before.schedule, self._levels, by_speed=False)
                     before = estimate(self._cluster, self._costs, even).step_s
                 brought["dataflow"] = f"micro-batches by speed: {_change(before, staying.found.step_s)}"

@@ -15,8 +15,13 @@ from typing import NamedTuple
 
 from elaswave.planning.cluster import Cluster, Link
 from elaswave.planning.costs import Costs
+from elaswave.planning.estimate import DEFAULT_FOLLOWERS, levels_of
 from elaswave.planning.flow import FORWARD, WEIGHT, Flow, run_in_order
+from elaswave.planning.in_flight import layout_limits
+from elaswave.planning.plan import Allocation
 from elaswave.planning.program import Program
+from elaswave.planning.routes import make_routes
+from elaswave.planning.schedule import bounds_within, compile_programs
 from elaswave.planning.timing import Timeline, durations_of, transfer_of
 from elaswave.types import Layout
 
@@ -117,6 +122,32 @@ def simulate_step(
         overhead_s=costs.step_overhead_s,
         uncontended_s=uncontended_s + costs.step_overhead_s,
     )
+
+
+def simulate_allocation(
+    cluster: Cluster, costs: Costs, allocation: Allocation, *, followers: int = DEFAULT_FOLLOWERS
+) -> SimulatedStep:
+    """Runs a step of what a planner decided: its routes, and the programs that workers would compile for them.
+
+    Args:
+        cluster: with all workers of the allocation.
+        costs: of the model's layers.
+        allocation: who does how much.
+        followers: live copies of every block: where memory is short, less is in flight.
+    Raises:
+        KeyError: a worker that the cluster lacks.
+    """
+    layout = make_routes(allocation, costs, cluster)
+    levels = levels_of(allocation)
+    limits = layout_limits(cluster, costs, layout, allocation.schedule, followers=followers, must_fit=False)
+    programs = compile_programs(
+        layout,
+        allocation.schedule,
+        max_in_flight=bounds_within(layout, allocation.schedule, limits),
+        durations=durations_of(costs, cluster, levels),
+        transfer_s=transfer_of(costs, cluster),
+    )
+    return simulate_step(layout, programs, costs, cluster, levels=levels)
 
 
 class _Sending(NamedTuple):
