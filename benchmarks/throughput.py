@@ -9,6 +9,7 @@ of all 96 workers, with every move that it may make after a loss, times alive / 
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import statistics
@@ -37,11 +38,11 @@ NEEDED_CAPACITY = 0.97
 """Median over spread losses."""
 NEEDED = {"recycle": 1.35, "torchft_batch_kept": 1.60}
 """Times a rival's throughput, where arithmetic permits: where what is left of the healthy throughput is that much."""
-NEEDED_AT: dict[str, Callable[["Setting"], bool]] = {
-    "recycle": lambda setting: setting.pattern == "clustered" and setting.num_lost in (4, 5),
-    "torchft_batch_kept": lambda setting: setting.pattern == "spread" and setting.num_lost >= 5,
+EXPECTED_AT: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "recycle": lambda row: row["layout"] == "12x8" and row["pattern"] == "clustered" and row["lost"] in (4, 5),
+    "torchft_batch_kept": lambda row: row["layout"] == "12x8" and row["pattern"] == "spread" and row["lost"] >= 5,
 }
-"""Settings of 12 x 8 in which that is asked for."""
+"""Rows in which that is expected of it; where arithmetic does not permit it there, the table says so."""
 ABLATIONS: Mapping[str, Options] = {
     "all": Options(),
     "no dataflow": Options(axes=AXES - {"dataflow"}),
@@ -55,6 +56,10 @@ ABLATIONS: Mapping[str, Options] = {
     "own schedule only": Options(schedules=("1f1b",)),
 }
 """What is switched off; without the rivals' plans as candidates."""
+
+
+SLOW_SPEED = 0.7
+"""Of one worker, relative to the others', where ablations are to show what speeds and clocks are good for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +97,7 @@ def main() -> int:
 
     where = machine()
     rows = simulate(list(settings_of(options)), options.ablate, options.jobs)
-    summary = summarise(rows)
+    summary = summarise(rows) | {"ablations_uneven": ablate_uneven() if options.ablate else {}}
     if options.json:
         print(json.dumps({"machine": where, "device": options.device, "simulated": rows} | summary, indent=2))
     else:
@@ -203,6 +208,30 @@ def simulate_loss(
     }
 
 
+def ablate_uneven() -> dict[str, float]:
+    """Median step time without each move, relative to all of them, where workers differ and clocks can rise.
+
+    Llama-2 13B on 12 x 8 Ascend 910B, one of them at `SLOW_SPEED`, 8 and 16 micro-batches per replica, 5 others lost.
+    """
+    preset = device_preset("ascend-910b")
+    costs = describe_costs(model_shape("llama-2-13b"), preset, num_stages=8)
+    even = describe_cluster(NUM_WORKERS, preset)
+    speed = even.speed.copy()
+    speed[1] = SLOW_SPEED
+    cluster = dataclasses.replace(even, speed=speed)
+    ratios: dict[str, list[float]] = {name: [] for name in ABLATIONS}
+    for microbatches, pattern in itertools.product((8, 16), ("spread", "clustered")):
+        start = fastest_healthy(cluster, costs, 8, 12, 12 * microbatches)
+        lost = tuple(worker for worker in choose_lost(start, 6, pattern, 0) if worker != 1)[:5]
+        left, event = cluster.without(lost), Event(kind="lost", workers=lost)
+        steps = {
+            name: plan(left, costs, start, event, options=each).predicted_step_s for name, each in ABLATIONS.items()
+        }
+        for name, step_s in steps.items():
+            ratios[name].append(step_s / steps["all"])
+    return {name: statistics.median(found) for name, found in ratios.items()}
+
+
 def row_of(setting: Setting) -> dict[str, Any]:
     """What a row is about."""
     return {
@@ -228,19 +257,16 @@ def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     needed = []
     for name, target in NEEDED.items():
         for row in planned:
-            setting = Setting(
-                model=row["model"], device="", replicas=0, stages=0, microbatches=0, num_lost=row["lost"],
-                pattern=row["pattern"],
-            )  # fmt: skip
-            if row["layout"] != "12x8" or not NEEDED_AT[name](setting) or name not in row["times"]:
+            if name not in row["times"]:
                 continue
-            permitted = row["permitted"][name] >= target
-            needed.append(
-                {"setting": title(row), "rival": name, "times": row["times"][name], "needed": target}
-                | {"permitted": row["permitted"][name]}
-            )
-            if permitted and row["times"][name] < target:
-                missed.append(f"{title(row)}: {row['times'][name]:.2f} times {name}, needed: {target}")
+            times, permitted = row["times"][name], row["permitted"][name]
+            expected = EXPECTED_AT[name](row)
+            if permitted < target and not expected:
+                continue
+            found = {"setting": title(row), "rival": name, "times": times, "needed": target, "permitted": permitted}
+            needed.append(found | {"expected": expected})
+            if permitted >= target > times:
+                missed.append(f"{title(row)}: {times:.3f} times {name}, needed: {target}, permitted: {permitted:.3f}")
     ablated = [row["ablations"] for row in planned if row["ablations"]]
     ablations = {
         name: statistics.median(row[name] / row["all"] for row in ablated) for name in (ABLATIONS if ablated else ())
@@ -273,17 +299,21 @@ def print_table(rows: Sequence[dict[str, Any]], summary: dict[str, Any], where: 
         print(f"\nmedian capacity over spread losses: {summary['capacity_median']:.3f} (needed: {NEEDED_CAPACITY})")
     for name, target in NEEDED.items():
         asked = [each for each in summary["needed"] if each["rival"] == name]
+        permitted = [each for each in asked if each["permitted"] >= target]
         reached = sum(each["times"] >= target for each in asked)
-        bound = [each for each in asked if each["times"] < target and each["permitted"] < target]
-        if asked:
-            print(f"{target} times {name} at 12 x 8: in {reached} of {len(asked)} settings")
-        for each in bound:
-            whole = f"all of the capacity that is left would be {each['permitted']:.2f} times"
-            print(f"  {each['setting']}: {each['times']:.2f} times; {whole}")
+        print(f"{target} times {name}: permitted by the capacity that is left in {len(permitted)} settings, reached in "
+              f"{reached}")  # fmt: skip
+        for each in asked:
+            if each["expected"] and each["times"] < target and each["permitted"] < target:
+                whole = f"all of the capacity that is left would be {each['permitted']:.2f} times"
+                print(f"  {each['setting']}: {each['times']:.2f} times; {whole}")
     if summary["ablations"]:
-        print("\nstep time without a move, relative to all moves (median)")
+        print(
+            "\nstep time without a move, relative to all moves (median): everybody alike, and on Ascend 910B with one"
+        )
+        print(f"worker at {SLOW_SPEED:g} of the others' speed")
         for name, ratio in summary["ablations"].items():
-            print(f"  {name:<20} {ratio:.3f}")
+            print(f"  {name:<20} {ratio:.3f}  {summary['ablations_uneven'][name]:.3f}")
     print("\n" + ("all targets met" if not summary["missed"] else "missed:"))
     for line in summary["missed"]:
         print(f"  {line}")

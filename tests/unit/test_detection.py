@@ -140,6 +140,25 @@ def test_nothing_is_heard_of_who_is_not_watched():
         job.detector.silence_bound_s(7)
 
 
+# --------------------------------------------------------------------------------------------------------------- crowd
+
+
+def test_when_most_are_silent_together_the_machine_is_suspected_first():
+    """Seven of eight do not come to speak for six seconds, as when all begin anew on a few cores; then they do."""
+    job = Job(8, learned_steps=3)
+    job.do(7, position("0F0", step=5, computing=True))
+    assert job.go_on(1.9, silent=range(7)) == []
+    job.do(7, position("0B0", step=5, computing=True))
+    assert job.go_on(3.9, silent=range(7)) == []
+    assert job.go_on(1.0) == []
+    gone = Job(8, learned_steps=3)
+    gone.detector.pause(gone.now_s)  # progress is another matter
+    assert named(gone.go_on(30.0, silent=range(7))) == [(worker, "heartbeat") for worker in range(7)]
+    fewer = Job(8, learned_steps=3)
+    fewer.detector.pause(fewer.now_s)
+    assert named(fewer.go_on(3.5, silent=range(4))) == [(worker, "heartbeat") for worker in range(4)]
+
+
 # ---------------------------------------------------------------------------------------------------------------- link
 
 

@@ -161,6 +161,7 @@ def compile_programs(
     max_in_flight: Mapping[int, int] | None = None,
     durations: Durations | None = None,
     transfer_s: TransferSeconds | None = None,
+    only: int | None = None,
 ) -> dict[int, Program]:
     """One program per worker that together run every hop of every route forward and backward.
 
@@ -173,6 +174,7 @@ def compile_programs(
         durations: seconds of every action; None means that a forward takes as long as its stage is wide, and a backward
             twice as long, which is right where layers are balanced over stages.
         transfer_s: seconds of every transfer; None means that none takes time. Needs durations.
+        only: a worker whose program is wanted; the others' may be left out, which takes less time.
     Returns:
         For every worker of the layout its actions in order; empty for one that no route passes.
     Raises:
@@ -187,6 +189,8 @@ def compile_programs(
         bounds = {worker: max_in_flight[worker] for worker in layout.workers}
     programs: dict[int, Program] = dict.fromkeys(layout.workers, ())
     for part, numbers in _parts(layout):
+        if only is not None and only not in part.workers:
+            continue
         flow = Flow(part, durations, transfer_s, ticks=True, numbers=numbers)
         programs.update(flow.decode(_compile(part, flow, schedule, bounds, forward_only=forward_only)))
     return programs

@@ -190,14 +190,16 @@ def durations_of(tuning: Tuning) -> Durations | None:
     return durations
 
 
-def programs_of(layout: Layout, tuning: Tuning, config: Config, *, forward_only: bool = False) -> dict[int, Program]:
-    """The programs of all workers, the same in every process."""
+def programs_of(
+    layout: Layout, tuning: Tuning, config: Config, *, forward_only: bool = False, only: int | None = None
+) -> dict[int, Program]:
+    """The programs of all workers, the same in every process; with `only` perhaps nobody's but that worker's."""
     schedule: Schedule = tuning.schedule or config.layout.schedule  # type: ignore[assignment]  # checked below
     limits = None
     if tuning.in_flight and not forward_only:
         limits = bounds_within(layout, schedule, tuning.in_flight)
     return compile_programs(
-        layout, schedule, forward_only=forward_only, max_in_flight=limits, durations=durations_of(tuning)
+        layout, schedule, forward_only=forward_only, max_in_flight=limits, durations=durations_of(tuning), only=only
     )
 
 

@@ -190,7 +190,7 @@ class StepEngine:
         self.tuning = tuning
         self._layout_hash = struct_hash(layout)
         self.group = Group(self.transport, layout.workers, Channel.VOTE)
-        self.program = programs_of(layout, tuning, self._config)[self.worker]
+        self.program = programs_of(layout, tuning, self._config, only=self.worker)[self.worker]
         self._executor = Executor(self.worker, layout, self.compute, self.transport, self.activity, self._trace)
 
     def _use_placement(self, placement: Placement, store: BlockStore) -> None:
@@ -520,7 +520,7 @@ class StepEngine:
         """
         num_microbatches = self._config.run.eval_microbatches
         layout = evaluation_layout(self.layout, num_microbatches)
-        program = programs_of(layout, self.tuning, self._config, forward_only=True)[self.worker]
+        program = programs_of(layout, self.tuning, self._config, forward_only=True, only=self.worker)[self.worker]
         executor = Executor(self.worker, layout, self.compute, self.transport, self.activity, self._trace)
         self.compute.losses.clear()
         sends: list[Handle] = []

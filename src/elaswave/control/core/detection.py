@@ -6,7 +6,8 @@ turned out to be harmless, and has a floor:
     exit        the process has ended                                    at once; certain
     link        a peer has lost its connection to the worker             after a grace in which an exit may explain it
     heartbeat   nothing is heard of a worker                             4 x the longest gap, at least 1.5 s;
-                                                                         twice that while others still compute
+                                                                         twice that while others still compute;
+                                                                         4 times that while most are silent together
     progress    it computes one action far longer than any took          10 x the longest one, at least 2 s
                 everybody waits and nothing moves                        10 x the longest standstill, one step, 3 s
 
@@ -46,6 +47,10 @@ BESIDE_STEPS = ("evaluate", "checkpoint", "end")
 LEARNED_GAPS = 4
 GAP_MAX_S = 5.0
 """Longer gaps teach nothing more."""
+CROWD = 4
+CROWD_FACTOR = 4.0
+"""Factor on bounds on silence while at least `CROWD` workers and more than half of all are silent together: then the
+machine is too busy for them, or a large part of it is gone, which takes longer to tell from each other."""
 NOBODY_S = 30.0
 """Silence of all workers together that ends the job."""
 
@@ -338,17 +343,19 @@ class Detector:
 
     def _silent(self) -> list[Suspicion]:
         common_gap_s = self._common_gap_s()
+        known = [
+            (watched, self._now_s - watched.alive_s, self._bound_of(watched, common_gap_s))
+            for watched in self._watched.values()
+        ]
+        # Of all by the same measure, whoever computes.
+        num_hushed = sum(silence_s > bound_s / 2 for _, silence_s, bound_s in known)
+        shortest_s = min((silence_s for _, silence_s, _ in known), default=float("inf"))
+        crowd = CROWD_FACTOR if num_hushed >= CROWD and 2 * num_hushed > len(known) else 1.0
         late: list[tuple[_Watched, float, float]] = []
-        num_hushed, shortest_s = 0, float("inf")
-        for watched in self._watched.values():
-            silence_s = self._now_s - watched.alive_s
-            bound_s = self._bound_of(watched, common_gap_s)
-            num_hushed += silence_s > bound_s / 2  # of all by the same measure, whoever computes
-            if self._num_computing > watched.computing:
-                bound_s *= NO_HURRY
-            shortest_s = min(shortest_s, silence_s)
-            if silence_s > bound_s:
-                late.append((watched, silence_s, bound_s))
+        for watched, silence_s, bound_s in known:
+            hurry = NO_HURRY if self._num_computing > watched.computing else 1.0
+            if silence_s > bound_s * hurry * crowd:
+                late.append((watched, silence_s, bound_s * hurry * crowd))
         if late and num_hushed == len(self._watched) and shortest_s < NOBODY_S:
             self._nobody_heard = True
             return []
