@@ -146,10 +146,9 @@ def test_nothing_is_heard_of_who_is_not_watched():
 def test_when_most_are_silent_together_the_machine_is_suspected_first():
     """Seven of eight do not come to speak for six seconds, as when all begin anew on a few cores; then they do."""
     job = Job(8, learned_steps=3)
-    job.do(7, position("0F0", step=5, computing=True))
-    assert job.go_on(1.9, silent=range(7)) == []
-    job.do(7, position("0B0", step=5, computing=True))
-    assert job.go_on(3.9, silent=range(7)) == []
+    for number in range(12):
+        job.do(7, position(f"0F{number}", step=5, computing=True))
+        assert job.go_on(0.5, silent=range(7)) == []
     assert job.go_on(1.0) == []
     gone = Job(8, learned_steps=3)
     gone.detector.pause(gone.now_s)  # progress is another matter

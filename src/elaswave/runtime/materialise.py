@@ -11,7 +11,7 @@ from elaswave.runtime.optimizer import Optimizer
 from elaswave.runtime.step import Progress, initial_progress
 from elaswave.runtime.vote import GridState
 from elaswave.state.checkpoint_format import CheckpointMeta, Piece, WantedPiece, model_name, optimizer_name
-from elaswave.state.checkpoint_shards import read_pieces
+from elaswave.state.checkpoint_shards import PieceReader
 from elaswave.state.flat import FlatLayer, LayerShape, initial_values, segments
 from elaswave.state.placement import Placement
 from elaswave.state.store import BlockStore, HeldBlock, Role, roles_of
@@ -90,6 +90,8 @@ def _from_seed(blueprint: Blueprint) -> _Read:
 
 
 def _from_checkpoint(folder: Path) -> _Read:
+    reader = PieceReader(folder)
+
     def read(shape: LayerShape, slot: str, runs: list[tuple[int, int]]) -> list[torch.Tensor]:
         parts = [(run, part) for run, (start, stop) in enumerate(runs) for part in segments(shape, start, stop)]
         wanted = [
@@ -97,7 +99,7 @@ def _from_checkpoint(folder: Path) -> _Read:
             for _, part in parts
         ]
         results = [torch.zeros(stop - start) for start, stop in runs]
-        for (run, part), values in zip(parts, read_pieces(folder, wanted), strict=True):
+        for (run, part), values in zip(parts, reader.read(wanted), strict=True):
             results[run][part.start : part.stop] = values
         return results
 

@@ -60,7 +60,7 @@ from elaswave.runtime.shard_writer import ShardWriter
 from elaswave.runtime.step import Progress, StepEngine, StepResult
 from elaswave.runtime.traced import TracedTransport
 from elaswave.runtime.vote import Request
-from elaswave.state.checkpoint import verify_checkpoint
+from elaswave.state.checkpoint import read_meta
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.flat import FlatLayer
 from elaswave.state.placement import Placement
@@ -618,12 +618,15 @@ class Worker:
         )
 
     def _roll_back(self, decision: Decision) -> int:
-        """Loads the decision's checkpoint under its layout."""
+        """Loads the decision's checkpoint under its layout.
+
+        The coordinator has checked every byte of it. Here are checked the bytes that are used.
+        """
         assert decision.rollback is not None
         checkpoint = None
         if decision.rollback > 0:
             folder = self._setup.run_dir / "checkpoints" / f"step-{decision.rollback:08d}"
-            checkpoint = (folder, verify_checkpoint(folder).meta)
+            checkpoint = (folder, read_meta(folder))
         layers, store, progress = materialise(
             self._blueprint, self._worker, self._optimizer, decision.layout, decision.placement, checkpoint
         )

@@ -90,49 +90,77 @@ def write_shard(folder: Path, shard: str, pieces: Sequence[Piece]) -> list[Writt
 
 
 def read_pieces(folder: Path, wanted: Sequence[WantedPiece]) -> list[torch.Tensor]:
+    """What `PieceReader.read` reads, at once."""
+    return PieceReader(folder).read(wanted)
+
+
+class PieceReader:
     """Reads runs of tensors from a committed checkpoint, whoever wrote them and however they were cut.
+
+    The manifest lists every piece that any worker has written, so it is read once, and only what is asked for is
+    looked at: a hundred workers that go back to a checkpoint together each want a hundredth of it.
 
     Args:
         folder: the checkpoint's folder.
-        wanted: runs to read, in any order, overlaps allowed.
-    Returns:
-        One new 1-D tensor per wanted run, of the stored element type.
     Raises:
-        CheckpointError: a tensor is not in the checkpoint or has another shape, or the bytes needed are damaged.
+        CheckpointError: the manifest is missing or damaged.
     """
-    items_of: defaultdict[str, list[tuple[int, int, WrittenItem]]] = defaultdict(list)
-    for item in read_manifest(folder).items:
-        items_of[item.fqn].append((*run_of_rectangle(item.shape, item.offsets, item.sizes), item))
-    for runs in items_of.values():
-        runs.sort(key=lambda run: run[0])
 
-    results: list[torch.Tensor] = []
-    copies: defaultdict[WrittenItem, list[tuple[torch.Tensor, int]]] = defaultdict(list)
-    for piece in wanted:
-        runs = items_of.get(piece.fqn, [])
-        num_elements = math.prod(piece.shape)
-        if num_elements and not runs:
-            raise CheckpointError(f"checkpoint {folder} has no tensor {piece.fqn!r}")
-        if runs and runs[0][2].shape != tuple(piece.shape):
-            raise CheckpointError(
-                f"{piece.fqn!r} has shape {list(runs[0][2].shape)} in checkpoint {folder}, not {list(piece.shape)}"
-            )
-        stop = piece.flat_start + piece.length
-        assert 0 <= piece.flat_start <= stop <= num_elements, f"{piece} is not inside its tensor"
-        result = torch.empty(piece.length, dtype=DTYPES[runs[0][2].dtype] if runs else torch.float32)
-        results.append(result)
-        first = bisect_right(runs, piece.flat_start, key=lambda run: run[0]) - 1
-        for start, length, item in runs[max(first, 0) :]:
-            if start >= stop:
-                break
-            low, high = max(start, piece.flat_start), min(start + length, stop)
-            if low < high:
-                copies[item].append((result[low - piece.flat_start : high - piece.flat_start], low - start))
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._items: defaultdict[str, list[WrittenItem]] = defaultdict(list)
+        for item in read_manifest(folder).items:
+            self._items[item.fqn].append(item)
+        self._runs: dict[str, list[tuple[int, int, WrittenItem]]] = {}
 
-    for item, elements in read_items(folder, list(copies)):
-        for target, source in copies[item]:
-            target.copy_(elements[source : source + len(target)])
-    return results
+    def _runs_of(self, fqn: str) -> list[tuple[int, int, WrittenItem]]:
+        """(first element, elements, item), ascending."""
+        runs = self._runs.get(fqn)
+        if runs is None:
+            items = self._items.get(fqn, ())
+            runs = [(*run_of_rectangle(item.shape, item.offsets, item.sizes), item) for item in items]
+            runs.sort(key=lambda run: run[0])
+            self._runs[fqn] = runs
+        return runs
+
+    def read(self, wanted: Sequence[WantedPiece]) -> list[torch.Tensor]:
+        """Reads runs, each checked.
+
+        Args:
+            wanted: runs to read, in any order, overlaps allowed.
+        Returns:
+            One new 1-D tensor per wanted run, of the stored element type.
+        Raises:
+            CheckpointError: a tensor is not in the checkpoint or has another shape, or the bytes needed are damaged.
+        """
+        results: list[torch.Tensor] = []
+        copies: defaultdict[WrittenItem, list[tuple[torch.Tensor, int]]] = defaultdict(list)
+        for piece in wanted:
+            runs = self._runs_of(piece.fqn)
+            num_elements = math.prod(piece.shape)
+            if num_elements and not runs:
+                raise CheckpointError(f"checkpoint {self._folder} has no tensor {piece.fqn!r}")
+            if runs and runs[0][2].shape != tuple(piece.shape):
+                raise CheckpointError(
+                    f"{piece.fqn!r} has shape {list(runs[0][2].shape)} in checkpoint {self._folder}, not "
+                    f"{list(piece.shape)}"
+                )
+            stop = piece.flat_start + piece.length
+            assert 0 <= piece.flat_start <= stop <= num_elements, f"{piece} is not inside its tensor"
+            result = torch.empty(piece.length, dtype=DTYPES[runs[0][2].dtype] if runs else torch.float32)
+            results.append(result)
+            first = bisect_right(runs, piece.flat_start, key=lambda run: run[0]) - 1
+            for start, length, item in runs[max(first, 0) :]:
+                if start >= stop:
+                    break
+                low, high = max(start, piece.flat_start), min(start + length, stop)
+                if low < high:
+                    copies[item].append((result[low - piece.flat_start : high - piece.flat_start], low - start))
+
+        for item, elements in read_items(self._folder, list(copies)):
+            for target, source in copies[item]:
+                target.copy_(elements[source : source + len(target)])
+        return results
 
 
 def read_items(folder: Path, items: Sequence[WrittenItem]) -> Iterator[tuple[WrittenItem, torch.Tensor]]:

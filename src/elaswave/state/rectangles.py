@@ -81,18 +81,22 @@ def run_of_rectangle(shape: Sequence[int], offsets: Sequence[int], sizes: Sequen
     Raises:
         ValueError: the rectangle is empty, is not inside the tensor, or is more than one run.
     """
-    what = f"rectangle at {tuple(offsets)} of size {tuple(sizes)} in a tensor of shape {tuple(shape)}"
+
+    def fault(what: str) -> ValueError:  # told only where there is one: a checkpoint has thousands of rectangles
+        place = f"rectangle at {tuple(offsets)} of size {tuple(sizes)} in a tensor of shape {tuple(shape)}"
+        return ValueError(f"{place}: {what}")
+
     if not len(shape) == len(offsets) == len(sizes):
-        raise ValueError(f"{what}: the numbers of dimensions differ")
+        raise fault("the numbers of dimensions differ")
     for extent, offset, size in zip(shape, offsets, sizes, strict=True):
         if offset < 0 or size < 1 or offset + size > extent:
-            raise ValueError(f"{what}: it is empty or not inside the tensor")
+            raise fault("it is empty or not inside the tensor")
     start = 0
     for extent, offset in zip(shape, offsets, strict=True):
         start = start * extent + offset
     wide = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
     if any(size != extent for size, extent in zip(sizes[wide + 1 :], shape[wide + 1 :], strict=True)):
-        raise ValueError(f"{what}: its elements are not one run of the flattened tensor")
+        raise fault("its elements are not one run of the flattened tensor")
     return start, math.prod(sizes)
 
 
