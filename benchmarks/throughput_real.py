@@ -71,8 +71,8 @@ SETTINGS = {
     for setting in (
         Setting(12, 8, "llama-2-13b", 5, "spread"),
         Setting(12, 8, "llama-2-13b", 5, "clustered"),
-        Setting(24, 4, "llama-2-7b", 5, "spread", 2),
         Setting(6, 16, "llama-2-13b", 2, "spread"),
+        Setting(24, 4, "llama-2-7b", 5, "spread", 2),
     )
 }
 QUICK = Setting(3, 2, "gpt2-small", 1, "spread", 2)

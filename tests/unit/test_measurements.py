@@ -1,5 +1,7 @@
 """What the coordinator makes of the workers' timings."""
 
+import pytest
+
 from elaswave.config.devices import cluster_of, emulated_costs
 from elaswave.config.load import build_config
 from elaswave.control.measurements import Measurements
@@ -40,6 +42,17 @@ def test_costs_are_known_once_everybody_has_reported():
     assert abs(costs.between("forward_s", 0, 3) - 0.3) < 1e-9
     # Of two workers of a stage the faster one is taken to have speed 1.
     assert abs(costs.between("forward_s", 3, 6) - 0.3) < 1e-9
+
+
+def test_who_is_clearly_slower_is_known_and_who_is_hardly_is_not():
+    measured = Measurements(CPU)
+    for worker, seconds in enumerate((0.3, 0.32, 0.3, 0.6)):
+        measured.add(timings(worker, seconds), 4)
+    assert measured.speeds() == {3: pytest.approx(0.5)}
+    emulated = Measurements(EMULATED)
+    for worker, seconds in enumerate((0.3, 0.3, 0.3, 0.6)):
+        emulated.add(timings(worker, seconds), 4)
+    assert emulated.speeds() == {}
 
 
 def test_a_worker_that_is_not_heard_holds_up_nobody():

@@ -1,5 +1,6 @@
 """How planners are asked: losses become events, plans become layouts of exactly the members."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -167,6 +168,23 @@ def test_an_emulated_run_begins_and_goes_on_within_its_memory():
     assert replace_struct(held, in_flight={}) == tuning
     replanner._cluster = replace(replanner._cluster, memory_bytes=np.full(6, 1.0))
     assert set(replanner.within_memory(after, tuning).in_flight.values()) == {1}
+
+
+def test_a_measured_straggler_is_given_less():
+    given = build_config({"batch": {"num_microbatches": 24}, "layout": {"widths": [4, 4]}})
+    layout, costs = Blueprint(given).layout, estimated_costs(given)
+    replanner = Replanner(given)
+    assert replanner.at({}) is replanner
+    known = replanner.at({6: 0.5})
+    assert known.predict(layout, Tuning(), costs) > 1.3 * replanner.predict(layout, Tuning(), costs)
+    present = survivor_layout(layout, [1])
+    now_s, found = known.improve(layout, present, Tuning(), [1], costs)
+    assert found is not None and found.predicted_step_s < now_s
+    done: Counter[int] = Counter()
+    for hop in (hop for route in found.layout.routes for hop in route):
+        done[hop.worker] += round(1e9 * costs.between("busy_s", hop.start, hop.stop))
+    assert done[6] < 0.7 * min(done[worker] for worker in present.workers if worker != 6)
+    assert replanner.predict(layout, Tuning(), costs) < now_s  # it knows nothing of it
 
 
 def test_a_real_device_keeps_its_schedule():

@@ -176,7 +176,8 @@ class CoordinatorProcess:
         after = survivor_layout(layout, lost) if lost else layout
         if lost and replanner.policy != ELASWAVE:
             costs = self._measurements.known_or_estimated()
-            after, tuning, plan, self._predicted_s = replanner.rival(layout, tuning, lost, costs)
+            known = replanner.at(self._measurements.speeds())
+            after, tuning, plan, self._predicted_s = known.rival(layout, tuning, lost, costs)
         elif lost:
             tuning = replanner.within_memory(after, tuning)
         promotion = promote(placement, self._setup.blueprint.blocks, after, valid)
@@ -241,7 +242,8 @@ class CoordinatorProcess:
 
     async def _predict(self, decision: Decision | None, costs: Costs) -> None:
         source = self._setup.blueprint if decision is None else decision
-        predicted_s = await self._think(self._replanner.predict, source.layout, source.tuning, costs)
+        replanner = self._replanner.at(self._measurements.speeds())
+        predicted_s = await self._think(replanner.predict, source.layout, source.tuning, costs)
         if predicted_s is not None and self._core.decision is decision:
             self._books.predicted(predicted_s)
 
@@ -250,7 +252,8 @@ class CoordinatorProcess:
         before, lost = self._struck
         if not lost:  # an earlier coordinator has decided
             before, lost = self._books.layout_before(decision.epoch), decision.lost
-        improved = await self._think(self._replanner.improve, before, layout, tuning, lost, costs)
+        replanner = self._replanner.at(self._measurements.speeds())
+        improved = await self._think(replanner.improve, before, layout, tuning, lost, costs)
         if improved is None or self._core.epoch != decision.epoch or self._ended is not None:
             return
         predicted_s, found = improved

@@ -17,6 +17,8 @@ from elaswave.planning.measured import ActionTiming, CostMeter
 from elaswave.runtime.messages import StepReport, Timings
 
 _KEPT_STEPS = 16
+SLOW_SPEED = 0.85
+"""Whoever is nearer to the others' speed is taken to be as fast as they: processes on one machine differ by chance."""
 
 
 class Measurements:
@@ -85,6 +87,13 @@ class Measurements:
                 return None
             costs = self._meter.costs()
         return msgspec.structs.replace(costs, step_overhead_s=self.step_overhead_s)
+
+    def speeds(self) -> dict[int, float]:
+        """Speeds of the workers that are clearly slower than others with the same layers, relative to what the
+        configuration says of them; on emulated devices that is the truth."""
+        if self._is_emulated:
+            return {}
+        return {worker: speed for worker, speed in self._meter.speeds().items() if speed < SLOW_SPEED}
 
     def known_or_estimated(self) -> Costs:
         """The planner's costs; before anything is measured those that follow from the layers' sizes."""

@@ -7,6 +7,8 @@ frequencies) follows as a planned change. A rival's plan is installed by the rec
 Workers without micro-batches stay where they were, so that they go on holding blocks and voting.
 """
 
+import copy
+import dataclasses
 import logging
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -98,6 +100,19 @@ class Replanner:
         self._cluster = cluster_of(config)
         self._device = device_of(config)
         self._policies = planners_of(config)
+
+    def at(self, speeds: Mapping[int, float]) -> "Replanner":
+        """The same, for workers that have turned out to be slower than configured.
+
+        Args:
+            speeds: worker -> its speed relative to what the configuration says; 1 for those that are not in it.
+        """
+        if not speeds:
+            return self
+        other = copy.copy(self)
+        slowed = [speeds.get(worker, 1.0) for worker in self._cluster.ids.tolist()]
+        other._cluster = dataclasses.replace(self._cluster, speed=self._cluster.speed * np.array(slowed))
+        return other
 
     @property
     def restarts(self) -> bool:
