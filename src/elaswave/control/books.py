@@ -243,8 +243,11 @@ class Books:
         self._write(event)
 
     def predicted(self, predicted_step_s: float) -> None:
-        """What a step of the present layout should take, if that was not known when it was chosen."""
-        if self._epochs and self._epochs[-1].predicted_step_s is None:
+        """What a step of the present layout should take, if that was not known when it was chosen.
+
+        Thinking takes its time: once the books are closed nothing is entered any more.
+        """
+        if self.outcome is None and self._epochs and self._epochs[-1].predicted_step_s is None:
             record = self._epochs[-1]
             self._note_prediction(predicted_step_s)
             event = StepTimePredicted(epoch=record.epoch, change=record.change, predicted_step_s=predicted_step_s)

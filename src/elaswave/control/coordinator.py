@@ -244,7 +244,7 @@ class CoordinatorProcess:
         source = self._setup.blueprint if decision is None else decision
         replanner = self._replanner.at(self._measurements.speeds())
         predicted_s = await self._think(replanner.predict, source.layout, source.tuning, costs)
-        if predicted_s is not None and self._core.decision is decision:
+        if predicted_s is not None and self._core.decision is decision and self._ended is None:
             self._books.predicted(predicted_s)
 
     async def _improve(self, decision: Decision, costs: Costs) -> None:

@@ -89,7 +89,7 @@ def test_every_kind_reads_back_as_it_was_written(tmp_path: Path) -> None:
 def test_the_kinds_are_those_that_the_documentation_names() -> None:
     assert set(KINDS) == {
         *["run_started", "layout", "step", "checkpoint", "evaluation", "recovery", "skipped", "error"],
-        *["run_finished", "timings", "step_time"],
+        *["run_finished", "timings", "step_time", "step_time_predicted"],
     }
 
 
