@@ -87,18 +87,22 @@ class Room:
         most = -(-num_microbatches // widths)
         self._in_flight = np.ones_like(most) if short else np.minimum(in_flight(widths, schedule), most)
         self._copies = np.minimum(1 + followers, int(widths.sum())) / widths
+        self._totals: dict[int, list[float]] = {}
         self.was_short = False
         """Whether anything that was asked for did not fit."""
 
     def needed_bytes(self, stage: int, start: int, stop: int) -> float:
         """Bytes that the fullest worker of a stage would hold with layers [start, stop)."""
-        totals = {name: float(sums[stop] - sums[start]) for name, sums in self._prefix.items()}
-        return (
-            totals["parameter_bytes"]
-            + totals["accumulator_bytes"]
-            + totals["optimizer_bytes"] * float(self._copies[stage])
-            + totals["activation_bytes"] * int(self._in_flight[stage])
-        )
+        totals = self._totals.get(stage)
+        if totals is None:
+            totals = self._totals[stage] = self._held(stage).tolist()
+        return totals[stop] - totals[start]
+
+    def _held(self, stage: int) -> np.ndarray:
+        """Bytes of a stage's worker, as sums over the layers before each one."""
+        prefix = self._prefix
+        held = prefix["parameter_bytes"] + prefix["accumulator_bytes"] + prefix["optimizer_bytes"] * self._copies[stage]
+        return held + prefix["activation_bytes"] * self._in_flight[stage]
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
         """Whether a stage's workers can hold layers [start, stop)."""
@@ -108,12 +112,9 @@ class Room:
 
     def earliest_starts(self) -> list[list[int]]:
         """For `split_layers`: for each stage and each layer at which it ends the first at which it may begin."""
-        prefix = self._prefix
-        shared = prefix["parameter_bytes"] + prefix["accumulator_bytes"]
         found = []
         for stage, limit in enumerate(self._limits):
-            total = shared + prefix["optimizer_bytes"] * self._copies[stage]
-            total = total + prefix["activation_bytes"] * self._in_flight[stage]
+            total = self._held(stage)
             found.append(np.searchsorted(total, total - limit * (1 + 1e-12), side="left").tolist())
         return found
 

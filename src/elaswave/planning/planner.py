@@ -267,7 +267,10 @@ class _Planning:
                 groups += self._with_moves()
         ranked: list[tuple[float, int, Shape, Schedule]] = []
         # Where memory permits, split backwards with much in flight are never slower than anything else.
-        for schedule in sorted(self._schedules, key=lambda schedule: -IN_FLIGHT.get(schedule, 0)):
+        schedules = sorted(self._schedules, key=lambda schedule: -IN_FLIGHT.get(schedule, 0))
+        if "zero-bubble-h2" in schedules:  # which is tried with less in flight, too, where memory is short
+            schedules = [schedule for schedule in schedules if schedule != "zero-bubble"]
+        for schedule in schedules:
             offers = [] if stay is None or schedule == self._before.schedule else [stay]
             offers += self._only_workers(stay)
             permitted = True
