@@ -11,7 +11,7 @@ from elaswave.errors import InfeasiblePlan
 from elaswave.planning.candidates import Shape, build
 from elaswave.planning.cluster import Event
 from elaswave.planning.dataflow import apportion
-from elaswave.planning.estimate import estimate, levels_of, predict
+from elaswave.planning.estimate import estimate, held_state, levels_of, predict
 from elaswave.planning.frequency import choose_levels
 from elaswave.planning.graph import (
     choose_widths,
@@ -26,7 +26,7 @@ from elaswave.planning.in_flight import layout_limits
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.planner import Options, healthy, plan
 from elaswave.planning.routes import allocation_of, make_routes
-from elaswave.planning.schedule import SCHEDULES, compile_programs
+from elaswave.planning.schedule import SCHEDULES, bounds_within, compile_programs
 from elaswave.planning.timing import durations_of, time_programs
 from elaswave.planning.validate import validate_programs
 
@@ -347,6 +347,28 @@ def test_a_plan_fits_into_memory_or_says_what_is_missing(job, room):
         assert "too little" in str(error) or "too much" in str(error) or "too many" in str(error)
         return
     assert bool(np.all(found.memory_bytes <= room * CLOSE))
+    # What the programs that workers would compile really hold fits, too, worker by worker.
+    layout, schedule = make_routes(found.allocation, costs, left), found.allocation.schedule
+    bounds = bounds_within(layout, schedule, layout_limits(left, costs, layout, schedule))
+    programs = compile_programs(
+        layout, schedule, max_in_flight=bounds, durations=durations_of(costs, left, levels_of(found.allocation))
+    )
+    validate_programs(layout, programs, max_in_flight=bounds)
+    state = costs.prefix["parameter_bytes"] + costs.prefix["accumulator_bytes"] + held_state(costs, layout.stages, 1)
+    for stage in layout.stages:
+        activations = costs.between("activation_bytes", stage.start, stage.stop)
+        for worker in stage.workers:
+            peak = most_held(programs[worker])
+            assert state[stage.stop] - state[stage.start] + peak * activations <= room * CLOSE
+
+
+def most_held(program):
+    """The most micro-batches that are open at once: from a forward to the end of its backward."""
+    opened = most = 0
+    for action in program:
+        opened += (action.kind == "F") - (action.kind in "BW")
+        most = max(most, opened)
+    return most
 
 
 @given(st.lists(layer_seconds, min_size=4, max_size=10), st.integers(3, 9), st.data())

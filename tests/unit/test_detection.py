@@ -150,6 +150,13 @@ def test_when_most_are_silent_together_the_machine_is_suspected_first():
         job.do(7, position(f"0F{number}", step=5, computing=True))
         assert job.go_on(0.5, silent=range(7)) == []
     assert job.go_on(1.0) == []
+    # Who is dead among them is found once the others speak again.
+    for number in range(4):
+        job.do(7, position(f"0F{number}", step=6, computing=True))
+        assert job.go_on(0.5, silent=range(7)) == []
+    job.do(7, position("gather", step=6))
+    job.detector.pause(job.now_s)
+    assert named(job.go_on(20.0, silent=[3])) == [(3, "heartbeat")]
     gone = Job(8, learned_steps=3)
     gone.detector.pause(gone.now_s)  # progress is another matter
     assert named(gone.go_on(30.0, silent=range(7))) == [(worker, "heartbeat") for worker in range(7)]

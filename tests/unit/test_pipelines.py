@@ -13,7 +13,7 @@ from elaswave.planning.cluster import Event
 from elaswave.planning.healthy import healthy
 from elaswave.planning.in_flight import time_within_memory
 from elaswave.planning.layout import validate_layout
-from elaswave.planning.pipelines import deal, mixed_pipelines, ranges_of, template_beside
+from elaswave.planning.pipelines import Crew, deal, mixed_pipelines, ranges_of, template_beside
 from elaswave.planning.planner import Options, plan
 from elaswave.planning.routes import make_routes
 
@@ -29,13 +29,15 @@ def mixes_after(cluster, costs, allocation, lost, *, most=16):
     found = mixed_pipelines(
         left,
         costs,
-        ranges_of(allocation.chains[0]),
-        members,
-        np.zeros(0, dtype=np.int64),
-        held,
+        Crew(
+            usual=ranges_of(allocation.chains[0]),
+            members=members,
+            free=np.zeros(0, dtype=np.int64),
+            held=held,
+            levels=np.zeros(left.num_workers, dtype=np.int64),
+        ),
         allocation.num_microbatches,
         "zero-bubble-h2",
-        np.zeros(left.num_workers, dtype=np.int64),
         followers=1,
         most=most,
     )

@@ -11,7 +11,8 @@ from msgspec.structs import replace as replace_struct
 from elaswave.config.devices import emulated_costs, estimated_costs
 from elaswave.config.load import build_config
 from elaswave.control import replanning
-from elaswave.control.core.messages import Tuning
+from elaswave.control.core import coordinator as core
+from elaswave.control.core.messages import Decision, Tuning
 from elaswave.control.replanning import Replanner, with_idle, without_idle
 from elaswave.errors import ConfigError, InvalidProgramError
 from elaswave.planning.estimate import estimate
@@ -21,6 +22,7 @@ from elaswave.planning.routes import allocation_of, make_routes
 from elaswave.planning.schedule import bounds_within, in_flight_bounds
 from elaswave.planning.validate import validate_programs
 from elaswave.runtime.blueprint import Blueprint, programs_of
+from elaswave.state.placement import place_blocks
 from elaswave.types import Hop, Layout, Stage, struct_hash
 
 
@@ -168,6 +170,46 @@ def test_an_emulated_run_begins_and_goes_on_within_its_memory():
     assert replace_struct(held, in_flight={}) == tuning
     replanner._cluster = replace(replanner._cluster, memory_bytes=np.full(6, 1.0))
     assert set(replanner.within_memory(after, tuning).in_flight.values()) == {1}
+
+
+def test_a_coordinator_begins_with_the_tuning_of_the_start_and_takes_over_the_newest():
+    """What the first loss strikes is what runs: else its decision would forget durations and limits of memory."""
+    given = config()
+    blueprint = Blueprint(given)
+
+    def coordinator(*records: core.Record) -> core.Coordinator:
+        return core.Coordinator(
+            layout=blueprint.layout,
+            placement=blueprint.placement,
+            blocks=blueprint.blocks,
+            planner=core.Planner(survive=lambda *_: pytest.fail("nobody was lost"), replace=pytest.fail),
+            records=records,
+            tuning=blueprint.tuning,
+        )
+
+    assert blueprint.tuning.layer_s
+    assert coordinator().in_force() == (blueprint.layout, blueprint.tuning, 0)
+    after = survivor_layout(blueprint.layout, [1])
+    decision = Decision(
+        term=1,
+        epoch=2,
+        members=after.workers,
+        lost=(1,),
+        evidence=None,
+        resume_step=1,
+        resume_attempt=1,
+        layout=after,
+        placement=place_blocks(after, blueprint.blocks, num_followers=1),
+        deliver=(),
+        rollback=None,
+        evaluate=False,
+        checkpoint=False,
+        published=0,
+        promoted=0,
+        reason="worker 1 has ended",
+        tuning=replace_struct(blueprint.tuning, in_flight={0: 1}),
+    )
+    assert coordinator(decision).in_force()[1].in_flight == {0: 1}
 
 
 def test_a_measured_straggler_is_given_less():

@@ -83,6 +83,7 @@ def _best(
     share_layers: bool,
     followers: int,
 ) -> Allocation:
+    """Of these schedules the fastest; of those that are as fast the one that holds least. See `healthy`."""
     if min(num_stages, num_replicas, num_microbatches) < 1:
         raise ValueError(
             f"{num_stages} stages, {num_replicas} replicas, {num_microbatches} micro-batches: all must be at least 1"
@@ -117,7 +118,6 @@ def _best(
         assert failure is not None
         raise failure
     bound = min(step_s for step_s, _ in found) * (1 + 1e-6)
-    # Of those that are as fast the one that holds least.
     return min((pair for pair in found if pair[0] <= bound), key=lambda pair: _HOLDS[pair[1].schedule])[1]
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
+from elaswave.planning.dataflow import apportion
 from elaswave.planning.estimate import predict, worker_speeds
 from elaswave.planning.in_flight import in_flight_limits
 from elaswave.planning.plan import Allocation, Chain, StageShare
@@ -44,16 +45,33 @@ class _Mix:
         return ", ".join(f"{number} x {depth}" for depth, number in self.groups)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Crew:
+    """Who is left of a job, by position in the cluster, and what they hold."""
+
+    usual: Ranges
+    """Layers of the stages of before."""
+    members: Sequence[np.ndarray]
+    """Of each of these stages, ascending."""
+    free: np.ndarray
+    """Those in no stage."""
+    held: np.ndarray
+    """int64 [workers of the cluster, 2]: layers [start, stop) that each has held."""
+    levels: np.ndarray
+    """Frequency level of every worker of the cluster."""
+
+    @property
+    def whole(self) -> int:
+        """Pipelines that still have a worker in every stage."""
+        return min(map(len, self.members))
+
+
 def mixed_pipelines(
     cluster: Cluster,
     costs: Costs,
-    usual: Ranges,
-    members: Sequence[np.ndarray],
-    free: np.ndarray,
-    held: np.ndarray,
+    crew: Crew,
     num_microbatches: int,
     schedule: Schedule,
-    levels: np.ndarray,
     *,
     followers: int,
     most: int,
@@ -64,29 +82,23 @@ def mixed_pipelines(
         cluster: after the event, with workers of one speed, levels included: pipelines of equal depth get equal
             work.
         costs: of the layers.
-        usual: layers of the stages of before.
-        members: positions in the cluster of each stage's workers that are left, ascending.
-        free: positions of those in no stage.
-        held: int64 [workers of the cluster, 2]: layers [start, stop) that each has held.
+        crew: all of its workers.
         num_microbatches: of the step.
         schedule: of the job.
-        levels: frequency level of every worker of the cluster.
         followers: live copies of every block, for memory.
         most: how many are wanted.
     Returns:
         Allocations, the fastest first, and how they came about; none if speeds differ or nothing fits.
     """
-    speeds = worker_speeds(cluster, np.arange(cluster.num_workers), levels)[0]
+    speeds = worker_speeds(cluster, np.arange(cluster.num_workers), crew.levels)[0]
     if not np.all(speeds == speeds[0]):
         return []
     found = []
     ideal = _Ideal(cluster, costs, schedule, followers)
-    mixes = _mixes(usual, members, free, costs.num_layers)
+    mixes = _mixes(crew, costs.num_layers)
     for mix in sorted(mixes, key=lambda each: ideal.step_s(each, num_microbatches))[:RANKED]:
         try:
-            allocation = _allocation(
-                cluster, costs, mix, usual, members, free, held, num_microbatches, schedule, levels
-            )
+            allocation = _allocation(cluster, costs, mix, crew, num_microbatches, schedule)
             if allocation is not None:
                 found.append((_one_of_each_s(cluster, costs, allocation, followers), allocation, str(mix)))
         except InfeasiblePlan:
@@ -95,11 +107,11 @@ def mixed_pipelines(
     return [(allocation, f"pipelines x workers of each: {mix}") for _, allocation, mix in found[:most]]
 
 
-def _mixes(usual: Ranges, members: Sequence[np.ndarray], free: np.ndarray, num_layers: int) -> list[_Mix]:
+def _mixes(crew: Crew, num_layers: int) -> list[_Mix]:
     """Everything that gives all workers a place: pipelines of the usual depth, and others of one depth or two."""
-    depth, number = len(usual), sum(map(len, members)) + len(free)
+    depth, number = len(crew.usual), sum(map(len, crew.members)) + len(crew.free)
     found: dict[tuple[tuple[int, int], ...], None] = {}
-    for kept in range(min(map(len, members)), -1, -1):
+    for kept in range(crew.whole, -1, -1):
         rest = number - kept * depth
         for other in range(max(1, depth - SHORTER), min(depth + LONGER, num_layers) + 1):
             shorter, longer = (rest // other) - rest % other, rest % other
@@ -149,22 +161,12 @@ class _Ideal:
 
 
 def _allocation(
-    cluster: Cluster,
-    costs: Costs,
-    mix: _Mix,
-    usual: Ranges,
-    members: Sequence[np.ndarray],
-    free: np.ndarray,
-    held: np.ndarray,
-    num_microbatches: int,
-    schedule: Schedule,
-    levels: np.ndarray,
+    cluster: Cluster, costs: Costs, mix: _Mix, crew: Crew, num_microbatches: int, schedule: Schedule
 ) -> Allocation | None:
     """A mix with real stages, workers and micro-batches; None if its depths cannot be one layout."""
     templates: dict[int, Ranges] = {}
-    kept = dict(mix.groups).get(len(usual), 0)
-    if kept:
-        templates[len(usual)] = usual
+    if dict(mix.groups).get(len(crew.usual)):
+        templates[len(crew.usual)] = crew.usual
     for depth, _ in mix.groups:
         if depth not in templates:
             others = frozenset(layers for ranges in templates.values() for layers in ranges)
@@ -172,18 +174,17 @@ def _allocation(
             if ranges is None:
                 return None
             templates[depth] = ranges
-    columns = _columns(mix, templates, members, free, held)
+    columns = _columns(mix, templates, crew)
     times = [linear_s(costs, templates[depth], schedule) for depth, _ in mix.groups]
     totals = deal(num_microbatches, [number for _, number in mix.groups], times)
     chains = []
     for (depth, number), total in zip(mix.groups, totals, strict=True):
         if not total:
             continue
-        counts = np.full(number, total // number, dtype=np.int64)
-        counts[: total % number] += 1
+        counts = apportion(total, np.ones(number))
         shares = tuple(
             StageShare(
-                start=start, stop=stop, workers=cluster.ids[where], num_microbatches=counts, levels=levels[where]
+                start=start, stop=stop, workers=cluster.ids[where], num_microbatches=counts, levels=crew.levels[where]
             )
             for (start, stop), where in zip(templates[depth], columns[depth], strict=True)
         )
@@ -192,18 +193,16 @@ def _allocation(
     return Allocation(chains=tuple(chains), schedule=schedule)
 
 
-def _columns(
-    mix: _Mix, templates: dict[int, Ranges], members: Sequence[np.ndarray], free: np.ndarray, held: np.ndarray
-) -> dict[int, list[np.ndarray]]:
+def _columns(mix: _Mix, templates: dict[int, Ranges], crew: Crew) -> dict[int, list[np.ndarray]]:
     """Positions of each depth's workers, stage by stage: whoever held early layers gets early ones again.
 
     Pipelines of the usual depth keep their workers as long as there are enough in every stage.
     """
-    usual = len(members)
-    kept = min(dict(mix.groups).get(usual, 0), min(map(len, members)))
+    usual, held = len(crew.usual), crew.held
+    kept = min(dict(mix.groups).get(usual, 0), crew.whole)
     columns: dict[int, list[list[int]]] = {depth: [[] for _ in range(depth)] for depth, _ in mix.groups}
-    pool: list[int] = free.tolist()
-    for stage, own in enumerate(members):
+    pool: list[int] = crew.free.tolist()
+    for stage, own in enumerate(crew.members):
         if kept:
             start, stop = templates[usual][stage]
             lacks = (held[own, 0] > start) | (held[own, 1] < stop)

@@ -46,7 +46,7 @@ from elaswave.planning.graph import Cut, choose_widths, held_ranges
 from elaswave.planning.healthy import healthy
 from elaswave.planning.in_flight import time_within_memory
 from elaswave.planning.options import AXES, Axis, Options
-from elaswave.planning.pipelines import mixed_pipelines, ranges_of
+from elaswave.planning.pipelines import Crew, mixed_pipelines, ranges_of
 from elaswave.planning.plan import Allocation, Plan, Planner, Transfer
 from elaswave.planning.randomness import KEYS
 from elaswave.planning.schedule import IN_FLIGHT, Schedule, splits_backwards
@@ -387,17 +387,19 @@ class _Planning:
         if not (self._exact and "graph" in options.axes and options.move_workers and options.mix_depths):
             return []
         found = []
-        usual = max(self._before.chains, key=lambda chain: len(chain.stages))
+        crew = Crew(
+            usual=ranges_of(max(self._before.chains, key=lambda chain: len(chain.stages))),
+            members=self._stages,
+            free=self._free,
+            held=np.stack([self._old_start, self._old_stop], axis=1),
+            levels=self._levels,
+        )
         for allocation, origin in mixed_pipelines(
             self._cluster,
             self._costs,
-            ranges_of(usual),
-            self._stages,
-            self._free,
-            np.stack([self._old_start, self._old_stop], axis=1),
+            crew,
             self._num_microbatches,
             max(self._schedules, key=lambda schedule: IN_FLIGHT.get(schedule, 0)),
-            self._levels,
             followers=options.followers,
             most=MIXES,
         ):
