@@ -35,6 +35,7 @@ from elaswave.control.core.agent import (
 )
 from elaswave.control.core.coordinator import Effect
 from elaswave.control.death_watch import DeathWatch
+from elaswave.control.memory_pressure import offer_to_kernel
 from elaswave.control.messages import (
     AgentHello,
     Ended,
@@ -53,6 +54,7 @@ from elaswave.errors import (
     WorkerError,
 )
 from elaswave.observability.events import ErrorRaised, EventLog, RunFinished, StepCommitted, read_events
+from elaswave.observability.processes import described, facts_of, remove_processes, write_processes
 from elaswave.observability.progress import Reporter
 from elaswave.observability.result import DIGESTS_FILE, EVENTS_FILE, RESULT_FILE, Result, read_result
 from elaswave.observability.trace import PART_PATTERN, merge_traces
@@ -225,6 +227,7 @@ class _Child:
 
 
 _COORDINATOR = -1
+_LAUNCHER = -2
 
 
 class _Job:
@@ -263,6 +266,8 @@ class _Job:
         self._client: ControlClient[ToAgent] | None = None
         self._ended: Ended | None = None
         self._is_over = False
+        self._processes = {_LAUNCHER: described("launcher", 0, os.getpid())}
+        self._processes_changed = True
         self._coordinator_since_s = 0.0
         self._patience_s = COORDINATOR_HUNG_S
         """With a coordinator that does not accept the agent."""
@@ -279,6 +284,11 @@ class _Job:
             self._be_child(parent, self._run_dir / "logs" / log, body)
         self._children[name] = _Child(pid)
         self._selector.register(self._children[name].pid_fd, selectors.EVENT_READ, ("exit", name))
+        coordinator = 1 + len(self._agent.coordinator_ends_s)
+        self._processes[name] = (
+            described("coordinator", coordinator, pid) if name == _COORDINATOR else described("worker", name, pid)
+        )
+        self._processes_changed = True
 
     def _be_child(self, parent: int, log: Path, body: Callable[[], int]) -> None:
         """The rest of a child's life; never returns."""
@@ -366,7 +376,11 @@ class _Job:
             sys.setswitchinterval(SWITCH_INTERVAL_S)
             return client
 
-        self._fork(worker, f"worker-{worker}.log", lambda: run_worker(setup, make_client))
+        def live() -> int:
+            offer_to_kernel()
+            return run_worker(setup, make_client)
+
+        self._fork(worker, f"worker-{worker}.log", live)
 
     # --------------------------------------------------------------------------------------------------------- running
 
@@ -375,6 +389,7 @@ class _Job:
         self._fork_coordinator()
         for worker in self._blueprint.layout.workers:
             self._fork_worker(worker)
+        self._show_processes()
         self._client = ControlClient(
             self._listen,
             self._key,
@@ -407,6 +422,7 @@ class _Job:
         kill_at_s: float | None = None
         wait_s = 0.0
         while self._ended is None:
+            self._show_processes()
             for key, _ in self._selector.select(max(0.0, min(TICK_S, wait_s))):
                 what, name = key.data
                 if what == "signal":
@@ -469,9 +485,7 @@ class _Job:
     def _on_exit(self, name: int) -> None:
         assert self._client is not None
         at_s = time.monotonic()
-        child = self._children.pop(name)
-        self._selector.unregister(child.pid_fd)
-        text = child.reap()
+        text = self._collect(name)
         event: Event = WorkerEnded(name, text, at_s)
         if name == _COORDINATOR:
             self._client.turn()  # its last words
@@ -485,6 +499,20 @@ class _Job:
             else:
                 raise RecoveryError(f"{effect.reason}; see {self._run_dir / 'logs' / 'coordinator.log'}")
 
+    def _collect(self, name: int) -> str:
+        """Reaps a child that has ended, and says how it did."""
+        child = self._children.pop(name)
+        self._selector.unregister(child.pid_fd)
+        del self._processes[name]
+        self._processes_changed = True
+        return child.reap()
+
+    def _show_processes(self) -> None:
+        """Brings `processes.json` up to date, if it is not."""
+        if self._processes_changed:
+            self._processes_changed = False
+            write_processes(self._run_dir, list(self._processes.values()))
+
     def _kill(self, name: int) -> None:
         """Kills a child that may have ended already; it is reaped as any other."""
         if name in self._children:
@@ -497,17 +525,14 @@ class _Job:
             for key, _ in self._selector.select(TICK_S):
                 what, name = key.data
                 if what == "exit":
-                    child = self._children.pop(name)
-                    self._selector.unregister(child.pid_fd)
-                    child.reap()
+                    self._collect(name)
 
     def _only_stopped(self) -> bool:
         """Whether all that are left are stopped (a hung worker): nothing to wait for."""
         for child in self._children.values():
-            with contextlib.suppress(OSError):
-                stat = Path(f"/proc/{child.pid}/stat").read_text()
-                if stat.rpartition(")")[2].split()[0] != "T":
-                    return False
+            facts = facts_of(child.pid)
+            if facts is not None and facts.state != "T":
+                return False
         return True
 
     def end(self) -> None:
@@ -523,6 +548,7 @@ class _Job:
         if self._client is not None:
             self._client.close(0.0)
         self._selector.close()
+        remove_processes(self._run_dir)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -22,6 +22,7 @@ from elaswave import __version__
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.errors import ConfigError, DataError, RunFolderError
+from elaswave.observability.processes import PROCESSES_FILE
 from elaswave.observability.result import (
     DIGESTS_FILE,
     EVENTS_FILE,
@@ -46,6 +47,7 @@ WRITTEN_NAMES = (
     DIGESTS_FILE,
     EVENTS_FILE,
     FAULTS_FILE,
+    PROCESSES_FILE,
     TRACE_FILE,
     CHECKPOINTS_DIR,
     LOGS_DIR,

@@ -1,0 +1,124 @@
+"""The processes of a run: `processes.json` in its folder, and what the kernel says of one in ``/proc``.
+
+The file names the processes that live, so that a person or a tool can find the one that is meant. A process is named by
+its id and its start time together: the kernel gives an id to another process once its owner has ended.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+PROCESSES_FILE = "processes.json"
+
+Role = Literal["launcher", "coordinator", "worker"]
+
+
+class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of a run."""
+
+    role: Role
+    id: int
+    """Of a worker its id; 0 for the launcher; of coordinators their number, from 1."""
+    pid: int
+    start_ticks: int
+    """When it was started, in clock ticks since the machine's start: field 22 of ``/proc/PID/stat``."""
+
+
+class ProcessTable(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands in `processes.json`."""
+
+    processes: list[RunProcess]
+
+
+class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the kernel says of a process."""
+
+    state: str
+    """One letter: R, S, D, T (stopped), Z (ended, but not reaped)."""
+    parent: int
+    cpu_s: float
+    """Processor time that it has used, in user and system mode, as fine as the clock ticks (10 ms)."""
+    start_ticks: int
+
+
+def facts_of(pid: int) -> ProcessFacts | None:
+    """What the kernel says of a process; None if there is none with this id, or no ``/proc``."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # its name may hold anything, and comes first
+    return ProcessFacts(
+        state=fields[0],
+        parent=int(fields[1]),
+        cpu_s=(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
+        start_ticks=int(fields[19]),
+    )
+
+
+def described(role: Role, number: int, pid: int) -> RunProcess:
+    """The entry of a process that lives now."""
+    facts = facts_of(pid)
+    return RunProcess(role=role, id=number, pid=pid, start_ticks=0 if facts is None else facts.start_ticks)
+
+
+def write_processes(run_dir: Path, processes: Sequence[RunProcess]) -> None:
+    """Replaces `processes.json` at once. Where that cannot be done (a full disk), the old one goes: a run can do
+    without the file, but the file must not name who is gone."""
+    path = run_dir / PROCESSES_FILE
+    temporary = run_dir / f".{PROCESSES_FILE}.{os.getpid()}.tmp"
+    try:
+        temporary.write_bytes(msgspec.json.encode(ProcessTable(processes=list(processes))) + b"\n")
+        os.replace(temporary, path)
+    except OSError:
+        for file in (temporary, path):
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+
+
+def remove_processes(run_dir: Path) -> None:
+    """Removes `processes.json`: the run has no processes any more."""
+    with contextlib.suppress(OSError):
+        (run_dir / PROCESSES_FILE).unlink(missing_ok=True)
+
+
+def read_processes(run_dir: Path) -> list[RunProcess]:
+    """The processes that `processes.json` names and that live; none if there is no such file."""
+    try:
+        content = (run_dir / PROCESSES_FILE).read_bytes()
+    except FileNotFoundError:
+        return []
+    return [process for process in msgspec.json.decode(content, type=ProcessTable).processes if lives(process)]
+
+
+def lives(process: RunProcess) -> bool:
+    """Whether the very process lives that an entry names, not another one with its id."""
+    facts = facts_of(process.pid)
+    return facts is not None and facts.start_ticks == process.start_ticks and facts.state != "Z"
+
+
+def signal_process(process: RunProcess, number: signal.Signals) -> bool:
+    """Sends a signal to the very process that an entry names.
+
+    Returns:
+        Whether it was there.
+    """
+    try:
+        pid_fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return False
+    try:
+        # The descriptor holds on to one process; only after it is open does the look at the start time say which.
+        if not lives(process):
+            return False
+        signal.pidfd_send_signal(pid_fd, number)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(pid_fd)
