@@ -206,7 +206,8 @@ def lose_everything_of_a_block(machine: Coordinator, *, version: int, **options)
 
 def test_without_a_checkpoint_the_blocks_that_were_lost_are_named():
     machine = started(FIVE)
-    assert shown(lose_everything_of_a_block(machine, version=0)) == ["find a checkpoint"]
+    lost = lose_everything_of_a_block(machine, version=1, evidence=vote(1), step=2, prepared=True)
+    assert shown(lost) == ["find a checkpoint"]
     assert machine.state is State.ROLLING_BACK
     (end,) = machine.handle(CheckpointFound(None), 0.0)
     assert isinstance(end, End)
@@ -217,6 +218,50 @@ def test_without_a_checkpoint_the_blocks_that_were_lost_are_named():
     assert end.orphans == (1,)
     assert shown(machine.handle(registered(0), 0.0)) == ["note: Registered after the end is ignored"]
     assert shown(machine.suspect([suspicion(0)], 0.0)) == ["note: the suspicion of worker 0 is not of this epoch"]
+
+
+def test_before_the_first_commit_what_was_lost_is_made_again_from_the_seed():
+    machine = started(FIVE)
+    assert shown(lose_everything_of_a_block(machine, version=0)) == ["find a checkpoint"]
+    effects = machine.handle(CheckpointFound(None), 0.0)
+    assert shown(effects)[0] == "persist decision 2 of term 1: [0, 3, 4] resume 1.1, back to 0"
+    # And once more, when another one is lost before everybody has begun again.
+    machine.handle(suspicion(4), 0.0)
+    machine.handle(report(0, 3, job=FIVE, decided=2), 0.0)
+    assert shown(machine.handle(report(3, 3, job=FIVE), 0.0)) == ["find a checkpoint"]
+    effects = machine.handle(CheckpointFound(None), 0.0)
+    assert shown(effects)[0] == "persist decision 3 of term 1: [0, 3] resume 1.1, back to 0"
+
+
+def test_a_resumed_job_cannot_begin_again_from_the_seed():
+    machine = coordinator(job=FIVE, first_step=8)
+    for worker in range(5):
+        machine.handle(registered(worker), 0.0)
+    lose_everything_of_a_block(machine, version=7, step=8)
+    (end,) = machine.handle(CheckpointFound(None), 0.0)
+    assert isinstance(end, End)
+    assert "there is no valid durable checkpoint" in end.reason
+
+
+def test_a_worker_that_never_registers_is_left_behind_and_what_it_held_is_made_again():
+    machine = coordinator(job=FIVE)
+    machine.begin()
+    for worker in (0, 3, 4):
+        assert machine.handle(registered(worker), 0.0) == []
+    assert shown(machine.suspect([suspicion(1), suspicion(2)], 20.0)) == [
+        "persist raise 2",
+        "start [0, 3, 4]",
+        *(f"to {worker}: prepare 2 of term 1: [0, 3, 4]" for worker in (0, 3, 4)),
+        "to 1: fenced at 2",
+        "to 2: fenced at 2",
+        "raised to 2",
+    ]
+    for worker in (0, 3):
+        assert machine.handle(report(worker, 2, job=FIVE), 20.0) == []
+    assert shown(machine.handle(report(4, 2, job=FIVE), 20.0)) == ["find a checkpoint"]
+    effects = machine.handle(CheckpointFound(None), 20.0)
+    assert shown(effects)[0] == "persist decision 2 of term 1: [0, 3, 4] resume 1.1, back to 0"
+    assert shown(machine.handle(registered(1), 30.0)) == ["to 1: fenced at 2"], "it wakes up, too late"
 
 
 def back_to_a_checkpoint() -> Coordinator:

@@ -156,6 +156,12 @@ def test_agreement():
 def test_no_silent_loss():
     everything = tuple(range(len(MODEL.blocks)))
     checker = NoSilentLoss()
+    with pytest.raises(Violation, match="state was given up that can be made from the seed"):
+        checker.ended("nothing is committed yet", (0,), (1,), everything)
+    checker.learned(0, 1, 1, 1, False, b"", 0)
+    with pytest.raises(Violation, match="state was given up that can be made from the seed"):
+        checker.ended("a vote asked for another attempt", (0,), (1,), everything)
+    checker.learned(0, 1, 1, 1, True, b"", 0)
     checker.ended("nothing is known yet", (0,), (1,), everything)
     for worker in range(3):
         checker.began(worker, 1, 1, 1, P)
@@ -172,6 +178,7 @@ def test_no_silent_loss():
     without = Placement(tuple(1 if owner == 0 else owner for owner in P.owner), P.followers)
     checker.placed(1, without)
     checker = NoSilentLoss()
+    checker.learned(0, 1, 1, 1, True, b"", 0)
     checker.began(0, 1, 1, 1, P)
     checker.began(1, 1, 1, 1, P)
     checker._loading = {0, 1}

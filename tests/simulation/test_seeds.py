@@ -3,7 +3,7 @@
 import pytest
 
 from elaswave.simulator.run import run_schedule
-from elaswave.simulator.schedule import Schedule, random_schedule
+from elaswave.simulator.schedule import Schedule, parse_schedule, random_schedule
 from elaswave.simulator.search import ALL_KINDS, JOB_OF_3, SPACES, Summary, explore, run_seeds, strike_points
 
 
@@ -49,6 +49,22 @@ def test_a_part_of_all_schedules_of_small_jobs_has_no_violation(name, parts):
     summary = explore(SPACES[name], part=parts // 2, parts=parts)
     assert summary.num_schedules > 100
     assert_clean(summary)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rollbacks"),
+    [
+        ("widths=2,1 hang:2@0+15000", 0),
+        ("widths=1,1 num_followers=0 hang:1@0+15000", 1),
+        ("widths=2,1 hang:0@0+15000 hang:1@0+15000", 1),
+        ("widths=2,1 kill:0@0 kill:1@0", 1),
+        ("widths=2,1 hang:0@0+15000 hang:1@0+15000 kill:c@14", 1),
+    ],
+)
+def test_workers_that_never_register_are_left_behind_and_what_they_held_is_made_again(schedule, rollbacks):
+    outcome = run_schedule(parse_schedule(schedule))
+    assert (outcome.violation, outcome.ended) == (None, "finished")
+    assert outcome.counts["returns to a checkpoint"] == rollbacks
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What a worker says it is doing, and for whom it waits."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from elaswave.comm.frames import Tag
 from elaswave.comm.memory import MemoryNetwork
 from elaswave.planning.layout import make_layout
-from elaswave.runtime.activity import Activity
+from elaswave.runtime.activity import STIR_S, Activity, own_cpu_clock
 from elaswave.runtime.exchange import Exchange
 from elaswave.state.placement import Placement, make_blocks
 
@@ -36,6 +37,45 @@ def test_waiting_for_transfers_names_the_peers_of_those_that_have_not_ended(tran
     assert activity.doing[:3] == ("gather", False, (2,))
     activity.wait_for([])
     assert activity.doing[:3] == ("gather", False, ())
+
+
+def test_while_it_starts_the_use_of_the_processor_is_the_progress():
+    cpu_s = 0.0
+    activity = Activity(cpu_clock=lambda: cpu_s)
+    begun_s = activity.doing.since_s
+    assert activity.told() == activity.doing
+    assert activity.doing[:2] == ("start", True)
+    cpu_s = STIR_S / 2
+    assert activity.told().since_s == begun_s, "so little may be the clock's own doing"
+    cpu_s = STIR_S
+    stirred_s = activity.told().since_s
+    assert stirred_s > begun_s
+    assert activity.told().since_s == stirred_s, "it stands still"
+    activity.wait("start")
+    cpu_s = 10.0
+    assert activity.told() == activity.doing, "whoever waits has nothing to get on with"
+
+
+def test_the_clock_is_of_the_thread_that_made_it():
+    clock = own_cpu_clock()
+    before_s = clock()
+    while clock() - before_s < STIR_S:
+        pass
+    seen: list[float] = []
+    thread = threading.Thread(target=lambda: seen.append(clock()))
+    thread.start()
+    thread.join()
+    assert seen[0] >= before_s + STIR_S
+
+
+def test_to_wait_on_for_the_same_peers_is_one_wait():
+    activity = Activity()
+    activity.wait_on("link", (1, 2))
+    doing = activity.doing
+    activity.wait_on("link", (1, 2))
+    assert activity.doing is doing
+    activity.wait_on("link", (2,))
+    assert activity.doing[:3] == ("link", False, (2,))
 
 
 class Waited(Exception):

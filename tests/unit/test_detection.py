@@ -721,6 +721,105 @@ def test_blame_looks_at_epoch_step_and_attempt_first():
     assert blame({0: position("0F0", attempt=2), 1: position("vote", attempt=1)}) == 1
 
 
+# ----------------------------------------------------------------------------------------------- before registration
+
+
+class Start:
+    """Workers that have not registered; time goes on with a look at their processes every second."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.detector = Detector()
+        self.now_s = 1000.0
+        self.cpu_s = dict.fromkeys(range(num_workers), 0.0)
+        for worker in self.cpu_s:
+            self.detector.expect(worker, self.now_s)
+
+    def go_on(self, duration_s: float, *, still: Iterable[int] = (), looks: bool = True) -> list[Suspicion]:
+        """Lets time pass; all but those that stand still use a hundredth of a second in each."""
+        end_s = self.now_s + duration_s
+        while self.now_s < end_s - 1e-9:
+            self.now_s += detection.TICK_S
+            if looks and self.now_s % 1.0 < detection.TICK_S:
+                for worker in self.detector.awaited:
+                    self.cpu_s[worker] += 0.01 * (worker not in still)
+                    self.detector.used(worker, self.cpu_s[worker], self.now_s)
+            if found := self.detector.tick(self.now_s):
+                return found
+        return []
+
+
+def test_who_stands_still_before_it_has_registered_is_lost_like_any_other():
+    start = Start(4)
+    assert start.go_on(5.0) == []
+    for worker in (0, 1):
+        start.detector.joined(worker, start.now_s)
+    begin_s = start.now_s
+    found: list[Suspicion] = []
+    while not found and start.now_s < begin_s + 60.0:
+        for worker in (0, 1):
+            start.detector.heartbeat(worker, position("start", step=0), start.now_s)
+        found = start.go_on(0.25, still=[3])
+    assert named(found) == [(3, "heartbeat")]
+    assert re.fullmatch(
+        r"worker 3 has not registered, and its process has used no processor time for 2\d\.\d s \(bound 20\.0 s\)",
+        found[0].reason,
+    )
+    assert start.now_s - begin_s < detection.SILENCE_STARTING_S + 3.0
+    assert start.detector.awaited == (2,)
+
+
+def test_who_uses_processor_time_gets_on_however_slowly():
+    start = Start(2)
+    for _ in range(50):
+        assert start.go_on(detection.SILENCE_STARTING_S - 2.0, still=[0, 1]) == []
+        assert start.go_on(2.0) == []
+
+
+def test_that_nobody_looks_is_no_standing_still_but_has_an_end():
+    start = Start(1)
+    assert start.go_on(2.0) == []
+    assert start.go_on(detection.UNSEEN_START_S - 3.0, looks=False) == []
+    assert named(start.go_on(6.0, looks=False)) == [(0, "heartbeat")]
+
+
+def test_who_has_just_registered_may_be_silent_as_long_as_who_starts():
+    start = Start(2)
+    start.detector.joined(0, start.now_s)
+    start.detector.used(0, 0.0, start.now_s)  # it was looked at before that was known
+    assert start.go_on(detection.SILENCE_STARTING_S - 1.0) == []
+    assert named(start.go_on(3.0)) == [(0, "heartbeat")]
+
+
+def test_the_end_of_a_process_that_was_awaited():
+    start = Start(2)
+    start.detector.exited(1, "was killed by SIGKILL", start.now_s)
+    assert named(start.go_on(1.0)) == [(1, "exit")]
+    start.detector.left(0)
+    assert start.detector.awaited == ()
+    assert start.go_on(200.0) == []
+
+
+def test_a_starting_worker_that_computes_is_given_as_long_as_it_gets_on():
+    job = Job(2)
+    for _ in range(40):  # its main thread uses the processor now and then
+        job.do_all(position("start", step=0, computing=True))
+        assert job.go_on(detection.UNLEARNED_S / 20) == []
+    job.do(1, position("link", step=0, on=[0]))
+    found = job.go_on(detection.UNLEARNED_S + 1.0)
+    assert named(found) == [(0, "progress")]
+    assert "computing start of step 0" in found[0].reason
+
+
+def test_a_link_that_is_never_made_is_a_standstill():
+    job = Job(3)
+    job.do(0, position("link", step=0, on=[2]))
+    job.do(1, position("link", step=0, on=[2]))
+    job.do(2, position("start", step=0))
+    found = job.go_on(detection.UNLEARNED_S + 5.0)
+    assert named(found) == [(2, "progress")]
+    assert "2 of 3 workers wait for worker 2" in found[0].reason
+
+
 # ---------------------------------------------------------------------------------------------------------------- docs
 
 

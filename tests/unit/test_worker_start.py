@@ -24,24 +24,87 @@ def mailbox(*messages: object) -> Mailbox:
     return box
 
 
+class Client:
+    """A connection to a coordinator that has been gone for so long."""
+
+    def __init__(self, disconnected_s: float = 0.0) -> None:
+        self.disconnected_s = disconnected_s
+
+
 def test_a_question_before_the_start_is_kept():
     box = mailbox(PREPARE, START)
-    assert _wait_for_start(box) == START.addresses
+    assert _wait_for_start(box, Client()) == START.addresses
     assert box.urgent
     assert box.next(0.0) == PREPARE
 
 
 def test_a_worker_that_is_not_wanted_any_more():
     with pytest.raises(FencedError, match="it hung"):
-        _wait_for_start(mailbox(PREPARE, Fenced(term=1, epoch=2, reason="it hung")))
+        _wait_for_start(mailbox(PREPARE, Fenced(term=1, epoch=2, reason="it hung")), Client())
     with pytest.raises(FencedError, match="the job has ended before it began"):
-        _wait_for_start(mailbox(Exit()))
+        _wait_for_start(mailbox(Exit()), Client())
 
 
-def test_the_start_is_waited_for_a_bounded_time(monkeypatch):
-    monkeypatch.setattr(worker_module, "START_TIMEOUT_S", 0.0)
-    with pytest.raises(WaitTimeoutError, match="the coordinator has said nothing"):
-        _wait_for_start(mailbox(PREPARE))
+def test_the_start_is_waited_for_as_long_as_there_is_a_coordinator(monkeypatch):
+    monkeypatch.setattr(worker_module, "START_TURN_S", 0.0)
+    with pytest.raises(
+        WaitTimeoutError, match="the start has not been given, and no coordinator has answered for 121 s"
+    ):
+        _wait_for_start(mailbox(PREPARE), Client(121.0))
+
+    class Patient(Client):
+        """Asked for the third time, it has brought the start."""
+
+        times = 0
+
+        @property
+        def disconnected_s(self) -> float:
+            self.times += 1
+            if self.times == 3:
+                box.receive(START)
+            return 119.0
+
+        @disconnected_s.setter
+        def disconnected_s(self, value: float) -> None:
+            pass
+
+    box = mailbox()
+    client = Patient()
+    assert _wait_for_start(box, client) == START.addresses
+    assert client.times == 3
+    assert box.activity.doing[:2] == ("start", False)
+
+
+class Slow:
+    """A transport whose peers answer when they have time: one more at each call."""
+
+    def __init__(self) -> None:
+        self.peers: set[int] = set()
+        self.asked: list[list[int]] = []
+
+    def connect(self, addresses: dict[int, str], timeout_s: float) -> None:
+        self.asked.append(sorted(addresses))
+        self.peers.add(min(addresses))
+        if len(addresses) > 1:
+            raise WaitTimeoutError("worker 0 has no link yet")
+
+
+@pytest.mark.parametrize("disconnected_s", [0.0, 121.0])
+def test_links_are_waited_for_as_long_as_there_is_a_coordinator(disconnected_s):
+    worker = Worker.__new__(Worker)
+    worker._worker, worker._is_ready = 0, False
+    worker._addresses = {peer: f"unix:/{peer}" for peer in range(4)}
+    worker._transport = slow = Slow()  # type: ignore[assignment]
+    worker._mailbox = mailbox()
+    worker._client = Client(disconnected_s)  # type: ignore[assignment]
+    layout = make_layout(widths=[4], layers_per_stage=[1], num_microbatches=4)
+    if disconnected_s:
+        with pytest.raises(WaitTimeoutError, match="no link yet, and no coordinator has answered for 121 s"):
+            worker._make_links(layout, place_blocks(layout, (), num_followers=0))
+    else:
+        worker._make_links(layout, place_blocks(layout, (), num_followers=0))
+        assert slow.asked == [[1, 2, 3], [2, 3], [3]]
+        assert worker._mailbox.activity.doing[:3] == ("link", False, (3,))
 
 
 def test_a_start_that_does_not_name_a_lost_worker_is_no_error_of_ours():

@@ -23,7 +23,17 @@ from elaswave.control.core.detection import Detector, Position, Suspicion
 from elaswave.control.core.messages import Decision, Evidence, Installed, Registered, Report
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.measurements import Measurements
-from elaswave.control.messages import AgentHello, Ended, Exited, ShowText, StopJob, ToAgent, ToCoordinator
+from elaswave.control.messages import (
+    AgentHello,
+    Awaited,
+    CpuTimes,
+    Ended,
+    Exited,
+    ShowText,
+    StopJob,
+    ToAgent,
+    ToCoordinator,
+)
 from elaswave.control.recoveries import RecoveryLog
 from elaswave.control.replanning import ELASWAVE, Replanner
 from elaswave.control.server import ControlServer
@@ -133,6 +143,10 @@ class CoordinatorProcess:
             books=self._books.unfinished,
             tuning=blueprint.tuning,
         )
+        self._has_begun = any(isinstance(record, core.StartRecord | Decision) for record in records)
+        """Whether all members have registered before: with an earlier coordinator."""
+        self._asked_of_agent: tuple[int, ...] = ()
+        """The workers of whose processes the agent tells."""
         self._decisions = [record for record in records if isinstance(record, Decision)]
         self._recoveries = RecoveryLog(setup.run_dir)
         self._measurements = Measurements(blueprint.config)
@@ -288,9 +302,12 @@ class CoordinatorProcess:
                 self._restore_recoveries()
                 if self._core.state is core.State.COLLECTING:
                     self._recoveries.raised(self._core.raised, self._books.layout, time.monotonic())
-                # A member that does not find this coordinator is lost, however it was to its predecessors.
-                for worker in self._core.members:
+            for worker in self._core.members:
+                if self._has_begun:
+                    # A member that does not find this coordinator is lost, however it was to its predecessors.
                     self._detector.joined(worker, time.monotonic())
+                else:
+                    self._detector.expect(worker, time.monotonic())
             self._carry_out(self._core.begin())
             self._tick()
             over = asyncio.ensure_future(self._over.wait())
@@ -336,6 +353,7 @@ class CoordinatorProcess:
 
     def _on_connected(self, peer: int) -> None:
         if peer == AGENT:
+            self._ask_agent(self._detector.awaited)
             for text in self._unsaid:
                 self._server.send(AGENT, text)
             self._unsaid.clear()
@@ -356,10 +374,17 @@ class CoordinatorProcess:
             if not self._broken.done():
                 self._broken.set_exception(error)
 
+    def _ask_agent(self, workers: tuple[int, ...]) -> None:
+        """Asks how the processes of workers get on that have not registered; of none once all have."""
+        self._asked_of_agent = workers
+        self._server.send(AGENT, Awaited(workers=workers))
+
     def _tick(self) -> None:
         """Asks the detector whom it suspects, and when to ask again."""
         now_s = time.monotonic()
         self._suspect(self._detector.tick(now_s))
+        if self._asked_of_agent and not self._detector.awaited:
+            self._ask_agent(())
         wait_s = max(0.005, min(0.2, self._detector.next_tick_s(now_s) - now_s))
         self._ticker = asyncio.get_running_loop().call_later(wait_s, self._guarded, self._tick)
 
@@ -373,7 +398,7 @@ class CoordinatorProcess:
 
     def _on_message(self, peer: int, message: ToCoordinator) -> None:
         now_s = time.monotonic()
-        if isinstance(message, AgentHello | Exited | StopJob):
+        if isinstance(message, AgentHello | Exited | StopJob | CpuTimes):
             if peer == AGENT:
                 self._on_agent(message)
         elif message.worker != peer:
@@ -408,10 +433,13 @@ class CoordinatorProcess:
             self._ticker.cancel()
         self._tick()
 
-    def _on_agent(self, message: AgentHello | Exited | StopJob) -> None:
+    def _on_agent(self, message: AgentHello | Exited | StopJob | CpuTimes) -> None:
         if isinstance(message, AgentHello):
             for exited in message.exited:
                 self._on_end_of_process(exited.worker, exited.text)
+        elif isinstance(message, CpuTimes):
+            for worker, cpu_s in message.cpu_s.items():
+                self._detector.used(worker, cpu_s, time.monotonic())
         elif isinstance(message, Exited):
             _log.info("worker %d %s", message.worker, message.text)
             self._on_end_of_process(message.worker, message.text)
@@ -638,7 +666,10 @@ class CoordinatorProcess:
         if self._predicted_s is not None:
             self._books.predicted(self._predicted_s)
         if decision.rollback is not None:
-            self._books.say(f"{decision.reason}: everybody goes back to the checkpoint of step {decision.rollback}")
+            where = f"goes back to the checkpoint of step {decision.rollback}"
+            self._books.say(
+                f"{decision.reason}: everybody {where if decision.rollback else 'begins again from the seed'}"
+            )
 
     def _on_end(self, effect: core.End) -> None:
         failure = None if effect.worker is None else self._failures.get(effect.worker)

@@ -38,6 +38,8 @@ from elaswave.control.death_watch import DeathWatch
 from elaswave.control.memory_pressure import offer_to_kernel
 from elaswave.control.messages import (
     AgentHello,
+    Awaited,
+    CpuTimes,
     Ended,
     Exited,
     ShowEvaluation,
@@ -69,6 +71,8 @@ from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.testing.faults import FAULTS_FILE, Fault, FaultProbe
 
 TICK_S = 0.2
+LOOK_S = 1.0
+"""Between two looks at the processes of workers that have not registered."""
 HEARTBEAT_S = 0.25
 STOP_GRACE_S = 15.0
 """After Ctrl-C, how long the step in hand may take."""
@@ -268,6 +272,9 @@ class _Job:
         self._is_over = False
         self._processes = {_LAUNCHER: described("launcher", 0, os.getpid())}
         self._processes_changed = True
+        self._awaited: tuple[int, ...] = ()
+        """Workers that the coordinator waits for."""
+        self._looked_s = 0.0
         self._coordinator_since_s = 0.0
         self._patience_s = COORDINATOR_HUNG_S
         """With a coordinator that does not accept the agent."""
@@ -431,6 +438,7 @@ class _Job:
                 elif what == "exit":
                     self._on_exit(name)
             wait_s = self._client.turn()
+            self._look_at_awaited()
             age_s = time.monotonic() - self._coordinator_since_s
             if min(age_s, self._client.disconnected_s) > self._patience_s:
                 self._patience_s *= 2  # where none is ready in time, not one after the other is to be killed
@@ -442,6 +450,17 @@ class _Job:
                     kill_at_s = now_s + self._ask_to_stop()
                 elif now_s > kill_at_s:
                     raise StoppedBySignalError(self.stop_signal, "killed: it did not end in time after the signal")
+
+    def _look_at_awaited(self) -> None:
+        """Tells the coordinator now and then how the workers get on that it waits for."""
+        now_s = time.monotonic()
+        if not self._awaited or now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        assert self._client is not None
+        found = {name: facts_of(self._children[name].pid) for name in self._awaited if name in self._children}
+        cpu_s = {name: facts.cpu_s for name, facts in found.items() if facts is not None}
+        self._client.send(CpuTimes(cpu_s=cpu_s))
 
     def _ask_to_stop(self) -> float:
         """Passes a signal on; returns how long the job may take to end."""
@@ -478,6 +497,8 @@ class _Job:
             self._reporter.evaluation(message.step, message.loss)
         elif isinstance(message, ShowText):
             (self._reporter.error if message.is_error else self._reporter.message)(message.text)
+        elif isinstance(message, Awaited):
+            self._awaited = message.workers
         else:
             self._ended = message
             self._agent.handle(JobEnded())

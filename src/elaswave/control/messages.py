@@ -19,10 +19,23 @@ class AgentHello(Message, frozen=True, kw_only=True):
     exited: list[Exited]
 
 
+class CpuTimes(Message, frozen=True, kw_only=True):
+    """How the processes get on that `Awaited` asks for. A lost one is made up for by the next."""
+
+    cpu_s: dict[int, float]
+    """By worker: processor time that its process has used."""
+
+
 class StopJob(Message, frozen=True, kw_only=True):
     """A person wants the job to end after the step in hand. Durable."""
 
     checkpoint: bool
+
+
+class Awaited(Message, frozen=True, kw_only=True):
+    """These workers have not registered: until it is said otherwise, say how their processes get on."""
+
+    workers: tuple[int, ...]
 
 
 class ShowStep(Message, frozen=True, kw_only=True):
@@ -66,6 +79,6 @@ class Ended(Message, frozen=True, kw_only=True):
     """Workers that are no members any more: whatever they still do counts for nothing."""
 
 
-FromAgent = AgentHello | Exited | StopJob
-ToAgent = ShowStep | ShowEvaluation | ShowText | Ended
+FromAgent = AgentHello | Exited | StopJob | CpuTimes
+ToAgent = Awaited | ShowStep | ShowEvaluation | ShowText | Ended
 ToCoordinator = FromWorker | FromAgent

@@ -27,6 +27,7 @@ from elaswave.control.core.coordinator import Coordinator
 from elaswave.control.core.ledger import CatchUp, Ledger
 from elaswave.control.core.member import Hold, Ignored, Install, Leave, Member, MemberState, MoveAndReport
 from elaswave.control.core.messages import Change, Decision, Fenced, Installed, Prepare, Registered, Report, Tuning
+from elaswave.control.core.position import LINK, START
 from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, VoteError, WaitTimeoutError
 from elaswave.observability.trace import PHASE, TraceRecorder
 from elaswave.planning.layout import peers_of
@@ -67,9 +68,13 @@ from elaswave.state.placement import Placement
 from elaswave.state.store import BlockStore, Role
 from elaswave.types import Layout
 
-CONNECT_TIMEOUT_S = 60.0
-START_TIMEOUT_S = 120.0
-"""Bound of waiting for the others to be started."""
+LINK_TURN_S = 10.0
+"""How long links are waited for before somebody looks whether the coordinator is still there."""
+START_TURN_S = 5.0
+"""The same of waiting for the others to be started."""
+NO_COORDINATOR_S = 120.0
+"""Bound of such waits without a coordinator. While there is one it watches everybody that is waited for, and bounds the
+wait: by what it sees of them, not by a constant."""
 DECISION_TIMEOUT_S = 600.0
 """Bound of waiting for a decision, beside the pause that a policy may make before it; a new coordinator may have to be
 started in the meantime."""
@@ -91,6 +96,11 @@ class ControlClient(Protocol):
 
     def send(self, message: FromWorker, durable: bool = False) -> object:
         """Sends a message; thread-safe. A durable one is repeated until a coordinator has handled it."""
+        ...
+
+    @property
+    def disconnected_s(self) -> float:
+        """Seconds without a coordinator that answers; 0 while there is one."""
         ...
 
 
@@ -139,7 +149,7 @@ class Mailbox:
 
     def heartbeat(self) -> Heartbeat:
         """Where the main thread is."""
-        doing = self.activity.doing
+        doing = self.activity.told()
         epoch, step, attempt = self.place
         return Heartbeat(
             worker=self.registration.worker,
@@ -335,8 +345,14 @@ class Worker:
         if unknown := missing - self._addresses.keys():
             # It was lost before this worker heard of the start; the coordinator is about to ask for a report.
             raise InterruptedWaitError(f"the start does not name workers {sorted(unknown)}")
-        if missing:
-            self._transport.connect({peer: self._addresses[peer] for peer in missing}, CONNECT_TIMEOUT_S)
+        while missing:
+            activity = self._mailbox.activity
+            activity.wait_on(activity.label if self._is_ready else LINK, tuple(sorted(missing)))
+            try:
+                self._transport.connect({peer: self._addresses[peer] for peer in missing}, LINK_TURN_S)
+            except WaitTimeoutError as error:
+                _check_coordinator(self._client, str(error))
+            missing = peers - self._transport.peers
 
     def _check(self) -> None:
         """Between layers and blocks: lets bytes move, and leaves the step if the epoch has risen."""
@@ -698,7 +714,7 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
         mailbox = Mailbox(setup.worker, transport)
         client = make_client(mailbox)
         worker = Worker(setup, client, mailbox, transport)
-        worker.train(_wait_for_start(mailbox))
+        worker.train(_wait_for_start(mailbox, client))
         return 0
     except FencedError as error:
         print(str(error), flush=True)
@@ -717,12 +733,32 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
             transport.close()
 
 
-def _wait_for_start(mailbox: Mailbox) -> dict[int, str]:
-    """Waits for the peers' addresses; a question that comes before them is answered afterwards."""
-    deadline_s = time.monotonic() + START_TIMEOUT_S
+def _check_coordinator(client: ControlClient, waited_for: str) -> None:
+    """Ends a wait whose end only a coordinator can see to, if there is none.
+
+    Raises:
+        WaitTimeoutError: there has been none for `NO_COORDINATOR_S`.
+    """
+    gone_s = client.disconnected_s
+    if gone_s > NO_COORDINATOR_S:
+        raise WaitTimeoutError(f"{waited_for}, and no coordinator has answered for {gone_s:.0f} s")
+
+
+def _wait_for_start(mailbox: Mailbox, client: ControlClient) -> dict[int, str]:
+    """Waits for the peers' addresses; a question that comes before them is answered afterwards.
+
+    Raises:
+        FencedError: the job goes on, or has ended, without this worker.
+        WaitTimeoutError: there is no coordinator.
+    """
+    mailbox.activity.wait(START)
     early: list[ToWorker] = []
     while True:
-        message = mailbox.next(deadline_s - time.monotonic())
+        try:
+            message = mailbox.next(START_TURN_S)
+        except WaitTimeoutError:
+            _check_coordinator(client, "the start has not been given")
+            continue
         if isinstance(message, Start):
             for question in reversed(early):
                 mailbox.put_back(question)

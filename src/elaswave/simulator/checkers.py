@@ -177,13 +177,20 @@ class NoSilentLoss(Observer):
     """State is given up only when all its holders are gone.
 
     Who has to hold a block is read off the placements that the survivors were working under: if each of them names a
-    holder that is still a member, the block must not be lost.
+    holder that is still a member, the block must not be lost. Before any step is committed nothing can be lost at all:
+    the seed has everything.
     """
 
     def __init__(self) -> None:
         self._in_force: dict[int, Placement] = {}
         self._loading: set[int] = set()
         """Workers that have yet to load a checkpoint; until they have, nothing can be asked of anybody."""
+        self._any_committed = False
+
+    def learned(
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+    ) -> None:
+        self._any_committed = self._any_committed or commits
 
     def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
         self._in_force[worker] = placement
@@ -206,6 +213,7 @@ class NoSilentLoss(Observer):
 
     def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
         if orphans:
+            _require(self._any_committed, f"state was given up that can be made from the seed: {reason}")
             self._check(members, orphans, reason)
 
     def _check(self, members: Sequence[int], orphans: Sequence[int], reason: str) -> None:

@@ -109,9 +109,8 @@ class SimCoordinator:
     def begin(self) -> None:
         """Its first effects; members that do not come within the bound are suspected."""
         self.carry_out(self.core.begin())
-        if self.core.state is not State.STARTING:
-            for worker in self.core.members:
-                self._expect(worker)
+        for worker in self.core.members:
+            self._expect(worker)
 
     def carry_out(self, effects: list[Effect]) -> None:
         """Carries out effects in their order; the process may end between any two."""

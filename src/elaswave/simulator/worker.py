@@ -651,7 +651,8 @@ class SimWorker:
 
     def _roll_back(self, decision: Decision) -> Life:
         assert decision.rollback is not None
-        states, self.grid = self.world.disk[decision.rollback]
+        seed = {block.id: initial_state(block.id) for block in self.model.blocks}, INITIAL_GRID
+        states, self.grid = self.world.disk[decision.rollback] if decision.rollback else seed
         self.grid_order = (decision.rollback, 1 << 16)
         self.held.clear()
         self.filling.clear()

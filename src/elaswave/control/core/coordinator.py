@@ -142,6 +142,7 @@ class CheckpointFound(NamedTuple):
     """The answer to `FindCheckpoint`."""
 
     step: int | None
+    """None: there is none. If no step has been committed, everybody then begins again from the seed."""
 
 
 class ChangePlanned(NamedTuple):
@@ -325,6 +326,8 @@ class Coordinator:
         self._orphans: tuple[int, ...] = ()
         self._restart_is_policy = False
         """Whether the policy is why a checkpoint is sought."""
+        self._seed_is_enough = False
+        """Whether nothing was committed when a checkpoint was sought: what is lost can be made again from the seed."""
         self._changes: dict[int, Change] = {}
         """Planned changes since the newest decision, by number; each may have come into force, or may yet."""
         self._num_changes = 0
@@ -594,7 +597,8 @@ class Coordinator:
         if any(report.decided < self._rollback_epoch for report in reports):
             # Somebody has not gone back to the checkpoint yet: its votes and versions are of steps that do not count
             # any more. No vote can have passed without it since, so nothing is lost by going back once more.
-            return self._seek_checkpoint(())
+            assert self.decision is not None
+            return self._seek_checkpoint((), base=self.decision.resume_step - 1)
         evidence = newest_evidence([self._evidence, *(report.evidence for report in reports)])
         base = self._base_step(evidence)
         held = {report.worker: _versions(report.copies) for report in reports}
@@ -607,7 +611,7 @@ class Coordinator:
         lost = tuple(sorted(set(layout.workers) - set(self.members)))
         planned = self._planner.survive(layout, self._merged_placement(), lost, valid)
         if planned.orphans or planned.restart:
-            return self._seek_checkpoint(planned.orphans, is_policy=not planned.orphans)
+            return self._seek_checkpoint(planned.orphans, base=base, is_policy=not planned.orphans)
         attempt = 1 + max((report.attempt for report in reports if report.step == base + 1), default=0)
         if evidence is not None and not evidence.commits:
             attempt = max(attempt, evidence.attempt + 1)
@@ -635,9 +639,10 @@ class Coordinator:
         )
         return self._issue(decision)
 
-    def _seek_checkpoint(self, orphans: tuple[int, ...], *, is_policy: bool = False) -> list[Effect]:
+    def _seek_checkpoint(self, orphans: tuple[int, ...], *, base: int, is_policy: bool = False) -> list[Effect]:
         self._go(NO_COPY_LEFT, State.ROLLING_BACK)
         self._orphans, self._restart_is_policy = orphans, is_policy
+        self._seed_is_enough = base == 0
         return [FindCheckpoint()]
 
     def _base_step(self, evidence: Evidence | None) -> int:
@@ -664,7 +669,8 @@ class Coordinator:
             what = "everybody starts over, as the policy is"
         elif not self._orphans:
             what = f"workers {list(self._lost)} were lost before everybody had gone back to the last checkpoint"
-        if event.step is None:
+        step = 0 if event.step is None and self._seed_is_enough else event.step
+        if step is None:
             return self._end(
                 f"{what}, and there is no valid durable checkpoint; set run.checkpoint_every, or "
                 "elastic.num_followers higher",
@@ -680,15 +686,15 @@ class Coordinator:
             members=self.members,
             lost=self._lost,
             evidence=None,
-            resume_step=event.step + 1,
+            resume_step=step + 1,
             resume_attempt=1,
             layout=layout,
             placement=self._planner.replace(layout),
             deliver=(),
-            rollback=event.step,
+            rollback=step,
             evaluate=False,
             checkpoint=False,
-            published=event.step,
+            published=step,
             promoted=0,
             reason=f"{self._reason}; {what}",
             change=change,

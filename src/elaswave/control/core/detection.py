@@ -8,6 +8,7 @@ turned out to be harmless, and has a floor:
     heartbeat   nothing is heard of a worker                             4 x the longest gap, at least 1.5 s;
                                                                          twice that while others still compute;
                                                                          4 times that while most are silent together
+                it has not registered, and uses no processor time        20 s
     progress    it computes one action far longer than any took          10 x the longest one, at least 2 s
                 everybody waits and nothing moves                        10 x the longest standstill, one step, 3 s
 
@@ -21,7 +22,7 @@ Durations are compared, never times of different machines. The same calls with t
 from collections.abc import Iterable
 
 from elaswave.control.core.coordinator import Suspected
-from elaswave.control.core.position import IDLE, PHASES, START, Position, blame, kind_of
+from elaswave.control.core.position import IDLE, PHASES, STARTING, Position, blame, kind_of
 
 __all__ = ["Detector", "Position", "Suspicion"]
 
@@ -39,7 +40,10 @@ SILENCE_MARGIN_S = 5.0
 NO_HURRY = 2.0
 """Factor on a bound on silence while somebody else still computes: so far the silent one holds nobody up."""
 SILENCE_STARTING_S = 20.0
-"""Bound on silence of a worker that has not begun its first step."""
+"""Bound on silence of a worker that has not begun its first step, and on standing still of one that has not registered:
+it says nothing yet, but as long as its process uses processor time it gets on, however slowly."""
+UNSEEN_START_S = 120.0
+"""A worker that has not registered, and whose process nobody can see, is given so long."""
 SILENCE_UNLEARNED_S = 5.0
 """Least bound on silence until `LEARNED_GAPS` heartbeats have come, and while a worker is in one of `BESIDE_STEPS`."""
 BESIDE_STEPS = ("evaluate", "checkpoint", "end")
@@ -91,13 +95,30 @@ class _LongestLately:
         self.count += 1
 
 
-class _Watched:
-    """What is known of one worker."""
+class _Awaited:
+    """What is known of a worker that has not registered yet."""
 
-    __slots__ = ("alive_s", "connected", "entered_s", "gaps", "heard_s", "is_fresh", "position", "worker")
+    __slots__ = ("cpu_s", "moved_s", "seen_s", "worker")
 
     def __init__(self, worker: int, now_s: float) -> None:
         self.worker = worker
+        self.cpu_s = -1.0
+        """Processor time that its process had used when it was looked at last."""
+        self.moved_s = now_s
+        """When it was first seen to have used so much."""
+        self.seen_s = now_s
+        """When it was looked at last."""
+
+
+class _Watched:
+    """What is known of one worker."""
+
+    __slots__ = ("alive_s", "connected", "entered_s", "gaps", "heard_s", "is_fresh", "is_new", "position", "worker")
+
+    def __init__(self, worker: int, now_s: float, *, is_new: bool) -> None:
+        self.worker = worker
+        self.is_new = is_new
+        """Whether it was awaited before: until its first heartbeat it is about to start."""
         self.alive_s = now_s
         """Time of the newest sign of life."""
         self.heard_s = now_s
@@ -121,7 +142,7 @@ class _Watched:
 
     @property
     def starting(self) -> bool:
-        return self.position is not None and self.position.label == START
+        return self.is_new if self.position is None else self.position.label in STARTING
 
 
 class Detector:
@@ -134,6 +155,7 @@ class Detector:
 
     def __init__(self) -> None:
         self._watched: dict[int, _Watched] = {}
+        self._awaited: dict[int, _Awaited] = {}
         self._gone: set[int] = set()
         """Workers of which nothing counts any more."""
         self._exits: dict[int, str] = {}
@@ -162,13 +184,33 @@ class Detector:
         """The workers being watched, ascending."""
         return tuple(sorted(self._watched))
 
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The workers that have not registered, ascending."""
+        return tuple(sorted(self._awaited))
+
     # --------------------------------------------------------------------------------------------- what is heard
+
+    def expect(self, worker: int, now_s: float) -> None:
+        """A worker's process is being started: it is to join."""
+        self._advance(now_s)
+        self._awaited[worker] = _Awaited(worker, self._now_s)
+
+    def used(self, worker: int, cpu_s: float, now_s: float) -> None:
+        """How much processor time the process of a worker had used when it was looked at just now."""
+        self._advance(now_s)
+        awaited = self._awaited.get(worker)
+        if awaited is not None:
+            awaited.seen_s = self._now_s
+            if cpu_s != awaited.cpu_s:
+                awaited.cpu_s, awaited.moved_s = cpu_s, self._now_s
 
     def joined(self, worker: int, now_s: float) -> None:
         """A worker begins to send heartbeats, or does so again over a new connection."""
         self._advance(now_s)
         self._gone.discard(worker)
-        watched = self._watched.setdefault(worker, _Watched(worker, self._now_s))
+        is_new = self._awaited.pop(worker, None) is not None
+        watched = self._watched.setdefault(worker, _Watched(worker, self._now_s, is_new=is_new))
         watched.connected = watched.is_fresh = True
         watched.alive_s = self._now_s
 
@@ -247,6 +289,7 @@ class Detector:
         overslept, self._overslept = self._overslept, False
         if not overslept:  # else what came in the meantime is read first
             suspicions += self._cut_off()
+            suspicions += self._never_begun()
             suspicions += self._silent()
             if not suspicions:
                 suspicions += self._computing_too_long()
@@ -265,6 +308,7 @@ class Detector:
     def _drop(self, worker: int) -> None:
         self._gone.add(worker)
         self._exits.pop(worker, None)
+        self._awaited.pop(worker, None)
         watched = self._watched.pop(worker, None)
         if watched is None:
             return
@@ -320,6 +364,24 @@ class Detector:
 
     # ------------------------------------------------------------------------------------------------------ heartbeat
 
+    def _never_begun(self) -> list[Suspicion]:
+        """Of those that have not registered: whose process was seen to stand still, and whose nobody has seen."""
+        suspicions = []
+        for _, awaited in sorted(self._awaited.items()):
+            still_s = awaited.seen_s - awaited.moved_s  # as it was seen: that nobody looks is another matter
+            unseen_s = self._now_s - awaited.seen_s
+            who = f"worker {awaited.worker} has not registered, and "
+            if still_s > SILENCE_STARTING_S:
+                reason = (
+                    f"its process has used no processor time for {still_s:.1f} s (bound {SILENCE_STARTING_S:.1f} s)"
+                )
+            elif unseen_s > UNSEEN_START_S:
+                reason = f"nothing was seen of its process for {unseen_s:.1f} s (bound {UNSEEN_START_S:.1f} s)"
+            else:
+                continue
+            suspicions.append(self._suspect(awaited.worker, "heartbeat", who + reason))
+        return suspicions
+
     def silence_bound_s(self, worker: int) -> float:
         """Seconds for which a worker may be silent while the others wait.
 
@@ -353,10 +415,11 @@ class Detector:
         crowd = CROWD_FACTOR if num_hushed >= CROWD and 2 * num_hushed > len(known) else 1.0
         late: list[tuple[_Watched, float, float]] = []
         for watched, silence_s, bound_s in known:
-            hurry = NO_HURRY if self._num_computing > watched.computing else 1.0
+            spare = self._num_computing > watched.computing and not watched.starting
+            hurry = NO_HURRY if spare else 1.0
             if silence_s > bound_s * hurry * crowd:
                 late.append((watched, silence_s, bound_s * hurry * crowd))
-        if late and num_hushed == len(self._watched) and shortest_s < NOBODY_S:
+        if late and num_hushed == len(self._watched) + len(self._awaited) and shortest_s < NOBODY_S:
             self._nobody_heard = True
             return []
         return [
@@ -372,7 +435,7 @@ class Detector:
     def _follow_front(self, position: Position) -> None:
         """Takes a step that has been begun as a sign of life of all that were in the one before: they have voted."""
         here = (position.epoch, position.step, position.attempt)
-        if here <= self._front or position.label in IDLE:
+        if here <= self._front or position.label in (*IDLE, *STARTING):
             return
         if here[0] == self._front[0]:
             for watched in self._watched.values():

@@ -7,6 +7,10 @@ import msgspec
 START = "start"
 """Label of a worker that has not begun its first step. Libraries that are being loaded, layers that are being made and
 data that is being read keep whole processes busy, and say nothing about how they behave later."""
+LINK = "link"
+"""Label of a worker that makes its first links, and waits for peers that are still at `START`."""
+STARTING = (START, LINK)
+"""Labels before the first step."""
 IDLE = ("idle", "end", START)
 """Labels of workers that wait for the coordinator: never a sign of trouble by themselves."""
 PHASES = ("F", "B", "I", "W", "reduce", "vote", "apply", "gather")
