@@ -72,8 +72,7 @@ def train(
 
     def work(worker: int) -> tuple[StepEngine, list[float], TraceRecorder]:
         optimizer = OPTIMIZERS[config.optimizer.name](config.optimizer)
-        with _random:
-            layers, store, progress = materialise(blueprint, worker, optimizer, layout, placement, None)
+        layers, store, progress = locked(materialise)(blueprint, worker, optimizer, layout, placement, None)
         transport = transports[worker]
         transport.connect({peer: address for peer, address in addresses.items() if peer != worker}, 10.0)
         trace = TraceRecorder(worker)
@@ -98,7 +97,7 @@ def train(
             trace=trace,
         )
         change(engine)
-        _one_at_a_time(engine)
+        one_at_a_time(engine)
         return engine, [engine.run_step(step).loss for step in range(1, steps + 1)], trace
 
     try:
@@ -128,16 +127,18 @@ def train(
     )
 
 
-def _one_at_a_time(engine: StepEngine) -> None:
+def locked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, while no other thread's layers seed and draw."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        with _random:
+            return function(*arguments, **options)
+
+    return call
+
+
+def one_at_a_time(engine: StepEngine) -> None:
     """Keeps the layers of other threads from seeding and drawing in between."""
-
-    def locked(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            with _random:
-                return function(*arguments, **options)
-
-        return call
-
     compute = engine.compute
     compute._run_layer = locked(compute._run_layer)  # type: ignore[method-assign]
     compute._forward_loss = locked(compute._forward_loss)  # type: ignore[method-assign]

@@ -99,12 +99,18 @@ def test_a_hang_is_noticed_by_its_silence(tmp_path: Path, twin: Job) -> None:
     assert [recovery.detected_by for recovery in job.result.recoveries] == ["heartbeat"]
 
 
-@pytest.mark.parametrize("kind", ["cut", "cut-close"])
-def test_a_worker_that_is_cut_off(tmp_path: Path, twin: Job, kind: str) -> None:
-    job = _survive(tmp_path / "run", twin, [f"{kind}:3@3:forward"])
+def test_a_worker_that_is_cut_off(tmp_path: Path, twin: Job) -> None:
+    job = _survive(tmp_path / "run", twin, ["cut:3@3:forward"])
     (recovery,) = job.result.recoveries
     assert recovery.worker == 3
     assert recovery.detected_by in ("heartbeat", "link")
+
+
+def test_a_worker_whose_links_are_closed_is_noticed_by_its_peers(tmp_path: Path, twin: Job) -> None:
+    """Its process goes on: what the others say of their links to it is the first that the coordinator hears."""
+    job = _survive(tmp_path / "run", twin, ["cut-close:3@3:forward"])
+    (recovery,) = job.result.recoveries
+    assert (recovery.worker, recovery.detected_by) == (3, "link")
 
 
 def test_two_kills_in_one_step(tmp_path: Path, twin: Job) -> None:

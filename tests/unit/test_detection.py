@@ -436,6 +436,18 @@ def test_time_in_which_the_coordinator_slept_does_not_count():
     assert job.detector.silence_bound_s(1) == pytest.approx(4 * 0.66, rel=0.1)
 
 
+def test_an_end_that_came_while_the_coordinator_slept_explains_closed_links():
+    """The news of it waits to be read, as what the link's grace is for."""
+    job = Job(3)
+    job.detector.link_lost(0, 2, job.now_s)
+    assert job.tick(60.0) == []
+    job.detector.exited(2, "was killed by SIGKILL", job.now_s)
+    assert named(job.tick(0.001)) == [(2, "exit")]
+    job.detector.link_lost(0, 1, job.now_s)
+    assert job.tick(60.0) == []
+    assert named(job.tick(0.001)) == [(1, "link")]
+
+
 def test_sleep_delays_but_never_prevents():
     job = Job(2, learned_steps=1)
     for _ in range(40):

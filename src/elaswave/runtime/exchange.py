@@ -178,10 +178,15 @@ class Exchange:
         assert gradient is not None
         return gradient
 
-    def publish(self) -> None:
-        """Copies the new masters of all held blocks into the layers that are materialised here, if those do not
-        compute with the masters themselves."""
-        for held in self._store:
+    def publish(self, store: BlockStore) -> None:
+        """Copies the masters of blocks into the layers that are materialised here, if those do not compute with the
+        masters themselves.
+
+        Args:
+            store: the blocks held at the last committed step. Base copies under way are not among them: they are not
+                parameters before the vote that counts them.
+        """
+        for held in store:
             layer = self._layers.get(held.block.layer)
             if layer is not None:
                 parameters, master = layer.flat[held.block.start : held.block.stop], held.slots["master"]

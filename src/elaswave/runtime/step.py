@@ -232,7 +232,7 @@ class StepEngine:
         self._materialise(range(stage.start, stage.stop))
         self._use_layout(change.layout, change.tuning)
         self._use_placement(self.placement, self.store)
-        self._exchange.publish()
+        self._exchange.publish(self.store)
 
     def held(self) -> dict[int, Held]:
         """The copies at the last committed step, for a report."""
@@ -307,7 +307,7 @@ class StepEngine:
                 values = [self.store[index].slots["master"].to(self.blueprint.dtype) for index in ids]
                 sends.append(self.transport.send(worker, tag, values))
         if decision.deliver:
-            self._exchange.publish()
+            self._exchange.publish(self.store)
         self.transport.wait([*sends, *receives], WAIT_TIMEOUT_S)
         return received
 
@@ -622,7 +622,7 @@ class StepEngine:
             self.check()
             self._reach("apply")
             self._apply_block(held, step, clip, rate, skip=skip)
-        self._exchange.publish()
+        self._exchange.publish(self.store)
 
     def _apply_block(self, held: HeldBlock, step: int, clip: float, rate: float, *, skip: bool) -> None:
         gradient = held.gradient

@@ -1,0 +1,269 @@
+"""Losses at instants that real processes meet only by chance, and what survivors must then do beside going on.
+
+The product's workers run as threads (`tests.integration.thread_jobs`). Every job is compared with an undisturbed one.
+"""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from tests.integration.thread_jobs import JOB_TIMEOUT_S, Killed, ThreadJob, is_change, wait_until
+
+from elaswave.control.core.messages import Decision, Installed
+from elaswave.planning.layout import make_layout
+from elaswave.runtime import filling
+from elaswave.runtime.messages import FromWorker, StepReport
+from elaswave.runtime.probe import Phase
+from elaswave.runtime.step import StepEngine
+
+SETTINGS: dict[str, Any] = {"run.steps": 6, "run.eval_every": 3}
+BETTER = make_layout(widths=[1, 3], layers_per_stage=[1, 3], num_microbatches=5)
+"""For all four workers, of whom 1 changes its stage."""
+
+
+class Probe:
+    """Calls a function at every point of every step."""
+
+    def __init__(self) -> None:
+        self.job: ThreadJob
+
+    def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
+        raise NotImplementedError
+
+    def die(self, engine: StepEngine) -> NoReturn:
+        """The worker's process ends here."""
+        self.job.kill(engine.worker)
+        raise Killed
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> ThreadJob:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return ThreadJob(tmp_path_factory.mktemp("undisturbed"), SETTINGS).run(monkeypatch)
+
+
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, probe: Probe, **options: Any) -> ThreadJob:
+    probe.job = ThreadJob(folder, SETTINGS | options.pop("settings", {}), probe=probe, **options)
+    return probe.job.run(monkeypatch)
+
+
+class DiesAt(Probe):
+    """One worker dies at the first action of a phase of a step, in the first epoch.
+
+    Args:
+        worker, step, phase: where.
+    """
+
+    def __init__(self, worker: int, step: int, phase: Phase) -> None:
+        self.point = (worker, step, phase, 0)
+
+    def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
+        if (engine.worker, engine.step, phase, index) == self.point and not self.job.decisions:
+            self.die(engine)
+
+
+# ------------------------------------------------------------------------------------------------------ planned changes
+
+
+class DiesAsAChangeComes(Probe):
+    """Worker 3 dies in APPLY of the step whose vote brings a planned change; the others do not get to GATHER."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
+        if self.job.raised or index or (phase, engine.ledger.change) != ("apply", 1) or engine.layout == BETTER:
+            return
+        self.step = engine.step
+        if engine.worker == 3:
+            self.die(engine)
+        wait_until(lambda: self.job.mailboxes[engine.worker].urgent)
+
+
+def plan_after_first_step(probe: Probe) -> Any:
+    def on_message(message: FromWorker) -> None:
+        if isinstance(message, StepReport) and message.step == 1:
+            probe.job.plan(BETTER)
+
+    return on_message
+
+
+def test_a_loss_in_apply_of_the_step_that_brings_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: ThreadJob
+) -> None:
+    """The decision has the changed layout; survivors must not change to it once more in the next GATHER."""
+    probe = DiesAsAChangeComes()
+    job = run(tmp_path, monkeypatch, probe, on_message=plan_after_first_step(probe))
+    [decision] = job.decisions
+    assert decision.change == 1 and decision.resume_step == probe.step + 1
+    assert [stage.start for stage in decision.layout.stages] == [0, 1]
+    assert job.computation == undisturbed.computation
+
+
+def test_a_change_that_one_worker_never_held_is_void_in_the_next_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: ThreadJob
+) -> None:
+    """All survivors have held it since step 3 at the latest; it needs the worker that is lost."""
+    probe = DiesAt(3, 4, "forward")
+    job = run(
+        tmp_path,
+        monkeypatch,
+        probe,
+        on_message=plan_after_first_step(probe),
+        on_effect=lambda effect: not (is_change(effect) and effect.worker == 3),  # type: ignore[union-attr]
+    )
+    assert [decision.change for decision in job.decisions] == [0]
+    assert {report.change for report in job.reports} == {0}
+    assert job.computation == undisturbed.computation
+
+
+# ------------------------------------------------------------------------------------------------------ unfinished work
+
+
+class DiesWithItsReport(Probe):
+    """The worker that reports steps dies before its report of step 4 is out, and once another one has begun step 5.
+
+    Args:
+        reporters: epoch -> the worker that dies in it, and the other one.
+    """
+
+    def __init__(self, reporters: dict[int, tuple[int, int]]) -> None:
+        self.reporters = reporters
+        self.begun = {epoch: threading.Event() for epoch in reporters}
+
+    def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
+        epoch = engine.transport.epoch
+        if engine.step == 5 and epoch in self.reporters and engine.worker == self.reporters[epoch][1]:
+            self.begun[epoch].set()
+
+    def on_message(self, message: FromWorker) -> None:
+        if not isinstance(message, StepReport) or message.step != 4 or message.epoch not in self.reporters:
+            return
+        if message.worker == self.reporters[message.epoch][0]:
+            assert self.begun[message.epoch].wait(JOB_TIMEOUT_S / 2)
+            self.job.kill(message.worker)
+            raise Killed
+
+
+def test_what_the_lost_worker_did_not_report_is_reported_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: ThreadJob
+) -> None:
+    probe = DiesWithItsReport({1: (0, 1)})
+    job = run(tmp_path, monkeypatch, probe, on_message=probe.on_message)
+    assert [(report.worker, report.epoch) for report in job.reports if report.step == 4] == [(1, 1)]
+    assert job.computation == undisturbed.computation
+
+
+def test_reports_of_steps_that_are_made_again_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: ThreadJob
+) -> None:
+    """The first loss leads back to the beginning, where the steps are made again: under a policy that lets the batch
+    shrink they come to other losses. What is then said of step 4 is not what survivors have kept of the first time."""
+    probe = DiesWithItsReport({1: (0, 1), 2: (1, 2)})
+    job = run(tmp_path, monkeypatch, probe, on_message=probe.on_message, restart_in={2})
+    assert [decision.rollback for decision in job.decisions] == [0, None]
+    assert [(report.worker, report.epoch) for report in job.reports if report.step == 4] == [(2, 2)]
+    assert job.computation == undisturbed.computation
+
+
+def test_an_evaluation_that_a_loss_has_prevented_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: ThreadJob
+) -> None:
+    job = run(tmp_path, monkeypatch, DiesAt(3, 3, "gather"))
+    assert [decision.evaluate for decision in job.decisions] == [True]
+    assert job.evaluations == undisturbed.evaluations
+    assert sorted(job.evaluations) == [3, 6]
+    assert job.computation == undisturbed.computation
+
+
+def test_a_checkpoint_that_a_loss_has_prevented_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: ThreadJob
+) -> None:
+    """What worker 3 owned after step 3 is written by whoever owns it now."""
+    job = run(tmp_path, monkeypatch, DiesAt(3, 3, "gather"), settings={"run.checkpoint_every": 3})
+    assert [decision.checkpoint for decision in job.decisions] == [True]
+    written = {shard.worker for shard in job.shards if shard.standing.step == 3 and shard.standing.epoch == 2}
+    assert written == {0, 1, 2}
+    assert job.computation == undisturbed.computation
+
+
+# --------------------------------------------------------------------------------------------------------- the recovery
+
+
+def test_a_worker_that_only_its_peers_miss_is_lost_by_its_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: ThreadJob
+) -> None:
+    """No end of a process is reported: the accusation of a peer is all that the coordinator gets."""
+
+    class Vanishes(DiesAt):
+        def die(self, engine: StepEngine) -> NoReturn:
+            self.job.kill(engine.worker, silently=True)
+            raise Killed
+
+    job = run(tmp_path, monkeypatch, Vanishes(2, 3, "backward"))
+    [suspicion] = job.raised[0].suspicions
+    assert (suspicion.worker, suspicion.detected_by, suspicion.epoch) == (2, "link", 1)
+    assert job.computation == undisturbed.computation
+
+
+class DiesBeforeItDelivers(DiesAt):
+    """After worker 0 worker 2 dies, as soon as the others have made room for what it should deliver to them."""
+
+    def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
+        if engine.worker == 2 and engine.step == 1:
+            engine.install = self.install  # type: ignore[method-assign]
+        super().reached(phase, index, engine)
+
+    def install(self, decision: Decision) -> int:
+        wait_until(lambda: all(0 in self.job.engines[worker].layers for worker in (1, 3)))
+        self.die(self.job.engines[2])
+
+
+def test_a_loss_while_parameters_are_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: ThreadJob
+) -> None:
+    """Worker 0 is a whole stage. Worker 1 has that stage's layer, but not all of its values, when worker 2 is lost; it
+    must not say that it has them."""
+    settings = {"layout.widths": "[1,3]", "elastic.num_followers": 2}
+    job = run(tmp_path, monkeypatch, DiesBeforeItDelivers(0, 3, "backward"), settings=settings)
+    assert [decision.lost for decision in job.decisions] == [(0,), (2,)]
+    assert (1, 0) in job.decisions[0].deliver and (1, 0) in job.decisions[1].deliver
+    assert job.computation == undisturbed.computation
+
+
+class DiesBeforeItFills(DiesAt):
+    """After worker 2 worker 0 dies, which has not sent a base copy, when the others have made room for them."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 3, "backward")
+        self.begun: set[int] = set()
+
+    def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
+        if self.job.decisions and engine.step == 3:
+            self.begun.add(engine.worker)
+        super().reached(phase, index, engine)
+
+    def on_message(self, message: FromWorker) -> None:
+        if isinstance(message, Installed) and (message.worker, message.epoch) == (0, 2):
+            wait_until(lambda: self.begun == {1, 3})
+            self.job.kill(0)
+            raise Killed
+
+
+def test_a_base_copy_that_has_not_come_is_not_taken_for_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: ThreadJob
+) -> None:
+    """Worker 1 was to follow blocks of worker 0, of layers that both run: their parameters are here already."""
+
+    def spoilt(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((num_elements,), torch.nan, dtype=dtype)
+
+    monkeypatch.setattr(filling, "torch", SimpleNamespace(empty=spoilt, float32=torch.float32))
+    probe = DiesBeforeItFills()
+    settings = {"layout.widths": "[3,1]", "elastic.num_followers": 2}
+    job = run(tmp_path, monkeypatch, probe, settings=settings, on_message=probe.on_message)
+    assert [decision.lost for decision in job.decisions] == [(2,), (0,)]
+    assert job.computation == undisturbed.computation

@@ -1,0 +1,319 @@
+"""Whole jobs in one process: the product's workers as threads, on the in-process transport, under its coordinator's
+machine.
+
+A test decides at which instant a worker dies and what each worker has heard by then, which processes and sockets leave
+to chance. The coordinator's own process (books, detector, journal) is not here: an end of a worker is told to the
+machine at once, and a broken link when a worker reports it.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.crew import locked, one_at_a_time
+from tests.integration.jobs import small_config
+
+from elaswave.comm.memory import MemoryNetwork
+from elaswave.control.core import coordinator as core
+from elaswave.control.core.coordinator import Coordinator
+from elaswave.control.core.messages import Change, Decision, Evidence, Installed, Registered, Report, Tuning
+from elaswave.errors import FencedError
+from elaswave.planning.recovery import promote, survivor_layout
+from elaswave.runtime import worker as worker_module
+from elaswave.runtime.blueprint import Blueprint
+from elaswave.runtime.messages import (
+    EvaluationReport,
+    Exit,
+    Finished,
+    FromWorker,
+    LinkLost,
+    ShardWritten,
+    Start,
+    StepReport,
+)
+from elaswave.runtime.probe import NoProbe, Phase, Probe
+from elaswave.runtime.step import StepEngine
+from elaswave.runtime.worker import Mailbox, Worker, WorkerSetup
+from elaswave.state.placement import Placement, place_blocks
+from elaswave.types import Layout
+
+JOB_TIMEOUT_S = 60.0
+"""Bound of a whole job, which takes about a second."""
+
+
+class Killed(BaseException):
+    """Ends a worker's thread where it stands, as SIGKILL ends a process."""
+
+
+class ThreadJob:
+    """One job; `run` trains to the end.
+
+    Args:
+        folder: the run's.
+        settings: changes to `tests.integration.jobs.SMALL`.
+        probe: told of every point of every step, in the worker's own thread. It may `kill`.
+        on_message: called with each message of a live worker before the coordinator handles it, in the worker's own
+            thread. It may `kill`.
+        on_effect: called before each effect of the coordinator's machine; returns whether it is to be carried out.
+        restart_in: epochs whose losses lead back to the beginning, as a policy of restarting asks for.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        probe: Probe | None = None,
+        on_message: Callable[[FromWorker], object] = lambda message: None,
+        on_effect: Callable[[core.Effect], bool] = lambda effect: True,
+        restart_in: Collection[int] = (),
+    ) -> None:
+        self.config = small_config(settings)
+        self.blueprint = Blueprint(self.config)
+        self.reports: list[StepReport] = []
+        """Step reports in the order in which they came."""
+        self.evaluations: dict[int, float] = {}
+        """Step -> validation loss."""
+        self.shards: list[ShardWritten] = []
+        self.raised: list[core.Raised] = []
+        self.decisions: list[Decision] = []
+        self.finished: dict[int, Finished] = {}
+        self.engines: dict[int, StepEngine] = {}
+        """The newest engine of each worker."""
+        self._folder = folder
+        self._probe = probe or NoProbe()
+        self._on_message = on_message
+        self._on_effect = on_effect
+        self._restart_in = restart_in
+        self._lock = threading.RLock()
+        self._dead: set[int] = set()
+        self._errors: list[BaseException] = []
+        self._core = Coordinator(
+            layout=self.blueprint.layout,
+            placement=self.blueprint.placement,
+            blocks=self.blueprint.blocks,
+            planner=core.Planner(survive=self._survive, replace=self._replace),
+            books=self._unfinished,
+            tuning=self.blueprint.tuning,
+        )
+        network = MemoryNetwork()
+        self._transports = {
+            worker: network.transport(worker, epoch=Coordinator.FIRST_EPOCH) for worker in self.blueprint.layout.workers
+        }
+        self.mailboxes = {worker: Mailbox(worker, transport) for worker, transport in self._transports.items()}
+
+    # ------------------------------------------------------------------------------------------------- what came of it
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step, as it was reported last."""
+        newest = {report.step: report.loss for report in self.reports}
+        assert sorted(newest) == list(range(1, self.config.run.steps + 1)), f"reported were steps {sorted(newest)}"
+        return [newest[step] for step in sorted(newest)]
+
+    @property
+    def digests(self) -> dict[str, int]:
+        """Of everything that owners hold at the end, by slot and tensor."""
+        total: Counter[str] = Counter()
+        for finished in self.finished.values():
+            for name, part in finished.owner_digests.items():
+                total[name] = (total[name] + part) % 2**64
+        return dict(total)
+
+    @property
+    def computation(self) -> tuple[list[float], dict[str, int]]:
+        """What must be equal for two jobs to be the same computation."""
+        return self.losses, self.digests
+
+    # ------------------------------------------------------------------------------------------------- what tests do
+
+    def run(self, monkeypatch: pytest.MonkeyPatch) -> "ThreadJob":
+        """Trains to the end; raises what a worker has raised, or what is wrong with how the job ended."""
+        monkeypatch.setattr(worker_module, "DECISION_TIMEOUT_S", JOB_TIMEOUT_S / 2)
+        monkeypatch.setattr(worker_module, "materialise", locked(worker_module.materialise))
+        monkeypatch.setattr(worker_module.Blueprint, "open_source", locked(worker_module.Blueprint.open_source))
+        threads = [
+            threading.Thread(target=self._work, args=(worker,), name=f"worker {worker}", daemon=True)
+            for worker in self._transports
+        ]
+        self._carry_out(self._core.begin())
+        for thread in threads:
+            thread.start()
+        deadline_s = time.monotonic() + JOB_TIMEOUT_S
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        hung = [thread.name for thread in threads if thread.is_alive()]
+        for worker in self._transports:
+            self.kill(worker, silently=True)
+        for thread in threads:
+            thread.join(10.0)
+        if self._errors:
+            raise self._errors[0]
+        assert not hung, f"still at work after {JOB_TIMEOUT_S:.0f} s: {hung}"
+        return self
+
+    def kill(self, worker: int, *, silently: bool = False) -> None:
+        """A worker's process ends: its links break and nothing of it counts any more. In its own thread `Killed` has to
+        follow.
+
+        Args:
+            silently: nobody tells the coordinator of the end.
+        """
+        with self._lock:
+            if worker in self._dead:
+                return
+            self._dead.add(worker)
+            self.mailboxes[worker].receive(Exit())
+            self._transports[worker].close()
+            if not silently:
+                self._handle(core.Suspected(worker, "exit", f"worker {worker} was killed"))
+
+    def plan(self, layout: Layout) -> None:
+        """A planner finds a better layout for the present members."""
+        with self._lock:
+            self._handle(core.ChangePlanned(self._core.epoch, layout, Tuning(), "a test wants it"))
+
+    # ------------------------------------------------------------------------------------------------- the workers
+
+    def _work(self, worker: int) -> None:
+        job = self
+
+        class Client:
+            disconnected_s = 0.0
+
+            def send(self, message: FromWorker, durable: bool = False) -> None:
+                job._receive(worker, message)
+
+        class Crewmate(Worker):
+            def _make_engine(self, *arguments: Any) -> StepEngine:
+                engine = super()._make_engine(*arguments)
+                one_at_a_time(engine)
+                job.engines[worker] = engine
+                return engine
+
+        mailbox, transport, client = self.mailboxes[worker], self._transports[worker], Client()
+        setup = WorkerSetup(
+            config=self.config,
+            worker=worker,
+            run_dir=self._folder,
+            key=b"",
+            listen="",
+            checkpoint=None,
+            probe=self,
+            profile=False,
+        )
+        try:
+            made = Crewmate(setup, client, mailbox, transport)
+            self._receive(worker, mailbox.hello())
+            made.train(worker_module._wait_for_start(mailbox, client))
+        except (Killed, FencedError):
+            pass
+        except BaseException as error:
+            with self._lock:
+                if worker not in self._dead:
+                    self._errors.append(error)
+                    self._dismiss()
+
+    def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
+        """Is the probe of every worker: a dead one goes no further."""
+        if engine.worker in self._dead:
+            raise Killed
+        self._probe.reached(phase, index, engine)
+
+    # ------------------------------------------------------------------------------------------------- the coordinator
+
+    def _receive(self, worker: int, message: FromWorker) -> None:
+        if worker not in self._dead:
+            self._on_message(message)
+        with self._lock:
+            if worker in self._dead:
+                return
+            if isinstance(message, Registered | Report | Installed):
+                self._handle(message)
+            elif isinstance(message, LinkLost):
+                self._handle(core.Suspected(message.peer, "link", message.detail, worker, message.epoch))
+            elif isinstance(message, StepReport):
+                evidence = Evidence(
+                    step=message.step,
+                    attempt=message.attempt,
+                    commits=True,
+                    vector=message.vector,
+                    change=message.change,
+                )
+                self._handle(core.EvidenceSeen(evidence, message.epoch))
+                self.reports.append(message)
+            elif isinstance(message, EvaluationReport):
+                self.evaluations[message.step] = message.loss
+            elif isinstance(message, ShardWritten):
+                self.shards.append(message)
+            elif isinstance(message, Finished):
+                self.finished[worker] = message
+                if self.finished.keys() >= set(self._core.members):
+                    self._dismiss()
+
+    def _handle(self, event: core.Event) -> None:
+        self._carry_out(self._core.handle(event, time.monotonic()))
+
+    def _carry_out(self, effects: list[core.Effect]) -> None:
+        for effect in effects:
+            if not self._on_effect(effect):
+                continue
+            if isinstance(effect, core.Send):
+                self.mailboxes[effect.worker].receive(effect.message)
+            elif isinstance(effect, core.Start):
+                for worker in self._core.members:
+                    self.mailboxes[worker].receive(Start(addresses=effect.addresses))
+            elif isinstance(effect, core.FindCheckpoint):
+                self._handle(core.CheckpointFound(0))
+            elif isinstance(effect, core.Raised):
+                self.raised.append(effect)
+                self.finished.clear()
+            elif isinstance(effect, core.Decided):
+                self.decisions.append(effect.decision)
+            elif isinstance(effect, core.End):
+                self._errors.append(AssertionError(f"the coordinator has ended the job: {effect.reason}"))
+                self._dismiss()
+
+    def _dismiss(self) -> None:
+        for mailbox in self.mailboxes.values():
+            mailbox.receive(Exit())
+
+    def _survive(
+        self, layout: Layout, placement: Placement, lost: Collection[int], valid: Callable[[int, int], bool]
+    ) -> core.Planned:
+        after = survivor_layout(layout, lost) if lost else layout
+        promotion = promote(placement, self.blueprint.blocks, after, valid)
+        return core.Planned(
+            after,
+            promotion.placement,
+            len(promotion.promoted),
+            promotion.orphans,
+            restart=self._core.epoch in self._restart_in,
+        )
+
+    def _replace(self, layout: Layout) -> Placement:
+        return place_blocks(layout, self.blueprint.blocks, num_followers=self.config.elastic.num_followers)
+
+    def _unfinished(self, step: int) -> core.Books:
+        run = self.config.run
+        evaluate = bool(run.eval_every) and step > 0 and step % run.eval_every == 0 and step not in self.evaluations
+        checkpoint = bool(run.checkpoint_every) and step > 0 and step % run.checkpoint_every == 0
+        published = max((report.step for report in self.reports), default=0)
+        return core.Books(evaluate, checkpoint, published=published)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Holds a worker up until something has come to pass in another thread."""
+    deadline_s = time.monotonic() + JOB_TIMEOUT_S / 2
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came to that"
+        time.sleep(0.001)
+
+
+def is_change(effect: core.Effect) -> bool:
+    """Whether an effect tells a worker of a planned change of layout."""
+    return isinstance(effect, core.Send) and isinstance(effect.message, Change)
