@@ -254,8 +254,21 @@ def _wait_until(condition: Any) -> None:
 
 
 def test_the_line_on_the_terminal_says_what_happened(tmp_path: Path, twin: Job) -> None:
-    reporter = QuietReporter()
+    class InOrder(QuietReporter):
+        def step(self, step: int, *facts: Any) -> None:
+            shown.append((step, facts[-1]))
+            self.losses[step] = facts[1]
+
+        def message(self, text: str) -> None:
+            super().message(text)
+            shown.append(text)
+
+    shown: list[Any] = []
+    reporter = InOrder()
     _survive(tmp_path / "run", twin, ["kill:3@3:backward"], reporter=reporter)
+    (told,) = [index for index, entry in enumerate(shown) if isinstance(entry, str) and "lost in" in entry]
+    assert {layout for _, layout in shown[:told]} == {"2x2"}, "a recovery is told before its layout is shown"
+    assert {entry[1] for entry in shown[told + 1 :] if isinstance(entry, tuple)} == {"[2,1]"}
     (line,) = [message for message in reporter.messages if "lost in" in message]
     assert line.startswith("worker 3 (stage 1) lost in backward of step 3 (")
     assert re.search(

@@ -1,7 +1,14 @@
 """``elaswave bench protocol``."""
 
 import json
+import os
 import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -93,3 +100,51 @@ def test_replays(capsys):
 def test_bad_input(wrong, capsys):
     assert bench(*wrong) == 2
     assert "Error:" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------- its ends
+
+ENDLESS = """
+import time
+from elaswave.cli import bench_protocol, main
+bench_protocol._seed_tasks = lambda seed, schedules, plant: [(time.sleep, 3600.0)] * 4
+if __name__ == "__main__":
+    raise SystemExit(main.main(["bench", "protocol", "--processes", "2"]))
+"""
+"""Schedules that would take hours."""
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def pool_of(parent: int) -> list[int]:
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def is_at_work(pid: int) -> bool:
+    """Whether a process of the pool ignores Ctrl-C, which is the first thing that it does, and sleeps in its task."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (ignored,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigIgn"))
+    return bool(int(ignored, 16) >> (signal.SIGINT - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_command_alone_ends_it_and_its_processes(number, tmp_path):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    process = subprocess.Popen([sys.executable, str(tmp_path / "endless.py")], stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: len(pool_of(process.pid)) == 2 and all(map(is_at_work, pool_of(process.pid))))
+        children = pool_of(process.pid)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+        assert "Traceback" not in errors
+        wait_for(lambda: not any(os.path.exists(f"/proc/{child}") for child in children))
+    finally:
+        process.kill()
+        process.wait()

@@ -22,6 +22,8 @@ from elaswave.cli.main import COMMANDS, cli, main
 from elaswave.config.load import load_config
 from elaswave.errors import CheckpointError, ConfigError, DataError, ElaswaveError, StoppedBySignalError, WorkerError
 from elaswave.observability.run_folder import saved_config
+from elaswave.planning.policies import POLICIES
+from elaswave.testing.faults import SUPPORTED
 
 
 class Launcher(ModuleType):
@@ -271,3 +273,64 @@ def test_the_arguments_of_the_process_are_the_default(monkeypatch: pytest.Monkey
     monkeypatch.setattr(main_module.sys, "argv", ["elaswave", "--version"])
     assert main() == 0
     assert capsys.readouterr().out == f"elaswave {__version__}\n"
+
+
+# ------------------------------------------------------------------------------------------------- what a person reads
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "No such command 'trian'; did you mean train?"),
+        (["bench", "protcol"], "No such command 'protcol'; did you mean protocol?"),
+        (["zzz"], "No such command 'zzz'; there are demo, train"),
+    ],
+)
+def test_an_unknown_command_gets_a_suggestion(arguments: list[str], message: str, capsys: Any) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_usage_names_the_commands_as_they_are_typed(capsys: Any) -> None:
+    assert main(["inspect", "nowhere", "--nope"]) == 2
+    assert "Usage: elaswave inspect [OPTIONS] RUN\n" in capsys.readouterr().err
+
+
+def test_help_fits_80_columns_and_says_what_there_is(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    texts = {}
+    for command in [*([verb] for verb in COMMANDS), ["inspect", "diff"], ["bench", "chaos"], ["bench", "protocol"], []]:
+        assert main([*command, "--help"]) == 0
+        texts[" ".join(command)] = text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 79
+    for command in ("plan", "simulate", "compare"):
+        assert all(name in texts[command].split("Options:")[1] for name in POLICIES)
+    assert "_ELASWAVE_COMPLETE=bash_source" in texts[""]
+    words = texts["train"].split("--fault")[1]
+    assert all(kind in words for kind in SUPPORTED) and not {"slow", "drain", "join"} & set(words.split())
+
+
+def test_commands_can_be_completed(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("_ELASWAVE_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "elaswave tr")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert main([]) == 0
+    assert capsys.readouterr().out == "plain,train\n"
+
+
+def test_losing_one_worker_is_the_default_of_all(capsys: Any) -> None:
+    for command in ("plan", "compare"):
+        assert main([command, "--help"]) == 0
+        assert "lost.  [default: 1;" in " ".join(capsys.readouterr().out.split()).replace("lost. ", "lost.  ")
+
+
+def test_errors_wrap_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    arguments = ["train", "--set", "model.width=0", "--set", "run.steps=0"]
+    assert main(arguments) == 2
+    plain = capsys.readouterr().err
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(arguments) == 2
+    wrapped = capsys.readouterr().err
+    assert wrapped.split() == plain.split() and len(wrapped.splitlines()) > len(plain.splitlines())
+    assert max(map(len, wrapped.splitlines())) <= 40

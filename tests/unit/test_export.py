@@ -195,7 +195,7 @@ def test_an_output_that_cannot_be_written_is_bad_input(tmp_path: Path, gpt_weigh
     save(tmp_path, 1, gpt_weights, GPT_CONFIG)
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
-    for output in ("file/w.safetensors", "folder", "x" * 300):
+    for output in ("file/w.safetensors", "folder", "x" * 300, "none/w.safetensors"):
         with pytest.raises(UsageError, match=r"cannot write (.|\n)*choose another --output"):
             export_safetensors(tmp_path, tmp_path / output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "file", "folder"]

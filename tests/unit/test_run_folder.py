@@ -297,8 +297,32 @@ def test_bad_input_leaves_no_run_in_the_way(tmp_path: Path, error: Exception) ->
     with pytest.raises(type(error)), opened(tmp_path) as run:
         (run / "events.jsonl").write_text("{}")
         raise error
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", "notes.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt"}
     with opened(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("error", [ConfigError(["wrong"]), DataError("no text")])
+def test_bad_input_leaves_no_folder_that_was_not_there_before(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)), opened(tmp_path / "runs" / "a"):
+        raise error
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(type(error)), opened(tmp_path / "mine" / "a"):
+        raise error
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_a_lock_that_was_removed_while_we_took_it_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = fcntl.flock
+
+    def remove_then_take(descriptor: int, operation: int) -> None:
+        (tmp_path / "r" / ".lock").unlink(missing_ok=True)
+        take(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_then_take)
+    with pytest.raises(RunFolderError, match="has just given up"), opened(tmp_path / "r"):
         pass
 
 

@@ -7,17 +7,19 @@ again wherever it is run.
 import contextlib
 import os
 import shlex
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any
 
 import click
 import msgspec
 
+from elaswave.control.parent_death import end_with_parent
 from elaswave.simulator.plants import PLANTS
 from elaswave.simulator.run import PRODUCT, Build, run_schedule
 from elaswave.simulator.schedule import Schedule, parse_schedule, random_schedule
@@ -38,9 +40,19 @@ _MAX_PROCESSES = 2
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the first one.")
 @click.option("--exhaustive", is_flag=True, help="All schedules of small jobs instead of seeded ones.")
 @click.option(
-    "--space", "spaces", type=click.Choice(list(SPACES)), multiple=True, help="Only this part of --exhaustive."
+    "--space",
+    "spaces",
+    type=click.Choice(list(SPACES)),
+    multiple=True,
+    metavar="NAME",
+    help=f"Only this part of --exhaustive: {', '.join(SPACES)}.",
 )
-@click.option("--plant", type=click.Choice(list(PLANTS)), help="Plant a bug, which must be found.")
+@click.option(
+    "--plant",
+    type=click.Choice(list(PLANTS)),
+    metavar="NAME",
+    help=f"Plant a bug, which must be found: {', '.join(PLANTS)}.",
+)
 @click.option("--replay", metavar="SEED|SCHEDULE", help="Run one schedule and print everything that happens in it.")
 @click.option(
     "--processes", type=click.IntRange(min=1), help=f"Processes; default: one per core, at most {_MAX_PROCESSES}."
@@ -130,34 +142,64 @@ def _run_all(name: str, tasks: list[tuple[Any, ...]], processes: int, *, quiet: 
     """Runs tasks in order until one has found something."""
     total = Summary()
     shows = sys.stderr.isatty() and not quiet
-    for num_done, summary in enumerate(_results(tasks, processes), start=1):
-        total = total.merge(summary)
-        if shows:
-            click.echo(
-                f"\r{name}: {num_done * 100 // len(tasks)} %, {total.num_schedules:,} schedules", nl=False, err=True
-            )
-        if total.num_failures:
-            break
+    with contextlib.closing(_results(tasks, processes)) as results:
+        for num_done, summary in enumerate(results, start=1):
+            total = total.merge(summary)
+            if shows:
+                click.echo(
+                    f"\r{name}: {num_done * 100 // len(tasks)} %, {total.num_schedules:,} schedules",
+                    nl=False,
+                    err=True,
+                )
+            if total.num_failures:
+                break
     if shows:
         click.echo("\r\033[K", nl=False, err=True)
     return total
 
 
-def _results(tasks: list[tuple[Any, ...]], processes: int) -> Iterator[Summary]:
+def _results(tasks: list[tuple[Any, ...]], processes: int) -> Generator[Summary, None, None]:
     if processes == 1:
         for call, *arguments in tasks:
             yield call(*arguments)
         return
     waiting = iter(tasks)
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        running: set[Future[Summary]] = {pool.submit(*task) for task in islice(waiting, processes + 1)}
-        with contextlib.ExitStack() as stack:
-            stack.callback(lambda: [future.cancel() for future in running])
+    others = set(active_children())
+    with ProcessPoolExecutor(
+        processes, mp_context=get_context("spawn"), initializer=_begin_child, initargs=(os.getpid(),)
+    ) as pool:
+        with _without_interrupts():
+            running: set[Future[Summary]] = {pool.submit(*task) for task in islice(waiting, processes + 1)}
+        finished = False
+        try:
             while running:
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 running |= {pool.submit(*task) for task in islice(waiting, len(done))}
                 for future in done:
                     yield future.result()
+            finished = True
+        finally:
+            if not finished:
+                # Leaving the pool waits for tasks that are running, half a minute of them. Nobody wants their results.
+                for child in set(active_children()) - others:
+                    child.kill()
+
+
+def _begin_child(parent: int) -> None:
+    """What a process of the pool does first: Ctrl-C is its parent's business, and it does not outlive its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    end_with_parent(parent)
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Holds Ctrl-C back while inside. Processes begun here inherit that, so none is interrupted while it starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ------------------------------------------------------------------------------------------------------------- results

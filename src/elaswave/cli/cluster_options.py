@@ -4,6 +4,7 @@ Without any of it they speak of the paper's cluster: 96 Ascend 910B that train L
 (ElasWave, arXiv 2510.00606, section 7).
 """
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from elaswave.planning.healthy import fastest_healthy, healthy
 from elaswave.planning.in_flight import time_as_it_is
 from elaswave.planning.plan import Allocation
 from elaswave.planning.planner import Options, plan
+from elaswave.planning.policies import POLICIES
 from elaswave.planning.presets import DEVICES, LINKS, MODELS, device_preset, link_preset, model_shape
 from elaswave.planning.schedule import SCHEDULES, Schedule
 
@@ -28,9 +30,32 @@ DEFAULT_MODEL = "llama-2-13b"
 DEFAULT_DEVICE = "ascend-910b"
 DEFAULT_WORKERS = 96
 DEFAULT_STAGES = 8
+DEFAULT_LOSE = 1
 MICROBATCHES_PER_STAGE = 4
 """Micro-batches of a replica, per stage, if not given: enough that pipelines are full most of the time."""
 PATTERNS = ("spread", "clustered", "random")
+
+
+class _Number(click.FloatRange):
+    """A finite number of a range, refused in the words of the command line."""
+
+    def __init__(self, what: str, *, min: float, min_open: bool = False, max: float | None = None) -> None:
+        super().__init__(min=min, min_open=min_open, max=max)
+        self._what = what
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            number: float = super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value!r} is not {self._what}.", param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not {self._what}.", param, ctx)
+        return number
+
+
+POSITIVE = _Number("a number above 0", min=0, min_open=True)
+NOT_NEGATIVE = _Number("a number of at least 0", min=0)
+SHARE = _Number("a number above 0 and at most 1", min=0, min_open=True, max=1)
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -56,10 +81,14 @@ _OPTIONS = (
         "--tensor-parallel", type=click.IntRange(min=1), help="Devices that make up one worker.  [default: 1]"
     ),
     click.option("--recompute", is_flag=True, default=None, help="Run blocks again in the backward: less memory."),
-    click.option("--efficiency", type=float, help="Share of the peak that is reached.  [default: the device's]"),
+    click.option(
+        "--efficiency", type=SHARE, metavar="F", help="Share of the peak that is reached.  [default: the device's]"
+    ),
     click.option("--within-node", metavar="LINK", help=f"{', '.join(LINKS)}.  [default: the device's]"),
     click.option("--between-nodes", metavar="LINK", help="The same, between machines.  [default: the device's]"),
-    click.option("--power-limit-kw", type=float, help="Of all workers together.  [default: their draw at base level]"),
+    click.option(
+        "--power-limit-kw", type=POSITIVE, metavar="KW", help="Of all workers together.  [default: their base level's]"
+    ),
 )
 
 
@@ -101,35 +130,38 @@ def cluster_options(command: _Command) -> _Command:
     return gathering  # type: ignore[return-value]
 
 
-def loss_options(default: int) -> Callable[[_Command], _Command]:
+def loss_options(command: _Command) -> _Command:
     """Adds the options that say who is lost."""
+    for option in reversed(
+        (
+            click.option(
+                "--lose",
+                type=click.IntRange(min=0),
+                default=DEFAULT_LOSE,
+                show_default=True,
+                help="Number of workers that are lost.",
+            ),
+            click.option(
+                "--pattern",
+                type=click.Choice(PATTERNS),
+                default=PATTERNS[0],
+                show_default=True,
+                help="spread: over stages and replicas; clustered: one stage first; random: anybody.",
+            ),
+            click.option(
+                "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="What chance depends on."
+            ),
+        )
+    ):
+        command = option(command)
+    return command
 
-    def add(command: _Command) -> _Command:
-        for option in reversed(
-            (
-                click.option(
-                    "--lose",
-                    type=click.IntRange(min=0),
-                    default=default,
-                    show_default=True,
-                    help="Number of workers that are lost.",
-                ),
-                click.option(
-                    "--pattern",
-                    type=click.Choice(PATTERNS),
-                    default=PATTERNS[0],
-                    show_default=True,
-                    help="spread: over stages and replicas; clustered: one stage first; random: anybody.",
-                ),
-                click.option(
-                    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="What chance depends on."
-                ),
-            )
-        ):
-            command = option(command)
-        return command
 
-    return add
+def policy_option(command: _Command) -> _Command:
+    """Adds ``--policy``, which lists the policies there are."""
+    return click.option(
+        "--policy", metavar="NAME", default="elaswave", show_default=True, help=f"Who plans: {', '.join(POLICIES)}."
+    )(command)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +302,16 @@ def does_not_fit(error: InfeasiblePlan, what: str = "the job") -> UsageError:
     )
 
 
+def check_some_are_left(num_lost: int, num_workers: int) -> None:
+    """Refuses a loss of everybody.
+
+    Raises:
+        UsageError: nobody would be left.
+    """
+    if num_lost >= num_workers:
+        raise UsageError(f"{num_lost} of {num_workers} workers would be lost: --lose must leave at least one")
+
+
 def choose_lost(allocation: Allocation, num_lost: int, pattern: str, seed: int) -> tuple[int, ...]:
     """Who is lost, of the workers of an allocation's first chain.
 
@@ -285,9 +327,7 @@ def choose_lost(allocation: Allocation, num_lost: int, pattern: str, seed: int) 
         UsageError: nobody would be left.
     """
     stages = [stage.workers.tolist() for stage in allocation.chains[0].stages]
-    num_workers = sum(map(len, stages))
-    if num_lost >= num_workers:
-        raise UsageError(f"{num_lost} of {num_workers} workers would be lost: --lose must leave at least one")
+    check_some_are_left(num_lost, sum(map(len, stages)))
     rng = random.Random(seed)
     if pattern == "random":
         return tuple(sorted(rng.sample([worker for stage in stages for worker in stage], num_lost)))

@@ -6,27 +6,34 @@ from typing import Any
 import click
 
 from elaswave.cli.cluster_options import (
+    DEFAULT_WORKERS,
     ClusterOptions,
     Setting,
+    check_some_are_left,
     choose_lost,
     cluster_options,
     describe_setting,
     loss_options,
 )
-from elaswave.cli.inspect import format_bytes, format_seconds, render_table, terminal_width, wrap
+from elaswave.cli.inspect import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.cli.layout_table import as_json
 from elaswave.errors import InfeasiblePlan, UsageError
+from elaswave.observability.wrapping import wrap
 from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.plan import Plan, Planner
+from elaswave.planning.policies import POLICIES, policy_named
 
 DEFAULT_POLICIES = "elaswave,recycle,torchft,oobleck,full_restart"
 
 
 @click.command(name="compare", short_help="What every policy makes of the same loss.")
 @cluster_options
-@loss_options(default=3)
+@loss_options
 @click.option(
-    "--policies", metavar="NAME,NAME", default=DEFAULT_POLICIES, show_default=True, help="Separated by commas."
+    "--policies",
+    metavar="NAME,NAME",
+    default=DEFAULT_POLICIES,
+    help=f"Separated by commas, of {', '.join(POLICIES)}.  [default: {', '.join(DEFAULT_POLICIES.split(','))}]",
 )
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Also draw throughputs: .png or .svg.")
 @click.option("--json", "json_mode", is_flag=True, help="Print one JSON document.")
@@ -41,11 +48,11 @@ def compare_command(
 
     \b
     elaswave compare --lose 3
-    elaswave compare --workers 96 --stages 8 --model llama-2-7b --device a100 --lose 5 --pattern clustered
-    elaswave compare --policies elaswave,torchft_batch_kept --lose 5 --plot throughput.svg
+    elaswave compare --workers 96 --stages 8 --model llama-2-7b --device a100 \\
+      --lose 5 --pattern clustered
+    elaswave compare --policies elaswave,torchft_batch_kept --lose 5 \\
+      --plot throughput.svg
     """
-    from elaswave.planning.policies import policy_named
-
     names = [name.strip() for name in policies.split(",") if name.strip()]
     if not names or len(set(names)) != len(names):
         raise UsageError(f"--policies {policies!r}: give each policy once, separated by commas, at least one")
@@ -56,6 +63,7 @@ def compare_command(
         from elaswave.cli.plots import check_plot_path, plot_policies
 
         check_plot_path(plot)
+    check_some_are_left(lose, options.workers or DEFAULT_WORKERS)
     setting = describe_setting(options)
     lost = choose_lost(setting.allocation, lose, pattern, seed)
     left = setting.cluster.without(lost)
@@ -126,6 +134,7 @@ def _render(
     setting: Setting, title: str, lost: tuple[int, ...], entries: list[dict[str, Any]], width: int
 ) -> list[str]:
     before = setting.tokens_per_s(setting.allocation.num_microbatches, setting.step_s)
+    whole_batch = setting.allocation.num_microbatches
     rows = [["undisturbed", format_seconds(setting.step_s), f"{before:,.0f}", "-", "-", "-", "yes"]]
     for entry in entries:
         if not entry["feasible"]:
@@ -139,10 +148,10 @@ def _render(
                 f"{entry['capacity_fraction']:.1%}",
                 format_seconds(entry["pause_s"]),
                 format_bytes(round(entry["moved_bytes"])),
-                "yes" if entry["keeps_batch"] else f"{entry['num_microbatches']} of it",
+                "yes" if entry["keeps_batch"] else f"{entry['num_microbatches']} of {whole_batch}",
             ]
         )
-    header = ["policy", "step", "tokens/s", "capacity left", "pause", "moved", "batch kept"]
+    header = ["policy", "step", "tokens/s", "of capacity", "pause", "moved", "batch kept"]
     lines = [*wrap(title, width), *wrap(f"lost: {' '.join(map(str, lost))}", width), ""]
     lines += [*render_table(header, rows, width), ""]
     for entry in entries:

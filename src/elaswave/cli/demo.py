@@ -7,6 +7,7 @@ each finds its victim's state in two places again; faults that meet are the busi
 import contextlib
 import os
 import secrets
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -98,7 +99,7 @@ def demo_command(seed: int, run_dir: Path | None, overwrite: bool, overrides: tu
     \b
     elaswave demo
     elaswave demo --seed 7
-    elaswave demo --set model.family=llama --set 'layout.widths=[2,3]' --json > demo.json
+    elaswave demo --set model.family=llama --set 'layout.widths=[2,3]' --json
     """
     own_layout = any(override.strip().startswith(_SHAPE) for override in overrides)
     defaults = [default for default in DEFAULTS if not (own_layout and default.startswith(_SHAPE))]
@@ -294,7 +295,7 @@ def _show_curves(shown: _Shown, calm: Result, struck: Result, records: Sequence[
 
 
 def _show_recoveries(shown: _Shown, recoveries: Sequence[Recovery]) -> None:
-    header = ["worker", "step", "phase", "noticed by", "noticed after", "going on after", "the step was", "state moved"]
+    header = ["worker", "step", "phase", "noticed by", "after", "going on after", "step was", "moved"]
     rows = []
     for recovery in recoveries:
         going_on_s = recovery.total_s - recovery.redo_s
@@ -334,5 +335,6 @@ def _show_verdict(shown: _Shown, comparison: Comparison, num_struck: int, calm_d
     lost = f"{num_struck} worker{'s' if num_struck != 1 else ''}"
     if comparison.same:
         shown.say(f"{lost} lost, no step lost, no restart, and not one bit differs")
-    shown.say((f"look closer: elaswave inspect {struck_dir}", "dim"))
-    shown.say((f"             elaswave inspect diff {calm_dir} {struck_dir}", "dim"))
+    calm_run, struck_run = shlex.quote(str(calm_dir)), shlex.quote(str(struck_dir))
+    shown.say((f"look closer: elaswave inspect {struck_run}", "dim"))
+    shown.say((f"             elaswave inspect diff {calm_run} {struck_run}", "dim"))

@@ -21,7 +21,7 @@ from elaswave.errors import RunFolderError
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File to write; an earlier one is replaced.  [default: RUN/export/model.safetensors]",
+    help="File to write, in a folder that exists; an earlier one is replaced.  [default: RUN/export/model.safetensors]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def export_command(run: Path, file_format: str, output: Path | None, as_json: bool) -> None:

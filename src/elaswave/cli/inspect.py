@@ -6,7 +6,6 @@ wider than the terminal is printed as one short paragraph per row instead, so no
 
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from elaswave.observability.compare import Comparison, compare_results
 from elaswave.observability.progress import format_loss, format_rate, sparkline, writes_unicode
 from elaswave.observability.result import from_json_float, read_digests, read_result
 from elaswave.observability.summary import RunSummary, StageSummary, WorkerSummary, summarize
+from elaswave.observability.wrapping import wrap
 
 _FALLBACK_WIDTH = 100
 """Columns when the output is no terminal and COLUMNS is not set."""
@@ -51,14 +51,29 @@ def inspect_group() -> None:
     """Look into the folder of a run, finished or still going on, or compare two runs.
 
     \b
-    elaswave inspect RUN [--json]               layout, timings, losses, recoveries
-    elaswave inspect diff RUN_A RUN_B [--json]  exit 0 if both are the same computation, else 1
+    elaswave inspect RUN                layout, timings, losses, recoveries
+    elaswave inspect diff RUN_A RUN_B   exit 0 if they are the same computation
+
+    Both take --json.
 
     Write ./diff for a run folder that is called diff.
     """
 
 
-@inspect_group.command(name="run", hidden=True)
+class _RunContext(click.Context):
+    """Calls the command by what a person has typed: `elaswave inspect RUN`."""
+
+    @property
+    def command_path(self) -> str:
+        assert self.parent is not None, "the command is reached by its group only"
+        return self.parent.command_path
+
+
+class _RunCommand(click.Command):
+    context_class = _RunContext
+
+
+@inspect_group.command(name="run", cls=_RunCommand, hidden=True)
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def inspect_run(run: Path, as_json: bool) -> None:
@@ -70,7 +85,7 @@ def inspect_run(run: Path, as_json: bool) -> None:
     click.echo("\n".join(render_summary(summary, terminal_width(), ascii_only=not writes_unicode(sys.stdout))))
 
 
-@inspect_group.command(name="diff")
+@inspect_group.command(name="diff", short_help="Whether two runs are the same computation.")
 @click.argument("run_a", type=click.Path(path_type=Path))
 @click.argument("run_b", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -127,11 +142,6 @@ def render_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: in
         cells = [f"{name} {cell}" for name, cell in zip(header, row, strict=True) if cell != "-"]
         lines += wrap("; ".join(cells), width)
     return lines
-
-
-def wrap(text: str, width: int) -> list[str]:
-    """Text broken between words, continued lines indented by two."""
-    return textwrap.wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def format_bytes(num_bytes: int | None) -> str:

@@ -6,7 +6,8 @@ bug of ours and shows its traceback. With ``--json`` standard output is one JSON
 """
 
 import contextlib
-import importlib
+import io
+import shutil
 import signal
 import sys
 import threading
@@ -18,7 +19,9 @@ import click
 import msgspec
 
 from elaswave import __version__
+from elaswave.cli.groups import LazyGroup
 from elaswave.errors import ConfigError, ElaswaveError, StoppedBySignalError, UsageError, WorkerError
+from elaswave.observability.wrapping import wrap
 
 EXIT_SUCCESS = 0
 EXIT_FAILURE = 1
@@ -40,29 +43,21 @@ COMMANDS = {
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
-class _Verbs(click.Group):
-    """A group that imports a verb's module only when it is used, so that no verb waits for another's libraries."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, attribute = COMMANDS[cmd_name].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
-        return command
-
-
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=LazyGroup,
+    places=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog='Tab completion, in bash: eval "$(_ELASWAVE_COMPLETE=bash_source elaswave)"; zsh_source and fish_source do '
+    "the same for these shells.",
+)
 @click.version_option(__version__, prog_name="elaswave", message="%(prog)s %(version)s")
 def cli() -> None:
     """Elastic training of PyTorch models that computes the same bits whatever happens to its machines.
 
     \b
-    elaswave demo                   kill workers of a training job and see that no bit changes
-    elaswave train                  train a small GPT on Python's own documentation, in about a minute
-    elaswave COMMAND --help         what a command does, with examples
+    elaswave demo              kill workers of a job and see that no bit changes
+    elaswave train             train a small GPT on Python's own documentation
+    elaswave COMMAND --help    what a command does, with examples
     """
 
 
@@ -81,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = cli.main(arguments, prog_name="elaswave", standalone_mode=False)
         return result if isinstance(result, int) else EXIT_SUCCESS
     except click.ClickException as error:
-        error.show(sys.stderr)
+        shown = io.StringIO()
+        error.show(shown)
+        click.echo(_wrapped(shown.getvalue().rstrip()), err=True)
         return _failed(error, error.format_message(), error.exit_code, as_json)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
@@ -89,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as error:
         return _exit_code(error)
     except ElaswaveError as error:
-        click.echo(_for_people(error), err=True)
+        _tell(error)
         return _failed(error, str(error), _code_of(error), as_json)
 
 
@@ -131,14 +128,25 @@ def _exit_code(error: SystemExit) -> int:
     return EXIT_FAILURE
 
 
-def _for_people(error: ElaswaveError) -> str:
-    if isinstance(error, StoppedBySignalError):
-        return str(error)
-    if isinstance(error, ConfigError) and len(error.problems) > 1:
-        return f"error: {len(error.problems)} problems:\n" + "\n".join(f"  {problem}" for problem in error.problems)
+def _tell(error: ElaswaveError) -> None:
+    """Prints an error for people."""
     if isinstance(error, WorkerError) and error.traceback_text:
-        return f"{error.traceback_text.rstrip()}\nerror: {error}"
-    return f"error: {error}"
+        click.echo(error.traceback_text.rstrip(), err=True)
+    if isinstance(error, StoppedBySignalError):
+        text = str(error)
+    elif isinstance(error, ConfigError) and len(error.problems) > 1:
+        text = f"error: {len(error.problems)} problems:\n" + "\n".join(f"  {problem}" for problem in error.problems)
+    else:
+        text = f"error: {error}"
+    click.echo(_wrapped(text), err=True)
+
+
+def _wrapped(text: str) -> str:
+    """A text as standard error takes it: wrapped between words where that is a terminal."""
+    if not sys.stderr.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(line for paragraph in text.splitlines() for line in wrap(paragraph, width) or [""])
 
 
 def _failed(error: Exception, message: str, code: int, as_json: bool) -> int:

@@ -8,16 +8,20 @@ import click
 import msgspec
 
 from elaswave.cli.cluster_options import (
+    DEFAULT_WORKERS,
     ClusterOptions,
     Setting,
+    check_some_are_left,
     choose_lost,
     cluster_options,
     describe_setting,
     loss_options,
+    policy_option,
 )
-from elaswave.cli.inspect import format_bytes, format_seconds, terminal_width, wrap
+from elaswave.cli.inspect import format_bytes, format_seconds, terminal_width
 from elaswave.cli.layout_table import as_json, render_stages, stage_rows
 from elaswave.errors import UsageError
+from elaswave.observability.wrapping import wrap
 from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.plan import Plan, Planner
 
@@ -31,8 +35,8 @@ MAX_TRACED_ACTIONS = 200_000
 @click.command(name="plan", short_help="What the planner makes of a loss.")
 @click.argument("run", required=False, type=click.Path(path_type=Path))
 @cluster_options
-@loss_options(default=1)
-@click.option("--policy", metavar="NAME", default="elaswave", show_default=True, help="Who plans.")
+@loss_options
+@policy_option
 @click.option(
     "--trace",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -57,7 +61,8 @@ def plan_command(
 
     \b
     elaswave plan --lose 3
-    elaswave plan --workers 12 --stages 3 --model llama-2-7b --device h100 --lose 5 --pattern clustered
+    elaswave plan --workers 12 --stages 3 --model llama-2-7b --device h100 \\
+      --lose 5 --pattern clustered
     elaswave plan runs/20261120T125701Z-ab12 --lose 1
     """
     from elaswave.planning.policies import policy_named
@@ -65,6 +70,7 @@ def plan_command(
     planner = policy_named(policy)
     notes: dict[str, Any] = {}
     if run is None:
+        check_some_are_left(lose, options.workers or DEFAULT_WORKERS)
         setting = describe_setting(options)
     else:
         if options.given:

@@ -14,14 +14,18 @@ from elaswave.cli.cluster_options import (
     DEFAULT_STAGES,
     DEFAULT_WORKERS,
     MICROBATCHES_PER_STAGE,
+    NOT_NEGATIVE,
+    POSITIVE,
     ClusterOptions,
     cluster_options,
     describe_machines,
     does_not_fit,
+    policy_option,
 )
-from elaswave.cli.inspect import format_bytes, format_seconds, render_table, terminal_width, wrap
+from elaswave.cli.inspect import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.cli.layout_table import as_json
 from elaswave.errors import DataError, InfeasiblePlan, UsageError
+from elaswave.observability.wrapping import wrap
 from elaswave.planning.cluster import Cluster
 from elaswave.planning.costs import Costs
 from elaswave.planning.healthy import fastest_healthy
@@ -59,15 +63,24 @@ def scenario_options(command: Any) -> Any:
     """Adds the options that say what happens to the machines."""
     for option in reversed(
         (
-            click.option("--days", type=float, help=f"Length of the scenario.  [default: {DEFAULT_DAYS:g}]"),
+            click.option(
+                "--days", type=POSITIVE, metavar="F", help=f"Length of the scenario.  [default: {DEFAULT_DAYS:g}]"
+            ),
             click.option(
                 "--rate",
                 metavar="NAME|NUMBER",
                 help=f"Losses: public rates ({', '.join(RATES)}), or a number per worker and day.  "
                 f"[default: {DEFAULT_RATE}]",
             ),
-            click.option("--repair-hours", type=float, help="Mean time until what was lost is back.  [default: 4]"),
-            click.option("--stragglers", type=float, help="Slow-downs per worker and day.  [default: 0]"),
+            click.option(
+                "--repair-hours",
+                type=POSITIVE,
+                metavar="F",
+                help="Mean time until what was lost is back.  [default: 4]",
+            ),
+            click.option(
+                "--stragglers", type=NOT_NEGATIVE, metavar="F", help="Slow-downs per worker and day.  [default: 0]"
+            ),
             click.option(
                 "--trace",
                 type=click.Path(path_type=Path),
@@ -87,7 +100,7 @@ def scenario_options(command: Any) -> Any:
 @click.command(name="simulate", short_help="Days of a job whose machines fail, under one policy.")
 @cluster_options
 @scenario_options
-@click.option("--policy", metavar="NAME", default="elaswave", show_default=True, help="Who plans.")
+@policy_option
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the first scenario.")
 @click.option(
     "--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Scenarios: several give intervals."
@@ -104,7 +117,8 @@ def simulate_command(
 
     \b
     elaswave simulate --workers 100000 --days 7 --rate llama3 --policy elaswave
-    elaswave simulate --trace spot-p3-trace.csv --model llama-2-7b --device a100 --stages 4 --policy recycle
+    elaswave simulate --trace spot-p3-trace.csv --model llama-2-7b \\
+      --device a100 --stages 4 --policy recycle
     """
     policy_named(policy)
     if plot is not None:
@@ -200,6 +214,9 @@ def _rates(rate: str, repair_hours: float | None, stragglers: float | None) -> R
     except ValueError:
         rates = rates_named(rate)
     else:
+        if not 0 <= number < float("inf"):
+            raise UsageError(f"--rate {rate}: losses per worker and day are a number of at least 0, or a name: "
+                             f"{', '.join(RATES)}")  # fmt: skip
         rates = _checked(Rates, name=f"{rate} losses per worker and day", losses_per_worker_day=number)
     changes: dict[str, Any] = {}
     if repair_hours is not None:

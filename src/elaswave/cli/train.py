@@ -49,7 +49,9 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     "fault_specs",
     multiple=True,
     metavar="KIND:WORKER@STEP[:PHASE[+N]]",
-    help="Inject a fault, such as kill:3@17:gather, hang:random@5, kill:coordinator@9; may be repeated.",
+    help="Inject a fault, such as kill:3@17:gather, hang:random@5, kill:coordinator@9; may be repeated. KIND: "
+    "kill, hang, cut, cut-close. WORKER: a number, random, or, to be killed, coordinator. PHASE: forward, backward, "
+    "reduce, vote, apply, gather, any.",
 )
 @click.option("--print-config", is_flag=True, help="Print the resolved configuration and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document; progress to stderr.")
@@ -71,7 +73,8 @@ def train_command(
     \b
     elaswave train
     elaswave train --workers 3 --set model.family=llama --run-dir runs/llama
-    elaswave train --set 'layout.widths=[1,3]' --set run.checkpoint_every=50 --run-dir runs/a
+    elaswave train --set 'layout.widths=[1,3]' --set run.checkpoint_every=50 \\
+      --run-dir runs/a
     elaswave train --resume --run-dir runs/a --workers 1 --set run.steps=300
     elaswave train --print-config > my.toml
     elaswave train my.toml --set data.source=book.txt --json > result.json

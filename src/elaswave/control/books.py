@@ -341,6 +341,11 @@ class Books:
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
+    def _layout_of(self, report: StepReport) -> Layout:
+        """The layout in which a step was committed; a newer one may have been decided before its report came."""
+        records = (r for r in reversed(self._epochs) if r.epoch <= report.epoch and r.first_step <= report.step)
+        return next((record.layout for record in records), self.layout)
+
     def step(self, report: StepReport) -> bool:
         """Publishes a committed step.
 
@@ -368,7 +373,7 @@ class Books:
                 tokens_per_s=num_tokens / max(1e-9, report.finished_s - before_s),
                 data_pass=data_pass,
                 epoch=report.epoch,
-                layout_name=self.layout.describe(),
+                layout_name=self._layout_of(report).describe(),
             )
         )
         for reason in report.retries:

@@ -537,11 +537,11 @@ class CoordinatorProcess:
                     change=message.change,
                 )
                 self._carry_out(self._core.handle(core.EvidenceSeen(evidence, message.epoch), now_s))
+                for recovery in self._recoveries.committed(message):
+                    self._report(recovery)  # before the step: its line shows the new layout
                 if self._books.step(message):
                     self._measurements.add_step(message)
                     self._after_step(message)
-                    for recovery in self._recoveries.committed(message):
-                        self._report(recovery)
                     self._strike(message.step + 1)  # a step may be over before a heartbeat tells of it
             elif isinstance(message, EvaluationReport):
                 self._books.evaluation(message)

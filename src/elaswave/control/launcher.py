@@ -6,7 +6,6 @@ parent dies, and this process kills and reaps whoever is left. It has no threads
 """
 
 import contextlib
-import ctypes
 import os
 import secrets
 import selectors
@@ -48,6 +47,7 @@ from elaswave.control.messages import (
     StopJob,
     ToAgent,
 )
+from elaswave.control.parent_death import end_with_parent
 from elaswave.errors import (
     CheckpointError,
     RecoveryError,
@@ -90,7 +90,6 @@ COMPUTE_NICENESS = 5
 """Computing yields to the threads and processes that keep the job together, which need little and need it at once."""
 SWITCH_INTERVAL_S = 0.001
 """How long a worker's main thread may hold the interpreter while its control thread wants it."""
-_PR_SET_PDEATHSIG = 1
 
 
 def train(
@@ -301,9 +300,7 @@ class _Job:
         """The rest of a child's life; never returns."""
         status = 1
         try:
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)  # the parent died before the kernel knew that we want to know
+            end_with_parent(parent)
             # The agent decides what a signal to the whole process group means.
             with contextlib.suppress(ValueError):
                 signal.set_wakeup_fd(-1)

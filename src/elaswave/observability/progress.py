@@ -1,13 +1,14 @@
 """What a person sees while a run goes on: a live display on a terminal, plain lines anywhere else.
 
 The display is redrawn by whoever calls the reporter, at most ten times a second: there is no thread, so the process
-may fork at any time and nothing has to be stopped after an error. On a terminal the lines never wrap; without one
-there are no control characters and no cursor movements.
+may fork at any time and nothing has to be stopped after an error. On a terminal the display's lines never wrap, and
+messages wrap between words; without one there are no control characters and no cursor movements.
 """
 
 import contextlib
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elaswave.observability.result import Result, from_json_float
+from elaswave.observability.wrapping import wrap
 from elaswave.types import Layout
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -207,7 +209,7 @@ def _summary(result: Result, run_dir: Path, *, width: int, ascii_only: bool) -> 
     if result.recoveries:
         lines.append(f"{len(result.recoveries)} recoveries")
     lines.append(f"state digest {result.state_digest}")
-    lines.append(f"results in {run_dir}; look at them with: elaswave inspect {run_dir}")
+    lines += [f"results in {run_dir}", f"look at them with: elaswave inspect {shlex.quote(str(run_dir))}"]
     return lines
 
 
@@ -265,7 +267,7 @@ class _LineReporter:
         self._last_step, self._last_time = step, now
         self._print(
             f"step {step}/{total_steps}  loss {format_loss(loss)}  {format_rate(tokens_per_s)}  "
-            f"pass {data_pass}  epoch {epoch}  layout {layout_name}"
+            f"epoch {epoch}  layout {layout_name}  data pass {data_pass + 1}"
         )
 
     def evaluation(self, step: int, loss: float) -> None:
@@ -332,12 +334,15 @@ class _LiveReporter:
         self._curve = _Curve()
 
     def _print(self, text: str, style: str = "") -> None:
-        self._console.print(Text(_encodable(text, cast(TextIO, self._console.file)), style=style), soft_wrap=True)
+        text = _encodable(text, cast(TextIO, self._console.file))
+        # Wrapped here: rich, and terminals, break lines wherever they are full, also inside a path or a command.
+        lines = [line for paragraph in text.splitlines() for line in wrap(paragraph, self._console.width) or [""]]
+        self._console.print(Text("\n".join(lines), style=style), soft_wrap=True)
 
     def started(self, config: object, layout: Layout, run_dir: Path) -> None:
         headline, _, folder = _headline(config, layout, run_dir).partition("\n")
         self._print(headline, "bold")
-        self._print(folder, "dim")
+        self._console.print(Text(_encodable(folder, cast(TextIO, self._console.file)), style="dim"), soft_wrap=True)
 
     def step(
         self,
@@ -355,8 +360,8 @@ class _LiveReporter:
         self._step, self._total_steps = step, total_steps
         self._curve.append(loss)
         self._facts = (
-            f"loss {format_loss(loss)}  {format_rate(tokens_per_s)}  pass {data_pass}  epoch {epoch}  "
-            f"layout {layout_name}"
+            f"loss {format_loss(loss)}  {format_rate(tokens_per_s)}  epoch {epoch}  layout {layout_name}  "
+            f"data pass {data_pass + 1}"
         )
         if self._live is None:
             self._live = Live(

@@ -98,7 +98,8 @@ def open_run_dir(
 ) -> Iterator[Path]:
     """Makes a folder ready for a run and keeps others out of it for as long as the context lasts.
 
-    When bad input (`ConfigError`, `DataError`) ends a new run that has no checkpoint, the folder is no run afterwards.
+    When bad input (`ConfigError`, `DataError`) ends a new run that has no checkpoint, the folder is no run afterwards,
+    and what was made for it here, the folder itself and those above it included, is gone again.
 
     Args:
         path: the folder; made, with its parents, if it is not there.
@@ -115,11 +116,14 @@ def open_run_dir(
     assert not (resume and overwrite), "resume keeps what overwrite removes"
     path = Path(os.path.abspath(path))
     _check_usable(path, resume=resume, overwrite=overwrite)
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _not_writable(path, error) from error
-    with _locked(path):
+    with contextlib.ExitStack() as stack:
+        is_new = not os.path.lexists(path / LOCK_FILE)
+        stack.enter_context(_locked(path))
         # Once more, because only now nobody else can change it.
         _check_usable(path, resume=resume, overwrite=overwrite)
         if resume:
@@ -141,6 +145,10 @@ def open_run_dir(
             if not resume and not any((path / CHECKPOINTS_DIR).glob("*")):
                 with contextlib.suppress(OSError):
                     _remove_run(path)
+                    if is_new:
+                        (path / LOCK_FILE).unlink()
+                    for folder in made:
+                        folder.rmdir()  # refused where others have put something meanwhile
             raise
 
 
@@ -213,6 +221,8 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(descriptor).st_nlink:
+                raise RunFolderError(f"another elaswave has just given up {path}; try again")
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise RunFolderError(

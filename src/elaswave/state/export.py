@@ -82,7 +82,11 @@ def export_safetensors(run_dir: Path, output: Path | None = None) -> ExportSumma
     tensors = {rename(name): tensor for name, tensor in _read_whole(search.newest.folder, own).items()}
     assert len(tensors) == len(own), "two tensors got the same name"
 
-    output = run_dir / DEFAULT_OUTPUT if output is None else output
+    is_default, output = output is None, output or run_dir / DEFAULT_OUTPUT
+    if not is_default and not output.parent.is_dir():
+        raise UsageError(
+            f"cannot write {output}: there is no folder {output.parent}; make it, or choose another --output"
+        )
     metadata = {
         "format": "pt",
         "step": str(meta.step),
@@ -91,7 +95,7 @@ def export_safetensors(run_dir: Path, output: Path | None = None) -> ExportSumma
     }
     config_file: Path | None = None
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+        output.parent.mkdir(exist_ok=True)
         _write_atomically(output, lambda path: save_file(tensors, path, metadata))
         if family == "llama":
             config_file = _write_config(output.parent, huggingface_config(meta, tensors))

@@ -2,7 +2,7 @@
 
     kind:W@STEP[:PHASE[+N]]     kind is one of kill (SIGKILL), hang (SIGSTOP), cut (nothing goes to or from the worker
                                 any more), cut-close (the same, and its links are closed)
-    slow:W@STEP:FACTOR
+    slow:W@STEP:FACTOR          this one and the next two can be written, but the engine does not carry them out yet
     drain:W@STEP
     join@STEP
 
@@ -137,7 +137,7 @@ def _parse(spec: str) -> tuple[Fault | None, list[str]]:
     match = _SPEC.fullmatch(spec)
     kind = match["kind"] if match else spec
     if match is None or kind not in _FORMS:
-        return None, [f"unknown kind {kind!r}; there are {', '.join(_FORMS)}"]
+        return None, [f"unknown kind {kind!r}; there are {', '.join(SUPPORTED)}"]
     form = _FORMS[kind].format(kind=kind)
     problems = []
     worker: int | str | None = None
@@ -202,7 +202,7 @@ def _parse_factor(detail: str | None) -> float | None:
 
 def _misfits(fault: Fault, workers: Sequence[int], num_steps: int) -> Iterable[str]:
     if fault.kind not in SUPPORTED:
-        yield f"{fault.kind} is not supported yet; supported are {', '.join(SUPPORTED)}"
+        yield f"{fault.kind} cannot be injected yet; there are {', '.join(SUPPORTED)}"
     if isinstance(fault.worker, int) and fault.worker not in workers:
         yield f"there is no worker {fault.worker}; the job has {', '.join(map(str, workers))}"
     if fault.step > num_steps:

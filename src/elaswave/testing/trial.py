@@ -24,6 +24,7 @@ import msgspec
 
 from elaswave.config.schema import Config
 from elaswave.control.launcher import train
+from elaswave.control.parent_death import end_with_parent
 from elaswave.observability.events import CheckpointWritten, Recovered, read_events
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import EVENTS_FILE, read_digests, read_result
@@ -38,7 +39,6 @@ CONSOLE_FILE = "console.log"
 _ERROR_FILE = "error"
 _SHARED_MEMORY = Path("/dev/shm")
 _STACKS_GRACE_S = 1.0
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -63,9 +63,10 @@ def run_trial(folder: Path, config: Config, faults: Sequence[Fault], timeout_s: 
     try:
         sys.stdout.flush()
         sys.stderr.flush()
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _be_job(folder, temporary, config, faults)
+            _be_job(parent, folder, temporary, config, faults)
         ended = _wait(pid, timeout_s)
         if not ended:
             hung_s = timeout_s
@@ -102,11 +103,11 @@ def placed(config: Config) -> Placed:
     )
 
 
-def _be_job(folder: Path, temporary: Path, config: Config, faults: Sequence[Fault]) -> None:
+def _be_job(parent: int, folder: Path, temporary: Path, config: Config, faults: Sequence[Fault]) -> None:
     """The job's process; never returns."""
     status = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with_parent(parent)
         console = os.open(folder / CONSOLE_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(console, 1)
         os.dup2(console, 2)

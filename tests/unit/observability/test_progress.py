@@ -106,8 +106,8 @@ def test_plain_lines_from_start_to_finish() -> None:
     assert stream.getvalue() == (
         "gpt model, 4 layers of width 128, float32, 6 steps, layout 2x2 (4 workers), 8 micro-batches\n"
         "run folder runs/a\n"
-        "step 1/3  loss 5.0000  15,234 tokens/s  pass 0  epoch 0  layout 2x2\n"
-        "step 3/3  loss 1.6667  15,234 tokens/s  pass 0  epoch 0  layout 2x2\n"
+        "step 1/3  loss 5.0000  15,234 tokens/s  epoch 0  layout 2x2  data pass 1\n"
+        "step 3/3  loss 1.6667  15,234 tokens/s  epoch 0  layout 2x2  data pass 1\n"
         "step 3  validation loss 4.5000\n"
         "checkpoint written\n"
         "error: worker 2 has gone\n"
@@ -116,7 +116,8 @@ def test_plain_lines_from_start_to_finish() -> None:
         "validation loss 4.5000\n"
         "1 recoveries\n"
         "state digest 00ff00ff00ff00ff00ff00ff00ff00ff\n"
-        "results in runs/a; look at them with: elaswave inspect runs/a\n"
+        "results in runs/a\n"
+        "look at them with: elaswave inspect runs/a\n"
     )
 
 
@@ -204,7 +205,7 @@ def test_the_display_fits_a_narrow_terminal_and_leaves_nothing_behind(terminal: 
     assert threading.active_count() == threads
     display = terminal.text()[len(drawn_before) :]
     assert max(map(len, visible_lines(display))) <= 50
-    assert "step 50/100" in display and "loss 0.1000  15,234 tokens/s  pass 0  epoch 0" in display
+    assert "step 50/100" in display and "loss 0.1000  15,234 tokens/s  epoch 0  layout 2x2" in display
     assert "0:15 left" in display and "0:00 left" in display
     assert "validation loss 4.5000" in display
     reporter.finished(make_result(), Path("runs/a"))
@@ -238,6 +239,28 @@ def test_messages_and_errors_stand_above_the_display(terminal: FakeTerminal) -> 
     assert "checkpoint [bold]written[/bold]" in lines
     assert "error: worker 2 has gone" in lines
     assert lines.index("error: worker 2 has gone") < max(i for i, line in enumerate(lines) if "step 1/10" in line)
+
+
+def test_messages_wrap_between_words_and_never_inside_a_command(terminal: FakeTerminal) -> None:
+    reporter = make_reporter(json_mode=False, stream=terminal, clock=Clock())
+    folder = Path("runs/of a person/20261120T125701Z-ab12cd")
+    reporter.started(CONFIG, LAYOUT, folder)
+    recovery = (
+        "worker 3 (stage 1) lost in backward of step 17 (exit): epoch 2, 4 micro-batches rerouted, 14 blocks promoted, "
+        "0 B moved, going on after 44 ms, step redone in 332 ms"
+    )
+    reporter.message(recovery)
+    reporter.finished(make_result(), folder)
+    reporter.close()
+    lines = visible_lines(terminal.text())
+    assert f"run folder {folder}" in lines
+    assert f"look at them with: elaswave inspect '{folder}'" in [" ".join(line.split()) for line in lines] or (
+        f"  elaswave inspect '{folder}'" in lines
+    )
+    (first,) = (index for index, line in enumerate(lines) if line.startswith("worker 3"))
+    wrapped = lines[first : first + 4]
+    assert " ".join(" ".join(wrapped).split()) == recovery
+    assert max(map(len, wrapped)) <= 50 and not any(line.endswith((" 44", " 332", " 0")) for line in wrapped)
 
 
 def test_the_curve_of_a_long_run_stays_small(terminal: FakeTerminal) -> None:
