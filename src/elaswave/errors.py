@@ -146,8 +146,8 @@ class StoppedBySignalError(ElaswaveError):
     """The job was asked to end by a signal, and has ended.
 
     Args:
-        signal_number: SIGINT or SIGTERM.
-        detail: how far it came.
+        signal_number: SIGINT, SIGTERM or SIGHUP.
+        detail: how far it came, and from which checkpoint it can go on.
     """
 
     def __init__(self, signal_number: int, detail: str) -> None:

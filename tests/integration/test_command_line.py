@@ -5,6 +5,7 @@ Every command runs in a session of its own with a temporary folder of its own, s
 
 import contextlib
 import os
+import pty
 import select
 import signal
 import subprocess
@@ -166,6 +167,7 @@ def test_run_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     [
         pytest.param(signal.SIGINT, 130, True, id="Ctrl-C"),  # a terminal sends it to all processes
         pytest.param(signal.SIGTERM, 143, False, id="SIGTERM"),
+        pytest.param(signal.SIGHUP, 129, True, id="a closed terminal"),
         pytest.param(signal.SIGINT, 130, False, id="SIGINT to the command", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 143, True, id="SIGTERM to all", marks=pytest.mark.slow),
     ],
@@ -181,15 +183,15 @@ def test_a_signal_ends_the_job_between_two_steps(
         output, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == code, errors
     assert "Traceback" not in errors
-    assert "stopped after step " in errors and "`elaswave train --resume` with the same --run-dir" in errors
     assert msgspec.json.decode(output)["exit_code"] == code
     last = msgspec.json.decode((run_dir / "events.jsonl").read_text().splitlines()[-1])
     assert last["outcome"] == "interrupted"
     checkpoints = sorted(path.name for path in run_dir.glob("checkpoints/*"))
-    if number is signal.SIGINT:
-        assert checkpoints == []
-        return
     assert checkpoints == [f"step-{last['steps']:08d}"]
+    assert (
+        f"stopped after step {last['steps']}; its newest checkpoint is of step {last['steps']}, to go on from there: "
+        f"elaswave train --resume --run-dir {run_dir}\n"
+    ) in errors
     if to_all:
         return
     steps = last["steps"] + 3
@@ -222,7 +224,36 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130, errors
-    assert "stopped at once by a second signal" in errors
+    assert (
+        "stopped at once by a second signal; it has no checkpoint, so it can only begin again (--overwrite)" in errors
+    )
+
+
+def test_training_goes_on_without_its_terminal(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "--run-dir", str(run_dir), *settings_of(run__steps=60)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TERM": "xterm"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        # As under nohup: what is ignored stays ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    try:
+        os.close(theirs)
+        wait_for_step(run_dir, 3)
+        os.close(ours)
+        os.killpg(process.pid, signal.SIGHUP)
+        assert process.wait(TIMEOUT_S) == 0
+    finally:
+        end(process)
+    assert read_result(run_dir).steps == 60
+    lines = (run_dir / "logs" / "terminal.log").read_text().splitlines()
+    assert lines[0].startswith("output is not taken any more (")
+    assert any(line.startswith("finished 60 steps in ") for line in lines)
 
 
 def wait_for_text(process: subprocess.Popen[str], text: str) -> None:

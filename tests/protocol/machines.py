@@ -44,8 +44,9 @@ def registered(worker: int, epoch: int = 1, report: Report | None = None) -> Reg
     return Registered(worker=worker, address=f"unix:/{worker}", epoch=epoch, report=report, done=False)
 
 
-def vote(step: int, attempt: int = 1, *, commits: bool = True) -> Evidence:
-    return Evidence(step=step, attempt=attempt, commits=commits, vector=b"v%d.%d" % (step, attempt))
+def vote(step: int, attempt: int = 1, *, commits: bool = True, checkpoint: int = 0) -> Evidence:
+    vector = b"v%d.%d" % (step, attempt)
+    return Evidence(step=step, attempt=attempt, commits=commits, vector=vector, checkpoint=checkpoint)
 
 
 def suspicion(worker: int, **by: int) -> Suspected:

@@ -14,6 +14,7 @@ from tests.protocol.machines import (
 )
 
 from elaswave.control.core.coordinator import (
+    Books,
     Bounds,
     CheckpointFound,
     Coordinator,
@@ -93,6 +94,32 @@ def test_the_coordinators_own_log_counts():
     machine.handle(report(0, 2, step=1, prepared=True), 0.0)
     effects = machine.handle(report(2, 2, step=1, prepared=True), 0.0)
     assert shown(effects)[0] == "persist decision 2 of term 1: [0, 2] resume 2.1, vote 1.1"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "step", "asked"),
+    [
+        pytest.param(vote(2, checkpoint=2), 2, True, id="by the newest vote"),
+        pytest.param(vote(3, commits=False, checkpoint=2), 3, True, id="and the next one does not commit"),
+        pytest.param(vote(2, checkpoint=1), 2, False, id="of an earlier step"),
+        pytest.param(vote(2), 2, False, id="never"),
+    ],
+)
+def test_a_checkpoint_that_a_vote_asked_for_is_remembered_by_the_decision(evidence, step, asked):
+    heard = []
+
+    def books(base: int, is_asked: bool) -> Books:
+        heard.append((base, is_asked))
+        return Books(evaluate=False, checkpoint=is_asked)
+
+    machine = coordinator(books=books)
+    for worker in range(3):
+        machine.handle(registered(worker), 0.0)
+    machine.handle(suspicion(0), 0.0)  # the lowest member, who had asked
+    machine.handle(report(1, 2, evidence=evidence, step=step, prepared=True), 0.0)
+    effects = machine.handle(report(2, 2, evidence=evidence, step=step, prepared=True), 0.0)
+    assert heard == [(2, asked)]
+    assert decision_of(effects).checkpoint is asked
 
 
 def lose_one(machine: Coordinator) -> list[Record]:

@@ -121,6 +121,25 @@ def test_grids_that_others_saw_are_adopted():
     ledger.begin(1, 2)
 
 
+def test_a_checkpoint_that_was_asked_for_is_told_in_every_later_vote():
+    ledger = prepared()
+    assert ledger.learn(b"", commits=True, asks_checkpoint=True).checkpoint == 1
+    ledger.begin(2, 1)
+    ledger.prepare()
+    assert ledger.learn(b"", commits=False).checkpoint == 1
+    assert ledger.promise(2, HELD, (0, 1)).evidence == ledger.evidence
+    # A decision knows what this worker has not seen.
+    ledger.accept(decision(evidence=vote(2, 1, commits=False, checkpoint=1), resume=(2, 2)))
+    assert ledger.checkpoint == 1
+    ledger.promise(3, HELD, (0, 1))
+    ledger.accept(decision(3, rollback=0, resume=(1, 1)))
+    assert ledger.checkpoint == 0
+    ledger.begin(2, 1)
+    ledger.prepare()
+    with pytest.raises(LedgerError, match="a checkpoint of step 2 is asked for by a vote that does not commit it"):
+        ledger.learn(b"", commits=False, asks_checkpoint=True)
+
+
 def test_a_checkpoint_ends_all_that_was_known():
     ledger = prepared(5)
     ledger.learn(b"", commits=True)

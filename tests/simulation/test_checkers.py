@@ -3,8 +3,10 @@
 import pytest
 
 from elaswave.control.core.messages import Decision
+from elaswave.simulator.certificate import Vote, encode_vote
 from elaswave.simulator.checkers import (
     Agreement,
+    AskedCheckpoints,
     ExactlyOnce,
     Fencing,
     NoSilentLoss,
@@ -219,7 +221,7 @@ def test_progress():
 
 def test_an_observer_may_ignore_everything():
     calls = [name for name in vars(Observer) if not name.startswith("_")]
-    assert len(calls) == 17
+    assert len(calls) == 18
     seen = []
 
     class Listens(Observer):
@@ -231,6 +233,7 @@ def test_an_observer_may_ignore_everything():
     both.dropped(1, 2)
     assert seen == [4, 4]
     assert {type(checker) for checker in all_checkers(TRUTH, 2, 2)} == {
+        AskedCheckpoints,
         SameBits,
         ExactlyOnce,
         OneLayout,
@@ -251,3 +254,33 @@ def test_one_layout():
     see.switched(0, 2, 2, MODEL.layout)  # the vote of epoch 1 was known to nobody who is left
     with pytest.raises(Violation, match="worker 1 goes on after step 2 with another layout than a peer"):
         see.switched(1, 2, 2, other)
+
+
+def test_asked_checkpoints():
+    asks = encode_vote(Vote(1, 0, 0, 0, 0, 0, (), 0, 0, 0, 0, 0, request=1))
+
+    def checker() -> AskedCheckpoints:
+        watch = AskedCheckpoints()
+        watch.learned(0, 1, 1, 1, False, asks, 0)  # commits nothing, so asks for nothing
+        watch.learned(0, 1, 1, 2, True, asks, 0)
+        return watch
+
+    for made in (checker(), checker()):
+        made.decided(decision(resume=2, checkpoint=True))
+        made.stored(1)
+        made.decided(decision(3, resume=2, checkpoint=False))
+        made.finished((0,), {})
+    with pytest.raises(Violation, match="after step 1, whose checkpoint was asked for and is not written, and does"):
+        checker().decided(decision(resume=2, checkpoint=False))
+    twice = checker()
+    twice.stored(1)
+    with pytest.raises(Violation, match="asked for and is written, and writes it again"):
+        twice.decided(decision(resume=2, checkpoint=True))
+    with pytest.raises(Violation, match=r"checkpoints of steps \[1\] were asked for and are not there at the end"):
+        checker().finished((0,), {})
+    back = checker()
+    back.decided(decision(resume=1, rollback=0))
+    back.finished((0,), {})
+    further = checker()
+    further.decided(decision(resume=3, checkpoint=False))  # an owner was lost with its part, the others had gone on
+    further.finished((0,), {})

@@ -33,6 +33,7 @@ from elaswave.state.checkpoint import (
     discard_checkpoint,
     find_newest_checkpoint,
     model_name,
+    newest_committed_step,
     newest_valid_checkpoint,
     optimizer_name,
     prune,
@@ -445,8 +446,13 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 def test_prune_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
     tensors = {"model.w": torch.arange(4.0)}
     refs = [save(tmp_path, step, tensors, num_workers=1) for step in (1, 2, 3, 4, 100_000_000)]
+    assert newest_committed_step(tmp_path / "empty") is None
+    assert newest_committed_step(tmp_path) == 100_000_000
+    truncate(refs[4].folder / "worker-0.distcp", 1)
     truncate(refs[3].folder / "worker-0.distcp", 1)
     pending = shard_folder(tmp_path, 5)
+    assert newest_committed_step(tmp_path) == 3
+    refs[4] = save(tmp_path, 100_000_000, tensors, num_workers=1)
     (tmp_path / "checkpoints" / "step-00000002.old.tmp").mkdir()  # a removal that was cut short
     assert prune(tmp_path, 2) == [refs[1].folder, refs[0].folder]
     left = _files_of(tmp_path / "checkpoints")

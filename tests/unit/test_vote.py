@@ -226,9 +226,12 @@ def test_one_workers_request_is_everybodys(request_):
 
 def test_the_stronger_request_wins():
     votes = certificates()
-    votes[0] = votes[0]._replace(request=Request.STOP)
-    votes[2] = votes[2]._replace(request=Request.STOP_WITH_CHECKPOINT)
-    assert verdict_of(votes).request is Request.STOP_WITH_CHECKPOINT
+    assert not verdict_of(votes).asks_checkpoint
+    votes[0] = votes[0]._replace(request=Request.CHECKPOINT)
+    assert (verdict_of(votes).request, verdict_of(votes).asks_checkpoint) == (Request.CHECKPOINT, True)
+    votes[2] = votes[2]._replace(request=Request.STOP)
+    assert (verdict_of(votes).request, verdict_of(votes).asks_checkpoint) == (Request.STOP, True)
+    assert not verdict_of(votes)._replace(outcome=Outcome.RETRY).asks_checkpoint
 
 
 def test_keys_of_different_things_differ():

@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from elaswave.config.load import load_config
 from elaswave.control.core.messages import Fenced, Prepare
 from elaswave.errors import FencedError, InterruptedWaitError, WaitTimeoutError
 from elaswave.planning.layout import make_layout
 from elaswave.runtime import worker as worker_module
-from elaswave.runtime.messages import Exit, Start
+from elaswave.runtime.messages import Exit, Start, Stop
+from elaswave.runtime.step import StepResult
+from elaswave.runtime.vote import Request
 from elaswave.runtime.worker import Mailbox, Worker, _wait_for_start
 from elaswave.state.placement import place_blocks
 
@@ -115,3 +118,30 @@ def test_a_start_that_does_not_name_a_lost_worker_is_no_error_of_ours():
     layout = make_layout(widths=[2, 1], layers_per_stage=[1, 1], num_microbatches=2)
     with pytest.raises(InterruptedWaitError, match=r"the start does not name workers \[1\]"):
         worker._make_links(layout, place_blocks(layout, (), num_followers=0))
+
+
+def test_checkpoints_by_time_are_asked_for_by_the_lowest_member_and_then_by_the_next_one(monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    worker = Worker.__new__(Worker)
+    worker._config = load_config(None, ["run.checkpoint_every_s=30"])
+    worker._mailbox = mailbox()
+    worker._writer = SimpleNamespace(is_busy=False)  # type: ignore[assignment]
+    worker._duties, worker._checkpoint_at_s = [], 100.0
+    worker._worker, worker._members = 1, (0, 1, 2)
+    now_s = 131.0
+    assert worker._request() is Request.NONE
+    worker._members = (1, 2)  # the one that would have asked is lost
+    assert worker._request() is Request.CHECKPOINT
+    worker._writer = SimpleNamespace(is_busy=True)  # type: ignore[assignment]
+    assert worker._request() is Request.NONE
+    worker._writer = SimpleNamespace(is_busy=False)  # type: ignore[assignment]
+    for request, step in ((Request.CHECKPOINT, 7), (Request.NONE, 8), (Request.STOP, 9)):
+        worker._note_duties(StepResult(step, 1, 2.0, 1.0, 1e-3, None, request, ()))
+    assert worker._duties == [("checkpoint", 7), ("checkpoint", 9)]
+    assert worker._request() is Request.NONE  # the clock has begun anew
+    worker._mailbox.receive(Stop())
+    assert worker._request() is Request.STOP
+    worker._config = load_config(None, ["run.checkpoint_every_s=0"])
+    worker._mailbox, now_s = mailbox(), 1e9
+    assert worker._request() is Request.NONE

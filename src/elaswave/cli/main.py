@@ -1,8 +1,9 @@
 """The ``elaswave`` command: finds the verb, and turns every way in which it can end into an exit code.
 
-0 success, 1 failure or difference found, 2 bad input, 128 + signal for signals (130 Ctrl-C, 143 SIGTERM). An error
-that elaswave raises on purpose is printed once on standard error, without a traceback of this process; any other is a
-bug of ours and shows its traceback. With ``--json`` standard output is one JSON document also when the command fails.
+0 success, 1 failure or difference found, 2 bad input, 128 + signal for signals (129 SIGHUP, 130 Ctrl-C, 143 SIGTERM).
+An error that elaswave raises on purpose is printed once on standard error, without a traceback of this process; any
+other is a bug of ours and shows its traceback. With ``--json`` standard output is one JSON document also when the
+command fails.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import msgspec
 from elaswave import __version__
 from elaswave.cli.groups import LazyGroup
 from elaswave.errors import ConfigError, ElaswaveError, StoppedBySignalError, UsageError, WorkerError
+from elaswave.observability.output import say_error
 from elaswave.observability.wrapping import wrap
 
 EXIT_SUCCESS = 0
@@ -78,10 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
-        click.echo(_wrapped(shown.getvalue().rstrip()), err=True)
+        say_error(_wrapped(shown.getvalue().rstrip()))
         return _failed(error, error.format_message(), error.exit_code, as_json)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
+        say_error("interrupted")
         return EXIT_SIGNAL_BASE + signal.SIGINT
     except SystemExit as error:
         return _exit_code(error)
@@ -124,21 +126,21 @@ def _exit_code(error: SystemExit) -> int:
         return EXIT_SUCCESS
     if isinstance(error.code, int):
         return error.code
-    click.echo(error.code, err=True)
+    say_error(str(error.code))
     return EXIT_FAILURE
 
 
 def _tell(error: ElaswaveError) -> None:
     """Prints an error for people."""
     if isinstance(error, WorkerError) and error.traceback_text:
-        click.echo(error.traceback_text.rstrip(), err=True)
+        say_error(error.traceback_text.rstrip())
     if isinstance(error, StoppedBySignalError):
         text = str(error)
     elif isinstance(error, ConfigError) and len(error.problems) > 1:
         text = f"error: {len(error.problems)} problems:\n" + "\n".join(f"  {problem}" for problem in error.problems)
     else:
         text = f"error: {error}"
-    click.echo(_wrapped(text), err=True)
+    say_error(_wrapped(text))
 
 
 def _wrapped(text: str) -> str:

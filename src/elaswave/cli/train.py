@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from elaswave.config.load import load_config
-from elaswave.observability.run_folder import default_run_dir, open_run_dir, saved_config
+from elaswave.observability.run_folder import LOGS_DIR, TERMINAL_LOG, default_run_dir, open_run_dir, saved_config
 from elaswave.testing.faults import parse_faults
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -24,7 +24,7 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     name="train",
     short_help="Train a model.",
     epilog="Every key, with its default: elaswave train --print-config. "
-    "Exit codes: 0 done, 1 failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM.",
+    "Exit codes: 0 done, 1 failed, 2 bad input, 129 SIGHUP (a closed terminal), 130 Ctrl-C, 143 SIGTERM.",
 )
 @click.argument("config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path))
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Number of workers; the layout fits itself.")
@@ -99,7 +99,8 @@ def train_command(
         from elaswave.control.launcher import train
         from elaswave.observability.progress import make_reporter
 
-        with contextlib.closing(make_reporter(json_mode=as_json)) as reporter:
+        lost_output = run / LOGS_DIR / TERMINAL_LOG
+        with contextlib.closing(make_reporter(json_mode=as_json, lost_output=lost_output)) as reporter:
             result = train(config, run, resume=resume, profile=profile, reporter=reporter, faults=faults)
     if as_json:
         click.echo(_as_json(result))

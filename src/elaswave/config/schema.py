@@ -222,7 +222,10 @@ class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1
     """What initial values, dropout and the order of the data are derived from."""
     checkpoint_every: CountOrZero = 0
-    """Steps between durable checkpoints; 0: only the one after the last step."""
+    """Steps between durable checkpoints; 0: they do not depend on the number of steps."""
+    checkpoint_every_s: NonNegative = 1200.0
+    """Most seconds from one durable checkpoint to the next, up to the end of a step; 0: no limit. With both at 0 there
+    is only the checkpoint after the last step."""
     keep_checkpoints: Count = 2
     """Number of checkpoints that are kept; older ones are removed."""
     eval_every: CountOrZero = 0

@@ -330,12 +330,17 @@ class Books:
         self._recoveries.append(recovery)
         self._write(Recovered(recovery=recovery))
 
-    def unfinished(self, step: int) -> Unfinished:
-        """What of a committed step is still to be done."""
+    def unfinished(self, step: int, asked: bool) -> Unfinished:
+        """What of a committed step is still to be done.
+
+        Args:
+            step: the newest committed one.
+            asked: whether a vote asked for a durable checkpoint of it.
+        """
         run = self._config.run
         in_run = self.first_step <= step
         evaluate = bool(run.eval_every) and in_run and step % run.eval_every == 0 and step not in self._val_steps
-        wanted = step == run.steps or (run.checkpoint_every and step % run.checkpoint_every == 0)
+        wanted = asked or step == run.steps or (run.checkpoint_every and step % run.checkpoint_every == 0)
         written = any(record.step == step for record in self._checkpoints)
         return Unfinished(evaluate, bool(wanted) and in_run and not written, published=self.last_step)
 

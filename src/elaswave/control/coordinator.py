@@ -437,6 +437,8 @@ class CoordinatorProcess:
         if isinstance(message, AgentHello):
             for exited in message.exited:
                 self._on_end_of_process(exited.worker, exited.text)
+            if message.stop:
+                self._stop_workers()
         elif isinstance(message, CpuTimes):
             for worker, cpu_s in message.cpu_s.items():
                 self._detector.used(worker, cpu_s, time.monotonic())
@@ -444,9 +446,12 @@ class CoordinatorProcess:
             _log.info("worker %d %s", message.worker, message.text)
             self._on_end_of_process(message.worker, message.text)
         else:
-            self._stop = Stop(checkpoint=message.checkpoint)
-            for worker in self._core.members:
-                self._server.send(worker, self._stop)
+            self._stop_workers()
+
+    def _stop_workers(self) -> None:
+        self._stop = Stop()
+        for worker in self._core.members:
+            self._server.send(worker, self._stop)
 
     def _watch(self, worker: int) -> None:
         """Waits for a worker's end in a thread; the agent's own news of it comes later."""
@@ -535,6 +540,7 @@ class CoordinatorProcess:
                     commits=True,
                     vector=message.vector,
                     change=message.change,
+                    checkpoint=message.checkpoint,
                 )
                 self._carry_out(self._core.handle(core.EvidenceSeen(evidence, message.epoch), now_s))
                 for recovery in self._recoveries.committed(message):

@@ -9,6 +9,7 @@ import contextlib
 import os
 import secrets
 import selectors
+import shlex
 import shutil
 import signal
 import sys
@@ -66,7 +67,7 @@ from elaswave.runtime.messages import ToWorker
 from elaswave.runtime.probe import NoProbe, Probe, Probes
 from elaswave.runtime.step import StepEngine
 from elaswave.runtime.worker import Mailbox, WorkerSetup, run_worker
-from elaswave.state.checkpoint import find_newest_checkpoint, remove_stale
+from elaswave.state.checkpoint import find_newest_checkpoint, newest_committed_step, remove_stale
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.testing.faults import FAULTS_FILE, Fault, FaultProbe
 
@@ -74,10 +75,8 @@ TICK_S = 0.2
 LOOK_S = 1.0
 """Between two looks at the processes of workers that have not registered."""
 HEARTBEAT_S = 0.25
-STOP_GRACE_S = 15.0
-"""After Ctrl-C, how long the step in hand may take."""
-CHECKPOINT_GRACE_S = 300.0
-"""After SIGTERM, how long the step in hand and the checkpoint may take."""
+STOP_GRACE_S = 300.0
+"""After the first signal, how long the step in hand and its checkpoint may take."""
 EXIT_GRACE_S = 10.0
 """After the end of the job, how long its processes may take to end."""
 FAILED_GRACE_S = 0.5
@@ -90,6 +89,12 @@ COMPUTE_NICENESS = 5
 """Computing yields to the threads and processes that keep the job together, which need little and need it at once."""
 SWITCH_INTERVAL_S = 0.001
 """How long a worker's main thread may hold the interpreter while its control thread wants it."""
+_STOP_SIGNALS: dict[int, str] = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGHUP: "SIGHUP (the terminal was closed)",
+}
+"""Signals that end a job, as a person knows them."""
 
 
 def train(
@@ -120,7 +125,7 @@ def train(
         WorkerError: a worker has ended with an error of its own that ends the job.
         RecoveryError: too much was lost to go on.
         StateError: the state contradicts itself.
-        StoppedBySignalError: SIGINT or SIGTERM; after SIGTERM a checkpoint has been written.
+        StoppedBySignalError: SIGINT, SIGTERM or SIGHUP; says from which checkpoint the run can go on.
         UsageError: the data or the run folder cannot be used.
         CheckpointError: resume is asked for and there is no valid checkpoint.
     """
@@ -155,6 +160,9 @@ def train(
     try:
         ended = job.run()
         result = _outcome(ended, job.stop_signal, run_dir)
+    except StoppedBySignalError as error:
+        job.end()  # from now on nobody writes checkpoints
+        raise StoppedBySignalError(error.signal_number, f"{error}; {_way_on(run_dir)}") from None
     finally:
         job.end()
         if config.device.frequency == "cgroup":
@@ -183,13 +191,19 @@ def _outcome(ended: Ended, stop_signal: int | None, run_dir: Path) -> Result:
     if ended.outcome == "finished":
         return read_result(run_dir)
     if ended.outcome == "stopped":
-        raise StoppedBySignalError(
-            stop_signal or signal.SIGTERM,
-            f"{ended.reason}; `elaswave train --resume` with the same --run-dir continues from the newest checkpoint",
-        )
+        raise StoppedBySignalError(stop_signal or signal.SIGTERM, ended.reason)
     if ended.worker is not None:
         raise WorkerError(ended.worker, ended.reason, ended.traceback_text)
     raise (StateError if ended.is_state_error else RecoveryError)(ended.reason)
+
+
+def _way_on(run_dir: Path) -> str:
+    """How a run that was stopped can go on."""
+    step = newest_committed_step(run_dir)
+    if step is None:
+        return "it has no checkpoint, so it can only begin again (--overwrite)"
+    command = f"elaswave train --resume --run-dir {shlex.quote(str(run_dir))}"
+    return f"its newest checkpoint is of step {step}, to go on from there: {command}"
 
 
 def _close_log(run_dir: Path, started_s: float) -> None:
@@ -304,8 +318,8 @@ class _Job:
             # The agent decides what a signal to the whole process group means.
             with contextlib.suppress(ValueError):
                 signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                for number in _STOP_SIGNALS:
+                    signal.signal(number, signal.SIG_IGN)
             for child in self._children.values():
                 os.close(child.pid_fd)
             self._selector.close()
@@ -444,7 +458,8 @@ class _Job:
             if self.stop_signal is not None:
                 now_s = time.monotonic()
                 if kill_at_s is None:
-                    kill_at_s = now_s + self._ask_to_stop()
+                    kill_at_s = now_s + STOP_GRACE_S
+                    self._ask_to_stop()
                 elif now_s > kill_at_s:
                     raise StoppedBySignalError(self.stop_signal, "killed: it did not end in time after the signal")
 
@@ -459,25 +474,25 @@ class _Job:
         cpu_s = {name: facts.cpu_s for name, facts in found.items() if facts is not None}
         self._client.send(CpuTimes(cpu_s=cpu_s))
 
-    def _ask_to_stop(self) -> float:
-        """Passes a signal on; returns how long the job may take to end."""
-        assert self._client is not None
-        checkpoint = self.stop_signal == signal.SIGTERM
-        self._reporter.message(
-            "SIGTERM: ending after this step, with a checkpoint" if checkpoint else "ending after this step"
-        )
-        self._client.send(StopJob(checkpoint=checkpoint), durable=True)
-        return CHECKPOINT_GRACE_S if checkpoint else STOP_GRACE_S
+    def _ask_to_stop(self) -> None:
+        """Passes a signal on."""
+        assert self._client is not None and self.stop_signal is not None
+        name = _STOP_SIGNALS[self.stop_signal]
+        self._reporter.message(f"{name}: ending after this step, with a checkpoint; Ctrl-C ends at once")
+        self._client.send(StopJob(), durable=True)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The first signal asks for a clean end; another one ends at once."""
+        """The first signal asks for a clean end; another one ends at once, unless it is SIGHUP, which a terminal that
+        closes may send twice, itself and by its shell."""
+        if self.stop_signal is not None and number == signal.SIGHUP:
+            return
         if self.stop_signal is not None:
             raise StoppedBySignalError(number, "stopped at once by a second signal")
         self.stop_signal = number
 
     def _hello(self) -> AgentHello:
         exited = [Exited(worker=end.worker, text=end.text, at_s=end.at_s) for end in self._agent.worker_ends]
-        return AgentHello(exited=exited)
+        return AgentHello(exited=exited, stop=self.stop_signal is not None)
 
     def _on_message(self, message: ToAgent) -> None:
         if isinstance(message, ShowStep):
@@ -572,12 +587,16 @@ class _Job:
 
 @contextlib.contextmanager
 def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[int | None]:
-    """Handles SIGINT and SIGTERM; yields a descriptor that each makes readable (None outside the main thread)."""
+    """Handles the signals that end a job; yields a descriptor that each makes readable (None outside the main thread).
+
+    One that is ignored stays ignored: that is how nohup works.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in heard}
     previous_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     try:
         yield read_fd

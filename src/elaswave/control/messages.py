@@ -17,6 +17,8 @@ class AgentHello(Message, frozen=True, kw_only=True):
     """The agent has connected; what a new coordinator must know."""
 
     exited: list[Exited]
+    stop: bool
+    """Whether a person wants the job to end; an earlier coordinator may have been told, and have told nobody."""
 
 
 class CpuTimes(Message, frozen=True, kw_only=True):
@@ -27,9 +29,7 @@ class CpuTimes(Message, frozen=True, kw_only=True):
 
 
 class StopJob(Message, frozen=True, kw_only=True):
-    """A person wants the job to end after the step in hand. Durable."""
-
-    checkpoint: bool
+    """A person wants the job to end after the step in hand, with a checkpoint of it. Durable."""
 
 
 class Awaited(Message, frozen=True, kw_only=True):

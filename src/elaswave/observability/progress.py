@@ -7,11 +7,10 @@ messages wrap between words; without one there are no control characters and no 
 
 import contextlib
 import math
-import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
@@ -22,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from elaswave.observability.output import lead_elsewhere
 from elaswave.observability.result import Result, from_json_float
 from elaswave.observability.wrapping import wrap
 from elaswave.types import Layout
@@ -142,22 +142,28 @@ class Reporter(Protocol):
 
 
 def make_reporter(
-    *, json_mode: bool, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    *,
+    json_mode: bool,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    lost_output: Path | None = None,
 ) -> Reporter:
-    """The reporter that suits where the output goes.
+    """The reporter that suits where the output goes. When its output is not taken any more, it goes on without.
 
     Args:
         json_mode: standard output belongs to a JSON document, so everything goes to standard error.
         stream: where to write instead of standard output (standard error in JSON mode).
         clock: monotonic seconds.
+        lost_output: file for what cannot be shown any more; None: it is dropped.
     """
     errors = stream or sys.stderr
     stream = stream or (sys.stderr if json_mode else sys.stdout)
     if stream.isatty():
-        console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        console = _Console(file=stream, highlight=False, markup=False, emoji=False)
         if console.is_terminal and not console.is_dumb_terminal:
-            return _LiveReporter(console, clock, ascii_only=not writes_unicode(stream))
-    return _LineReporter(stream, errors, clock)
+            live = _LiveReporter(console, clock, ascii_only=not writes_unicode(stream))
+            return _LastingReporter(live, stream, errors, clock, lost_output)
+    return _LastingReporter(_LineReporter(stream, errors, clock), stream, errors, clock, lost_output)
 
 
 # ------------------------------------------------------------------------------------------------------------ wording
@@ -216,18 +222,6 @@ def _summary(result: Result, run_dir: Path, *, width: int, ascii_only: bool) -> 
 # -------------------------------------------------------------------------------------------------------------- lines
 
 
-@contextlib.contextmanager
-def _reader_may_leave(stream: TextIO) -> Iterator[None]:
-    """Goes on without output when nobody reads it any more: a run does not end because its ``| head`` did."""
-    try:
-        yield
-    except BrokenPipeError:
-        # What is still buffered would fail again at exit, so the descriptor itself has to lead somewhere.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-
-
 class _LineReporter:
     """Plain lines: the first step, then about every tenth or every few seconds, and the last."""
 
@@ -241,9 +235,8 @@ class _LineReporter:
 
     def _print(self, text: str, stream: TextIO | None = None) -> None:
         stream = stream or self._stream
-        with _reader_may_leave(stream):
-            stream.write(_encodable(text, stream) + "\n")
-            stream.flush()
+        stream.write(_encodable(text, stream) + "\n")
+        stream.flush()
 
     def started(self, config: object, layout: Layout, run_dir: Path) -> None:
         self._print(_headline(config, layout, run_dir))
@@ -264,11 +257,11 @@ class _LineReporter:
             due = step - self._last_step >= _LINE_EVERY_STEPS and waited >= _LINE_INTERVAL_S_MIN
             if not due and waited < _LINE_INTERVAL_S_MAX:
                 return
-        self._last_step, self._last_time = step, now
         self._print(
             f"step {step}/{total_steps}  loss {format_loss(loss)}  {format_rate(tokens_per_s)}  "
             f"epoch {epoch}  layout {layout_name}  data pass {data_pass + 1}"
         )
+        self._last_step, self._last_time = step, now
 
     def evaluation(self, step: int, loss: float) -> None:
         self._print(f"step {step}  validation loss {format_loss(loss)}")
@@ -291,6 +284,14 @@ class _LineReporter:
 
 
 # --------------------------------------------------------------------------------------------------------------- live
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leaves it to `_LastingReporter`, where rich would end the process."""
+        error = sys.exception()
+        assert error is not None
+        raise error
 
 
 class _Curve:
@@ -430,3 +431,81 @@ class _LiveReporter:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+# -------------------------------------------------------------------------------------------------------- lost output
+
+
+class _LastingReporter:
+    """Another reporter for as long as its output is taken, then plain lines in a file.
+
+    Args:
+        reporter: the other one.
+        stream, errors: what it writes to.
+        clock: monotonic seconds.
+        lost_output: the file; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        reporter: Reporter,
+        stream: TextIO,
+        errors: TextIO,
+        clock: Callable[[], float],
+        lost_output: Path | None,
+    ) -> None:
+        self._reporter = reporter
+        self._stream = stream
+        self._errors = errors
+        self._lost: set[int] = set()
+        """Identities of the streams that lead to the file."""
+        self._clock = clock
+        self._lost_output = lost_output
+
+    def _tell(self, tell: Callable[[Reporter], None], *, is_error: bool = False) -> None:
+        try:
+            tell(self._reporter)
+        except OSError as error:
+            is_live = not isinstance(self._reporter, _LineReporter)
+            stream = self._errors if is_error and not is_live else self._stream
+            if id(stream) in self._lost or not lead_elsewhere(stream, self._lost_output):
+                return  # the file takes nothing either; there may be room again later
+            self._lost.add(id(stream))
+            if is_live:
+                self._reporter = _LineReporter(self._stream, self._errors, self._clock)
+            with contextlib.suppress(OSError):
+                print(f"output is not taken any more ({error.strerror}); what follows goes here", file=stream)
+                tell(self._reporter)
+
+    def started(self, config: object, layout: Layout, run_dir: Path) -> None:
+        self._tell(lambda reporter: reporter.started(config, layout, run_dir))
+
+    def step(
+        self,
+        step: int,
+        total_steps: int,
+        loss: float,
+        tokens_per_s: float,
+        data_pass: int,
+        epoch: int,
+        layout_name: str,
+    ) -> None:
+        self._tell(lambda reporter: reporter.step(step, total_steps, loss, tokens_per_s, data_pass, epoch, layout_name))
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self._tell(lambda reporter: reporter.evaluation(step, loss))
+
+    def message(self, text: str) -> None:
+        self._tell(lambda reporter: reporter.message(text))
+
+    def error(self, text: str) -> None:
+        self._tell(lambda reporter: reporter.error(text), is_error=True)
+
+    def finished(self, result: Result, run_dir: Path) -> None:
+        self._tell(lambda reporter: reporter.finished(result, run_dir))
+
+    def refresh(self) -> None:
+        self._tell(lambda reporter: reporter.refresh())
+
+    def close(self) -> None:
+        self._tell(lambda reporter: reporter.close())

@@ -37,6 +37,8 @@ CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
 CHECKPOINTS_DIR = "checkpoints"
 LOGS_DIR = "logs"
+TERMINAL_LOG = "terminal.log"
+"""In the folder of logs: what the terminal would not show any more."""
 DATA_DIR = "data"
 EXPORT_DIR = "export"
 

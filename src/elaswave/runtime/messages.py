@@ -78,6 +78,8 @@ class StepReport(Message, frozen=True, kw_only=True):
     """The merged vote: evidence that the step is committed."""
     change: int
     """Number of the planned change of layout that is in force after the step."""
+    checkpoint: int
+    """The newest committed step whose vote asked for a durable checkpoint; 0 for none."""
     finished_s: float
     """Monotonic time of this machine at which the step was done."""
     retries: list[str]
@@ -139,9 +141,7 @@ class ShardFailed(Message, frozen=True, kw_only=True):
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """End after the step whose vote carries it, with or without a durable checkpoint."""
-
-    checkpoint: bool
+    """End, with a durable checkpoint, after the step whose vote carries it."""
 
 
 class Finished(Message, frozen=True, kw_only=True):

@@ -30,6 +30,11 @@ class ShardWriter:
         self._report = report
         self._thread: threading.Thread | None = None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a shard is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
     def start(self, store: BlockStore, standing: Standing) -> None:
         """Copies the owned blocks and begins to write them; waits first for the shard before this one."""
         self.finish()

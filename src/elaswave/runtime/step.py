@@ -475,7 +475,9 @@ class StepEngine:
             assert verdict.change == self._change_hash, "a vote for a planned change that this worker does not hold"
             self._next, self._held_change, self._change_hash = self._held_change, None, 0
         number = None if self._next is None else self._next.number
-        self.ledger.learn(vector.numpy().tobytes(), commits=commits, change=number)
+        self.ledger.learn(
+            vector.numpy().tobytes(), commits=commits, change=number, asks_checkpoint=verdict.asks_checkpoint
+        )
         self._known_vote = (self.step, self.attempt, verdict)
         if commits:
             self.store, self.placement = self.voting_store, self.voting_placement

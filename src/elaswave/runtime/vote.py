@@ -38,11 +38,13 @@ UNKNOWN_MICROBATCH = (1 << _ROW_BITS) - 1
 
 
 class Request(Enum):
-    """What a worker was asked to do by the coordinator; takes effect after the step whose vote carries it."""
+    """What a worker asks of everybody in its vote; the largest one takes effect after the step that this commits."""
 
     NONE = 0
-    STOP = 1
-    STOP_WITH_CHECKPOINT = 2
+    CHECKPOINT = 1
+    """Write a durable checkpoint of the step, and go on."""
+    STOP = 2
+    """Write a durable checkpoint of the step, and end the job."""
 
 
 class Outcome(Enum):
@@ -107,6 +109,11 @@ class Verdict(NamedTuple):
     nonfinite: NonFinite | None = None
     change: int = 0
     """Hash of the planned change that everybody holds, if the step commits; else 0."""
+
+    @property
+    def asks_checkpoint(self) -> bool:
+        """Whether it commits a step of which somebody wants a durable checkpoint."""
+        return self.outcome in (Outcome.COMMIT, Outcome.SKIP) and self.request is not Request.NONE
 
     @property
     def loss(self) -> float:

@@ -131,6 +131,7 @@ class Mailbox:
         self.urgent = False
         """Whether a message waits that the main thread must see before it goes on."""
         self.request = Request.NONE
+        """What the coordinator has told this worker to ask for."""
         self.registration = Registered(
             worker=worker, address=transport.address, epoch=Coordinator.FIRST_EPOCH, report=None, done=False
         )
@@ -170,7 +171,7 @@ class Mailbox:
                     self._change = message
             return
         if isinstance(message, Stop):
-            self.request = Request.STOP_WITH_CHECKPOINT if message.checkpoint else Request.STOP
+            self.request = Request.STOP
             return
         with self._changed:
             self._messages.append(message)
@@ -271,6 +272,8 @@ class Worker:
         self._attempt = 1
         self._duties: list[tuple[str, int]] = []
         """What is to be done before the next step: evaluations and checkpoints of committed steps."""
+        self._checkpoint_at_s = time.monotonic()
+        """When the newest checkpoint was begun, or this worker was made."""
         self._ledger = Ledger(setup.worker, self._step - 1)
         self.engine = self._make_engine(layout, placement, self._blueprint.tuning, layers, store, progress)
 
@@ -324,7 +327,7 @@ class Worker:
             transport=self._transport,
             batches=self._training_batch,
             optimizer=self._optimizer,
-            request=lambda: self._mailbox.request,
+            request=self._request,
             check=self._check,
             probe=self._setup.probe,
             clockwork=self._clockwork,
@@ -402,7 +405,7 @@ class Worker:
             self._set_level(self.engine.tuning)
             self._committed(result, time.monotonic() - start_s)
             self._report_timings(result.step)
-            stopped = result.request is not Request.NONE and self._step < run.steps
+            stopped = result.request is Request.STOP and self._step < run.steps
             self._step, self._attempt = self._step + 1, 1
             self._note_duties(result)
         self._finish(stopped)
@@ -417,13 +420,29 @@ class Worker:
             self._make_links(change.layout, self.engine.placement)
             self.engine.hold(change)
 
+    def _request(self) -> Request:
+        """What this worker asks for in its vote.
+
+        Checkpoints by time are asked for by the clock of the member with the lowest id; the vote makes that everybody's
+        decision. All clocks begin anew at the same vote, so the next member goes on asking when that one is lost.
+        """
+        every_s = self._config.run.checkpoint_every_s
+        if self._mailbox.request is not Request.NONE or not every_s or self._worker != self._members[0]:
+            return self._mailbox.request
+        due = time.monotonic() - self._checkpoint_at_s >= every_s and not self._writer.is_busy
+        return Request.CHECKPOINT if due else Request.NONE
+
     def _note_duties(self, result: StepResult) -> None:
         run, step = self._config.run, result.step
         if run.eval_every and step % run.eval_every == 0:
             self._duties.append(("evaluate", step))
         wanted = step == run.steps or (run.checkpoint_every and step % run.checkpoint_every == 0)
-        if (wanted and result.request is not Request.STOP) or result.request is Request.STOP_WITH_CHECKPOINT:
-            self._duties.append(("checkpoint", step))
+        if wanted or result.request is not Request.NONE:
+            self._note_checkpoint(step)
+
+    def _note_checkpoint(self, step: int) -> None:
+        self._duties.append(("checkpoint", step))
+        self._checkpoint_at_s = time.monotonic()
 
     def _committed(self, result: StepResult, duration_s: float) -> None:
         """Keeps the report of a committed step; the member with the lowest id sends it."""
@@ -441,6 +460,7 @@ class Worker:
             phases_s=dict(self.engine.phases_s),
             vector=evidence.vector,
             change=evidence.change,
+            checkpoint=evidence.checkpoint,
             finished_s=time.monotonic(),
             retries=list(result.retries),
             skipped=None if skipped is None else self.engine.describe_nonfinite(skipped),
@@ -618,7 +638,7 @@ class Worker:
         if decision.evaluate:
             self._duties.append(("evaluate", decision.resume_step - 1))
         if decision.checkpoint:
-            self._duties.append(("checkpoint", decision.resume_step - 1))
+            self._note_checkpoint(decision.resume_step - 1)
         self._mailbox.answered(
             msgspec.structs.replace(self._mailbox.registration, epoch=decision.epoch, report=None, done=False)
         )

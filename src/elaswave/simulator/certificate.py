@@ -25,6 +25,8 @@ class Vote(NamedTuple):
     """Hash of the planned change that everybody holds, or of one that somebody holds; 0 for none."""
     negative_change: int
     maximum: int
+    request: int = 0
+    """1 if somebody asks for a durable checkpoint of the step."""
 
     def merge(self, other: "Vote") -> "Vote":
         """Both together; free of order."""
@@ -41,6 +43,7 @@ class Vote(NamedTuple):
             max(self.change, other.change),
             max(self.negative_change, other.negative_change),
             max(self.maximum, other.maximum),
+            max(self.request, other.request),
         )
 
     @property

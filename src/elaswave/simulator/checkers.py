@@ -11,6 +11,7 @@ run ends with all steps made, or with a reason that names what was lost.
 from collections.abc import Iterable, Sequence
 
 from elaswave.control.core.messages import Decision
+from elaswave.simulator.certificate import decode_vote
 from elaswave.simulator.job import BlockState, Truth
 from elaswave.simulator.observer import Observer
 from elaswave.state.placement import Placement
@@ -226,6 +227,43 @@ class NoSilentLoss(Observer):
         raise Violation(f"state was given up although survivors hold it: {reason}")
 
 
+class AskedCheckpoints(Observer):
+    """A durable checkpoint that a vote asked for is neither lost with a worker nor written twice."""
+
+    def __init__(self) -> None:
+        self._asked: set[int] = set()
+        """Steps whose vote asked for one."""
+        self._stored: set[int] = set()
+        self._base = 0
+        """The committed step that the newest decision goes on from."""
+
+    def learned(
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+    ) -> None:
+        if commits and decode_vote(vector).request:
+            self._asked.add(step)
+
+    def stored(self, step: int) -> None:
+        self._stored.add(step)
+
+    def decided(self, decision: Decision) -> None:
+        self._base = decision.resume_step - 1
+        if decision.rollback is not None:
+            self._asked = {step for step in self._asked if step <= decision.rollback}
+        elif self._base in self._asked:
+            is_stored = self._base in self._stored
+            _require(
+                decision.checkpoint != is_stored,
+                f"epoch {decision.epoch} goes on after step {self._base}, whose checkpoint was asked for and is "
+                f"{'written, and writes it again' if is_stored else 'not written, and does not write it'}",
+            )
+
+    def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
+        # Before the newest decision an owner may have been lost with its part, when the others were further already.
+        missing = [step for step in sorted(self._asked - self._stored) if step >= self._base]
+        _require(not missing, f"the checkpoints of steps {missing} were asked for and are not there at the end")
+
+
 class PublishedOnce(Observer):
     """Steps are published in order, and a step that is published again has the same losses."""
 
@@ -274,6 +312,7 @@ def all_checkers(truth: Truth, num_layers: int, num_microbatches: int) -> list[O
         Fencing(),
         Agreement(),
         NoSilentLoss(),
+        AskedCheckpoints(),
         PublishedOnce(),
         Progress(len(truth.states) - 1),
     ]

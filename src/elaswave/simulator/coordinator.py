@@ -99,9 +99,9 @@ class SimCoordinator:
         """How survivors go on: the real planning functions."""
         return model_of(self.world.job).planner.survive(layout, placement, lost, valid)
 
-    def _books(self, step: int) -> Books:
+    def _books(self, step: int, asked: bool) -> Books:
         every = self.world.job.checkpoint_every
-        due = bool(every) and step > 0 and step % every == 0
+        due = asked or (bool(every) and step > 0 and step % every == 0)
         return Books(evaluate=False, checkpoint=due and step not in self.world.disk)
 
     # -------------------------------------------------------------------------------------------------------- effects
@@ -241,6 +241,7 @@ class SimCoordinator:
         states = {block: state for shard in shards.values() for block, state in shard.states.items()}
         if len(states) == len(model_of(self.world.job).blocks):
             self.world.disk[message.step] = (states, message.grid)
+            self.world.see.stored(message.step)
 
     def has_finished(self, report: FinishedReport) -> bool:
         """Whether a worker's end counts: only in the present epoch does it know its roles."""

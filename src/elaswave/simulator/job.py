@@ -48,6 +48,8 @@ class Job(NamedTuple):
     """A step in which a follower of the first block begins to be replaced by another worker; 0 for none."""
     change_step: int = 0
     """The first step after which, once in every epoch, another layout is planned; 0 for none."""
+    ask_step: int = 0
+    """From this step's vote on the lowest member asks for a durable checkpoint, until one is committed; 0 for none."""
     blocks_per_round: int = 1
     """New copies that one owner sends, and one worker receives, in one step."""
     min_workers: int = 1

@@ -52,6 +52,9 @@ class Observer:
     def decided(self, decision: Decision) -> None:
         """A coordinator has persisted a decision."""
 
+    def stored(self, step: int) -> None:
+        """A coordinator has all blocks of a step on the disk; may be told again."""
+
     def published(self, step: int, losses: tuple[int, ...]) -> None:
         """A coordinator has published the losses of a step."""
 

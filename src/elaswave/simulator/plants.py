@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from elaswave.control.core.coordinator import Coordinator, Effect, EvidenceSeen, Persist, Planned, Send
+from elaswave.control.core.coordinator import Books, Coordinator, Effect, EvidenceSeen, Persist, Planned, Send
 from elaswave.control.core.ledger import Held, Ledger
 from elaswave.control.core.member import Member
 from elaswave.control.core.messages import CoreToWorker, Decision, Evidence, Registered, Report
@@ -285,6 +285,20 @@ class SaysStartOnce(SimCoordinator):
     core_class = _StartsOnce
 
 
+class ForgetsRequests(SimCoordinator):
+    """A checkpoint that a vote asked for is forgotten when a worker is lost."""
+
+    def _books(self, step: int, asked: bool) -> Books:
+        return super()._books(step, asked=False)
+
+
+class WritesTwice(SimCoordinator):
+    """A checkpoint that a vote asked for is written again although it is on the disk."""
+
+    def _books(self, step: int, asked: bool) -> Books:
+        return super()._books(step, asked)._replace(checkpoint=asked)
+
+
 class _OldName(Coordinator):
     def _on_registered(self, event: Registered) -> list[Effect]:
         effects = super()._on_registered(event)
@@ -412,6 +426,18 @@ PLANTS = {
             "two coordinators write and are believed",
             Build(worker=IgnoresTerms, store=UnfencedStore),
             "widths=1,1 num_microbatches=1 kill:1@1 usurp:c@9+30",
+        ),
+        Plant(
+            "forget-request",
+            "a checkpoint that a vote asked for is forgotten when a worker is lost",
+            Build(coordinator=ForgetsRequests),
+            "ask_step=1 kill:0@22",
+        ),
+        Plant(
+            "repeat-request",
+            "a checkpoint that a vote asked for is written again after a loss",
+            Build(coordinator=WritesTwice),
+            "widths=2,2 ask_step=1 kill:3@40",
         ),
         Plant(
             "start-once",

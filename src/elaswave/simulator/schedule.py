@@ -159,7 +159,10 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         job: train this one instead of a random one.
     """
     rng = random.Random(seed)
-    drawn = _random_job(rng)._replace(change_step=random.Random(f"change of {seed}").choice((0, 0, 1, 2)))
+    drawn = _random_job(rng)._replace(
+        change_step=random.Random(f"change of {seed}").choice((0, 0, 1, 2)),
+        ask_step=random.Random(f"request of {seed}").choice((0, 0, 1, 2)),
+    )
     job = drawn if job is None else job
     num_workers, steps = job.num_workers, job.steps
     conditions = Conditions(

@@ -333,7 +333,8 @@ class SimWorker:
             # The layout and the placement that are in force now decide who needs which parameters.
             yield from self.gather(traffic_between(self.job, self.layout, self.placement, self.placement))
             self._step_done(evidence)
-            if self.job.checkpoint_every and step % self.job.checkpoint_every == 0:
+            every = self.job.checkpoint_every
+            if (every and step % every == 0) or evidence.checkpoint == step:
                 self._write_shard(step)
             step, attempt = step + 1, 1
         self.on_done()
@@ -456,7 +457,13 @@ class SimWorker:
             -traffic.layout_hash,
             *self.held_change(),
             self.maximum,
+            self.request(),
         )
+
+    def request(self) -> int:
+        """Whether it asks for a durable checkpoint: the lowest member does when one is due."""
+        is_due = 0 < self.job.ask_step <= self.step and self.ledger.checkpoint < self.job.ask_step
+        return int(is_due and self.id == min(self.layout.workers))
 
     def held_change(self) -> tuple[int, int]:
         """What it says of planned changes in its vote: the hash of the one that it holds, and minus that."""
@@ -511,7 +518,8 @@ class SimWorker:
         if commits and self.is_adopted(vote):
             self.in_force, self.change = self.change, None
         number = None if self.in_force is None else self.in_force.number
-        evidence = self.ledger.learn(encode_vote(vote), commits=commits, change=number)
+        asks = commits and vote.request == 1
+        evidence = self.ledger.learn(encode_vote(vote), commits=commits, change=number, asks_checkpoint=asks)
         self._take_grid(evidence)
         self.world.see.learned(self.id, self.epoch, self.step, self.attempt, commits, evidence.vector, self.grid)
         if commits:

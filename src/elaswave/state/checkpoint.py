@@ -57,6 +57,7 @@ __all__ = [
     "discard_checkpoint",
     "find_newest_checkpoint",
     "model_name",
+    "newest_committed_step",
     "newest_valid_checkpoint",
     "optimizer_name",
     "prune",
@@ -184,6 +185,12 @@ def find_newest_checkpoint(run_dir: Path) -> CheckpointSearch:
         except CheckpointError as error:
             skipped.append(SkippedCheckpoint(folder, str(error)))
     return CheckpointSearch(newest, tuple(skipped))
+
+
+def newest_committed_step(run_dir: Path) -> int | None:
+    """Step of the newest checkpoint that looks whole, as `prune` sees it; None without one."""
+    committed = ((step, folder) for step, folder in _numbered(run_dir) if folder.suffix != _TEMPORARY_SUFFIX)
+    return next((step for step, folder in sorted(committed, reverse=True) if _looks_whole(folder)), None)
 
 
 def verify_checkpoint(folder: Path) -> CheckpointRef:

@@ -1,5 +1,6 @@
 """Progress: plain lines without a terminal, a display that fits with one, and nothing left behind."""
 
+import errno
 import io
 import math
 import os
@@ -169,6 +170,76 @@ def test_a_stream_of_another_encoding_gets_what_it_can_hold() -> None:
     assert b"loss 5.6000 -> 3.9000" in raw.getvalue()
 
 
+class Gone(io.TextIOWrapper):
+    """A terminal, or a file on a full disk, that takes no more."""
+
+    def __init__(self, number: int, isatty: bool) -> None:
+        self.descriptor = os.memfd_create("gone")
+        super().__init__(open(self.descriptor, "wb", closefd=False), encoding="utf-8")
+        self._number, self._isatty = number, isatty
+
+    def isatty(self) -> bool:
+        return self._isatty
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def flush(self) -> None:
+        if os.readlink(f"/proc/self/fd/{self.descriptor}").startswith("/memfd:"):
+            raise OSError(self._number, os.strerror(self._number))
+        super().flush()
+
+
+@pytest.mark.parametrize("number, isatty", [(errno.EIO, True), (errno.EPIPE, True), (errno.ENOSPC, False)])
+def test_what_a_closed_terminal_does_not_show_goes_to_a_file(
+    number: int, isatty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Gone(number, isatty)
+    try:
+        reporter = make_reporter(json_mode=False, stream=stream, lost_output=tmp_path / "terminal.log")
+        run_steps(reporter, Clock(), 12, 1.0)
+        reporter.message("a message")
+        reporter.finished(make_result(), Path("runs/a"))
+        reporter.close()
+    finally:
+        os.close(stream.descriptor)
+    lines = (tmp_path / "terminal.log").read_text().splitlines()
+    assert lines[0] == f"output is not taken any more ({os.strerror(number)}); what follows goes here"
+    assert any(line.startswith("step 12/12  loss ") for line in lines)
+    assert "a message" in lines and any(line.startswith("finished ") for line in lines)
+    assert len(lines) == len(set(lines)), "nothing comes twice"
+    assert "\x1b" not in "".join(lines)
+
+
+def test_a_file_that_takes_nothing_either_ends_no_run(tmp_path: Path) -> None:
+    for lost_output in (None, tmp_path / "no-folder" / "terminal.log", Path("/dev/full")):
+        stream = Gone(errno.EIO, isatty=False)
+        try:
+            reporter = make_reporter(json_mode=False, stream=stream, lost_output=lost_output)
+            for _ in range(3):
+                reporter.message("words")
+                reporter.error("more words")
+        finally:
+            os.close(stream.descriptor)
+
+
+def test_an_error_on_a_closed_terminal_does_not_hide_how_the_command_ends() -> None:
+    program = (
+        "import sys\n"
+        "from elaswave.observability.output import say_error\n"
+        "say_error('one')\n"
+        "say_error('two')\n"
+        "sys.exit(7)\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert subprocess.run([sys.executable, "-c", program], stderr=writer, timeout=60).returncode == 7
+    finally:
+        os.close(writer)
+
+
 def test_a_run_goes_on_when_nobody_reads_its_progress_any_more() -> None:
     program = (
         "import sys\n"
@@ -267,7 +338,7 @@ def test_the_curve_of_a_long_run_stays_small(terminal: FakeTerminal) -> None:
     reporter = make_reporter(json_mode=False, stream=terminal, clock=Clock())
     for step in range(1, 5000):
         reporter.step(step, 10_000, 10_000.0 - step, 1.0, 0, 0, "1x1")
-    curve = reporter._curve.means()  # type: ignore[attr-defined]
+    curve = reporter._reporter._curve.means()  # type: ignore[attr-defined]
     assert len(curve) <= 480
     assert curve == sorted(curve, reverse=True)
     reporter.close()

@@ -277,7 +277,8 @@ class Coordinator:
         bounds: when to give up.
         first_step: the step that training begins with.
         records: what earlier coordinators of the job have persisted, in order.
-        books: asked at each decision for the committed step's unfinished work.
+        books: asked at each decision for the committed step's unfinished work; told the step, and whether a vote
+            asked for a durable checkpoint of it.
         tuning: of the start.
     """
 
@@ -293,7 +294,7 @@ class Coordinator:
         bounds: Bounds = DEFAULT_BOUNDS,
         first_step: int = 1,
         records: Sequence[Record] = (),
-        books: Callable[[int], Books] = lambda step: Books(False, False),
+        books: Callable[[int, bool], Books] = lambda step, asked: Books(False, asked),
         tuning: Tuning | None = None,
     ) -> None:
         self.state = State.STARTING
@@ -615,7 +616,7 @@ class Coordinator:
         attempt = 1 + max((report.attempt for report in reports if report.step == base + 1), default=0)
         if evidence is not None and not evidence.commits:
             attempt = max(attempt, evidence.attempt + 1)
-        books = self._books(base)
+        books = self._books(base, evidence is not None and evidence.checkpoint == base)
         decision = Decision(
             term=self.term,
             epoch=self.epoch,

@@ -56,6 +56,8 @@ class Ledger:
         self.decided_epoch = 0
         self.change = 0
         """Number of the planned change of layout that is in force here."""
+        self.checkpoint = 0
+        """The newest committed step whose vote asked for a durable checkpoint; 0 for none since the start."""
 
     def begin(self, step: int, attempt: int) -> None:
         """A new attempt starts."""
@@ -69,13 +71,16 @@ class Ledger:
         self._refuse_if_promised("prepare")
         self.prepared = True
 
-    def learn(self, vector: bytes, *, commits: bool, change: int | None = None) -> Evidence:
+    def learn(
+        self, vector: bytes, *, commits: bool, change: int | None = None, asks_checkpoint: bool = False
+    ) -> Evidence:
         """The own vote is complete.
 
         Args:
             vector: the whole merged vote.
             commits: whether it commits the step.
             change: number of the planned change that everybody held in it, and that is in force from now on.
+            asks_checkpoint: whether it commits the step and somebody asked in it for a durable checkpoint.
         """
         self._refuse_if_promised("learn a vote")
         if not self.prepared:
@@ -87,8 +92,17 @@ class Ledger:
                     f"{'commits' if commits else 'does not commit'}"
                 )
             self.change = change
+        if asks_checkpoint:
+            if not commits:
+                raise LedgerError(f"a checkpoint of step {self.step} is asked for by a vote that does not commit it")
+            self.checkpoint = self.step
         self.evidence = Evidence(
-            step=self.step, attempt=self.attempt, commits=commits, vector=vector, change=self.change
+            step=self.step,
+            attempt=self.attempt,
+            commits=commits,
+            vector=vector,
+            change=self.change,
+            checkpoint=self.checkpoint,
         )
         return self.evidence
 
@@ -140,9 +154,9 @@ class Ledger:
         if decision.resume_attempt > 1:
             self.step, self.attempt = decision.resume_step, decision.resume_attempt - 1
         if decision.rollback is not None:
-            self.evidence = None
+            self.evidence, self.checkpoint = None, 0
         elif decision.evidence is not None:
-            self.evidence = decision.evidence
+            self.evidence, self.checkpoint = decision.evidence, decision.evidence.checkpoint
         return catch_up
 
     def _catch_up(self, decision: Decision) -> CatchUp:

@@ -24,6 +24,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """The whole merged vote, as bytes: norm, losses, maxima, layout; enough to apply the step without having voted."""
     change: int = 0
     """Number of the planned change of layout that is in force after this vote; 0 for none since the start."""
+    checkpoint: int = 0
+    """The newest committed step whose vote, this one or an earlier one, asked for a durable checkpoint; 0 for none."""
 
     @property
     def order(self) -> tuple[int, int]:
