@@ -134,6 +134,7 @@ def run_job(
         )
     digests = read_digests(run_dir)
     assert digests is not None
+    assert all((run_dir / point.path).is_dir() for point in result.checkpoints)
     return Job(run_dir, result, digests, reporter.messages)
 
 

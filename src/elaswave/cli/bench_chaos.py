@@ -1,10 +1,13 @@
 """``elaswave bench chaos``: jobs and faults drawn at random, each compared bit for bit with its undisturbed twin."""
 
+import itertools
+import math
 import os
 import shutil
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +28,15 @@ _COLUMNS = (("run", 5), ("layout", 9), ("model", 16), ("outcome", 16), ("struck"
     epilog="Exit codes: 0 every run had its twin's bits (or could not have, and named the blocks that were lost), "
     "1 one had not, 2 bad input.",
 )
-@click.option("--runs", type=click.IntRange(min=1), default=20, show_default=True, help="Number of jobs.")
+@click.option(
+    "--runs", type=click.IntRange(min=1), metavar="N", help="Number of jobs; default: 20, or what --minutes allow."
+)
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="M", help="Begin no job after so long.")
+@click.option(
+    "--outside",
+    is_flag=True,
+    help="Strike real `elaswave train` commands from outside: SIGKILL, SIGSTOP and SIGCONT to workers and coordinator.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="Decides all jobs and faults.")
 @click.option("--only", type=click.IntRange(min=0), metavar="I", help="Only the job with this number.")
 @click.option(
@@ -46,7 +57,9 @@ _COLUMNS = (("run", 5), ("layout", 9), ("model", 16), ("outcome", 16), ("struck"
 @click.option("--keep-going", is_flag=True, help="Run all jobs, also after one that went wrong.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document; progress to stderr.")
 def chaos_command(
-    runs: int,
+    runs: int | None,
+    minutes: float | None,
+    outside: bool,
     seed: int,
     only: int | None,
     timeout_s: float,
@@ -59,10 +72,13 @@ def chaos_command(
     an undisturbed run.
 
     The undisturbed run is one worker's: the layout does not show in the result, so all jobs of a model share it.
+    With --outside the jobs are longer, and signals strike their processes as a person's would: during start-up,
+    steps, evaluations, checkpoints and at the end.
 
     \b
     elaswave bench chaos --runs 20 --seed 1
     elaswave bench chaos --seed 1 --only 7 --run-dir chaos-7
+    elaswave bench chaos --outside --minutes 10
     """
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
     from elaswave.testing.chaos_bench import ChaosBench
@@ -73,11 +89,17 @@ def chaos_command(
         if run_dir.exists() and any(run_dir.iterdir()):
             raise click.UsageError(f"{run_dir} is not empty; give a new folder")
         run_dir.mkdir(parents=True, exist_ok=True)
-    bench = ChaosBench(seed, folder, timeout_s=timeout_s, keep=run_dir is not None)
+    environment = dict(os.environ) if outside else None
+    bench = ChaosBench(seed, folder, timeout_s=timeout_s, keep=run_dir is not None, outside=environment)
+    end_s = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    if runs is None and minutes is None:
+        runs = 20
     done: list[ChaosRun] = []
     try:
         _print(out, "  ".join(name.ljust(width) for name, width in _COLUMNS) + "  faults")
-        for index in [only] if only is not None else range(runs):
+        for index in [only] if only is not None else itertools.count() if runs is None else range(runs):
+            if done and time.monotonic() > end_s:
+                break
             done.append(bench.run(index))
             _print(out, _row(done[-1]))
             if not done[-1].good:
@@ -123,6 +145,7 @@ def _row(run: "ChaosRun") -> str:
 def _explanation(run: "ChaosRun") -> list[str]:
     return [
         f"run {run.index}: {run.outcome}: {run.detail}",
+        *(f"{each.victim} was struck {each.after_s:.2f} s after the start: {each.strike}" for each in run.struck),
         f"what it left is in {run.folder}",
         "the same case again:",
         f"  {run.replay}",

@@ -583,7 +583,8 @@ class Books:
                 report.worker: WorkerMemory(peak_bytes=report.peak_bytes, optimizer_bytes=report.optimizer_bytes)
                 for report in sorted(reports, key=lambda report: report.worker)
             },
-            checkpoints=list(self._checkpoints),
+            # An earlier coordinator's log also tells of those that it has removed since.
+            checkpoints=[each for each in self._checkpoints if (self._run_dir / each.path).is_dir()],
             start_up_s=self._start_up_s,
             duration_s=time.monotonic() - self._started_s,
             config=self._config.to_dict(),

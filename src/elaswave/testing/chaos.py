@@ -54,6 +54,10 @@ class ChaosCase(msgspec.Struct, frozen=True, kw_only=True):
     """Changes to the default configuration, by dotted key."""
     faults: tuple[str, ...]
     """Specs, see `elaswave.testing.faults`."""
+    twin: dict[str, Any]
+    """Settings of the undisturbed twin."""
+    strikes: tuple[str, ...] = ()
+    """Signals from outside, see `elaswave.testing.outside`."""
 
     @property
     def config(self) -> Config:
@@ -63,17 +67,22 @@ class ChaosCase(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def command(self) -> str:
         """The command line that trains exactly this job."""
-        parts = ["elaswave", "train", "--run-dir", "runs/replay", "--overwrite"]
+        return shlex.join(["elaswave", *self.arguments("runs/replay"), "--overwrite"])
+
+    def arguments(self, run_dir: str) -> list[str]:
+        """Those of ``elaswave`` that train this job in a folder."""
+        parts = ["train", "--run-dir", run_dir]
         for key, value in self.settings.items():
             parts += ["--set", f"{key}={toml_value(value) if not isinstance(value, str) else value}"]
         for fault in self.faults:
             parts += ["--fault", fault]
-        return shlex.join(parts)
+        return parts
 
     @property
     def replay(self) -> str:
         """The command line that draws and judges this case again."""
-        return f"elaswave bench chaos --seed {self.seed} --only {self.index}"
+        outside = " --outside" if self.strikes else ""
+        return f"elaswave bench chaos{outside} --seed {self.seed} --only {self.index}"
 
     @property
     def model_name(self) -> str:
@@ -89,7 +98,7 @@ def config_of(settings: Mapping[str, Any]) -> Config:
     return load_config(None, overrides)
 
 
-class _Draw:
+class Draw:
     """Draws in order; the same key gives the same draws on every machine and Python."""
 
     def __init__(self, *key: int | str) -> None:
@@ -102,9 +111,11 @@ class _Draw:
         return key64("chaos", *self._key, self._count) % bound
 
     def one_of(self, options: Sequence[_T]) -> _T:
+        """One of several, all as likely."""
         return options[self.below(len(options))]
 
     def chance(self, percent: int) -> bool:
+        """True as often as that."""
         return self.below(100) < percent
 
 
@@ -117,7 +128,7 @@ def draw_model(seed: int, number: int) -> dict[str, Any]:
     Returns:
         Settings by dotted key. Whatever the seed, families and types take turns.
     """
-    draw = _Draw(seed, "model", number)
+    draw = Draw(seed, "model", number)
     family = ("gpt", "llama")[number % 2]
     # The last one is large enough for its frames to be cut by a death in the middle.
     is_large = number == NUM_MODELS - 1
@@ -156,7 +167,7 @@ def draw_case(seed: int, index: int) -> ChaosCase:
         seed: of the bench.
         index: of the case, from 0.
     """
-    draw = _Draw(seed, "case", index)
+    draw = Draw(seed, "case", index)
     number = index % NUM_MODELS
     model = draw_model(seed, number)
     num_stages = 1 + draw.below(min(3, model["model.num_layers"] + 2))
@@ -171,11 +182,16 @@ def draw_case(seed: int, index: int) -> ChaosCase:
         "run.checkpoint_every": draw.one_of((0, 0, 2, 3)),
     }
     return ChaosCase(
-        seed=seed, index=index, model=number, settings=settings, faults=tuple(_draw_faults(draw, widths, model))
+        seed=seed,
+        index=index,
+        model=number,
+        settings=settings,
+        faults=tuple(_draw_faults(draw, widths, model)),
+        twin=twin_settings(model),
     )
 
 
-def _draw_widths(draw: _Draw, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+def _draw_widths(draw: Draw, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
     widest = min(4, num_microbatches)
     if draw.chance(40):
         width = 1 + draw.below(widest)
@@ -189,7 +205,7 @@ def _draw_widths(draw: _Draw, num_stages: int, num_microbatches: int) -> tuple[i
     return tuple(widths)
 
 
-def _draw_faults(draw: _Draw, widths: Sequence[int], model: Mapping[str, Any]) -> Iterator[str]:
+def _draw_faults(draw: Draw, widths: Sequence[int], model: Mapping[str, Any]) -> Iterator[str]:
     """Up to three faults; at least one worker is left."""
     left = list(range(sum(widths)))
     step = 0
@@ -247,6 +263,10 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     recoveries: list[Recovery] = []
     num_checkpoints: int = 0
     """Checkpoints that had been written."""
+    bad_checkpoints: list[str] = []
+    """Those among them that are there and not whole, or were to be there and are not."""
+    exit_code: int | None = None
+    """Of a job that was a command."""
 
 
 class Verdict(NamedTuple):
@@ -272,16 +292,9 @@ def judge(case: ChaosCase, ending: Ending, twin: Ending, placed: "Placed") -> Ve
         return Verdict("left behind", "; ".join(ending.left_behind))
     if ending.error is not None:
         return _judge_error(ending, placed)
-    assert ending.result is not None and twin.result is not None
-    comparison = compare_results(twin.result, ending.result, twin.digests, ending.digests)
-    if not comparison.same:
-        return Verdict("different", comparison.summary)
-    if ending.digests != twin.digests:
-        return Verdict("different", "equal state digests, but the digests of single tensors differ")
-    if (ending.result.val_steps, ending.result.val_losses) != (twin.result.val_steps, twin.result.val_losses):
-        return Verdict("different", "the validation losses differ")
-    if ending.checkpoint_step != NUM_STEPS:
-        return Verdict("error", f"the newest valid checkpoint is of step {ending.checkpoint_step}, not {NUM_STEPS}")
+    differs = compare_with_twin(ending, twin, NUM_STEPS)
+    if differs is not None:
+        return differs
     reported = {recovery.worker for recovery in ending.recoveries if recovery.kind == "lost"}
     unreported = [r.worker for r in ending.struck if isinstance(r.worker, int) and r.worker not in reported]
     if unreported:
@@ -290,9 +303,28 @@ def judge(case: ChaosCase, ending: Ending, twin: Ending, placed: "Placed") -> Ve
     return Verdict("same bits", f"false alarm about {_workers(alarms)}" if alarms else "")
 
 
+def compare_with_twin(ending: Ending, twin: Ending, num_steps: int) -> Verdict | None:
+    """What is wrong with a job that has finished, beside its undisturbed twin; None if nothing is."""
+    assert ending.result is not None and twin.result is not None
+    comparison = compare_results(twin.result, ending.result, twin.digests, ending.digests)
+    if not comparison.same:
+        return Verdict("different", comparison.summary)
+    if ending.digests != twin.digests:
+        return Verdict("different", "equal state digests, but the digests of single tensors differ")
+    if (ending.result.val_steps, ending.result.val_losses) != (twin.result.val_steps, twin.result.val_losses):
+        return Verdict("different", "the validation losses differ")
+    if ending.checkpoint_step != num_steps:
+        return Verdict("error", f"the newest valid checkpoint is of step {ending.checkpoint_step}, not {num_steps}")
+    return None
+
+
 def false_alarms(ending: Ending) -> list[int]:
     """Workers that were held for lost, though no fault had struck them."""
-    struck = {record.worker for record in ending.struck}
+    return without_cause(ending, [record.worker for record in ending.struck if isinstance(record.worker, int)])
+
+
+def without_cause(ending: Ending, struck: Sequence[int]) -> list[int]:
+    """Workers that were held for lost and are not among those that were struck."""
     return [
         recovery.worker
         for recovery in ending.recoveries

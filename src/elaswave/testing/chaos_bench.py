@@ -3,6 +3,7 @@
 import shutil
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,13 +17,14 @@ from elaswave.testing.chaos import (
     Verdict,
     config_of,
     draw_case,
-    draw_model,
     false_alarms,
     judge,
-    twin_settings,
+    without_cause,
 )
 from elaswave.testing.faults import parse_faults
-from elaswave.testing.trial import RUN_FOLDER, placed, run_trial
+from elaswave.testing.outside import COORDINATOR, Struck, draw_outside, judge_outside, parse_strike
+from elaswave.testing.striker import Striker
+from elaswave.testing.trial import RUN_FOLDER, placed, run_command, run_trial
 
 
 class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,8 +37,11 @@ class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     settings: dict[str, object]
     faults: tuple[str, ...]
+    """Faults, or strikes from outside."""
     num_struck: int
-    """Faults that have struck; one may wait for an action that its worker does not have."""
+    """Of them that have struck; one may wait for an action that its worker does not have."""
+    struck: list[Struck] = []
+    """What strikes from outside have hit."""
     num_recoveries: int
     num_false_alarms: int
     """Workers that were held for lost without a fault."""
@@ -69,10 +74,21 @@ class ChaosBench:
         folder: for the jobs' folders; must exist.
         timeout_s: of each job.
         keep: also keep the folders of jobs that went well.
+        outside: strike from outside, with signals, instead of injecting faults; the environment that the jobs'
+            commands get.
     """
 
-    def __init__(self, seed: int, folder: Path, *, timeout_s: float, keep: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        folder: Path,
+        *,
+        timeout_s: float,
+        keep: bool = False,
+        outside: Mapping[str, str] | None = None,
+    ) -> None:
         self._seed = seed
+        self._outside = outside
         self._folder = folder
         self._timeout_s = timeout_s
         self._keep = keep
@@ -84,15 +100,13 @@ class ChaosBench:
         Args:
             index: of the case.
         """
-        case = draw_case(self._seed, index)
+        case = draw_case(self._seed, index) if self._outside is None else draw_outside(self._seed, index)
         config = case.config
         begin_s = time.monotonic()
         folder = self._folder / f"{index:05d}"
         if case.model not in self._twins:
             twin_folder = self._folder / f"twin-{case.model}"
-            twin = run_trial(
-                twin_folder, config_of(twin_settings(draw_model(self._seed, case.model))), (), self._timeout_s
-            )
+            twin = run_trial(twin_folder, config_of(case.twin), (), self._timeout_s)
             if twin.result is None or twin.left_behind:
                 problem = twin.error or "; ".join(twin.left_behind) or "it did not come to an end"
                 return self._record(
@@ -101,6 +115,8 @@ class ChaosBench:
             self._twins[case.model] = twin
             self._tidy(twin_folder)
             begin_s = time.monotonic()
+        if self._outside is not None:
+            return self._run_outside(case, self._outside, begin_s, folder)
         workers = range(sum(config.widths))
         faults = parse_faults(case.faults, seed=config.run.seed, workers=workers, num_steps=NUM_STEPS)
         ending = run_trial(folder, config, faults, self._timeout_s)
@@ -109,6 +125,23 @@ class ChaosBench:
         if verdict.outcome == "different":
             verdict = self._told_apart(case, verdict)
         return self._record(case, ending, verdict, begin_s, folder)
+
+    def _run_outside(self, case: ChaosCase, environment: Mapping[str, str], begin_s: float, folder: Path) -> ChaosRun:
+        run_dir = folder / RUN_FOLDER
+        striker = Striker(run_dir, [parse_strike(strike) for strike in case.strikes])
+        ending = run_command(folder, case.arguments(str(run_dir)), self._timeout_s, striker, environment)
+        ending = msgspec.structs.replace(ending, left_behind=ending.left_behind + striker.left)
+        verdict = judge_outside(case, ending, self._twins[case.model], striker.struck)
+        run = self._record(case, ending, verdict, begin_s, folder)
+        hit = [int(each.victim) for each in striker.struck if each.victim != COORDINATOR]
+        return msgspec.structs.replace(
+            run,
+            faults=case.strikes,
+            num_struck=len({each.strike for each in striker.struck}),
+            num_false_alarms=len(without_cause(ending, hit)),
+            going_on_s=[],  # when a signal from outside struck the job does not know
+            struck=striker.struck,
+        )
 
     def _told_apart(self, case: ChaosCase, verdict: Verdict) -> Verdict:
         """Says whether the faults made the difference, or the layout alone makes it too."""

@@ -15,22 +15,24 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from elaswave.config.schema import Config
 from elaswave.control.launcher import train
 from elaswave.control.parent_death import end_with_parent
+from elaswave.errors import CheckpointError
 from elaswave.observability.events import CheckpointWritten, Recovered, read_events
+from elaswave.observability.processes import PROCESSES_FILE, facts_of
 from elaswave.observability.progress import make_reporter
-from elaswave.observability.result import EVENTS_FILE, read_digests, read_result
+from elaswave.observability.result import EVENTS_FILE, RESULT_FILE, read_digests, read_result
 from elaswave.observability.run_folder import open_run_dir
 from elaswave.runtime.blueprint import Blueprint
-from elaswave.state.checkpoint import find_newest_checkpoint
+from elaswave.state.checkpoint import find_newest_checkpoint, verify_checkpoint
 from elaswave.testing.chaos import Ending, Placed
 from elaswave.testing.faults import FAULTS_FILE, Fault, read_fault_records
 
@@ -40,6 +42,14 @@ _ERROR_FILE = "error"
 _SHARED_MEMORY = Path("/dev/shm")
 _STACKS_GRACE_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+class Meanwhile(Protocol):
+    """What is done while a command runs."""
+
+    def __call__(self) -> float:
+        """Does what is due; returns the seconds until it wants to be called again."""
+        ...
 
 
 def run_trial(folder: Path, config: Config, faults: Sequence[Fault], timeout_s: float) -> Ending:
@@ -54,6 +64,59 @@ def run_trial(folder: Path, config: Config, faults: Sequence[Fault], timeout_s: 
         faults: of `parse_faults`.
         timeout_s: the job's time.
     """
+
+    def start(temporary: Path) -> int:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _be_job(parent, folder, temporary, config, faults)
+        return pid
+
+    return msgspec.structs.replace(_supervise(folder, start, timeout_s, None), exit_code=None)
+
+
+def run_command(
+    folder: Path, arguments: Sequence[str], timeout_s: float, meanwhile: Meanwhile, environment: Mapping[str, str]
+) -> Ending:
+    """Runs ``elaswave`` with its run folder in a folder, as a person does, to its end, or until the time is over.
+
+    Must be called in a process without other children and without threads.
+
+    Args:
+        folder: made here, as by `run_trial`.
+        arguments: of the command.
+        timeout_s: the command's time.
+        meanwhile: called again and again while it runs.
+        environment: of this process; the command gets it with another folder for temporary files.
+    """
+
+    def start(temporary: Path) -> int:
+        command = [sys.executable, "-m", "elaswave", *arguments]
+        path = os.pathsep.join(entry for entry in sys.path if entry)  # this very elaswave
+        own = {**environment, "TMPDIR": str(temporary), "PYTHONPATH": path}
+        with open(folder / CONSOLE_FILE, "wb") as console:
+            return os.posix_spawn(
+                sys.executable,
+                command,
+                own,
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, console.fileno(), 1),
+                    (os.POSIX_SPAWN_DUP2, console.fileno(), 2),
+                ],
+            )
+
+    ending = _supervise(folder, start, timeout_s, meanwhile)
+    return msgspec.structs.replace(
+        ending,
+        error=_error_shown(folder / CONSOLE_FILE) if ending.exit_code else None,
+        bad_checkpoints=_bad_checkpoints(folder / RUN_FOLDER),
+        left_behind=ending.left_behind + _unfinished_files(folder / RUN_FOLDER),
+    )
+
+
+def _supervise(folder: Path, start: Callable[[Path], int], timeout_s: float, meanwhile: Meanwhile | None) -> Ending:
+    """Starts a process, stays until it has ended or the time is over, and collects what it has left."""
     folder.mkdir(parents=True)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # Short, since the name of a socket may not be long; in the system's folder, since another's may be.
@@ -63,11 +126,8 @@ def run_trial(folder: Path, config: Config, faults: Sequence[Fault], timeout_s: 
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            _be_job(parent, folder, temporary, config, faults)
-        ended = _wait(pid, timeout_s)
+        pid = start(temporary)
+        ended = _wait(pid, timeout_s, meanwhile)
         if not ended:
             hung_s = timeout_s
             _show_stacks()
@@ -84,9 +144,10 @@ def run_trial(folder: Path, config: Config, faults: Sequence[Fault], timeout_s: 
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     ending = _read_ending(folder)
-    if hung_s is None and ending.result is None and ending.error is None:
+    if hung_s is None and meanwhile is None and ending.result is None and ending.error is None:
         left_behind.append(f"no result and no error (status {status})")
-    return msgspec.structs.replace(ending, hung_s=hung_s, left_behind=left_behind)
+    code = os.waitstatus_to_exitcode(status)
+    return msgspec.structs.replace(ending, hung_s=hung_s, left_behind=left_behind, exit_code=code)
 
 
 def placed(config: Config) -> Placed:
@@ -136,13 +197,18 @@ def _be_job(parent: int, folder: Path, temporary: Path, config: Config, faults: 
         os._exit(status)
 
 
-def _wait(pid: int, timeout_s: float) -> bool:
+def _wait(pid: int, timeout_s: float, meanwhile: Meanwhile | None) -> bool:
     """Whether a child ends within a time."""
+    deadline_s = time.monotonic() + timeout_s
     pid_fd = os.pidfd_open(pid)
     try:
         poller = select.poll()
         poller.register(pid_fd, select.POLLIN)
-        return bool(poller.poll(timeout_s * 1000))
+        while (left_s := deadline_s - time.monotonic()) > 0.0:
+            wait_s = left_s if meanwhile is None else min(left_s, meanwhile())
+            if poller.poll(1000 * wait_s):
+                return True
+        return False
     finally:
         os.close(pid_fd)
 
@@ -177,21 +243,49 @@ def _children_of(pid: int) -> list[int]:
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
-            with contextlib.suppress(OSError):
-                if _stat(int(name))[1] == str(pid):
-                    found.append(int(name))
+            facts = facts_of(int(name))
+            if facts is not None and facts.parent == pid:
+                found.append(int(name))
     return found
 
 
 def _state_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return _stat(pid)[0]
-    return "gone"
+    facts = facts_of(pid)
+    return "gone" if facts is None else facts.state
 
 
-def _stat(pid: int) -> list[str]:
-    """State, parent and what else the kernel tells about a process, after its name."""
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+def _error_shown(console: Path) -> str | None:
+    """The error that a command has shown last; a traceback's last line is none that a person should see."""
+    text = console.read_text(encoding="utf-8", errors="replace")
+    shown = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
+    if "Traceback (most recent call last)" in text:
+        return f"a traceback was shown: {text.rstrip().splitlines()[-1]}"
+    return shown[-1] if shown else None
+
+
+def _bad_checkpoints(run_dir: Path) -> list[str]:
+    """Checkpoints that the log calls complete, that should be there, and that do not pass their checks."""
+    events = read_events(run_dir / EVENTS_FILE) if (run_dir / EVENTS_FILE).exists() else []
+    said = {
+        event.checkpoint.step: run_dir / event.checkpoint.path
+        for event in events
+        if isinstance(event, CheckpointWritten)
+    }
+    listed = read_result(run_dir).checkpoints if (run_dir / RESULT_FILE).exists() else []
+    bad = [f"{point.path} is not there" for point in listed if not (run_dir / point.path).is_dir()]
+    for step, path in sorted(said.items()):
+        if path.is_dir():  # an older one may have been removed for newer ones
+            try:
+                verify_checkpoint(path)
+            except CheckpointError as error:
+                bad.append(f"step {step}: {error}")
+    return bad
+
+
+def _unfinished_files(run_dir: Path) -> list[str]:
+    """What a command that has ended should have put in its place or removed."""
+    names = [path.name for pattern in (".*.tmp", PROCESSES_FILE) for path in run_dir.glob(pattern)]
+    return [f"file {name}" for name in sorted(names)]
 
 
 def _is_torchs(name: str) -> bool:

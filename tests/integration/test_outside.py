@@ -1,0 +1,37 @@
+"""Real commands struck from outside by signals, as a person would: one in CI, a minute of them among the slow tests."""
+
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from elaswave.cli.main import cli
+from elaswave.testing.outside import Strike
+from elaswave.testing.striker import Striker
+from elaswave.testing.trial import RUN_FOLDER, run_command
+
+TIMEOUT_S = 240.0
+SMALL = ["model.num_layers=1", "model.width=32", "model.num_heads=2", "model.context_length=8", "run.steps=20"]
+
+
+def test_a_worker_and_the_coordinator_are_killed_at_once_by_hand(tmp_path: Path) -> None:
+    run_dir = tmp_path / "job" / RUN_FOLDER
+    striker = Striker(run_dir, [Strike("kill", ("1", "coordinator"), "checkpoint", 16, 2, None)])
+    settings = [*SMALL, "run.checkpoint_every=4", "run.keep_checkpoints=2", "layout.widths=[3]"]
+    arguments = ["train", "--run-dir", str(run_dir), *(word for pair in settings for word in ("--set", pair))]
+    ending = run_command(tmp_path / "job", arguments, TIMEOUT_S, striker, os.environ)
+    assert (ending.exit_code, ending.error, ending.hung_s) == (0, None, None)
+    assert {each.victim for each in striker.struck} == {"1", "coordinator"}
+    assert ending.left_behind == ending.bad_checkpoints == striker.left == []
+    assert ending.result is not None and ending.result.steps == 20
+    assert {each.worker for each in ending.recoveries if each.kind == "lost"} == {1}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_minute_of_kills_from_outside(tmp_path: Path) -> None:
+    arguments = ["bench", "chaos", "--outside", "--minutes", "1", "--seed", "5", "--run-dir", str(tmp_path / "jobs")]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0, done.output
+    assert "same bits" in done.output
