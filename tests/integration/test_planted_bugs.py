@@ -19,6 +19,7 @@ from elaswave.runtime.step import STATE_SAMPLE_PERIOD, StepEngine
 from elaswave.state.store import HeldBlock, Role
 
 STEP = 3
+CHANGED_SUM = "partial sums (worker 1's partial sum of layer 1 is not what was added to it)"
 DIFFERS = "block 0 differs between its owner, worker 0, and its followers, workers [1]"
 LAYOUT: dict[str, Any] = {"layout.stages": 2, "layout.replicas": 2, "run.steps": 6}
 
@@ -90,6 +91,24 @@ class PlantedProgram:
             engine.program = self.right
 
 
+class CorruptedBaseCopy:
+    """Once, a bit flips in a copy of state that worker 3 has just been given, and that counts from this vote on; the
+    block's state is not among those which are compared in this step anyway."""
+
+    def __init__(self) -> None:
+        self.has_struck = False
+
+    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
+        if (engine.worker, phase) != (3, "vote") or self.has_struck:
+            return
+        new = set(engine.voting_store.held) - set(engine.store.held)
+        for block in sorted(new):
+            if (block + engine.step) % STATE_SAMPLE_PERIOD:
+                flip_bit(engine.voting_store[block].slots["master"], 0, 5)
+                self.has_struck = True
+                return
+
+
 def followed(engine: StepEngine) -> HeldBlock:
     """The first block that a worker follows."""
     return next(engine.store.with_role(Role.FOLLOWER))
@@ -131,6 +150,29 @@ def lose_update(engine: StepEngine) -> None:
     followed(engine).version -= 1
 
 
+class FlippedSum:
+    """In step `STEP`, bit 40 flips in worker 1's sum of a layer's gradients, after its last addition and before the sum
+    leaves: in the first attempt, or in every one.
+
+    Args:
+        owner: of the block in which it flips.
+        always: in every attempt.
+    """
+
+    def __init__(self, owner: int, *, always: bool = False) -> None:
+        self.owner = owner
+        self.always = always
+
+    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
+        if (engine.worker, engine.step, phase, index) != (1, STEP, "reduce", 0):
+            return
+        if self.always or engine.attempt == 1:
+            layer = max(engine.layers)  # whose sum is complete first
+            owners = engine.voting_placement.owner
+            block = next(each for each in engine.blocks if (each.layer, owners[each.id]) == (layer, self.owner))
+            engine.compute.accumulators[layer].sum[block.start] ^= 1 << 40
+
+
 def retries_of(job: Job, step: int = STEP) -> list[str]:
     """What the log says of a step's failed attempts."""
     lines = (job.run_dir / "events.jsonl").read_text().splitlines()
@@ -145,8 +187,10 @@ def retries_of(job: Job, step: int = STEP) -> list[str]:
         (PlantedProgram(run_not_at_all, always=False), "coverage (micro-batch 1 was added 0 times in layers [0, 1"),
         (Plant(flip_gradient, 1), f"agreement ({DIFFERS})"),
         (Plant(flip_owned_gradient, 0), f"agreement ({DIFFERS})"),
+        (FlippedSum(owner=0), CHANGED_SUM),
+        (FlippedSum(owner=1), CHANGED_SUM),
     ],
-    ids=["run twice", "not run", "flipped in a follower", "flipped in an owner"],
+    ids=["run twice", "not run", "flipped in a follower", "flipped in an owner", "sum for another", "sum of its own"],
 )
 def test_a_fault_that_strikes_once_costs_an_attempt_and_no_bit(
     undisturbed: Job, probe: Any, finding: str, tmp_path: Path
@@ -165,11 +209,12 @@ def test_a_fault_that_strikes_once_costs_an_attempt_and_no_bit(
         (PlantedProgram(run_twice, always=True), "coverage (micro-batch 1 was added 2 times in layers [0, 1, 2, 3]"),
         (PlantedProgram(run_not_at_all, always=True), "coverage (micro-batch 1 was added 0 times in layers [0, 1"),
         (Plant(flip_gradient, 1, always=True), DIFFERS),
+        (FlippedSum(owner=0, always=True), CHANGED_SUM),
         (Plant(own_it_too, 1), "block 0 has 2 owners and 0 followers, needed are 1 and 1"),
         (Plant(lose_update, 1), "a copy of block 0 is 1 steps behind"),
         (Plant(another_next_layout, 2), "the next layout differs between workers [0, 1, 3] and [2]"),
     ],
-    ids=["run twice", "not run", "flipped", "two owners", "stale follower", "two next layouts"],
+    ids=["run twice", "not run", "flipped", "sum", "two owners", "stale follower", "two next layouts"],
 )
 def test_a_bug_that_stays_ends_the_job_and_is_named(probe: Any, finding: str, tmp_path: Path) -> None:
     with pytest.raises(WorkerError) as raised:
@@ -196,6 +241,13 @@ def test_a_copy_that_has_silently_changed_is_found_within_one_sampling_period(pr
     with pytest.raises(WorkerError, match="block 0 differs between its owner, worker 0, and its followers"):
         run_job(tmp_path, LAYOUT | {"run.steps": STEP + STATE_SAMPLE_PERIOD}, probe=probe, reporter=reporter)
     assert STEP <= max(reporter.losses) < STEP + STATE_SAMPLE_PERIOD
+
+
+def test_a_base_copy_that_came_corrupted_is_found_before_it_counts(undisturbed: Job, tmp_path: Path) -> None:
+    job = run_job(tmp_path, LAYOUT, probe=CorruptedBaseCopy(), faults=[f"kill:1@{STEP}:backward"])
+    assert job.computation == undisturbed.computation
+    (reason,) = retries_of(job)
+    assert reason.startswith("the certificate does not hold: agreement (block ") and "workers [3]" in reason
 
 
 def test_a_job_that_a_bug_has_ended_resumes_to_the_same_bits(undisturbed: Job, tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from elaswave.state.sums import (
 SIZES = [(3,), (2, 2)]
 SHAPE = make_shape(SIZES)
 NUM_VALUES = 7
+COLUMNS = (range(3), range(3, 7))
+"""Elements of each tensor."""
 
 float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
 """All of them: denormals, zeros of both signs, the largest."""
@@ -146,6 +148,23 @@ def test_on_the_chosen_grids_the_mean_is_within_1e_7_of_the_true_one(parts) -> N
         for column in columns:
             exact = sum((Fraction(row[column]) for row in rows), Fraction(0)) / len(rows)
             assert abs(Fraction(float(mean[column])) - exact) <= bound
+
+
+@given(parts=microbatches(), repeats=st.sampled_from([1, 2, 7, 60]), grown=st.integers(0, 16))
+def test_the_error_is_within_the_stated_bound_for_any_number_of_microbatches(parts, repeats, grown) -> None:
+    """Also on the grid of an earlier step whose gradients were larger; `docs/numerics.md` states the bound."""
+    count = len(parts) * repeats
+    rows = [flat_values(gradients) for gradients in parts]
+    maxima = [max(abs(Fraction(row[column])) for row in rows for column in columns) for columns in COLUMNS]
+    exponents = [next_exponent(min(float(m) * 2.0**grown, 2.0**127), 0, count) for m in maxima]
+    mean = elements(reduced_gradient(summed(parts * repeats, exponents), SHAPE, 0, exponents, count))
+    for columns, maximum in zip(COLUMNS, maxima, strict=True):
+        setting = maximum * 2**grown
+        assert not could_overflow(float(maximum), exponents[0 if columns is COLUMNS[0] else 1], count)
+        for column in columns:
+            exact = sum((Fraction(row[column]) for row in rows), Fraction(0)) / len(rows)
+            bound = abs(exact) / 2**24 + setting * max(Fraction(1), Fraction(count, 4)) / 2**43
+            assert abs(Fraction(float(mean[column])) - exact) <= bound * (1 + Fraction(1, 2**20)) + Fraction(1, 2**150)
 
 
 @given(parts=microbatches(), others=microbatches())

@@ -8,6 +8,7 @@ from tests.unit.shapes import make_shape
 
 from elaswave.state.sums import (
     BITS_BELOW_MAXIMUM,
+    FEWEST_BITS,
     HEADROOM_BITS,
     INITIAL_EXPONENT,
     MAX_EXPONENT,
@@ -15,8 +16,10 @@ from elaswave.state.sums import (
     NORM_LIMBS,
     ExactAccumulator,
     FloatAccumulator,
+    checksum,
     could_overflow,
     count_bits,
+    is_too_coarse,
     magnitude_bits,
     next_exponent,
     norm_from_limbs,
@@ -53,6 +56,35 @@ def test_the_next_grid_leaves_headroom_above_and_resolution_below_the_maximum():
     assert 2.0**BITS_BELOW_MAXIMUM / 2 <= 1.5 * 2.0**exponent < 2.0**BITS_BELOW_MAXIMUM
     assert not could_overflow(1.5 * 2.0**HEADROOM_BITS, exponent, 8)
     assert could_overflow(4.0 * 2.0**HEADROOM_BITS, exponent, 8)
+
+
+@pytest.mark.parametrize(("maximum", "exponent", "count"), [(1.5, 61, 1), (1.5, 60, 2), (1.5, 59, 3), (1.5, 45, 65536)])
+def test_sums_may_use_62_bits_and_no_more(maximum, exponent, count):
+    """With one bit more a single gradient is cut off at 2**62, where the slow path's conversion ends."""
+    assert not could_overflow(maximum, exponent, count)
+    assert could_overflow(maximum, exponent + 1, count)
+    exact = ExactAccumulator(make_shape([(1,)]))
+    exact.reset([exponent])
+    for _ in range(count if count < 4 else 4):
+        exact.add([torch.tensor([maximum])])
+    terms = min(count, 4)
+    assert mean_of(exact, [exponent], terms, make_shape([(1,)]))[0] == maximum
+
+
+def test_a_gradient_of_63_bits_would_be_cut_off():
+    exact = ExactAccumulator(make_shape([(1,)]))
+    exact.reset([62])
+    exact.add([torch.tensor([1.5])])
+    assert mean_of(exact, [62], 1, make_shape([(1,)]))[0] == 1.0
+    assert could_overflow(1.5, 62, 1)
+
+
+@pytest.mark.parametrize("maximum", [1.0, 1.5, 2.0**-149, FLOAT32_MAX])
+def test_a_grid_is_too_coarse_below_the_bits_of_float32(maximum):
+    enough = FEWEST_BITS - magnitude_bits(maximum)
+    assert not is_too_coarse(maximum, enough)
+    assert is_too_coarse(maximum, enough - 1)
+    assert not is_too_coarse(0.0, MIN_EXPONENT)
 
 
 def test_many_microbatches_take_resolution_and_not_headroom():
@@ -132,6 +164,41 @@ def test_values_beyond_the_fast_path_are_added_as_well(bits):
     exact.reset([0, 0])
     exact.add([torch.tensor([2.0**bits, -(2.0**bits), 1.0]), torch.tensor([3.0, -5.0])])
     assert mean_of(exact, [0, 0], 1, shape)[[0, 1, 2, 32, 33]].tolist() == [2.0**bits, -(2.0**bits), 1.0, 3.0, -5.0]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("value", [3584.0, 2048.25, 4095.75, 2047.75])
+def test_between_2_to_the_51_and_2_to_the_52_units_float64_has_no_bits_left_beside_the_constant(value, sign):
+    exact = ExactAccumulator(make_shape([(2,)]))
+    exact.reset([40])
+    exact.add([torch.tensor([sign * value, 1.0])])
+    assert mean_of(exact, [40], 1, make_shape([(2,)]))[:2].tolist() == [sign * value, 1.0]
+
+
+def test_the_checksum_is_that_of_all_words_that_were_added():
+    exact = ExactAccumulator(SHAPE)
+    exact.reset([40, 38])
+    assert exact.checksum == checksum(exact.sum, SHAPE, 0) == 0
+    for scale in (1.0, 2.0**13, 2.0**20):  # the fast path, and the slow one
+        exact.add([torch.randn(2, 3) * scale, torch.randn(5)])
+        assert exact.checksum == checksum(exact.sum, SHAPE, 0) == exact.sum.sum().item() % 2**64
+    parts = [checksum(exact.sum[start:stop], SHAPE, start) for start, stop in ((0, 3), (3, 35), (35, 64))]
+    assert sum(parts) % 2**64 == exact.checksum
+    before = exact.checksum
+    assert not exact.add([torch.randn(2, 3), torch.full((5,), math.nan)])  # nothing was added
+    assert exact.checksum == before
+    exact.reset([40, 38])
+    assert exact.checksum == 0
+
+
+def test_a_checksum_can_be_left_out_and_sums_of_float32_have_none():
+    unchecked, scaled = ExactAccumulator(SHAPE, checked=False), FloatAccumulator(SHAPE)
+    for accumulator in (unchecked, scaled):
+        accumulator.reset([40, 40])
+        accumulator.add(ones())
+        assert accumulator.checksum == 0
+    assert checksum(scaled.sum, SHAPE, 0) == 0
+    assert checksum(unchecked.sum, SHAPE, 0) != 0
 
 
 def test_a_part_of_a_layer_is_reduced_like_the_whole():

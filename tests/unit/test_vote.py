@@ -50,6 +50,7 @@ def certificates():
                 residency=residency,
                 next_residency=residency,
                 agreement=agreements[worker],
+                partial_sums=[2**63, 2**62, 2**62][worker],
                 next_layout=LAYOUT_HASH,
                 losses={m: 2.0 + m for m in ran},
                 square_sums=[[9.0], [16.0], []][worker],
@@ -116,6 +117,8 @@ def test_the_order_in_which_votes_meet_does_not_matter():
         ("next residency", changed(2, next_residency=1)),
         ("agreement", changed(2, agreement=-agreement_key("gradient", 1, 7, 1, HASHES[1] ^ 1))),
         ("agreement", changed(0, agreement=0)),
+        ("partial sums", changed(0, partial_sums=2**63 + 2**40)),
+        ("partial sums", changed(2, partial_sums=2**62 - 1)),
         ("layout", changed(1, next_layout=LAYOUT_HASH + 1)),
         ("layout", changed(1, next_layout=LAYOUT_HASH - 1)),
     ],
@@ -187,6 +190,55 @@ def test_sums_that_could_overflow_are_tried_again_on_a_coarser_grid():
     assert again.grids == verdict.grids
 
 
+@pytest.mark.parametrize("shrunk", [40, 43, 150])
+def test_gradients_that_have_shrunk_are_tried_again_on_a_finer_grid_and_only_once(shrunk):
+    votes = [vote._replace(maxima={0: 0.5 * 2.0**-shrunk, 1: 3.0}) for vote in certificates()]
+    verdict = verdict_of(votes)
+    assert verdict.outcome is Outcome.RETRY
+    assert verdict.reason == "gradients of 1 tensors have fewer than 24 bits on their grids"
+    assert verdict.grids == (min(GRIDS.exponents[0] + shrunk, MAX_EXPONENT), GRIDS.exponents[1])
+    again = verdict_of(votes, grids=GRIDS._replace(exponents=verdict.grids))
+    assert again.outcome is Outcome.COMMIT
+    assert again.grids == verdict.grids
+
+
+@pytest.mark.parametrize(("shrunk", "outcome"), [(19, Outcome.COMMIT), (20, Outcome.RETRY)])
+def test_a_step_is_tried_again_where_the_largest_gradient_has_fewer_than_24_bits(shrunk, outcome):
+    assert next_exponent(0.5, 0, NUM_MICROBATCHES) == 43  # 0.5 has 43 bits and is below 2**0
+    votes = [vote._replace(maxima={0: 0.5 * 2.0**-shrunk, 1: 3.0}) for vote in certificates()]
+    assert verdict_of(votes).outcome is outcome
+
+
+def test_gradients_that_vanish_altogether_ask_for_nothing():
+    votes = [vote._replace(maxima={1: 3.0}) for vote in certificates()]
+    assert (
+        verdict_of(votes, grids=GRIDS._replace(exponents=(MIN_EXPONENT, GRIDS.exponents[1]))).outcome is Outcome.COMMIT
+    )
+
+
+def test_a_grid_that_cannot_be_finer_asks_for_nothing():
+    """With some 10**7 micro-batches even the finest grid has fewer bits: a step must end all the same."""
+    shape = VoteShape(2**23, 1)
+    vote = certificates()[0]._replace(
+        losses={}, maxima={0: 1.0}, coverage=0, agreement=0, residency=0, next_residency=0
+    )
+    vector = shape.encode(vote._replace(partial_sums=0))
+    needed = Expected(1, 0, 0, 0, LAYOUT_HASH, 4)
+    finest = next_exponent(1.0, 0, 2**23)
+    assert finest + 1 < 24
+    for exponent, outcome in ((finest, Outcome.COMMIT), (finest - 1, Outcome.RETRY)):
+        grids = GridState((exponent,), calibrated=True, exact=True)
+        assert judge(vector, shape, needed, grids, skip_nonfinite=False).outcome is outcome
+
+
+def test_one_tensor_that_grows_and_one_that_shrinks_cost_one_attempt():
+    votes = [vote._replace(maxima={0: 0.5 * 2.0**20, 1: 3.0 * 2.0**-40}) for vote in certificates()]
+    verdict = verdict_of(votes)
+    assert verdict.outcome is Outcome.RETRY
+    assert "sums of 1 tensors could overflow; gradients of 1 tensors have fewer" in verdict.reason
+    assert verdict_of(votes, grids=GRIDS._replace(exponents=verdict.grids)).outcome is Outcome.COMMIT
+
+
 @pytest.mark.parametrize("growth", [1.0, 2.0**10, 2.0**15])
 def test_growth_within_the_headroom_commits_and_moves_the_grid(growth):
     verdict = verdict_of(changed(0, maxima={0: 0.5 * growth}))
@@ -245,7 +297,7 @@ def test_keys_of_different_things_differ():
 def test_the_vector_is_small_and_whole():
     vector = SHAPE.encode(certificates()[0])
     assert vector.dtype == torch.int64
-    assert vector.shape == (SHAPE.size,) == (5 + 21 + NUM_MICROBATCHES + 6 + NUM_TENSORS,)
+    assert vector.shape == (SHAPE.size,) == (6 + 21 + NUM_MICROBATCHES + 6 + NUM_TENSORS,)
 
 
 CHANGE = key64("a planned change") >> 2

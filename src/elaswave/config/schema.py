@@ -171,7 +171,8 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     refill_bytes_per_step: Annotated[int, Meta(ge=1)] = 4 << 20
     """After a loss, bytes of state that a worker sends during one step, and receives, to make new copies of blocks."""
     verify: bool = True
-    """Compare the copies of gradients and state in every vote. Off only to measure what it costs."""
+    """Compare the copies of gradients and state, and the checksums of partial sums, in every vote. Off only to measure
+    what it costs."""
     policy: Literal[
         "elaswave", "recycle", "recycle_normalized", "torchft", "torchft_batch_kept", "oobleck", "full_restart"
     ] = "elaswave"

@@ -101,8 +101,6 @@ class Compute:
         self.accumulators = accumulators
         self.losses: dict[int, float] = {}
         """Loss of each micro-batch whose last layer ran here, in nats per token."""
-        self.coverage = 0
-        """Sum of `coverage_key` over everything added, modulo 2**64."""
         self.counts: dict[tuple[int, int], int] = {}
         """How often (layer, micro-batch) was added; names the culprit when coverage fails."""
         self.nonfinite: NonFinite | None = None
@@ -118,6 +116,11 @@ class Compute:
         """Whether the halves of a layer's backward have the bits of the whole; found out at its first one."""
 
     @property
+    def coverage(self) -> int:
+        """Sum of `coverage_key` over everything added, modulo 2**64."""
+        return sum(accumulator.coverage for accumulator in self.accumulators.values()) & MASK64
+
+    @property
     def num_layers(self) -> int:
         """Layers of the whole model."""
         return len(self.model.layers)
@@ -130,7 +133,6 @@ class Compute:
         """
         self._step = step
         self.losses.clear()
-        self.coverage = 0
         self.counts.clear()
         self.nonfinite = None
         self._saved.clear()
@@ -277,9 +279,10 @@ class Compute:
 
     def _add(self, index: int, microbatch: int, gradients: Gradients) -> None:
         """Adds a layer's gradients, all or nothing, and counts them."""
-        if not self.accumulators[index].add(gradients):
+        accumulator = self.accumulators[index]
+        if not accumulator.add(gradients):
             self._note_nonfinite(microbatch, index)
-        self.coverage = (self.coverage + coverage_key(index, microbatch)) & MASK64
+        accumulator.coverage = (accumulator.coverage + coverage_key(index, microbatch)) & MASK64
         self.counts[index, microbatch] = self.counts.get((index, microbatch), 0) + 1
 
     @staticmethod

@@ -14,6 +14,7 @@ import torch
 from elaswave.hashing import signed64
 from elaswave.runtime.channels import WAIT_TIMEOUT_S
 from elaswave.state.store import Role
+from elaswave.state.sums import checksum
 
 if TYPE_CHECKING:
     from elaswave.runtime.step import StepEngine
@@ -35,6 +36,8 @@ def diagnose(engine: StepEngine, failed: Sequence[str]) -> str:
         findings += _coverage(engine)
     if "agreement" in failed:
         findings += _agreement(engine)
+    if "partial sums" in failed:
+        findings += _partial_sums(engine)
     if "residency" in failed or "next residency" in failed:
         findings += _residency(engine)
     if "layout" in failed:
@@ -81,6 +84,35 @@ def _agreement(engine: StepEngine) -> list[str]:
         for block, difference in enumerate(_sum(engine, differences, part=2))
         if difference
     ]
+
+
+def _partial_sums(engine: StepEngine) -> list[str]:
+    """Which partial sum is not what was added to it, has changed on its way, or was added up wrongly."""
+    workers, num_layers, num_blocks = engine.layout.workers, engine.layout.num_layers, len(engine.blocks)
+    position = workers.index(engine.worker)
+    changed = [0] * (len(workers) * num_layers)
+    for layer, accumulator in engine.compute.accumulators.items():
+        difference = checksum(accumulator.sum, accumulator.shape, 0) - accumulator.checksum
+        changed[position * num_layers + layer] = signed64(difference)
+    on_the_way = [0] * num_blocks
+    for block, difference in engine.exchange.in_transit().items():
+        on_the_way[block] = signed64(difference)
+    added_up = [0] * len(workers)
+    added_up[position] = signed64(engine.exchange.balance - engine.exchange.recount())
+    total = _sum(engine, changed + on_the_way + added_up, part=5)
+    owner = engine.voting_placement.owner
+    findings = []
+    for index, difference in enumerate(total[: len(changed)]):
+        worker, layer = workers[index // num_layers], index % num_layers
+        if difference:
+            findings.append(f"worker {worker}'s partial sum of layer {layer} is not what was added to it")
+    for block, difference in enumerate(total[len(changed) : -len(workers)]):
+        if difference:
+            findings.append(f"partial sums of block {block} changed on their way to its owner, worker {owner[block]}")
+    for worker, difference in zip(workers, total[-len(workers) :], strict=True):
+        if difference:
+            findings.append(f"worker {worker} added up partial sums wrongly")
+    return findings
 
 
 def _residency(engine: StepEngine) -> list[str]:

@@ -3,10 +3,10 @@
 REDUCE: every worker that holds a layer to run it (those of its stage, or of all stages that share it) sends its partial
 sums of each block to the block's owner; the owner adds them up, turns the total into the mean gradient, and forwards
 that to the followers. GATHER: owners send new parameters to those of them that do not hold the block themselves. One
-frame per layer and pair of workers.
+frame per layer and pair of workers. A frame of partial sums ends with one 64-bit word, the coverage of what it holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,12 +14,13 @@ import torch
 
 from elaswave.comm.frames import Tag
 from elaswave.comm.transport import Handle, Transport
+from elaswave.hashing import MASK64, signed64
 from elaswave.runtime.activity import Activity
 from elaswave.runtime.channels import WAIT_TIMEOUT_S, Channel
 from elaswave.state.flat import FlatLayer, LayerShape
 from elaswave.state.placement import Block, Placement, holders_of_layers
 from elaswave.state.store import BlockStore
-from elaswave.state.sums import Accumulator, reduced_gradient
+from elaswave.state.sums import Accumulator, checksum, reduced_gradient
 from elaswave.types import Layout
 
 _Plan = dict[tuple[int, int], list[Block]]
@@ -27,6 +28,9 @@ _Plan = dict[tuple[int, int], list[Block]]
 
 _RUN_ELEMENTS = 1 << 17
 """Most elements of a run: a mebibyte of sums, which a core's own cache holds."""
+
+_WORD_BYTES = 8
+"""Of the coverage at the end of a frame of partial sums."""
 
 
 class _Run(NamedTuple):
@@ -58,6 +62,7 @@ class Exchange:
         accumulators: their partial sums.
         transport: the worker's links.
         activity: told for whom this worker waits.
+        checked: keep the totals' part of the balance.
     """
 
     def __init__(
@@ -73,7 +78,12 @@ class Exchange:
         accumulators: dict[int, Accumulator],
         transport: Transport,
         activity: Activity,
+        checked: bool = True,
     ) -> None:
+        self.balance = 0
+        """Coverage words that were sent less those that have come, less the checksums of the totals, modulo 2**64; with
+        the accumulators' checksums, and added over all workers, it is zero once everybody has reduced."""
+        self._checked = checked
         self._worker = worker
         self._shapes = shapes
         self._store = store
@@ -121,6 +131,7 @@ class Exchange:
 
     def begin(self, step: int, attempt: int) -> None:
         """Posts the receives of REDUCE, so that frames that arrive early land where they belong."""
+        self.balance = 0
         self._partial_handles = {layer: [] for layer in self._owned}
         for (layer, peer), buffers in self._buffers.items():
             tag = Tag(Channel.PARTIAL_SUM, step, attempt, layer, 0)
@@ -136,12 +147,15 @@ class Exchange:
     def send_partials(self, layer: int, step: int, attempt: int) -> list[Handle]:
         """Sends this worker's complete partial sums of a layer to the owners of its blocks."""
         tag = Tag(Channel.PARTIAL_SUM, step, attempt, layer, 0)
-        total = self._accumulators[layer].sum
-        return [
-            self._transport.send(peer, tag, [total[run.start : run.stop] for run in _runs(blocks)])
+        total, coverage = self._accumulators[layer].sum, self._accumulators[layer].coverage
+        word = torch.tensor([signed64(coverage)]).view(total.dtype)
+        frames = {
+            peer: [*(total[run.start : run.stop] for run in _runs(blocks)), word]
             for (sent_layer, peer), blocks in self._partials_out.items()
             if sent_layer == layer
-        ]
+        }
+        self.balance = (self.balance + coverage * len(frames)) & MASK64
+        return [self._transport.send(peer, tag, parts) for peer, parts in frames.items()]
 
     def reduce(self, step: int, attempt: int, exponents: Sequence[Sequence[int]]) -> list[Handle]:
         """Makes every held block's mean gradient complete; waits for the peers' partial sums.
@@ -154,15 +168,14 @@ class Exchange:
         sends = []
         for layer in sorted(self._owned, reverse=True):  # the order in which backward finishes layers
             self._wait(self._partial_handles[layer])
-            peers = sorted(peer for sent_layer, peer in self._buffers if sent_layer == layer)
-            own = self._accumulators.get(layer)
-            for index, run in enumerate(self._owned[layer]):
-                parts = [self._buffers[layer, peer][index] for peer in peers]
-                if own is not None:
-                    parts.insert(0, own.sum[run.start : run.stop])
-                gradient = reduced_gradient(
-                    _add_up(parts), self._shapes[layer], run.start, exponents[layer], self._num_microbatches
-                )
+            self.balance -= sum(_coverage(parts) for (of, _), parts in self._buffers.items() if of == layer)
+            shape = self._shapes[layer]
+            for run, parts in self._parts(layer):
+                total = _add_up(list(parts.values()))
+                gradient = reduced_gradient(total, shape, run.start, exponents[layer], self._num_microbatches)
+                if self._checked:
+                    # After its use, so that whatever had changed before it shows.
+                    self.balance -= checksum(total, shape, run.start)
                 for block, part in zip(run.blocks, gradient.split(run.sizes), strict=True):
                     self._store[block.id].gradient = part
             tag = Tag(Channel.REDUCED, step, attempt, layer, 0)
@@ -170,8 +183,45 @@ class Exchange:
                 if sent_layer == layer:
                     gradients = [self._gradient(block) for block in blocks]
                     sends.append(self._transport.send(peer, tag, gradients))
+        self.balance &= MASK64
         self._wait(self._reduced_handles)
         return sends
+
+    def recount(self) -> int:
+        """The balance as it comes from what lies in memory now, adding each partial sum up by itself."""
+        sent = sum(self._accumulators[layer].coverage for layer, _ in self._partials_out)
+        come = sum(map(_coverage, self._buffers.values()))
+        totals = 0
+        for layer in self._owned:
+            for run, parts in self._parts(layer):
+                totals += sum(checksum(part, self._shapes[layer], run.start) for part in parts.values())
+        return (sent - come - totals) & MASK64
+
+    def in_transit(self) -> dict[int, int]:
+        """By block: what was sent less what has come, as it lies in memory now; each frame's word is its first block's.
+        Added over all workers, this is zero, modulo 2**64, unless something has changed on the way."""
+        found = dict.fromkeys(self._store.held, 0)
+        for (layer, _), blocks in self._partials_out.items():
+            accumulator, shape = self._accumulators[layer], self._shapes[layer]
+            for block in blocks:
+                part = accumulator.sum[block.start : block.stop]
+                found[block.id] = found.get(block.id, 0) + checksum(part, shape, block.start)
+            found[blocks[0].id] += accumulator.coverage
+        for (layer, _), buffers in self._buffers.items():
+            runs = self._owned[layer]
+            for run, part in zip(runs, buffers[:-1], strict=True):
+                for block, piece in zip(run.blocks, part.split(run.sizes), strict=True):
+                    found[block.id] -= checksum(piece, self._shapes[layer], block.start)
+            found[runs[0].blocks[0].id] -= _coverage(buffers)
+        return found
+
+    def _parts(self, layer: int) -> Iterator[tuple[_Run, dict[int, torch.Tensor]]]:
+        """The runs that this worker owns of a layer, and of each the partial sums by who has added them up."""
+        peers = sorted(peer for of, peer in self._buffers if of == layer)
+        own = self._accumulators.get(layer)
+        for index, run in enumerate(self._owned[layer]):
+            parts = {} if own is None else {self._worker: own.sum[run.start : run.stop]}
+            yield run, parts | {peer: self._buffers[layer, peer][index] for peer in peers}
 
     def _gradient(self, block: Block) -> torch.Tensor:
         gradient = self._store[block.id].gradient
@@ -240,10 +290,15 @@ def _runs(blocks: Sequence[Block]) -> list[_Run]:
 
 
 def _buffers(runs: Sequence[_Run], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Receive buffers of one frame: views into one allocation, never shared with what they will be added to, so that
-    an owner can leave out a dead peer's part."""
-    sizes = [run.stop - run.start for run in runs]
+    """Receive buffers of one frame, one per run and last that of its coverage: views into one allocation, never shared
+    with what they will be added to, so that an owner can leave out a dead peer's part."""
+    sizes = [*(run.stop - run.start for run in runs), _WORD_BYTES // dtype.itemsize]
     return list(torch.empty(sum(sizes), dtype=dtype).split(sizes))
+
+
+def _coverage(parts: Sequence[torch.Tensor]) -> int:
+    """The last word of a frame of partial sums."""
+    return int(parts[-1].clone().view(torch.int64))
 
 
 def _add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -153,9 +153,9 @@ class StepEngine:
         self._clockwork = clockwork
         self.activity = activity
         self._trace = trace
-        exact = self._config.elastic.consistency == "bitwise"
+        exact, checked = self._config.elastic.consistency == "bitwise", self._config.elastic.verify
         self._make_accumulator: Callable[[LayerShape], Accumulator] = (
-            functools.partial(ExactAccumulator, scratch=Scratch()) if exact else FloatAccumulator
+            functools.partial(ExactAccumulator, scratch=Scratch(), checked=checked) if exact else FloatAccumulator
         )
         self._accumulators = {index: self._make_accumulator(layer.shape) for index, layer in layers.items()}
         self.compute = Compute(
@@ -203,7 +203,7 @@ class StepEngine:
         self.voting_placement = placement
         self.voting_store = store
         self.next_layout_hash = key64(self._layout_hash, struct_hash(placement)) >> 2
-        self._exchange = Exchange(
+        self.exchange = Exchange(
             self.worker,
             layout=self.layout,
             placement=placement,
@@ -214,6 +214,7 @@ class StepEngine:
             accumulators=self._accumulators,
             transport=self.transport,
             activity=self.activity,
+            checked=self._config.elastic.verify,
         )
 
     def hold(self, change: Change | None) -> None:
@@ -232,7 +233,7 @@ class StepEngine:
         self._materialise(range(stage.start, stage.stop))
         self._use_layout(change.layout, change.tuning)
         self._use_placement(self.placement, self.store)
-        self._exchange.publish(self.store)
+        self.exchange.publish(self.store)
 
     def held(self) -> dict[int, Held]:
         """The copies at the last committed step, for a report."""
@@ -307,7 +308,7 @@ class StepEngine:
                 values = [self.store[index].slots["master"].to(self.blueprint.dtype) for index in ids]
                 sends.append(self.transport.send(worker, tag, values))
         if decision.deliver:
-            self._exchange.publish(self.store)
+            self.exchange.publish(self.store)
         self.transport.wait([*sends, *receives], WAIT_TIMEOUT_S)
         return received
 
@@ -402,11 +403,11 @@ class StepEngine:
         filling = self._fill()
         exponents = self._exponents_by_layer()
         self.compute.begin(step, exponents)
-        self._exchange.begin(step, attempt)
+        self.exchange.begin(step, attempt)
 
         def on_layer_done(layer: int) -> None:
             self._reach("reduce")
-            self._sends += self._exchange.send_partials(layer, step, attempt)
+            self._sends += self.exchange.send_partials(layer, step, attempt)
 
         with self._timed("run"):
             self._executor.run(
@@ -422,7 +423,7 @@ class StepEngine:
         with self._timed("reduce"):
             self._reach("reduce")
             self.activity.wait("reduce")
-            self._sends += self._exchange.reduce(step, attempt, exponents)
+            self._sends += self.exchange.reduce(step, attempt, exponents)
             self.activity.wait_for(filling)
             self.transport.wait(filling, WAIT_TIMEOUT_S)
         self.ledger.prepare()
@@ -570,6 +571,7 @@ class StepEngine:
             residency=residency,
             next_residency=residency,  # planned changes of layout come with their own set of blocks
             agreement=self._agreement() if verify else 0,
+            partial_sums=self._partial_sums() if verify else 0,
             next_layout=self.next_layout_hash,
             losses=dict(self.compute.losses),
             square_sums=square_sums,
@@ -578,6 +580,11 @@ class StepEngine:
             request=self._request(),
             change=self._change_hash,
         )
+
+    def _partial_sums(self) -> int:
+        """What this worker has added and sent, less what it has made totals of."""
+        added = sum(accumulator.checksum for accumulator in self._accumulators.values())
+        return (added + self.exchange.balance) & MASK64
 
     def _residency(self) -> int:
         keys = (residency_key(held.block.id, held.role, self.worker, held.version) for held in self.voting_store)
@@ -624,7 +631,7 @@ class StepEngine:
             self.check()
             self._reach("apply")
             self._apply_block(held, step, clip, rate, skip=skip)
-        self._exchange.publish(self.store)
+        self.exchange.publish(self.store)
 
     def _apply_block(self, held: HeldBlock, step: int, clip: float, rate: float, *, skip: bool) -> None:
         gradient = held.gradient
@@ -645,7 +652,7 @@ class StepEngine:
     def _gather(self) -> None:
         assert self.ledger.may_write_parameters(self.step)
         self._reach("gather")
-        self._sends += self._exchange.gather(self.step, self.attempt, lambda: self._reach("gather"))
+        self._sends += self.exchange.gather(self.step, self.attempt, lambda: self._reach("gather"))
         self._drain()
         self.ledger.gathered(self.step)
 

@@ -9,6 +9,9 @@ the vote passed implies that everyone can apply. The parts:
 - residency: a key for every held block, its role, holder and version, against what the placement says;
 - agreement: owners add (number of followers x hash) of each gradient and of a rotating sample of state blocks,
   followers subtract theirs: zero unless a copy differs;
+- partial sums: workers add the sum of all words that they have added to their partial sums, and the coverage that they
+  have sent beside them; owners subtract those of the totals, and the coverage that has come: zero unless a word of a
+  partial sum has changed in an accumulator, on the way, or in being added up;
 - layout: the largest and the smallest hash of layout and next placement, which must be equal;
 - change: the same of the planned change of layout that each worker holds; it comes into force if all hold the same one;
 - the gradient norm in exact limbs, one slot per micro-batch for the losses, the largest gradient per tensor, and the
@@ -28,9 +31,19 @@ import torch
 
 from elaswave.hashing import MASK64, key64, mix64, signed64
 from elaswave.runtime.compute import NonFinite
-from elaswave.state.sums import NORM_LIMBS, could_overflow, next_exponent, norm_from_limbs, norm_limbs
+from elaswave.state.sums import (
+    FEWEST_BITS,
+    NORM_LIMBS,
+    could_overflow,
+    is_too_coarse,
+    next_exponent,
+    norm_from_limbs,
+    norm_limbs,
+)
 
 _ROW_BITS = 20
+_NUM_CHECKS = 6
+"""Sums before those of the norm."""
 _NUM_FLAGS = 6
 """Maxima before those of the tensors."""
 UNKNOWN_MICROBATCH = (1 << _ROW_BITS) - 1
@@ -67,6 +80,7 @@ class Certificate(NamedTuple):
     residency: int
     next_residency: int
     agreement: int
+    partial_sums: int
     next_layout: int
     """62-bit hash of the layout, and of the placement that this vote brings into force."""
     losses: Mapping[int, float]
@@ -134,13 +148,20 @@ class VoteShape:
     def __init__(self, num_microbatches: int, num_tensors: int) -> None:
         self.num_microbatches = num_microbatches
         self.num_tensors = num_tensors
-        self.num_sums = 5 + NORM_LIMBS + num_microbatches
+        self.num_sums = _NUM_CHECKS + NORM_LIMBS + num_microbatches
         self.num_maxima = _NUM_FLAGS + num_tensors
         self.size = self.num_sums + self.num_maxima
 
     def encode(self, certificate: Certificate) -> torch.Tensor:
         """The vector of one worker, int64 [size]."""
-        sums = [1, certificate.coverage, certificate.residency, certificate.next_residency, certificate.agreement]
+        sums = [
+            1,
+            certificate.coverage,
+            certificate.residency,
+            certificate.next_residency,
+            certificate.agreement,
+            certificate.partial_sums,
+        ]
         sums += norm_limbs(certificate.square_sums)
         sums += [_float_bits(certificate.losses.get(index, 0.0)) for index in range(self.num_microbatches)]
         maxima = [
@@ -183,9 +204,11 @@ def judge(
         skip_nonfinite: commit a step whose loss or gradient is not finite without an update.
     """
     values: list[int] = vector.tolist()
-    num_voters, coverage, residency, next_residency, agreement = (value & MASK64 for value in values[:5])
-    limbs = values[5 : 5 + NORM_LIMBS]
-    first_loss = 5 + NORM_LIMBS
+    num_voters, coverage, residency, next_residency, agreement, partial_sums = (
+        value & MASK64 for value in values[:_NUM_CHECKS]
+    )
+    first_loss = _NUM_CHECKS + NORM_LIMBS
+    limbs = values[_NUM_CHECKS:first_loss]
     losses = tuple(_bits_float(value) for value in values[first_loss : first_loss + expected.num_microbatches])
     flags = values[shape.num_sums : shape.num_sums + _NUM_FLAGS]
     layout_max, layout_min, nonfinite_code, request, change_max, change_min = flags
@@ -196,6 +219,7 @@ def judge(
         "residency": residency == expected.residency,
         "next residency": next_residency == expected.next_residency,
         "agreement": agreement == 0,
+        "partial sums": partial_sums == 0,
         "layout": layout_max == -layout_min == expected.next_layout,
     }
     failed = tuple(name for name, passed in checks.items() if not passed)
@@ -220,13 +244,14 @@ def judge(
     )
     if not grids.calibrated:
         return verdict(Outcome.RETRY, "the first gradients have been measured", after)
-    overflows = [
-        index
-        for index, (maximum, exponent) in enumerate(zip(maxima, grids.exponents, strict=True))
-        if could_overflow(maximum, exponent, shape.num_microbatches)
-    ]
-    if overflows:
-        return verdict(Outcome.RETRY, f"sums of {len(overflows)} tensors could overflow", after)
+    tensors = list(zip(maxima, grids.exponents, after, strict=True))
+    overflows = sum(could_overflow(maximum, grid, shape.num_microbatches) for maximum, grid, _ in tensors)
+    # Once per step: the same gradients have all the bits that there are on the grids which they ask for.
+    coarse = sum(is_too_coarse(maximum, grid) and finer > grid for maximum, grid, finer in tensors)
+    reasons = [f"sums of {overflows} tensors could overflow"] if overflows else []
+    reasons += [f"gradients of {coarse} tensors have fewer than {FEWEST_BITS} bits on their grids"] if coarse else []
+    if reasons:
+        return verdict(Outcome.RETRY, "; ".join(reasons), after)
     return verdict(Outcome.COMMIT, "the certificate holds", after)
 
 

@@ -14,6 +14,11 @@ could overflow is judged from the largest single gradient, never from a partial 
 Rounding uses the addition of ``1.5 * 2**(52 - e)`` in float64, whose bits then hold ``n(g)`` plus a constant; the
 constants of all N additions are subtracted once, by the owner. Gradients too large for that (2**51 units and more)
 take a slower path to the same integers.
+
+Each addition also adds the plain sum of all words that it adds to one number, the accumulator's `checksum`. That is
+linear, so the checksums of all contributors add up to the `checksum` of the owners' totals, modulo 2**64, unless a bit
+has changed in between. It finds every single changed word; two changes that cancel, and words that have changed places,
+it does not.
 """
 
 import math
@@ -23,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from elaswave.hashing import signed64
+from elaswave.hashing import MASK64, signed64
 from elaswave.state.flat import LayerShape, segments
 
 HEADROOM_BITS = 16
@@ -32,6 +37,8 @@ BITS_BELOW_MAXIMUM = 43
 """Bits of resolution below a tensor's largest gradient."""
 MIN_EXPONENT, MAX_EXPONENT = -90, 200
 """Grids are clamped to these; float32 reaches from 2**-149 to 2**128."""
+FEWEST_BITS = 24
+"""Bits that a tensor's largest gradient must have on its grid, else the step is tried again: as many as float32 has."""
 INITIAL_EXPONENT = 40
 """Grid of the first attempt of the first step, which is made only to measure (see `elaswave.runtime.vote`)."""
 
@@ -65,6 +72,11 @@ def count_bits(count: int) -> int:
 def could_overflow(maximum: float, exponent: int, num_microbatches: int) -> bool:
     """Whether the sum of num_microbatches values up to maximum could leave the signed 64-bit range."""
     return maximum > 0.0 and magnitude_bits(maximum) + exponent + count_bits(num_microbatches) > 62
+
+
+def is_too_coarse(maximum: float, exponent: int) -> bool:
+    """Whether a grid leaves the largest gradient, if there is any, fewer bits than float32 would."""
+    return maximum > 0.0 and magnitude_bits(maximum) + exponent < FEWEST_BITS
 
 
 _PIECE_ELEMENTS = 1 << 17
@@ -121,10 +133,12 @@ class ExactAccumulator:
     Args:
         shape: the layer's tensors.
         scratch: None for memory of its own.
+        checked: keep the checksum; else it stays 0.
     """
 
-    def __init__(self, shape: LayerShape, scratch: Scratch | None = None) -> None:
+    def __init__(self, shape: LayerShape, scratch: Scratch | None = None, *, checked: bool = True) -> None:
         self.shape = shape
+        self._checked = checked
         self._sum = torch.zeros(shape.size, dtype=torch.int64)
         self._words = self._sum.numpy()
         self._scratch = scratch or Scratch()
@@ -137,6 +151,10 @@ class ExactAccumulator:
         self._is_empty = True
         self.maxima = [0.0] * len(exponents)
         """Largest absolute gradient seen per tensor since `reset`."""
+        self.coverage = 0
+        """Sum of the keys of all micro-batches that were added since `reset`, modulo 2**64; kept by who adds."""
+        self.checksum = 0
+        """Sum of all words that were added since `reset`, modulo 2**64: what the words of `sum` must come to."""
         self._exponents = list(exponents)
         self._magic = [_magic(exponent) for exponent in exponents]
         self._slow_from = [2.0 ** (_FAST_LIMIT_BITS - exponent) for exponent in exponents]
@@ -175,6 +193,8 @@ class ExactAccumulator:
                     values.copy_(gradient)
                     np.add(numbers, self._magic[index], out=numbers)
             total, words = self._words[piece.start : piece.stop], self._scratch.words[: piece.stop - piece.start]
+            if self._checked:
+                self.checksum = (self.checksum + int(words.sum())) & MASK64  # while the piece is in the cache
             if self._is_empty:
                 np.copyto(total, words)
             else:
@@ -201,10 +221,15 @@ class FloatAccumulator:
         self.shape = shape
         self.sum = torch.zeros(shape.size, dtype=torch.float32)
         self.maxima = [0.0] * len(shape.tensors)
+        self.coverage = 0
+        """As an `ExactAccumulator`'s."""
+        self.checksum = 0
+        """Always 0: rounding is not linear, so sums of float32 have no checksum."""
         self._views = [self.sum[slot.offset : slot.stop].view(slot.shape) for slot in shape.tensors]
 
     def reset(self, exponents: Sequence[int]) -> None:
         """Empties the sum; the grids are not used."""
+        self.coverage = 0
         self.sum.zero_()
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> bool:
@@ -216,6 +241,21 @@ class FloatAccumulator:
 
 
 Accumulator = ExactAccumulator | FloatAccumulator
+
+
+def checksum(total: torch.Tensor, shape: LayerShape, start: int) -> int:
+    """Sum of the words of a run of a layer modulo 2**64, padding left out; 0 for sums of float32.
+
+    Args:
+        total: int64 (exact) or float32 (scaled) sum of the run [start, start + len(total)).
+        shape: the layer.
+        start: first element of the run.
+    """
+    if total.dtype == torch.float32:
+        return 0
+    words = total.numpy()
+    runs = segments(shape, start, start + total.numel())
+    return sum(int(words[run.start : run.stop].sum()) for run in runs) & MASK64
 
 
 def reduced_gradient(

@@ -1,0 +1,102 @@
+"""Partial sums that change between the worker that has added them and the mean that is made of them.
+
+Step engines as threads: what changes is inside the REDUCE of one of them. `test_planted_bugs` has real processes.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integration.crew import Training, train
+
+from elaswave.planning.layout import make_layout
+from elaswave.runtime import exchange as exchange_module
+from elaswave.runtime.exchange import Exchange
+from elaswave.runtime.step import StepEngine
+
+STEP = 2
+LAYOUT = make_layout(widths=(2,), layers_per_stage=(4,), num_microbatches=5)
+
+
+def flip_received(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit 40 of a word in the first frame of partial sums that worker 0 has received."""
+    exchange._buffers[0, 1][0][0] ^= 1 << 40
+
+
+def flip_total(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next total that is made, after all have come, lacks a bit."""
+    add_up = exchange_module._add_up
+
+    def wrong(parts: Any) -> torch.Tensor:
+        monkeypatch.setattr(exchange_module, "_add_up", add_up)
+        total = add_up(parts)
+        total[0] ^= 1 << 40
+        return total
+
+    monkeypatch.setattr(exchange_module, "_add_up", wrong)
+
+
+Spoil = Callable[[Exchange, pytest.MonkeyPatch], None]
+
+
+def spoilt_training(spoil: Spoil, monkeypatch: pytest.MonkeyPatch, folder: Path, **settings: Any) -> Any:
+    """A training in which one worker's REDUCE is spoilt once: what comes of it, and why steps were tried again."""
+    reduce, retries = Exchange.reduce, {}
+
+    def spoilt(exchange: Exchange, step: int, attempt: int, exponents: Any) -> Any:
+        if (exchange._worker, step, attempt) == (0, STEP, 1):
+            for handles in exchange._partial_handles.values():
+                exchange._wait(handles)
+            with monkeypatch.context() as patch:
+                spoil(exchange, patch)
+                return reduce(exchange, step, attempt, exponents)
+        return reduce(exchange, step, attempt, exponents)
+
+    def note(engine: StepEngine) -> None:
+        result_of = engine.result_of
+
+        def noted(*arguments: Any) -> Any:
+            result = result_of(*arguments)
+            retries[engine.worker, result.step] = result.retries
+            return result
+
+        engine.result_of = noted  # type: ignore[method-assign]
+
+    monkeypatch.setattr(Exchange, "reduce", spoilt)
+    training = train(LAYOUT, folder, settings, change=note)
+    return training, retries
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    return train(LAYOUT, tmp_path_factory.mktemp("text"))
+
+
+@pytest.mark.parametrize(
+    "spoil, finding",
+    [
+        (flip_received, "partial sums of block 0 changed on their way to its owner, worker 0"),
+        (flip_total, "worker 0 added up partial sums wrongly"),
+    ],
+    ids=["on the way", "added up"],
+)
+def test_a_bit_that_flips_after_a_sum_has_left_costs_an_attempt_and_no_bit(
+    undisturbed: Training, spoil: Spoil, finding: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    training, retries = spoilt_training(spoil, monkeypatch, tmp_path)
+    assert (training.losses, training.digests) == (undisturbed.losses, undisturbed.digests)
+    for worker in LAYOUT.workers:
+        assert retries[worker, STEP] == (f"the certificate does not hold: partial sums ({finding})",)
+        assert retries[worker, STEP + 1] == ()
+
+
+def test_without_verification_such_a_bit_is_committed(
+    undisturbed: Training, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So the tests above can fail."""
+    settings = {"elastic.verify": False, "elastic.num_followers": 0}
+    training, retries = spoilt_training(flip_received, monkeypatch, tmp_path, **settings)
+    assert retries[0, STEP] == ()
+    assert training.digests != undisturbed.digests
