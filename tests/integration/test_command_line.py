@@ -154,6 +154,13 @@ def test_run_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert "model.width is 32 there and 64 here" in errors
     assert (tmp_path / "run" / "result.json").read_bytes() == before
 
+    saved = (tmp_path / "run" / "config.toml").read_bytes()
+    code, _, errors = ended(tmp_path / "t6", "--run-dir", "run", "--resume", "--set", "run.steps=1")
+    assert (code, "Traceback" in errors) == (2, False)
+    assert "has 2 steps already, and run.steps = 1 asks for fewer: there is nothing to do" in errors
+    assert (tmp_path / "run" / "result.json").read_bytes() == before
+    assert (tmp_path / "run" / "config.toml").read_bytes() == saved
+
     code, _, errors = ended(tmp_path / "t5", "--run-dir", "run", "--overwrite", *settings_of(run__steps=3))
     assert code == 0, errors
     assert read_result(tmp_path / "run").steps == 3

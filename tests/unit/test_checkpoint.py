@@ -37,6 +37,7 @@ from elaswave.state.checkpoint import (
     newest_valid_checkpoint,
     optimizer_name,
     prune,
+    put_aside,
     read_meta,
     read_pieces,
     remove_stale,
@@ -459,6 +460,20 @@ def test_prune_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
     assert left == ["step-00000003", "step-00000004", "step-00000005.tmp", "step-100000000"]
     assert pending.exists() and newest_valid_checkpoint(tmp_path) == refs[4]
     assert prune(tmp_path, 2) == []
+
+
+def test_damaged_checkpoints_are_put_aside(tmp_path: Path) -> None:
+    refs = [save(tmp_path, step, {"model.w": torch.arange(4.0)}, num_workers=1) for step in (1, 2, 3)]
+    for _again in range(2):
+        flip_bit(refs[1].folder / "worker-0.distcp", 0)
+        flip_bit(refs[2].folder / "worker-0.distcp", 0)
+        pending = shard_folder(tmp_path, 4)
+        put_aside(find_newest_checkpoint(tmp_path))
+        names = ["step-00000001", "step-00000002.damaged", "step-00000003.damaged", "step-00000004.tmp"]
+        assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
+        pending.rmdir()
+        refs[1:] = [save(tmp_path, step, {"model.w": torch.arange(4.0)}, num_workers=1) for step in (2, 3)]
+    assert prune(tmp_path, 1) == [refs[1].folder, refs[0].folder]
 
 
 def test_prune_must_keep_one(tmp_path: Path) -> None:

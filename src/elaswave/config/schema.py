@@ -91,6 +91,9 @@ class DataConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Number of different tokens; unset: 256, one for each byte. A ``.bin`` file needs it."""
     validation_fraction: FractionBelowOne = 0.1
     """Share of the tokens, at the end of the source, that is kept for evaluation."""
+    verify: Literal["sample", "full"] = "sample"
+    """What a resumed run compares with the data that it began with, beside the size: 64 blocks spread over the file, or
+    the whole content, which is read once at every start."""
 
     @property
     def resolved_vocab_size(self) -> int:

@@ -46,6 +46,7 @@ from elaswave.observability.result import (
     WorkerMemory,
     from_json_float,
 )
+from elaswave.observability.run_folder import data_facts
 from elaswave.planning.measured import ActionTiming
 from elaswave.runtime.blueprint import Blueprint
 from elaswave.runtime.materialise import MASTER, stored_name
@@ -523,6 +524,7 @@ class Books:
                 "calibrated": standing.calibrated,
                 "val_steps": [at for at, _ in val],
                 "val_losses": [loss for _, loss in val],
+                "data": data_facts(self._run_dir),
             },
         )
         done = commit_checkpoint(shard_folder(self._run_dir, step), items, meta)

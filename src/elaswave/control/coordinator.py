@@ -60,7 +60,7 @@ from elaswave.runtime.messages import (
     Stop,
     Timings,
 )
-from elaswave.state.checkpoint import find_newest_checkpoint
+from elaswave.state.checkpoint import find_newest_checkpoint, put_aside
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.placement import Placement, place_blocks
 from elaswave.testing.faults import (
@@ -646,7 +646,9 @@ class CoordinatorProcess:
         if restarts:
             self._detector.pause(time.monotonic())
             await asyncio.sleep(self._setup.blueprint.config.elastic.restart_s)
-        newest = (await asyncio.to_thread(find_newest_checkpoint, self._setup.run_dir)).newest
+        search = await asyncio.to_thread(find_newest_checkpoint, self._setup.run_dir)
+        put_aside(search)
+        newest = search.newest
         if self._core.epoch != epoch or self._ended is not None:
             return
         step = None if newest is None else newest.step

@@ -49,9 +49,11 @@ from elaswave.control.messages import (
     ToAgent,
 )
 from elaswave.control.parent_death import end_with_parent
+from elaswave.data.fingerprint import check_same_data, fingerprint_in, fingerprint_of
 from elaswave.errors import (
     CheckpointError,
     RecoveryError,
+    RunFolderError,
     StateError,
     StoppedBySignalError,
     WorkerError,
@@ -60,6 +62,7 @@ from elaswave.observability.events import ErrorRaised, EventLog, RunFinished, St
 from elaswave.observability.processes import described, facts_of, remove_processes, write_processes
 from elaswave.observability.progress import Reporter
 from elaswave.observability.result import DIGESTS_FILE, EVENTS_FILE, RESULT_FILE, Result, read_result
+from elaswave.observability.run_folder import write_data_facts
 from elaswave.observability.trace import PART_PATTERN, merge_traces
 from elaswave.runtime.blueprint import Blueprint
 from elaswave.runtime.frequency import check_available, remove_groups
@@ -67,7 +70,7 @@ from elaswave.runtime.messages import ToWorker
 from elaswave.runtime.probe import NoProbe, Probe, Probes
 from elaswave.runtime.step import StepEngine
 from elaswave.runtime.worker import Mailbox, WorkerSetup, run_worker
-from elaswave.state.checkpoint import find_newest_checkpoint, newest_committed_step, remove_stale
+from elaswave.state.checkpoint import find_newest_checkpoint, newest_committed_step, put_aside, remove_stale
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.testing.faults import FAULTS_FILE, Fault, FaultProbe
 
@@ -133,9 +136,17 @@ def train(
     check_available(config.device.frequency)
     blueprint = Blueprint(config)
     _ = blueprint.programs, blueprint.placement  # computed and checked once, inherited by all processes
-    blueprint.sampler(blueprint.open_source(run_dir / "data"))  # bad data ends here, not in a worker
+    data_path = _check_data(blueprint, run_dir)
+    fingerprint = fingerprint_of(data_path, whole=config.data.verify == "full")
     remove_stale(run_dir)
-    checkpoint = _newest_checkpoint(run_dir, reporter) if resume else None
+    checkpoint = None
+    if resume:
+        checkpoint = _newest_checkpoint(run_dir, reporter)
+        _check_resumable(config, checkpoint[1], run_dir, reporter)
+        warning = check_same_data(data_path, fingerprint_in(checkpoint[1].extra), fingerprint)
+        if warning:
+            reporter.message(f"warning: {warning}")
+    write_data_facts(run_dir, fingerprint)
     # A run that goes on has no result until its new end, and no part of a trace of workers that are long gone.
     for stale in (
         run_dir / RESULT_FILE,
@@ -176,6 +187,7 @@ def train(
 
 def _newest_checkpoint(run_dir: Path, reporter: Reporter) -> tuple[Path, CheckpointMeta]:
     search = find_newest_checkpoint(run_dir)
+    put_aside(search)
     for skipped in search.skipped:
         reporter.message(f"checkpoint {skipped.folder.name} is not used: {skipped.reason}")
     if search.newest is None:
@@ -184,6 +196,24 @@ def _newest_checkpoint(run_dir: Path, reporter: Reporter) -> tuple[Path, Checkpo
             "run.checkpoint_every to have one next time"
         )
     return search.newest.folder, search.newest.meta
+
+
+def _check_data(blueprint: Blueprint, run_dir: Path) -> Path:
+    """The file of a run's data, which is good for it: bad data ends here, not in a worker."""
+    source = blueprint.open_source(run_dir / "data")
+    blueprint.sampler(source)
+    return source.path
+
+
+def _check_resumable(config: Config, meta: CheckpointMeta, run_dir: Path, reporter: Reporter) -> None:
+    """Refuses to go on to a step that a run has behind it, and says so if it has all of them already."""
+    if config.run.steps < meta.step:
+        raise RunFolderError(
+            f"the run in {run_dir} has {meta.step} steps already, and run.steps = {config.run.steps} asks for fewer: "
+            "there is nothing to do; ask for more steps, or begin again with --overwrite"
+        )
+    if config.run.steps == meta.step:
+        reporter.message(f"the run has all of its {meta.step} steps already: nothing is trained; ask for more steps")
 
 
 def _outcome(ended: Ended, stop_signal: int | None, run_dir: Path) -> Result:

@@ -30,6 +30,8 @@ _CHECK_CHUNK_TOKENS = 1 << 22
 class TokenSource(Protocol):
     """What the engine needs of a source."""
 
+    path: Path
+    """The file that holds its tokens."""
     vocab_size: int
     """Number of different tokens."""
 

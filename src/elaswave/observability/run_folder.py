@@ -21,7 +21,7 @@ import msgspec
 from elaswave import __version__
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
-from elaswave.errors import ConfigError, DataError, RunFolderError
+from elaswave.errors import CheckpointError, ConfigError, DataError, RunFolderError, UsageError
 from elaswave.observability.processes import PROCESSES_FILE
 from elaswave.observability.result import (
     DIGESTS_FILE,
@@ -36,6 +36,7 @@ MARKER_FILE = "run.json"
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
 CHECKPOINTS_DIR = "checkpoints"
+DATA_FILE = "data.json"
 LOGS_DIR = "logs"
 TERMINAL_LOG = "terminal.log"
 """In the folder of logs: what the terminal would not show any more."""
@@ -51,6 +52,7 @@ WRITTEN_NAMES = (
     FAULTS_FILE,
     PROCESSES_FILE,
     TRACE_FILE,
+    DATA_FILE,
     CHECKPOINTS_DIR,
     LOGS_DIR,
     DATA_DIR,
@@ -60,7 +62,7 @@ WRITTEN_NAMES = (
 WRITTEN_PATTERNS = ("trace-worker-*.json.part", *(f".{name}.*.tmp" for name in (MARKER_FILE, *WRITTEN_NAMES)))
 """What a run that was cut short may leave beside them."""
 
-KEYS_FREE_ON_RESUME = ("layout.", "elastic.", "run.", "model.recompute")
+KEYS_FREE_ON_RESUME = ("layout.", "elastic.", "run.", "model.recompute", "data.verify")
 """Keys, or the beginnings of keys, that a resumed run may change."""
 KEYS_FIXED_ON_RESUME = ("run.seed",)
 """Exceptions from them."""
@@ -133,6 +135,7 @@ def open_run_dir(
         try:
             if overwrite and is_run(path):
                 _remove_run(path)
+            before = (path / CONFIG_FILE).read_bytes() if resume else b""
             if not resume:
                 marker = {"written_by": "elaswave", "version": __version__, "created": f"{now:%Y-%m-%dT%H:%M:%SZ}"}
                 atomic_write(path / MARKER_FILE, [msgspec.json.encode(marker), b"\n"])
@@ -142,7 +145,12 @@ def open_run_dir(
             raise _not_writable(path, error) from error
         try:
             yield path
-        except (ConfigError, DataError):
+        except (UsageError, CheckpointError) as error:
+            if resume:  # nothing has been computed with what was asked for
+                with contextlib.suppress(OSError):
+                    atomic_write(path / CONFIG_FILE, [before])
+            if not isinstance(error, ConfigError | DataError):
+                raise
             # Bad input, so nothing has been computed: the next try should not find a run in its way.
             if not resume and not any((path / CHECKPOINTS_DIR).glob("*")):
                 with contextlib.suppress(OSError):
@@ -152,6 +160,19 @@ def open_run_dir(
                     for folder in made:
                         folder.rmdir()  # refused where others have put something meanwhile
             raise
+
+
+def write_data_facts(path: Path, facts: object) -> None:
+    """Keeps in a run's folder what is known of its data file, a struct."""
+    atomic_write(path / DATA_FILE, [msgspec.json.encode(facts), b"\n"])
+
+
+def data_facts(path: Path) -> dict[str, object]:
+    """What a run's folder says of its data file, for its checkpoints; empty if that cannot be read."""
+    try:
+        return msgspec.json.decode((path / DATA_FILE).read_bytes(), type=dict[str, object])
+    except (OSError, msgspec.DecodeError):
+        return {}
 
 
 def differing_keys(a: Config, b: Config) -> dict[str, tuple[object, object]]:

@@ -9,6 +9,7 @@ committed; a folder with it is whole unless the disk lied, which its checksums s
 All workers must see the run folder (one machine, or a shared file system). No clock, no network, no threads here.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -61,6 +62,7 @@ __all__ = [
     "newest_valid_checkpoint",
     "optimizer_name",
     "prune",
+    "put_aside",
     "read_meta",
     "read_pieces",
     "remove_stale",
@@ -71,6 +73,7 @@ __all__ = [
 
 _COMMITTED_NAME = re.compile(r"step-(\d{8,})")
 _TEMPORARY_SUFFIX = ".tmp"
+_DAMAGED_SUFFIX = ".damaged"
 
 
 class CheckpointRef(msgspec.Struct, frozen=True):
@@ -185,6 +188,21 @@ def find_newest_checkpoint(run_dir: Path) -> CheckpointSearch:
         except CheckpointError as error:
             skipped.append(SkippedCheckpoint(folder, str(error)))
     return CheckpointSearch(newest, tuple(skipped))
+
+
+def put_aside(search: CheckpointSearch) -> None:
+    """Renames the damaged checkpoints that a search has passed over, before the run goes on from an older one.
+
+    Their sizes are right, so `prune` would keep them as the newest, and remove what the run writes from now on.
+    """
+    for skipped in search.skipped:
+        folder = skipped.folder
+        if folder.suffix != _TEMPORARY_SUFFIX:
+            damaged = folder.with_suffix(_DAMAGED_SUFFIX)
+            with contextlib.suppress(OSError):
+                if damaged.exists():
+                    shutil.rmtree(damaged)
+                folder.rename(damaged)
 
 
 def newest_committed_step(run_dir: Path) -> int | None:
