@@ -154,6 +154,15 @@ def test_a_crash_at_every_byte_of_an_append_loses_nothing_that_was_acknowledged(
         assert found(journal) == [*kept, *last]
 
 
+def test_what_a_crash_left_behind_does_not_outlive_a_shorter_append(journal):
+    before = filled(journal, (Raised(1),))
+    after = filled(journal, (Decided(2, bytes(range(1, 255)) * 8),))
+    for length in (len(before) + 100, len(after) - 1):
+        journal.write(after[:length])
+        filled(journal, (Raised(3),))
+        assert found(journal) == [Raised(1), Raised(3)]
+
+
 @pytest.mark.parametrize("length", range(len(MAGIC)))
 def test_a_crash_while_the_journal_is_made_leaves_an_empty_one(journal, length):
     journal.write(MAGIC[:length])

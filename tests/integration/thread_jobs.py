@@ -41,7 +41,7 @@ from elaswave.runtime.worker import Mailbox, Worker, WorkerSetup
 from elaswave.state.placement import Placement, place_blocks
 from elaswave.types import Layout
 
-JOB_TIMEOUT_S = 60.0
+JOB_TIMEOUT_S = 40.0
 """Bound of a whole job, which takes about a second."""
 
 
@@ -243,6 +243,7 @@ class ThreadJob:
                     commits=True,
                     vector=message.vector,
                     change=message.change,
+                    checkpoint=message.checkpoint,
                 )
                 self._handle(core.EvidenceSeen(evidence, message.epoch))
                 self.reports.append(message)
@@ -298,10 +299,10 @@ class ThreadJob:
     def _replace(self, layout: Layout) -> Placement:
         return place_blocks(layout, self.blueprint.blocks, num_followers=self.config.elastic.num_followers)
 
-    def _unfinished(self, step: int) -> core.Books:
+    def _unfinished(self, step: int, asked: bool) -> core.Books:
         run = self.config.run
         evaluate = bool(run.eval_every) and step > 0 and step % run.eval_every == 0 and step not in self.evaluations
-        checkpoint = bool(run.checkpoint_every) and step > 0 and step % run.checkpoint_every == 0
+        checkpoint = asked or bool(run.checkpoint_every) and step > 0 and step % run.checkpoint_every == 0
         published = max((report.step for report in self.reports), default=0)
         return core.Books(evaluate, checkpoint, published=published)
 

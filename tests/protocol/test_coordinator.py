@@ -23,9 +23,11 @@ from elaswave.control.core.coordinator import (
     EvidenceSeen,
     Failed,
     Persist,
+    RaiseRecord,
     Record,
     Send,
     State,
+    can_reach,
 )
 from elaswave.control.core.messages import Copies, Decision, Installed, Report
 
@@ -346,6 +348,30 @@ def test_a_second_loss_while_a_checkpoint_is_sought():
     assert shown(machine.handle(suspicion(4), 0.0))[0] == "persist raise 3"
     assert machine.state is State.COLLECTING
     assert shown(machine.handle(CheckpointFound(2), 0.0)) == ["note: a checkpoint that nobody waits for"]
+
+
+def test_losses_that_follow_each_other_before_a_decision_are_all_named_in_it():
+    machine = started(FIVE)
+    machine.handle(suspicion(1), 0.0)
+    [record] = persisted(machine.handle(suspicion(4), 0.0))
+    assert isinstance(record, RaiseRecord) and record.lost == (1, 4)
+    for worker in (0, 2):
+        assert machine.handle(report(worker, 3, job=FIVE), 0.0) == []
+    assert decision_of(machine.handle(report(3, 3, job=FIVE), 0.0)).lost == (1, 4)
+
+
+def test_a_copy_is_valid_at_the_committed_step_or_just_before_it_with_its_gradients():
+    evidence = vote(5)
+    prepared = report(0, 2, step=5, prepared=True)
+    voted = report(0, 2, step=5, evidence=evidence)
+    behind, another_attempt = report(0, 2, step=5), report(0, 2, step=5, attempt=2, prepared=True)
+    for each in (prepared, voted, behind, another_attempt):
+        assert can_reach(5, each, evidence, 5)
+        assert can_reach(4, each, evidence, 5) == (each in (prepared, voted))
+        assert not can_reach(3, each, evidence, 5)
+        assert not can_reach(6, each, evidence, 5)
+    assert not can_reach(4, prepared, vote(5, commits=False), 5)
+    assert not can_reach(4, prepared, None, 5)
 
 
 def test_the_same_error_twice_ends_the_job():

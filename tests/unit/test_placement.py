@@ -70,6 +70,9 @@ def test_short_blocks_do_not_unbalance_the_owners():
     blocks = make_blocks([21] * 12, 10)  # two full blocks and one of a single element each
     placement = place_blocks(layout_of([2], [12]), blocks, num_followers=0)
     assert elements_held(placement, blocks) == {0: 126, 1: 126}
+    blocks = make_blocks([15] * 12, 10)  # a full block and half of one: in turn, one worker would get all full ones
+    placement = place_blocks(layout_of([2], [12]), blocks, num_followers=0)
+    assert elements_held(placement, blocks) == {0: 90, 1: 90}
 
 
 def test_the_followers_of_an_owner_are_spread_over_its_stage():

@@ -164,10 +164,11 @@ def test_followers_are_promoted_where_they_are():
 
 def test_a_worker_of_the_stage_is_promoted_before_others():
     layout = layout_of([2, 2])
-    placement = Placement((0, 3, 0), ((2, 1), (), (3, 2)))
-    blocks = (Block(0, 0, 0, 10), Block(1, 1, 0, 10), Block(2, 0, 10, 20))
+    placement = Placement((0, 3, 0, 1), ((2, 1), (), (3, 2), ()))
+    blocks = (Block(0, 0, 0, 10), Block(1, 1, 0, 10), Block(2, 0, 10, 20), Block(3, 0, 20, 30))
     promotion = promote(placement, blocks, layout, all_but(0))
-    assert promotion.placement == Placement((1, 3, 2), ((2,), (), (3,)))  # for block 2: 3 owns more than 2
+    # For block 0: 2 owns less than 1, but 1 is of the stage. For block 2: 3 owns more than 2.
+    assert promotion.placement == Placement((1, 3, 2, 1), ((2,), (), (3,), ()))
     assert promotion.promoted == (0, 2)
 
 

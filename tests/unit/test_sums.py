@@ -157,6 +157,21 @@ def test_ties_are_rounded_to_even_units():
     assert mean_of(exact, [0], 1, make_shape([(4,)]))[:4].tolist() == [0.0, 2.0, 0.0, -2.0]
 
 
+def test_values_beside_one_beyond_the_fast_path_are_rounded_the_same_way():
+    shape = make_shape([(6,)])
+    exact = ExactAccumulator(shape)
+    exact.reset([0])
+    exact.add([torch.tensor([2.0**55, 0.5, 0.75, 1.5, -1.5, -0.75])])
+    assert mean_of(exact, [0], 1, shape)[:6].tolist() == [2.0**55, 0.0, 1.0, 2.0, -2.0, -1.0]
+
+
+def test_maxima_are_those_of_all_microbatches():
+    exact = ExactAccumulator(make_shape([(2,), (1,)]))
+    for values in ([0.5, -4.0], [3.0, 1.0], [-1.0, 0.0]):
+        exact.add([torch.tensor(values), torch.tensor([values[0]])])
+    assert exact.maxima == [4.0, 3.0]
+
+
 @pytest.mark.parametrize("bits", [50, 51, 52, 58, 61])
 def test_values_beyond_the_fast_path_are_added_as_well(bits):
     shape = make_shape([(3,), (2,)])
