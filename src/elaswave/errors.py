@@ -21,6 +21,7 @@ ElaswaveError
 ├── VoteError                  a step that cannot be committed; says which part of the certificate failed
 │   └── NonFiniteError         a loss or gradient that is not finite: names step, micro-batch and layer
 ├── WorkerError                a worker ended with an error: names worker, step, micro-batch and layer
+├── LaunchError                the system refuses a process or a folder that a job needs
 ├── RecoveryError              too much was lost to go on; says what
 ├── FencedError                a worker that was declared lost has learned of it
 └── StoppedBySignalError       the job was asked to end: exit code 128 + signal
@@ -153,6 +154,10 @@ class StoppedBySignalError(ElaswaveError):
     def __init__(self, signal_number: int, detail: str) -> None:
         self.signal_number = signal_number
         super().__init__(detail)
+
+
+class LaunchError(ElaswaveError):
+    """The system refuses what a job is made of: a process, a folder. The message says what, and what to do."""
 
 
 class FencedError(ElaswaveError):

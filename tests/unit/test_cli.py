@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import tomllib
 from collections.abc import Callable
@@ -334,3 +335,35 @@ def test_errors_wrap_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch
     wrapped = capsys.readouterr().err
     assert wrapped.split() == plain.split() and len(wrapped.splitlines()) > len(plain.splitlines())
     assert max(map(len, wrapped.splitlines())) <= 40
+
+
+def test_too_many_open_files_are_no_bug_of_ours(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    def too_many() -> None:
+        raise OSError(24, "Too many open files")
+
+    launcher.action = too_many
+    assert main(["train"]) == 1
+    assert (
+        "error: too many files are open (Too many open files): raise the limit (ulimit -n)" in capsys.readouterr().err
+    )
+
+
+def test_an_error_of_the_system_that_nobody_explains_is_a_bug_of_ours(launcher: Launcher) -> None:
+    def missing() -> None:
+        raise FileNotFoundError(2, "No such file or directory", "x")
+
+    launcher.action = missing
+    with pytest.raises(FileNotFoundError):
+        main(["train"])
+
+
+def test_libraries_are_told_before_they_are_loaded(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert main(["train"]) == 0
+    assert (os.environ["OMP_NUM_THREADS"], os.environ["TORCHINDUCTOR_CACHE_DIR"]) == ("1", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    assert main(["train"]) == 0
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine", "a person's own stays"

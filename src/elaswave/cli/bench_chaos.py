@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from elaswave.cli.environment import prepare_to_compute
+
 if TYPE_CHECKING:
     from elaswave.testing.chaos_bench import ChaosRun
 
-_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Read by the numeric libraries when they are loaded. Two threads add in another order than one."""
 _COLUMNS = (("run", 5), ("layout", 9), ("model", 16), ("outcome", 16), ("struck", 6), ("recovered", 9), ("going on", 9))
 
 
@@ -80,7 +80,7 @@ def chaos_command(
     elaswave bench chaos --seed 1 --only 7 --run-dir chaos-7
     elaswave bench chaos --outside --minutes 10
     """
-    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
+    prepare_to_compute()
     from elaswave.testing.chaos_bench import ChaosBench
 
     out = sys.stderr if as_json else sys.stdout

@@ -5,7 +5,6 @@ each finds its victim's state in two places again; faults that meet are the busi
 """
 
 import contextlib
-import os
 import secrets
 import shlex
 import shutil
@@ -20,6 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from elaswave.cli.environment import prepare_to_compute
 from elaswave.cli.inspect import render_table
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
@@ -47,8 +47,6 @@ _CURVE_WIDTH_MAX = 80
 _FALLBACK_WIDTH = 100
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _EIGHTHS_ASCII = "    ::::#"
-_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Read by the numeric libraries when they are loaded. Two threads add in another order than one."""
 
 
 class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +105,7 @@ def demo_command(seed: int, run_dir: Path | None, overwrite: bool, overrides: tu
     specs = draw_faults(seed, sum(config.widths), config.run.steps)
     now = datetime.now(UTC)
     run_dir = run_dir or default_run_dir(now, secrets.token_hex(3))
-    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
+    prepare_to_compute()
     shown = _Shown(sys.stderr if as_json else sys.stdout)
     found = demonstrate(config, specs, seed, run_dir, shown, json_mode=as_json, overwrite=overwrite)
     if as_json:

@@ -7,6 +7,7 @@ command fails.
 """
 
 import contextlib
+import errno
 import io
 import shutil
 import signal
@@ -22,7 +23,7 @@ import msgspec
 from elaswave import __version__
 from elaswave.cli.groups import LazyGroup
 from elaswave.errors import ConfigError, ElaswaveError, StoppedBySignalError, UsageError, WorkerError
-from elaswave.observability.output import say_error
+from elaswave.observability.output import lead_elsewhere, open_closed_streams, say_error
 from elaswave.observability.wrapping import wrap
 
 EXIT_SUCCESS = 0
@@ -71,7 +72,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    open_closed_streams()
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except OSError as error:
+        refusal = _refusal(error)
+        if refusal is None:
+            raise  # a bug of ours: whoever opens a file says what its errors mean
+        say_error(f"error: {refusal}")
+        return EXIT_FAILURE
+
+
+def _refusal(error: OSError) -> str | None:
+    """What a person is told of an error that is nobody's but the system's; None if it is none of those."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"too many files are open ({reason}): raise the limit (ulimit -n) and start again"
+    if _was_printing(error):
+        lead_elsewhere(sys.stdout, None)
+        return f"standard output cannot be written ({reason}): make room for it, or send it elsewhere"
+    return None
+
+
+def _was_printing(error: OSError) -> bool:
+    """Whether an error comes from printing a command's own output."""
+    at = error.__traceback__
+    while at is not None and at.tb_frame.f_code is not click.echo.__code__:
+        at = at.tb_next
+    return at is not None
+
+
+def _run(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     try:
         with _signals_raise():

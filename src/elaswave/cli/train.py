@@ -4,7 +4,6 @@ The libraries that compute are imported only when training begins, so bad input 
 """
 
 import contextlib
-import os
 import secrets
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,12 +11,10 @@ from pathlib import Path
 import click
 import msgspec
 
+from elaswave.cli.environment import prepare_to_compute
 from elaswave.config.load import load_config
 from elaswave.observability.run_folder import LOGS_DIR, TERMINAL_LOG, default_run_dir, open_run_dir, saved_config
 from elaswave.testing.faults import parse_faults
-
-_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Read by the numeric libraries when they are loaded. Two threads add in another order than one."""
 
 
 @click.command(
@@ -95,7 +92,7 @@ def train_command(
     now = datetime.now(UTC)
     run_dir = run_dir or default_run_dir(now, secrets.token_hex(3))
     with open_run_dir(run_dir, config, now=now, resume=resume, overwrite=overwrite) as run:
-        os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
+        prepare_to_compute()
         from elaswave.control.launcher import train
         from elaswave.observability.progress import make_reporter
 

@@ -10,10 +10,8 @@ import os
 import secrets
 import selectors
 import shlex
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -23,7 +21,7 @@ from types import FrameType
 
 from elaswave.config.schema import Config
 from elaswave.control.client import ControlClient
-from elaswave.control.coordinator import AGENT, CoordinatorSetup, run_coordinator
+from elaswave.control.coordinator import AGENT, JOURNAL_FILE, CoordinatorSetup, run_coordinator
 from elaswave.control.core.agent import (
     Agent,
     CoordinatorEnded,
@@ -35,6 +33,8 @@ from elaswave.control.core.agent import (
 )
 from elaswave.control.core.coordinator import Effect
 from elaswave.control.death_watch import DeathWatch
+from elaswave.control.descriptors import provide_descriptors
+from elaswave.control.job_folder import JobFolder, refused, sweep_dead
 from elaswave.control.memory_pressure import offer_to_kernel
 from elaswave.control.messages import (
     AgentHello,
@@ -128,12 +128,14 @@ def train(
         WorkerError: a worker has ended with an error of its own that ends the job.
         RecoveryError: too much was lost to go on.
         StateError: the state contradicts itself.
+        LaunchError: the system refuses a process or a folder that the job needs.
         StoppedBySignalError: SIGINT, SIGTERM or SIGHUP; says from which checkpoint the run can go on.
-        UsageError: the data or the run folder cannot be used.
+        UsageError: the data or the run folder cannot be used, or too few files may be open.
         CheckpointError: resume is asked for and there is no valid checkpoint.
     """
     started_s = time.monotonic()
     check_available(config.device.frequency)
+    provide_descriptors(sum(config.widths))
     blueprint = Blueprint(config)
     _ = blueprint.programs, blueprint.placement  # computed and checked once, inherited by all processes
     data_path = _check_data(blueprint, run_dir)
@@ -156,6 +158,7 @@ def train(
     ):
         stale.unlink(missing_ok=True)
     (run_dir / "logs").mkdir(exist_ok=True)
+    sweep_dead()
     job = _Job(
         blueprint,
         run_dir,
@@ -304,7 +307,10 @@ class _Job:
         self._before_effect = before_effect
         self._started_s = started_s
         self._key = secrets.token_bytes(32)
-        self._folder = Path(tempfile.mkdtemp(prefix="elaswave-"))
+        self._job_folder = JobFolder()
+        self._folder = self._job_folder.path
+        # Made here, so that a coordinator that follows another one knows whether it is still there.
+        (self._folder / JOURNAL_FILE).touch(0o600)
         self._listen = f"unix:{self._folder / 'control.sock'}"
         self._deaths = DeathWatch(blueprint.layout.workers)
         self._children: dict[int, _Child] = {}
@@ -325,11 +331,22 @@ class _Job:
     # --------------------------------------------------------------------------------------------------------- forking
 
     def _fork(self, name: int, log: str, body: Callable[[], int]) -> None:
-        """Runs a function in a new process whose output goes to a log file."""
+        """Runs a function in a new process whose output goes to a log file.
+
+        Raises:
+            LaunchError: the system refuses another process.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            raise refused(
+                error,
+                f"the process of {'the coordinator' if name == _COORDINATOR else f'worker {name}'} cannot be started",
+                "raise the limit of processes (ulimit -u, or the container's), free memory, or use fewer workers",
+            ) from error
         if pid == 0:
             self._be_child(parent, self._run_dir / "logs" / log, body)
         self._children[name] = _Child(pid)
@@ -364,6 +381,16 @@ class _Job:
             os._exit(status)
 
     def _fork_coordinator(self) -> None:
+        """Starts a coordinator.
+
+        Raises:
+            RecoveryError: the journal of the one before is gone, and with it what the job has decided.
+        """
+        if not (self._folder / JOURNAL_FILE).exists():
+            raise RecoveryError(
+                f"the coordinator is lost, and so is its journal: somebody has removed {self._folder} while the job "
+                "ran; keep what cleans temporary folders away from it, and go on with --resume from a checkpoint"
+            )
         setup = CoordinatorSetup(
             blueprint=self._blueprint,
             run_dir=self._run_dir,
@@ -612,7 +639,7 @@ class _Job:
             self._client.close(0.0)
         self._selector.close()
         remove_processes(self._run_dir)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._job_folder.close()
 
 
 @contextlib.contextmanager

@@ -40,6 +40,21 @@ def _point(descriptor: int, path: Path) -> None:
     os.close(opened)
 
 
+def open_closed_streams() -> None:
+    """Points the standard streams that this process was started without (``>&-``) nowhere.
+
+    Else the next file that is opened gets the descriptor of one, and what is printed.
+    """
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is not None:
+            continue
+        opened = os.open(os.devnull, os.O_RDWR)
+        if opened != descriptor:
+            os.dup2(opened, descriptor)
+            os.close(opened)
+        setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))
+
+
 def say_error(text: str) -> None:
     """Prints on standard error, where that is still possible."""
     try:

@@ -1,0 +1,16 @@
+"""What commands that compute set in their environment before libraries are loaded; their processes inherit it."""
+
+import os
+import tempfile
+
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""Read by the numeric libraries when they are loaded. Two threads add in another order than one."""
+_COMPILER_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+"""Torch makes a folder for its compiler when parts of it are loaded. Nothing is compiled here, so it gets one that is
+there already, and leaves none behind."""
+
+
+def prepare_to_compute() -> None:
+    """To be called before torch is imported."""
+    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
+    os.environ.setdefault(_COMPILER_FOLDER, tempfile.gettempdir())

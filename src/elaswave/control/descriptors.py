@@ -1,0 +1,32 @@
+"""Whether this machine lets a process open as many files as a job needs."""
+
+import resource
+
+from elaswave.errors import UsageError
+
+_BESIDE = 48
+"""Descriptors that a process of a job needs beside one or two for each worker: output, sockets, logs, checkpoints, and
+what libraries open for a moment."""
+
+
+def needed_descriptors(num_workers: int) -> int:
+    """Descriptors that the process of a job needs that needs most: a connection to each worker, and one to come."""
+    return 2 * num_workers + _BESIDE
+
+
+def provide_descriptors(num_workers: int) -> None:
+    """Raises this process's limit as far as the job needs and the system allows; children inherit it.
+
+    Raises:
+        UsageError: the system does not allow enough.
+    """
+    needed = needed_descriptors(num_workers)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed or soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UsageError(
+            f"a job of {num_workers} workers needs up to {needed} open files in a process, and the limit here is "
+            f"{hard} (ulimit -n): raise it to {needed} or more, or train with fewer workers"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,0 +1,70 @@
+"""The private temporary folder of a job (sockets, journal), and those that dead launchers have left.
+
+The folder's lock file is held by the launcher and all processes that it forks, and the kernel lets go of it when the
+last of them has ended. So a folder whose lock can be had belongs to nobody any more. (Programs that tidy up temporary
+folders by age leave one alone whose lock is held, if they are as careful as systemd's.)
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from elaswave.errors import LaunchError
+
+PREFIX = "elaswave-"
+_LOCK_FILE = "lock"
+
+
+class JobFolder:
+    """A new folder, until `close` or the death of the last process that holds it.
+
+    Raises:
+        LaunchError: the system refuses one.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            unnamed = self.path / f"{_LOCK_FILE}.new"
+            self._lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            unnamed.rename(self.path / _LOCK_FILE)  # named only now that it is held: nobody else can have had it
+        except OSError as error:
+            raise LaunchError(
+                f"no folder for the job's sockets and journal can be made in {tempfile.gettempdir()}: "
+                f"{error.strerror}; make room there, or set TMPDIR to another folder"
+            ) from error
+
+    def close(self) -> None:
+        """Removes the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def sweep_dead() -> list[Path]:
+    """Removes the folders of jobs that have no process any more: their launchers were killed.
+
+    Returns:
+        Those that it has removed.
+    """
+    removed = []
+    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_LOCK_FILE}")):
+        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+            lock = os.open(folder, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder.parent)
+                removed.append(folder.parent)
+            finally:
+                os.close(lock)
+    return removed
+
+
+def refused(error: OSError, what: str, advice: str) -> LaunchError:
+    """What to tell when the system refuses something that a job needs."""
+    name = errno.errorcode.get(error.errno or 0, "?")
+    return LaunchError(f"{what}: {error.strerror} ({name}); {advice}")
