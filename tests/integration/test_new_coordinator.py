@@ -1,5 +1,6 @@
 """What a new coordinator finds: workers that its predecessor has lost sight of, and a job that has already ended."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -11,9 +12,12 @@ from tests.integration.jobs import run_job
 
 from elaswave.control import coordinator, launcher
 from elaswave.control.books import Books
-from elaswave.control.coordinator import CoordinatorSetup
+from elaswave.control.checkpoints import Checkpoints
+from elaswave.control.coordinator import CoordinatorProcess, CoordinatorSetup
 from elaswave.control.core import coordinator as core
-from elaswave.errors import RecoveryError
+from elaswave.control.core.detection import Detector
+from elaswave.control.messages import StopJob
+from elaswave.errors import RecoveryError, StoppedBySignalError
 from elaswave.runtime.probe import Phase
 from elaswave.state.checkpoint import CheckpointSearch, find_newest_checkpoint
 
@@ -126,3 +130,103 @@ def test_a_coordinator_can_be_heard_while_it_verifies_checkpoints(
     assert where.read_text() == "beside"
     assert any("goes back to the checkpoint of step" in message for message in job.messages)
     assert job.computation == run_job(tmp_path / "twin", {"run.steps": 5}).computation
+
+
+def dies_once_after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, mark: Path) -> None:
+    """The first coordinator in which a method is called is killed when the call has been made: what the call has dealt
+    with may be acknowledged or not, but it is in nobody's memory any more."""
+    original = getattr(owner, method)
+
+    def call_and_die(self: Any, *arguments: Any) -> Any:
+        answer = original(self, *arguments)
+        if not mark.exists():
+            mark.touch()
+            # Later than this turn, so that what was handled in it is acknowledged first.
+            asyncio.get_running_loop().call_later(0.002, os.kill, os.getpid(), signal.SIGKILL)
+        return answer
+
+    monkeypatch.setattr(owner, method, call_and_die)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(Books, "finish"), (Checkpoints, "part"), (Books, "ready"), (Detector, "link_lost"), (Books, "step")],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_what_a_coordinator_has_acknowledged_does_not_die_with_it(
+    owner: type, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end, parts of checkpoints, the start, a broken link, a step: each dies with the coordinator that was told."""
+    settings = {"run.steps": 4, "run.checkpoint_every": 2, "run.keep_checkpoints": 9}
+    faults = ["cut-close:1@3:backward"] if method == "link_lost" else []
+    dies_once_after(monkeypatch, owner, method, tmp_path / "died")
+    job = run_job(tmp_path / "run", settings, faults=faults)
+    assert (tmp_path / "died").exists()
+    assert [record.step for record in job.result.checkpoints] == [2, 4]
+    assert [ref.name for ref in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
+        "step-00000002",
+        "step-00000004",
+    ]
+    assert len(job.result.losses) == 4
+    assert job.result.epochs[0].epoch == 1 and job.result.epochs[0].first_step == 1
+    monkeypatch.undo()
+    assert job.computation == run_job(tmp_path / "twin", settings).computation
+
+
+def test_a_wish_to_stop_outlives_the_coordinator_that_heard_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed before it has passed the wish on."""
+    mark = tmp_path / "died"
+
+    def die(self: CoordinatorProcess, message: StopJob) -> None:
+        if mark.exists():
+            ask(self, message)
+        else:
+            mark.touch()
+            asyncio.get_running_loop().call_later(0.002, os.kill, os.getpid(), signal.SIGKILL)
+
+    ask = CoordinatorProcess._ask_to_stop
+    monkeypatch.setattr(CoordinatorProcess, "_ask_to_stop", die)
+    with pytest.raises(StoppedBySignalError):
+        run_job(tmp_path / "run", {"run.steps": 100_000}, probe=Terminates(os.getpid(), mark))
+    assert mark.exists()
+    assert list((tmp_path / "run" / "checkpoints").glob("step-????????"))
+
+
+class Terminates:
+    """Worker 0 sends SIGTERM to the launcher in step 3."""
+
+    def __init__(self, launcher_pid: int, mark: Path) -> None:
+        self._pid = launcher_pid
+
+    def reached(self, phase: Phase, index: int, engine: Any) -> None:
+        if (engine.worker, engine.step, phase, index) == (0, 3, "backward", 0):
+            os.kill(self._pid, signal.SIGTERM)
+
+
+def test_a_worker_and_the_coordinator_lost_together_are_reported_with_their_step(tmp_path: Path) -> None:
+    """The new coordinator has never heard of that worker."""
+    settings = {"run.steps": 5}
+    job = run_job(tmp_path / "run", settings, probe=TakesTheCoordinatorAlong(tmp_path, 1, 3))
+    lost, restart = (next(r for r in job.result.recoveries if r.kind == kind) for kind in ("lost", "coordinator"))
+    assert (lost.worker, lost.step, lost.outcome) == (1, 3, "retried")
+    assert restart.step <= 5
+    (line,) = [line for line in job.messages if line.startswith("worker 1 (stage")]
+    assert " of step 3 (exit)" in line or "lost in step 3 (exit)" in line
+
+
+class TakesTheCoordinatorAlong:
+    """A worker finds the coordinator among its parent's children, and kills it and itself."""
+
+    def __init__(self, folder: Path, worker: int, step: int) -> None:
+        self._worker, self._step = worker, step
+
+    def reached(self, phase: Phase, index: int, engine: Any) -> None:
+        if (engine.worker, engine.step, phase, index) == (self._worker, self._step, "backward", 0):
+            os.kill(_first_child_of(os.getppid()), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _first_child_of(pid: int) -> int:
+    """The coordinator is forked first."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return min(children)

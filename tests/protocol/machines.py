@@ -41,7 +41,7 @@ def coordinator(
 
 
 def registered(worker: int, epoch: int = 1, report: Report | None = None) -> Registered:
-    return Registered(worker=worker, address=f"unix:/{worker}", epoch=epoch, report=report, done=False)
+    return Registered(worker=worker, address=f"unix:/{worker}", epoch=epoch, report=report)
 
 
 def vote(step: int, attempt: int = 1, *, commits: bool = True, checkpoint: int = 0) -> Evidence:

@@ -241,8 +241,10 @@ def test_without_a_checkpoint_the_blocks_that_were_lost_are_named():
     (end,) = machine.handle(CheckpointFound(None), 0.0)
     assert isinstance(end, End)
     assert end.reason == (
-        "all copies of 1 blocks (1) were lost with workers [1, 2], and there is no valid durable checkpoint; set "
-        "run.checkpoint_every, or elastic.num_followers higher"
+        "all copies of 1 of 4 blocks (1) were lost with workers [1, 2], and there is no valid durable checkpoint to go "
+        "back to. elastic.num_followers = 1 survives any 1 at one instant, and any number with some steps between "
+        "them; 2 would survive any 2 at one instant. With run.checkpoint_every the job goes back to its newest "
+        "checkpoint by itself, and --resume continues from it later"
     )
     assert end.orphans == (1,)
     assert shown(machine.handle(registered(0), 0.0)) == ["note: Registered after the end is ignored"]
@@ -299,7 +301,7 @@ def back_to_a_checkpoint() -> Coordinator:
     lose_everything_of_a_block(machine, version=5, evidence=seen, step=6, prepared=True)
     effects = machine.handle(CheckpointFound(4), 0.0)
     assert shown(effects)[0] == "persist decision 2 of term 1: [0, 3, 4] resume 5.1, back to 4"
-    assert "all copies of 1 blocks (1) were lost" in decision_of(effects).reason
+    assert "all copies of 1 of 4 blocks (1) were lost" in decision_of(effects).reason
     return machine
 
 
@@ -397,7 +399,7 @@ def test_bounds():
         machine.handle(registered(worker), 0.0)
     machine.handle(suspicion(1), 0.0)
     assert shown(machine.handle(suspicion(2), 0.0)) == [
-        "end: 1 workers are left after the loss of workers [2], elastic.min_workers asks for 2"
+        "end: 1 workers are left after the loss of workers [1, 2], elastic.min_workers asks for 2"
     ]
     machine = coordinator(bounds=Bounds(min_workers=1, max_failures_per_hour=1))
     for worker in range(3):
@@ -434,3 +436,22 @@ def test_nothing_is_sent_before_it_is_persisted():
     for effects in (raised, decided):
         kinds = [type(effect) for effect in effects]
         assert kinds.index(Persist) < kinds.index(Send)
+
+
+def test_a_successor_knows_what_its_predecessor_has_counted_and_been_told_of():
+    """Losses within the hour, and errors of workers: both decide when a job ends."""
+    first = coordinator(bounds=Bounds(min_workers=1, max_failures_per_hour=2))
+    effects = [effect for worker in range(3) for effect in first.handle(registered(worker), 0.0)]
+    effects += first.handle(Failed(1, "ValueError at step 3", "worker 1: ValueError: bad"), 50.0)
+    records = [effect.record for effect in effects if isinstance(effect, Persist)]
+
+    second = coordinator(bounds=Bounds(min_workers=1, max_failures_per_hour=2), records=records)
+    (end,) = second.handle(Failed(2, "ValueError at step 3", "worker 2: ValueError: bad"), 60.0)
+    assert isinstance(end, End) and end.worker == 2
+    assert end.reason == "worker 2: ValueError: bad; the same error has ended worker 1"
+
+    third = coordinator(bounds=Bounds(min_workers=1, max_failures_per_hour=1), records=records)
+    (end,) = third.handle(suspicion(2), 60.0)
+    assert isinstance(end, End) and "2 workers were lost within an hour" in end.reason
+    fourth = coordinator(bounds=Bounds(min_workers=1, max_failures_per_hour=1), records=records)
+    assert not any(isinstance(effect, End) for effect in fourth.handle(suspicion(2), 3700.0))

@@ -6,7 +6,7 @@ from elaswave.control.core.messages import Decision
 from elaswave.simulator.certificate import Vote, encode_vote
 from elaswave.simulator.checkers import (
     Agreement,
-    AskedCheckpoints,
+    CheckpointsKept,
     ExactlyOnce,
     Fencing,
     NoSilentLoss,
@@ -203,6 +203,39 @@ def test_published_once():
         checker.finished((), {})
 
 
+def test_checkpoints_kept():
+    blocks = range(len(MODEL.blocks))
+    states, grid = dict(enumerate(TRUTH.states[2])), TRUTH.grids[2]
+    checker = CheckpointsKept(3, 2, len(blocks))
+    with pytest.raises(Violation, match=r"ended without a word about the checkpoints of steps \[2\]"):
+        checker.finished((0, 1), {})
+    with pytest.raises(Violation, match="a checkpoint of step 3 was not asked for"):
+        checker.checkpointed(3, states, grid)
+    checker.wrote(0, 2, blocks[:1])
+    checker.wrote(1, 2, blocks[1:])
+    with pytest.raises(Violation, match="step 2 was given up although the members have written all of it"):
+        checker.given_up(2, (0, 1))
+    checker.decided(decision(2, members=(0,), resume=4))
+    checker.given_up(2, (0,))
+    checker.finished((0,), {})
+    checker = CheckpointsKept(3, 2, len(blocks))
+    checker.wrote(0, 2, blocks)
+    checker.decided(decision(2, members=(0, 1), rollback=0))
+    checker.given_up(2, (0, 1))  # what was written before everybody went back does not count
+    checker.checkpointed(2, states, grid)
+    CheckpointsKept(3, 0, len(blocks)).finished((0,), {})
+
+
+def test_a_checkpoint_holds_the_same_bits():
+    checker = SameBits(TRUTH)
+    states, grid = dict(enumerate(TRUTH.states[2])), TRUTH.grids[2]
+    checker.checkpointed(2, states, grid)
+    with pytest.raises(Violation, match="the checkpoint of step 2 differs"):
+        checker.checkpointed(2, {**states, 0: TRUTH.states[1][0]}, grid)
+    with pytest.raises(Violation, match="the grid in the checkpoint of step 2 differs"):
+        checker.checkpointed(2, states, grid + 1)
+
+
 def test_progress():
     checker = Progress(2)
     checker.published(1, ())
@@ -221,7 +254,7 @@ def test_progress():
 
 def test_an_observer_may_ignore_everything():
     calls = [name for name in vars(Observer) if not name.startswith("_")]
-    assert len(calls) == 18
+    assert len(calls) == 20
     seen = []
 
     class Listens(Observer):
@@ -233,7 +266,6 @@ def test_an_observer_may_ignore_everything():
     both.dropped(1, 2)
     assert seen == [4, 4]
     assert {type(checker) for checker in all_checkers(TRUTH, 2, 2)} == {
-        AskedCheckpoints,
         SameBits,
         ExactlyOnce,
         OneLayout,
@@ -242,6 +274,7 @@ def test_an_observer_may_ignore_everything():
         Agreement,
         NoSilentLoss,
         PublishedOnce,
+        CheckpointsKept,
         Progress,
     }
 
@@ -256,31 +289,38 @@ def test_one_layout():
         see.switched(1, 2, 2, other)
 
 
-def test_asked_checkpoints():
+def test_checkpoints_that_a_vote_asked_for_are_kept():
     asks = encode_vote(Vote(1, 0, 0, 0, 0, 0, (), 0, 0, 0, 0, 0, request=1))
+    states, grid = dict(enumerate(TRUTH.states[1])), TRUTH.grids[1]
 
-    def checker() -> AskedCheckpoints:
-        watch = AskedCheckpoints()
+    def checker() -> CheckpointsKept:
+        watch = CheckpointsKept(3, 0, len(MODEL.blocks))
         watch.learned(0, 1, 1, 1, False, asks, 0)  # commits nothing, so asks for nothing
         watch.learned(0, 1, 1, 2, True, asks, 0)
         return watch
 
-    for made in (checker(), checker()):
-        made.decided(decision(resume=2, checkpoint=True))
-        made.stored(1)
-        made.decided(decision(3, resume=2, checkpoint=False))
-        made.finished((0,), {})
-    with pytest.raises(Violation, match="after step 1, whose checkpoint was asked for and is not written, and does"):
+    made = checker()
+    made.decided(decision(resume=2, checkpoint=True))
+    made.checkpointed(1, states, grid)
+    made.decided(decision(3, resume=2, checkpoint=False))
+    made.finished((0,), {})
+    with pytest.raises(Violation, match="after step 1, whose checkpoint is not written, and does not write it"):
         checker().decided(decision(resume=2, checkpoint=False))
     twice = checker()
-    twice.stored(1)
-    with pytest.raises(Violation, match="asked for and is written, and writes it again"):
+    twice.checkpointed(1, states, grid)
+    with pytest.raises(Violation, match="is written, and writes it again"):
         twice.decided(decision(resume=2, checkpoint=True))
-    with pytest.raises(Violation, match=r"checkpoints of steps \[1\] were asked for and are not there at the end"):
-        checker().finished((0,), {})
+    given_up = checker()
+    given_up.decided(decision(resume=2, checkpoint=True))
+    given_up.given_up(1, (0,))
+    with pytest.raises(Violation, match=r"checkpoints of steps \[1\] are not there, and nobody was lost since"):
+        given_up.finished((0,), {})
     back = checker()
     back.decided(decision(resume=1, rollback=0))
     back.finished((0,), {})
     further = checker()
     further.decided(decision(resume=3, checkpoint=False))  # an owner was lost with its part, the others had gone on
+    with pytest.raises(Violation, match="ended without a word"):
+        further.finished((0,), {})
+    further.given_up(1, (0,))
     further.finished((0,), {})

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from elaswave.errors import CheckpointError, UsageError
-from elaswave.state import checkpoint_format, checkpoint_shards
+from elaswave.state import checkpoint_format
 from elaswave.state.checkpoint import (
     CheckpointMeta,
     CheckpointRef,
@@ -221,15 +221,47 @@ def test_writers_in_other_processes_send_plain_data(tmp_path: Path) -> None:
     assert_same(load_whole(ref.folder, tensors), tensors)
 
 
-def test_neighbouring_pieces_are_joined_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_item_spans_two_pieces(tmp_path: Path) -> None:
+    """So the same piece that two workers have written is the same item but for its place."""
     flat = torch.arange(48.0)
     pieces = [Piece("model.w", (6, 8), start, flat[start : start + 8]) for start in range(0, 48, 8)]
     folder = shard_folder(tmp_path, 1)
-    whole = write_shard(folder, "joined", pieces[::-1])
-    assert [item.sizes for item in whole] == [(6, 8)]
-    monkeypatch.setattr(checkpoint_shards, "MAX_MERGED_ELEMENTS", 16)
-    assert [item.sizes for item in write_shard(folder, "halves", pieces)] == [(2, 8)] * 3
-    assert [item.sizes for item in write_shard(folder, "apart", pieces[::2])] == [(1, 8)] * 3
+    whole = write_shard(folder, "whole", pieces[::-1])
+    assert [(item.offsets, item.sizes) for item in whole] == [((row, 0), (1, 8)) for row in range(6)]
+    one = write_shard(folder, "one", pieces[3:4])[0]
+    place = {"relative_path": one.relative_path, "offset": one.offset}
+    assert msgspec.structs.replace(whole[3], **place) == one
+
+
+def test_pieces_that_are_written_twice_count_once(tmp_path: Path) -> None:
+    """Two epochs' shards of one step: of each piece one is used; files of which none is used are removed."""
+    tensors = {"model.w": torch.arange(8.0).view(2, 4)}
+    flat = tensors["model.w"].view(-1)
+    folder = shard_folder(tmp_path, 1)
+    pieces = [Piece("model.w", (2, 4), start, flat[start : start + 2]) for start in range(0, 8, 2)]
+    first = write_shard(folder, "worker-0-epoch-1", pieces[:3])
+    second = write_shard(folder, "worker-1-epoch-2", pieces[1:])
+    write_shard(folder, "worker-0-epoch-2", pieces[:1])
+    sizes = {own[0].relative_path: own[-1].offset + own[-1].length for own in (first, second)}
+    ref = commit_checkpoint(folder, [first[0], first[2], second[0], second[2]], make_meta(tensors, 1), sizes=sizes)
+    assert sorted(path.name for path in ref.folder.glob("*.distcp")) == sorted(sizes)
+    assert_same(load_whole(ref.folder, tensors), tensors)
+    assert verify_checkpoint(ref.folder).step == 1
+    flat_again: dict[str, Any] = {"model.w": torch.zeros(2, 4)}
+    dcp_load(flat_again, ref.folder)
+    assert_same(flat_again, tensors)
+
+
+def test_a_commit_that_its_coordinator_did_not_live_to_tell_is_taken_over(tmp_path: Path) -> None:
+    tensors = {"model.w": torch.arange(8.0)}
+    folder = shard_folder(tmp_path, 3)
+    items = write_shard(folder, "worker-0", [Piece("model.w", (8,), 0, tensors["model.w"])])
+    first = commit_checkpoint(folder, items, make_meta(tensors, 3))
+    again = commit_checkpoint(folder, items, make_meta(tensors, 3))
+    assert again == first and not folder.exists()
+    other = [msgspec.structs.replace(items[0], checksum="0" * 32)]
+    with pytest.raises(CheckpointError, match="cannot read"):
+        commit_checkpoint(folder, other, make_meta(tensors, 3))
 
 
 def test_a_reader_opens_only_what_it_needs(tmp_path: Path) -> None:
@@ -284,7 +316,7 @@ def _first(**changes: Any) -> Callable[[list[WrittenItem]], list[WrittenItem]]:
         (_first(dtype="float64"), "as float64 of shape .* but it is float32"),
         (_first(shape=(4, 2)), r"as float32 of shape \[4, 2\], but it is float32 of shape \[2, 4\]"),
         (_first(sizes=(2, 3)), "that is not one: .* not one run"),
-        (_first(offset=3), "do not follow each other: 0 bytes, then one at byte 3"),
+        (lambda items: [items[0], msgspec.structs.replace(items[1], relative_path=items[0].relative_path)], "overlap"),
     ],
 )
 def test_a_cover_that_is_not_exact_is_not_committed(
@@ -377,7 +409,9 @@ def test_a_flip_of_any_bit_of_any_file_is_found(tmp_path: Path) -> None:
 
 def test_elements_are_checked_before_they_are_used(tmp_path: Path) -> None:
     tensors = {"model.w": torch.arange(1000.0)}
-    ref = save(tmp_path, 1, tensors, num_workers=1)
+    folder = shard_folder(tmp_path, 1)
+    items = write_shard(folder, "worker-0", [Piece("model.w", (1000,), 0, tensors["model.w"])])
+    ref = commit_checkpoint(folder, items, make_meta(tensors, 1))
     flip_bit(ref.folder / "worker-0.distcp", 1000, bit=6)
     silently: dict[str, Any] = {"model.w": torch.zeros(1000)}
     dcp_load(silently, ref.folder)

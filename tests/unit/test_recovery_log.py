@@ -20,7 +20,7 @@ LAYOUT = make_layout(widths=(1, 3), layers_per_stage=(2, 2), num_microbatches=5)
 
 @pytest.fixture
 def log(tmp_path: Path) -> RecoveryLog:
-    return RecoveryLog(tmp_path)
+    return RecoveryLog(tmp_path, 20)
 
 
 def _lose(log: RecoveryLog, worker: int, epoch: int, layout: Layout = LAYOUT, *, step: int = 3) -> Layout:

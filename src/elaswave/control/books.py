@@ -1,12 +1,13 @@
 """The books of a run: what the workers report becomes events, checkpoints, lines on the terminal, and the result.
 
-Whoever keeps the books publishes; it takes no part in steps. Every message may come twice (a coordinator can die
-between handling and acknowledging it), so everything here is idempotent, and a new coordinator restores its books
-from the run's event log. A repeated step must have the same loss.
+The books publish; they take no part in steps. Every message may come twice (a coordinator can die between handling and
+acknowledging it), so everything here is idempotent. What a new coordinator needs is in the journal before it is shown
+or logged, and restored from there; the event log is for people, and may be incomplete. A repeated step must have the
+same loss.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -14,11 +15,13 @@ from typing import Literal
 import msgspec
 
 import elaswave
+from elaswave.control.checkpoints import Checkpoints
 from elaswave.control.core.coordinator import Books as Unfinished
 from elaswave.control.core.coordinator import Coordinator
 from elaswave.control.core.messages import Change, Decision, Tuning
+from elaswave.control.journal import BooksRecord, Entered, GivenUp, JournalRecord, Published
 from elaswave.control.messages import ShowEvaluation, ShowStep, ShowText, ToAgent
-from elaswave.errors import CheckpointError, StateError
+from elaswave.errors import StateError
 from elaswave.hashing import MASK64
 from elaswave.observability.events import (
     AnyEvent,
@@ -36,7 +39,6 @@ from elaswave.observability.events import (
     StepTimeMeasured,
     StepTimePredicted,
     TimingsMeasured,
-    read_events,
 )
 from elaswave.observability.result import (
     CheckpointRecord,
@@ -55,14 +57,11 @@ from elaswave.runtime.messages import (
     Finished,
     Holding,
     Ready,
-    ShardFailed,
-    ShardWritten,
     Standing,
     StepReport,
 )
 from elaswave.runtime.optimizer import OPTIMIZERS
-from elaswave.state.checkpoint import commit_checkpoint, discard_checkpoint, prune, shard_folder
-from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo, WrittenItem
+from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo
 from elaswave.state.verify import add_digests, state_digest
 from elaswave.types import Layout
 
@@ -82,9 +81,11 @@ class Books:
         run_dir: its folder.
         checkpoint: what it resumes from: folder and description, or None.
         events: the run's log.
+        persist: makes a record durable.
+        records: what earlier coordinators of this job have made durable, in order; None for its first one.
         show: sends something to the terminal.
+        settled: called with the step of a checkpoint that is durable, or given up.
         started_s: monotonic time at which the command began.
-        restarted: whether an earlier coordinator of this job has kept the books so far.
     """
 
     def __init__(
@@ -94,15 +95,19 @@ class Books:
         *,
         checkpoint: tuple[Path, CheckpointMeta] | None,
         events: EventLog,
+        persist: Callable[[BooksRecord], None],
+        records: Sequence[JournalRecord] | None,
         show: Callable[[ToAgent], None],
+        settled: Callable[[int], None],
         started_s: float,
-        restarted: bool,
     ) -> None:
         self._blueprint = blueprint
         self._config = blueprint.config
         self._run_dir = run_dir
         self._events = events
+        self._persist = persist
         self._show = show
+        self._settled = settled
         self._started_s = started_s
         self._next_timings_s = 0.0
         """When the next `TimingsMeasured` may be written."""
@@ -115,8 +120,15 @@ class Books:
         self._val_steps: list[int] = list(extra.get("val_steps", []))
         self._holdings: dict[int, Holdings] = {}
         self._first_report_s: dict[int, float] = {}
-        self._shards: dict[int, dict[int, ShardWritten | ShardFailed]] = {}
-        self._checkpoints: list[CheckpointRecord] = []
+        self.checkpoints = Checkpoints(
+            blueprint,
+            run_dir,
+            describe=self._describe,
+            begun_s=self._first_report_s.get,
+            on_written=self._on_checkpoint,
+            on_given_up=self._on_given_up,
+            say=self.say,
+        )
         self._finished: dict[int, Finished] = {}
         self._epochs: list[EpochRecord] = []
         self._steps_s: list[float] = []
@@ -132,8 +144,8 @@ class Books:
         self._tokens_per_microbatch = self._config.batch.microbatch_size * self._config.model.context_length
         elastic = self._config.elastic
         self._repeats_exactly = elastic.consistency == "bitwise" and elastic.policy not in SHRINKS_BATCH
-        if restarted:
-            self._restore()
+        if records is not None:
+            self._restore(records)
             return
         self._write(
             RunStarted(
@@ -147,32 +159,43 @@ class Books:
             )
         )
 
-    def _restore(self) -> None:
-        """Takes the books over from the events that earlier coordinators of this job have written."""
-        events = read_events(self._events.path)
-        begin = max((index for index, event in enumerate(events) if isinstance(event, RunStarted)), default=0)
-        for event in events[begin:]:
-            if isinstance(event, StepCommitted):
-                self._note_loss(event.step, from_json_float(event.loss))
-                self._first_report_s[event.step] = event.finished_s
-            elif isinstance(event, Evaluated):
-                self._note_validation(event.step, from_json_float(event.loss))
-            elif isinstance(event, CheckpointWritten):
-                self._checkpoints.append(event.checkpoint)
-            elif isinstance(event, LayoutChosen):
-                self._epochs.append(event.record)
-                self._epoch = event.epoch
-                self.members = event.layout.workers
-                self._holdings = dict(event.holdings)
-                self._start_up_s = event.start_up_s or self._start_up_s
-            elif isinstance(event, StepTimePredicted):
-                self._note_prediction(event.predicted_step_s)
-            elif isinstance(event, StepTimeMeasured):
-                self._note_step_time(event.predicted_step_s, event.measured_step_s)
-            elif isinstance(event, Recovered):
-                self._recoveries.append(event.recovery)
-            elif isinstance(event, RunFinished):
-                self.outcome, self.reason = event.outcome, event.reason
+    def _restore(self, records: Sequence[JournalRecord]) -> None:
+        """Takes the books over from what earlier coordinators of this job have made durable."""
+        for record in records:
+            if isinstance(record, Published):
+                self._note_loss(record.step, record.loss)
+                self._first_report_s[record.step] = record.finished_s
+            elif isinstance(record, Entered):
+                self._restore_event(record.event)
+            elif isinstance(record, GivenUp):
+                self.checkpoints.restore_given_up(record.step)
+            elif isinstance(record, Decision):
+                self.checkpoints.restore_decision(record)
+
+    def _restore_event(self, event: AnyEvent) -> None:
+        if isinstance(event, Evaluated):
+            self._note_validation(event.step, from_json_float(event.loss))
+        elif isinstance(event, CheckpointWritten):
+            self.checkpoints.restore(event.checkpoint)
+        elif isinstance(event, LayoutChosen):
+            self._epochs.append(event.record)
+            self._epoch = event.epoch
+            self.members = event.layout.workers
+            self._holdings = dict(event.holdings)
+            self._start_up_s = event.start_up_s or self._start_up_s
+        elif isinstance(event, StepTimePredicted):
+            self._note_prediction(event.predicted_step_s)
+        elif isinstance(event, StepTimeMeasured):
+            self._note_step_time(event.predicted_step_s, event.measured_step_s)
+        elif isinstance(event, Recovered):
+            self._recoveries.append(event.recovery)
+        elif isinstance(event, RunFinished):
+            self.outcome, self.reason = event.outcome, event.reason
+
+    def _enter(self, event: AnyEvent) -> None:
+        """Logs an event that a new coordinator must know of."""
+        self._persist(Entered(event=event))
+        self._write(event)
 
     def _write(self, event: AnyEvent) -> None:
         self._events.write(event)
@@ -194,8 +217,10 @@ class Books:
 
     @property
     def all_finished(self) -> bool:
-        """Every member has made its last step and reported its state."""
-        return set(self.members) <= set(self._finished)
+        """Every member has made its last step and reported its state, and every step's loss is known."""
+        return set(self.members) <= set(self._finished) and all(
+            self._finished[worker].standing.step <= self.last_step for worker in self.members
+        )
 
     def say(self, text: str, *, is_error: bool = False) -> None:
         """Shows a line on the terminal."""
@@ -241,7 +266,7 @@ class Books:
             predicted_step_s=predicted_step_s,
         )
         self._epochs.append(event.record)
-        self._write(event)
+        self._enter(event)
 
     def predicted(self, predicted_step_s: float) -> None:
         """What a step of the present layout should take, if that was not known when it was chosen.
@@ -252,7 +277,7 @@ class Books:
             record = self._epochs[-1]
             self._note_prediction(predicted_step_s)
             event = StepTimePredicted(epoch=record.epoch, change=record.change, predicted_step_s=predicted_step_s)
-            self._write(event)
+            self._enter(event)
 
     def _note_prediction(self, predicted_step_s: float) -> None:
         if self._epochs:
@@ -278,7 +303,7 @@ class Books:
         if steps_s and self._epochs:
             record, measured_s = self._epochs[-1], median(steps_s)
             self._note_step_time(record.predicted_step_s, measured_s)
-            self._write(
+            self._enter(
                 StepTimeMeasured(
                     epoch=record.epoch,
                     change=record.change,
@@ -295,11 +320,9 @@ class Books:
             )
 
     def rise(self, epoch: int) -> None:
-        """The epoch has risen: what was reported for the end or for a checkpoint no longer counts."""
+        """The epoch has risen: what was reported for the end no longer counts."""
         self._epoch = epoch
         self._finished.clear()
-        for step in list(self._shards):
-            self._discard(step)
 
     def decided(self, decision: Decision) -> None:
         """Survivors go on with a decision."""
@@ -307,6 +330,7 @@ class Books:
         self._start_up_s = self._start_up_s or time.monotonic() - self._started_s  # somebody was lost at the start
         reason = f"{decision.reason}; {decision.plan}" if decision.plan else decision.reason
         self._open_epoch(decision.epoch, decision.layout, decision.tuning, reason, decision.resume_step)
+        self.checkpoints.decided(decision)
 
     def catch_up(self, epoch: int, decision: Decision | None) -> None:
         """What an earlier coordinator has persisted and died before it could enter it here."""
@@ -329,7 +353,7 @@ class Books:
     def recovered(self, recovery: Recovery) -> None:
         """An event has been dealt with."""
         self._recoveries.append(recovery)
-        self._write(Recovered(recovery=recovery))
+        self._enter(Recovered(recovery=recovery))
 
     def unfinished(self, step: int, asked: bool) -> Unfinished:
         """What of a committed step is still to be done.
@@ -342,8 +366,13 @@ class Books:
         in_run = self.first_step <= step
         evaluate = bool(run.eval_every) and in_run and step % run.eval_every == 0 and step not in self._val_steps
         wanted = asked or step == run.steps or (run.checkpoint_every and step % run.checkpoint_every == 0)
-        written = any(record.step == step for record in self._checkpoints)
+        written = self.checkpoints.is_written(step)
         return Unfinished(evaluate, bool(wanted) and in_run and not written, published=self.last_step)
+
+    def advice(self) -> str:
+        """What a person can do after a job that could not go on; empty if there is nothing to go back to."""
+        newest = max((record.step for record in self.checkpoints.records), default=None)
+        return "" if newest is None else f"; `elaswave train --resume` continues from the checkpoint of step {newest}"
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
@@ -362,6 +391,7 @@ class Books:
         """
         if not self._note_loss(report.step, report.loss):
             return False
+        self._persist(Published(step=report.step, loss=report.loss, finished_s=report.finished_s))
         self._first_report_s[report.step] = report.finished_s
         if self._epochs and self._epochs[-1].first_step < report.step and report.attempt == 1:
             # From one step's end to the next one's: what is done between steps belongs to them.
@@ -410,6 +440,7 @@ class Books:
                 retries=report.retries,
             )
         )
+        self.checkpoints.published()
         return True
 
     def _note_loss(self, step: int, loss: float) -> bool:
@@ -422,7 +453,10 @@ class Books:
             self._losses.append(loss)
             return True
         if step > len(self._losses):
-            raise StateError(f"step {step} was reported, but step {len(self._losses) + 1} never was; this is a defect")
+            raise StateError(
+                f"step {step} was reported, but step {len(self._losses) + 1} never was: the worker that should have "
+                "told of it is gone, and the others keep only their newest reports. Resume from the last checkpoint"
+            )
         known = self._losses[step - 1]
         if known != loss and not (known != known and loss != loss):
             if self._repeats_exactly:
@@ -455,10 +489,10 @@ class Books:
         """Publishes a validation loss."""
         if not self._note_validation(report.step, report.loss):
             return
-        self._show(ShowEvaluation(step=report.step, loss=report.loss))
-        self._write(
+        self._enter(
             Evaluated(step=report.step, loss=report.loss, num_tokens=report.num_tokens, duration_s=report.duration_s)
         )
+        self._show(ShowEvaluation(step=report.step, loss=report.loss))
 
     def _note_validation(self, step: int, loss: float) -> bool:
         """Whether it is a new one, or another one of a step that need not repeat its loss."""
@@ -474,43 +508,26 @@ class Books:
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
-    def shard(self, message: ShardWritten | ShardFailed) -> None:
-        """A worker's part of a checkpoint; the last one completes it."""
-        where = message.standing if isinstance(message, ShardWritten) else message
-        epoch, step = where.epoch, where.step
-        if epoch != self._epoch or any(record.step == step for record in self._checkpoints):
-            return
-        shards = self._shards.setdefault(step, {})
-        shards[message.worker] = message
-        if not set(self.members) <= set(shards):
-            return
-        del self._shards[step]
-        failures = [shard for shard in shards.values() if isinstance(shard, ShardFailed)]
-        if failures:
-            self._give_up_checkpoint(step, failures[0].worker, failures[0].reason)
-            return
-        parts = [shard for shard in shards.values() if isinstance(shard, ShardWritten)]
-        try:
-            self._commit_checkpoint(parts[0].standing, [item for part in parts for item in part.items])
-        except CheckpointError as error:
-            self._give_up_checkpoint(step, None, str(error))
+    def _on_checkpoint(self, record: CheckpointRecord) -> None:
+        self._enter(CheckpointWritten(checkpoint=record))
+        self._settled(record.step)
 
-    def _discard(self, step: int) -> None:
-        self._shards.pop(step, None)
-        discard_checkpoint(shard_folder(self._run_dir, step))
-
-    def _give_up_checkpoint(self, step: int, worker: int | None, reason: str) -> None:
+    def _on_given_up(self, step: int, worker: int | None, reason: str) -> None:
         text = f"the checkpoint of step {step} could not be written, training goes on without it: {reason}"
+        self._persist(GivenUp(step=step))
         self._write(ErrorRaised(message=text, worker=worker, step=step))
         self.say(text, is_error=True)
-        self._discard(step)
+        self._settled(step)
 
-    def _commit_checkpoint(self, standing: Standing, items: list[WrittenItem]) -> None:
+    def _describe(self, standing: Standing) -> CheckpointMeta | None:
+        """The run at the step of a standing; None while a loss up to it is not known."""
         step = standing.step
+        if self.last_step < step:
+            return None
         slots = (MASTER, *OPTIMIZERS[self._config.optimizer.name](self._config.optimizer).slots)
         tensors = self._blueprint.tensors
         val = [(at, loss) for at, loss in zip(self._val_steps, self._val_losses, strict=True) if at <= step]
-        meta = CheckpointMeta(
+        return CheckpointMeta(
             step=step,
             losses=[loss if loss - loss == 0 else "nan" for loss in self._losses[:step]],
             grids={slot.name: exponent for slot, exponent in zip(tensors, standing.exponents, strict=True)},
@@ -527,18 +544,6 @@ class Books:
                 "data": data_facts(self._run_dir),
             },
         )
-        done = commit_checkpoint(shard_folder(self._run_dir, step), items, meta)
-        record = CheckpointRecord(
-            step=step,
-            path=str(done.folder.relative_to(self._run_dir)),
-            num_bytes=sum(item.length for item in items),
-            duration_s=max(0.0, time.monotonic() - self._first_report_s.get(step, time.monotonic())),
-        )
-        self._checkpoints.append(record)
-        self._write(CheckpointWritten(checkpoint=record))
-        pruned = prune(self._run_dir, self._config.run.keep_checkpoints)
-        removed = {str(folder.relative_to(self._run_dir)) for folder in pruned}
-        self._checkpoints = [kept for kept in self._checkpoints if kept.path not in removed]
 
     # ---------------------------------------------------------------------------------------------------------- the end
 
@@ -585,8 +590,7 @@ class Books:
                 report.worker: WorkerMemory(peak_bytes=report.peak_bytes, optimizer_bytes=report.optimizer_bytes)
                 for report in sorted(reports, key=lambda report: report.worker)
             },
-            # An earlier coordinator's log also tells of those that it has removed since.
-            checkpoints=[each for each in self._checkpoints if (self._run_dir / each.path).is_dir()],
+            checkpoints=list(self.checkpoints.records),
             start_up_s=self._start_up_s,
             duration_s=time.monotonic() - self._started_s,
             config=self._config.to_dict(),
@@ -616,7 +620,7 @@ class Books:
     def close(self, outcome: Literal["finished", "failed", "interrupted"], reason: str) -> None:
         """The job is over."""
         self.outcome, self.reason = outcome, reason
-        self._write(
+        self._enter(
             RunFinished(
                 outcome=outcome,
                 steps=self.last_step,

@@ -5,8 +5,9 @@ connecting again) happens on a thread of its own, so that it goes on while the m
 not have threads (because it forks) calls `turn` itself instead of `start`.
 
 On each connection the client first says `hello()`, then sends again, in order, every durable message that has not been
-acknowledged. Messages that are not durable are dropped while there is no connection: `hello()` is called after that,
-and whatever it says must make up for them. Those sent while `hello()` is being called follow after it.
+acknowledged, and then says `facts()`. Messages that are not durable are dropped while there is no connection: `hello()`
+and `facts()` are called after that, and what they say must make up for them. Messages sent while they are being called
+follow after `hello()` and before `facts()`.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -58,7 +59,7 @@ class _Phase(Enum):
     DOWN = "down"
     HANDSHAKE = "handshake"
     OPENING = "opening"
-    """`hello` is being called."""
+    """`hello` and `facts` are being called."""
     OPEN = "open"
 
 
@@ -74,6 +75,7 @@ class ControlClient(Generic[_T]):
         receives: union of the message types that may arrive.
         on_message: called with each message that arrives.
         hello: called on each new connection for the first message.
+        facts: called on each new connection for the messages that follow what was not acknowledged.
         heartbeat: called every `interval_s` while connected, for a message to send; None sends an empty heartbeat.
         interval_s: between heartbeats.
         tls: certificate files; only for ``tcp:``.
@@ -98,6 +100,7 @@ class ControlClient(Generic[_T]):
         on_message: Callable[[_T], None],
         hello: Callable[[], msgspec.Struct],
         *,
+        facts: Callable[[], Sequence[msgspec.Struct]] = tuple,
         heartbeat: Callable[[], msgspec.Struct | None] = lambda: None,
         interval_s: float = 0.1,
         tls: Tls | None = None,
@@ -114,7 +117,8 @@ class ControlClient(Generic[_T]):
         self._address = address
         self._key = check_key(key)
         self._receives = receives
-        self._on_message, self._hello, self._heartbeat, self._on_failure = on_message, hello, heartbeat, on_failure
+        self._on_message, self._heartbeat, self._on_failure = on_message, heartbeat, on_failure
+        self._hello, self._facts = hello, facts
         self._interval_s = interval_s
         self._security = tls.dialling() if tls else None
         self._max_message_bytes = max_message_bytes
@@ -136,7 +140,7 @@ class ControlClient(Generic[_T]):
         self._deaf = False
         """The other side reads no more. What it said before is still read, until the connection's end is reached."""
         self._meanwhile: list[_Sent] = []
-        """Sent while `hello` was being called."""
+        """Sent while `hello` and `facts` were being called."""
         self._broken: Exception | None = None
         """Set by `send` and `silence`: the connection must be given up."""
         self._silent = False
@@ -373,11 +377,14 @@ class ControlClient(Generic[_T]):
 
     def _greet(self, session: Session[_T], unacknowledged: list[_Sent]) -> None:
         hello = encode(self._hello(), self._max_message_bytes)
+        facts = [encode(fact, self._max_message_bytes) for fact in self._facts()]
         with self._changed:
             session.write(Kind.OPEN, self._identity)
             session.write(Kind.MESSAGE, 0, hello)
             for sent in unacknowledged + self._meanwhile:
                 session.write(Kind.MESSAGE, sent.number, sent.payload)
+            for fact in facts:
+                session.write(Kind.MESSAGE, 0, fact)
             self._meanwhile = []
             self._phase = _Phase.OPEN
             self._opened_at = time.monotonic()

@@ -22,6 +22,7 @@ from elaswave.control.core import coordinator as core
 from elaswave.control.core.detection import Detector, Position, Suspicion
 from elaswave.control.core.messages import Decision, Evidence, Installed, Registered, Report
 from elaswave.control.death_watch import DeathWatch
+from elaswave.control.journal import JournalRecord, core_records
 from elaswave.control.measurements import Measurements
 from elaswave.control.messages import (
     AgentHello,
@@ -53,6 +54,7 @@ from elaswave.runtime.messages import (
     Heartbeat,
     LinkLost,
     Ready,
+    Settled,
     ShardFailed,
     ShardWritten,
     Start,
@@ -116,8 +118,8 @@ class CoordinatorProcess:
         self._setup = setup
         blueprint = setup.blueprint
         # All of a job's processes run on this machine: after its crash nobody is left who could act on the journal.
-        self._store: Store[core.Record] = FileStore(
-            setup.control_dir / JOURNAL_FILE, core.Record, lock_timeout_s=5.0, outlives_machine=False
+        self._store: Store[JournalRecord] = FileStore(
+            setup.control_dir / JOURNAL_FILE, JournalRecord, lock_timeout_s=5.0, outlives_machine=False
         )
         records = self._store.records()
         self._events = EventLog(setup.run_dir / EVENTS_FILE)
@@ -127,9 +129,11 @@ class CoordinatorProcess:
             setup.run_dir,
             checkpoint=setup.checkpoint,
             events=self._events,
+            persist=self._store.append,
+            records=records or None,
             show=self._show,
+            settled=self._on_settled,
             started_s=setup.started_s,
-            restarted=bool(records),
         )
         elastic = blueprint.config.elastic
         self._core = core.Coordinator(
@@ -139,7 +143,7 @@ class CoordinatorProcess:
             planner=core.Planner(survive=self._survive, replace=self._replace),
             bounds=core.Bounds(elastic.min_workers, elastic.max_failures_per_hour),
             first_step=self._books.first_step,
-            records=records,
+            records=core_records(records),
             books=self._books.unfinished,
             tuning=blueprint.tuning,
         )
@@ -148,7 +152,7 @@ class CoordinatorProcess:
         self._asked_of_agent: tuple[int, ...] = ()
         """The workers of whose processes the agent tells."""
         self._decisions = [record for record in records if isinstance(record, Decision)]
-        self._recoveries = RecoveryLog(setup.run_dir)
+        self._recoveries = RecoveryLog(setup.run_dir, blueprint.config.run.steps)
         self._measurements = Measurements(blueprint.config)
         self._detector = Detector()
         self._plan_s = 0.0
@@ -450,8 +454,7 @@ class CoordinatorProcess:
 
     def _stop_workers(self) -> None:
         self._stop = Stop()
-        for worker in self._core.members:
-            self._server.send(worker, self._stop)
+        self._server.send_all(self._core.members, self._stop)
 
     def _watch(self, worker: int) -> None:
         """Waits for a worker's end in a thread; the agent's own news of it comes later."""
@@ -492,7 +495,8 @@ class CoordinatorProcess:
             return
         ends_s, self._unreported_ends_s = self._unreported_ends_s, ()
         for ended_s in ends_s:
-            recovery = self._recoveries.restarted(ended_s, now_s, self._books.last_step + 1, self._core.epoch)
+            step = min(self._books.last_step + 1, self._setup.blueprint.config.run.steps)
+            recovery = self._recoveries.restarted(ended_s, now_s, step, self._core.epoch)
             self._books.recovered(recovery)
             self._books.say(
                 f"the coordinator was lost in step {recovery.step}: a new one took over after "
@@ -552,12 +556,19 @@ class CoordinatorProcess:
             elif isinstance(message, EvaluationReport):
                 self._books.evaluation(message)
             elif isinstance(message, ShardWritten | ShardFailed):
-                self._books.shard(message)
+                self._books.checkpoints.part(message)
+                step = message.standing.step if isinstance(message, ShardWritten) else message.step
+                if self._books.checkpoints.is_settled(step):
+                    self._server.send(message.worker, Settled(step=step))
             else:
                 self._books.finish(message)
-                self._finish_if_complete()
+            self._finish_if_complete()
         except StateError as error:
             self._end(Ended(outcome="failed", reason=str(error), is_state_error=True))
+
+    def _on_settled(self, step: int) -> None:
+        """A checkpoint is durable or given up: nobody need say again what became of its parts."""
+        self._server.send_all(self._core.members, Settled(step=step))
 
     def _report(self, recovery: Recovery) -> None:
         # The line first: a coordinator that dies in between leaves a successor that says it again, not nobody.
@@ -573,8 +584,9 @@ class CoordinatorProcess:
         self._look_for_better()
 
     def _finish_if_complete(self) -> None:
-        if not self._books.all_finished or self._core.state is not core.State.TRAINING:
+        if self._ended is not None or self._core.state is not core.State.TRAINING or not self._books.all_finished:
             return
+        self._books.checkpoints.end()
         for recovery in self._recoveries.flush():
             self._report(recovery)
         if self._books.was_stopped:
@@ -684,7 +696,7 @@ class CoordinatorProcess:
         self._end(
             Ended(
                 outcome="failed",
-                reason=effect.reason,
+                reason=effect.reason + self._books.advice(),
                 worker=effect.worker,
                 traceback_text="" if failure is None else failure.traceback_text,
             )

@@ -442,6 +442,7 @@ class _Job:
                 ToWorker,
                 mailbox.receive,
                 mailbox.hello,
+                facts=mailbox.standing,
                 heartbeat=mailbox.heartbeat,
                 interval_s=HEARTBEAT_S,
             )
@@ -532,11 +533,11 @@ class _Job:
         self._client.send(CpuTimes(cpu_s=cpu_s))
 
     def _ask_to_stop(self) -> None:
-        """Passes a signal on."""
+        """Passes a signal on; later coordinators are told with the hello."""
         assert self._client is not None and self.stop_signal is not None
         name = _STOP_SIGNALS[self.stop_signal]
         self._reporter.message(f"{name}: ending after this step, with a checkpoint; Ctrl-C ends at once")
-        self._client.send(StopJob(), durable=True)
+        self._client.send(StopJob())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The first signal asks for a clean end; another one ends at once, unless it is SIGHUP, which a terminal that
@@ -583,7 +584,7 @@ class _Job:
         for effect in self._agent.handle(event):
             if isinstance(effect, ReportEnd):
                 end = effect.end
-                self._client.send(Exited(worker=end.worker, text=end.text, at_s=end.at_s), durable=True)
+                self._client.send(Exited(worker=end.worker, text=end.text, at_s=end.at_s))
             elif isinstance(effect, StartCoordinator):
                 self._fork_coordinator()
             else:

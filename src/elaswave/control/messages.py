@@ -4,21 +4,13 @@ from elaswave.runtime.messages import FromWorker, Message
 
 
 class Exited(Message, frozen=True, kw_only=True):
-    """A worker's process has ended. Durable."""
+    """A worker's process has ended."""
 
     worker: int
     text: str
     """How: "was killed by SIGKILL"."""
     at_s: float
     """Monotonic time of the machine."""
-
-
-class AgentHello(Message, frozen=True, kw_only=True):
-    """The agent has connected; what a new coordinator must know."""
-
-    exited: list[Exited]
-    stop: bool
-    """Whether a person wants the job to end; an earlier coordinator may have been told, and have told nobody."""
 
 
 class CpuTimes(Message, frozen=True, kw_only=True):
@@ -29,7 +21,15 @@ class CpuTimes(Message, frozen=True, kw_only=True):
 
 
 class StopJob(Message, frozen=True, kw_only=True):
-    """A person wants the job to end after the step in hand, with a checkpoint of it. Durable."""
+    """A person wants the job to end after the step in hand, with a checkpoint of it."""
+
+
+class AgentHello(Message, frozen=True, kw_only=True):
+    """The agent has connected; what every coordinator must know, the first as well as its successors."""
+
+    exited: list[Exited]
+    stop: bool
+    """Whether a person wants the job to end; an earlier coordinator may have been told, and have told nobody."""
 
 
 class Awaited(Message, frozen=True, kw_only=True):

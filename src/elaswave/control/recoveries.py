@@ -22,6 +22,7 @@ class _Rise:
     detected_s: float
     faults: dict[int, FaultRecord]
     places: dict[int, tuple[int, str]]
+    """Step and phase of those of whom it is known."""
     stages: dict[int, int]
     rerouted: int
     decided_s: float = 0.0
@@ -40,10 +41,12 @@ class RecoveryLog:
 
     Args:
         run_dir: where injected faults leave their time stamps.
+        num_steps: of the run.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, num_steps: int) -> None:
         self._run_dir = run_dir
+        self._num_steps = num_steps
         self._positions: dict[int, Position] = {}
         self._rise: _Rise | None = None
         self._waiting: list[_Rise] = []
@@ -70,8 +73,8 @@ class RecoveryLog:
             if fault is not None:
                 rise.faults[worker] = fault
                 rise.places[worker] = (fault.step, fault.phase or "any")
-            else:
-                rise.places[worker] = self._place_of(worker)
+            elif worker in self._positions:
+                rise.places[worker] = _place_of(self._positions[worker])
             if worker in layout.workers:
                 rise.stages[worker] = layout.stage_of(worker)
             rise.rerouted += sum(any(hop.worker == worker for hop in route) for route in layout.routes)
@@ -79,13 +82,6 @@ class RecoveryLog:
     def _fault_of(self, worker: int) -> FaultRecord | None:
         records = read_fault_records(self._run_dir / FAULTS_FILE)
         return next((record for record in reversed(records) if record.worker == worker), None)
-
-    def _place_of(self, worker: int) -> tuple[int, str]:
-        position = self._positions.get(worker)
-        if position is None:
-            return (0, "any")
-        label = position.label.lstrip("0123456789")
-        return (position.step, _PHASES.get(label[:1], position.label) if position.label[:1].isdigit() else label)
 
     def decided(self, decision: Decision, now_s: float, plan_s: float) -> None:
         """Survivors know how to go on.
@@ -147,7 +143,9 @@ class RecoveryLog:
         assert decision is not None
         entries = []
         for suspicion in rise.suspicions:
-            step, phase = rise.places[suspicion.worker]
+            # Of one that a coordinator of before has known, and this one has not heard, the decision tells the step.
+            unknown = (min(decision.resume_step, self._num_steps), "any")
+            step, phase = rise.places.get(suspicion.worker, unknown)
             fault = rise.faults.get(suspicion.worker)
             begin_s = rise.detected_s if fault is None else fault.time_s
             retried = step >= decision.resume_step
@@ -183,8 +181,9 @@ class RecoveryLog:
         stage, rerouted, promoted = self._details[recovery.epoch, recovery.worker]
         waited_s = recovery.total_s - recovery.redo_s
         redone = f", step redone in {recovery.redo_s * 1e3:.0f} ms" if recovery.outcome == "retried" else ""
+        place = "" if recovery.phase == "any" else f"{recovery.phase} of "
         return (
-            f"worker {recovery.worker} (stage {stage}) lost in {recovery.phase} of step {recovery.step} "
+            f"worker {recovery.worker} (stage {stage}) lost in {place}step {recovery.step} "
             f"({recovery.detected_by}): epoch {recovery.epoch}, {rerouted} micro-batches rerouted, "
             f"{promoted} blocks promoted, {recovery.critical_bytes} B moved, going on after "
             f"{waited_s * 1e3:.0f} ms{redone}"
@@ -217,3 +216,9 @@ def _is_redo(rise: _Rise, report: StepReport) -> bool:
     """Whether a step was committed after a recovery's decision, and so by everybody who has carried it out."""
     decision = rise.decision
     return decision is not None and report.epoch >= rise.epochs[-1] and report.step >= decision.resume_step
+
+
+def _place_of(position: Position) -> tuple[int, str]:
+    """Step and phase of a position."""
+    label = position.label.lstrip("0123456789")
+    return (position.step, _PHASES.get(label[:1], position.label) if position.label[:1].isdigit() else label)

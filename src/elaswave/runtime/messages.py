@@ -1,8 +1,10 @@
 """What a worker and the coordinator say to each other beside the protocol's core messages: plain typed data.
 
-A worker's durable messages (`StepReport`, `EvaluationReport`, `ShardWritten`, `ShardFailed`, `Finished`, `Failed`) are
-kept by its control client until the coordinator has handled them, so they survive the coordinator's death; the
-coordinator takes a message that it has seen before as a repetition.
+What a worker says must survive the coordinator's death. Durable messages (`StepReport`, `EvaluationReport`,
+`Installed`, `Failed`) are kept by its control client until the coordinator has handled them, and the coordinator makes
+durable what a successor needs of them. Standing facts (`Ready`, `LinkLost`, `ShardWritten`, `ShardFailed`, `Finished`)
+are said again on every new connection, see `control.core.facts`. The coordinator takes a message that it has seen
+before as a repetition.
 """
 
 import msgspec
@@ -140,6 +142,12 @@ class ShardFailed(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class Settled(Message, frozen=True, kw_only=True):
+    """The checkpoint of a step is durable, or given up: a worker need not say again what became of its part."""
+
+    step: int
+
+
 class Stop(Message, frozen=True, kw_only=True):
     """End, with a durable checkpoint, after the step whose vote carries it."""
 
@@ -194,4 +202,4 @@ FromWorker = (
     | Finished
     | Failed
 )
-ToWorker = Start | Stop | Exit | Prepare | Decision | Fenced | Change
+ToWorker = Start | Settled | Stop | Exit | Prepare | Decision | Fenced | Change

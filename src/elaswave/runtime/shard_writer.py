@@ -7,7 +7,7 @@ from pathlib import Path
 from elaswave.errors import CheckpointError, WaitTimeoutError
 from elaswave.runtime.materialise import owned_pieces
 from elaswave.runtime.messages import ShardFailed, ShardWritten, Standing
-from elaswave.state.checkpoint import shard_folder
+from elaswave.state.checkpoint import shard_folder, shard_name
 from elaswave.state.checkpoint_shards import write_shard
 from elaswave.state.store import BlockStore
 
@@ -43,7 +43,7 @@ class ShardWriter:
         def write() -> None:
             try:
                 folder = shard_folder(self._run_dir, standing.step)
-                items = write_shard(folder, f"worker-{self._worker}-epoch-{standing.epoch}", pieces)
+                items = write_shard(folder, shard_name(self._worker, standing.epoch), pieces)
             except (CheckpointError, OSError) as error:
                 epoch, step = standing.epoch, standing.step
                 self._report(ShardFailed(worker=self._worker, epoch=epoch, step=step, reason=str(error)))

@@ -12,8 +12,9 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -24,6 +25,7 @@ from elaswave.comm.transport import Transport
 from elaswave.config.devices import base_level, device_of, emulated_costs
 from elaswave.config.schema import Config
 from elaswave.control.core.coordinator import Coordinator
+from elaswave.control.core.facts import Facts
 from elaswave.control.core.ledger import CatchUp, Ledger
 from elaswave.control.core.member import Hold, Ignored, Install, Leave, Member, MemberState, MoveAndReport
 from elaswave.control.core.messages import Change, Decision, Fenced, Installed, Prepare, Registered, Report, Tuning
@@ -47,6 +49,9 @@ from elaswave.runtime.messages import (
     Holding,
     LinkLost,
     Ready,
+    Settled,
+    ShardFailed,
+    ShardWritten,
     Standing,
     Start,
     StepReport,
@@ -133,8 +138,9 @@ class Mailbox:
         self.request = Request.NONE
         """What the coordinator has told this worker to ask for."""
         self.registration = Registered(
-            worker=worker, address=transport.address, epoch=Coordinator.FIRST_EPOCH, report=None, done=False
+            worker=worker, address=transport.address, epoch=Coordinator.FIRST_EPOCH, report=None
         )
+        self._facts = Facts()
         self.activity = Activity()
         self.place = (Coordinator.FIRST_EPOCH, 0, 0)
         """Epoch, step and attempt, for heartbeats."""
@@ -147,6 +153,16 @@ class Mailbox:
     def hello(self) -> Registered:
         """The first message on a new connection."""
         return self.registration
+
+    def standing(self) -> list[Any]:
+        """What is said on a new connection after all that has not been acknowledged."""
+        with self._changed:
+            return self._facts.standing()
+
+    def note(self, change: Callable[[Facts], None]) -> None:
+        """Changes the standing facts; any thread may call it. To be called before the message itself is sent."""
+        with self._changed:
+            change(self._facts)
 
     def heartbeat(self) -> Heartbeat:
         """Where the main thread is."""
@@ -172,6 +188,9 @@ class Mailbox:
             return
         if isinstance(message, Stop):
             self.request = Request.STOP
+            return
+        if isinstance(message, Settled):
+            self.note(lambda facts: facts.settled(message.step))
             return
         with self._changed:
             self._messages.append(message)
@@ -254,7 +273,7 @@ class Worker:
         self._optimizer = OPTIMIZERS[config.optimizer.name](config.optimizer)
         self._source = self._blueprint.open_source(setup.run_dir / "data")
         self._sampler = self._blueprint.sampler(self._source)
-        self._writer = ShardWriter(setup.worker, setup.run_dir, lambda message: client.send(message, durable=True))
+        self._writer = ShardWriter(setup.worker, setup.run_dir, self._report_shard)
         self._member = Member(setup.worker, Coordinator.FIRST_EPOCH)
         self._members = self._blueprint.layout.workers
         self._addresses: dict[int, str] = {}
@@ -385,7 +404,9 @@ class Worker:
         if not self._is_ready:
             self._make_links(self.engine.layout, self.engine.placement)
             self._is_ready = True
-            self._client.send(Ready(worker=self._worker, holding=self._holding()), durable=True)
+            ready = Ready(worker=self._worker, holding=self._holding())
+            self._mailbox.note(lambda facts: facts.ready(ready))
+            self._client.send(ready)
         while True:
             while self._duties:
                 kind, step = self._duties[0]
@@ -514,6 +535,12 @@ class Worker:
             num_followed_parameters=sum(held.num_elements for held in followed),
         )
 
+    def _report_shard(self, message: ShardWritten | ShardFailed) -> None:
+        """Says what became of this worker's part of a checkpoint; called on the writer's thread."""
+        where = message.standing if isinstance(message, ShardWritten) else message
+        self._mailbox.note(lambda facts: facts.part(where.step, where.epoch, message))
+        self._client.send(message)
+
     def _finish(self, stopped: bool) -> None:
         """Reports the last state and waits until everybody has done so: nobody may leave before."""
         self._mailbox.activity.wait("end")
@@ -521,21 +548,19 @@ class Worker:
         store = self.engine.store
         num_followers = min(self._config.elastic.num_followers, len(self._members) - 1)
         followers = self.engine.placement.followers
-        self._mailbox.answered(msgspec.structs.replace(self._mailbox.registration, done=True))
-        self._client.send(
-            Finished(
-                worker=self._worker,
-                standing=self._standing(self._step - 1),
-                stopped=stopped,
-                owner_digests=store.digest_parts(Role.OWNER),
-                follower_digests=store.digest_parts(Role.FOLLOWER),
-                complete=all(len(workers) == num_followers for workers in followers),
-                optimizer_bytes=store.optimizer_bytes(),
-                peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                bytes_sent=sum(self._transport.bytes_sent.values()),
-            ),
-            durable=True,
+        finished = Finished(
+            worker=self._worker,
+            standing=self._standing(self._step - 1),
+            stopped=stopped,
+            owner_digests=store.digest_parts(Role.OWNER),
+            follower_digests=store.digest_parts(Role.FOLLOWER),
+            complete=all(len(workers) == num_followers for workers in followers),
+            optimizer_bytes=store.optimizer_bytes(),
+            peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            bytes_sent=sum(self._transport.bytes_sent.values()),
         )
+        self._mailbox.note(lambda facts: facts.ended(finished))
+        self._client.send(finished)
         deadline_s = time.monotonic() + EXIT_TIMEOUT_S
         while True:
             message = self._mailbox.next(deadline_s - time.monotonic())
@@ -589,22 +614,23 @@ class Worker:
     def _accuse(self, error: Exception) -> None:
         """Tells the coordinator of a peer that this worker has lost sight of."""
         if isinstance(error, PeerLostError) and self._member.state is MemberState.TRAINING:
-            accusation = LinkLost(worker=self._worker, peer=error.worker, epoch=self._member.epoch, detail=str(error))
-            self._client.send(accusation, durable=True)
+            peer = error.worker
+            accusation = LinkLost(worker=self._worker, peer=peer, epoch=self._member.epoch, detail=str(error))
+            self._mailbox.note(lambda facts: facts.link_lost(peer, accusation))
+            self._client.send(accusation)
 
     def _move(self, action: MoveAndReport) -> None:
         """Leaves the old epoch's data plane, and only then promises and reports."""
         begin_s = time.monotonic()
         self.engine.hold(None)  # what was planned for the old epoch is void
+        self._mailbox.note(lambda facts: facts.moved())
         self._transport.advance_epoch(action.epoch, action.members)
         self._edit_s = time.monotonic() - begin_s
         layers = sorted(self.engine.layers)
         span = (layers[0], layers[-1] + 1)
         self._last_report = self._ledger.promise(action.epoch, self.engine.held(), span)
         self._mailbox.answered(
-            msgspec.structs.replace(
-                self._mailbox.registration, epoch=action.epoch, report=self._last_report, done=False
-            )
+            msgspec.structs.replace(self._mailbox.registration, epoch=action.epoch, report=self._last_report)
         )
         self._client.send(self._last_report)
 
@@ -639,9 +665,7 @@ class Worker:
             self._duties.append(("evaluate", decision.resume_step - 1))
         if decision.checkpoint:
             self._note_checkpoint(decision.resume_step - 1)
-        self._mailbox.answered(
-            msgspec.structs.replace(self._mailbox.registration, epoch=decision.epoch, report=None, done=False)
-        )
+        self._mailbox.answered(msgspec.structs.replace(self._mailbox.registration, epoch=decision.epoch, report=None))
         self._client.send(
             Installed(
                 worker=self._worker,
@@ -659,6 +683,8 @@ class Worker:
         The coordinator has checked every byte of it. Here are checked the bytes that are used.
         """
         assert decision.rollback is not None
+        rollback = decision.rollback
+        self._mailbox.note(lambda facts: facts.rolled_back(rollback))
         checkpoint = None
         if decision.rollback > 0:
             folder = self._setup.run_dir / "checkpoints" / f"step-{decision.rollback:08d}"

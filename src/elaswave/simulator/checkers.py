@@ -8,7 +8,7 @@ run ends with all steps made, or with a reason that names what was lost.
 
 # ruff: noqa: D102 (the methods are described in `Observer`)
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from elaswave.control.core.messages import Decision
 from elaswave.simulator.certificate import decode_vote
@@ -50,6 +50,11 @@ class SameBits(Observer):
     ) -> None:
         if commits:
             _require(grid == self._truth.grids[step], f"the grid after step {step} differs on worker {worker}")
+
+    def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: int) -> None:
+        right = dict(enumerate(self._truth.states[step]))
+        _require(states == right, f"the checkpoint of step {step} differs")
+        _require(grid == self._truth.grids[step], f"the grid in the checkpoint of step {step} differs")
 
     def published(self, step: int, losses: tuple[int, ...]) -> None:
         _require(losses == self._truth.losses[step], f"the published losses of step {step} differ")
@@ -227,43 +232,6 @@ class NoSilentLoss(Observer):
         raise Violation(f"state was given up although survivors hold it: {reason}")
 
 
-class AskedCheckpoints(Observer):
-    """A durable checkpoint that a vote asked for is neither lost with a worker nor written twice."""
-
-    def __init__(self) -> None:
-        self._asked: set[int] = set()
-        """Steps whose vote asked for one."""
-        self._stored: set[int] = set()
-        self._base = 0
-        """The committed step that the newest decision goes on from."""
-
-    def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
-    ) -> None:
-        if commits and decode_vote(vector).request:
-            self._asked.add(step)
-
-    def stored(self, step: int) -> None:
-        self._stored.add(step)
-
-    def decided(self, decision: Decision) -> None:
-        self._base = decision.resume_step - 1
-        if decision.rollback is not None:
-            self._asked = {step for step in self._asked if step <= decision.rollback}
-        elif self._base in self._asked:
-            is_stored = self._base in self._stored
-            _require(
-                decision.checkpoint != is_stored,
-                f"epoch {decision.epoch} goes on after step {self._base}, whose checkpoint was asked for and is "
-                f"{'written, and writes it again' if is_stored else 'not written, and does not write it'}",
-            )
-
-    def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
-        # Before the newest decision an owner may have been lost with its part, when the others were further already.
-        missing = [step for step in sorted(self._asked - self._stored) if step >= self._base]
-        _require(not missing, f"the checkpoints of steps {missing} were asked for and are not there at the end")
-
-
 class PublishedOnce(Observer):
     """Steps are published in order, and a step that is published again has the same losses."""
 
@@ -277,6 +245,72 @@ class PublishedOnce(Observer):
     def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
         steps = sorted(self._losses)
         _require(steps == list(range(1, len(steps) + 1)), f"the published steps are {steps}")
+
+
+class CheckpointsKept(Observer):
+    """A durable checkpoint that is due, or that a vote asked for, is made once, or given up with a word.
+
+    It is given up only if a part is really missing, and not if nobody was lost since the survivors began to write it.
+    Parts that are void because everybody went back behind them are left out of account.
+    """
+
+    def __init__(self, num_steps: int, every: int, num_blocks: int) -> None:
+        self._regular = set(range(every, num_steps + 1, every)) if every else set()
+        self._asked: set[int] = set()
+        """Steps whose vote asked for one."""
+        self._num_blocks = num_blocks
+        self._parts: dict[int, dict[int, set[int]]] = {}
+        """Step -> worker -> blocks that it has written."""
+        self._stored: set[int] = set()
+        self._given_up: set[int] = set()
+        self._base = 0
+        """The committed step that the newest decision goes on from."""
+
+    @property
+    def _due(self) -> set[int]:
+        return self._regular | self._asked
+
+    def learned(
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+    ) -> None:
+        if commits and decode_vote(vector).request:
+            self._asked.add(step)
+
+    def wrote(self, worker: int, step: int, blocks: Collection[int]) -> None:
+        self._parts.setdefault(step, {}).setdefault(worker, set()).update(blocks)
+
+    def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: int) -> None:
+        _require(step in self._due, f"a checkpoint of step {step} was not asked for")
+        self._stored.add(step)
+
+    def given_up(self, step: int, members: Collection[int]) -> None:
+        parts = self._parts.get(step, {})
+        here = set().union(*(parts.get(worker, ()) for worker in members))
+        _require(
+            len(here) < self._num_blocks,
+            f"the checkpoint of step {step} was given up although the members have written all of it",
+        )
+        self._given_up.add(step)
+
+    def decided(self, decision: Decision) -> None:
+        self._base = decision.resume_step - 1
+        if decision.rollback is not None:
+            self._asked = {step for step in self._asked if step <= decision.rollback}
+            for step in [step for step in self._parts if step > decision.rollback]:
+                del self._parts[step]
+        elif self._base in self._due:
+            is_stored = self._base in self._stored
+            _require(
+                decision.checkpoint != is_stored,
+                f"epoch {decision.epoch} goes on after step {self._base}, whose checkpoint is "
+                f"{'written, and writes it again' if is_stored else 'not written, and does not write it'}",
+            )
+
+    def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
+        missing = sorted(self._due - self._stored - self._given_up)
+        _require(not missing, f"the job ended without a word about the checkpoints of steps {missing}")
+        missing = [step for step in sorted(self._due - self._stored) if step >= self._base]
+        _require(not missing, f"the checkpoints of steps {missing} are not there, and nobody was lost since")
 
 
 class Progress(Observer):
@@ -302,8 +336,9 @@ class Progress(Observer):
             _require(self._last == self._num_steps, f"finished after step {self._last} of {self._num_steps}")
 
 
-def all_checkers(truth: Truth, num_layers: int, num_microbatches: int) -> list[Observer]:
+def all_checkers(truth: Truth, num_layers: int, num_microbatches: int, checkpoint_every: int = 0) -> list[Observer]:
     """One of each."""
+    num_steps = len(truth.states) - 1
     return [
         SameBits(truth),
         ExactlyOnce(num_layers, num_microbatches),
@@ -312,7 +347,7 @@ def all_checkers(truth: Truth, num_layers: int, num_microbatches: int) -> list[O
         Fencing(),
         Agreement(),
         NoSilentLoss(),
-        AskedCheckpoints(),
         PublishedOnce(),
-        Progress(len(truth.states) - 1),
+        CheckpointsKept(num_steps, checkpoint_every, len(truth.states[0])),
+        Progress(num_steps),
     ]

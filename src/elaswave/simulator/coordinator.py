@@ -27,8 +27,9 @@ from elaswave.control.core.coordinator import (
     TermRecord,
 )
 from elaswave.control.core.messages import Decision, Installed, Registered, Report
-from elaswave.simulator.job import model_of, other_layout
-from elaswave.simulator.messages import FinishedReport, PeerLost, Shard, StepDone
+from elaswave.control.core.shards import Complete, GivenUp, Shards
+from elaswave.simulator.job import BlockState, model_of, other_layout
+from elaswave.simulator.messages import FinishedReport, PeerLost, Settled, Shard, StepDone
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
 
@@ -91,7 +92,14 @@ class SimCoordinator:
         self._finished: dict[int, FinishedReport] = {}
         self._planned_epoch = 0
         """The newest epoch in which another layout was planned."""
-        self._shards: dict[tuple[int, int], dict[int, Shard]] = {}
+        self._grids: dict[int, int] = {}
+        """Step -> the grid after it, of checkpoints that are being written."""
+        self.shards: Shards[int, BlockState] = Shards(len(model.blocks), lambda state: 1, model.layout.workers)
+        for step in (*world.disk, *world.given_up):
+            self.shards.settle(step)
+        for record in world.store.records:
+            if isinstance(record, Decision):
+                self._tell_shards(record)
 
     def survive(
         self, layout: Layout, placement: Placement, lost: Collection[int], valid: Callable[[int, int], bool]
@@ -102,7 +110,17 @@ class SimCoordinator:
     def _books(self, step: int, asked: bool) -> Books:
         every = self.world.job.checkpoint_every
         due = asked or (bool(every) and step > 0 and step % every == 0)
-        return Books(evaluate=False, checkpoint=due and step not in self.world.disk)
+        return Books(
+            evaluate=False, checkpoint=due and step not in self.world.disk, published=self.world.published_step
+        )
+
+    def _tell_shards(self, decision: Decision) -> list[Complete[int, BlockState] | GivenUp]:
+        again = decision.resume_step - 1 if decision.checkpoint else None
+        found = self.shards.decided(decision.epoch, decision.members, again=again, rollback=decision.rollback)
+        for step in self.world.disk:
+            if decision.rollback is None or step <= decision.rollback:
+                self.shards.settle(step)
+        return found
 
     # -------------------------------------------------------------------------------------------------------- effects
 
@@ -146,6 +164,8 @@ class SimCoordinator:
             world.after(4 * world.delay(), self, self._on_checkpoint, newest)  # it is read and verified
         elif isinstance(effect, Decided):
             world.say(f"decided: {_describe(effect.decision)}")
+            for found in self._tell_shards(effect.decision):
+                self._on_shards(found)
         elif isinstance(effect, End):
             world.say(f"the job ends: {effect.reason}")
             world.see.ended(effect.reason, self.core.members, world.lost(), effect.orphans)
@@ -219,7 +239,13 @@ class SimCoordinator:
 
     def _on_step_done(self, message: StepDone) -> None:
         self.carry_out(self.core.handle(EvidenceSeen(message.evidence, message.epoch), self.world.now))
+        if self._is_replaced():
+            return
         self.world.publish(message.evidence)
+        for step in self.shards.pending:
+            found = self.shards.judge(step)
+            if found is not None:
+                self._on_shards(found)
         self._plan(message)
 
     def _plan(self, message: StepDone) -> None:
@@ -236,29 +262,63 @@ class SimCoordinator:
         self.carry_out(self.core.handle(planned, self.world.now))
 
     def _on_shard(self, message: Shard) -> None:
-        shards = self._shards.setdefault((message.step, message.epoch), {})
-        shards[message.worker] = message
-        states = {block: state for shard in shards.values() for block, state in shard.states.items()}
-        if len(states) == len(model_of(self.world.job).blocks):
-            self.world.disk[message.step] = (states, message.grid)
-            self.world.see.stored(message.step)
+        self._grids.setdefault(message.step, message.grid)
+        num_bytes = len(message.states)
+        found = self.shards.written(message.step, message.epoch, message.worker, message.states, num_bytes)
+        if found is not None:
+            self._on_shards(found)
+        elif self.shards.is_settled(message.step):
+            self._say_settled(message.step, [message.worker])
+
+    def _on_shards(self, found: Complete[int, BlockState] | GivenUp) -> None:
+        """A checkpoint is complete, or will never be."""
+        world, step = self.world, found.step
+        if self._is_replaced():
+            return
+        if isinstance(found, GivenUp):
+            world.say(f"the checkpoint of step {step} is given up: {found.reason}")
+            world.given_up.add(step)
+            world.see.given_up(step, self.core.members)
+        elif world.published_step < step:
+            return  # it waits for the losses
+        else:
+            world.tick(self)
+            world.disk[step] = (found.pieces, self._grids[step])
+            world.see.checkpointed(step, found.pieces, self._grids[step])
+        self.shards.settle(step)
+        self._say_settled(step, self.core.members)
+
+    def _say_settled(self, step: int, workers: Collection[int]) -> None:
+        for worker in workers:
+            self.world.tick(self)
+            link = self.links.get(worker)
+            if link is not None and link.open:
+                self.world.to_member(self, link, Settled(step))
 
     def has_finished(self, report: FinishedReport) -> bool:
         """Whether a worker's end counts: only in the present epoch does it know its roles."""
         return report.epoch == self.core.epoch
 
+    def _is_replaced(self) -> bool:
+        """Whether the journal has another writer; then nothing can be made durable any more, and this one ends."""
+        try:
+            self.world.store.check(self.core.term)
+        except StaleTermError:
+            self.world.end_coordinator(self)
+            return True
+        return False
+
     def _end_if_finished(self) -> None:
         """Nobody may exit before everybody's last apply is known here, in the present epoch."""
         core, world = self.core, self.world
-        if self.dead or core.state is not State.TRAINING:
+        if self.dead or core.state is not State.TRAINING or world.published_step < world.job.steps:
             return
         finished = {worker: self._finished[worker] for worker in core.members if worker in self._finished}
         if len(finished) == len(core.members) and all(map(self.has_finished, finished.values())):
-            try:
-                world.store.check(core.term)
-            except StaleTermError:
-                world.end_coordinator(self)
+            if self._is_replaced():
                 return
+            for found in self.shards.end():
+                self._on_shards(found)
             world.see.finished(core.members, {worker: report.states for worker, report in finished.items()})
             world.finish("finished")
 

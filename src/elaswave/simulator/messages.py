@@ -54,3 +54,9 @@ class PeerLost(NamedTuple):
     worker: int
     epoch: int
     peer: int
+
+
+class Settled(NamedTuple):
+    """A coordinator says that a step's durable checkpoint is complete, or given up."""
+
+    step: int

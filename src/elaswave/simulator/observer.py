@@ -1,6 +1,6 @@
 """What can be seen of a simulated run. Checkers and counters listen here, and know nothing of how things are done."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from elaswave.control.core.messages import Decision
@@ -52,11 +52,17 @@ class Observer:
     def decided(self, decision: Decision) -> None:
         """A coordinator has persisted a decision."""
 
-    def stored(self, step: int) -> None:
-        """A coordinator has all blocks of a step on the disk; may be told again."""
-
     def published(self, step: int, losses: tuple[int, ...]) -> None:
         """A coordinator has published the losses of a step."""
+
+    def wrote(self, worker: int, step: int, blocks: Collection[int]) -> None:
+        """A worker has written its part of a step's durable checkpoint."""
+
+    def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: int) -> None:
+        """A coordinator has made a durable checkpoint."""
+
+    def given_up(self, step: int, members: Collection[int]) -> None:
+        """A coordinator with these members has given up a step's durable checkpoint, and said so."""
 
     def gone(self, worker: int) -> None:
         """A worker has ended."""

@@ -6,23 +6,30 @@ them. Several are defects that an earlier version of the core really had, found 
 
 # ruff: noqa: D102 (what each class does wrong is its own docstring)
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from elaswave.control.core.coordinator import Books, Coordinator, Effect, EvidenceSeen, Persist, Planned, Send
+from elaswave.control.core.facts import Facts
 from elaswave.control.core.ledger import Held, Ledger
 from elaswave.control.core.member import Member
 from elaswave.control.core.messages import CoreToWorker, Decision, Evidence, Registered, Report
 from elaswave.simulator.certificate import Vote
 from elaswave.simulator.coordinator import SimCoordinator, Store
-from elaswave.simulator.messages import PARAMETERS, FinishedReport, Frame, Key
+from elaswave.simulator.messages import PARAMETERS, FinishedReport, Frame, Key, Shard
 from elaswave.simulator.run import Build
 from elaswave.simulator.traffic import Traffic, common_placement, swapped_traffic, traffic_between
 from elaswave.simulator.worker import Life, SimWorker
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
+
+if TYPE_CHECKING:
+    from elaswave.simulator.job import Job
+    from elaswave.simulator.world import World
 
 
 class Plant(NamedTuple):
@@ -247,6 +254,41 @@ class LeavesWhenDone(SimWorker):
         self.world.leave(self, "done")
 
 
+# --------------------------------------------------------------------------- rule 12: acknowledged, and then forgotten
+
+
+class SaysFactsOnce(SimWorker):
+    """What a coordinator has acknowledged is not said to its successor, though it was kept in memory only."""
+
+    def say_fact(self, fact: Any) -> None:
+        self.say_durably(fact)
+
+    def on_connected(self) -> None:
+        for message in tuple(self.unacknowledged):
+            self.world.to_coordinator(self, message, durable=True)
+
+
+class _EndFirst(Facts):
+    def standing(self) -> list[Any]:
+        return super().standing()[::-1]
+
+
+class SaysTheEndFirst(SimWorker):
+    """The end is said before the parts of checkpoints."""
+
+    def __init__(self, world: World, worker: int, job: Job) -> None:
+        super().__init__(world, worker, job)
+        self.facts = _EndFirst()
+
+
+class ForgetsParts(SimCoordinator):
+    """Parts of checkpoints that are being written are forgotten when the epoch rises."""
+
+    def _on_shard(self, message: Shard) -> None:
+        if message.epoch == self.core.epoch:
+            super()._on_shard(message)
+
+
 # -------------------------------------------------------------------------------------------------- rule 10: terms
 
 
@@ -329,7 +371,7 @@ PLANTS = {
             "early-gather",
             "a parameter frame is written before the receiver's own vote",
             Build(worker=WritesParametersEarly),
-            "widths=4 num_microbatches=4 seed=199089370 suspect:0@78",
+            "widths=4 num_microbatches=4 seed=622124356 suspect:3@69 cut:0-2@70",
         ),
         Plant(
             "send-before-persist",
@@ -347,7 +389,7 @@ PLANTS = {
             "late-vote",
             "the epoch is not checked on one message: a lost worker's late report of a vote counts",
             Build(coordinator=TakesLateVotes),
-            "widths=3 num_microbatches=3 num_followers=2 seed=738704968 heartbeat_bound=25 isolate:2@16+41 kill:0@29",
+            "widths=2,2 num_microbatches=4 num_followers=2 seed=278661935 heartbeat_bound=15 isolate:0@31+28 kill:2@47",
         ),
         Plant(
             "switch-without-vote",
@@ -389,13 +431,13 @@ PLANTS = {
             "apply-twice",
             "APPLY is interrupted, and blocks carry no versions",
             Build(worker=AppliesTwice),
-            "widths=2,2 seed=619964801 suspect:3@30",
+            "widths=2,2 suspect:3@23",
         ),
         Plant(
             "apply-unfinished",
             "APPLY is interrupted, and not finished",
             Build(worker=ForgetsToFinish),
-            "widths=2,2 seed=619964801 suspect:3@30",
+            "widths=1,2 suspect:1@18",
         ),
         Plant(
             "mix-attempts",
@@ -407,7 +449,8 @@ PLANTS = {
             "old-frames",
             "frames of the old epoch survive the edit",
             Build(worker=KeepsOldFrames),
-            "widths=3,1 blocks_per_layer=1 num_microbatches=3 checkpoint_every=1 move_step=2 suspect:0@44 kill:1@43",
+            "widths=3,1 blocks_per_layer=1 num_microbatches=3 checkpoint_every=1 move_step=2 suspect:1@43 kill:c@52 "
+            "suspect:0@60",
         ),
         Plant(
             "end-too-soon",
@@ -420,6 +463,26 @@ PLANTS = {
             "a worker exits before everybody's last apply is known",
             Build(worker=LeavesWhenDone),
             "widths=3,1 num_microbatches=3 link_delay=1",
+        ),
+        Plant(
+            "facts-once",
+            "what was acknowledged is not said to the next coordinator",
+            Build(worker=SaysFactsOnce),
+            "widths=1,1 num_microbatches=1 checkpoint_every=1 kill:c@25",
+            real=True,
+        ),
+        Plant(
+            "end-first",
+            "a worker tells a new coordinator of its end before it tells of its parts of checkpoints",
+            Build(worker=SaysTheEndFirst),
+            "widths=1,1 num_microbatches=1 checkpoint_every=1 kill:c@47",
+        ),
+        Plant(
+            "parts-of-one-epoch",
+            "parts of a checkpoint do not count in the next epoch",
+            Build(coordinator=ForgetsParts),
+            "widths=2,2 checkpoint_every=1 kill:c@67 kill:2@99",
+            real=True,
         ),
         Plant(
             "no-terms",
@@ -437,7 +500,7 @@ PLANTS = {
             "repeat-request",
             "a checkpoint that a vote asked for is written again after a loss",
             Build(coordinator=WritesTwice),
-            "widths=2,2 ask_step=1 kill:3@40",
+            "ask_step=1 kill:2@32",
         ),
         Plant(
             "start-once",

@@ -61,7 +61,8 @@ def run_schedule(
         The outcome; never raises for a defect of what is simulated.
     """
     job = schedule.job
-    checkers = all_checkers(undisturbed(job), len(model_of(job).blocks_of_layer), job.num_microbatches)
+    num_layers = len(model_of(job).blocks_of_layer)
+    checkers = all_checkers(undisturbed(job), num_layers, job.num_microbatches, job.checkpoint_every)
     tally = Tally()
     world = World(
         schedule,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from elaswave.control.core.facts import Facts
 from elaswave.control.core.ledger import CatchUp, Held, Ledger
 from elaswave.control.core.member import Hold, Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
 from elaswave.control.core.messages import (
@@ -51,6 +52,7 @@ from elaswave.simulator.messages import (
     Frame,
     Key,
     PeerLost,
+    Settled,
     Shard,
     StepDone,
 )
@@ -139,14 +141,17 @@ class SimWorker:
         self.turn = 0
         """Distinguishes the present life's moments from those of earlier ones."""
         self.dead_peers: set[int] = set()
-        self.closed_links: set[int] = set()
-        """Peers whose links have closed in the present epoch; said to every coordinator again."""
-        self.durable: list[StepDone | Shard] = []
+        self.facts = Facts()
         """Said to every coordinator again."""
+        self.unacknowledged: list[Any] = []
+        """Durable messages that no coordinator has acknowledged."""
+        self.reports: list[StepDone] = []
+        """Of committed steps, for the case that the worker that should have sent them is lost."""
+        self.writing: list[Shard] = []
+        """Parts of checkpoints on their way to the disk."""
         self.started = False
         """Whether it has been told where its peers are; until then it can do nothing else."""
         self.before_start: list[CoreToWorker] = []
-        self.done = False
 
     # ------------------------------------------------------------------------------------------------ what reaches it
 
@@ -158,16 +163,31 @@ class SimWorker:
             address=str(self.id),
             epoch=self.member.epoch,
             report=self.report if waits else None,
-            done=self.done,
         )
 
     def on_connected(self) -> None:
-        """A new control connection is up: say again what may have been lost."""
-        self._report_links()
-        for message in self.durable:
-            self.world.to_coordinator(self, message)
-        if self.done:
-            self.world.to_coordinator(self, self._finished())
+        """A new control connection is up: say again what was not acknowledged, and all that holds."""
+        for message in tuple(self.unacknowledged):
+            self.world.to_coordinator(self, message, durable=True)
+        for fact in self.facts.standing():
+            self.world.to_coordinator(self, fact)
+
+    def say_durably(self, message: Any) -> None:
+        """Says something that is said again until a coordinator has handled it."""
+        self.unacknowledged.append(message)
+        self.world.to_coordinator(self, message, durable=True)
+
+    def on_acknowledged(self, message: Any) -> None:
+        """A coordinator has handled a durable message."""
+        self.unacknowledged = [other for other in self.unacknowledged if other is not message]
+
+    def say_fact(self, fact: Any) -> None:
+        """Says what has just been noted as a standing fact."""
+        self.world.to_coordinator(self, fact)
+
+    def on_settled(self, message: Settled) -> None:
+        """A checkpoint is complete, or given up."""
+        self.facts.settled(message.step)
 
     def on_start(self) -> None:
         """Every worker has registered."""
@@ -200,12 +220,12 @@ class SimWorker:
         if dead:
             self.dead_peers.add(peer)
         if peer in self.members:
-            self.closed_links.add(peer)
-            self.world.to_coordinator(self, PeerLost(self.id, self.epoch, peer))
+            self._report_link(peer)
 
-    def _report_links(self) -> None:
-        for peer in sorted(self.closed_links):
-            self.world.to_coordinator(self, PeerLost(self.id, self.epoch, peer))
+    def _report_link(self, peer: int) -> None:
+        lost = PeerLost(self.id, self.epoch, peer)
+        self.facts.link_lost(peer, lost)
+        self.say_fact(lost)
 
     def on_message(self, message: CoreToWorker) -> None:
         """A message of the coordinator's core."""
@@ -235,14 +255,14 @@ class SimWorker:
         """Leaves the old epoch, promises, and reports."""
         self.change = None  # it is void in any other epoch
         self.in_force = None  # the decision knows of it
-        self.done = False  # what it said of its end was of the old epoch
+        self.facts.moved()
         self._stop()
         self.leave_epoch(epoch)
         self.members = frozenset(members)
         self.report = self.ledger.promise(epoch, self.held_copies(), self.layers)
         self.world.to_coordinator(self, self.report)
-        self.closed_links = set(self.dead_peers & self.members)  # the other links are made again
-        self._report_links()
+        for peer in sorted(self.dead_peers & self.members):  # the other links are made again
+            self._report_link(peer)
 
     def held_copies(self) -> Mapping[int, Held]:
         """The copies that it can answer for."""
@@ -337,6 +357,8 @@ class SimWorker:
             if (every and step % every == 0) or evidence.checkpoint == step:
                 self._write_shard(step)
             step, attempt = step + 1, 1
+        while self.writing:
+            yield None
         self.on_done()
 
     def traffic(self, step: int) -> Traffic:
@@ -345,8 +367,10 @@ class SimWorker:
 
     def on_done(self) -> None:
         """All steps are made; it stays until it is told to leave, since others may need what it holds."""
-        self.done = True
-        self.world.to_coordinator(self, self._finished())
+        states = {block: (copy.owned, copy.version, copy.state) for block, copy in self.held.items()}
+        finished = FinishedReport(self.id, self.epoch, states)
+        self.facts.ended(finished)
+        self.say_fact(finished)
 
     def _run(self, plan: WorkerPlan) -> Life:
         """RUN: the real program; base copies for new followers leave first."""
@@ -607,11 +631,13 @@ class SimWorker:
             yield from self._take_roles(decision)
         self.filling = {}
         self.world.see.installed(self.id, decision, [copy.version for copy in self.held.values()], self.grid)
-        self.world.to_coordinator(
-            self, Installed(worker=self.id, epoch=self.epoch, edit_s=0, promote_s=0, critical_bytes=0)
-        )
+        self.say_durably(Installed(worker=self.id, epoch=self.epoch, edit_s=0, promote_s=0, critical_bytes=0))
         if decision.evidence is not None and decision.evidence.commits and decision.rollback is None:
-            self._step_done(decision.evidence)
+            self._note_step(decision.evidence)
+        if self.id == min(self.members):
+            for report in self.reports:
+                if decision.published < report.evidence.step < decision.resume_step:
+                    self.say_durably(report)
         if decision.checkpoint:
             self._write_shard(base)
         yield from self._steps(decision.resume_step, decision.resume_attempt)
@@ -659,8 +685,11 @@ class SimWorker:
 
     def _roll_back(self, decision: Decision) -> Life:
         assert decision.rollback is not None
+        rollback = decision.rollback
+        self.facts.rolled_back(rollback)
+        self.reports = [report for report in self.reports if report.evidence.step <= rollback]
         seed = {block.id: initial_state(block.id) for block in self.model.blocks}, INITIAL_GRID
-        states, self.grid = self.world.disk[decision.rollback] if decision.rollback else seed
+        states, self.grid = self.world.disk[rollback] if rollback else seed
         self.grid_order = (decision.rollback, 1 << 16)
         self.held.clear()
         self.filling.clear()
@@ -678,17 +707,29 @@ class SimWorker:
 
     # --------------------------------------------------------------------------------------------------------- reports
 
-    def _step_done(self, evidence: Evidence) -> None:
+    def _note_step(self, evidence: Evidence) -> StepDone:
+        """Keeps the report of a committed step."""
         done = StepDone(self.id, self.epoch, evidence)
-        self.durable.append(done)
-        self.world.to_coordinator(self, done)
+        if not self.reports or self.reports[-1].evidence.step < evidence.step:
+            self.reports.append(done)
+        return done
+
+    def _step_done(self, evidence: Evidence) -> None:
+        """The member with the lowest id reports a committed step."""
+        done = self._note_step(evidence)
+        if self.id == min(self.members):
+            self.say_durably(done)
 
     def _write_shard(self, step: int) -> None:
+        """Begins to write the owned blocks, in the background: training goes on, and the epoch may rise."""
         states = {block: copy.state for block, copy in self.held.items() if copy.owned}
         shard = Shard(self.id, self.epoch, step, self.grid, states)
-        self.durable.append(shard)
-        self.world.to_coordinator(self, shard)
+        self.writing.append(shard)
+        self.world.after(2 * self.world.delay(), self, self._on_written, shard)
 
-    def _finished(self) -> FinishedReport:
-        states = {block: (copy.owned, copy.version, copy.state) for block, copy in self.held.items()}
-        return FinishedReport(self.id, self.epoch, states)
+    def _on_written(self, shard: Shard) -> None:
+        self.world.tick(self)
+        self.writing.remove(shard)
+        self.world.see.wrote(self.id, shard.step, shard.states.keys())
+        self.facts.part(shard.step, shard.epoch, shard)
+        self.say_fact(shard)

@@ -13,7 +13,7 @@ from elaswave.control.core.messages import CoreToWorker, Evidence
 from elaswave.simulator.certificate import decode_vote
 from elaswave.simulator.coordinator import SimCoordinator, Store
 from elaswave.simulator.job import BlockState, model_of
-from elaswave.simulator.messages import KIND_NAMES, Frame, Key
+from elaswave.simulator.messages import KIND_NAMES, Frame, Key, Settled
 from elaswave.simulator.observer import Observer, together
 from elaswave.simulator.schedule import COORDINATOR, Fault, Schedule
 from elaswave.simulator.worker import SimWorker
@@ -65,6 +65,10 @@ class World:
         self.store = Store() if store is None else store
         self.disk: dict[int, tuple[dict[int, BlockState], int]] = {}
         """Durable checkpoints: step -> (blocks, grid)."""
+        self.given_up: set[int] = set()
+        """Steps whose durable checkpoints were given up, as the journal has it."""
+        self.published_step = 0
+        """The newest step whose losses are in the journal."""
         self.now = 0
         self.instant = 0
         self.outcome = ""
@@ -269,27 +273,47 @@ class World:
         except ActorDead:
             pass
 
-    def to_coordinator(self, worker: SimWorker, message: Any) -> None:
-        """A control message of a worker; lost if it has no connection."""
+    def to_coordinator(self, worker: SimWorker, message: Any, *, durable: bool = False) -> None:
+        """A control message of a worker; lost if it has no connection.
+
+        Args:
+            durable: it is acknowledged once it has been handled.
+        """
         self.tick(worker)
         link = self.links.get(worker.id)
         self.say(
             f"{worker.id} -> coordinator {type(message).__name__}{'' if link and link.open else ' (no connection)'}"
         )
         if link is not None and link.open:
-            self._up(link, link.coordinator.on_message, link, message)
+            self._up(link, self._handle_durable if durable else link.coordinator.on_message, link, message)
+
+    def _handle_durable(self, link: Link, message: Any) -> None:
+        link.coordinator.on_message(link, message)
+        # Its own action: a coordinator that was stopped while it handled the message acknowledges it when it wakes up.
+        self._act(link.coordinator, self._acknowledge, (link, message))
+
+    def _acknowledge(self, link: Link, message: Any) -> None:
+        if link.open:
+            pair = (-1, link.worker.id)
+            self._on_link(link, pair, link.coordinator, link.worker, link.worker.on_acknowledged, (message,))
 
     def _up(self, link: Link, call: Callable[..., None], *arguments: Any) -> None:
         self._on_link(link, (link.worker.id, -1), link.worker, link.coordinator, call, arguments)
 
-    def to_member(self, coordinator: SimCoordinator, link: Link, message: CoreToWorker | None) -> None:
+    def to_member(self, coordinator: SimCoordinator, link: Link, message: CoreToWorker | Settled | None) -> None:
         """A message of a coordinator's; None tells to start. Its instant has passed."""
         worker = link.worker
         if self._log is not None:
-            what = "Start" if message is None else f"{type(message).__name__} {message.epoch}"
-            self.say(f"coordinator {coordinator.core.term} -> {worker.id} {what}")
-        call, arguments = (worker.on_start, ()) if message is None else (worker.on_message, (message,))
-        self._on_link(link, (-1, worker.id), coordinator, worker, call, arguments)
+            what = "Start" if message is None else type(message).__name__
+            at = message.step if isinstance(message, Settled) else getattr(message, "epoch", "")
+            self.say(f"coordinator {coordinator.core.term} -> {worker.id} {what} {at}")
+        call: Callable[..., None] = worker.on_message
+        if message is None:
+            self._on_link(link, (-1, worker.id), coordinator, worker, worker.on_start, ())
+            return
+        if isinstance(message, Settled):
+            call = worker.on_settled
+        self._on_link(link, (-1, worker.id), coordinator, worker, call, (message,))
 
     def _on_link(
         self, link: Link, pair: tuple[int, int], sender: Any, receiver: Any, call: Callable[..., None], arguments: Any
@@ -319,6 +343,7 @@ class World:
     def publish(self, evidence: Evidence) -> None:
         """A coordinator makes a committed step's losses known."""
         if evidence.commits:
+            self.published_step = max(self.published_step, evidence.step)
             self.see.published(evidence.step, decode_vote(evidence.vector).losses)
 
     def leave(self, worker: SimWorker, reason: str) -> None:

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,7 @@ from elaswave.state.checkpoint_format import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     META_FILE,
+    SHARD_SUFFIX,
     CheckpointMeta,
     Manifest,
     Piece,
@@ -67,6 +68,8 @@ __all__ = [
     "read_pieces",
     "remove_stale",
     "shard_folder",
+    "shard_name",
+    "temporary_folder",
     "verify_checkpoint",
     "write_shard",
 ]
@@ -99,13 +102,23 @@ class CheckpointSearch(msgspec.Struct, frozen=True):
     """Newer ones that cannot be used, newest first."""
 
 
+def shard_name(worker: int, epoch: int) -> str:
+    """Name of the file with a worker's part of a checkpoint that was begun in an epoch, without its suffix."""
+    return f"worker-{worker}-epoch-{epoch}"
+
+
+def temporary_folder(run_dir: Path, step: int) -> Path:
+    """Where the shards of a step's checkpoint stand until it is committed; the folder need not be there."""
+    return _folder_of(run_dir, step).with_suffix(_TEMPORARY_SUFFIX)
+
+
 def shard_folder(run_dir: Path, step: int) -> Path:
-    """The temporary folder for the shards of a checkpoint; made if it is not there yet, by whoever comes first.
+    """The temporary folder for the shards of a checkpoint; the first worker that asks for it makes it.
 
     Raises:
         CheckpointError: the folder cannot be made.
     """
-    folder = _folder_of(run_dir, step).with_suffix(_TEMPORARY_SUFFIX)
+    folder = temporary_folder(run_dir, step)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -113,15 +126,19 @@ def shard_folder(run_dir: Path, step: int) -> Path:
     return folder
 
 
-def commit_checkpoint(folder: Path, items: Sequence[WrittenItem], meta: CheckpointMeta) -> CheckpointRef:
+def commit_checkpoint(
+    folder: Path, items: Sequence[WrittenItem], meta: CheckpointMeta, *, sizes: Mapping[str, int] | None = None
+) -> CheckpointRef:
     """Turns the shards in a temporary folder into a checkpoint, or leaves them as they are.
 
-    A checkpoint of the same step (a damaged one, say, that a resumed run has passed again) is replaced.
+    A checkpoint of the same step (a damaged one, say, that a resumed run has passed again) is replaced. A commit that
+    was made by a coordinator which died before it could say so is found and taken over.
 
     Args:
-        folder: from :func:`shard_folder`, with every worker's shard.
-        items: what all workers' ``write_shard`` returned, in any order.
+        folder: from :func:`temporary_folder`, with every worker's shard.
+        items: what the workers' ``write_shard`` returned, in any order, every element once.
         meta: the run at that step; ``meta.tensors`` says what the checkpoint must hold.
+        sizes: bytes of each shard file, where items of it are left out; None: as its items say.
     Returns:
         The committed checkpoint, under its final name.
     Raises:
@@ -132,16 +149,22 @@ def commit_checkpoint(folder: Path, items: Sequence[WrittenItem], meta: Checkpoi
     _check_items(items, meta.tensors)
     meta_bytes = encode_meta(meta)
     dcp_bytes = encode_dcp_metadata(meta.tensors, items)
-    shards = _shard_sizes(items)
     files = {META_FILE: checksum_of(meta_bytes), DCP_METADATA_FILE: checksum_of(dcp_bytes)}
+    used = {item.relative_path for item in items}
+    shards = _shard_sizes(items) if sizes is None else {name: sizes[name] for name in sorted(used)}
     manifest = Manifest(format=FORMAT_VERSION, shards=shards, files=files, items=tuple(items))
-    _check_shard_sizes(folder, manifest)
     final = folder.with_suffix("")
+    if not folder.exists() and _is_committed(final, manifest):
+        return CheckpointRef(meta.step, final, read_meta(final))
+    _check_shard_sizes(folder, manifest)
     assert folder.suffix == _TEMPORARY_SUFFIX and final.name == _folder_of(final, meta.step).name, folder
     try:
         _write_synced(folder / META_FILE, meta_bytes)
         _write_synced(folder / MANIFEST_FILE, encode_manifest(manifest))
         _write_synced(folder / DCP_METADATA_FILE, dcp_bytes)
+        for unused in folder.glob(f"*{SHARD_SUFFIX}"):
+            if unused.name not in used:
+                unused.unlink(missing_ok=True)
         _sync_folder(folder)
         if final.exists():
             _remove_committed(final)
@@ -295,14 +318,23 @@ def _check_items(items: Sequence[WrittenItem], tensors: dict[str, TensorInfo]) -
             raise CheckpointError(f"the shards do not cover {fqn!r} (shape {list(info.shape)}) exactly once: {fault}")
 
 
+def _is_committed(final: Path, manifest: Manifest) -> bool:
+    """Whether a checkpoint stands under its final name and holds just these items."""
+    try:
+        found = read_manifest(final)
+    except CheckpointError:
+        return False
+    return (found.items, found.shards) == (manifest.items, manifest.shards) and _looks_whole(final)
+
+
 def _shard_sizes(items: Sequence[WrittenItem]) -> dict[str, int]:
-    """Size of every shard file; its items, sorted by offset, follow each other without a gap."""
+    """Bytes of every shard file up to the end of its last item; items, sorted by offset, do not overlap."""
     sizes: dict[str, int] = {}
     for item in items:
         size = sizes.get(item.relative_path, 0)
-        if item.offset != size:
+        if item.offset < size:
             raise CheckpointError(
-                f"the items of {item.relative_path} do not follow each other: {size} bytes, then one at byte "
+                f"the items of {item.relative_path} overlap: one ends at byte {size}, the next begins at byte "
                 f"{item.offset}"
             )
         sizes[item.relative_path] = item.offset + item.length
@@ -310,7 +342,8 @@ def _shard_sizes(items: Sequence[WrittenItem]) -> dict[str, int]:
 
 
 def _check_shard_sizes(folder: Path, manifest: Manifest) -> None:
-    assert manifest.shards == _shard_sizes(manifest.items), folder
+    for name, least in _shard_sizes(manifest.items).items():
+        assert manifest.shards[name] >= least, (folder, name)
     for name, size in manifest.shards.items():
         try:
             found = (folder / name).stat().st_size
@@ -377,7 +410,7 @@ def _folder_of(run_dir: Path, step: int) -> Path:
 def _entries(run_dir: Path) -> list[Path]:
     try:
         return sorted(_checkpoints_dir(run_dir).iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise CheckpointError(

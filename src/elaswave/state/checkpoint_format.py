@@ -136,7 +136,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     format: int
     """``FORMAT_VERSION``."""
     shards: dict[str, int]
-    """Size of each shard file in bytes; its items cover every byte of it."""
+    """Size of each shard file in bytes; bytes outside of its items are not used."""
     files: dict[str, str]
     """``checksum_of`` each file that is neither a shard nor the manifest."""
     items: tuple[WrittenItem, ...]

@@ -31,9 +31,6 @@ from elaswave.state.checkpoint_format import (
 )
 from elaswave.state.rectangles import decompose_run, run_of_rectangle
 
-MAX_MERGED_ELEMENTS = 1 << 20
-"""Neighbouring pieces are written as one run up to this length: fewer archives, yet cheap to read in part."""
-
 
 def write_shard(folder: Path, shard: str, pieces: Sequence[Piece]) -> list[WrittenItem]:
     """Writes a worker's pieces of a checkpoint into a new file and syncs it to the disk.
@@ -42,10 +39,11 @@ def write_shard(folder: Path, shard: str, pieces: Sequence[Piece]) -> list[Writt
 
     Args:
         folder: the checkpoint's temporary folder, from ``checkpoint.shard_folder``.
-        shard: name of the file without suffix, different for every worker, such as "worker-3".
+        shard: name of the file without suffix, different for every worker, such as "worker-3-epoch-1".
         pieces: in any order.
     Returns:
-        One item per rectangle, for ``checkpoint.commit_checkpoint``.
+        One item per rectangle, for ``checkpoint.commit_checkpoint``. No item spans two pieces, so that the same pieces
+        that two workers have written can be told to be the same.
     Raises:
         CheckpointError: the file exists already or cannot be written (disk full, no permission).
     """
@@ -55,7 +53,9 @@ def write_shard(folder: Path, shard: str, pieces: Sequence[Piece]) -> list[Writt
     try:
         with path.open("xb") as file:
             offset = 0
-            for fqn, shape, start, values in _merged(pieces):
+            for fqn, shape, start, values in sorted(pieces, key=lambda piece: (piece.fqn, piece.flat_start)):
+                assert values.dim() == 1 and values.is_cpu and values.dtype in DTYPE_NAMES, f"{fqn}: {values.shape}"
+                shape = tuple(shape)
                 position = 0
                 for rectangle in decompose_run(shape, start, len(values)):
                     num_elements = math.prod(rectangle.sizes)
@@ -221,27 +221,3 @@ def cannot_write(path: Path, error: OSError) -> CheckpointError:
         f"cannot write {path}: {error.strerror}; the checkpoint is given up, earlier ones are untouched "
         "(free some space, or lower run.keep_checkpoints)"
     )
-
-
-def _merged(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """The pieces by name and place, neighbours joined up to ``MAX_MERGED_ELEMENTS``."""
-    pending: list[Piece] = []
-    num_pending = 0
-    for piece in sorted(pieces, key=lambda piece: (piece.fqn, piece.flat_start)):
-        values = piece.values
-        assert values.dim() == 1 and values.is_cpu and values.dtype in DTYPE_NAMES, f"{piece.fqn}: {values.shape}"
-        if pending:
-            first = pending[0]
-            adjacent = (piece.fqn, piece.flat_start) == (first.fqn, first.flat_start + num_pending)
-            if not adjacent or num_pending + len(values) > MAX_MERGED_ELEMENTS:
-                yield _joined(pending)
-                pending, num_pending = [], 0
-        pending.append(piece)
-        num_pending += len(values)
-    if pending:
-        yield _joined(pending)
-
-
-def _joined(pieces: Sequence[Piece]) -> Piece:
-    fqn, shape, start, values = pieces[0]
-    return Piece(fqn, tuple(shape), start, torch.cat([piece.values for piece in pieces]) if len(pieces) > 1 else values)

@@ -25,7 +25,7 @@ NO_COORDINATOR = "the coordinator gives up, or too many have ended"
 OVER = "the coordinator says that the job is over"
 
 TRANSITIONS = (
-    Transition(AgentState.RUNNING, WORKER_ENDS, AgentState.RUNNING, "report it, durably"),
+    Transition(AgentState.RUNNING, WORKER_ENDS, AgentState.RUNNING, "report it, also to every later coordinator"),
     Transition(
         AgentState.RUNNING,
         COORDINATOR_ENDS,
@@ -65,7 +65,7 @@ Event = WorkerEnded | CoordinatorEnded | JobEnded
 
 
 class ReportEnd(NamedTuple):
-    """Tell the coordinator, durably, that a worker's process has ended."""
+    """Tell the coordinator that a worker's process has ended, now and whenever a coordinator is found."""
 
     end: WorkerEnded
 

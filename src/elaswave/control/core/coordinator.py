@@ -89,6 +89,14 @@ class StartRecord(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     term: int
 
 
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker has ended with an error of its own."""
+
+    worker: int
+    signature: str
+    summary: str
+
+
 class RaiseRecord(msgspec.Struct, frozen=True, kw_only=True, tag="raise"):
     """The epoch has risen and left workers behind; no decision yet."""
 
@@ -98,6 +106,10 @@ class RaiseRecord(msgspec.Struct, frozen=True, kw_only=True, tag="raise"):
     lost: tuple[int, ...]
     """Lost since the last decision."""
     reason: str
+    at_s: float = 0.0
+    """Monotonic time of the coordinator's machine, for `Bounds.max_failures_per_hour`."""
+    failure: "Failure | None" = None
+    """The worker's own error, if that is what it was lost by."""
 
 
 Record = TermRecord | StartRecord | RaiseRecord | Change | Decision
@@ -344,12 +356,16 @@ class Coordinator:
         if isinstance(record, StartRecord):
             self.state = State.TRAINING
         elif isinstance(record, RaiseRecord):
+            self._losses_at_s += [record.at_s] * (len(self.members) - len(record.members))
             self.epoch, self.members, self._lost, self._reason = (
                 record.epoch,
                 record.members,
                 record.lost,
                 record.reason,
             )
+            if record.failure is not None:
+                self._failures[record.failure.signature] = record.failure.worker
+                self._errors[record.failure.worker] = record.failure.summary
             self.state = State.COLLECTING
         elif isinstance(record, Change):
             self._take_change(record)
@@ -493,8 +509,13 @@ class Coordinator:
 
     # ---------------------------------------------------------------------------------------------- losing a worker
 
-    def suspect(self, suspicions: Sequence[Suspected], now_s: float) -> list[Effect]:
-        """Takes suspicions that came together: the epoch rises once for all of them."""
+    def suspect(self, suspicions: Sequence[Suspected], now_s: float, failure: Failure | None = None) -> list[Effect]:
+        """Takes suspicions that came together: the epoch rises once for all of them.
+
+        Args:
+            now_s: as of `handle`.
+            failure: the error with which the only one of them has ended itself.
+        """
         fresh = [suspicion for suspicion in suspicions if self._counts(suspicion)]
         if not fresh or self.state is State.ENDED:
             return [
@@ -509,8 +530,9 @@ class Coordinator:
                 f"{self._bounds.max_failures_per_hour}"
             )
         if len(members) < max(1, self._bounds.min_workers):
+            lost = sorted({*self._lost, *leaving})
             return self._end(
-                f"{len(members)} workers are left after the loss of workers {leaving}, elastic.min_workers asks for "
+                f"{len(members)} workers are left after the loss of workers {lost}, elastic.min_workers asks for "
                 f"{self._bounds.min_workers}"
             )
         self.epoch += 1
@@ -519,7 +541,15 @@ class Coordinator:
         self._reason = "; ".join(suspicion.reason for suspicion in fresh)
         self._go(SUSPECTED, State.COLLECTING)
         self._reports.clear()
-        record = RaiseRecord(term=self.term, epoch=self.epoch, members=members, lost=self._lost, reason=self._reason)
+        record = RaiseRecord(
+            term=self.term,
+            epoch=self.epoch,
+            members=members,
+            lost=self._lost,
+            reason=self._reason,
+            at_s=now_s,
+            failure=failure,
+        )
         fences: list[Effect] = [Send(worker, self._fenced(self._reason)) for worker in leaving]
         return [
             Persist(record),
@@ -544,7 +574,8 @@ class Coordinator:
         self._errors[event.worker] = event.summary
         if event.worker in self.members and len(self.members) <= max(1, self._bounds.min_workers):
             return self._end(event.summary, event.worker)
-        return self.suspect([Suspected(event.worker, "exit", event.summary)], now_s)
+        failure = Failure(worker=event.worker, signature=event.signature, summary=event.summary)
+        return self.suspect([Suspected(event.worker, "exit", event.summary)], now_s, failure)
 
     def _end(self, reason: str, worker: int | None = None, orphans: tuple[int, ...] = ()) -> list[Effect]:
         self._go(GIVEN_UP, State.ENDED)
@@ -661,11 +692,25 @@ class Coordinator:
                     followers[block].append(worker)
         return Placement(tuple(owner), tuple(map(tuple, followers)))
 
+    def _what_helps(self) -> str:
+        """What a person can set so that a loss like this one is survived."""
+        now = max(map(len, self.placement.followers), default=0)
+        together = max(now + 1, len(self._lost))
+        survived = f"any {now} at one instant, and any number with some steps between them" if now else "no loss"
+        return (
+            f"elastic.num_followers = {now} survives {survived}; {together} would survive any {together} at one "
+            "instant. With run.checkpoint_every the job goes back to its newest checkpoint by itself, and --resume "
+            "continues from it later"
+        )
+
     def _on_checkpoint(self, event: CheckpointFound) -> list[Effect]:
         if self.state is not State.ROLLING_BACK:
             return [Note("a checkpoint that nobody waits for")]
         orphans = ", ".join(map(str, self._orphans[:8])) + (" ..." if len(self._orphans) > 8 else "")
-        what = f"all copies of {len(self._orphans)} blocks ({orphans}) were lost with workers {list(self._lost)}"
+        what = (
+            f"all copies of {len(self._orphans)} of {len(self._blocks)} blocks ({orphans}) were lost with workers "
+            f"{list(self._lost)}"
+        )
         if self._restart_is_policy:
             what = "everybody starts over, as the policy is"
         elif not self._orphans:
@@ -673,8 +718,7 @@ class Coordinator:
         step = 0 if event.step is None and self._seed_is_enough else event.step
         if step is None:
             return self._end(
-                f"{what}, and there is no valid durable checkpoint; set run.checkpoint_every, or "
-                "elastic.num_followers higher",
+                f"{what}, and there is no valid durable checkpoint to go back to. {self._what_helps()}",
                 orphans=self._orphans,
             )
         layout, tuning, change = self.in_force()

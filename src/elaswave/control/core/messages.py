@@ -9,7 +9,7 @@ import msgspec
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Both ends of a control connection must have the same."""
 
 
@@ -172,8 +172,6 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="registered"):
     """The epoch it is in; that of its last report if it waits for a decision."""
     report: Report | None
     """Its last report, if it waits for a decision."""
-    done: bool
-    """Whether it has made all steps."""
 
 
 class Installed(msgspec.Struct, frozen=True, kw_only=True, tag="installed"):

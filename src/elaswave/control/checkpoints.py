@@ -1,0 +1,175 @@
+"""The durable checkpoints of a job: collects what workers have written, commits what is complete, prunes.
+
+Which parts make a checkpoint complete, and when one is given up, `control.core.shards` decides. Here is what touches
+files. Nothing that goes wrong with a checkpoint ends a job.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from elaswave.control.core.messages import Decision
+from elaswave.control.core.shards import Complete, GivenUp, Shards
+from elaswave.errors import CheckpointError
+from elaswave.observability.result import CheckpointRecord
+from elaswave.runtime.blueprint import Blueprint
+from elaswave.runtime.materialise import MASTER
+from elaswave.runtime.messages import ShardFailed, ShardWritten, Standing
+from elaswave.runtime.optimizer import OPTIMIZERS
+from elaswave.state.checkpoint import commit_checkpoint, discard_checkpoint, prune, shard_name, temporary_folder
+from elaswave.state.checkpoint_format import SHARD_SUFFIX, CheckpointMeta, WrittenItem
+
+_Key = tuple[str, tuple[int, ...]]
+"""Tensor and first index of a piece: the same for the same piece, whichever worker has written it."""
+
+
+class Checkpoints:
+    """The checkpoints of one job.
+
+    Args:
+        blueprint: the run.
+        run_dir: its folder.
+        describe: the run at the step of a standing, for the checkpoint's description; None while the losses up to it
+            are not all known.
+        begun_s: monotonic time at which a step was done, or None.
+        on_written: called with a checkpoint that is durable.
+        on_given_up: called with step, worker (or None) and reason when one never will be.
+        say: shows a line on the terminal.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        run_dir: Path,
+        *,
+        describe: Callable[[Standing], CheckpointMeta | None],
+        begun_s: Callable[[int], float | None],
+        on_written: Callable[[CheckpointRecord], None],
+        on_given_up: Callable[[int, int | None, str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.records: list[CheckpointRecord] = []
+        """Those that are durable and have not been pruned, in the order in which they were made."""
+        self._run_dir = run_dir
+        self._keep = blueprint.config.run.keep_checkpoints
+        self._describe, self._begun_s = describe, begun_s
+        self._on_written, self._on_given_up, self._say = on_written, on_given_up, say
+        optimizer = blueprint.config.optimizer
+        num_slots = len((MASTER, *OPTIMIZERS[optimizer.name](optimizer).slots))
+        num_elements = num_slots * sum(slot.numel for slot in blueprint.tensors)
+        self._shards: Shards[_Key, WrittenItem] = Shards(num_elements, _num_elements, blueprint.layout.workers)
+        self._standings: dict[int, Standing] = {}
+        """Of steps whose checkpoints are being written."""
+
+    def restore(self, record: CheckpointRecord) -> None:
+        """Takes over a checkpoint that an earlier coordinator has made durable, and perhaps pruned since."""
+        if (self._run_dir / record.path).is_dir():
+            self.records.append(record)
+        self._shards.settle(record.step)
+
+    def restore_given_up(self, step: int) -> None:
+        """Takes over that an earlier coordinator has given one up."""
+        self._shards.settle(step)
+
+    def restore_decision(self, decision: Decision) -> None:
+        """Takes over a decision of an earlier coordinator. Files that it has made void are gone already."""
+        again = decision.resume_step - 1 if decision.checkpoint else None
+        self._shards.decided(decision.epoch, decision.members, again=again, rollback=decision.rollback)
+        self._drop_records(decision)
+
+    def is_settled(self, step: int) -> bool:
+        """Whether a step's checkpoint is durable or given up."""
+        return self._shards.is_settled(step)
+
+    def is_written(self, step: int) -> bool:
+        """Whether a step's checkpoint is durable."""
+        return any(record.step == step for record in self.records)
+
+    def part(self, message: ShardWritten | ShardFailed) -> None:
+        """A worker's part of a checkpoint; may be said again."""
+        if isinstance(message, ShardFailed):
+            self._take(self._shards.failed(message.step, message.epoch, message.worker, message.reason))
+            return
+        standing = message.standing
+        pieces = {(item.fqn, item.offsets): item for item in message.items}
+        num_bytes = max((item.offset + item.length for item in message.items), default=0)
+        self._standings.setdefault(standing.step, standing)
+        self._take(self._shards.written(standing.step, standing.epoch, message.worker, pieces, num_bytes))
+
+    def decided(self, decision: Decision) -> None:
+        """Survivors go on with a decision: some parts will never come, or are void."""
+        before = self._shards.pending
+        again = decision.resume_step - 1 if decision.checkpoint else None
+        found = self._shards.decided(decision.epoch, decision.members, again=again, rollback=decision.rollback)
+        self._drop_records(decision)
+        for step in set(before) - set(self._shards.pending):
+            self._discard(step)
+        for each in found:
+            self._take(each)
+
+    def _drop_records(self, decision: Decision) -> None:
+        # A later one that is on the disk is damaged, or the job would not have gone back behind it.
+        if decision.rollback is not None:
+            self.records = [record for record in self.records if record.step <= decision.rollback]
+
+    def published(self) -> None:
+        """More losses are known: commits what has waited for them."""
+        for step in self._shards.pending:
+            self._take(self._shards.judge(step))
+
+    def end(self) -> None:
+        """All members have made their last step and said what became of their parts."""
+        for each in self._shards.end():
+            self._take(each)
+
+    def _take(self, found: Complete[_Key, WrittenItem] | GivenUp | None) -> None:
+        if isinstance(found, GivenUp):
+            self._give_up(found.step, found.worker, found.reason)
+        elif found is not None:
+            meta = self._describe(self._standings[found.step])
+            if meta is not None:
+                self._commit(found, meta)
+
+    def _commit(self, complete: Complete[_Key, WrittenItem], meta: CheckpointMeta) -> None:
+        step, items = complete.step, list(complete.pieces.values())
+        sizes = {f"{shard_name(*part)}{SHARD_SUFFIX}": num_bytes for part, num_bytes in complete.files.items()}
+        try:
+            done = commit_checkpoint(temporary_folder(self._run_dir, step), items, meta, sizes=sizes)
+        except CheckpointError as error:
+            self._give_up(step, None, str(error))
+            return
+        self._settle(step)
+        now_s = time.monotonic()
+        record = CheckpointRecord(
+            step=step,
+            path=str(done.folder.relative_to(self._run_dir)),
+            num_bytes=sum(item.length for item in items),
+            duration_s=max(0.0, now_s - (self._begun_s(step) or now_s)),
+        )
+        self.records.append(record)
+        self._on_written(record)
+        try:
+            pruned = prune(self._run_dir, self._keep)
+        except CheckpointError as error:
+            self._say(f"an old checkpoint stays, training goes on: {error}")
+            return
+        removed = {str(folder.relative_to(self._run_dir)) for folder in pruned}
+        self.records = [kept for kept in self.records if kept.path not in removed]
+
+    def _give_up(self, step: int, worker: int | None, reason: str) -> None:
+        self._settle(step)
+        self._discard(step)
+        self._on_given_up(step, worker, reason)
+
+    def _settle(self, step: int) -> None:
+        self._shards.settle(step)
+        self._standings.pop(step, None)
+
+    def _discard(self, step: int) -> None:
+        self._standings.pop(step, None)
+        discard_checkpoint(temporary_folder(self._run_dir, step))
+
+
+def _num_elements(item: WrittenItem) -> int:
+    return math.prod(item.sizes)

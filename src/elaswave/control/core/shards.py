@@ -1,0 +1,163 @@
+"""When a durable checkpoint is complete, and when it never will be. No IO.
+
+Every worker writes the blocks that it owns, in the background, while training goes on; the epoch may rise meanwhile.
+All copies of a block are equal after a step, so it does not matter in which epoch, or by whom, a piece was written:
+a checkpoint is complete as soon as every piece is there, and of a piece that is there twice the first one counts. It
+is given up as soon as every member has said what became of its part and pieces are still missing: their owner was
+lost before it had written them, or could not write. If the survivors of a loss are still at the checkpoint's step,
+the decision lets all of them write again, and only what they say from then on tells that it is given up.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Generic, NamedTuple, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Complete(NamedTuple, Generic[K, V]):
+    """Every piece of a checkpoint is written."""
+
+    step: int
+    pieces: dict[K, V]
+    """Each once."""
+    files: dict[tuple[int, int], int]
+    """(worker, epoch) of the parts that were written -> their bytes, pieces that are not used included."""
+
+
+class GivenUp(NamedTuple):
+    """A checkpoint will never be complete."""
+
+    step: int
+    worker: int | None
+    """The first worker that could not write; None if a worker was lost before it had written."""
+    reason: str
+
+
+class _Pending(Generic[K, V]):
+    """A checkpoint that is being written."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[K, V] = {}
+        self.size = 0
+        self.files: dict[tuple[int, int], int] = {}
+        self.heard: dict[int, int] = {}
+        """Worker -> the newest epoch of which it has said what became of its part."""
+        self.failures: dict[int, str] = {}
+        self.from_epoch = 0
+        """Members that were heard in older epochs write again."""
+
+
+class Shards(Generic[K, V]):
+    """The checkpoints that are being written.
+
+    Args:
+        size: of all pieces together.
+        size_of: of one piece.
+        members: of the first epoch.
+    """
+
+    def __init__(self, size: int, size_of: Callable[[V], int], members: Collection[int]) -> None:
+        self._size = size
+        self._size_of = size_of
+        self._members = set(members)
+        self._pending: dict[int, _Pending[K, V]] = {}
+        self._settled: set[int] = set()
+        self._rollbacks: list[tuple[int, int]] = []
+        """(epoch, step): parts of later steps that are of an older epoch are void."""
+
+    @property
+    def pending(self) -> list[int]:
+        """Steps of checkpoints that have begun and are neither complete nor given up, ascending."""
+        return sorted(self._pending)
+
+    def is_settled(self, step: int) -> bool:
+        """Whether nothing more has to be said of a step's checkpoint."""
+        return step in self._settled
+
+    def settle(self, step: int) -> None:
+        """A step's checkpoint is durable or given up."""
+        self._settled.add(step)
+        self._pending.pop(step, None)
+
+    def written(
+        self, step: int, epoch: int, worker: int, pieces: Mapping[K, V], num_bytes: int
+    ) -> "Complete[K, V] | GivenUp | None":
+        """A worker has written its part.
+
+        Args:
+            step: of the checkpoint.
+            epoch: in which the worker began to write.
+            pieces: what it wrote.
+            num_bytes: of its file.
+        Returns:
+            What became of the checkpoint; None if it is still to be waited for, or this part is of no use any more.
+        """
+        pending = self._take(step, epoch, worker)
+        if pending is None:
+            return None
+        pending.files[worker, epoch] = num_bytes
+        for key, piece in pieces.items():
+            if key not in pending.pieces:
+                pending.pieces[key] = piece
+                pending.size += self._size_of(piece)
+        pending.failures.pop(worker, None)
+        return self.judge(step)
+
+    def failed(self, step: int, epoch: int, worker: int, reason: str) -> "Complete[K, V] | GivenUp | None":
+        """A worker could not write its part. Arguments and result as of `written`."""
+        pending = self._take(step, epoch, worker)
+        if pending is None:
+            return None
+        pending.failures[worker] = reason
+        return self.judge(step)
+
+    def _take(self, step: int, epoch: int, worker: int) -> _Pending[K, V] | None:
+        if step in self._settled or any(epoch < newer and step > kept for newer, kept in self._rollbacks):
+            return None
+        pending = self._pending.setdefault(step, _Pending())
+        pending.heard[worker] = max(epoch, pending.heard.get(worker, 0))
+        return pending
+
+    def judge(self, step: int) -> "Complete[K, V] | GivenUp | None":
+        """What becomes of a pending checkpoint by what is known now."""
+        pending = self._pending[step]
+        if pending.size == self._size:
+            return Complete(step, pending.pieces, pending.files)
+        if any(pending.heard.get(worker, -1) < pending.from_epoch for worker in self._members):
+            return None
+        if pending.failures:
+            worker, reason = next(iter(pending.failures.items()))
+            return GivenUp(step, worker, reason)
+        return GivenUp(step, None, "a worker was lost before it had written its part")
+
+    def decided(
+        self, epoch: int, members: Collection[int], *, again: int | None, rollback: int | None
+    ) -> "list[Complete[K, V] | GivenUp]":
+        """Survivors go on with a decision.
+
+        Args:
+            epoch: of the decision.
+            members: of this epoch.
+            again: the step whose checkpoint all members write again, because they are still at it.
+            rollback: the step that everybody goes back to.
+        Returns:
+            What became of checkpoints that waited for those who were lost.
+        """
+        self._members = set(members)
+        if rollback is not None:
+            self._rollbacks.append((epoch, rollback))
+            self._settled = {step for step in self._settled if step <= rollback}
+            for step in [step for step in self._pending if step > rollback]:
+                del self._pending[step]
+        if again is not None:
+            self._settled.discard(again)
+            pending = self._pending.setdefault(again, _Pending())
+            pending.from_epoch = epoch
+            pending.failures.clear()
+        return [found for step in self.pending if (found := self.judge(step)) is not None]
+
+    def end(self) -> list[GivenUp]:
+        """All members have made their last step and said what became of their parts: whatever is missing now will
+        never come."""
+        return [GivenUp(step, None, "a worker was lost before it had written its part") for step in self.pending]

@@ -1,0 +1,42 @@
+"""What a coordinator makes durable, in one journal: the records of the protocol's core, and those of the run's books.
+
+`events.jsonl` is for people and tools; it may be incomplete (a full disk, a death between two writes). Whatever a new
+coordinator must know to go on, and to write the result, stands here.
+"""
+
+import msgspec
+
+from elaswave.control.core import coordinator as core
+from elaswave.observability.events import AnyEvent
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True, tag="published"):
+    """The loss of a committed step is known to the coordinator; it may be shown."""
+
+    step: int
+    loss: float
+    finished_s: float
+    """Monotonic time of the machine at which the step was done."""
+
+
+class Entered(msgspec.Struct, frozen=True, kw_only=True, tag="entered"):
+    """An event that is part of the result: layouts, evaluations, checkpoints, recoveries, the outcome."""
+
+    event: AnyEvent
+
+
+class GivenUp(msgspec.Struct, frozen=True, kw_only=True, tag="given up"):
+    """The checkpoint of a step will never be complete."""
+
+    step: int
+
+
+BooksRecord = Published | Entered | GivenUp
+"""Records of the run's books."""
+JournalRecord = core.Record | BooksRecord
+"""All records."""
+
+
+def core_records(records: list[JournalRecord]) -> list[core.Record]:
+    """Those of the protocol's core, in order."""
+    return [record for record in records if not isinstance(record, BooksRecord)]
