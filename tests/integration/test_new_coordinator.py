@@ -16,7 +16,6 @@ from elaswave.control.checkpoints import Checkpoints
 from elaswave.control.coordinator import CoordinatorProcess, CoordinatorSetup
 from elaswave.control.core import coordinator as core
 from elaswave.control.core.detection import Detector
-from elaswave.control.messages import StopJob
 from elaswave.errors import RecoveryError, StoppedBySignalError
 from elaswave.runtime.probe import Phase
 from elaswave.state.checkpoint import CheckpointSearch, find_newest_checkpoint
@@ -177,15 +176,15 @@ def test_a_wish_to_stop_outlives_the_coordinator_that_heard_it(tmp_path: Path, m
     """It is killed before it has passed the wish on."""
     mark = tmp_path / "died"
 
-    def die(self: CoordinatorProcess, message: StopJob) -> None:
+    def die(self: CoordinatorProcess) -> None:
         if mark.exists():
-            ask(self, message)
+            stop_workers(self)
         else:
             mark.touch()
             asyncio.get_running_loop().call_later(0.002, os.kill, os.getpid(), signal.SIGKILL)
 
-    ask = CoordinatorProcess._ask_to_stop
-    monkeypatch.setattr(CoordinatorProcess, "_ask_to_stop", die)
+    stop_workers = CoordinatorProcess._stop_workers
+    monkeypatch.setattr(CoordinatorProcess, "_stop_workers", die)
     with pytest.raises(StoppedBySignalError):
         run_job(tmp_path / "run", {"run.steps": 100_000}, probe=Terminates(os.getpid(), mark))
     assert mark.exists()
