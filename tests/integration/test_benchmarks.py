@@ -64,6 +64,17 @@ def test_the_tax_of_the_control_plane_is_measured() -> None:
     assert 0 < row["share_of_cores"] < 1, row
 
 
+def test_memory_is_measured_by_part_beside_plain_pytorch() -> None:
+    document = run("memory.py", "--width", "128", "--layers", "2", "--workers", "2")
+    rows = {row["program"]: row for row in document["rows"]}
+    assert rows.keys() == {"elaswave", "DDP", "ZeRO-1"}
+    parts = ("weights", "optimizer", "followed", "sums", "receive")
+    assert [round(rows["elaswave"][part], 1) for part in parts] == [4.0, 4.0, 4.0, 8.0, 4.0]
+    assert [round(rows["DDP"][part], 1) for part in parts] == [4.0, 8.0, 0.0, 4.0, 0.0]
+    assert round(rows["ZeRO-1"]["optimizer"], 1) == 4.0
+    assert all(row["peak"] > 12 for row in rows.values())  # weights, gradients and a share of the optimizer's at least
+
+
 def test_plans_are_timed() -> None:
     document = run("planner.py", "--workers", "96", "1024", "--runs", "1")
     assert [(row["workers"], row["stragglers"]) for row in document["rows"]] == [

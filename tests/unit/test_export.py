@@ -4,6 +4,7 @@ import builtins
 import json
 import stat
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from click.testing import CliRunner
 
 from elaswave.cli.export import export_command
+from elaswave.config.load import load_config
 from elaswave.errors import CheckpointError, RunFolderError, UsageError
 from elaswave.models.gpt import gpt
+from elaswave.models.gpt import huggingface_name as gpt_name
 from elaswave.models.layers import ModelSpec, build_layer
 from elaswave.models.llama import huggingface_name, llama
+from elaswave.observability.run_folder import open_run_dir
 from elaswave.state.checkpoint import (
     CheckpointMeta,
     CheckpointRef,
@@ -84,9 +88,9 @@ GPT_CONFIG = {"family": "gpt", **SIZES}
 LLAMA_CONFIG = {"family": "llama", **LLAMA_SIZES}
 
 
-def test_a_gpt_keeps_its_own_names(tmp_path: Path, gpt_weights: dict[str, torch.Tensor]) -> None:
+def test_a_gpt_can_keep_its_own_names(tmp_path: Path, gpt_weights: dict[str, torch.Tensor]) -> None:
     ref = save(tmp_path, 3, gpt_weights, GPT_CONFIG)
-    summary = export_safetensors(tmp_path)
+    summary = export_safetensors(tmp_path, own_names=True)
     output = tmp_path / "export" / "model.safetensors"
     assert (summary.output, summary.config_file, summary.checkpoint) == (str(output), None, str(ref.folder))
     loaded = load_file(output)
@@ -108,10 +112,73 @@ def test_the_file_tells_where_it_comes_from(tmp_path: Path, gpt_weights: dict[st
 def test_plain_pytorch_loads_it_into_the_layers(tmp_path: Path, gpt_weights: dict[str, torch.Tensor]) -> None:
     save(tmp_path, 3, gpt_weights, GPT_CONFIG)
     modules = {spec.name: spec.build() for spec in gpt(vocab_size=40, **SIZES).layers}
-    loaded = load_file(export_safetensors(tmp_path).output)
+    loaded = load_file(export_safetensors(tmp_path, own_names=True).output)
     for layer, module in modules.items():
         own = {name.removeprefix(f"{layer}."): t for name, t in loaded.items() if name.startswith(f"{layer}.")}
         module.load_state_dict(own)
+
+
+def test_a_gpt_gets_the_names_and_shapes_of_gpt_2(tmp_path: Path, gpt_weights: dict[str, torch.Tensor]) -> None:
+    save(tmp_path, 3, gpt_weights, GPT_CONFIG)
+    summary = export_safetensors(tmp_path)
+    loaded = load_file(summary.output)
+    assert len(loaded) == len(gpt_weights)
+    for own, theirs, transposed in [
+        ("embedding.token.weight", "transformer.wte.weight", False),
+        ("embedding.position.weight", "transformer.wpe.weight", False),
+        ("block.1.attention_norm.bias", "transformer.h.1.ln_1.bias", False),
+        ("block.1.attention.qkv.weight", "transformer.h.1.attn.c_attn.weight", True),
+        ("block.1.attention.qkv.bias", "transformer.h.1.attn.c_attn.bias", False),
+        ("block.0.attention.output.weight", "transformer.h.0.attn.c_proj.weight", True),
+        ("block.0.mlp.up.weight", "transformer.h.0.mlp.c_fc.weight", True),
+        ("block.0.mlp.down.weight", "transformer.h.0.mlp.c_proj.weight", True),
+        ("head.norm.weight", "transformer.ln_f.weight", False),
+        ("head.output.weight", "lm_head.weight", False),
+    ]:
+        assert torch.equal(loaded[theirs], gpt_weights[own].t() if transposed else gpt_weights[own])
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    expected = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": 40,
+                "activation_function": "gelu", "tie_word_embeddings": False}  # fmt: skip
+    assert {key: config[key] for key in expected} == expected
+    for wrong in ("block.0.attention.qkv", "block.x.mlp.up.weight", "head.output.scale", "tail.weight"):
+        with pytest.raises(ValueError, match="no parameter of a GPT is named"):
+            gpt_name(wrong)
+
+
+def test_the_initial_weights_can_be_exported(tmp_path: Path) -> None:
+    config = load_config(None, ["model.num_layers=2", "model.width=32", "run.seed=7"])
+    with open_run_dir(tmp_path / "run", config, now=datetime(2026, 11, 20, tzinfo=UTC)):
+        pass
+    arguments = [str(tmp_path / "run"), "--step", "0", "--own-names", "--json"]
+    result = CliRunner().invoke(export_command, arguments, catch_exceptions=False)
+    document = json.loads(result.stdout)
+    assert (document["step"], document["checkpoint"], document["config_file"]) == (0, None, None)
+    expected = weights_of(
+        build(
+            gpt(
+                vocab_size=256,
+                num_layers=2,
+                width=32,
+                num_heads=config.model.num_heads,
+                context_length=config.model.context_length,
+                dropout=config.model.dropout,
+            )
+        )
+    )
+    loaded = load_file(document["output"])
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], weight) for name, weight in expected.items())
+
+
+def test_the_checkpoint_of_a_step_can_be_exported(tmp_path: Path, gpt_weights: dict[str, torch.Tensor]) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, {name: weight + step for name, weight in gpt_weights.items()}, GPT_CONFIG)
+    result = CliRunner().invoke(export_command, [str(tmp_path), "--step", "1"], catch_exceptions=False)
+    assert "as of step 1" in result.stdout
+    loaded = load_file(tmp_path / "export" / "model.safetensors")
+    assert torch.equal(loaded["lm_head.weight"], gpt_weights["head.output.weight"] + 1)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3; there are those of steps 1, 2"):
+        CliRunner().invoke(export_command, [str(tmp_path), "--step", "3"], catch_exceptions=False)
 
 
 def test_a_llama_gets_hugging_faces_names_and_configuration(tmp_path: Path) -> None:
@@ -140,10 +207,16 @@ def test_a_llama_gets_hugging_faces_names_and_configuration(tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("default")
-def test_transformers_computes_the_same_logits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_transformers_computes_the_same_logits(tmp_path: Path, family: str) -> None:
     transformers = pytest.importorskip("transformers")
-    modules = build(llama(vocab_size=40, **LLAMA_SIZES))
-    save(tmp_path, 2, weights_of(modules), LLAMA_CONFIG)
+    sizes = LLAMA_SIZES if family == "llama" else SIZES
+    modules = build({"llama": llama, "gpt": gpt}[family](vocab_size=40, **sizes))
+    weights = weights_of(modules)
+    generator = torch.Generator().manual_seed(1)
+    for weight in weights.values():  # zero biases and unit norms would hide that they are mixed up
+        weight += 0.1 * torch.randn(weight.shape, generator=generator)
+    save(tmp_path, 2, weights, {"family": family, **sizes})
     export_safetensors(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export", attn_implementation="eager").eval()
     tokens = torch.randint(40, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -179,7 +252,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     shard.write_bytes(data)
     summary = export_safetensors(tmp_path)
     assert summary.step == 1 and [skipped.folder for skipped in summary.skipped] == [newer.folder]
-    assert torch.equal(load_file(summary.output)["head.output.weight"], gpt_weights["head.output.weight"])
+    assert torch.equal(load_file(summary.output)["lm_head.weight"], gpt_weights["head.output.weight"])
 
 
 def test_a_run_without_a_valid_checkpoint_is_an_error(tmp_path: Path, gpt_weights: dict[str, torch.Tensor]) -> None:
@@ -223,7 +296,7 @@ def test_an_earlier_file_is_replaced_and_readable_by_all(tmp_path: Path, gpt_wei
     output.write_text("earlier")
     (tmp_path / "plain").touch()
     export_safetensors(tmp_path, output)
-    assert load_file(output).keys() == gpt_weights.keys()
+    assert len(load_file(output)) == len(gpt_weights)
     assert stat.S_IMODE(output.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
 
 

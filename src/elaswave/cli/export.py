@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from elaswave.errors import RunFolderError
+from elaswave.observability.run_folder import saved_config
 
 
 @click.command(name="export", short_help="Write a run's weights as one file.")
@@ -23,20 +24,43 @@ from elaswave.errors import RunFolderError
     type=click.Path(path_type=Path, dir_okay=False),
     help="File to write, in a folder that exists; an earlier one is replaced.  [default: RUN/export/model.safetensors]",
 )
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Of the checkpoint of step N; 0: the initial weights.  [default: the newest valid checkpoint]",
+)
+@click.option("--own-names", is_flag=True, help="Keep elaswave's names instead of Hugging Face's; no config.json.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def export_command(run: Path, file_format: str, output: Path | None, as_json: bool) -> None:
+def export_command(
+    run: Path, file_format: str, output: Path | None, step: int | None, own_names: bool, as_json: bool
+) -> None:
     """Write the float32 weights of RUN's newest valid checkpoint as one file of named, whole tensors.
 
-    A Llama gets Hugging Face's names and a config.json beside the file, so that transformers loads the folder; other
-    models keep elaswave's names. A damaged checkpoint is skipped, and the one before it is used.
+    Tensors get Hugging Face's names, and a config.json is written beside the file, so that transformers loads the
+    folder: a Llama as LlamaForCausalLM, a GPT as GPT2LMHeadModel. A damaged checkpoint is skipped, and the one before
+    it is used.
+
+    \b
+    elaswave export runs/a
+    elaswave export runs/a --step 0 --output initial.safetensors
     """
     # Imported here: torch takes a second, which --help and the other commands need not wait for.
-    from elaswave.state.export import export_safetensors
+    from elaswave.runtime.blueprint import Blueprint
+    from elaswave.state.checkpoint import checkpoint_of_step
+    from elaswave.state.export import export_safetensors, initial_weights, newest_weights, stored_weights
 
     if not run.is_dir():
         raise RunFolderError(f"there is no run folder {run}; give the --run-dir of an `elaswave train`")
     assert file_format == "safetensors"
-    summary = export_safetensors(run, output)
+    if step is None:
+        weights = newest_weights(run)
+    elif step:
+        weights = stored_weights(checkpoint_of_step(run, step))
+    else:
+        config = saved_config(run)
+        weights = initial_weights(Blueprint(config).model, config.run.seed, config.to_dict())
+    summary = export_safetensors(run, output, weights=weights, own_names=own_names)
     for skipped in summary.skipped:
         click.echo(f"skipped {skipped.folder.name}: {skipped.reason}", err=True)
     if as_json:

@@ -2,10 +2,13 @@
 
 Source: GPT-2 (Radford et al. 2019). Differs in that the output matrix is not tied to the token embedding, so that
 embedding and head can live on different workers, and that it uses the exact GELU (0.20 ms against 0.67 ms for the
-tanh approximation on one core, forward and backward of 512 x 512). Shape suffixes are explained in ``layers.py``.
+tanh approximation on one core, forward and backward of 512 x 512). transformers' ``GPT2LMHeadModel`` computes the same
+with ``tie_word_embeddings=False`` and ``activation_function="gelu"``, under the names that `huggingface_name` gives.
+Shape suffixes are explained in ``layers.py``.
 """
 
 import functools
+import re
 
 import torch
 from torch import nn
@@ -22,6 +25,48 @@ from elaswave.models.layers import (
     check_sizes,
     token_loss,
 )
+
+LAYER_NORM_EPS = 1e-5
+"""torch's default; ``layer_norm_epsilon`` in transformers."""
+
+_HUGGINGFACE_MODULES = {
+    "embedding.token": "transformer.wte",
+    "embedding.position": "transformer.wpe",
+    "head.norm": "transformer.ln_f",
+    "head.output": "lm_head",
+}
+_HUGGINGFACE_IN_BLOCK = {
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.output": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+_MATRICES_IN_BLOCK = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
+
+
+def huggingface_name(name: str) -> tuple[str, bool]:
+    """The place of a parameter in transformers' ``GPT2LMHeadModel``.
+
+    Args:
+        name: full name here, such as ``block.3.attention.qkv.weight``.
+    Returns:
+        The name there, ``transformer.h.3.attn.c_attn.weight``, and whether the matrix is transposed there: GPT-2's
+        matrices are [in, out].
+    Raises:
+        ValueError: no parameter of a GPT has this name.
+    """
+    module, _, kind = name.rpartition(".")
+    match = re.fullmatch(r"block\.(\d+)\.(.+)", module)
+    place = _HUGGINGFACE_MODULES.get(module) if match is None else _HUGGINGFACE_IN_BLOCK.get(match[2])
+    if place is None or kind not in ("weight", "bias"):
+        raise ValueError(
+            f"no parameter of a GPT is named {name!r}: expected, for example, block.0.attention.qkv.weight"
+        )
+    if match is None:
+        return f"{place}.{kind}", False
+    return f"transformer.h.{match[1]}.{place}.{kind}", kind == "weight" and match[2] in _MATRICES_IN_BLOCK
 
 
 class GPTEmbedding(nn.Module):
@@ -76,9 +121,9 @@ class GPTBlock(nn.Module):
 
     def __init__(self, width: int, num_heads: int, dropout: float, residual_std: float) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
+        self.attention_norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.attention = GPTAttention(width, num_heads, dropout, residual_std)
-        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.mlp = GPTMLP(width, residual_std)
         self.dropout = Dropout(dropout)
 
@@ -93,7 +138,7 @@ class GPTHead(nn.Module):
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
+        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.output = Linear(width, vocab_size, bias=False)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:

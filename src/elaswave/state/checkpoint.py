@@ -55,6 +55,7 @@ __all__ = [
     "WantedPiece",
     "WrittenItem",
     "check_same_tensors",
+    "checkpoint_of_step",
     "commit_checkpoint",
     "discard_checkpoint",
     "find_newest_checkpoint",
@@ -232,6 +233,19 @@ def newest_committed_step(run_dir: Path) -> int | None:
     """Step of the newest checkpoint that looks whole, as `prune` sees it; None without one."""
     committed = ((step, folder) for step, folder in _numbered(run_dir) if folder.suffix != _TEMPORARY_SUFFIX)
     return next((step for step, folder in sorted(committed, reverse=True) if _looks_whole(folder)), None)
+
+
+def checkpoint_of_step(run_dir: Path, step: int) -> CheckpointRef:
+    """The checkpoint of one step, every byte checked.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    there = sorted(found for found, folder in _numbered(run_dir) if folder.suffix != _TEMPORARY_SUFFIX)
+    if step not in there:
+        steps = f"those of steps {', '.join(map(str, there))}" if there else "none"
+        raise CheckpointError(f"run {run_dir} has no checkpoint of step {step}; there are {steps}")
+    return verify_checkpoint(_folder_of(run_dir, step))
 
 
 def verify_checkpoint(folder: Path) -> CheckpointRef:

@@ -1,7 +1,8 @@
-"""A run's newest checkpoint as one file of named, whole tensors that other programs load.
+"""A run's weights as one file of named, whole tensors that other programs load.
 
-GPT keeps elaswave's own tensor names; Llama gets Hugging Face's, and a ``config.json`` beside the file, so that
-``transformers`` loads the folder as it is. Only the float32 master weights are exported, not the optimizer's state.
+They get Hugging Face's names and a ``config.json`` beside the file, so that ``transformers`` loads the folder as it is:
+a Llama as ``LlamaForCausalLM``, a GPT as ``GPT2LMHeadModel``. Only the float32 master weights are exported, not the
+optimizer's state.
 """
 
 import json
@@ -10,15 +11,17 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
+from elaswave import __version__
 from elaswave.errors import CheckpointError, UsageError
-from elaswave.models.llama import RMS_NORM_EPS, huggingface_name
+from elaswave.models import gpt, llama
+from elaswave.models.layers import ModelSpec
 from elaswave.state.checkpoint import (
-    CheckpointMeta,
+    CheckpointRef,
     SkippedCheckpoint,
     TensorInfo,
     WantedPiece,
@@ -26,6 +29,7 @@ from elaswave.state.checkpoint import (
     model_name,
     read_pieces,
 )
+from elaswave.state.flat import initial_values, model_shapes
 
 DEFAULT_OUTPUT = Path("export") / "model.safetensors"
 """Where an export goes if nothing else is said, inside the run folder: the name that ``transformers`` looks for."""
@@ -41,11 +45,11 @@ class ExportSummary(msgspec.Struct, frozen=True, kw_only=True):
     output: str
     """The file of tensors."""
     config_file: str | None
-    """The ``config.json`` beside it: written for Llama, unless one of another origin stands there."""
+    """The ``config.json`` beside it, unless one of another origin stands there."""
     step: int
-    """The checkpoint's step."""
-    checkpoint: str
-    """Its folder."""
+    """0: the initial weights."""
+    checkpoint: str | None
+    """Folder of the checkpoint that they come from; None for the initial weights."""
     num_tensors: int
     num_parameters: int
     num_bytes: int
@@ -54,33 +58,83 @@ class ExportSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Newer checkpoints that could not be used, and why."""
 
 
-def export_safetensors(run_dir: Path, output: Path | None = None) -> ExportSummary:
-    """Writes the master weights of a run's newest valid checkpoint as one safetensors file.
+class Weights(NamedTuple):
+    """The master weights of a run at one step."""
+
+    step: int
+    """0: the initial ones."""
+    config: Mapping[str, Any]
+    """The run's, as JSON."""
+    elaswave_version: str
+    tensors: Mapping[str, torch.Tensor]
+    """Whole tensors by elaswave's own names."""
+    checkpoint: Path | None = None
+    """The folder that they were read from."""
+    skipped: tuple[SkippedCheckpoint, ...] = ()
+
+
+def newest_weights(run_dir: Path) -> Weights:
+    """The weights of a run's newest valid checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    search = find_newest_checkpoint(run_dir)
+    if search.newest is None:
+        reasons = "".join(f"\n  {skipped.folder.name}: {skipped.reason}" for skipped in search.skipped)
+        raise CheckpointError(
+            f"run {run_dir} has no valid checkpoint to export; a run writes one at its end and every "
+            f"run.checkpoint_every steps, and --step 0 gives the initial weights"
+            f"{reasons and ', but these cannot be used:'}{reasons}"
+        )
+    return stored_weights(search.newest, search.skipped)
+
+
+def stored_weights(ref: CheckpointRef, skipped: tuple[SkippedCheckpoint, ...] = ()) -> Weights:
+    """The weights of a checkpoint that has been checked."""
+    meta = ref.meta
+    own = {fqn.removeprefix(_MODEL_PREFIX): info for fqn, info in meta.tensors.items() if fqn.startswith(_MODEL_PREFIX)}
+    return Weights(meta.step, meta.config, meta.elaswave_version, _read_whole(ref.folder, own), ref.folder, skipped)
+
+
+def initial_weights(model: ModelSpec, seed: int, config: Mapping[str, Any]) -> Weights:
+    """The weights with which a run begins.
+
+    Args:
+        model: its layers.
+        seed: ``run.seed``.
+        config: the run's, as JSON.
+    """
+    tensors = {}
+    for spec, shape in zip(model.layers, model_shapes(model), strict=True):
+        flat = initial_values(spec, shape, seed)
+        tensors.update({slot.name: flat[slot.offset : slot.stop].view(slot.shape) for slot in shape.tensors})
+    return Weights(0, config, __version__, tensors)
+
+
+def export_safetensors(
+    run_dir: Path, output: Path | None = None, *, weights: Weights | None = None, own_names: bool = False
+) -> ExportSummary:
+    """Writes the master weights of a run as one safetensors file.
 
     The file appears under its name only when it is whole; an earlier one of that name is replaced. Its metadata
     (strings) holds ``format`` ("pt"), ``step``, ``config`` (JSON) and ``elaswave_version``.
 
     Args:
         run_dir: the run's folder.
-        output: the file to write; None stands for ``DEFAULT_OUTPUT`` in the run folder.
+        output: the file to write, in a folder that exists; None stands for ``DEFAULT_OUTPUT`` in the run folder.
+        weights: what to write; None stands for the newest valid checkpoint's.
+        own_names: keep elaswave's names and shapes of tensors instead of Hugging Face's, and write no ``config.json``.
     Raises:
         UsageError: the safetensors package is missing, or the output cannot be written.
         CheckpointError: the run has no valid checkpoint.
     """
     save_file = _safetensors_writer()
-    search = find_newest_checkpoint(run_dir)
-    if search.newest is None:
-        reasons = "".join(f"\n  {skipped.folder.name}: {skipped.reason}" for skipped in search.skipped)
-        raise CheckpointError(
-            f"run {run_dir} has no valid checkpoint to export; a run writes one at its end and every "
-            f"run.checkpoint_every steps{reasons and ', but these cannot be used:'}{reasons}"
-        )
-    meta = search.newest.meta
-    own = {fqn.removeprefix(_MODEL_PREFIX): info for fqn, info in meta.tensors.items() if fqn.startswith(_MODEL_PREFIX)}
-    family = meta.config.get("model", {}).get("family")
-    rename = _renaming(family)
-    tensors = {rename(name): tensor for name, tensor in _read_whole(search.newest.folder, own).items()}
-    assert len(tensors) == len(own), "two tensors got the same name"
+    weights = newest_weights(run_dir) if weights is None else weights
+    model = weights.config.get("model", {})
+    export = _as_own if own_names else {"llama": _as_llama, "gpt": _as_gpt2}.get(model.get("family"), _as_own)
+    tensors, huggingface = export(model, weights.tensors)
+    assert len(tensors) == len(weights.tensors), "two tensors got the same name"
 
     is_default, output = output is None, output or run_dir / DEFAULT_OUTPUT
     if not is_default and not output.parent.is_dir():
@@ -89,42 +143,52 @@ def export_safetensors(run_dir: Path, output: Path | None = None) -> ExportSumma
         )
     metadata = {
         "format": "pt",
-        "step": str(meta.step),
-        "config": msgspec.json.encode(meta.config).decode(),
-        "elaswave_version": meta.elaswave_version,
+        "step": str(weights.step),
+        "config": msgspec.json.encode(weights.config).decode(),
+        "elaswave_version": weights.elaswave_version,
     }
     config_file: Path | None = None
     try:
         output.parent.mkdir(exist_ok=True)
         _write_atomically(output, lambda path: save_file(tensors, path, metadata))
-        if family == "llama":
-            config_file = _write_config(output.parent, huggingface_config(meta, tensors))
+        if huggingface is not None:
+            config_file = _write_config(output.parent, huggingface | {_OWN_CONFIG_KEY: weights.elaswave_version})
         num_bytes = output.stat().st_size
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror}; choose another --output") from error
     return ExportSummary(
         output=str(output),
         config_file=None if config_file is None else str(config_file),
-        step=meta.step,
-        checkpoint=str(search.newest.folder),
+        step=weights.step,
+        checkpoint=None if weights.checkpoint is None else str(weights.checkpoint),
         num_tensors=len(tensors),
         num_parameters=sum(tensor.numel() for tensor in tensors.values()),
         num_bytes=num_bytes,
-        skipped=search.skipped,
+        skipped=weights.skipped,
     )
 
 
-def huggingface_config(meta: CheckpointMeta, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The ``config.json`` that ``transformers`` needs to load an exported Llama.
+_Exported = tuple[dict[str, torch.Tensor], dict[str, Any] | None]
+"""Tensors by the names that they get, and the ``config.json`` that transformers needs, if it knows the model."""
 
-    Args:
-        meta: of the checkpoint; its ``config["model"]`` gives what shapes do not tell.
-        tensors: by Hugging Face's names.
-    """
-    model = meta.config["model"]
+_COMMON_CONFIG: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    # Tokens are bytes or a user's own: none of them begins or ends a text.
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def _as_own(model: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> _Exported:
+    return dict(own), None
+
+
+def _as_llama(model: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> _Exported:
+    tensors = {llama.huggingface_name(name): tensor for name, tensor in own.items()}
     vocab_size, width = tensors["model.embed_tokens.weight"].shape
     head_size = width // model["num_heads"]
-    return {
+    return tensors, _COMMON_CONFIG | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": vocab_size,
@@ -136,16 +200,32 @@ def huggingface_config(meta: CheckpointMeta, tensors: Mapping[str, torch.Tensor]
         "head_dim": head_size,
         "max_position_embeddings": model["context_length"],
         "rope_theta": model["rope_theta"],
-        "rms_norm_eps": RMS_NORM_EPS,
+        "rms_norm_eps": llama.RMS_NORM_EPS,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        # Tokens are bytes or a user's own: none of them begins or ends a text.
-        "bos_token_id": None,
-        "eos_token_id": None,
-        _OWN_CONFIG_KEY: meta.elaswave_version,
+    }
+
+
+def _as_gpt2(model: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> _Exported:
+    tensors = {}
+    for own_name, tensor in own.items():
+        name, transposed = gpt.huggingface_name(own_name)
+        tensors[name] = tensor.t().contiguous() if transposed else tensor
+    vocab_size, width = tensors["transformer.wte.weight"].shape
+    return tensors, _COMMON_CONFIG | {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": vocab_size,
+        "n_embd": width,
+        "n_layer": sum(name.endswith(".ln_1.weight") for name in tensors),
+        "n_head": model["num_heads"],
+        "n_positions": model["context_length"],
+        "activation_function": "gelu",
+        "layer_norm_epsilon": gpt.LAYER_NORM_EPS,
+        "resid_pdrop": model["dropout"],
+        "embd_pdrop": model["dropout"],
+        "attn_pdrop": model["dropout"],
     }
 
 
@@ -168,10 +248,6 @@ def _safetensors_writer() -> Callable[[dict[str, torch.Tensor], Path, dict[str, 
         path.chmod(mode)  # safetensors leaves the file readable by its owner alone
 
     return save
-
-
-def _renaming(family: str | None) -> Callable[[str], str]:
-    return huggingface_name if family == "llama" else lambda name: name
 
 
 def _read_whole(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
