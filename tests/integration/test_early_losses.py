@@ -43,7 +43,7 @@ def test_workers_that_stand_still_before_they_register_are_left_behind_and_made_
     """With them all copies of some blocks are gone, but nothing has been computed yet."""
     twin = run_job(tmp_path / "twin", {"run.steps": 4, "layout.widths": [1]})
     strike(monkeypatch, (0, 2, 3), signal.SIGSTOP)
-    monkeypatch.setattr(detection, "SILENCE_STARTING_S", 2.0)
+    monkeypatch.setattr(detection, "SILENCE_STARTING_S", 4.0)
     monkeypatch.setattr(launcher, "LOOK_S", 0.25)
     reporter = QuietReporter()
     job = run_job(tmp_path / "run", {"run.steps": 4}, reporter=reporter)
