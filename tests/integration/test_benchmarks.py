@@ -38,6 +38,24 @@ def test_the_tax_of_every_part_is_measured() -> None:
     assert all(row["step_s"] > 0 for row in document["rows"])
 
 
+def test_the_checksum_of_partial_sums_is_measured() -> None:
+    document = run("checksum.py", "--sizes", "tiny", "--steps", "8")
+    (row,) = document["rows"]
+    assert row["pairs"] == 4
+    assert row["step_cpu_s"] > 0
+    assert 0 < row["sums"] < 1
+    assert len(row["added"]) == 3
+
+
+def test_gradients_that_alternate_cost_a_try_of_every_step() -> None:
+    document = run("grids.py", "--size", "tiny", "--steps", "6", "--tensors", "alternates")
+    assert [row["scale"] for row in document["errors"]] == [10.0**-decade for decade in range(3, 14)]
+    (training,) = document["runs"]
+    assert sorted(training["retries"].values()) == [1, 2, 3]  # measured; smaller in steps 3 and 5; larger in 2, 4, 6
+    assert document["errors"][0]["exact"] < document["errors"][0]["float32"]
+    assert document["errors"][-1]["exact"] > document["errors"][-1]["float32"]
+
+
 def test_repairs_of_communicators_are_compared() -> None:
     document = run("communicator.py", "--workers", "4", "--rounds", "1")
     rows = {row["communicator"]: row for row in document["rows"]}
