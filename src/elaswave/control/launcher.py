@@ -389,7 +389,7 @@ class _Job:
         if not (self._folder / JOURNAL_FILE).exists():
             raise RecoveryError(
                 f"the coordinator is lost, and so is its journal: somebody has removed {self._folder} while the job "
-                "ran; keep what cleans temporary folders away from it, and go on with --resume from a checkpoint"
+                f"ran; keep what cleans temporary folders away from there; {_way_on(self._run_dir)}"
             )
         setup = CoordinatorSetup(
             blueprint=self._blueprint,
