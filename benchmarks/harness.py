@@ -223,12 +223,18 @@ def run_in_turns(programs: Sequence[Program], turns: Turns) -> None:
         RuntimeError: a program has failed; its own message stands on standard error.
     """
     num_steps = turns.steps_before + turns.rounds * turns.steps + 1  # the last step only lets the programs end
-    for _ in range(turns.starts):
+    begin_s = time.monotonic()
+    names = " and ".join(program.name for program in programs)
+    for start in range(turns.starts):
+        spent_s = time.monotonic() - begin_s
+        left = f", about {spent_s * (turns.starts - start) / start:.0f} s left" if start else ""
+        print(f"{names}: start {start + 1} of {turns.starts}{left}", file=sys.stderr, flush=True)
         with contextlib.ExitStack() as stack:
             running = [stack.enter_context(_started(program, num_steps)) for program in programs]
             for process in running:
                 process.turn(turns.steps_before)
             for round_ in range(turns.rounds):
+                print(f"  round {round_ + 1} of {turns.rounds}", file=sys.stderr, flush=True)
                 for process in running if round_ % 2 == 0 else running[::-1]:
                     wall_s, cpu_s = process.turn(turns.steps)
                     process.program.wall_s.append(wall_s / turns.steps)

@@ -19,6 +19,7 @@ from typing import Any
 import click
 import msgspec
 
+from elaswave.cli.waiting import Waiting
 from elaswave.control.parent_death import end_with_parent
 from elaswave.simulator.plants import PLANTS
 from elaswave.simulator.run import PRODUCT, Build, run_schedule
@@ -141,20 +142,16 @@ def _space_tasks(name: str, plant: str | None) -> list[tuple[Any, ...]]:
 def _run_all(name: str, tasks: list[tuple[Any, ...]], processes: int, *, quiet: bool) -> Summary:
     """Runs tasks in order until one has found something."""
     total = Summary()
-    shows = sys.stderr.isatty() and not quiet
+    waiting = None if quiet else Waiting(name)
     with contextlib.closing(_results(tasks, processes)) as results:
         for num_done, summary in enumerate(results, start=1):
             total = total.merge(summary)
-            if shows:
-                click.echo(
-                    f"\r{name}: {num_done * 100 // len(tasks)} %, {total.num_schedules:,} schedules",
-                    nl=False,
-                    err=True,
-                )
+            if waiting is not None:
+                waiting.at(num_done / len(tasks), f"{total.num_schedules:,} schedules")
             if total.num_failures:
                 break
-    if shows:
-        click.echo("\r\033[K", nl=False, err=True)
+    if waiting is not None:
+        waiting.close()
     return total
 
 

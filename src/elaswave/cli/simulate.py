@@ -24,6 +24,7 @@ from elaswave.cli.cluster_options import (
 )
 from elaswave.cli.inspect import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.cli.layout_table import as_json
+from elaswave.cli.waiting import Waiting
 from elaswave.errors import DataError, InfeasiblePlan, UsageError
 from elaswave.observability.wrapping import wrap
 from elaswave.planning.cluster import Cluster
@@ -168,6 +169,7 @@ def describe_life(
         days = DEFAULT_DAYS if days is None else days
         per_node = device_preset(options.device or DEFAULT_DEVICE).devices_per_node
         rates = _rates(rate or DEFAULT_RATE, repair_hours, stragglers)
+        waiting = Waiting(f"drawing {days:g} days of failures")
         try:
             scenarios = tuple(
                 draw(
@@ -176,11 +178,14 @@ def describe_life(
                     duration_s=days * DAY_S,
                     seed=seed,
                     workers_per_node=workers_per_node or max(1, per_node // (options.tensor_parallel or 1)),
+                    progress=lambda done, before=index: waiting.at((before + done) / len(seeds)),  # type: ignore[misc]
                 )
-                for seed in seeds
+                for index, seed in enumerate(seeds)
             )
         except ValueError as error:
             raise UsageError(str(error)) from error
+        finally:
+            waiting.close()
     num_replicas = num_workers // num_stages
     if not num_replicas:
         raise UsageError(f"{num_workers} workers are too few for {num_stages} stages; give fewer --stages")
@@ -252,7 +257,8 @@ def live(life: Life, policy: str) -> list[Outcome]:
         UsageError: the model does not fit on these machines at all.
     """
     outcomes = []
-    for scenario in life.scenarios:
+    waiting = Waiting("living through them")
+    for index, scenario in enumerate(life.scenarios):
         pauses = Pauses()
         if 0 < scenario.mtbf_s < float("inf"):
             pauses = pauses.for_mtbf(scenario.mtbf_s)
@@ -268,10 +274,15 @@ def live(life: Life, policy: str) -> list[Outcome]:
                     schedule=life.schedule,
                     pauses=pauses,
                     best_of=plan,
+                    progress=lambda done, before=index: waiting.at(  # type: ignore[misc]
+                        (before + done) / len(life.scenarios)
+                    ),
                 )
             )
         except InfeasiblePlan as error:
             raise does_not_fit(error) from error
+        finally:
+            waiting.close()
     return outcomes
 
 

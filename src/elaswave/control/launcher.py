@@ -78,6 +78,8 @@ TICK_S = 0.2
 LOOK_S = 1.0
 """Between two looks at the processes of workers that have not registered."""
 HEARTBEAT_S = 0.25
+STARTING_S = 10.0
+"""Between two lines about a start that lasts."""
 STOP_GRACE_S = 300.0
 """After the first signal, how long the step in hand and its checkpoint may take."""
 EXIT_GRACE_S = 10.0
@@ -297,6 +299,9 @@ class _Job:
         started_s: float,
     ) -> None:
         self.stop_signal: int | None = None
+        self._has_stepped = False
+        self._say_at_s = STARTING_S
+        """Seconds after the beginning at which the terminal hears again of a start that lasts."""
         self._blueprint = blueprint
         self._run_dir = run_dir
         self._checkpoint = checkpoint
@@ -513,6 +518,7 @@ class _Job:
                 self._patience_s *= 2  # where none is ready in time, not one after the other is to be killed
                 self._kill(_COORDINATOR)
             self._reporter.refresh()
+            self._say_starting()
             if self.stop_signal is not None:
                 now_s = time.monotonic()
                 if kill_at_s is None:
@@ -531,6 +537,16 @@ class _Job:
         found = {name: facts_of(self._children[name].pid) for name in self._awaited if name in self._children}
         cpu_s = {name: facts.cpu_s for name, facts in found.items() if facts is not None}
         self._client.send(CpuTimes(cpu_s=cpu_s))
+
+    def _say_starting(self) -> None:
+        """Until the first step has been made, says now and then that the job is at it: a large model takes its time."""
+        waited_s = time.monotonic() - self._started_s
+        if not self._has_stepped and waited_s >= self._say_at_s:
+            self._say_at_s = waited_s + STARTING_S
+            workers = len(self._blueprint.layout.workers)
+            self._reporter.message(
+                f"{workers} workers are starting, and making the first step: {waited_s:.0f} s so far"
+            )
 
     def _ask_to_stop(self) -> None:
         """Passes a signal on; later coordinators are told with the hello."""
@@ -554,6 +570,7 @@ class _Job:
 
     def _on_message(self, message: ToAgent) -> None:
         if isinstance(message, ShowStep):
+            self._has_stepped = True
             self._reporter.step(
                 message.step,
                 message.total_steps,

@@ -93,6 +93,7 @@ def simulate(
     pauses: Pauses | None = None,
     planner: Planner | None = None,
     best_of: Planner | None = None,
+    progress: Callable[[float], None] = lambda done: None,
 ) -> Outcome:
     """Lets a job live through a scenario.
 
@@ -109,6 +110,7 @@ def simulate(
         planner: use this one under the policy's name.
         best_of: plans the undisturbed job that goodput is measured by, where it finds a faster one than the job has at
             the beginning: then no policy gains by what could have been had without a failure.
+        progress: told after every change what share of the scenario is behind.
     Raises:
         UsageError: an unknown policy.
         InfeasiblePlan: not even all workers that are ever there at once can train this model.
@@ -119,6 +121,7 @@ def simulate(
     for change in scenario.changes:
         job.advance(change.at_s)
         job.meet(change)
+        progress(min(1.0, change.at_s / scenario.duration_s))
     job.advance(scenario.duration_s)
     return job.outcome()
 

@@ -11,6 +11,7 @@ whole node (a switch, a rack).
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from heapq import heappop, heappush
 
 import msgspec
@@ -153,7 +154,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return dict(sorted(Counter(change.event.kind for change in self.changes).items()))
 
 
-def draw(rates: Rates, *, num_workers: int, duration_s: float, seed: int, workers_per_node: int = 8) -> Scenario:
+def draw(
+    rates: Rates,
+    *,
+    num_workers: int,
+    duration_s: float,
+    seed: int,
+    workers_per_node: int = 8,
+    progress: Callable[[float], None] = lambda done: None,
+) -> Scenario:
     """Draws a scenario.
 
     Workers are slots 0 to num_workers - 1 in nodes of neighbours. Each slot's losses are a Poisson process while
@@ -165,6 +174,7 @@ def draw(rates: Rates, *, num_workers: int, duration_s: float, seed: int, worker
         duration_s: of the scenario.
         seed: equal seeds give equal scenarios.
         workers_per_node: neighbours that a whole node's loss takes together.
+        progress: told now and then what share of the scenario is drawn.
     Raises:
         ValueError: no worker, or a duration that is not above 0.
     """
@@ -173,7 +183,7 @@ def draw(rates: Rates, *, num_workers: int, duration_s: float, seed: int, worker
             f"a scenario of {num_workers} workers, {workers_per_node} per node, over {duration_s} s cannot be drawn: "
             "all three must be above 0"
         )
-    return _Drawing(rates, num_workers, duration_s, seed, workers_per_node).run()
+    return _Drawing(rates, num_workers, duration_s, seed, workers_per_node).run(progress)
 
 
 class _Drawing:
@@ -196,11 +206,12 @@ class _Drawing:
         self._num_drawn = 0
         self._changes: list[Change] = []
 
-    def run(self) -> Scenario:
+    def run(self, progress: Callable[[float], None]) -> Scenario:
         self._draw_next("lost", 0.0)
         self._draw_next("slowed", 0.0)
         while self._pending:
             now, _, kind, who = heappop(self._pending)
+            progress(min(1.0, now / self._duration_s))
             if kind == "lost":
                 self._lose(now, who[0])
                 self._draw_next("lost", now)

@@ -1,0 +1,32 @@
+"""What this machine has: read from the kernel's files."""
+
+import contextlib
+from pathlib import Path
+
+
+def memory_bytes(root: Path = Path("/")) -> tuple[int, str] | None:
+    """The most memory that processes started here can have, swap included, and the file that says so.
+
+    Args:
+        root: where ``proc`` and ``sys`` are mounted.
+    Returns:
+        None where nothing says how much there is.
+    """
+    found: list[tuple[int, str]] = []
+    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        found.append((sizes["MemTotal"] + sizes.get("SwapTotal", 0), "/proc/meminfo"))
+    folders = [Path("sys/fs/cgroup")]
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::/"):
+                own = Path("sys/fs/cgroup") / line[4:]
+                folders += [folder for folder in (own, *own.parents) if folder.is_relative_to("sys/fs/cgroup")]
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            limit = int((root / folder / "memory.max").read_text())
+            with contextlib.suppress(OSError, ValueError):
+                limit += int((root / folder / "memory.swap.max").read_text())
+            found.append((limit, f"/{folder}/memory.max"))
+    return min(found, default=None)
