@@ -68,8 +68,7 @@ def train_command(
     as_json: bool,
 ) -> None:
     """Train a model. Without a configuration: a small GPT on the text of Python's own documentation, 4 workers as
-    2 stages x 2 replicas, half a minute to a minute on two
-    idle cores.
+    2 stages x 2 replicas, half a minute to a minute on two idle cores.
 
     \b
     elaswave train
