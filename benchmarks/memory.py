@@ -146,7 +146,7 @@ class _Marker:
         """See `elaswave.runtime.probe.Probe`."""
         if (engine.step, phase, index) != (NUM_STEPS, "apply", 0):
             return
-        store, exchange = engine.store, engine._exchange
+        store, exchange = engine.store, engine.exchange
 
         def optimizer_of(role: Role) -> list[torch.Tensor]:
             return [values for held in store.with_role(role) for name, values in held.slots.items() if name != "master"]
