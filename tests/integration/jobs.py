@@ -170,6 +170,12 @@ def _traces() -> dict[str, object]:
     }
 
 
+def coordinator_of(launcher_pid: int) -> int:
+    """The process id of a job's first coordinator, which is forked before all workers."""
+    children = Path(f"/proc/{launcher_pid}/task/{launcher_pid}/children").read_text()
+    return min(map(int, children.split()))
+
+
 def as_toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()

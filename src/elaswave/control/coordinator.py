@@ -40,7 +40,7 @@ from elaswave.control.replanning import ELASWAVE, Replanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import FileStore, Store
 from elaswave.control.wire import agent_id
-from elaswave.errors import ElaswaveError, StateError
+from elaswave.errors import ElaswaveError, RunFolderError, StateError
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE, Recovery, write_digests, write_result
 from elaswave.planning.costs import Costs
@@ -122,7 +122,9 @@ class CoordinatorProcess:
             setup.control_dir / JOURNAL_FILE, JournalRecord, lock_timeout_s=5.0, outlives_machine=False
         )
         records = self._store.records()
-        self._events = EventLog(setup.run_dir / EVENTS_FILE)
+        self._unsaid: list[ShowText] = []
+        """Lines for the terminal that wait for the agent."""
+        self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._say_trouble)
         self._server: ControlServer[ToCoordinator] = ControlServer()
         self._books = Books(
             blueprint,
@@ -171,8 +173,6 @@ class CoordinatorProcess:
         self._failures: dict[int, Failed] = {}
         self._unreported_ends_s = setup.coordinator_ends_s[self._books.num_restarts :]
         """Of coordinators, as far as nobody has reported them."""
-        self._unsaid: list[ShowText] = []
-        """Lines for the terminal that wait for the agent."""
         self._watched: set[int] = set()
         """Workers for whose end a thread waits."""
         self._over = asyncio.Event()
@@ -296,34 +296,26 @@ class CoordinatorProcess:
             on_refused=lambda reason: _log.warning("refused: %s", reason),
         )
         serving = asyncio.ensure_future(self._server.serve())
+        failure: ElaswaveError | None = None
         try:
-            if self._books.outcome is not None:
-                # An earlier coordinator has ended the job and died before it could tell everybody.
-                outcome = "stopped" if self._books.outcome == "interrupted" else self._books.outcome
-                self._end(Ended(outcome=outcome, reason=self._books.reason), write=False)
-            if self._core.state is not core.State.STARTING:
-                self._books.catch_up(self._core.epoch, self._core.decision)
-                self._restore_recoveries()
-                if self._core.state is core.State.COLLECTING:
-                    self._recoveries.raised(self._core.raised, self._books.layout, time.monotonic())
-            for worker in self._core.members:
-                if self._has_begun:
-                    # A member that does not find this coordinator is lost, however it was to its predecessors.
-                    self._detector.joined(worker, time.monotonic())
-                else:
-                    self._detector.expect(worker, time.monotonic())
-            self._carry_out(self._core.begin())
-            self._tick()
-            over = asyncio.ensure_future(self._over.wait())
-            ends: list[asyncio.Future[Any]] = [over, serving, self._broken]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for ended in (serving, self._broken):
-                if ended.done():
-                    over.cancel()
-                    ended.result()
+            try:
+                self._begin_or_take_over()
+                over = asyncio.ensure_future(self._over.wait())
+                ends: list[asyncio.Future[Any]] = [over, serving, self._broken]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                over.cancel()
+                for ended in (serving, self._broken):
+                    if ended.done():
+                        ended.result()
+            except ElaswaveError as error:
+                # Something that a successor would meet too, such as a journal that takes no more records.
+                failure = error
+                self._end(Ended(outcome="failed", reason=str(error)), write=False)
             deadline_s = time.monotonic() + LINGER_S
             while not self._everybody_knows() and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.01)
+            if failure is not None:
+                raise failure
         finally:
             if self._ticker is not None:
                 self._ticker.cancel()
@@ -334,6 +326,26 @@ class CoordinatorProcess:
             serving.cancel()
             self._events.close()
             self._store.close()
+
+    def _begin_or_take_over(self) -> None:
+        """Begins the job, or goes on where earlier coordinators stood."""
+        if self._books.outcome is not None:
+            # An earlier coordinator has ended the job and died before it could tell everybody.
+            outcome = "stopped" if self._books.outcome == "interrupted" else self._books.outcome
+            self._end(Ended(outcome=outcome, reason=self._books.reason), write=False)
+        if self._core.state is not core.State.STARTING:
+            self._books.catch_up(self._core.epoch, self._core.decision)
+            self._restore_recoveries()
+            if self._core.state is core.State.COLLECTING:
+                self._recoveries.raised(self._core.raised, self._books.layout, time.monotonic())
+        for worker in self._core.members:
+            if self._has_begun:
+                # A member that does not find this coordinator is lost, however it was to its predecessors.
+                self._detector.joined(worker, time.monotonic())
+            else:
+                self._detector.expect(worker, time.monotonic())
+        self._carry_out(self._core.begin())
+        self._tick()
 
     def _restore_recoveries(self) -> None:
         """Takes over decisions of which earlier coordinators have not seen, or not entered, that training went on."""
@@ -350,6 +362,9 @@ class CoordinatorProcess:
     def _show(self, message: ToAgent) -> None:
         if not self._server.send(AGENT, message) and isinstance(message, ShowText):
             self._unsaid.append(message)
+
+    def _say_trouble(self, text: str) -> None:
+        self._show(ShowText(text=text, is_error=True))
 
     def _everybody_knows(self) -> bool:
         """Whether all have heard of the end and are gone. A new coordinator may first have to be found by them."""
@@ -593,8 +608,13 @@ class CoordinatorProcess:
             self._end(Ended(outcome="stopped", reason=f"stopped after step {self._books.last_step}"))
             return
         result, digests = self._books.result()
-        write_digests(self._setup.run_dir, digests)
-        write_result(self._setup.run_dir, result)
+        try:
+            write_digests(self._setup.run_dir, digests)
+            write_result(self._setup.run_dir, result)
+        except RunFolderError as error:
+            what = f"all {result.steps} steps are trained, but their result cannot be written: {error}"
+            self._end(Ended(outcome="failed", reason=what + self._books.advice()))
+            return
         for fault in never_struck(self._setup.faults, read_fault_records(self._setup.run_dir / FAULTS_FILE)):
             why = f"its worker was gone, or had no such action in step {fault.step} of this run"
             self._books.say(f"--fault {fault} never struck: {why}")
@@ -615,6 +635,8 @@ class CoordinatorProcess:
             else:
                 self._books.error(ended.reason, ended.worker, ended.traceback_text)
             self._books.close(outcome, ended.reason)
+            if self._events.num_lost:
+                self._say_trouble(f"{self._events.path} lacks the last {self._events.num_lost} events of the run")
         for peer in self._server.peers:
             self._server.send(peer, self._ended if peer == AGENT else Exit())
             self._informed.add(peer)

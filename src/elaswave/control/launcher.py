@@ -6,6 +6,7 @@ parent dies, and this process kills and reaps whoever is left. It has no threads
 """
 
 import contextlib
+import io
 import os
 import secrets
 import selectors
@@ -185,7 +186,7 @@ def train(
             remove_groups(os.getpid())
         if profile:
             merge_traces(run_dir)  # an interrupted run has recorded something too
-        _close_log(run_dir, started_s)
+        _close_log(run_dir, started_s, reporter)
     reporter.finished(result, run_dir)
     return result
 
@@ -241,14 +242,14 @@ def _way_on(run_dir: Path) -> str:
     return f"its newest checkpoint is of step {step}, to go on from there: {command}"
 
 
-def _close_log(run_dir: Path, started_s: float) -> None:
+def _close_log(run_dir: Path, started_s: float, reporter: Reporter) -> None:
     """The log of a run always ends with how it ended, also when the coordinator could not say it."""
     events = read_events(run_dir / EVENTS_FILE) if (run_dir / EVENTS_FILE).exists() else []
     if not events or isinstance(events[-1], RunFinished):
         return
     error = sys.exception()
     steps = max((event.step for event in events if isinstance(event, StepCommitted)), default=0)
-    with EventLog(run_dir / EVENTS_FILE) as log:
+    with EventLog(run_dir / EVENTS_FILE, on_trouble=reporter.message) as log:
         stopped = isinstance(error, StoppedBySignalError)
         if not stopped:
             log.write(ErrorRaised(message=str(error)))
@@ -692,6 +693,32 @@ def _redirect_output(path: Path) -> None:
     os.dup2(log, 2)
     os.close(log)
     os.close(nothing)
-    # The inherited text layers may hold a parent's state; new ones write line by line.
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)
+    # The inherited text layers may hold a parent's state.
+    sys.stdout, sys.stderr = _LogStream(1), _LogStream(2)
+
+
+class _LogStream(io.TextIOBase):
+    """Text that goes to a log file at once. What the file does not take (a full disk) is dropped: no process of a job
+    ends because it could not print.
+
+    Args:
+        fd: of the file.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def write(self, text: str) -> int:
+        rest = memoryview(text.encode("utf-8", "backslashreplace"))
+        with contextlib.suppress(OSError):
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        return len(text)

@@ -6,9 +6,12 @@ write, so a reader sees whole lines, except that a crash of the machine may tear
 out, and the next writer cuts it off before it appends.
 
 A resumed run appends to the same file; each ``run_started`` begins a new process and starts ``elapsed_s`` anew.
-There is one writer: the launcher. Non-finite numbers are strings, see ``elaswave.observability.result``.
+There is one writer at a time: the coordinator, then its successor; after them the launcher. Nothing depends on the log:
+a job goes on while it cannot be written, and `events_lost` says what it lacks. Non-finite numbers are strings, see
+``elaswave.observability.result``.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -201,6 +204,17 @@ class ErrorRaised(Event, frozen=True, kw_only=True, tag="error"):
     traceback: str = ""
 
 
+class EventsLost(Event, frozen=True, kw_only=True, tag="events_lost"):
+    """The log could not be written for a while; this is the first line after that."""
+
+    num_events: int
+    """That are missing here."""
+    since: str
+    """When the first of them should have been written: UTC, ISO 8601."""
+    reason: str
+    """Why it could not be, such as "No space left on device"."""
+
+
 class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
     """The process has ended its work on the run."""
 
@@ -223,6 +237,7 @@ AnyEvent = (
     | Recovered
     | StepSkipped
     | ErrorRaised
+    | EventsLost
     | RunFinished
 )
 """Every kind of event, told apart by ``kind``."""
@@ -238,6 +253,8 @@ class EventLog:
         path: the file; created if missing, continued if not.
         clock: monotonic seconds.
         now: the time of day, with its time zone.
+        on_trouble: called with one line when the log cannot be written any more, and again when it can; events of the
+            time between are counted and left out. None: `write` raises.
     Raises:
         RunFolderError: the file cannot be opened for writing.
     """
@@ -248,32 +265,67 @@ class EventLog:
         *,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        on_trouble: Callable[[str], None] | None = None,
     ) -> None:
         self.path = path
         self._clock = clock
         self._now = now
+        self._on_trouble = on_trouble
+        self._lost: EventsLost | None = None
+        """What is missing since the newest line."""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            _cut_torn_line(self._fd)
+            self._end = _cut_torn_line(self._fd)
         except OSError as error:
             raise RunFolderError(f"cannot write {path}: {error.strerror or error}; choose another --run-dir") from error
         self._start = clock()
         self._encoder = msgspec.json.Encoder()
 
+    @property
+    def num_lost(self) -> int:
+        """Events that are missing since the newest line."""
+        return 0 if self._lost is None else self._lost.num_events
+
     def write(self, event: AnyEvent) -> None:
-        """Stamps an event and appends it; it is readable by others when this returns.
+        """Stamps an event and appends it; it is readable by others when this returns, unless `on_trouble` was told.
 
         Raises:
-            RunFolderError: the line cannot be written (disk full, log closed).
+            RunFolderError: the line cannot be written (disk full, log closed), and there is no `on_trouble`.
         """
         stamp = self._now().astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        elapsed_s = round(self._clock() - self._start, 6)
-        line = memoryview(self._encoder.encode(msgspec.structs.replace(event, time=stamp, elapsed_s=elapsed_s)) + b"\n")
+        stamps = {"time": stamp, "elapsed_s": round(self._clock() - self._start, 6)}
+        lines = [event] if self._lost is None else [self._lost, event]
         try:
-            while line:
-                line = line[os.write(self._fd, line) :]
+            self._append(
+                b"".join(self._encoder.encode(msgspec.structs.replace(line, **stamps)) + b"\n" for line in lines)
+            )
         except OSError as error:
-            raise RunFolderError(f"cannot append to {self.path}: {error.strerror or error}") from error
+            reason = error.strerror or str(error)
+            if self._on_trouble is None:
+                raise RunFolderError(f"cannot append to {self.path}: {reason}") from error
+            before = self._lost or EventsLost(num_events=0, since=stamp, reason=reason)
+            self._lost = msgspec.structs.replace(before, num_events=before.num_events + 1)
+            if before.num_events == 0:
+                self._on_trouble(
+                    f"{self.path} cannot be written ({reason}): training goes on, and the log will say what it lacks "
+                    "once it can be written again"
+                )
+            return
+        if self._lost is not None and self._on_trouble is not None:
+            self._on_trouble(f"{self.path} can be written again; it lacks {self._lost.num_events} events")
+        self._lost = None
+
+    def _append(self, data: bytes) -> None:
+        """Appends bytes wholly, or not at all."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._end)
+            raise
+        self._end += len(data)
 
     def close(self) -> None:
         """Closes the file; further writes fail. Closing twice is allowed."""
@@ -288,8 +340,8 @@ class EventLog:
         self.close()
 
 
-def _cut_torn_line(fd: int) -> None:
-    """Truncates a file to the end of its last complete line."""
+def _cut_torn_line(fd: int) -> int:
+    """Truncates a file to the end of its last complete line; returns its length then."""
     end = os.lseek(fd, 0, os.SEEK_END)
     keep = end
     while keep > 0:
@@ -301,6 +353,7 @@ def _cut_torn_line(fd: int) -> None:
         keep = start
     if keep < end:
         os.ftruncate(fd, keep)
+    return keep
 
 
 class _Kind(msgspec.Struct):

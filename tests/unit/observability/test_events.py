@@ -17,6 +17,7 @@ from elaswave.observability.events import (
     ErrorRaised,
     Evaluated,
     EventLog,
+    EventsLost,
     RunFinished,
     RunStarted,
     StepCommitted,
@@ -89,7 +90,7 @@ def test_every_kind_reads_back_as_it_was_written(tmp_path: Path) -> None:
 def test_the_kinds_are_those_that_the_documentation_names() -> None:
     assert set(KINDS) == {
         *["run_started", "layout", "step", "checkpoint", "evaluation", "recovery", "skipped", "error"],
-        *["run_finished", "timings", "step_time", "step_time_predicted"],
+        *["run_finished", "timings", "step_time", "step_time_predicted", "events_lost"],
     }
 
 
@@ -166,3 +167,49 @@ def test_a_closed_log_refuses_events_and_closing_twice_is_fine(tmp_path: Path) -
     log.close()
     with pytest.raises(RunFolderError, match="cannot append"):
         log.write(step(1))
+
+
+def test_a_full_disk_is_told_once_and_the_log_says_what_it_lacks(tmp_path: Path) -> None:
+    path, told = tmp_path / "events.jsonl", []
+    log = EventLog(path, on_trouble=told.append)
+    log.write(step(1))
+    file = log._fd
+    with open("/dev/full", "wb") as full:
+        log._fd = full.fileno()
+        log.write(step(2))
+        log.write(step(3))
+        assert log.num_lost == 2
+        log._fd = file
+    assert told == [
+        f"{path} cannot be written (No space left on device): training goes on, and the log will say what it lacks "
+        "once it can be written again"
+    ]
+    log.write(step(4))
+    log.write(step(5))
+    log.close()
+    assert told[1:] == [f"{path} can be written again; it lacks 2 events"] and log.num_lost == 0
+    events = read_events(path)
+    assert [event.step for event in events if isinstance(event, StepCommitted)] == [1, 4, 5]
+    (lost,) = [event for event in events if isinstance(event, EventsLost)]
+    assert (events.index(lost), lost.num_events, lost.reason) == (1, 2, "No space left on device")
+    assert events[0].time < lost.since < lost.time
+
+
+def test_half_a_line_that_the_disk_did_not_take_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, on_trouble=lambda text: None)
+    log.write(step(1))
+    write, room = os.write, [40]
+
+    def write_some(fd: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+        taken, room[0] = room[0], 0
+        return write(fd, bytes(data)[:taken])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_some)
+        log.write(step(2))
+    assert len(path.read_bytes().splitlines()) == 1
+    log.write(step(3))
+    assert [type(event) for event in read_events(path)] == [StepCommitted, EventsLost, StepCommitted]
