@@ -283,6 +283,34 @@ def test_what_is_sent_while_hello_is_made_follows_it(one_town):
     assert coordinator.hellos(8) == [7] and coordinator.said(8) == [1, 2, 3]
 
 
+def test_facts_are_said_on_every_connection_after_what_was_not_acknowledged(one_town):
+    """Also after what is sent while they are being told: the end of a job must not overtake its last loss."""
+    facts, during = [Say(8), Say(9)], [2]
+
+    def tell():
+        for number in during:
+            worker.send(Say(number), durable=True)
+        during.clear()
+        return facts
+
+    heard = []
+    worker = ControlClient(one_town.listen, KEY, 8, Tell, heard.append, lambda: Hello(1), facts=tell)
+    worker.send(Say(1), durable=True)
+    worker.start()
+    first = one_town.coordinator()
+    until(lambda: len(first.said(8)) == 4)
+    assert first.said(8) == [1, 2, 8, 9]
+    until(lambda: not worker.num_unacknowledged)
+    first.close()
+    until(lambda: not worker.connected)
+    worker.send(Say(3), durable=True)
+    facts.pop(0)
+    second = one_town.coordinator()
+    until(lambda: len(second.said(8)) == 2)
+    assert second.said(8) == [3, 9]
+    assert worker.close(PATIENCE_S)
+
+
 def test_silence_drops_everything_and_closes_nothing(town):
     coordinator = town.coordinator()
     worker = town.participant(6)
