@@ -95,11 +95,11 @@ class SimCoordinator:
         self._grids: dict[int, int] = {}
         """Step -> the grid after it, of checkpoints that are being written."""
         self.shards: Shards[int, BlockState] = Shards(len(model.blocks), lambda state: 1, model.layout.workers)
-        for step in (*world.disk, *world.given_up):
-            self.shards.settle(step)
         for record in world.store.records:
             if isinstance(record, Decision):
                 self._tell_shards(record)
+        for step in (*world.disk, *world.given_up):
+            self.shards.settle(step)
 
     def survive(
         self, layout: Layout, placement: Placement, lost: Collection[int], valid: Callable[[int, int], bool]
@@ -116,11 +116,7 @@ class SimCoordinator:
 
     def _tell_shards(self, decision: Decision) -> list[Complete[int, BlockState] | GivenUp]:
         again = decision.resume_step - 1 if decision.checkpoint else None
-        found = self.shards.decided(decision.epoch, decision.members, again=again, rollback=decision.rollback)
-        for step in self.world.disk:
-            if decision.rollback is None or step <= decision.rollback:
-                self.shards.settle(step)
-        return found
+        return self.shards.decided(decision.epoch, decision.members, again=again, rollback=decision.rollback)
 
     # -------------------------------------------------------------------------------------------------------- effects
 
@@ -164,6 +160,8 @@ class SimCoordinator:
             world.after(4 * world.delay(), self, self._on_checkpoint, newest)  # it is read and verified
         elif isinstance(effect, Decided):
             world.say(f"decided: {_describe(effect.decision)}")
+            if effect.decision.rollback is not None:
+                world.given_up = {step for step in world.given_up if step <= effect.decision.rollback}
             for found in self._tell_shards(effect.decision):
                 self._on_shards(found)
         elif isinstance(effect, End):
