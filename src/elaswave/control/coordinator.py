@@ -1,7 +1,7 @@
 """The coordinator's process: the core machine, the detector and the books on an asyncio control server.
 
 Training does not need it between events. It persists what it decides before it says so; when it dies, the agent starts
-another one, which reads the journal and the event log and goes on where this one stood.
+another one, which reads the journal and goes on where this one stood.
 """
 
 import asyncio
