@@ -144,7 +144,7 @@ def test_without_another_copy_everybody_goes_back_to_the_checkpoint(tmp_path: Pa
 
 def test_without_another_copy_and_without_a_checkpoint_the_blocks_are_named(tmp_path: Path) -> None:
     with pytest.raises(
-        RecoveryError, match=r"all copies of \d+ blocks \(.*\) were lost with workers \[.*\], and there"
+        RecoveryError, match=r"all copies of \d+ of \d+ blocks \(.*\) were lost with workers \[.*\], and there"
     ):
         run_job(tmp_path, LAYOUTS["2x2"] | STEPS, faults=["kill:0@3:backward", "kill:1@3:backward"])
 
