@@ -80,8 +80,15 @@ def test_without_any_whole_checkpoint_a_resume_says_so(tmp_path: Path) -> None:
     run_job(tmp_path, LAYOUT | {"run.checkpoint_every": 2})
     for file in tmp_path.glob("checkpoints/*/.metadata"):
         file.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="has no valid checkpoint to resume from; start again with --overwrite"):
+    with pytest.raises(CheckpointError, match="no valid checkpoint to resume from; .* run.checkpoint_every or .*_s"):
         run_job(tmp_path, LAYOUT, resume=True)
+
+
+def test_a_resumed_run_that_ends_early_names_the_checkpoint_that_it_was_resumed_from(tmp_path: Path) -> None:
+    run_job(tmp_path, LAYOUT)
+    more = LAYOUT | {"run.steps": 9, "elastic.min_workers": 4}
+    with pytest.raises(RecoveryError, match="--resume` continues from the checkpoint of step 6"):
+        run_job(tmp_path, more, resume=True, faults=["kill:1@7:forward"])
 
 
 def test_a_fault_that_never_struck_is_told_at_the_end(tmp_path: Path) -> None:

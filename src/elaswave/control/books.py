@@ -61,6 +61,7 @@ from elaswave.runtime.messages import (
     StepReport,
 )
 from elaswave.runtime.optimizer import OPTIMIZERS
+from elaswave.state.checkpoint import newest_committed_step
 from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo
 from elaswave.state.verify import add_digests, state_digest
 from elaswave.types import Layout
@@ -371,7 +372,7 @@ class Books:
 
     def advice(self) -> str:
         """What a person can do after a job that could not go on; empty if there is nothing to go back to."""
-        newest = max((record.step for record in self.checkpoints.records), default=None)
+        newest = newest_committed_step(self._run_dir)  # also one that an earlier command has made
         return "" if newest is None else f"; `elaswave train --resume` continues from the checkpoint of step {newest}"
 
     # ---------------------------------------------------------------------------------------------------------- steps

@@ -199,7 +199,7 @@ def _newest_checkpoint(run_dir: Path, reporter: Reporter) -> tuple[Path, Checkpo
     if search.newest is None:
         raise CheckpointError(
             f"{run_dir} has no valid checkpoint to resume from; start again with --overwrite, and set "
-            "run.checkpoint_every to have one next time"
+            "run.checkpoint_every or run.checkpoint_every_s to have one sooner next time"
         )
     return search.newest.folder, search.newest.meta
 

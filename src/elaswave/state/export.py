@@ -83,8 +83,8 @@ def newest_weights(run_dir: Path) -> Weights:
     if search.newest is None:
         reasons = "".join(f"\n  {skipped.folder.name}: {skipped.reason}" for skipped in search.skipped)
         raise CheckpointError(
-            f"run {run_dir} has no valid checkpoint to export; a run writes one at its end and every "
-            f"run.checkpoint_every steps, and --step 0 gives the initial weights"
+            f"run {run_dir} has no valid checkpoint to export; a run writes one at its end, every run.checkpoint_every "
+            f"steps and every run.checkpoint_every_s seconds, and --step 0 gives the initial weights"
             f"{reasons and ', but these cannot be used:'}{reasons}"
         )
     return stored_weights(search.newest, search.skipped)

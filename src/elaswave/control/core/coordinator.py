@@ -699,8 +699,8 @@ class Coordinator:
         survived = f"any {now} at one instant, and any number with some steps between them" if now else "no loss"
         return (
             f"elastic.num_followers = {now} survives {survived}; {together} would survive any {together} at one "
-            "instant. With run.checkpoint_every the job goes back to its newest checkpoint by itself, and --resume "
-            "continues from it later"
+            "instant. With run.checkpoint_every or run.checkpoint_every_s the job goes back to its newest checkpoint "
+            "by itself, and --resume continues from it later"
         )
 
     def _on_checkpoint(self, event: CheckpointFound) -> list[Effect]:
