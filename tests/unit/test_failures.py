@@ -80,6 +80,12 @@ def test_losses_come_as_often_as_the_rate_says():
     assert walk(week) == set(range(50)) - {worker for each in week.changes for worker in each.event.workers}
 
 
+@pytest.mark.parametrize("rates", [BUSY, msgspec.structs.replace(BUSY, repair_s=None, stragglers_per_worker_day=0.0)])
+def test_changes_are_about_as_many_as_expected_and_never_far_more(rates):
+    drawn = len(draw(rates, num_workers=200, duration_s=0.2 * DAY_S, seed=1).changes)
+    assert 0.6 < drawn / rates.expected_changes(200, 0.2 * DAY_S) < 1.1
+
+
 def test_a_whole_node_goes_and_comes_together():
     rates = Rates(losses_per_worker_day=0.2, whole_nodes=True, repair_s=3600.0)
     scenario = draw(rates, num_workers=32, duration_s=7 * DAY_S, seed=3, workers_per_node=8)

@@ -34,6 +34,8 @@ def test_the_command_refuses_at_once(setting, size, tmp_path: Path, monkeypatch,
     assert main(["train", "--run-dir", "run", "--set", setting]) == 2
     errors = capsys.readouterr().err
     assert size in errors and "needs at least" in errors and "and there are " in errors
+    assert main(["demo", "--run-dir", "run", "--set", setting]) == 2
+    assert size in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

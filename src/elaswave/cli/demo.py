@@ -21,6 +21,7 @@ from rich.text import Text
 
 from elaswave.cli.environment import prepare_to_compute
 from elaswave.cli.inspect import render_table
+from elaswave.cli.machine import check_memory
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.errors import ConfigError
@@ -102,6 +103,7 @@ def demo_command(seed: int, run_dir: Path | None, overwrite: bool, overrides: tu
     own_layout = any(override.strip().startswith(_SHAPE) for override in overrides)
     defaults = [default for default in DEFAULTS if not (own_layout and default.startswith(_SHAPE))]
     config = load_config(None, [*defaults, *overrides])
+    check_memory(config)
     specs = draw_faults(seed, sum(config.widths), config.run.steps)
     now = datetime.now(UTC)
     run_dir = run_dir or default_run_dir(now, secrets.token_hex(3))

@@ -1,7 +1,11 @@
-"""What this machine has: read from the kernel's files."""
+"""What this machine has, read from the kernel's files, and whether a run fits into it."""
 
 import contextlib
 from pathlib import Path
+
+from elaswave.config.memory import least_memory, memory_problem
+from elaswave.config.schema import Config
+from elaswave.errors import UsageError
 
 
 def memory_bytes(root: Path = Path("/")) -> tuple[int, str] | None:
@@ -30,3 +34,17 @@ def memory_bytes(root: Path = Path("/")) -> tuple[int, str] | None:
                 limit += int((root / folder / "memory.swap.max").read_text())
             found.append((limit, f"/{folder}/memory.max"))
     return min(found, default=None)
+
+
+def check_memory(config: Config) -> None:
+    """Refuses a run that this machine cannot hold, before anything of it is built.
+
+    Args:
+        config: with its layout resolved.
+    Raises:
+        UsageError: it needs more memory than there is; with the numbers.
+    """
+    available = memory_bytes()
+    problem = None if available is None else memory_problem(least_memory(config), *available)
+    if problem is not None:
+        raise UsageError(problem)

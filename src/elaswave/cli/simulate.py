@@ -35,7 +35,7 @@ from elaswave.planning.policies import Pauses, policy_named
 from elaswave.planning.presets import device_preset, model_shape
 from elaswave.planning.schedule import Schedule
 from elaswave.simulator.cluster import Outcome, Summary, simulate, summarize
-from elaswave.simulator.failures import DAY_S, RATES, Rates, Scenario, draw, rates_named
+from elaswave.simulator.failures import CHANGES_MAX, DAY_S, RATES, Rates, Scenario, draw, rates_named
 from elaswave.simulator.traces_csv import read_trace
 
 DEFAULT_DAYS = 7.0
@@ -113,7 +113,7 @@ def simulate_command(
 ) -> None:
     """Simulate days of training while machines fail, come back and slow down: goodput, lost work, pauses, energy.
 
-    Time is virtual: a week of 100,000 workers takes less than a minute. The default is a week of Llama-2 13B on 96
+    Time is virtual: a week of 100,000 workers takes a minute or two. The default is a week of Llama-2 13B on 96
     Ascend 910B, 8 stages, at Llama 3's rate of interruptions. Equal seeds give equal scenarios, whatever the policy.
 
     \b
@@ -169,6 +169,12 @@ def describe_life(
         days = DEFAULT_DAYS if days is None else days
         per_node = device_preset(options.device or DEFAULT_DEVICE).devices_per_node
         rates = _rates(rate or DEFAULT_RATE, repair_hours, stragglers)
+        expected = rates.expected_changes(num_workers, days * DAY_S) * len(seeds)
+        if expected > CHANGES_MAX:
+            raise UsageError(
+                f"{expected:.3g} losses, repairs and slow-downs are expected, and {CHANGES_MAX:,} are the most that "
+                "are simulated: give fewer --days, --workers or --seeds, or a lower --rate or --stragglers"
+            )
         waiting = Waiting(f"drawing {days:g} days of failures")
         try:
             scenarios = tuple(

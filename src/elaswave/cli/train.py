@@ -12,10 +12,8 @@ import click
 import msgspec
 
 from elaswave.cli.environment import prepare_to_compute
-from elaswave.cli.machine import memory_bytes
+from elaswave.cli.machine import check_memory
 from elaswave.config.load import load_config
-from elaswave.config.memory import least_memory, memory_problem
-from elaswave.errors import UsageError
 from elaswave.observability.run_folder import LOGS_DIR, TERMINAL_LOG, default_run_dir, open_run_dir, saved_config
 from elaswave.testing.faults import parse_faults
 
@@ -89,10 +87,7 @@ def train_command(
         click.echo(_as_json(config.to_dict()) if as_json else config.to_toml(), nl=as_json)
         return
 
-    available = memory_bytes()
-    problem = None if available is None else memory_problem(least_memory(config), *available)
-    if problem is not None:
-        raise UsageError(problem)
+    check_memory(config)
     seed, num_steps = config.run.seed, config.run.steps
     faults = parse_faults(fault_specs, seed=seed, workers=range(sum(config.widths)), num_steps=num_steps)
 

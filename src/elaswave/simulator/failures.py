@@ -20,6 +20,8 @@ from elaswave.errors import UsageError
 from elaswave.planning.cluster import Event
 
 DAY_S = 86_400.0
+CHANGES_MAX = 1_000_000
+"""Most changes that scenarios may be expected to have together: all are held in memory, some hundred bytes each."""
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +65,11 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
             problems.append(f"straggler_speed is {self.straggler_speed}, needed: two of 0 < low <= high < 1")
         if problems:
             raise ValueError(f"rates {self.name!r} are impossible: " + "; ".join(problems))
+
+    def expected_changes(self, num_workers: int, duration_s: float) -> float:
+        """How many changes a scenario has on average, at most: each loss has its repair, each slow-down its end."""
+        losses = self.losses_per_worker_day * (1 if self.repair_s is None else 2)
+        return (losses + 2 * self.stragglers_per_worker_day) * num_workers * duration_s / DAY_S
 
 
 _ASSUMED = "repair time: our assumption, not published"
