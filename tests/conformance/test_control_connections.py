@@ -311,6 +311,26 @@ def test_facts_are_said_on_every_connection_after_what_was_not_acknowledged(one_
     assert worker.close(PATIENCE_S)
 
 
+def test_what_is_sent_while_facts_are_told_neither_overtakes_them_nor_is_overtaken(one_town):
+    """As the end of a worker, which must come after its parts of checkpoints and after its losses."""
+    coordinator = one_town.coordinator()
+
+    def facts():
+        # As another thread would: before the facts have been read, and after that.
+        assert worker.send(Say(2), durable=True)
+        found = [Say(3)]
+        assert worker.send(Say(4))
+        return found
+
+    heard = []
+    worker = ControlClient(one_town.listen, KEY, 8, Tell, heard.append, Hello, facts=facts)
+    worker.send(Say(1), durable=True)
+    worker.start()
+    until(lambda: len(heard) == 4)
+    assert worker.close(PATIENCE_S)
+    assert coordinator.said(8) == [1, 2, 3, 4]
+
+
 def test_silence_drops_everything_and_closes_nothing(town):
     coordinator = town.coordinator()
     worker = town.participant(6)

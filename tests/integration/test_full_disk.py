@@ -12,6 +12,7 @@ import pytest
 from tests.integration.jobs import QuietReporter, coordinator_of, run_job
 
 from elaswave.control import coordinator
+from elaswave.control.journal import Entered
 from elaswave.control.store import FileStore
 from elaswave.errors import RecoveryError, RunFolderError
 from elaswave.observability.events import EventsLost, RunFinished, StepCommitted, read_events
@@ -111,3 +112,25 @@ def test_a_result_that_cannot_be_written_names_the_checkpoint_to_go_on_from(
     monkeypatch.setattr(coordinator, "write_result", refuse)
     with pytest.raises(RecoveryError, match="--resume` continues from the checkpoint of step 70"):
         run_job(tmp_path / "run", SETTINGS)
+
+
+def test_a_journal_that_takes_everything_but_the_end_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = FileStore.append
+
+    def append_until_the_end(self: FileStore[Any], *records: Any) -> None:
+        if any(isinstance(record, Entered) and isinstance(record.event, RunFinished) for record in records):
+            monkeypatch.setattr(FileStore, "_write", full)
+        append(self, *records)
+
+    def full(self: FileStore[Any], data: bytes) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(FileStore, "append", append_until_the_end)
+    reporter = QuietReporter()
+    job = run_job(tmp_path / "run", {**SETTINGS, "run.steps": 3}, reporter=reporter)
+    assert job.result.steps == 3
+    assert any("the journal does not take the end of the job" in line for line in reporter.errors)
+    events = read_events(job.run_dir / "events.jsonl")
+    assert isinstance(events[-1], RunFinished) and events[-1].outcome == "finished"

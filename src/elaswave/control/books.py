@@ -21,7 +21,7 @@ from elaswave.control.core.coordinator import Coordinator
 from elaswave.control.core.messages import Change, Decision, Tuning
 from elaswave.control.journal import BooksRecord, Entered, GivenUp, JournalRecord, Published
 from elaswave.control.messages import ShowEvaluation, ShowStep, ShowText, ToAgent
-from elaswave.errors import StateError
+from elaswave.errors import StateError, StoreError
 from elaswave.hashing import MASK64
 from elaswave.observability.events import (
     AnyEvent,
@@ -621,14 +621,18 @@ class Books:
     def close(self, outcome: Literal["finished", "failed", "interrupted"], reason: str) -> None:
         """The job is over."""
         self.outcome, self.reason = outcome, reason
-        self._enter(
-            RunFinished(
-                outcome=outcome,
-                steps=self.last_step,
-                duration_s=time.monotonic() - self._started_s,
-                reason=reason,
-            )
+        event = RunFinished(
+            outcome=outcome,
+            steps=self.last_step,
+            duration_s=time.monotonic() - self._started_s,
+            reason=reason,
         )
+        try:
+            self._persist(Entered(event=event))
+        except StoreError as error:
+            # Only a successor would need the record, and it would come to the same end.
+            self.say(f"the journal does not take the end of the job: {error}", is_error=True)
+        self._write(event)
 
     def error(self, message: str, worker: int | None, traceback_text: str) -> None:
         """Logs what ends the job."""

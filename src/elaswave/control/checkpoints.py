@@ -88,6 +88,14 @@ class Checkpoints:
 
     def part(self, message: ShardWritten | ShardFailed) -> None:
         """A worker's part of a checkpoint; may be said again."""
+        step = message.step if isinstance(message, ShardFailed) else message.standing.step
+        epoch = message.epoch if isinstance(message, ShardFailed) else message.standing.epoch
+        if self._shards.is_settled(step):
+            # It was to be written again when a part that was still under way completed it.
+            self._discard(step)
+            return
+        if self._shards.is_void(step, epoch):
+            return
         if isinstance(message, ShardFailed):
             self._take(self._shards.failed(message.step, message.epoch, message.worker, message.reason))
             return

@@ -6,8 +6,9 @@ not have threads (because it forks) calls `turn` itself instead of `start`.
 
 On each connection the client first says `hello()`, then sends again, in order, every durable message that has not been
 acknowledged, and then says `facts()`. Messages that are not durable are dropped while there is no connection: `hello()`
-and `facts()` are called after that, and what they say must make up for them. Messages sent while they are being called
-follow after `hello()` and before `facts()`.
+and `facts()` are called after that, and what they say must make up for them. Messages sent meanwhile follow after the
+facts, except durable ones sent while `facts()` is being called, which go before them: a fact comes neither before a
+durable message that is older, nor behind another message that is newer.
 """
 
 import contextlib
@@ -369,22 +370,23 @@ class ControlClient(Generic[_T]):
             opening = self._phase is _Phase.HANDSHAKE and session.open
             if opening:
                 self._phase = _Phase.OPENING
-                unacknowledged = list(self._unacknowledged)
         if opening:
-            self._greet(session, unacknowledged)
+            self._greet(session)
         for frame in frames:
             self._on_frame(frame)
 
-    def _greet(self, session: Session[_T], unacknowledged: list[_Sent]) -> None:
+    def _greet(self, session: Session[_T]) -> None:
+        facts = [_Sent(0, encode(fact, self._max_message_bytes)) for fact in self._facts()]
+        with self._changed:
+            # Taken after the facts, so that no durable message that is older than one of them comes behind it.
+            durable = list(self._unacknowledged)
+            self._meanwhile = [sent for sent in self._meanwhile if not sent.number]
         hello = encode(self._hello(), self._max_message_bytes)
-        facts = [encode(fact, self._max_message_bytes) for fact in self._facts()]
         with self._changed:
             session.write(Kind.OPEN, self._identity)
             session.write(Kind.MESSAGE, 0, hello)
-            for sent in unacknowledged + self._meanwhile:
+            for sent in [*durable, *facts, *self._meanwhile]:
                 session.write(Kind.MESSAGE, sent.number, sent.payload)
-            for fact in facts:
-                session.write(Kind.MESSAGE, 0, fact)
             self._meanwhile = []
             self._phase = _Phase.OPEN
             self._opened_at = time.monotonic()

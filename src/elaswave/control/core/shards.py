@@ -75,6 +75,10 @@ class Shards(Generic[K, V]):
         """Whether nothing more has to be said of a step's checkpoint."""
         return step in self._settled
 
+    def is_void(self, step: int, epoch: int) -> bool:
+        """Whether everybody has gone back behind a step after a part of it was begun in this epoch."""
+        return any(epoch < newer and step > kept for newer, kept in self._rollbacks)
+
     def settle(self, step: int) -> None:
         """A step's checkpoint is durable or given up."""
         self._settled.add(step)
@@ -113,7 +117,7 @@ class Shards(Generic[K, V]):
         return self.judge(step)
 
     def _take(self, step: int, epoch: int, worker: int) -> _Pending[K, V] | None:
-        if step in self._settled or any(epoch < newer and step > kept for newer, kept in self._rollbacks):
+        if step in self._settled or self.is_void(step, epoch):
             return None
         pending = self._pending.setdefault(step, _Pending())
         pending.heard[worker] = max(epoch, pending.heard.get(worker, 0))
