@@ -78,6 +78,14 @@ def test_the_limit_of_open_files_is_raised_as_far_as_a_job_needs(monkeypatch: py
         assert limits["now"][0] in (resource.RLIM_INFINITY, 64)
 
 
+def test_a_start_that_lasts_is_told_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "STARTING_S", 0.1)
+    reporter = QuietReporter()
+    launcher.train(small_config({"run.steps": 1}), tmp_path, reporter=reporter)
+    told = [text for text in reporter.messages if "workers are starting, and making the first step: " in text]
+    assert told and all(text.endswith(" s so far") for text in told)
+
+
 @pytest.mark.parametrize(("refused", "who"), [(0, "the coordinator"), (2, "worker 1")])
 def test_a_process_that_the_system_refuses_ends_the_job_with_a_clear_error(
     refused: int, who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -57,7 +57,7 @@ counted over all replicas, so it stays as it is when workers are lost |
 | `training.mixed_precision_param` | `Trainer(precision)` | `--bf16` | `model.dtype` |
 | `checkpoint.interval` | `ModelCheckpoint(every_n_train_steps)` | `--save-interval` | `run.checkpoint_every` |
 | `checkpoint.keep_latest_k` | `ModelCheckpoint(save_top_k)` | - | `run.keep_checkpoints` |
-| - | `Trainer(val_check_interval)` | `--eval-interval` | `run.eval_every` |
+| `validation.freq` | `Trainer(val_check_interval)` | `--eval-interval` | `run.eval_every` |
 
 A step trains `batch.num_microbatches` x `batch.microbatch_size` samples, whatever the layout: that product is the
 global batch size of the others.
