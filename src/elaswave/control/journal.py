@@ -1,8 +1,8 @@
 """What a coordinator makes durable, in one journal: the records of the protocol's core, and those of the run's books.
 
 `events.jsonl` is for people and tools; it may be incomplete (a full disk, a death between two writes). Whatever a new
-coordinator must know to go on, and to write the result, stands here. A published step takes some 90 bytes and 5 us of the
-coordinator; a successor reads a million of them in about 4 s.
+coordinator must know to go on, and to write the result, stands here. A published step takes some 90 bytes and 5 us of
+the coordinator; a successor reads a million of them in about 4 s.
 """
 
 import msgspec

@@ -250,7 +250,8 @@ class SimCoordinator:
         """Plans another layout once in every epoch; planning takes a while, in which anything may happen."""
         core, world = self.core, self.world
         epoch, begin = core.epoch, world.job.change_step
-        if begin and message.evidence.step >= begin and message.epoch == epoch > self._planned_epoch:
+        fresh = message.epoch == epoch > self._planned_epoch and not core.has_planned
+        if begin and message.evidence.step >= begin and fresh:
             self._planned_epoch = epoch
             layout, tuning, _ = core.in_force()
             planned = ChangePlanned(epoch, other_layout(layout), tuning, "another layout")

@@ -401,13 +401,13 @@ PLANTS = {
             "change-alone",
             "a planned change of the layout comes into force though somebody does not hold it",
             Build(worker=ChangesAlone),
-            "widths=1,1 num_microbatches=1 change_step=1 slow_worker=1 slow_by=40",
+            "widths=1,1 num_microbatches=1 change_step=1 seed=439819278",
         ),
         Plant(
             "old-change",
             "a planned change of the layout outlives its epoch",
             Build(worker=KeepsOldChanges),
-            "widths=1,1 num_microbatches=1 retry_step=2 change_step=1 kill:1@30",
+            "widths=1,1 num_microbatches=1 change_step=1 seed=356449748 kill:0@20",
         ),
         Plant(
             "drop-too-early",

@@ -117,6 +117,8 @@ class SimWorker:
             for block in model.blocks
             if worker in model.placement.holders(block.id)
         }
+        self.offered: Change | None = None
+        """The newest planned change that has come since it looked."""
         self.change: Change | None = None
         """The planned change that it holds."""
         self.in_force: Change | None = None
@@ -232,6 +234,10 @@ class SimWorker:
         if not self.started and not isinstance(message, Fenced):
             self.before_start.append(message)
             return
+        if isinstance(message, Change):
+            if self.offered is None or message.number > self.offered.number:
+                self.offered = message
+            return
         action = self.member.handle(message)
         if isinstance(action, MoveAndReport):
             self.move(action.epoch, action.members)
@@ -241,15 +247,17 @@ class SimWorker:
         elif isinstance(action, Install):
             self.report = None
             self._live(self._install(action.decision))
-        elif isinstance(action, Hold):
-            self.hold(action.change)
         elif isinstance(action, Leave):
             self.world.leave(self, action.reason)
 
-    def hold(self, change: Change) -> None:
-        """Takes a planned change, unless it is in force already or held."""
-        if change.number > self.ledger.change and (self.change is None or change.number > self.change.number):
-            self.change = change
+    def look_for_change(self) -> None:
+        """Between two steps: holds the newest planned change that has come. Within a step nothing may be held that the
+        own vote did not tell of."""
+        change, self.offered = self.offered, None
+        if change is not None and change.number > self.ledger.change:
+            action = self.member.handle(change)
+            if isinstance(action, Hold):
+                self.change = action.change
 
     def move(self, epoch: int, members: Iterable[int]) -> None:
         """Leaves the old epoch, promises, and reports."""
@@ -331,6 +339,7 @@ class SimWorker:
         return frame.value
 
     def _steps(self, step: int, attempt: int) -> Life:
+        self.look_for_change()
         while step <= self.job.steps:
             self.ledger.begin(step, attempt)
             self.step, self.attempt = step, attempt
@@ -357,6 +366,7 @@ class SimWorker:
             if (every and step % every == 0) or evidence.checkpoint == step:
                 self._write_shard(step)
             step, attempt = step + 1, 1
+            self.look_for_change()
         while self.writing:
             yield None
         self.on_done()
