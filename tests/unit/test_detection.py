@@ -666,6 +666,20 @@ def test_recovering_workers_may_wait_long():
     assert named(job.go_on(1.0)) == [(1, "progress")]
 
 
+def test_a_worker_whose_disk_is_slow_holds_up_everybody_and_is_no_worse_for_it():
+    """It bounds that wait itself, and what the others have waited for it teaches nothing."""
+    job = Job(3, learned_steps=3)
+    bound_s = job.detector.stall_bound_s()
+    job.do_all(position("0F0", step=5, on=[1]))
+    job.do(1, position("write", step=4))
+    assert job.go_on(5 * detection.UNLEARNED_S) == []
+    job.do(1, position("checkpoint", step=4, computing=True))
+    assert job.go_on(0.1) == []
+    job.do_all(position("0F0", step=5, computing=True))
+    assert job.go_on(0.1) == []
+    assert job.detector.stall_bound_s() == pytest.approx(bound_s, rel=0.1)
+
+
 @pytest.mark.parametrize("label", ["idle", "end", "start"])
 def test_idle_workers_wait_for_ever(label):
     job = Job(3, learned_steps=3)

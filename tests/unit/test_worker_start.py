@@ -145,3 +145,22 @@ def test_checkpoints_by_time_are_asked_for_by_the_lowest_member_and_then_by_the_
     worker._config = load_config(None, ["run.checkpoint_every_s=0"])
     worker._mailbox, now_s = mailbox(), 1e9
     assert worker._request() is Request.NONE
+
+
+def test_a_job_that_is_never_ended_is_told_as_that(monkeypatch):
+    monkeypatch.setattr(worker_module, "EXIT_TIMEOUT_S", 0.0)
+    worker = Worker.__new__(Worker)
+    worker._worker, worker._members, worker._step = 0, (0, 1), 5
+    worker._config = load_config(None, [])
+    worker._mailbox = mailbox(Stop())
+    worker._client = SimpleNamespace(send=lambda message: None)  # type: ignore[assignment]
+    worker._writer = SimpleNamespace(finish=lambda check: None)  # type: ignore[assignment]
+    worker._member = SimpleNamespace(epoch=1)  # type: ignore[assignment]
+    worker._transport = SimpleNamespace(bytes_sent={})  # type: ignore[assignment]
+    store = SimpleNamespace(digest_parts=lambda role: {}, optimizer_bytes=lambda: 0)
+    progress = SimpleNamespace(num_updates=4, grids=SimpleNamespace(exponents=(), calibrated=True))
+    worker.engine = SimpleNamespace(  # type: ignore[assignment]
+        store=store, progress=progress, placement=SimpleNamespace(followers=())
+    )
+    with pytest.raises(WaitTimeoutError, match="all steps are made, and the coordinator has not ended the job for 0 s"):
+        worker._finish(stopped=False)

@@ -11,6 +11,7 @@ import logging
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -79,6 +80,8 @@ AGENT = agent_id(0)
 JOURNAL_FILE = "journal"
 LINGER_S = 5.0
 """After the end, how long workers and agent may take to hear of it."""
+UNSAID_MAX = 10_000
+"""Most lines for the terminal that are kept while there is no agent; of more, the oldest are dropped."""
 SWITCH_INTERVAL_S = 0.001
 """How long a planning thread may hold the interpreter while a message waits."""
 
@@ -122,8 +125,8 @@ class CoordinatorProcess:
             setup.control_dir / JOURNAL_FILE, JournalRecord, lock_timeout_s=5.0, outlives_machine=False
         )
         records = self._store.records()
-        self._unsaid: list[ShowText] = []
-        """Lines for the terminal that wait for the agent."""
+        self._unsaid: deque[ToAgent] = deque(maxlen=UNSAID_MAX)
+        """What is to be shown on the terminal and waits for the agent."""
         self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._say_trouble)
         self._server: ControlServer[ToCoordinator] = ControlServer()
         self._books = Books(
@@ -360,7 +363,7 @@ class CoordinatorProcess:
                 self._recoveries.resumed(now_s)
 
     def _show(self, message: ToAgent) -> None:
-        if not self._server.send(AGENT, message) and isinstance(message, ShowText):
+        if not self._server.send(AGENT, message):
             self._unsaid.append(message)
 
     def _say_trouble(self, text: str) -> None:
@@ -373,8 +376,8 @@ class CoordinatorProcess:
     def _on_connected(self, peer: int) -> None:
         if peer == AGENT:
             self._ask_agent(self._detector.awaited)
-            for text in self._unsaid:
-                self._server.send(AGENT, text)
+            for message in self._unsaid:
+                self._server.send(AGENT, message)
             self._unsaid.clear()
         if self._ended is not None:
             self._server.send(peer, self._ended if peer == AGENT else Exit())

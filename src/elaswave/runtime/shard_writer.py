@@ -1,6 +1,7 @@
 """Writes a worker's part of durable checkpoints in a background thread, from copies, one at a time."""
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from elaswave.state.checkpoint_shards import write_shard
 from elaswave.state.store import BlockStore
 
 WRITE_TIMEOUT_S = 1800.0
-"""Bound of one shard's writing."""
+"""Bound of waiting for one shard's writing."""
+TURN_S = 0.05
+"""How long the writing is waited for before somebody looks whether something else has happened."""
 
 
 class ShardWriter:
@@ -36,8 +39,8 @@ class ShardWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, store: BlockStore, standing: Standing) -> None:
-        """Copies the owned blocks and begins to write them; waits first for the shard before this one."""
-        self.finish()
+        """Copies the owned blocks and begins to write them; the shard before this one must be written."""
+        assert not self.is_busy
         pieces = list(owned_pieces(store))
 
         def write() -> None:
@@ -53,15 +56,20 @@ class ShardWriter:
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def finish(self) -> None:
+    def finish(self, check: Callable[[], None]) -> None:
         """Waits until the shard in hand is written and reported.
 
+        Args:
+            check: called now and then; what it raises ends the wait, and the writing goes on.
         Raises:
             WaitTimeoutError: the disk does not take it.
         """
-        if self._thread is None:
-            return
-        self._thread.join(WRITE_TIMEOUT_S)
-        if self._thread.is_alive():
-            raise WaitTimeoutError(f"worker {self._worker} could not write its checkpoint in {WRITE_TIMEOUT_S:.0f} s")
+        deadline_s = time.monotonic() + WRITE_TIMEOUT_S
+        while self._thread is not None and self._thread.is_alive():
+            if time.monotonic() > deadline_s:
+                raise WaitTimeoutError(
+                    f"worker {self._worker} could not write its checkpoint in {WRITE_TIMEOUT_S:.0f} s"
+                )
+            self._thread.join(TURN_S)
+            check()
         self._thread = None

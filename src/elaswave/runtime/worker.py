@@ -29,7 +29,7 @@ from elaswave.control.core.facts import Facts
 from elaswave.control.core.ledger import CatchUp, Ledger
 from elaswave.control.core.member import Hold, Ignored, Install, Leave, Member, MemberState, MoveAndReport
 from elaswave.control.core.messages import Change, Decision, Fenced, Installed, Prepare, Registered, Report, Tuning
-from elaswave.control.core.position import LINK, START
+from elaswave.control.core.position import LINK, START, WRITE
 from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, VoteError, WaitTimeoutError
 from elaswave.observability.trace import PHASE, TraceRecorder
 from elaswave.planning.layout import peers_of
@@ -413,6 +413,9 @@ class Worker:
                 if kind == "evaluate":
                     self._evaluate(step)
                 else:
+                    if self._writer.is_busy:
+                        self._mailbox.activity.wait(WRITE)
+                    self._writer.finish(self._check)
                     self._mailbox.activity.compute("checkpoint")
                     self._writer.start(self.engine.store, self._standing(step))
                 self._duties.pop(0)
@@ -544,7 +547,7 @@ class Worker:
     def _finish(self, stopped: bool) -> None:
         """Reports the last state and waits until everybody has done so: nobody may leave before."""
         self._mailbox.activity.wait("end")
-        self._writer.finish()
+        self._writer.finish(self._check)
         store = self.engine.store
         num_followers = min(self._config.elastic.num_followers, len(self._members) - 1)
         followers = self.engine.placement.followers
@@ -563,7 +566,13 @@ class Worker:
         self._client.send(finished)
         deadline_s = time.monotonic() + EXIT_TIMEOUT_S
         while True:
-            message = self._mailbox.next(deadline_s - time.monotonic())
+            try:
+                message = self._mailbox.next(deadline_s - time.monotonic())
+            except WaitTimeoutError as error:
+                raise WaitTimeoutError(
+                    f"all steps are made, and the coordinator has not ended the job for {EXIT_TIMEOUT_S:.0f} s; look "
+                    "at the log of the coordinator, and resume from the last checkpoint"
+                ) from error
             if isinstance(message, Exit):
                 self._trace.dump(self._setup.run_dir)
                 return

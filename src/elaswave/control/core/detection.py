@@ -22,7 +22,7 @@ Durations are compared, never times of different machines. The same calls with t
 from collections.abc import Iterable
 
 from elaswave.control.core.coordinator import Suspected
-from elaswave.control.core.position import IDLE, PHASES, STARTING, Position, blame, kind_of
+from elaswave.control.core.position import IDLE, PHASES, STARTING, WRITE, Position, blame, kind_of
 
 __all__ = ["Detector", "Position", "Suspicion"]
 
@@ -46,7 +46,7 @@ UNSEEN_START_S = 120.0
 """A worker that has not registered, and whose process nobody can see, is given so long."""
 SILENCE_UNLEARNED_S = 5.0
 """Least bound on silence until `LEARNED_GAPS` heartbeats have come, and while a worker is in one of `BESIDE_STEPS`."""
-BESIDE_STEPS = ("evaluate", "checkpoint", "end")
+BESIDE_STEPS = ("evaluate", "checkpoint", WRITE, "end")
 """Labels under which no committed step shows that a worker lives; disks and digests then compete with heartbeats."""
 LEARNED_GAPS = 4
 GAP_MAX_S = 5.0
@@ -512,6 +512,8 @@ class Detector:
         }
         if all(position.label in IDLE for position in positions.values()):
             return []
+        if any(position.label == WRITE for position in positions.values()):
+            return []  # all wait for a disk, perhaps through others
         bound_s = self.stall_bound_s()
         if age_s <= bound_s:
             return []

@@ -11,6 +11,8 @@ LINK = "link"
 """Label of a worker that makes its first links, and waits for peers that are still at `START`."""
 STARTING = (START, LINK)
 """Labels before the first step."""
+WRITE = "write"
+"""Label of a worker that waits for its disk to take its part of the checkpoint before: it bounds that wait itself."""
 IDLE = ("idle", "end", START)
 """Labels of workers that wait for the coordinator: never a sign of trouble by themselves."""
 PHASES = ("F", "B", "I", "W", "reduce", "vote", "apply", "gather")
