@@ -7,6 +7,8 @@ import pytest
 from tests.integration.jobs import QuietReporter, run_job
 
 from elaswave.control import checkpoints
+from elaswave.control.books import Books
+from elaswave.control.launcher import _way_on
 from elaswave.errors import CheckpointError
 from elaswave.runtime import shard_writer
 from elaswave.state.checkpoint_format import WrittenItem
@@ -63,6 +65,15 @@ def test_a_loss_after_the_part_was_written_keeps_the_checkpoint(
     given_up = [line for line in reporter.errors if line.startswith("the checkpoint of step 3 could not be written")]
     assert steps[-1] == 6 and (3 in steps) != bool(given_up)
     assert 3 in steps or also_coordinator
+
+
+def test_checkpoints_that_cannot_be_listed_do_not_hide_why_a_job_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to("checkpoints")
+    books = Books.__new__(Books)
+    books._run_dir = tmp_path / "run"
+    for said in (books.advice(), _way_on(tmp_path / "run")):
+        assert "cannot list the checkpoints" in said and "--overwrite" not in said
 
 
 class Marks:

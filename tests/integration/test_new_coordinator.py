@@ -21,7 +21,7 @@ from elaswave.control.core.detection import Detector
 from elaswave.control.messages import ShowEvaluation, ShowText
 from elaswave.errors import RecoveryError, StoppedBySignalError
 from elaswave.runtime.probe import Phase
-from elaswave.state.checkpoint import CheckpointSearch, find_newest_checkpoint
+from elaswave.state.checkpoint import CheckpointRef, CheckpointSearch, find_newest_checkpoint
 
 
 class StopsWithItsCoordinator:
@@ -132,6 +132,33 @@ def test_a_coordinator_can_be_heard_while_it_verifies_checkpoints(
     assert where.read_text() == "beside"
     assert any("goes back to the checkpoint of step" in message for message in job.messages)
     assert job.computation == run_job(tmp_path / "twin", {"run.steps": 5}).computation
+
+
+def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of those who live on may come while checksums of older ones are read."""
+    records: list[str] = []
+    found: list[core.CheckpointFound] = []
+
+    def find(run_dir: Path) -> CheckpointSearch:
+        ref = CheckpointRef(4 if records else 2, run_dir, meta=None)  # type: ignore[arg-type]
+        records[:] = ["step 4"]
+        return CheckpointSearch(ref, ())
+
+    monkeypatch.setattr(coordinator, "find_newest_checkpoint", find)
+    process = CoordinatorProcess.__new__(CoordinatorProcess)
+    parts: dict[str, Any] = {
+        "_core": SimpleNamespace(epoch=2, handle=lambda event, now_s: found.append(event) or ()),
+        "_replanner": SimpleNamespace(restarts=False),
+        "_setup": SimpleNamespace(run_dir=tmp_path),
+        "_books": SimpleNamespace(checkpoints=SimpleNamespace(records=records)),
+        "_ended": None,
+    }
+    for name, part in parts.items():
+        setattr(process, name, part)
+    asyncio.run(process._find_checkpoint())
+    assert found == [core.CheckpointFound(4)]
 
 
 def dies_once_after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, mark: Path) -> None:

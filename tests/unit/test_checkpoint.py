@@ -455,7 +455,7 @@ def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_cannot_be_listed_are_an_error(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("a file")
+    (tmp_path / "checkpoints").symlink_to("checkpoints")
     with pytest.raises(CheckpointError, match="cannot list the checkpoints"):
         newest_valid_checkpoint(tmp_path)
 
@@ -494,6 +494,20 @@ def test_prune_keeps_the_newest_whole_ones(tmp_path: Path) -> None:
     assert left == ["step-00000003", "step-00000004", "step-00000005.tmp", "step-100000000"]
     assert pending.exists() and newest_valid_checkpoint(tmp_path) == refs[4]
     assert prune(tmp_path, 2) == []
+
+
+def test_a_folder_that_cannot_be_looked_at_is_no_error_of_the_coordinators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as on a network that is gone: exists() raises what is not about a missing file."""
+
+    def fail(self: Path) -> bool:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "exists", fail)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(tmp_path, 2, make_tensors())
+        save(tmp_path, 2, make_tensors())
 
 
 def test_damaged_checkpoints_are_put_aside(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from elaswave.control.core.coordinator import Coordinator
 from elaswave.control.core.messages import Change, Decision, Tuning
 from elaswave.control.journal import BooksRecord, Entered, GivenUp, JournalRecord, Published
 from elaswave.control.messages import ShowEvaluation, ShowStep, ShowText, ToAgent
-from elaswave.errors import StateError, StoreError
+from elaswave.errors import CheckpointError, StateError, StoreError
 from elaswave.hashing import MASK64
 from elaswave.observability.events import (
     AnyEvent,
@@ -372,7 +372,10 @@ class Books:
 
     def advice(self) -> str:
         """What a person can do after a job that could not go on; empty if there is nothing to go back to."""
-        newest = newest_committed_step(self._run_dir)  # also one that an earlier command has made
+        try:
+            newest = newest_committed_step(self._run_dir)  # also one that an earlier command has made
+        except CheckpointError as error:
+            return f"; {error}"
         return "" if newest is None else f"; `elaswave train --resume` continues from the checkpoint of step {newest}"
 
     # ---------------------------------------------------------------------------------------------------------- steps

@@ -683,8 +683,11 @@ class CoordinatorProcess:
         if restarts:
             self._detector.pause(time.monotonic())
             await asyncio.sleep(self._setup.blueprint.config.elastic.restart_s)
-        search = await asyncio.to_thread(find_newest_checkpoint, self._setup.run_dir)
-        put_aside(search)
+        known: object = None
+        while known != self._books.checkpoints.records:  # a newer one may be completed meanwhile
+            known = list(self._books.checkpoints.records)
+            search = await asyncio.to_thread(find_newest_checkpoint, self._setup.run_dir)
+            put_aside(search)
         newest = search.newest
         if self._core.epoch != epoch or self._ended is not None:
             return

@@ -235,7 +235,10 @@ def _outcome(ended: Ended, stop_signal: int | None, run_dir: Path) -> Result:
 
 def _way_on(run_dir: Path) -> str:
     """How a run that was stopped can go on."""
-    step = newest_committed_step(run_dir)
+    try:
+        step = newest_committed_step(run_dir)
+    except CheckpointError as error:
+        return str(error)
     if step is None:
         return "it has no checkpoint, so it can only begin again (--overwrite)"
     command = f"elaswave train --resume --run-dir {shlex.quote(str(run_dir))}"

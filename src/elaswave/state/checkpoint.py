@@ -155,7 +155,7 @@ def commit_checkpoint(
     shards = _shard_sizes(items) if sizes is None else {name: sizes[name] for name in sorted(used)}
     manifest = Manifest(format=FORMAT_VERSION, shards=shards, files=files, items=tuple(items))
     final = folder.with_suffix("")
-    if not folder.exists() and _is_committed(final, manifest):
+    if not os.path.exists(folder) and _is_committed(final, manifest):  # Path.exists may raise
         return CheckpointRef(meta.step, final, read_meta(final))
     _check_shard_sizes(folder, manifest)
     assert folder.suffix == _TEMPORARY_SUFFIX and final.name == _folder_of(final, meta.step).name, folder
@@ -230,7 +230,11 @@ def put_aside(search: CheckpointSearch) -> None:
 
 
 def newest_committed_step(run_dir: Path) -> int | None:
-    """Step of the newest checkpoint that looks whole, as `prune` sees it; None without one."""
+    """Step of the newest checkpoint that looks whole, as `prune` sees it; None without one.
+
+    Raises:
+        CheckpointError: they cannot be listed.
+    """
     committed = ((step, folder) for step, folder in _numbered(run_dir) if folder.suffix != _TEMPORARY_SUFFIX)
     return next((step for step, folder in sorted(committed, reverse=True) if _looks_whole(folder)), None)
 
