@@ -31,7 +31,7 @@ def test_changes_in_the_sample_are_seen(tmp_path: Path, num_bytes: int) -> None:
     before = fingerprint_of(path, whole=False)
     assert check_same_data(path, before, fingerprint_of(path, whole=False)) == ""
     for position in (0, num_bytes - 1, num_bytes - 1):
-        with pytest.raises(DataError, match=f"it still has {num_bytes} bytes, but others; bring the file back"):
+        with pytest.raises(DataError, match=f"it still has {num_bytes} bytes, but its content has changed; bring the file back"):
             check_same_data(path, before, fingerprint_of(changed_at(path, position), whole=False))
         path.write_bytes(bytes(num_bytes))
     path.write_bytes(bytes(num_bytes + 1))
@@ -46,7 +46,7 @@ def test_a_change_between_the_blocks_is_seen_in_the_whole_content_only(tmp_path:
     changed_at(path, BLOCK_BYTES + 1)
     assert fingerprint_of(path, whole=False) == sample
     now = fingerprint_of(path, whole=True)
-    with pytest.raises(DataError, match="bytes, but others"):
+    with pytest.raises(DataError, match="bytes, but its content has changed"):
         check_same_data(path, whole, now)
     assert "only a sample can be compared" in check_same_data(path, sample, now)
     assert "does not say what" in check_same_data(path, None, now)

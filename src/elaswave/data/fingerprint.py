@@ -70,7 +70,7 @@ def check_same_data(path: Path, then: Fingerprint | None, now: Fingerprint) -> s
     if then.num_bytes != now.num_bytes:
         what = f"it had {then.num_bytes} bytes and now has {now.num_bytes}"
     elif then.sample != now.sample or (then.content and now.content and then.content != now.content):
-        what = f"it still has {now.num_bytes} bytes, but others"
+        what = f"it still has {now.num_bytes} bytes, but its content has changed"
     if what:
         raise DataError(
             f"{path} is not the data that this run was trained on: {what}; bring the file back, or name the right one "

@@ -213,7 +213,7 @@ def _summary(result: Result, run_dir: Path, *, width: int, ascii_only: bool) -> 
     if result.val_losses:
         lines.append(f"validation loss {format_loss(from_json_float(result.val_losses[-1]))}")
     if result.recoveries:
-        lines.append(f"{len(result.recoveries)} recoveries")
+        lines.append("1 recovery" if len(result.recoveries) == 1 else f"{len(result.recoveries)} recoveries")
     lines.append(f"state digest {result.state_digest}")
     lines += [f"results in {run_dir}", f"look at them with: elaswave inspect {shlex.quote(str(run_dir))}"]
     return lines

@@ -115,7 +115,7 @@ def test_plain_lines_from_start_to_finish() -> None:
         "finished 6 steps in 2.8 s (start-up 0.9 s), 15,234 tokens/s\n"
         "loss 5.6000 → 3.9000  █▆▄▂▃▁\n"
         "validation loss 4.5000\n"
-        "1 recoveries\n"
+        "1 recovery\n"
         "state digest 00ff00ff00ff00ff00ff00ff00ff00ff\n"
         "results in runs/a\n"
         "look at them with: elaswave inspect runs/a\n"
