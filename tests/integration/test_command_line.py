@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.integration.jobs import SMALL, as_toml, run_job
+from tests.signals import hear_signals
 
 from elaswave.observability.result import Result, read_digests, read_result
 
@@ -43,6 +44,7 @@ def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=hear_signals,
     )
 
 
@@ -61,7 +63,7 @@ def started(temporary: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]
         yield process
         process.communicate(timeout=TIMEOUT_S)
         assert processes_of_session(process.pid) == []
-        assert [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")] == []
+        assert os.listdir(temporary) == []
     finally:
         end(process)
 

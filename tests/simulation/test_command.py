@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.signals import hear_signals
 
 from elaswave.cli import bench_protocol
 from elaswave.cli.main import main
@@ -136,7 +137,8 @@ def is_at_work(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_command_alone_ends_it_and_its_processes(number, tmp_path):
     (tmp_path / "endless.py").write_text(ENDLESS)
-    process = subprocess.Popen([sys.executable, str(tmp_path / "endless.py")], stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, str(tmp_path / "endless.py")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hear_signals)
     try:
         wait_for(lambda: len(pool_of(process.pid)) == 2 and all(map(is_at_work, pool_of(process.pid))))
         children = pool_of(process.pid)
