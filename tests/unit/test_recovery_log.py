@@ -67,6 +67,7 @@ def _report(step: int, epoch: int, finished_s: float) -> StepReport:
         phases_s={},
         vector=b"",
         change=0,
+        checkpoint=0,
         finished_s=finished_s,
         retries=[],
         skipped=None,

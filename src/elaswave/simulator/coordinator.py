@@ -165,6 +165,8 @@ class SimCoordinator:
             for found in self._tell_shards(effect.decision):
                 self._on_shards(found)
         elif isinstance(effect, End):
+            if self._is_replaced():
+                return  # the end is durable before anybody hears of it
             world.say(f"the job ends: {effect.reason}")
             world.see.ended(effect.reason, self.core.members, world.lost(), effect.orphans)
             world.finish("ended", effect.reason)
