@@ -29,8 +29,8 @@ def position(
 class Job:
     """A detector and its workers; time goes on as told, with heartbeats and ticks in between."""
 
-    def __init__(self, num_workers: int, *, learned_steps: int = 0) -> None:
-        self.detector = Detector()
+    def __init__(self, num_workers: int, *, learned_steps: int = 0, takes_over: bool = False) -> None:
+        self.detector = Detector(takes_over=takes_over)
         self.now_s = 1000.0
         self.workers = tuple(range(num_workers))
         self.doing: dict[int, Position] = {}
@@ -141,6 +141,22 @@ def test_nothing_is_heard_of_who_is_not_watched():
 
 
 # --------------------------------------------------------------------------------------------------------------- crowd
+
+
+def test_a_coordinator_that_takes_over_learns_anew_what_a_busy_machine_is():
+    """Seen: 24 workers on two cores, one of them silent for 1.6 s a few seconds after its coordinator was replaced."""
+
+    def after_beats(number: int, *, takes_over: bool) -> Job:
+        job = Job(3, takes_over=takes_over)
+        job.do_all(position("vote", step=1))
+        assert job.go_on(number * BEAT_S) == []
+        return job
+
+    few, many = detection.LEARNED_GAPS_AGAIN // 2, detection.LEARNED_GAPS_AGAIN
+    assert named(after_beats(few, takes_over=False).go_on(2.5, silent=[0])) == [(0, "heartbeat")]
+    assert after_beats(few, takes_over=True).go_on(2.5, silent=[0]) == []
+    assert named(after_beats(few, takes_over=True).go_on(5.5, silent=[0])) == [(0, "heartbeat")]
+    assert named(after_beats(many, takes_over=True).go_on(2.5, silent=[0])) == [(0, "heartbeat")]
 
 
 def test_when_most_are_silent_together_the_machine_is_suspected_first():
@@ -853,12 +869,12 @@ def test_the_page_about_failures_gives_the_numbers_of_the_code():
     text = re.sub(r"\s+", " ", DOCS.read_text())
     for number in (
         f"{detection.LINK_GRACE_S * 1000:.0f} ms",
-        f"{detection.SILENCE_FACTOR:.0f} times",
+        f"min({detection.SILENCE_FACTOR:.0f} x longest, longest + {detection.SILENCE_MARGIN_S:.0f} s)",
         f"{detection.SILENCE_FLOOR_S} s",
-        f"{detection.SILENCE_MARGIN_S:.0f} s above",
         {2.0: "twice that"}[detection.NO_HURRY],
-        f"{detection.SILENCE_STARTING_S:.0f} s before its first step",
-        f"{detection.SILENCE_UNLEARNED_S:.0f} s until {detection.LEARNED_GAPS} heartbeats",
+        f"Before its first step a worker may be silent for {detection.SILENCE_STARTING_S:.0f} s",
+        f"{detection.SILENCE_UNLEARNED_S:.0f} s until {detection.LEARNED_GAPS} heartbeats have come",
+        f"({detection.LEARNED_GAPS_AGAIN} to a coordinator that takes over",
         f"{detection.NOBODY_S:.0f} s",
         f"{detection.PROGRESS_FACTOR:.0f} times",
         f"{detection.BUSY_FLOOR_S:.0f} s",

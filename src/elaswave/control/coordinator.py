@@ -159,7 +159,7 @@ class CoordinatorProcess:
         self._decisions = [record for record in records if isinstance(record, Decision)]
         self._recoveries = RecoveryLog(setup.run_dir, blueprint.config.run.steps)
         self._measurements = Measurements(blueprint.config)
-        self._detector = Detector()
+        self._detector = Detector(takes_over=self._has_begun)
         self._plan_s = 0.0
         self._replanner = Replanner(blueprint.config)
         self._predicted_s: float | None = None

@@ -45,10 +45,13 @@ it says nothing yet, but as long as its process uses processor time it gets on, 
 UNSEEN_START_S = 120.0
 """A worker that has not registered, and whose process nobody can see, is given so long."""
 SILENCE_UNLEARNED_S = 5.0
-"""Least bound on silence until `LEARNED_GAPS` heartbeats have come, and while a worker is in one of `BESIDE_STEPS`."""
+"""Least bound on silence until `LEARNED_GAPS` heartbeats have come (`LEARNED_GAPS_AGAIN` to a successor), and while a
+worker is in one of `BESIDE_STEPS`."""
 BESIDE_STEPS = ("evaluate", "checkpoint", WRITE, "end")
 """Labels under which no committed step shows that a worker lives; disks and digests then compete with heartbeats."""
 LEARNED_GAPS = 4
+LEARNED_GAPS_AGAIN = 40
+"""The same for a coordinator that takes over: what its predecessor has learned of a busy machine is gone with it."""
 GAP_MAX_S = 5.0
 """Longer gaps teach nothing more."""
 CROWD = 4
@@ -151,9 +154,13 @@ class Detector:
     Every method but `next_tick_s` takes the present monotonic time. After each of them `tick` is to be called no later
     than `next_tick_s` says. A worker is named once; after that, as after `left`, nothing about it counts any more
     until it has `joined` again.
+
+    Args:
+        takes_over: whether the job has begun under another coordinator.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_over: bool = False) -> None:
+        self._learned_gaps = LEARNED_GAPS_AGAIN if takes_over else LEARNED_GAPS
         self._watched: dict[int, _Watched] = {}
         self._awaited: dict[int, _Awaited] = {}
         self._gone: set[int] = set()
@@ -399,7 +406,7 @@ class Detector:
             return SILENCE_STARTING_S
         gap_s = max(watched.gaps.value_s, common_gap_s)
         bound_s = max(SILENCE_FLOOR_S, min(SILENCE_FACTOR * gap_s, gap_s + SILENCE_MARGIN_S))
-        if watched.gaps.count < LEARNED_GAPS or watched.beside_steps:
+        if watched.gaps.count < self._learned_gaps or watched.beside_steps:
             return max(bound_s, SILENCE_UNLEARNED_S)
         return bound_s
 
