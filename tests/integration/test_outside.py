@@ -1,5 +1,6 @@
 """Real commands struck from outside by signals, as a person would: one in CI, a minute of them among the slow tests."""
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -12,7 +13,14 @@ from elaswave.testing.striker import Striker
 from elaswave.testing.trial import RUN_FOLDER, run_command
 
 TIMEOUT_S = 240.0
+PR_GET_CHILD_SUBREAPER = 37
 SMALL = ["model.num_layers=1", "model.width=32", "model.num_heads=2", "model.context_length=8", "run.steps=20"]
+
+
+def takes_orphans() -> bool:
+    value = ctypes.c_int()
+    ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(value), 0, 0, 0)
+    return bool(value.value)
 
 
 def test_a_worker_and_the_coordinator_are_killed_at_once_by_hand(tmp_path: Path) -> None:
@@ -26,6 +34,7 @@ def test_a_worker_and_the_coordinator_are_killed_at_once_by_hand(tmp_path: Path)
     assert ending.left_behind == ending.bad_checkpoints == striker.left == []
     assert ending.result is not None and ending.result.steps == 20
     assert {each.worker for each in ending.recoveries if each.kind == "lost"} == {1}
+    assert not takes_orphans(), "orphans of later tests would stay zombies of this process"
 
 
 @pytest.mark.slow

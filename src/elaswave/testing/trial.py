@@ -1,7 +1,7 @@
 """One training job in a process of its own, bounded in time, and what it leaves behind.
 
-The job runs in a fork of this process, so that the libraries are loaded once for many jobs. This process becomes the
-one to which the kernel gives orphans: whatever a job leaves running is found, named and ended.
+The job runs in a fork of this process, so that the libraries are loaded once for many jobs. While it runs, the kernel
+gives orphans to this process: whatever a job leaves running is found, named and ended.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +42,7 @@ _ERROR_FILE = "error"
 _SHARED_MEMORY = Path("/dev/shm")
 _STACKS_GRACE_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 
 
 class Meanwhile(Protocol):
@@ -118,7 +119,29 @@ def run_command(
 def _supervise(folder: Path, start: Callable[[Path], int], timeout_s: float, meanwhile: Meanwhile | None) -> Ending:
     """Starts a process, stays until it has ended or the time is over, and collects what it has left."""
     folder.mkdir(parents=True)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with _parent_of_orphans():
+        return _supervise_family(folder, start, timeout_s, meanwhile)
+
+
+@contextlib.contextmanager
+def _parent_of_orphans() -> Iterator[None]:
+    """While inside, the kernel gives this process the orphans among its descendants.
+
+    Not a moment longer: orphans of something else would stay zombies, since this process does not wait for them.
+    """
+    libc = ctypes.CDLL(None)
+    before = ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def _supervise_family(
+    folder: Path, start: Callable[[Path], int], timeout_s: float, meanwhile: Meanwhile | None
+) -> Ending:
     # Short, since the name of a socket may not be long; in the system's folder, since another's may be.
     temporary = Path(tempfile.mkdtemp(prefix="ew-"))
     shared_before = set(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else set()
