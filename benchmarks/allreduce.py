@@ -27,8 +27,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 
-from elaswave.comm.group import Group
-from elaswave.comm.stream import StreamTransport
+from elaswave.transport.group import Group
+from elaswave.transport.stream import StreamTransport
 
 TARGETS = {64 << 10: 0.5, 1 << 20: 0.5, 16 << 20: 1.0}
 """Largest ratio allowed, by bytes."""

@@ -21,9 +21,9 @@ from harness import SIZES, configuration, machine, print_header, quartiles, with
 
 from elaswave.control.launcher import train
 from elaswave.observability.progress import make_reporter
-from elaswave.runtime.exchange import Exchange
-from elaswave.runtime.step import StepEngine
 from elaswave.state.sums import ExactAccumulator
+from elaswave.worker.exchange import Exchange
+from elaswave.worker.step import StepEngine
 
 MOST_SHARE = 0.01
 """Of a step that the checksum may cost."""
@@ -58,7 +58,7 @@ class Alternating:
         return call
 
     def reached(self, phase: str, index: int, engine: StepEngine) -> None:
-        """See `elaswave.runtime.probe.Probe`."""
+        """See `elaswave.worker.probe.Probe`."""
         if (phase, index, engine.attempt) != ("forward", 0, 1 + (engine.step == 1)):
             return
         self.times.append((time.thread_time() - self.since_s, self.sums_s))

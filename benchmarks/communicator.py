@@ -36,8 +36,8 @@ import torch
 import torch.distributed as dist
 from harness import machine, print_header
 
-from elaswave.comm.group import Group
-from elaswave.comm.stream import StreamTransport
+from elaswave.transport.group import Group
+from elaswave.transport.stream import StreamTransport
 
 TIMEOUT_S = 120.0
 TIMEOUT = timedelta(seconds=TIMEOUT_S)

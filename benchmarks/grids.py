@@ -30,9 +30,9 @@ from elaswave.models import registry
 from elaswave.models.gpt import gpt
 from elaswave.models.layers import LayerSpec, ModelSpec
 from elaswave.observability.progress import make_reporter
-from elaswave.runtime.step import StepEngine
 from elaswave.state.flat import LayerShape, TensorSlot
 from elaswave.state.sums import ExactAccumulator, next_exponent, offset, reduced_gradient
+from elaswave.worker.step import StepEngine
 
 SCALES = tuple(10.0**-decade for decade in range(3, 14))
 """Size of a row, as a share of the tensor's largest gradient."""
@@ -85,7 +85,7 @@ class Watch:
         self.rows: Counter[int] = Counter()
 
     def reached(self, phase: str, index: int, engine: StepEngine) -> None:
-        """See `elaswave.runtime.probe.Probe`."""
+        """See `elaswave.worker.probe.Probe`."""
         global _step
         _step = engine.step
         if (phase, engine.attempt) == ("vote", 1) and engine.step % SAMPLE_PERIOD == 0:

@@ -31,10 +31,10 @@ import torch
 
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
-from elaswave.control.core.detection import IDLE
 from elaswave.control.launcher import train
 from elaswave.observability.progress import make_reporter
-from elaswave.runtime.step import StepEngine
+from elaswave.protocol.detection import IDLE
+from elaswave.worker.step import StepEngine
 
 SIZES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -109,7 +109,7 @@ class _GateProbe:
         self._step = 0
 
     def reached(self, phase: str, index: int, engine: StepEngine) -> None:
-        """See `elaswave.runtime.probe.Probe`; a step that is tried again does not count twice."""
+        """See `elaswave.worker.probe.Probe`; a step that is tried again does not count twice."""
         if phase == "forward" and index == 0 and engine.step != self._step:
             self._step = engine.step
             activity = engine.activity

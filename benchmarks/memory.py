@@ -29,8 +29,8 @@ from elaswave.config.schema import Config
 from elaswave.control.launcher import train
 from elaswave.models.layers import build_layer
 from elaswave.observability.progress import make_reporter
-from elaswave.runtime.blueprint import Blueprint
 from elaswave.state.store import Role
+from elaswave.worker.blueprint import Blueprint
 
 NUM_STEPS = 3
 SMALL_WIDTH = 64
@@ -143,7 +143,7 @@ class _Marker:
         self._folder = folder
 
     def reached(self, phase: str, index: int, engine: Any) -> None:
-        """See `elaswave.runtime.probe.Probe`."""
+        """See `elaswave.worker.probe.Probe`."""
         if (engine.step, phase, index) != (NUM_STEPS, "apply", 0):
             return
         store, exchange = engine.store, engine.exchange

@@ -22,9 +22,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from elaswave.config.schema import Config
 from elaswave.models.layers import build_layer
-from elaswave.runtime.allocator import tune_allocator
-from elaswave.runtime.blueprint import Blueprint
-from elaswave.runtime.optimizer import learning_rate
+from elaswave.worker.allocator import tune_allocator
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.optimizer import learning_rate
 
 TIMEOUT = timedelta(seconds=600)
 

@@ -27,11 +27,11 @@ from harness import configuration, machine, print_header
 
 from elaswave.config.schema import Config
 from elaswave.control.launcher import train
+from elaswave.faults.injection import parse_faults
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import Recovery
-from elaswave.runtime.probe import PHASES, Phase
-from elaswave.runtime.step import StepEngine
-from elaswave.testing.faults import parse_faults
+from elaswave.worker.probe import PHASES, Phase
+from elaswave.worker.step import StepEngine
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 """Emulated time of one action beside its computation, for each worker of the job: all jobs load the machine alike."""
@@ -58,7 +58,7 @@ class Pace:
         self._seconds: dict[Phase, float] = {"forward": FORWARD_S * num_workers, "backward": BACKWARD_S * num_workers}
 
     def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
-        """See `elaswave.runtime.probe.Probe`; sleeps layer by layer, as computing looks up between layers."""
+        """See `elaswave.worker.probe.Probe`; sleeps layer by layer, as computing looks up between layers."""
         end_s = time.monotonic() + self._seconds.get(phase, 0.0)
         while (left_s := end_s - time.monotonic()) > 0.0:
             time.sleep(min(LAYER_S, left_s))

@@ -19,8 +19,8 @@ from elaswave.planning.describe import describe_cluster, describe_costs
 from elaswave.planning.planner import plan
 from elaswave.planning.policies import POLICIES, Pauses
 from elaswave.planning.presets import device_preset, model_shape
-from elaswave.simulator.cluster import Outcome, simulate, summarize
-from elaswave.simulator.failures import DAY_S, draw, rates_named
+from elaswave.sim.cluster.failures import DAY_S, draw, rates_named
+from elaswave.sim.cluster.job import Outcome, simulate, summarize
 
 SECONDS_ALLOWED = 60.0
 """For one policy and one scenario."""

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 from harness import configuration, machine, print_header
 
 from elaswave.control.launcher import train
+from elaswave.faults.injection import parse_faults
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import EpochRecord, Result
 from elaswave.planning.presets import model_shape
-from elaswave.testing.faults import parse_faults
 
 POLICIES = ("elaswave", "recycle", "torchft_batch_kept", "torchft", "oobleck", "full_restart")
 UNDISTURBED = "none"

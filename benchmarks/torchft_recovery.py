@@ -28,7 +28,7 @@ from harness import configuration
 from torch import nn
 
 from elaswave.models.layers import build_layer
-from elaswave.runtime.blueprint import Blueprint
+from elaswave.worker.blueprint import Blueprint
 
 HEARTBEAT_TIMEOUT_MS = 200
 HEARTBEAT_S = 0.05

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from elaswave.comm import addresses
 from elaswave.control.client import ControlClient
 from elaswave.control.server import ControlServer
 from elaswave.control.wire import COORDINATOR, Kind, Session, Tls, encode
+from elaswave.transport import addresses
 
 KEY = b"the key of the control connections"
 PATIENCE_S = 20.0

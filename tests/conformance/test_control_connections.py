@@ -24,12 +24,12 @@ from tests.conformance.coordinators import (
     until,
 )
 
-from elaswave.comm import addresses
 from elaswave.control import client as client_module
 from elaswave.control.client import ControlClient
 from elaswave.control.server import ControlServer
 from elaswave.control.wire import Kind, Tls, agent_id
 from elaswave.errors import BacklogError, ConfigError, FrameError
+from elaswave.transport import addresses
 
 
 @pytest.fixture(params=KINDS)

@@ -6,9 +6,9 @@ import struct
 import pytest
 from tests.conformance.coordinators import KEY, KINDS, Hello, Say, Stranger, Tell, Town, until
 
-from elaswave.comm.handshake import Dialler
 from elaswave.control import server as server_module
 from elaswave.control.wire import COORDINATOR, PROTOCOL_VERSION, Kind, encode
+from elaswave.transport.handshake import Dialler
 
 HELLO_BYTES = 50
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conformance.worlds import PATIENCE_S, in_threads, until
 
-from elaswave.comm.group import Group, _cut, _doubling, doubling_partners
 from elaswave.errors import InterruptedWaitError, PeerLostError, WaitTimeoutError
+from elaswave.transport.group import Group, _cut, _doubling, doubling_partners
 
 CHANNEL = 4
 

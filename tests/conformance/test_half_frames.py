@@ -4,9 +4,9 @@ import pytest
 import torch
 from tests.conformance.worlds import PATIENCE_S, finish, settle, until
 
-from elaswave.comm.frames import HEADER_BYTES, Tag
-from elaswave.comm.transport import Handle
 from elaswave.errors import InterruptedWaitError, PeerLostError
+from elaswave.transport.frames import HEADER_BYTES, Tag
+from elaswave.transport.interface import Handle
 
 TAG = Tag(channel=1, step=1, attempt=0)
 BIG = 4 << 20

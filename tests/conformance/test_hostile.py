@@ -10,12 +10,12 @@ import pytest
 import torch
 from tests.conformance.worlds import KEY, PATIENCE_S, finish, in_threads, link, until
 
-from elaswave.comm import addresses, door
-from elaswave.comm import link as link_module
-from elaswave.comm.frames import HEADER_BYTES, Tag, encode_header
-from elaswave.comm.handshake import Dialler, Listener
-from elaswave.comm.stream import StreamTransport
 from elaswave.errors import AuthenticationError, FrameError, PeerLostError, WaitTimeoutError
+from elaswave.transport import acceptor, addresses
+from elaswave.transport import link as link_module
+from elaswave.transport.frames import HEADER_BYTES, Tag, encode_header
+from elaswave.transport.handshake import Dialler, Listener
+from elaswave.transport.stream import StreamTransport
 
 TAG = Tag(channel=1, step=1, attempt=0)
 
@@ -87,7 +87,7 @@ def refused(sock: socket.socket, *transports) -> bool:
 )
 def test_garbage_instead_of_a_handshake(stream_world, garbage, caplog):
     a, b = stream_world.linked(2)
-    with connected(b.address) as sock, caplog.at_level(logging.WARNING, "elaswave.comm"):
+    with connected(b.address) as sock, caplog.at_level(logging.WARNING, "elaswave.transport"):
         sock.sendall(garbage)
         assert refused(sock, a, b)
         still_works(a, b)
@@ -185,7 +185,7 @@ def test_a_blocked_wait_ends_slow_handshakes_too(stream_world):
 
 
 def test_a_crowd_of_strangers_cannot_use_up_memory_or_time(stream_world, monkeypatch):
-    monkeypatch.setattr(door, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(acceptor, "MAX_STRANGERS", 8)
     a, b = stream_world.make(0), stream_world.make(1)
     crowd = [connected(b.address) for _ in range(40)]
     try:
@@ -237,7 +237,7 @@ def test_a_peer_that_sends_what_cannot_be_right_loses_its_link(stream_world, dat
     try:
         handle = c.recv(1, TAG) if waiting else None
         other = c.recv(0, TAG)
-        with caplog.at_level(logging.WARNING, "elaswave.comm"):
+        with caplog.at_level(logging.WARNING, "elaswave.transport"):
             sock.sendall(data)
             until(lambda: c.peers == {0}, c)
         assert any(seen in message for message in caplog.messages)
@@ -326,7 +326,7 @@ def test_a_short_key_is_refused(tmp_path, key):
 
 
 def test_no_memory_for_a_frame_is_a_frame_error():
-    from elaswave.comm.frames import empty_tensor
+    from elaswave.transport.frames import empty_tensor
 
     with pytest.raises(FrameError, match="no memory"):
         empty_tensor(0, (1 << 31, 1 << 31))
@@ -373,4 +373,4 @@ def test_a_handshake_never_blocks_on_a_full_socket():
             except BlockingIOError:
                 break
         with pytest.raises(ConnectionError, match="does not take a whole message"):
-            door._send(here, b"hello")
+            acceptor._send(here, b"hello")

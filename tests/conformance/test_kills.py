@@ -18,9 +18,9 @@ import pytest
 import torch
 from tests.conformance.worlds import KEY
 
-from elaswave.comm.frames import Tag
-from elaswave.comm.stream import StreamTransport
 from elaswave.errors import PeerLostError
+from elaswave.transport.frames import Tag
+from elaswave.transport.stream import StreamTransport
 
 NUM_ELEMENTS = (64 << 20) // 8
 VICTIM = 1

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tests.conformance.worlds import PATIENCE_S, finish, in_threads, link, settle, until
 
-from elaswave.comm.frames import Tag
 from elaswave.errors import CommError, InterruptedWaitError, PeerLostError, WaitTimeoutError
+from elaswave.transport.frames import Tag
 
 TAG = Tag(channel=1, step=1, attempt=0)
 
@@ -76,7 +76,7 @@ def test_a_rest_can_be_interrupted(world):
 
 def test_connecting_can_be_interrupted(world):
     a = world.make(0)
-    silent = world.make(1)  # listens, but never serves its door
+    silent = world.make(1)  # listens, but never serves its acceptor
     timer = threading.Timer(0.05, a.interrupt, ["the job ends"])
     timer.start()
     with pytest.raises(InterruptedWaitError, match="the job ends"):

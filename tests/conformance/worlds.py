@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from elaswave.comm.memory import MemoryNetwork
-from elaswave.comm.stream import StreamTransport
-from elaswave.comm.transport import Handle, Transport
+from elaswave.transport.interface import Handle, Transport
+from elaswave.transport.memory import MemoryNetwork
+from elaswave.transport.stream import StreamTransport
 
 KEY = b"the key of the conformance suite"
 KINDS = ("unix", "tcp", "memory")

@@ -10,22 +10,22 @@ from typing import Any, NamedTuple
 import msgspec
 from tests.integration.jobs import small_config
 
-from elaswave.comm.memory import MemoryNetwork
-from elaswave.control.core.ledger import Ledger
 from elaswave.observability.trace import ACTION, TraceRecorder
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.program import Program
-from elaswave.runtime.activity import Activity
-from elaswave.runtime.blueprint import Blueprint
-from elaswave.runtime.materialise import materialise
-from elaswave.runtime.optimizer import OPTIMIZERS
-from elaswave.runtime.pacing import Clockwork
-from elaswave.runtime.probe import NoProbe
-from elaswave.runtime.step import StepEngine
-from elaswave.runtime.vote import Request
+from elaswave.protocol.ledger import Ledger
 from elaswave.state.placement import place_blocks
 from elaswave.state.store import Role
+from elaswave.transport.memory import MemoryNetwork
 from elaswave.types import Layout
+from elaswave.worker.activity import Activity
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.materialise import materialise
+from elaswave.worker.optimizer import OPTIMIZERS
+from elaswave.worker.pacing import ActionTimer
+from elaswave.worker.probe import NoProbe
+from elaswave.worker.step import StepEngine
+from elaswave.worker.vote import Request
 
 _random = threading.RLock()
 """Layers draw from torch's one default generator."""
@@ -81,7 +81,7 @@ def train(
             worker,
             layout=layout,
             placement=placement,
-            tuning=blueprint.tuning,
+            execution=blueprint.execution,
             layers=layers,
             store=store,
             progress=progress,
@@ -92,7 +92,7 @@ def train(
             request=lambda: Request.NONE,
             check=lambda: None,
             probe=NoProbe(),
-            clockwork=Clockwork(worker, None),
+            timer=ActionTimer(worker, None),
             activity=Activity(),
             trace=trace,
         )

@@ -14,11 +14,11 @@ import torch
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.control import launcher
-from elaswave.control.core.coordinator import Effect
+from elaswave.faults.injection import parse_faults
 from elaswave.observability.result import Result, read_digests
-from elaswave.runtime.probe import Probe
-from elaswave.testing.faults import parse_faults
+from elaswave.protocol.coordinator import Effect
 from elaswave.types import Layout
+from elaswave.worker.probe import Probe
 
 SMALL: dict[str, Any] = {
     "model.num_layers": 2,

@@ -8,9 +8,9 @@ import pytest
 from tests.integration.crew import train
 from tests.integration.test_any_layout import MODELS, pipelines_of_unequal_depth, regular, shared_boundary
 
-from elaswave.control.core.messages import Change, Tuning
-from elaswave.runtime.step import StepEngine, StepResult
+from elaswave.protocol.messages import ExecutionParameters, LayoutChange
 from elaswave.types import Hop, Layout, Stage
+from elaswave.worker.step import StepEngine, StepResult
 
 START = regular(2, 3, layers=(2, 2))
 
@@ -49,9 +49,17 @@ class Changing:
         def run_step(step: int, attempt: int = 1) -> StepResult:
             if step in self._changes:
                 layout, schedule = self._changes[step]
-                tuning = Tuning(schedule=schedule)
+                execution = ExecutionParameters(schedule=schedule)
                 engine.hold(
-                    Change(term=1, epoch=1, number=step, layout=layout, tuning=tuning, reason="", predicted_step_s=None)
+                    LayoutChange(
+                        term=1,
+                        epoch=1,
+                        number=step,
+                        layout=layout,
+                        execution=execution,
+                        reason="",
+                        predicted_step_s=None,
+                    )
                 )
             result = run(step, attempt)
             if step in self._changes:

@@ -7,11 +7,11 @@ import pytest
 from tests.integration.jobs import QuietReporter, run_job
 
 from elaswave.control import checkpoints
-from elaswave.control.books import Books
 from elaswave.control.launcher import _way_on
+from elaswave.control.recorder import Books
 from elaswave.errors import CheckpointError
-from elaswave.runtime import shard_writer
 from elaswave.state.checkpoint_format import WrittenItem
+from elaswave.worker import shard_writer
 
 SETTINGS = {"run.steps": 4, "run.checkpoint_every": 2}
 

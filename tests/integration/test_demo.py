@@ -13,9 +13,9 @@ from tests.integration.jobs import SMALL, as_toml, nothing_left
 from elaswave.cli.demo import DISTURBED, UNDISTURBED, curve_lines, draw_faults, fault_line
 from elaswave.cli.main import cli
 from elaswave.errors import ConfigError
+from elaswave.faults.injection import FaultRecord, parse_faults
 from elaswave.observability.result import read_result
-from elaswave.runtime.probe import PHASES
-from elaswave.testing.faults import FaultRecord, parse_faults
+from elaswave.worker.probe import PHASES
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-c", "import sys; from elaswave.cli.main import main; sys.exit(main())", "demo")

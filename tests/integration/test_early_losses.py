@@ -8,8 +8,8 @@ import pytest
 from tests.integration.jobs import QuietReporter, run_job
 
 from elaswave.control import launcher
-from elaswave.control.core import detection
-from elaswave.runtime.worker import WorkerSetup
+from elaswave.protocol import detection
+from elaswave.worker.process import WorkerSetup
 
 
 def strike(monkeypatch: pytest.MonkeyPatch, victims: tuple[int, ...], number: signal.Signals) -> None:

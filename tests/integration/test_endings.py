@@ -11,7 +11,7 @@ from tests.integration.unlucky import broken, make_unlucky
 
 from elaswave.cli.main import main
 from elaswave.errors import CheckpointError, RecoveryError
-from elaswave.runtime.step import StepEngine
+from elaswave.worker.step import StepEngine
 
 LAYOUT: dict[str, Any] = {"layout.stages": 2, "layout.replicas": 2, "run.steps": 6}
 STEP = 3

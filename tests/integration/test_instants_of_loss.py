@@ -12,12 +12,12 @@ import pytest
 import torch
 from tests.integration.thread_jobs import JOB_TIMEOUT_S, Killed, ThreadJob, is_change, wait_until
 
-from elaswave.control.core.messages import Decision, Installed
 from elaswave.planning.layout import make_layout
-from elaswave.runtime import filling
-from elaswave.runtime.messages import FromWorker, StepReport
-from elaswave.runtime.probe import Phase
-from elaswave.runtime.step import StepEngine
+from elaswave.protocol.messages import Decision, Installed
+from elaswave.worker import replication as filling
+from elaswave.worker.messages import FromWorker, StepReport
+from elaswave.worker.probe import Phase
+from elaswave.worker.step import StepEngine
 
 SETTINGS: dict[str, Any] = {"run.steps": 6, "run.eval_every": 3}
 BETTER = make_layout(widths=[1, 3], layers_per_stage=[1, 3], num_microbatches=5)

@@ -13,15 +13,15 @@ import pytest
 from tests.integration.jobs import coordinator_of, run_job
 
 from elaswave.control import coordinator, launcher
-from elaswave.control.books import Books
+from elaswave.control.agent_messages import ShowEvaluation, ShowText
 from elaswave.control.checkpoints import Checkpoints
 from elaswave.control.coordinator import AGENT, CoordinatorProcess, CoordinatorSetup
-from elaswave.control.core import coordinator as core
-from elaswave.control.core.detection import Detector
-from elaswave.control.messages import ShowEvaluation, ShowText
+from elaswave.control.recorder import Books
 from elaswave.errors import RecoveryError, StoppedBySignalError
-from elaswave.runtime.probe import Phase
+from elaswave.protocol import coordinator as core
+from elaswave.protocol.detection import Detector
 from elaswave.state.checkpoint import CheckpointRef, CheckpointSearch, find_newest_checkpoint
+from elaswave.worker.probe import Phase
 
 
 class StopsWithItsCoordinator:

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from elaswave.cli.main import cli
-from elaswave.testing.outside import Strike
-from elaswave.testing.striker import Striker
-from elaswave.testing.trial import RUN_FOLDER, run_command
+from elaswave.faults.outside import Strike
+from elaswave.faults.striker import Striker
+from elaswave.faults.trial import RUN_FOLDER, run_command
 
 TIMEOUT_S = 240.0
 PR_GET_CHILD_SUBREAPER = 37

@@ -12,9 +12,9 @@ import torch
 from tests.integration.crew import Training, train
 
 from elaswave.planning.layout import make_layout
-from elaswave.runtime import exchange as exchange_module
-from elaswave.runtime.exchange import Exchange
-from elaswave.runtime.step import StepEngine
+from elaswave.worker import exchange as exchange_module
+from elaswave.worker.exchange import Exchange
+from elaswave.worker.step import StepEngine
 
 STEP = 2
 LAYOUT = make_layout(widths=(2,), layers_per_stage=(4,), num_microbatches=5)

@@ -15,8 +15,8 @@ from tests.integration.jobs import Job, QuietReporter, flip_bit, run_job
 
 from elaswave.errors import WorkerError
 from elaswave.planning.program import Action
-from elaswave.runtime.step import STATE_SAMPLE_PERIOD, StepEngine
 from elaswave.state.store import HeldBlock, Role
+from elaswave.worker.step import STATE_SAMPLE_PERIOD, StepEngine
 
 STEP = 3
 CHANGED_SUM = "partial sums (worker 1's partial sum of layer 1 is not what was added to it)"

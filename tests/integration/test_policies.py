@@ -10,7 +10,7 @@ from tests.integration.jobs import Job, run_job
 from elaswave.errors import FrequencyError
 from elaswave.observability.events import LayoutChosen, StepCommitted, StepTimeMeasured, StepTimePredicted, read_events
 from elaswave.observability.result import EVENTS_FILE
-from elaswave.runtime.frequency import CGROUP_ROOT, CgroupFrequency
+from elaswave.worker.frequency import CGROUP_ROOT, CgroupFrequency
 
 EMULATED = {
     "device.kind": '"emulated"',

@@ -9,7 +9,7 @@ from tests.integration.jobs import run_job
 
 from elaswave.control.memory_pressure import WORKER_SCORE
 from elaswave.observability.processes import PROCESSES_FILE, read_processes
-from elaswave.runtime.step import StepEngine
+from elaswave.worker.step import StepEngine
 
 WAIT_S = 60.0
 LAYOUT = {"layout.widths": [2], "run.steps": 6}

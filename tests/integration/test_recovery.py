@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from tests.integration.jobs import Job, QuietReporter, run_job
 
-from elaswave.control.core import coordinator as core
 from elaswave.errors import RecoveryError
-from elaswave.runtime.probe import PHASES
-from elaswave.runtime.step import StepEngine
-from elaswave.testing.faults import FAULTS_FILE, read_fault_records
+from elaswave.faults.injection import FAULTS_FILE, read_fault_records
+from elaswave.protocol import coordinator as core
+from elaswave.worker.probe import PHASES
+from elaswave.worker.step import StepEngine
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "2x2": {"layout.stages": 2, "layout.replicas": 2},

@@ -12,9 +12,9 @@ from tests.integration.jobs import Job, run_job, small_config
 from tests.reference import Recipe, Reference, microbatch_gradients, reference_run
 
 from elaswave.models.layers import ModelSpec, build_layer
-from elaswave.runtime.blueprint import Blueprint
-from elaswave.runtime.step import StepEngine
 from elaswave.state.store import Role
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.step import StepEngine
 
 RECIPE: dict[str, Any] = {
     "layout.widths": [2, 2],

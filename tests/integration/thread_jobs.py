@@ -17,15 +17,25 @@ import pytest
 from tests.integration.crew import locked, one_at_a_time
 from tests.integration.jobs import small_config
 
-from elaswave.comm.memory import MemoryNetwork
-from elaswave.control.core import coordinator as core
-from elaswave.control.core.coordinator import Coordinator
-from elaswave.control.core.messages import Change, Decision, Evidence, Installed, Registered, Report, Tuning
 from elaswave.errors import FencedError
 from elaswave.planning.recovery import promote, survivor_layout
-from elaswave.runtime import worker as worker_module
-from elaswave.runtime.blueprint import Blueprint
-from elaswave.runtime.messages import (
+from elaswave.protocol import coordinator as core
+from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.messages import (
+    Decision,
+    Evidence,
+    ExecutionParameters,
+    Installed,
+    LayoutChange,
+    Registered,
+    Report,
+)
+from elaswave.state.placement import Placement, place_blocks
+from elaswave.transport.memory import MemoryNetwork
+from elaswave.types import Layout
+from elaswave.worker import process as worker_module
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.messages import (
     EvaluationReport,
     Exit,
     Finished,
@@ -35,11 +45,9 @@ from elaswave.runtime.messages import (
     Start,
     StepReport,
 )
-from elaswave.runtime.probe import NoProbe, Phase, Probe
-from elaswave.runtime.step import StepEngine
-from elaswave.runtime.worker import Mailbox, Worker, WorkerSetup
-from elaswave.state.placement import Placement, place_blocks
-from elaswave.types import Layout
+from elaswave.worker.probe import NoProbe, Phase, Probe
+from elaswave.worker.process import Mailbox, Worker, WorkerSetup
+from elaswave.worker.step import StepEngine
 
 JOB_TIMEOUT_S = 40.0
 """Bound of a whole job, which takes about a second."""
@@ -98,7 +106,7 @@ class ThreadJob:
             blocks=self.blueprint.blocks,
             planner=core.Planner(survive=self._survive, replace=self._replace),
             books=self._unfinished,
-            tuning=self.blueprint.tuning,
+            execution=self.blueprint.execution,
         )
         network = MemoryNetwork()
         self._transports = {
@@ -175,7 +183,7 @@ class ThreadJob:
     def plan(self, layout: Layout) -> None:
         """A planner finds a better layout for the present members."""
         with self._lock:
-            self._handle(core.ChangePlanned(self._core.epoch, layout, Tuning(), "a test wants it"))
+            self._handle(core.ChangePlanned(self._core.epoch, layout, ExecutionParameters(), "a test wants it"))
 
     # ------------------------------------------------------------------------------------------------- the workers
 
@@ -317,4 +325,4 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def is_change(effect: core.Effect) -> bool:
     """Whether an effect tells a worker of a planned change of layout."""
-    return isinstance(effect, core.Send) and isinstance(effect.message, Change)
+    return isinstance(effect, core.Send) and isinstance(effect.message, LayoutChange)

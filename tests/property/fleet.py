@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from elaswave.control.core.detection import TICK_S, Detector, Position, Suspicion
+from elaswave.protocol.detection import TICK_S, Detector, Position, Suspicion
 
 INTERVAL_S = 0.25
 Draw = Callable[[random.Random], float]

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.property.fleet import Fleet, Noise, Stop
 
-from elaswave.control.core import detection
-from elaswave.control.core.detection import Detector, Position
-from elaswave.control.core.position import IDLE, blame
+from elaswave.protocol import detection
+from elaswave.protocol.detection import Detector, Position
+from elaswave.protocol.position import IDLE, blame
 
 
 def rarely(probability: float, low_s: float, high_s: float) -> Callable[[Random], float]:

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave.comm.frames import (
+from elaswave.errors import FrameError
+from elaswave.transport.frames import (
     HEADER_BYTES,
     Tag,
     byte_view,
@@ -14,9 +15,8 @@ from elaswave.comm.frames import (
     empty_tensor,
     encode_header,
 )
-from elaswave.comm.inbox import copy_bytes
-from elaswave.comm.link import _consume, _scatter
-from elaswave.errors import FrameError
+from elaswave.transport.inbox import copy_bytes
+from elaswave.transport.link import _consume, _scatter
 
 TAGS = st.builds(
     Tag,

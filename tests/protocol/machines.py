@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from elaswave.control.core.coordinator import (
+from elaswave.protocol.coordinator import (
     Coordinator,
     Decided,
     Effect,
@@ -18,8 +18,8 @@ from elaswave.control.core.coordinator import (
     Start,
     Suspected,
 )
-from elaswave.control.core.messages import Copies, Decision, Evidence, Fenced, Prepare, Registered, Report
-from elaswave.simulator.job import Job, Model, model_of
+from elaswave.protocol.messages import Copies, Decision, Evidence, Fenced, Prepare, Registered, Report
+from elaswave.sim.protocol.job import Job, Model, model_of
 
 FIVE = Job(widths=(3, 2), num_microbatches=3)
 THREE = Job(widths=(2, 1))

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 from tests.protocol.machines import THREE, coordinator, registered, report, suspicion, vote
 
-from elaswave.control.core.coordinator import (
+from elaswave.planning.recovery import survivor_layout
+from elaswave.protocol.coordinator import (
     ChangePlanned,
     CheckpointFound,
     Decided,
@@ -15,16 +16,15 @@ from elaswave.control.core.coordinator import (
     StartRecord,
     State,
 )
-from elaswave.control.core.ledger import Ledger, LedgerError
-from elaswave.control.core.member import Hold, Ignored, Member, MemberState
-from elaswave.control.core.messages import Change, Decision, Prepare, Tuning
-from elaswave.planning.recovery import survivor_layout
-from elaswave.simulator.job import Job, model_of, other_layout
+from elaswave.protocol.ledger import Ledger, LedgerError
+from elaswave.protocol.member import Hold, Ignored, Member, MemberState
+from elaswave.protocol.messages import Decision, ExecutionParameters, LayoutChange, Prepare
+from elaswave.sim.protocol.job import Job, model_of, other_layout
 
 LAYOUT = model_of(THREE).layout
 OTHER = other_layout(LAYOUT)
 """Worker 1 has moved to the second stage."""
-TUNING = Tuning(schedule="gpipe", levels={0: 1})
+TUNING = ExecutionParameters(schedule="gpipe", levels={0: 1})
 
 
 def planned(epoch=1, layout=OTHER):
@@ -61,9 +61,9 @@ def decide(core, lost, reports):
 def test_a_change_is_persisted_before_it_is_sent_to_every_member():
     core = training()
     first, *others = core.handle(planned(), 0.0)
-    assert isinstance(first, Persist) and isinstance(first.record, Change)
+    assert isinstance(first, Persist) and isinstance(first.record, LayoutChange)
     change = first.record
-    assert (change.epoch, change.number, change.layout, change.tuning) == (1, 1, OTHER, TUNING)
+    assert (change.epoch, change.number, change.layout, change.execution) == (1, 1, OTHER, TUNING)
     assert others == [Send(worker, change) for worker in range(3)]
     second = core.handle(planned(layout=LAYOUT), 0.0)[0]
     assert isinstance(second, Persist) and second.record.number == 2
@@ -85,9 +85,9 @@ def test_a_plan_for_other_workers_is_dropped():
 def test_until_a_vote_shows_it_a_change_is_not_in_force():
     core = training()
     core.handle(planned(), 0.0)
-    assert core.in_force() == (LAYOUT, Tuning(), 0)
+    assert core.in_force() == (LAYOUT, ExecutionParameters(), 0)
     core.handle(EvidenceSeen(vote(1), 1), 0.0)
-    assert core.in_force() == (LAYOUT, Tuning(), 0)
+    assert core.in_force() == (LAYOUT, ExecutionParameters(), 0)
     core.handle(EvidenceSeen(changed_vote(2, 1), 1), 0.0)
     assert core.in_force() == (OTHER, TUNING, 1)
 
@@ -100,7 +100,7 @@ def test_a_loss_after_the_vote_goes_on_from_the_next_layout():
     decision = decide(core, 2, [report(0, 2, evidence=learned), report(1, 2, prepared=True, version=0)])
     assert decision.evidence == learned and decision.resume_step == 2
     assert decision.layout == survivor_layout(OTHER, [2])
-    assert (decision.change, decision.tuning) == (1, TUNING)
+    assert (decision.change, decision.execution) == (1, TUNING)
     # Neither has the parameters of the step under the next layout, except who has completed them.
     assert (1, 1) in decision.deliver
 
@@ -111,7 +111,7 @@ def test_a_loss_before_the_vote_makes_the_change_void():
     decision = decide(core, 2, [report(0, 2, version=0), report(1, 2, version=0)])
     assert decision.resume_step == 1
     assert decision.layout == survivor_layout(LAYOUT, [2])
-    assert (decision.change, decision.tuning) == (0, Tuning())
+    assert (decision.change, decision.execution) == (0, ExecutionParameters())
     # The next one has a number of its own.
     two = tuple(decision.layout.workers)
     effects = core.handle(planned(epoch=2, layout=decision.layout), 0.0)
@@ -124,7 +124,7 @@ def test_a_new_coordinator_knows_the_changes_and_says_them_again_in_its_own_name
     change = core.handle(planned(), 0.0)[0].record
     again = coordinator([StartRecord(term=1), change])
     again.begin()
-    (sent,) = [m for m in messages_to(again.handle(registered(1), 0.0), 1) if isinstance(m, Change)]
+    (sent,) = [m for m in messages_to(again.handle(registered(1), 0.0), 1) if isinstance(m, LayoutChange)]
     assert sent == msgspec.structs.replace(change, term=2)
     again.handle(EvidenceSeen(changed_vote(3, 1), 1), 0.0)
     assert again.in_force()[0] == OTHER
@@ -135,7 +135,10 @@ def test_a_new_coordinator_knows_that_its_predecessor_has_planned():
     assert not core.has_planned
     core.handle(planned(), 0.0)
     assert core.has_planned
-    records = [StartRecord(term=1), Change(term=1, epoch=1, number=1, layout=OTHER, tuning=TUNING, reason="faster")]
+    records = [
+        StartRecord(term=1),
+        LayoutChange(term=1, epoch=1, number=1, layout=OTHER, execution=TUNING, reason="faster"),
+    ]
     successor = training(records)
     assert successor.has_planned
     decide(successor, 2, [report(0, epoch=2), report(1, epoch=2)])
@@ -148,8 +151,8 @@ def test_changes_of_before_a_decision_are_forgotten():
     decision = decide(core, 2, [report(0, 2, version=0), report(1, 2, version=0)])
     again = coordinator([change, decision])
     effects = again.begin() + again.handle(registered(1, epoch=2), 0.0)
-    assert not [m for m in messages_to(effects, 1) if isinstance(m, Change)]
-    assert again.in_force() == (decision.layout, Tuning(), 0)
+    assert not [m for m in messages_to(effects, 1) if isinstance(m, LayoutChange)]
+    assert again.in_force() == (decision.layout, ExecutionParameters(), 0)
 
 
 def test_a_return_to_a_checkpoint_makes_changes_void():
@@ -172,7 +175,7 @@ def test_a_return_to_a_checkpoint_makes_changes_void():
 
 
 def change_of(epoch=1, number=1, term=1):
-    return Change(term=term, epoch=epoch, number=number, layout=OTHER, tuning=TUNING, reason="faster")
+    return LayoutChange(term=term, epoch=epoch, number=number, layout=OTHER, execution=TUNING, reason="faster")
 
 
 def test_a_member_holds_a_change_of_its_epoch():

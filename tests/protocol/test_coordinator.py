@@ -13,8 +13,7 @@ from tests.protocol.machines import (
     vote,
 )
 
-from elaswave.control.core.coordinator import (
-    Books,
+from elaswave.protocol.coordinator import (
     Bounds,
     CheckpointFound,
     Coordinator,
@@ -22,6 +21,7 @@ from elaswave.control.core.coordinator import (
     End,
     EvidenceSeen,
     Failed,
+    PendingWork,
     Persist,
     RaiseRecord,
     Record,
@@ -29,7 +29,7 @@ from elaswave.control.core.coordinator import (
     State,
     can_reach,
 )
-from elaswave.control.core.messages import Copies, Decision, Installed, Report
+from elaswave.protocol.messages import Copies, Decision, Installed, Report
 
 
 def persisted(effects) -> list[Record]:
@@ -110,9 +110,9 @@ def test_the_coordinators_own_log_counts():
 def test_a_checkpoint_that_a_vote_asked_for_is_remembered_by_the_decision(evidence, step, asked):
     heard = []
 
-    def books(base: int, is_asked: bool) -> Books:
+    def books(base: int, is_asked: bool) -> PendingWork:
         heard.append((base, is_asked))
-        return Books(evaluate=False, checkpoint=is_asked)
+        return PendingWork(evaluate=False, checkpoint=is_asked)
 
     machine = coordinator(books=books)
     for worker in range(3):

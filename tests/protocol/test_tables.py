@@ -3,16 +3,16 @@
 import pytest
 from tests.protocol import machines
 
-from elaswave.control.core import agent, coordinator, member
-from elaswave.control.core.agent import AgentState
-from elaswave.control.core.coordinator import GIVEN_UP, Bounds, Coordinator, State
-from elaswave.control.core.member import Member, MemberState
-from elaswave.control.core.table import check_transition, markdown_table, mermaid_diagram
-from elaswave.simulator.coordinator import SimCoordinator
-from elaswave.simulator.run import Build, run_schedule
-from elaswave.simulator.schedule import parse_schedule
-from elaswave.simulator.search import run_seeds
-from elaswave.simulator.worker import SimWorker
+from elaswave.protocol import agent, coordinator, member
+from elaswave.protocol.agent import AgentState
+from elaswave.protocol.coordinator import GIVEN_UP, Bounds, Coordinator, State
+from elaswave.protocol.member import Member, MemberState
+from elaswave.protocol.table import check_transition, markdown_table, mermaid_diagram
+from elaswave.sim.protocol.coordinator import SimCoordinator
+from elaswave.sim.protocol.run import Build, run_schedule
+from elaswave.sim.protocol.schedule import parse_schedule
+from elaswave.sim.protocol.search import run_seeds
+from elaswave.sim.protocol.worker import SimWorker
 
 
 def test_all_transitions_happen():

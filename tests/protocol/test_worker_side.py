@@ -3,10 +3,10 @@
 import pytest
 from tests.protocol.machines import THREE, vote
 
-from elaswave.control.core.ledger import CatchUp, Held, Ledger, LedgerError
-from elaswave.control.core.member import Ignored, Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
-from elaswave.control.core.messages import Decision, Evidence, Fenced, Prepare
-from elaswave.simulator.job import model_of
+from elaswave.protocol.ledger import CatchUp, Held, Ledger, LedgerError
+from elaswave.protocol.member import Ignored, Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
+from elaswave.protocol.messages import Decision, Evidence, Fenced, Prepare
+from elaswave.sim.protocol.job import model_of
 
 HELD = {0: Held(True, 0), 3: Held(False, 0)}
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from elaswave.control.core.messages import Decision
-from elaswave.simulator.certificate import Vote, encode_vote
-from elaswave.simulator.checkers import (
+from elaswave.protocol.messages import Decision
+from elaswave.sim.protocol.certificate import Vote, encode_vote
+from elaswave.sim.protocol.checkers import (
     Agreement,
     CheckpointsKept,
     ExactlyOnce,
@@ -18,8 +18,8 @@ from elaswave.simulator.checkers import (
     Violation,
     all_checkers,
 )
-from elaswave.simulator.job import Job, model_of, other_layout, parameter, undisturbed
-from elaswave.simulator.observer import Observer, together
+from elaswave.sim.protocol.job import Job, model_of, other_layout, parameter, undisturbed
+from elaswave.sim.protocol.observer import Observer, together
 from elaswave.state.placement import Placement
 
 JOB = Job(steps=2)

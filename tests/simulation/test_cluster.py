@@ -12,8 +12,8 @@ from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.policies import POLICIES, Pauses
-from elaswave.simulator.cluster import Outcome, interval_of, simulate, summarize
-from elaswave.simulator.failures import DAY_S, Change, Rates, Scenario, draw
+from elaswave.sim.cluster.failures import DAY_S, ClusterChange, Rates, Scenario, draw
+from elaswave.sim.cluster.job import Outcome, interval_of, simulate, summarize
 
 COSTS = layers(1, 1, 1, 1)
 HOUR_S = 3600.0
@@ -21,17 +21,17 @@ RATES = Rates(losses_per_worker_day=0.5, repair_s=4 * HOUR_S, stragglers_per_wor
 NO_STALL = Pauses(checkpoint_stall_s=0.0)
 
 
-def scenario(*changes: Change, num_workers: int = 8, duration_s: float = 10 * HOUR_S) -> Scenario:
+def scenario(*changes: ClusterChange, num_workers: int = 8, duration_s: float = 10 * HOUR_S) -> Scenario:
     ids = tuple(range(num_workers))
     return Scenario(initial=ids, nodes=tuple(each // 4 for each in ids), changes=changes, duration_s=duration_s)
 
 
-def lost(at_s: float, *workers: int) -> Change:
-    return Change(at_s=at_s, event=Event(kind="lost", workers=workers))
+def lost(at_s: float, *workers: int) -> ClusterChange:
+    return ClusterChange(at_s=at_s, event=Event(kind="lost", workers=workers))
 
 
-def joined(at_s: float, *workers: int) -> Change:
-    return Change(at_s=at_s, event=Event(kind="joined", workers=workers), nodes=(0,) * len(workers))
+def joined(at_s: float, *workers: int) -> ClusterChange:
+    return ClusterChange(at_s=at_s, event=Event(kind="joined", workers=workers), nodes=(0,) * len(workers))
 
 
 def run(life: Scenario, policy: str, pauses: Pauses = NO_STALL, num_microbatches: int = 16, **more) -> Outcome:
@@ -84,7 +84,7 @@ def test_a_loss_by_hand():
 def test_half_of_an_interrupted_step_is_lost_and_none_of_a_drained_one():
     outcome = run(scenario(lost(5000.0, 0)), "recycle")
     assert outcome.lost_work_s == pytest.approx(outcome.undisturbed_step_s / 2)
-    drained = Change(at_s=5000.0, event=Event(kind="drained", workers=(0,)))
+    drained = ClusterChange(at_s=5000.0, event=Event(kind="drained", workers=(0,)))
     assert run(scenario(drained), "recycle").lost_work_s == 0
     during_the_pause = run(scenario(lost(5000.0, 0), lost(5000.01, 5)), "recycle")
     assert during_the_pause.lost_work_s == pytest.approx(outcome.undisturbed_step_s / 2)
@@ -123,7 +123,7 @@ def test_a_job_that_begins_later_and_with_workers_left_over():
 
 
 def test_events_about_nobody_are_no_events():
-    ghost = Change(at_s=10.0, event=Event(kind="slowed", workers=(99,), speed=0.5))
+    ghost = ClusterChange(at_s=10.0, event=Event(kind="slowed", workers=(99,), speed=0.5))
     outcome = run(scenario(ghost), "recycle")
     assert outcome.goodput == pytest.approx(1)
     assert len(outcome.timeline) == 1

@@ -15,9 +15,9 @@ from tests.signals import hear_signals
 
 from elaswave.cli import bench_protocol
 from elaswave.cli.main import main
-from elaswave.simulator.run import Build
-from elaswave.simulator.schedule import parse_schedule
-from elaswave.simulator.search import SPACES
+from elaswave.sim.protocol.run import Build
+from elaswave.sim.protocol.schedule import parse_schedule
+from elaswave.sim.protocol.search import SPACES
 
 
 def bench(*arguments: str) -> int:
@@ -53,11 +53,11 @@ def test_a_space(capsys, monkeypatch):
 
 
 def test_a_planted_bug_is_found_and_shortened(capsys):
-    assert bench("--plant", "mix-attempts", "--schedules", "250", "--processes", "1") == 0
+    assert bench("--mutant", "mix-attempts", "--schedules", "250", "--processes", "1") == 0
     out = capsys.readouterr().out
     assert "violation: worker" in out
     command = out.splitlines()[-1].strip()
-    assert command.startswith("elaswave bench protocol --plant mix-attempts --replay ")
+    assert command.startswith("elaswave bench protocol --mutant mix-attempts --replay ")
     # The command that is printed shows the violation, and without the bug there is none.
     arguments = shlex.split(command)[3:]
     assert bench(*arguments) == 1
@@ -69,14 +69,14 @@ def test_a_planted_bug_is_found_and_shortened(capsys):
 
 
 def test_a_planted_bug_that_is_not_found_is_a_failure(capsys):
-    assert bench("--plant", "no-terms", "--schedules", "1", "--processes", "1") == 1
+    assert bench("--mutant", "no-terms", "--schedules", "1", "--processes", "1") == 1
     assert "the planted bug no-terms was not found" in capsys.readouterr().out
 
 
 def test_a_violation_in_the_product_ends_with_its_seed(capsys, monkeypatch):
-    from elaswave.simulator.plants import PLANTS
+    from elaswave.sim.protocol.mutants import MUTANTS
 
-    broken: Build = PLANTS["ignore-evidence"].build
+    broken: Build = MUTANTS["ignore-evidence"].build
     monkeypatch.setattr(bench_protocol, "PRODUCT", broken)
     assert bench("--schedules", "250", "--processes", "1", "--json") == 1
     failure = json.loads(capsys.readouterr().out)["failure"]
@@ -97,7 +97,7 @@ def test_replays(capsys):
     assert "ended: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong", [["--replay", "nonsense"], ["--plant", "none"], ["--space", "all"]])
+@pytest.mark.parametrize("wrong", [["--replay", "nonsense"], ["--mutant", "none"], ["--space", "all"]])
 def test_bad_input(wrong, capsys):
     assert bench(*wrong) == 2
     assert "Error:" in capsys.readouterr().err
@@ -108,7 +108,7 @@ def test_bad_input(wrong, capsys):
 ENDLESS = """
 import time
 from elaswave.cli import bench_protocol, main
-bench_protocol._seed_tasks = lambda seed, schedules, plant: [(time.sleep, 3600.0)] * 4
+bench_protocol._seed_tasks = lambda seed, schedules, mutant: [(time.sleep, 3600.0)] * 4
 if __name__ == "__main__":
     raise SystemExit(main.main(["bench", "protocol", "--processes", "2"]))
 """

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from elaswave.simulator.page import fill
-from elaswave.simulator.plants import PLANTS
-from elaswave.simulator.schedule import KINDS
-from elaswave.simulator.search import SPACES
+from elaswave.sim.protocol.mutants import MUTANTS
+from elaswave.sim.protocol.page import fill
+from elaswave.sim.protocol.schedule import KINDS
+from elaswave.sim.protocol.search import SPACES
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 
@@ -20,7 +20,7 @@ def test_the_page_is_up_to_date():
 
 def test_the_page_names_everything():
     text = PAGE.read_text()
-    for name in (*KINDS, *SPACES, *PLANTS):
+    for name in (*KINDS, *SPACES, *MUTANTS):
         assert name in text
 
 

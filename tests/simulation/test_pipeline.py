@@ -16,7 +16,7 @@ from elaswave.planning.layout import make_layout
 from elaswave.planning.program import parse_programs
 from elaswave.planning.schedule import SCHEDULES, compile_programs
 from elaswave.planning.timing import durations_of, time_programs, transfer_of
-from elaswave.simulator.pipeline import simulate_step
+from elaswave.sim.cluster.pipeline import simulate_step
 from elaswave.types import Hop, Layout, Stage
 
 DEVICE = Device(name="d", flops_per_s=1.0, memory_bytes=1.0)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from elaswave.control.core.coordinator import StartRecord, TermRecord
-from elaswave.simulator.coordinator import StaleTermError, Store
-from elaswave.simulator.job import Job
-from elaswave.simulator.run import Build, run_schedule
-from elaswave.simulator.schedule import Conditions, Fault, Schedule, parse_fault, parse_schedule, random_schedule
-from elaswave.simulator.worker import SimWorker
+from elaswave.protocol.coordinator import StartRecord, TermRecord
+from elaswave.sim.protocol.coordinator import StaleTermError, Store
+from elaswave.sim.protocol.job import Job
+from elaswave.sim.protocol.run import Build, run_schedule
+from elaswave.sim.protocol.schedule import Conditions, Fault, Schedule, parse_fault, parse_schedule, random_schedule
+from elaswave.sim.protocol.worker import SimWorker
 
 
 def test_round_trip():
@@ -69,7 +69,7 @@ def test_the_store_takes_records_of_the_newest_term_only():
 
 def test_whatever_the_simulated_code_raises_is_a_violation():
     class Forgetful(SimWorker):
-        def certificate(self, traffic, plan):
+        def ballot(self, traffic, plan):
             return super().certificate(traffic, plan)._replace(coverage=0)
 
     outcome = run_schedule(Schedule(), Build(worker=Forgetful))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from elaswave.simulator.run import run_schedule
-from elaswave.simulator.schedule import Schedule, parse_schedule, random_schedule
-from elaswave.simulator.search import ALL_KINDS, JOB_OF_3, SPACES, Summary, explore, run_seeds, strike_points
+from elaswave.sim.protocol.run import run_schedule
+from elaswave.sim.protocol.schedule import Schedule, parse_schedule, random_schedule
+from elaswave.sim.protocol.search import ALL_KINDS, JOB_OF_3, SPACES, Summary, explore, run_seeds, strike_points
 
 
 def assert_clean(summary: Summary) -> None:

@@ -1,7 +1,7 @@
 """Hashes of structs: equal for equal content, in every process, whatever order a dict was filled in."""
 
-from elaswave.control.core.messages import Tuning
 from elaswave.planning.layout import make_layout
+from elaswave.protocol.messages import ExecutionParameters
 from elaswave.types import struct_hash
 
 
@@ -13,5 +13,7 @@ def test_equal_content_has_an_equal_hash():
 
 
 def test_dicts_by_number_are_hashed_in_the_order_of_their_keys():
-    assert struct_hash(Tuning(levels={3: 1, 20: 2})) == struct_hash(Tuning(levels={20: 2, 3: 1}))
-    assert struct_hash(Tuning(levels={3: 1})) != struct_hash(Tuning(levels={3: 2}))
+    assert struct_hash(ExecutionParameters(levels={3: 1, 20: 2})) == struct_hash(
+        ExecutionParameters(levels={20: 2, 3: 1})
+    )
+    assert struct_hash(ExecutionParameters(levels={3: 1})) != struct_hash(ExecutionParameters(levels={3: 2}))

@@ -17,7 +17,7 @@ import msgspec
 from elaswave.cli.environment import prepare_to_compute
 
 if TYPE_CHECKING:
-    from elaswave.testing.chaos_bench import ChaosRun
+    from elaswave.faults.chaos_bench import ChaosRun
 
 _COLUMNS = (("run", 5), ("layout", 9), ("model", 16), ("outcome", 16), ("struck", 6), ("recovered", 9), ("going on", 9))
 
@@ -81,7 +81,7 @@ def chaos_command(
     elaswave bench chaos --outside --minutes 10
     """
     prepare_to_compute()
-    from elaswave.testing.chaos_bench import ChaosBench
+    from elaswave.faults.chaos_bench import ChaosBench
 
     out = sys.stderr if as_json else sys.stdout
     folder = Path(tempfile.mkdtemp(prefix="elaswave-chaos-")) if run_dir is None else run_dir

@@ -21,10 +21,10 @@ import msgspec
 
 from elaswave.cli.waiting import Waiting
 from elaswave.control.parent_death import end_with_parent
-from elaswave.simulator.plants import PLANTS
-from elaswave.simulator.run import PRODUCT, Build, run_schedule
-from elaswave.simulator.schedule import Schedule, parse_schedule, random_schedule
-from elaswave.simulator.search import SPACES, Failure, Summary, explore, run_seeds, shrink
+from elaswave.sim.protocol.mutants import MUTANTS
+from elaswave.sim.protocol.run import PRODUCT, Build, run_schedule
+from elaswave.sim.protocol.schedule import Schedule, parse_schedule, random_schedule
+from elaswave.sim.protocol.search import SPACES, Failure, Summary, explore, run_seeds, shrink
 
 _SEEDS_PER_TASK = 250
 _PARTS = 40
@@ -35,7 +35,7 @@ _MAX_PROCESSES = 2
 @click.command(
     name="protocol",
     short_help="The commit protocol in a simulation, with faults at every instant.",
-    epilog="Exit codes: 0 no violation, 1 one was found (with --plant: none was), 2 bad input.",
+    epilog="Exit codes: 0 no violation, 1 one was found (with --mutant: none was), 2 bad input.",
 )
 @click.option("--schedules", type=click.IntRange(min=1), default=10_000, show_default=True, help="Number of schedules.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the first one.")
@@ -49,10 +49,12 @@ _MAX_PROCESSES = 2
     help=f"Only this part of --exhaustive: {', '.join(SPACES)}.",
 )
 @click.option(
+    "--mutant",
     "--plant",
-    type=click.Choice(list(PLANTS)),
+    "mutant",
+    type=click.Choice(list(MUTANTS)),
     metavar="NAME",
-    help=f"Plant a bug, which must be found: {', '.join(PLANTS)}.",
+    help=f"Plant a bug, which must be found: {', '.join(MUTANTS)}.",
 )
 @click.option("--replay", metavar="SEED|SCHEDULE", help="Run one schedule and print everything that happens in it.")
 @click.option(
@@ -64,7 +66,7 @@ def protocol_command(
     seed: int,
     exhaustive: bool,
     spaces: tuple[str, ...],
-    plant: str | None,
+    mutant: str | None,
     replay: str | None,
     processes: int | None,
     as_json: bool,
@@ -77,16 +79,16 @@ def protocol_command(
     elaswave bench protocol --schedules 100000
     elaswave bench protocol --exhaustive
     elaswave bench protocol --replay 'widths=2,2 kill:0@41 kill:c@60'
-    elaswave bench protocol --plant early-gather
+    elaswave bench protocol --mutant early-gather
     """
-    build = PRODUCT if plant is None else PLANTS[plant].build
+    build = PRODUCT if mutant is None else MUTANTS[mutant].build
     if replay is not None:
         sys.exit(_replay(_schedule_of(replay), build, as_json))
     started_s = time.monotonic()
     if exhaustive or spaces:
-        plan = {name: _space_tasks(name, plant) for name in spaces or SPACES}
+        plan = {name: _space_tasks(name, mutant) for name in spaces or SPACES}
     else:
-        plan = {"seeded": _seed_tasks(seed, schedules, plant)}
+        plan = {"seeded": _seed_tasks(seed, schedules, mutant)}
     processes = processes or min(_MAX_PROCESSES, os.cpu_count() or 1)
     summaries: dict[str, Summary] = {}
     for name, tasks in plan.items():
@@ -100,43 +102,43 @@ def protocol_command(
     shortest = None if failure is None else shrink(failure.schedule, build)
     duration_s = time.monotonic() - started_s
     if as_json:
-        click.echo(_as_json(summaries, failure, shortest, plant, duration_s))
+        click.echo(_as_json(summaries, failure, shortest, mutant, duration_s))
     else:
         _print_summary(summaries, duration_s)
         if failure is not None and shortest is not None:
-            _print_failure(failure, shortest, build, plant)
-        elif plant is not None:
-            click.echo(f"the planted bug {plant} was not found; try more schedules, or another --seed")
-    if (failure is None) != (plant is None):
+            _print_failure(failure, shortest, build, mutant)
+        elif mutant is not None:
+            click.echo(f"the planted bug {mutant} was not found; try more schedules, or another --seed")
+    if (failure is None) != (mutant is None):
         sys.exit(1)
 
 
 # ------------------------------------------------------------------------------------------------------------ the tasks
 
 
-def _build_of(plant: str | None) -> Build:
-    return PRODUCT if plant is None else PLANTS[plant].build
+def _build_of(mutant: str | None) -> Build:
+    return PRODUCT if mutant is None else MUTANTS[mutant].build
 
 
-def _run_seeds(first: int, stop: int, plant: str | None) -> Summary:
+def _run_seeds(first: int, stop: int, mutant: str | None) -> Summary:
     # A planted bug is looked for where it can strike, on the job of its example.
-    job = None if plant is None else parse_schedule(PLANTS[plant].example).job
-    return run_seeds(range(first, stop), _build_of(plant), job)
+    job = None if mutant is None else parse_schedule(MUTANTS[mutant].example).job
+    return run_seeds(range(first, stop), _build_of(mutant), job)
 
 
-def _explore(name: str, part: int, plant: str | None) -> Summary:
-    return explore(SPACES[name], _build_of(plant), part=part, parts=_PARTS)
+def _explore(name: str, part: int, mutant: str | None) -> Summary:
+    return explore(SPACES[name], _build_of(mutant), part=part, parts=_PARTS)
 
 
-def _seed_tasks(seed: int, schedules: int, plant: str | None) -> list[tuple[Any, ...]]:
+def _seed_tasks(seed: int, schedules: int, mutant: str | None) -> list[tuple[Any, ...]]:
     stop = seed + schedules
     return [
-        (_run_seeds, first, min(first + _SEEDS_PER_TASK, stop), plant) for first in range(seed, stop, _SEEDS_PER_TASK)
+        (_run_seeds, first, min(first + _SEEDS_PER_TASK, stop), mutant) for first in range(seed, stop, _SEEDS_PER_TASK)
     ]
 
 
-def _space_tasks(name: str, plant: str | None) -> list[tuple[Any, ...]]:
-    return [(_explore, name, part, plant) for part in range(_PARTS)]
+def _space_tasks(name: str, mutant: str | None) -> list[tuple[Any, ...]]:
+    return [(_explore, name, part, mutant) for part in range(_PARTS)]
 
 
 def _run_all(name: str, tasks: list[tuple[Any, ...]], processes: int, *, quiet: bool) -> Summary:
@@ -241,11 +243,11 @@ def _print_summary(summaries: dict[str, Summary], duration_s: float) -> None:
     click.echo(f"in {duration_s:.1f} s")
 
 
-def _print_failure(failure: Failure, shortest: Schedule, build: Build, plant: str | None) -> None:
-    option = "" if plant is None else f" --plant {plant}"
+def _print_failure(failure: Failure, shortest: Schedule, build: Build, mutant: str | None) -> None:
+    option = "" if mutant is None else f" --mutant {mutant}"
     click.echo(f"violation: {failure.violation}")
     text = str(failure.schedule)
-    if failure.seed is not None and plant is None:
+    if failure.seed is not None and mutant is None:
         click.echo(f"  seed {failure.seed}: elaswave bench protocol --replay {failure.seed}")
     else:
         click.echo(f"  elaswave bench protocol{option} --replay {shlex.quote(text)}")
@@ -258,7 +260,7 @@ def _as_json(
     summaries: dict[str, Summary],
     failure: Failure | None,
     shortest: Schedule | None,
-    plant: str | None,
+    mutant: str | None,
     duration_s: float,
 ) -> bytes:
     found = None
@@ -270,7 +272,7 @@ def _as_json(
             "shortest": str(shortest),
         }
     document = {
-        "plant": plant,
+        "mutant": mutant,
         "searched": {
             name: {
                 "schedules": summary.num_schedules,

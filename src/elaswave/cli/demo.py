@@ -25,13 +25,13 @@ from elaswave.cli.machine import check_memory
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.errors import ConfigError
+from elaswave.faults.injection import FAULTS_FILE, Fault, FaultRecord, parse_faults, read_fault_records
 from elaswave.hashing import key64
 from elaswave.observability.compare import Comparison, compare_results
 from elaswave.observability.progress import format_loss, make_reporter, writes_unicode
 from elaswave.observability.result import JsonFloat, Recovery, Result, from_json_float, read_digests
 from elaswave.observability.run_folder import default_run_dir, open_run_dir
-from elaswave.runtime.probe import PHASES
-from elaswave.testing.faults import FAULTS_FILE, Fault, FaultRecord, parse_faults, read_fault_records
+from elaswave.worker.probe import PHASES
 
 DEFAULTS = ("layout.widths=[4, 4]", "run.steps=60")
 """What the demonstration's configuration has beside the defaults of every run."""

@@ -46,9 +46,9 @@ def export_command(
     elaswave export runs/a --step 0 --output initial.safetensors
     """
     # Imported here: torch takes a second, which --help and the other commands need not wait for.
-    from elaswave.runtime.blueprint import Blueprint
     from elaswave.state.checkpoint import checkpoint_of_step
     from elaswave.state.export import export_safetensors, initial_weights, newest_weights, stored_weights
+    from elaswave.worker.blueprint import Blueprint
 
     if not run.is_dir():
         raise RunFolderError(f"there is no run folder {run}; give the --run-dir of an `elaswave train`")

@@ -26,7 +26,7 @@ from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.plan import Plan, Planner
 
 if TYPE_CHECKING:
-    from elaswave.simulator.pipeline import SimulatedStep
+    from elaswave.sim.cluster.pipeline import SimulatedStep
 
 MAX_TRACED_ACTIONS = 200_000
 """Of a step: what a viewer still shows."""
@@ -101,7 +101,7 @@ def _traced(path: Path, setting: Setting, left: Cluster, plan: Plan | None) -> "
     """Simulates one step of what was planned, or of the job as it is, and writes its trace."""
     from elaswave.observability.step_trace import write_step_trace
     from elaswave.planning.estimate import num_actions
-    from elaswave.simulator.pipeline import simulate_allocation
+    from elaswave.sim.cluster.pipeline import simulate_allocation
 
     allocation = setting.allocation if plan is None else plan.allocation
     if (number := num_actions(allocation)) > MAX_TRACED_ACTIONS:

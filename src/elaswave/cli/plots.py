@@ -9,7 +9,7 @@ from elaswave.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from elaswave.simulator.cluster import Outcome
+    from elaswave.sim.cluster.job import Outcome
 
 SUFFIXES = (".png", ".svg")
 
@@ -80,7 +80,7 @@ def plot_timelines(path: Path, title: str, outcomes: Sequence["Outcome"]) -> Non
     Args:
         path: PNG or SVG.
         title: of the figure.
-        outcomes: of `elaswave.simulator.cluster`, all of one scenario.
+        outcomes: of `elaswave.sim.cluster.job`, all of one scenario.
     Raises:
         UsageError: matplotlib is not installed, or the file cannot be written.
     """

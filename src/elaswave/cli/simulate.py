@@ -34,9 +34,9 @@ from elaswave.planning.planner import plan
 from elaswave.planning.policies import Pauses, policy_named
 from elaswave.planning.presets import device_preset, model_shape
 from elaswave.planning.schedule import Schedule
-from elaswave.simulator.cluster import Outcome, Summary, simulate, summarize
-from elaswave.simulator.failures import CHANGES_MAX, DAY_S, RATES, Rates, Scenario, draw, rates_named
-from elaswave.simulator.traces_csv import read_trace
+from elaswave.sim.cluster.failures import CHANGES_MAX, DAY_S, RATES, Rates, Scenario, draw, rates_named
+from elaswave.sim.cluster.job import Outcome, Summary, simulate, summarize
+from elaswave.sim.cluster.traces_csv import read_trace
 
 DEFAULT_DAYS = 7.0
 DEFAULT_RATE = "llama3"

@@ -14,8 +14,8 @@ import msgspec
 from elaswave.cli.environment import prepare_to_compute
 from elaswave.cli.machine import check_memory
 from elaswave.config.load import load_config
+from elaswave.faults.injection import parse_faults
 from elaswave.observability.run_folder import LOGS_DIR, TERMINAL_LOG, default_run_dir, open_run_dir, saved_config
-from elaswave.testing.faults import parse_faults
 
 
 @click.command(

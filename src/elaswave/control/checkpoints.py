@@ -1,6 +1,6 @@
 """The durable checkpoints of a job: collects what workers have written, commits what is complete, prunes.
 
-Which parts make a checkpoint complete, and when one is given up, `control.core.shards` decides. Here is what touches
+Which parts make a checkpoint complete, and when one is given up, `protocol.shards` decides. Here is what touches
 files. Nothing that goes wrong with a checkpoint ends a job.
 """
 
@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from elaswave.control.core.messages import Decision
-from elaswave.control.core.shards import Complete, GivenUp, Shards
 from elaswave.errors import CheckpointError
 from elaswave.observability.result import CheckpointRecord
-from elaswave.runtime.blueprint import Blueprint
-from elaswave.runtime.materialise import MASTER
-from elaswave.runtime.messages import ShardFailed, ShardWritten, Standing
-from elaswave.runtime.optimizer import OPTIMIZERS
+from elaswave.protocol.messages import Decision
+from elaswave.protocol.shards import Complete, GivenUp, Shards
 from elaswave.state.checkpoint import commit_checkpoint, discard_checkpoint, prune, shard_name, temporary_folder
 from elaswave.state.checkpoint_format import SHARD_SUFFIX, CheckpointMeta, WrittenItem
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.materialise import MASTER
+from elaswave.worker.messages import ShardFailed, ShardWritten, Standing
+from elaswave.worker.optimizer import OPTIMIZERS
 
 _Key = tuple[str, tuple[int, ...]]
 """Tensor and first index of a piece: the same for the same piece, whichever worker has written it."""

@@ -28,10 +28,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from elaswave.comm import addresses
-from elaswave.comm.handshake import check_key
 from elaswave.control.wire import COORDINATOR, MAX_MESSAGE_BYTES, Frame, Kind, Session, Tls, encode, peer_name
 from elaswave.errors import AuthenticationError, BacklogError, CommError, FrameError
+from elaswave.transport import addresses
+from elaswave.transport.handshake import check_key
 
 FIRST_BACKOFF_S = 0.01
 LAST_BACKOFF_S = 0.5

@@ -18,14 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from elaswave.control.books import Books
-from elaswave.control.core import coordinator as core
-from elaswave.control.core.detection import Detector, Position, Suspicion
-from elaswave.control.core.messages import Decision, Evidence, Installed, Registered, Report
-from elaswave.control.death_watch import DeathWatch
-from elaswave.control.journal import JournalRecord, core_records
-from elaswave.control.measurements import Measurements
-from elaswave.control.messages import (
+from elaswave.control.agent_messages import (
     AgentHello,
     Awaited,
     CpuTimes,
@@ -36,18 +29,37 @@ from elaswave.control.messages import (
     ToAgent,
     ToCoordinator,
 )
+from elaswave.control.death_watch import DeathWatch
+from elaswave.control.journal import JournalRecord, core_records
+from elaswave.control.measurements import Measurements
+from elaswave.control.recorder import RunRecorder
 from elaswave.control.recoveries import RecoveryLog
 from elaswave.control.replanning import ELASWAVE, Replanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import FileStore, Store
 from elaswave.control.wire import agent_id
 from elaswave.errors import ElaswaveError, RunFolderError, StateError
+from elaswave.faults.injection import (
+    FAULTS_FILE,
+    Fault,
+    coordinator_fault,
+    never_struck,
+    read_fault_records,
+    strike_coordinator,
+)
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE, Recovery, write_digests, write_result
 from elaswave.planning.costs import Costs
 from elaswave.planning.recovery import promote, survivor_layout
-from elaswave.runtime.blueprint import Blueprint
-from elaswave.runtime.messages import (
+from elaswave.protocol import coordinator as core
+from elaswave.protocol.detection import Detector, Position, Suspicion
+from elaswave.protocol.messages import Decision, Evidence, Installed, Registered, Report
+from elaswave.state.checkpoint import find_newest_checkpoint, put_aside
+from elaswave.state.checkpoint_format import CheckpointMeta
+from elaswave.state.placement import Placement, place_blocks
+from elaswave.types import Layout
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.messages import (
     EvaluationReport,
     Exit,
     Failed,
@@ -63,18 +75,6 @@ from elaswave.runtime.messages import (
     Stop,
     Timings,
 )
-from elaswave.state.checkpoint import find_newest_checkpoint, put_aside
-from elaswave.state.checkpoint_format import CheckpointMeta
-from elaswave.state.placement import Placement, place_blocks
-from elaswave.testing.faults import (
-    FAULTS_FILE,
-    Fault,
-    coordinator_fault,
-    never_struck,
-    read_fault_records,
-    strike_coordinator,
-)
-from elaswave.types import Layout
 
 AGENT = agent_id(0)
 JOURNAL_FILE = "journal"
@@ -129,7 +129,7 @@ class CoordinatorProcess:
         """What is to be shown on the terminal and waits for the agent."""
         self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._say_trouble)
         self._server: ControlServer[ToCoordinator] = ControlServer()
-        self._books = Books(
+        self._recorder = RunRecorder(
             blueprint,
             setup.run_dir,
             checkpoint=setup.checkpoint,
@@ -147,10 +147,10 @@ class CoordinatorProcess:
             blocks=blueprint.blocks,
             planner=core.Planner(survive=self._survive, replace=self._replace),
             bounds=core.Bounds(elastic.min_workers, elastic.max_failures_per_hour),
-            first_step=self._books.first_step,
+            first_step=self._recorder.first_step,
             records=core_records(records),
-            books=self._books.unfinished,
-            tuning=blueprint.tuning,
+            books=self._recorder.unfinished,
+            execution=blueprint.execution,
         )
         self._has_begun = any(isinstance(record, core.StartRecord | Decision) for record in records)
         """Whether all members have registered before: with an earlier coordinator."""
@@ -174,7 +174,7 @@ class CoordinatorProcess:
         self._stop: Stop | None = None
         self._start: Start | None = None
         self._failures: dict[int, Failed] = {}
-        self._unreported_ends_s = setup.coordinator_ends_s[self._books.num_restarts :]
+        self._unreported_ends_s = setup.coordinator_ends_s[self._recorder.num_restarts :]
         """Of coordinators, as far as nobody has reported them."""
         self._watched: set[int] = set()
         """Workers for whose end a thread waits."""
@@ -192,15 +192,15 @@ class CoordinatorProcess:
         self, layout: Layout, placement: Placement, lost: Collection[int], valid: Callable[[int, int], bool]
     ) -> core.Planned:
         begin_s = time.monotonic()
-        replanner, tuning = self._replanner, self._core.in_force()[1]
+        replanner, execution = self._replanner, self._core.in_force()[1]
         plan, self._predicted_s = "", None
         after = survivor_layout(layout, lost) if lost else layout
         if lost and replanner.policy != ELASWAVE:
             costs = self._measurements.known_or_estimated()
             known = replanner.at(self._measurements.speeds())
-            after, tuning, plan, self._predicted_s = known.rival(layout, tuning, lost, costs)
+            after, execution, plan, self._predicted_s = known.rival(layout, execution, lost, costs)
         elif lost:
-            tuning = replanner.within_memory(after, tuning)
+            execution = replanner.within_memory(after, execution)
         promotion = promote(placement, self._setup.blueprint.blocks, after, valid)
         self._struck = (layout, tuple(lost))
         self._plan_s = time.monotonic() - begin_s
@@ -209,7 +209,7 @@ class CoordinatorProcess:
             promotion.placement,
             len(promotion.promoted),
             promotion.orphans,
-            tuning=tuning,
+            execution=execution,
             plan=plan,
             restart=replanner.restarts,
         )
@@ -264,24 +264,24 @@ class CoordinatorProcess:
     async def _predict(self, decision: Decision | None, costs: Costs) -> None:
         source = self._setup.blueprint if decision is None else decision
         replanner = self._replanner.at(self._measurements.speeds())
-        predicted_s = await self._think(replanner.predict, source.layout, source.tuning, costs)
+        predicted_s = await self._think(replanner.predict, source.layout, source.execution, costs)
         if predicted_s is not None and self._core.decision is decision and self._ended is None:
-            self._books.predicted(predicted_s)
+            self._recorder.predicted(predicted_s)
 
     async def _improve(self, decision: Decision, costs: Costs) -> None:
-        layout, tuning = decision.layout, decision.tuning
+        layout, execution = decision.layout, decision.execution
         before, lost = self._struck
         if not lost:  # an earlier coordinator has decided
-            before, lost = self._books.layout_before(decision.epoch), decision.lost
+            before, lost = self._recorder.layout_before(decision.epoch), decision.lost
         replanner = self._replanner.at(self._measurements.speeds())
-        improved = await self._think(replanner.improve, before, layout, tuning, lost, costs)
+        improved = await self._think(replanner.improve, before, layout, execution, lost, costs)
         if improved is None or self._core.epoch != decision.epoch or self._ended is not None:
             return
         predicted_s, found = improved
-        self._books.predicted(predicted_s)
+        self._recorder.predicted(predicted_s)
         if found is not None:
             planned = core.ChangePlanned(
-                decision.epoch, found.layout, found.tuning, found.reason, found.predicted_step_s
+                decision.epoch, found.layout, found.execution, found.reason, found.predicted_step_s
             )
             self._carry_out(self._core.handle(planned, time.monotonic()))
 
@@ -332,15 +332,15 @@ class CoordinatorProcess:
 
     def _begin_or_take_over(self) -> None:
         """Begins the job, or goes on where earlier coordinators stood."""
-        if self._books.outcome is not None:
+        if self._recorder.outcome is not None:
             # An earlier coordinator has ended the job and died before it could tell everybody.
-            outcome = "stopped" if self._books.outcome == "interrupted" else self._books.outcome
-            self._end(Ended(outcome=outcome, reason=self._books.reason), write=False)
+            outcome = "stopped" if self._recorder.outcome == "interrupted" else self._recorder.outcome
+            self._end(Ended(outcome=outcome, reason=self._recorder.reason), write=False)
         if self._core.state is not core.State.STARTING:
-            self._books.catch_up(self._core.epoch, self._core.decision)
+            self._recorder.catch_up(self._core.epoch, self._core.decision)
             self._restore_recoveries()
             if self._core.state is core.State.COLLECTING:
-                self._recoveries.raised(self._core.raised, self._books.layout, time.monotonic())
+                self._recoveries.raised(self._core.raised, self._recorder.layout, time.monotonic())
         for worker in self._core.members:
             if self._has_begun:
                 # A member that does not find this coordinator is lost, however it was to its predecessors.
@@ -354,10 +354,10 @@ class CoordinatorProcess:
         """Takes over decisions of which earlier coordinators have not seen, or not entered, that training went on."""
         now_s = time.monotonic()
         for decision in self._decisions:
-            unreported = self._books.unreported(decision)
+            unreported = self._recorder.unreported(decision)
             if unreported:
                 suspicions = tuple(core.Suspected(worker, "exit", decision.reason) for worker in unreported)
-                layout = self._books.layout_before(decision.epoch)
+                layout = self._recorder.layout_before(decision.epoch)
                 self._recoveries.raised(core.Raised(decision.epoch, suspicions), layout, now_s)
                 self._recoveries.decided(decision, now_s, 0.0)
                 self._recoveries.resumed(now_s)
@@ -446,7 +446,7 @@ class CoordinatorProcess:
         elif self._ended is not None:
             _log.info("%s of worker %d comes after the end", type(message).__name__, message.worker)
         elif isinstance(message, Timings):
-            self._books.timings(message.step, self._measurements.add(message, len(self._core.members)))
+            self._recorder.timings(message.step, self._measurements.add(message, len(self._core.members)))
         else:
             self._to_books(message, now_s)
 
@@ -513,10 +513,10 @@ class CoordinatorProcess:
             return
         ends_s, self._unreported_ends_s = self._unreported_ends_s, ()
         for ended_s in ends_s:
-            step = min(self._books.last_step + 1, self._setup.blueprint.config.run.steps)
+            step = min(self._recorder.last_step + 1, self._setup.blueprint.config.run.steps)
             recovery = self._recoveries.restarted(ended_s, now_s, step, self._core.epoch)
-            self._books.recovered(recovery)
-            self._books.say(
+            self._recorder.recovered(recovery)
+            self._recorder.say(
                 f"the coordinator was lost in step {recovery.step}: a new one took over after "
                 f"{recovery.total_s * 1e3:.0f} ms, training went on meanwhile"
             )
@@ -554,7 +554,7 @@ class CoordinatorProcess:
     ) -> None:
         try:
             if isinstance(message, Ready):
-                self._books.ready(message)
+                self._recorder.ready(message)
             elif isinstance(message, StepReport):
                 evidence = Evidence(
                     step=message.step,
@@ -567,19 +567,19 @@ class CoordinatorProcess:
                 self._carry_out(self._core.handle(core.EvidenceSeen(evidence, message.epoch), now_s))
                 for recovery in self._recoveries.committed(message):
                     self._report(recovery)  # before the step: its line shows the new layout
-                if self._books.step(message):
+                if self._recorder.step(message):
                     self._measurements.add_step(message)
                     self._after_step(message)
                     self._strike(message.step + 1)  # a step may be over before a heartbeat tells of it
             elif isinstance(message, EvaluationReport):
-                self._books.evaluation(message)
+                self._recorder.evaluation(message)
             elif isinstance(message, ShardWritten | ShardFailed):
-                self._books.checkpoints.part(message)
+                self._recorder.checkpoints.part(message)
                 step = message.standing.step if isinstance(message, ShardWritten) else message.step
-                if self._books.checkpoints.is_settled(step):
+                if self._recorder.checkpoints.is_settled(step):
                     self._server.send(message.worker, Settled(step=step))
             else:
-                self._books.finish(message)
+                self._recorder.finish(message)
             self._finish_if_complete()
         except StateError as error:
             self._end(Ended(outcome="failed", reason=str(error), is_state_error=True))
@@ -590,37 +590,37 @@ class CoordinatorProcess:
 
     def _report(self, recovery: Recovery) -> None:
         # The line first: a coordinator that dies in between leaves a successor that says it again, not nobody.
-        self._books.say(self._recoveries.describe(recovery))
-        self._books.recovered(recovery)
+        self._recorder.say(self._recoveries.describe(recovery))
+        self._recorder.recovered(recovery)
 
     def _after_step(self, message: StepReport) -> None:
         """Looks at what a published step says of layouts."""
         change = self._core.change_in_force(message.change)
         if change is not None:
-            self._books.changed(change, message.step + 1)
+            self._recorder.changed(change, message.step + 1)
         self._predict_first()
         self._look_for_better()
 
     def _finish_if_complete(self) -> None:
-        if self._ended is not None or self._core.state is not core.State.TRAINING or not self._books.all_finished:
+        if self._ended is not None or self._core.state is not core.State.TRAINING or not self._recorder.all_finished:
             return
-        self._books.checkpoints.end()
+        self._recorder.checkpoints.end()
         for recovery in self._recoveries.flush():
             self._report(recovery)
-        if self._books.was_stopped:
-            self._end(Ended(outcome="stopped", reason=f"stopped after step {self._books.last_step}"))
+        if self._recorder.was_stopped:
+            self._end(Ended(outcome="stopped", reason=f"stopped after step {self._recorder.last_step}"))
             return
-        result, digests = self._books.result()
+        result, digests = self._recorder.result()
         try:
             write_digests(self._setup.run_dir, digests)
             write_result(self._setup.run_dir, result)
         except RunFolderError as error:
             what = f"all {result.steps} steps are trained, but their result cannot be written: {error}"
-            self._end(Ended(outcome="failed", reason=what + self._books.advice()))
+            self._end(Ended(outcome="failed", reason=what + self._recorder.advice()))
             return
         for fault in never_struck(self._setup.faults, read_fault_records(self._setup.run_dir / FAULTS_FILE)):
             why = f"its worker was gone, or had no such action in step {fault.step} of this run"
-            self._books.say(f"--fault {fault} never struck: {why}")
+            self._recorder.say(f"--fault {fault} never struck: {why}")
         self._end(Ended(outcome="finished"))
 
     def _end(self, ended: Ended, *, write: bool = True) -> None:
@@ -636,8 +636,8 @@ class CoordinatorProcess:
             elif ended.outcome == "stopped":
                 outcome = "interrupted"
             else:
-                self._books.error(ended.reason, ended.worker, ended.traceback_text)
-            self._books.close(outcome, ended.reason)
+                self._recorder.error(ended.reason, ended.worker, ended.traceback_text)
+            self._recorder.close(outcome, ended.reason)
             if self._events.num_lost:
                 self._say_trouble(f"{self._events.path} lacks the last {self._events.num_lost} events of the run")
         for peer in self._server.peers:
@@ -684,38 +684,38 @@ class CoordinatorProcess:
             self._detector.pause(time.monotonic())
             await asyncio.sleep(self._setup.blueprint.config.elastic.restart_s)
         known: object = None
-        while known != self._books.checkpoints.records:  # a newer one may be completed meanwhile
-            known = list(self._books.checkpoints.records)
+        while known != self._recorder.checkpoints.records:  # a newer one may be completed meanwhile
+            known = list(self._recorder.checkpoints.records)
             search = await asyncio.to_thread(find_newest_checkpoint, self._setup.run_dir)
             put_aside(search)
         newest = search.newest
         if self._core.epoch != epoch or self._ended is not None:
             return
         step = None if newest is None else newest.step
-        if step is None and restarts and self._books.first_step == 1:
+        if step is None and restarts and self._recorder.first_step == 1:
             step = 0  # from the seed, as a job without a checkpoint begins again
         self._carry_out(self._core.handle(core.CheckpointFound(step), time.monotonic()))
 
     def _on_raised(self, effect: core.Raised) -> None:
         now_s = time.monotonic()
         self._detector.resume(now_s)
-        self._books.rise(effect.epoch)
+        self._recorder.rise(effect.epoch)
         for suspicion in effect.suspicions:
             self._detector.left(suspicion.worker)
             _log.warning("epoch %d: %s", effect.epoch, suspicion.reason)
-        self._recoveries.raised(effect, self._books.layout, now_s)
+        self._recoveries.raised(effect, self._recorder.layout, now_s)
 
     def _on_decided(self, effect: core.Decided) -> None:
         decision = effect.decision
         self._detector.resume(time.monotonic())
         self._report_restart(time.monotonic())  # whoever was still missing is no member any more
         self._recoveries.decided(decision, time.monotonic(), self._plan_s)
-        self._books.decided(decision)
+        self._recorder.decided(decision)
         if self._predicted_s is not None:
-            self._books.predicted(self._predicted_s)
+            self._recorder.predicted(self._predicted_s)
         if decision.rollback is not None:
             where = f"goes back to the checkpoint of step {decision.rollback}"
-            self._books.say(
+            self._recorder.say(
                 f"{decision.reason}: everybody {where if decision.rollback else 'begins again from the seed'}"
             )
 
@@ -724,7 +724,7 @@ class CoordinatorProcess:
         self._end(
             Ended(
                 outcome="failed",
-                reason=effect.reason + self._books.advice(),
+                reason=effect.reason + self._recorder.advice(),
                 worker=effect.worker,
                 traceback_text="" if failure is None else failure.traceback_text,
             )

@@ -7,8 +7,8 @@ the coordinator; a successor reads a million of them in about 4 s.
 
 import msgspec
 
-from elaswave.control.core import coordinator as core
 from elaswave.observability.events import AnyEvent
+from elaswave.protocol import coordinator as core
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, tag="published"):
@@ -32,12 +32,12 @@ class GivenUp(msgspec.Struct, frozen=True, kw_only=True, tag="given up"):
     step: int
 
 
-BooksRecord = Published | Entered | GivenUp
+RecorderRecord = Published | Entered | GivenUp
 """Records of the run's books."""
-JournalRecord = core.Record | BooksRecord
+JournalRecord = core.Record | RecorderRecord
 """All records."""
 
 
 def core_records(records: list[JournalRecord]) -> list[core.Record]:
     """Those of the protocol's core, in order."""
-    return [record for record in records if not isinstance(record, BooksRecord)]
+    return [record for record in records if not isinstance(record, RecorderRecord)]

@@ -21,23 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from elaswave.config.schema import Config
-from elaswave.control.client import ControlClient
-from elaswave.control.coordinator import AGENT, JOURNAL_FILE, CoordinatorSetup, run_coordinator
-from elaswave.control.core.agent import (
-    Agent,
-    CoordinatorEnded,
-    Event,
-    JobEnded,
-    ReportEnd,
-    StartCoordinator,
-    WorkerEnded,
-)
-from elaswave.control.core.coordinator import Effect
-from elaswave.control.death_watch import DeathWatch
-from elaswave.control.descriptors import provide_descriptors
-from elaswave.control.job_folder import JobFolder, refused, sweep_dead
-from elaswave.control.memory_pressure import offer_to_kernel
-from elaswave.control.messages import (
+from elaswave.control.agent_messages import (
     AgentHello,
     Awaited,
     CpuTimes,
@@ -49,6 +33,12 @@ from elaswave.control.messages import (
     StopJob,
     ToAgent,
 )
+from elaswave.control.client import ControlClient
+from elaswave.control.coordinator import AGENT, JOURNAL_FILE, CoordinatorSetup, run_coordinator
+from elaswave.control.death_watch import DeathWatch
+from elaswave.control.descriptors import provide_descriptors
+from elaswave.control.job_folder import JobFolder, refused, sweep_dead
+from elaswave.control.memory_pressure import offer_to_kernel
 from elaswave.control.parent_death import end_with_parent
 from elaswave.data.fingerprint import check_same_data, fingerprint_in, fingerprint_of
 from elaswave.errors import (
@@ -59,21 +49,31 @@ from elaswave.errors import (
     StoppedBySignalError,
     WorkerError,
 )
+from elaswave.faults.injection import FAULTS_FILE, Fault, FaultProbe
 from elaswave.observability.events import ErrorRaised, EventLog, RunFinished, StepCommitted, read_events
 from elaswave.observability.processes import described, facts_of, remove_processes, write_processes
 from elaswave.observability.progress import Reporter
 from elaswave.observability.result import DIGESTS_FILE, EVENTS_FILE, RESULT_FILE, Result, read_result
 from elaswave.observability.run_folder import write_data_facts
 from elaswave.observability.trace import PART_PATTERN, merge_traces
-from elaswave.runtime.blueprint import Blueprint
-from elaswave.runtime.frequency import check_available, remove_groups
-from elaswave.runtime.messages import ToWorker
-from elaswave.runtime.probe import NoProbe, Probe, Probes
-from elaswave.runtime.step import StepEngine
-from elaswave.runtime.worker import Mailbox, WorkerSetup, run_worker
+from elaswave.protocol.agent import (
+    Agent,
+    CoordinatorEnded,
+    Event,
+    JobEnded,
+    ReportEnd,
+    StartCoordinator,
+    WorkerEnded,
+)
+from elaswave.protocol.coordinator import Effect
 from elaswave.state.checkpoint import find_newest_checkpoint, newest_committed_step, put_aside, remove_stale
 from elaswave.state.checkpoint_format import CheckpointMeta
-from elaswave.testing.faults import FAULTS_FILE, Fault, FaultProbe
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.frequency import check_available, remove_groups
+from elaswave.worker.messages import ToWorker
+from elaswave.worker.probe import NoProbe, Probe, Probes
+from elaswave.worker.process import Mailbox, WorkerSetup, run_worker
+from elaswave.worker.step import StepEngine
 
 TICK_S = 0.2
 LOOK_S = 1.0

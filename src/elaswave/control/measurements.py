@@ -14,7 +14,7 @@ from elaswave.config.devices import cluster_of, device_of, emulated_costs, estim
 from elaswave.config.schema import Config
 from elaswave.planning.costs import Costs
 from elaswave.planning.measured import ActionTiming, CostMeter
-from elaswave.runtime.messages import StepReport, Timings
+from elaswave.worker.messages import StepReport, Timings
 
 _KEPT_STEPS = 16
 SLOW_SPEED = 0.85

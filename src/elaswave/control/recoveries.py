@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elaswave.control.core.coordinator import Raised, Suspected
-from elaswave.control.core.detection import Position
-from elaswave.control.core.messages import Decision, Installed
+from elaswave.faults.injection import FAULTS_FILE, FaultRecord, read_fault_records
 from elaswave.observability.result import Recovery
-from elaswave.runtime.messages import StepReport
-from elaswave.testing.faults import FAULTS_FILE, FaultRecord, read_fault_records
+from elaswave.protocol.coordinator import Raised, Suspected
+from elaswave.protocol.detection import Position
+from elaswave.protocol.messages import Decision, Installed
 from elaswave.types import Layout
+from elaswave.worker.messages import StepReport
 
 _PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 

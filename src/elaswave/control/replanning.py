@@ -19,7 +19,6 @@ import numpy as np
 
 from elaswave.config.devices import cluster_of, device_of, emulated_costs
 from elaswave.config.schema import Config
-from elaswave.control.core.messages import Tuning
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.costs import Costs
@@ -35,8 +34,9 @@ from elaswave.planning.recovery import survivor_layout
 from elaswave.planning.routes import allocation_of, make_routes
 from elaswave.planning.schedule import Schedule
 from elaswave.planning.timing import durations_of, time_programs
-from elaswave.runtime.blueprint import programs_of, tuning_of
+from elaswave.protocol.messages import ExecutionParameters
 from elaswave.types import Hop, Layout, Stage
+from elaswave.worker.blueprint import programs_of, tuning_of
 
 ELASWAVE = "elaswave"
 GAIN_MIN = {"emulated": 0.005, "cpu": 0.03}
@@ -50,7 +50,7 @@ class Replanned(NamedTuple):
     """A layout for the members, and what it is expected to bring."""
 
     layout: Layout
-    tuning: Tuning
+    execution: ExecutionParameters
     reason: str
     predicted_step_s: float
 
@@ -119,27 +119,27 @@ class Replanner:
         """Whether every loss leads back to the last durable checkpoint."""
         return self.policy in ROLL_BACK
 
-    def predict(self, layout: Layout, tuning: Tuning, costs: Costs) -> float:
+    def predict(self, layout: Layout, execution: ExecutionParameters, costs: Costs) -> float:
         """Seconds of a step: the very programs that the workers run, timed.
 
         Args:
-            layout, tuning: in force.
+            layout, execution: in force.
             costs: of the layers.
         """
-        programs = programs_of(layout, tuning, self._config)
-        durations = self._durations(layout.workers, tuning.levels, costs)
+        programs = programs_of(layout, execution, self._config)
+        durations = self._durations(layout.workers, execution.levels, costs)
         return time_programs(layout, programs, durations).step_s + costs.step_overhead_s
 
-    def within_memory(self, layout: Layout, tuning: Tuning) -> Tuning:
-        """The tuning with what emulated devices have room for under another layout, as far as it fits at all.
+    def within_memory(self, layout: Layout, execution: ExecutionParameters) -> ExecutionParameters:
+        """The execution with what emulated devices have room for under another layout, as far as it fits at all.
 
         Args:
             layout: from now on.
-            tuning: before.
+            execution: before.
         """
         if self._config.device.kind != "emulated":
-            return tuning
-        schedule: Schedule = tuning.schedule or self._config.layout.schedule  # type: ignore[assignment]
+            return execution
+        schedule: Schedule = execution.schedule or self._config.layout.schedule  # type: ignore[assignment]
         limits = layout_limits(
             self._cluster,
             emulated_costs(self._config),
@@ -148,68 +148,70 @@ class Replanner:
             followers=self._config.elastic.num_followers,
             must_fit=False,
         )
-        return msgspec.structs.replace(tuning, in_flight=limits)
+        return msgspec.structs.replace(execution, in_flight=limits)
 
-    def rival(self, layout: Layout, tuning: Tuning, lost: Collection[int], costs: Costs) -> Replanned:
+    def rival(self, layout: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs) -> Replanned:
         """What the run's policy, a rival's, does after a loss.
 
         Falls back to the survivors' makeshift where the policy has no plan (a replica group is all that was left), or
         fails: the reason says so.
 
         Args:
-            layout, tuning: in force before the loss.
+            layout, execution: in force before the loss.
             lost: the workers.
             costs: of the layers.
         """
         makeshift = survivor_layout(layout, lost)
         try:
-            plan = self._ask(self.policy, layout, tuning, lost, costs)
-            return self._replanned(plan, makeshift, tuning, costs)
+            plan = self._ask(self.policy, layout, execution, lost, costs)
+            return self._replanned(plan, makeshift, execution, costs)
         except Exception as error:  # whatever is wrong with a rival must not end a job that can go on
             is_answer = isinstance(error, InfeasiblePlan | ValueError)
             _log.warning("%s has no plan: %s", self.policy, error, exc_info=not is_answer)
             reason = f"{self.policy} has no plan ({error}): survivors keep their stages"
-            tuning = self.within_memory(makeshift, tuning)
-            return Replanned(makeshift, tuning, reason, self.predict(makeshift, tuning, costs))
+            execution = self.within_memory(makeshift, execution)
+            return Replanned(makeshift, execution, reason, self.predict(makeshift, execution, costs))
 
     def improve(
-        self, before: Layout, present: Layout, tuning: Tuning, lost: Collection[int], costs: Costs
+        self, before: Layout, present: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs
     ) -> tuple[float, Replanned | None]:
         """What ElasWave's planner makes of a loss that survivors have dealt with for the moment.
 
         Args:
             before: the layout that the loss struck.
             present: the survivors'.
-            tuning: in force.
+            execution: in force.
             lost: the workers.
             costs: of the layers.
         Returns:
             The predicted step of the present layout, and a better one if there is any.
         """
-        now_s = self.predict(present, tuning, costs)
+        now_s = self.predict(present, execution, costs)
         if not set(lost) & set(before.workers):
             return now_s, None
         try:
-            plan = self._ask(ELASWAVE, before, tuning, lost, costs)
-            found = self._replanned(plan, present, tuning, costs)
+            plan = self._ask(ELASWAVE, before, execution, lost, costs)
+            found = self._replanned(plan, present, execution, costs)
         except (InfeasiblePlan, ValueError) as error:
             _log.warning("no better layout is planned: %s", error)
             return now_s, None
         better = found.predicted_step_s < now_s * (1 - GAIN_MIN[self._config.device.kind])
         return now_s, found if better else None
 
-    def _ask(self, policy: str, layout: Layout, tuning: Tuning, lost: Collection[int], costs: Costs) -> Plan:
+    def _ask(
+        self, policy: str, layout: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs
+    ) -> Plan:
         gone = set(lost) & set(layout.workers)
         absent = [int(worker) for worker in self._cluster.ids if worker not in layout.workers or worker in gone]
-        schedule: Schedule = tuning.schedule or self._config.layout.schedule  # type: ignore[assignment]
-        levels = {worker: tuning.levels.get(worker, self._device.base_level) for worker in layout.workers}
+        schedule: Schedule = execution.schedule or self._config.layout.schedule  # type: ignore[assignment]
+        levels = {worker: execution.levels.get(worker, self._device.base_level) for worker in layout.workers}
         if policy != ELASWAVE:
             layout = without_idle(layout)  # what is idle is out of the rivals' sight until somebody joins
         allocation = allocation_of(layout, schedule, levels)
         event = Event(kind="lost", workers=tuple(sorted(gone)))
         return self._policies[policy](self._cluster.without(absent), costs, allocation, event)
 
-    def _replanned(self, plan: Plan, present: Layout, tuning: Tuning, costs: Costs) -> Replanned:
+    def _replanned(self, plan: Plan, present: Layout, execution: ExecutionParameters, costs: Costs) -> Replanned:
         """A plan as a layout of the present members."""
         allocation = plan.allocation
         same_batch = allocation.num_microbatches == present.num_microbatches
@@ -220,14 +222,14 @@ class Replanner:
             layouts.insert(0, make_routes(allocation, costs, self._cluster, previous=present))
         base = self._device.base_level
         levels = {worker: level for worker, level in levels_of(allocation).items() if level != base}
-        tuning = tuning_of(costs, self._speeds(levels), schedule=allocation.schedule, levels=levels)
+        execution = tuning_of(costs, self._speeds(levels), schedule=allocation.schedule, levels=levels)
         found = []
         for layout in (with_idle(each, present) for each in layouts):
-            own = self.within_memory(layout, tuning)
+            own = self.within_memory(layout, execution)
             found.append((self.predict(layout, own, costs), layout, own))
-        seconds, layout, tuning = min(found, key=lambda each: each[0])
+        seconds, layout, execution = min(found, key=lambda each: each[0])
         validate_layout(layout)
-        return Replanned(layout, tuning, f"{plan.policy}: {plan.reason}", seconds)
+        return Replanned(layout, execution, f"{plan.policy}: {plan.reason}", seconds)
 
     def _speeds(self, levels: Mapping[int, int]) -> dict[int, float]:
         base = self._device.base_level

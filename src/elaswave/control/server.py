@@ -18,10 +18,10 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from elaswave.comm import addresses
-from elaswave.comm.handshake import check_key
 from elaswave.control.wire import COORDINATOR, MAX_MESSAGE_BYTES, Frame, Kind, Session, Tls, encode, peer_name
 from elaswave.errors import AuthenticationError, FrameError
+from elaswave.transport import addresses
+from elaswave.transport.handshake import check_key
 
 MAX_STRANGERS = 128
 """Connections that may be in the handshake at a time; one more ends the oldest."""

@@ -1,7 +1,7 @@
 """One end of a control connection as bytes in, messages out. No sockets, threads or clocks here.
 
-From the outside in: TLS where a certificate is configured; the handshake of ``elaswave.comm.handshake``, in which both
-sides prove that they hold the job's key; then frames:
+From the outside in: TLS where a certificate is configured; the handshake of ``elaswave.transport.handshake``,
+in which both sides prove that they hold the job's key; then frames:
 
     version 1 | kind 1 | length 4 | number 8 | payload | mac 16
 
@@ -26,9 +26,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from elaswave.comm.handshake import NONCE_BYTES, Dialler, Listener, check_key
-from elaswave.control.core.messages import PROTOCOL_VERSION
 from elaswave.errors import AuthenticationError, ConfigError, FrameError
+from elaswave.protocol.messages import PROTOCOL_VERSION
+from elaswave.transport.handshake import NONCE_BYTES, Dialler, Listener, check_key
 
 COORDINATOR = 2**32 - 2
 """The coordinator's id in the handshake."""

@@ -6,7 +6,7 @@ Apart from the simulator, which knows no files.
 from pathlib import Path
 
 from elaswave.observability.trace import ACTION, PHASE, Span, TracePart, Transfer, write_trace
-from elaswave.simulator.pipeline import SimulatedStep
+from elaswave.sim.cluster.pipeline import SimulatedStep
 
 
 def step_trace(step: SimulatedStep) -> list[TracePart]:

@@ -24,7 +24,7 @@ VOLTAGE_PER_SPEED = 0.5
 LOWEST_VOLTAGE = 0.8
 """Relative to the base level's: a chip needs that much to work at all."""
 
-NCCL_LATENCIES = "latency: hwLat of NCCL 2.20's src/graph/tuning.cc, ring, protocol Simple"
+NCCL_LATENCIES = "latency: hwLat of NCCL 2.20's src/graph/execution.cc, ring, protocol Simple"
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):

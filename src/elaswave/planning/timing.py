@@ -3,7 +3,7 @@
 Every worker runs its program in order and begins each action as soon as its input is there; transfers overlap with
 computing. That is all an executor does, so a time follows from the programs and the durations alone: no events are
 needed, each worker is simply run until it lacks an input. Links that are shared, and so make transfers wait for each
-other, are the simulator's concern (``elaswave.simulator.pipeline``), as is drawing.
+other, are the simulator's concern (``elaswave.sim.cluster.pipeline``), as is drawing.
 """
 
 from collections.abc import Mapping

@@ -43,7 +43,7 @@ from elaswave.state.checkpoint_format import (
     optimizer_name,
 )
 from elaswave.state.checkpoint_shards import cannot_write, read_item_bytes, read_manifest, read_pieces, write_shard
-from elaswave.state.rectangles import find_cover_fault, run_of_rectangle
+from elaswave.state.chunks import find_cover_fault, run_of_rectangle
 
 __all__ = [
     "CheckpointMeta",

@@ -29,7 +29,7 @@ from elaswave.state.checkpoint_format import (
     checksum_of,
     decode_manifest,
 )
-from elaswave.state.rectangles import decompose_run, run_of_rectangle
+from elaswave.state.chunks import decompose_run, run_of_rectangle
 
 
 def write_shard(folder: Path, shard: str, pieces: Sequence[Piece]) -> list[WrittenItem]:

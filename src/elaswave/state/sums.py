@@ -40,7 +40,7 @@ MIN_EXPONENT, MAX_EXPONENT = -90, 200
 FEWEST_BITS = 24
 """Bits that a tensor's largest gradient must have on its grid, else the step is tried again: as many as float32 has."""
 INITIAL_EXPONENT = 40
-"""Grid of the first attempt of the first step, which is made only to measure (see `elaswave.runtime.vote`)."""
+"""Grid of the first attempt of the first step, which is made only to measure (see `elaswave.worker.vote`)."""
 
 _FAST_LIMIT_BITS = 51
 

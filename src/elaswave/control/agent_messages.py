@@ -1,0 +1,84 @@
+"""What an agent (the process beside the workers, which has the terminal) and the coordinator say to each other."""
+
+from elaswave.worker.messages import FromWorker, Message
+
+
+class Exited(Message, frozen=True, kw_only=True):
+    """A worker's process has ended."""
+
+    worker: int
+    text: str
+    """How: "was killed by SIGKILL"."""
+    at_s: float
+    """Monotonic time of the machine."""
+
+
+class CpuTimes(Message, frozen=True, kw_only=True):
+    """How the processes get on that `Awaited` asks for. A lost one is made up for by the next."""
+
+    cpu_s: dict[int, float]
+    """By worker: processor time that its process has used."""
+
+
+class StopJob(Message, frozen=True, kw_only=True):
+    """A person wants the job to end after the step in hand, with a checkpoint of it."""
+
+
+class AgentHello(Message, frozen=True, kw_only=True):
+    """The agent has connected; what every coordinator must know, the first as well as its successors."""
+
+    exited: list[Exited]
+    stop: bool
+    """Whether a person wants the job to end; an earlier coordinator may have been told, and have told nobody."""
+
+
+class Awaited(Message, frozen=True, kw_only=True):
+    """These workers have not registered: until it is said otherwise, say how their processes get on."""
+
+    workers: tuple[int, ...]
+
+
+class ShowStep(Message, frozen=True, kw_only=True):
+    """For the terminal: a committed step."""
+
+    step: int
+    total_steps: int
+    loss: float
+    tokens_per_s: float
+    data_pass: int
+    epoch: int
+    layout_name: str
+
+
+class ShowEvaluation(Message, frozen=True, kw_only=True):
+    """For the terminal: a validation loss."""
+
+    step: int
+    loss: float
+
+
+class ShowText(Message, frozen=True, kw_only=True):
+    """For the terminal: a line."""
+
+    text: str
+    is_error: bool = False
+
+
+class Ended(Message, frozen=True, kw_only=True):
+    """The job is over; the agent ends whoever is left."""
+
+    outcome: str
+    """finished, stopped or failed."""
+    reason: str = ""
+    worker: int | None = None
+    """The worker whose own error it is."""
+    traceback_text: str = ""
+    is_state_error: bool = False
+    """Whether the state contradicts itself (a defect, or broken hardware)."""
+    lost: list[int] = []
+    """Workers that are no members any more: whatever they still do counts for nothing."""
+
+
+FromAgent = AgentHello | Exited | StopJob | CpuTimes
+ToAgent = Awaited | ShowStep | ShowEvaluation | ShowText | Ended
+ToCoordinator = FromWorker | FromAgent

@@ -1,0 +1,182 @@
+"""Runs drawn jobs one after the other against their twins, and keeps what a failing one has left to be looked at."""
+
+import shutil
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from elaswave.faults.chaos import (
+    GOOD,
+    NUM_STEPS,
+    ChaosCase,
+    Ending,
+    Outcome,
+    Verdict,
+    config_of,
+    draw_case,
+    false_alarms,
+    judge,
+    without_cause,
+)
+from elaswave.faults.injection import parse_faults
+from elaswave.faults.outside import COORDINATOR, Struck, draw_outside, judge_outside, parse_strike
+from elaswave.faults.striker import Striker
+from elaswave.faults.trial import RUN_FOLDER, placed, run_command, run_trial
+
+
+class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One case and what became of it."""
+
+    index: int
+    outcome: Outcome
+    detail: str
+    layout: str
+    model: str
+    settings: dict[str, object]
+    faults: tuple[str, ...]
+    """Faults, or strikes from outside."""
+    num_struck: int
+    """Of them that have struck; one may wait for an action that its worker does not have."""
+    struck: list[Struck] = []
+    """What strikes from outside have hit."""
+    num_recoveries: int
+    num_false_alarms: int
+    """Workers that were held for lost without a fault."""
+    going_on_s: list[float]
+    """Of every lost worker: seconds from the fault until all others computed again."""
+    duration_s: float
+    command: str
+    """Trains the same job."""
+    replay: str
+    """Draws and judges the same case."""
+    folder: str | None
+    """What the job has left, if it was kept."""
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.outcome in GOOD
+
+    @property
+    def median_going_on_s(self) -> float | None:
+        """The median of `going_on_s`."""
+        return statistics.median(self.going_on_s) if self.going_on_s else None
+
+
+class ChaosBench:
+    """The cases of one seed.
+
+    Args:
+        seed: decides the cases.
+        folder: for the jobs' folders; must exist.
+        timeout_s: of each job.
+        keep: also keep the folders of jobs that went well.
+        outside: strike from outside, with signals, instead of injecting faults; the environment that the jobs'
+            commands get.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        folder: Path,
+        *,
+        timeout_s: float,
+        keep: bool = False,
+        outside: Mapping[str, str] | None = None,
+    ) -> None:
+        self._seed = seed
+        self._outside = outside
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._keep = keep
+        self._twins: dict[int, Ending] = {}
+
+    def run(self, index: int) -> ChaosRun:
+        """Runs and judges one case.
+
+        Args:
+            index: of the case.
+        """
+        case = draw_case(self._seed, index) if self._outside is None else draw_outside(self._seed, index)
+        config = case.config
+        begin_s = time.monotonic()
+        folder = self._folder / f"{index:05d}"
+        if case.model not in self._twins:
+            twin_folder = self._folder / f"twin-{case.model}"
+            twin = run_trial(twin_folder, config_of(case.twin), (), self._timeout_s)
+            if twin.result is None or twin.left_behind:
+                problem = twin.error or "; ".join(twin.left_behind) or "it did not come to an end"
+                return self._record(
+                    case, twin, Verdict("error", f"the undisturbed twin failed: {problem}"), begin_s, twin_folder
+                )
+            self._twins[case.model] = twin
+            self._tidy(twin_folder)
+            begin_s = time.monotonic()
+        if self._outside is not None:
+            return self._run_outside(case, self._outside, begin_s, folder)
+        workers = range(sum(config.widths))
+        faults = parse_faults(case.faults, seed=config.run.seed, workers=workers, num_steps=NUM_STEPS)
+        ending = run_trial(folder, config, faults, self._timeout_s)
+        where = placed(config)
+        verdict = judge(case, ending, self._twins[case.model], where)
+        if verdict.outcome == "different":
+            verdict = self._told_apart(case, verdict)
+        return self._record(case, ending, verdict, begin_s, folder)
+
+    def _run_outside(self, case: ChaosCase, environment: Mapping[str, str], begin_s: float, folder: Path) -> ChaosRun:
+        run_dir = folder / RUN_FOLDER
+        striker = Striker(run_dir, [parse_strike(strike) for strike in case.strikes])
+        ending = run_command(folder, case.arguments(str(run_dir)), self._timeout_s, striker, environment)
+        ending = msgspec.structs.replace(ending, left_behind=ending.left_behind + striker.left)
+        verdict = judge_outside(case, ending, self._twins[case.model], striker.struck)
+        run = self._record(case, ending, verdict, begin_s, folder)
+        hit = [int(each.victim) for each in striker.struck if each.victim != COORDINATOR]
+        return msgspec.structs.replace(
+            run,
+            faults=case.strikes,
+            num_struck=len({each.strike for each in striker.struck}),
+            num_false_alarms=len(without_cause(ending, hit)),
+            going_on_s=[],  # when a signal from outside struck the job does not know
+            struck=striker.struck,
+        )
+
+    def _told_apart(self, case: ChaosCase, verdict: Verdict) -> Verdict:
+        """Says whether the faults made the difference, or the layout alone makes it too."""
+        folder = self._folder / f"{case.index:05d}-undisturbed"
+        ending = run_trial(folder, case.config, (), self._timeout_s)
+        again = judge(case, ending, self._twins[case.model], placed(case.config))
+        cause = "without faults it has the twin's bits" if again.outcome == "same bits" else "without faults it has too"
+        return verdict._replace(detail=f"{verdict.detail}; {cause}")
+
+    def _record(self, case: ChaosCase, ending: Ending, verdict: Verdict, begin_s: float, folder: Path) -> ChaosRun:
+        kept = self._keep or verdict.outcome not in GOOD
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+        recoveries = [recovery for recovery in ending.recoveries if recovery.kind == "lost"]
+        widths = case.config.widths
+        equal = len(set(widths)) == 1
+        return ChaosRun(
+            index=case.index,
+            outcome=verdict.outcome,
+            detail=verdict.detail,
+            layout=f"{len(widths)}x{widths[0]}" if equal else "[" + ",".join(map(str, widths)) + "]",
+            model=case.model_name,
+            settings=case.settings,
+            faults=case.faults,
+            num_struck=len(ending.struck),
+            num_recoveries=len(ending.recoveries),
+            num_false_alarms=len(false_alarms(ending)),
+            going_on_s=[recovery.total_s - recovery.redo_s for recovery in recoveries],
+            duration_s=time.monotonic() - begin_s,
+            command=case.command,
+            replay=case.replay,
+            folder=str(folder) if kept else None,
+        )
+
+    def _tidy(self, folder: Path) -> None:
+        """Of a twin the result is in memory."""
+        if not self._keep:
+            shutil.rmtree(folder / RUN_FOLDER / "checkpoints", ignore_errors=True)

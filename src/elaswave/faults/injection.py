@@ -1,0 +1,382 @@
+"""Faults on request: ``kill:3@17:gather+2`` kills worker 3 just before the third action of its gather of step 17.
+
+    kind:W@STEP[:PHASE[+N]]     kind is one of kill (SIGKILL), hang (SIGSTOP), cut (nothing goes to or from the worker
+                                any more), cut-close (the same, and its links are closed)
+    slow:W@STEP:FACTOR          this one and the next two can be written, but the engine does not carry them out yet
+    drain:W@STEP
+    join@STEP
+
+STEP counts from 1. PHASE is forward, backward, reduce, vote, apply, gather or any (default); ``+N`` skips the first N
+actions of the phase in that step. W is a worker, or ``random``, or, for kill, ``coordinator``. A fault fires once, also
+when the step is tried again. What is random here is drawn from the run's seed and the fault's position in the list, so
+the same command always does the same.
+
+Just before a fault strikes, a line with the time is appended to the run's ``faults.jsonl``: from it the times of a
+recovery are counted.
+"""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+
+from elaswave.errors import ConfigError
+from elaswave.hashing import key64
+from elaswave.observability.result import FAULTS_FILE as FAULTS_FILE
+from elaswave.worker.probe import PHASES, Phase
+
+Kind = Literal["kill", "hang", "cut", "cut-close", "slow", "drain", "join"]
+LOSING: tuple[Kind, ...] = ("kill", "hang", "cut", "cut-close")
+"""Kinds after which the worker is lost; they strike at a point of a step."""
+SUPPORTED: tuple[Kind, ...] = LOSING
+"""Kinds that the engine can carry out."""
+COORDINATOR = "coordinator"
+RANDOM = "random"
+ANY = "any"
+
+_FORMS: dict[Kind, str] = {
+    **dict.fromkeys(LOSING, "{kind}:W@STEP[:PHASE[+N]]"),
+    "slow": "slow:W@STEP:FACTOR",
+    "drain": "drain:W@STEP",
+    "join": "join@STEP",
+}
+_SPEC = re.compile(
+    r"(?P<kind>[^:@]*)(?::(?P<worker>[^@]*))?(?:@(?P<step>[^:]*)(?P<colon>:(?P<detail>.*))?)?", re.DOTALL
+)
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault to be injected. ``str(fault)`` is its spec."""
+
+    kind: Kind
+    worker: int | Literal["random", "coordinator"] | None
+    """Whom it strikes; None for ``join``."""
+    step: int
+    """From 1."""
+    phase: Phase | Literal["any"] = "any"
+    skip: int = 0
+    """How many actions of the phase pass before it strikes."""
+    factor: float | None = None
+    """``slow``: how many times longer the worker takes."""
+
+    def __str__(self) -> str:
+        text = self.kind if self.worker is None else f"{self.kind}:{self.worker}"
+        text += f"@{self.step}"
+        if self.factor is not None:
+            text += f":{self.factor!r}"
+        elif self.phase != ANY or self.skip:
+            text += f":{self.phase}" + (f"+{self.skip}" if self.skip else "")
+        return text
+
+
+def parse_fault(spec: str) -> Fault:
+    """Reads one spec, without knowing the job that it is for.
+
+    Raises:
+        ConfigError: lists everything that is wrong with it.
+    """
+    fault, problems = _parse(spec)
+    if fault is None:
+        raise ConfigError([f"--fault {spec}: {problem}" for problem in problems])
+    return fault
+
+
+def parse_faults(specs: Sequence[str], *, seed: int, workers: Iterable[int], num_steps: int) -> tuple[Fault, ...]:
+    """Reads the faults of a job and draws its random workers.
+
+    Args:
+        specs: in their order; it decides what is drawn.
+        seed: ``run.seed``.
+        workers: the job's worker ids.
+        num_steps: the job's last step.
+    Returns:
+        One fault per spec, each with a worker's id or ``coordinator``. No worker is drawn that another fault loses.
+    Raises:
+        ConfigError: lists every problem of every spec.
+    """
+    there = sorted(workers)
+    problems: list[str] = []
+    faults: list[tuple[int, str, Fault]] = []
+    for position, spec in enumerate(specs):
+        fault, wrong = _parse(spec)
+        if fault is not None:
+            wrong = list(_misfits(fault, there, num_steps))
+            faults.append((position, spec, fault))
+        problems += [f"--fault {spec}: {problem}" for problem in wrong]
+    lost: dict[int, str] = {}
+    for _, spec, fault in faults:
+        if fault.kind in LOSING and isinstance(fault.worker, int):
+            if fault.worker in lost:
+                problems.append(f"--fault {spec}: worker {fault.worker} is lost already by {lost[fault.worker]}")
+            lost.setdefault(fault.worker, spec)
+    result = []
+    for position, spec, fault in faults:
+        if fault.worker == RANDOM:
+            left = [worker for worker in there if worker not in lost]
+            if not left:
+                problems.append(f"--fault {spec}: the other faults leave none of the {len(there)} workers to draw from")
+                continue
+            worker = left[key64(seed, position, "fault worker") % len(left)]
+            if fault.kind in LOSING:
+                lost[worker] = spec
+            fault = msgspec.structs.replace(fault, worker=worker)
+        result.append(fault)
+    if problems:
+        raise ConfigError(problems)
+    return tuple(result)
+
+
+def _parse(spec: str) -> tuple[Fault | None, list[str]]:
+    """A fault, or what is wrong with its spec."""
+    match = _SPEC.fullmatch(spec)
+    kind = match["kind"] if match else spec
+    if match is None or kind not in _FORMS:
+        return None, [f"unknown kind {kind!r}; there are {', '.join(SUPPORTED)}"]
+    form = _FORMS[kind].format(kind=kind)
+    problems = []
+    worker: int | str | None = None
+    if kind == "join":
+        if match["worker"] is not None:
+            problems.append(f"a new worker has no number yet; expected {form}")
+    elif not match["worker"]:
+        problems.append(f"no worker is given; expected {form}")
+    elif _NUMBER.fullmatch(match["worker"]):
+        worker = int(match["worker"])
+    elif match["worker"] == RANDOM or (match["worker"] == COORDINATOR and kind == "kill"):
+        worker = match["worker"]
+    elif match["worker"] == COORDINATOR:
+        problems.append(f"the coordinator can only be killed, kill:{COORDINATOR}@STEP")
+    else:
+        names = f"a number, {RANDOM}" + (f" or {COORDINATOR}" if kind == "kill" else "")
+        problems.append(f"worker {match['worker']!r} is none of {names}")
+    step = 0
+    if not match["step"]:
+        problems.append(f"no step is given; expected {form}")
+    elif not _NUMBER.fullmatch(match["step"]) or int(match["step"]) < 1:
+        problems.append(f"step {match['step']!r} is no whole number of at least 1")
+    else:
+        step = int(match["step"])
+    phase, skip, factor = ANY, 0, None
+    detail = match["detail"]
+    if kind in LOSING and worker != COORDINATOR:
+        if match["colon"]:
+            phase, skip, wrong = _parse_phase(detail)
+            problems += wrong
+    elif kind == "slow":
+        factor = _parse_factor(detail)
+        if factor is None:
+            problems.append(f"factor {detail or ''!r} is no number above 1; expected {form}, such as slow:1@5:3")
+    elif match["colon"]:
+        what = "the coordinator takes part in no phase" if worker == COORDINATOR else f"expected {form}"
+        problems.append(f"nothing may follow the step, but {':' + detail!r} does: {what}")
+    if problems:
+        return None, problems
+    return Fault(kind=kind, worker=worker, step=step, phase=phase, skip=skip, factor=factor), []  # type: ignore[arg-type]
+
+
+def _parse_phase(detail: str) -> tuple[str, int, list[str]]:
+    phase, plus, count = detail.partition("+")
+    problems = []
+    if phase not in (*PHASES, ANY):
+        problems.append(f"phase {phase!r} is none of {', '.join(PHASES)}, {ANY}")
+    if plus and not _NUMBER.fullmatch(count):
+        problems.append(f"+N takes a whole number, got {'+' + count!r}")
+    elif plus and phase == ANY and int(count):
+        problems.append(f"{'+' + count!r} needs a phase: the actions of {ANY} have no order of their own")
+    return phase, int(count) if plus and not problems else 0, problems
+
+
+def _parse_factor(detail: str | None) -> float | None:
+    try:
+        factor = float(detail or "")
+    except ValueError:
+        return None
+    return factor if 1.0 < factor < float("inf") else None
+
+
+def _misfits(fault: Fault, workers: Sequence[int], num_steps: int) -> Iterable[str]:
+    if fault.kind not in SUPPORTED:
+        yield f"{fault.kind} cannot be injected yet; there are {', '.join(SUPPORTED)}"
+    if isinstance(fault.worker, int) and fault.worker not in workers:
+        yield f"there is no worker {fault.worker}; the job has {', '.join(map(str, workers))}"
+    if fault.step > num_steps:
+        yield f"step {fault.step} is never reached; run.steps is {num_steps}"
+
+
+# ------------------------------------------------------------------------------------------------------------- record
+
+
+class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault that has struck: one line of ``faults.jsonl``."""
+
+    position: int
+    """Of the fault in the list."""
+    fault: str
+    """Its spec."""
+    worker: int | Literal["coordinator"]
+    step: int
+    attempt: int
+    phase: Phase | None
+    """Where it struck; None for the coordinator."""
+    action: int
+    """Number of actions of the phase that had passed in this attempt."""
+    time_s: float
+    """Monotonic time of this machine, just before it struck."""
+
+
+def read_fault_records(path: Path) -> list[FaultRecord]:
+    """The faults that have struck, in order; empty if there is no file. May be called while they strike."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [msgspec.json.decode(line, type=FaultRecord) for line in lines if line.endswith(b"\n")]
+
+
+def never_struck(faults: Sequence[Fault], records: Iterable[FaultRecord]) -> list[Fault]:
+    """The faults that a run has ended without, such as one that waits for an action that its worker does not have."""
+    struck = {record.position for record in records}
+    return [fault for position, fault in enumerate(faults) if position not in struck]
+
+
+def _record(path: Path, record: FaultRecord) -> None:
+    """Appends a line in one write: several processes may do so at once, and it outlives the death of this one."""
+    line = msgspec.json.encode(record) + b"\n"
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(file, line)
+    finally:
+        os.close(file)
+
+
+# -------------------------------------------------------------------------------------------------------------- strike
+
+
+class Silencer(Protocol):
+    """Cuts a worker off from everybody, as a broken network would."""
+
+    def __call__(self, engine: Any, *, close_links: bool) -> None:
+        """From now on nothing that this worker sends leaves it and nothing that is sent to it arrives, on the data
+        plane and to the coordinator alike; the worker itself does not notice.
+
+        Args:
+            engine: the worker's step engine.
+            close_links: also close its connections, so that the others notice.
+        """
+        ...
+
+
+class FaultProbe:
+    """Injects faults into the workers: a probe (see `elaswave.worker.probe`) that strikes where it is told to.
+
+    Made once per job, before the workers are forked: each strikes only the faults that are its own.
+
+    Args:
+        faults: of `parse_faults`.
+        seed: ``run.seed``; decides the phase of those that may strike in any.
+        record: file to which a line is appended before a fault strikes.
+        silence: carries out cut and cut-close.
+    """
+
+    def __init__(self, faults: Sequence[Fault], *, seed: int, record: Path, silence: Silencer) -> None:
+        self._seed = seed
+        self._record = record
+        self._silence = silence
+        self._faults = {index: fault for index, fault in enumerate(faults) if fault.kind in LOSING}
+        self._pending: list[tuple[int, Fault]] | None = None
+        """The own faults that have not struck yet; None until this probe knows whose it is."""
+
+    def reached(self, phase: Phase, index: int, engine: Any) -> None:
+        """Strikes if a fault is due here; see `elaswave.worker.probe.Probe`."""
+        if self._pending is None:
+            self._pending = [item for item in self._faults.items() if item[1].worker == engine.worker]
+        for item in self._pending:
+            fault = item[1]
+            if fault.step <= engine.step and self._is_due(*item, phase, index, engine.step):
+                self._pending = [other for other in self._pending if other is not item]
+                self._strike(*item, phase, index, engine)
+                return
+
+    def _is_due(self, position: int, fault: Fault, phase: Phase, index: int, step: int) -> bool:
+        if fault.phase == ANY:
+            # A worker may have nothing to do in the phase drawn; then the beginning of its next step will do.
+            return step > fault.step or (index == 0 and phase == drawn_phase(self._seed, position))
+        return step == fault.step and phase == fault.phase and index == fault.skip
+
+    def _strike(self, position: int, fault: Fault, phase: Phase, index: int, engine: Any) -> None:
+        record = FaultRecord(
+            position=position,
+            fault=str(fault),
+            worker=engine.worker,
+            step=engine.step,
+            attempt=engine.attempt,
+            phase=phase,
+            action=index,
+            time_s=time.monotonic(),
+        )
+        _record(self._record, record)
+        if fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "hang":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            self._silence(engine, close_links=fault.kind == "cut-close")
+
+
+def drawn_phase(seed: int, position: int) -> Phase:
+    """The phase of a fault that may strike in any.
+
+    Args:
+        seed: ``run.seed``.
+        position: of the fault in the list.
+    """
+    return PHASES[key64(seed, position, "fault phase") % len(PHASES)]
+
+
+class DueFault(NamedTuple):
+    """A fault whose time has come."""
+
+    position: int
+    fault: Fault
+
+
+def coordinator_fault(faults: Sequence[Fault], step: int, struck: Collection[int] = ()) -> DueFault | None:
+    """The fault that is to kill the coordinator now, if any.
+
+    Args:
+        faults: of `parse_faults`.
+        step: the newest step that any worker has begun.
+        struck: positions of those that have struck already, also in earlier coordinators: see `read_fault_records`.
+    """
+    for position, fault in enumerate(faults):
+        if fault.worker == COORDINATOR and fault.step <= step and position not in struck:
+            return DueFault(position, fault)
+    return None
+
+
+def strike_coordinator(due: DueFault, *, step: int, record: Path) -> None:
+    """Records the fault and kills this process.
+
+    Args:
+        due: of `coordinator_fault`.
+        step: the newest step that any worker has begun.
+        record: file to which a line is appended.
+    """
+    entry = FaultRecord(
+        position=due.position,
+        fault=str(due.fault),
+        worker="coordinator",
+        step=step,
+        attempt=0,
+        phase=None,
+        action=0,
+        time_s=time.monotonic(),
+    )
+    _record(record, entry)
+    os.kill(os.getpid(), signal.SIGKILL)

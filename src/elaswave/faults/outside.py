@@ -1,0 +1,190 @@
+"""Kills from outside: drawn jobs run as a person runs them, struck as a person strikes.
+
+A case is a pure function of (seed, index), as in `elaswave.faults.chaos`; it differs from a fault inside a worker in
+that nobody in the job knows of it. A strike waits for a moment of the run that can be seen from outside (its processes
+appear, a step is logged), then for some milliseconds, finds its victims in ``processes.json``, and sends them a signal.
+What it hits in the end depends on the machine, so a case that is run again is the same attempt, not the same run.
+
+A job may end as one of `chaos` may: with its twin's bits, or, where so many workers were struck that all copies of
+a block can be gone, with an error that names what was lost. Processes are another module's (`trial`).
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from elaswave.faults.chaos import (
+    NUM_MODELS,
+    ChaosCase,
+    Draw,
+    Ending,
+    Verdict,
+    compare_with_twin,
+    draw_case,
+    draw_model,
+    twin_settings,
+    without_cause,
+)
+
+NUM_STEPS = 40
+MAX_STRIKES = 3
+COORDINATOR = "coordinator"
+HARMLESS_MS = 1000
+"""A stop shorter than this is none that may end a worker."""
+
+Action = Literal["kill", "stop"]
+Moment = Literal["start", "step", "evaluation", "checkpoint", "end"]
+MOMENTS: tuple[Moment, ...] = ("start", "step", "evaluation", "checkpoint", "end")
+
+
+class Strike(NamedTuple):
+    """A signal from outside, such as ``kill:3+coordinator@evaluation:8+12ms`` or ``stop:1@start+400ms~1500ms``."""
+
+    action: Action
+    victims: tuple[str, ...]
+    """Ids of workers, or `COORDINATOR`; struck in one go."""
+    moment: Moment
+    """start: when the processes are there; else when `step` is in the log, named after what follows it."""
+    step: int
+    delay_ms: int
+    """After the moment."""
+    resume_ms: int | None
+    """Of a stop: when SIGCONT follows; None: never."""
+
+    def __str__(self) -> str:
+        when = self.moment if self.moment == "start" else f"{self.moment}:{self.step}"
+        again = "" if self.resume_ms is None else f"~{self.resume_ms}ms"
+        return f"{self.action}:{'+'.join(self.victims)}@{when}+{self.delay_ms}ms{again}"
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The workers among its victims."""
+        return tuple(int(victim) for victim in self.victims if victim != COORDINATOR)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether a worker that is struck may be lost by it."""
+        return self.action == "kill" or self.resume_ms is None or self.resume_ms >= HARMLESS_MS
+
+
+_STRIKE = re.compile(
+    r"(?P<action>kill|stop):(?P<victims>[a-z0-9+]+)@(?P<moment>[a-z]+)(:(?P<step>\d+))?\+(?P<delay>\d+)ms(~(?P<again>\d+)ms)?"
+)
+
+
+def parse_strike(text: str) -> Strike:
+    """The inverse of ``str(strike)``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = _STRIKE.fullmatch(text)
+    if found is None or found["moment"] not in MOMENTS:
+        raise ValueError(f"{text!r} is no strike: write action:victims@moment+delay, such as kill:3@evaluation:8+12ms")
+    return Strike(
+        action=found["action"],  # type: ignore[arg-type]
+        victims=tuple(found["victims"].split("+")),
+        moment=found["moment"],
+        step=int(found["step"] or 0),
+        delay_ms=int(found["delay"]),
+        resume_ms=None if found["again"] is None else int(found["again"]),
+    )
+
+
+class Struck(msgspec.Struct, frozen=True, kw_only=True):
+    """A strike that has hit a process."""
+
+    strike: str
+    victim: str
+    after_s: float
+    """Seconds after the job's command was given."""
+
+
+def draw_outside(seed: int, index: int) -> ChaosCase:
+    """Draws a case: models and layouts as `draw_case` does, longer, with evaluations and checkpoints on.
+
+    Args:
+        seed: of the bench.
+        index: of the case, from 0.
+    """
+    base = draw_case(seed, index)
+    draw = Draw(seed, "outside", index)
+    model = {**draw_model(seed, index % NUM_MODELS), "run.steps": NUM_STEPS, "run.eval_every": 4}
+    settings = {**base.settings, **model, "run.checkpoint_every": draw.one_of((3, 5, 8))}
+    strikes = tuple(map(str, _draw_strikes(draw, sum(base.config.widths), settings["run.checkpoint_every"])))
+    return msgspec.structs.replace(base, settings=settings, faults=(), strikes=strikes, twin=twin_settings(model))
+
+
+def _draw_strikes(draw: Draw, num_workers: int, checkpoint_every: int) -> Iterator[Strike]:
+    """Up to `MAX_STRIKES`; at least one worker is never struck."""
+    left = list(range(num_workers))
+    for _ in range(1 + draw.below(MAX_STRIKES)):
+        victims = []
+        if len(left) > 1 and not draw.chance(20):
+            victims.append(str(left.pop(draw.below(len(left)))))
+        if not victims or draw.chance(30):
+            victims.append(COORDINATOR)
+        moment = draw.one_of(MOMENTS)
+        step, delay_ms = 0, draw.below(60)
+        if moment == "start":
+            delay_ms = draw.below(2500)
+        elif moment == "step":
+            step = 1 + draw.below(NUM_STEPS - 2)
+        elif moment == "evaluation":
+            step = 4 * (1 + draw.below(NUM_STEPS // 4))
+        elif moment == "checkpoint":
+            step = checkpoint_every * (1 + draw.below(NUM_STEPS // checkpoint_every))
+        else:
+            step = NUM_STEPS - draw.below(4)
+        action: Action = draw.one_of(("kill", "kill", "kill", "stop", "stop"))
+        resume_ms = draw.one_of((50, 300, 900, 2500, 7000, None)) if action == "stop" else None
+        if COORDINATOR in victims and action == "stop" and resume_ms is None:
+            resume_ms = 7000  # for good it costs a quarter of a minute each time, and is a kill then
+        yield Strike(action, tuple(victims), moment, step, delay_ms, resume_ms)
+
+
+def judge_outside(case: ChaosCase, ending: Ending, twin: Ending, struck: Sequence[Struck]) -> Verdict:
+    """Judges how a case has ended.
+
+    Args:
+        case: what was run.
+        ending: how it ended.
+        twin: how its undisturbed twin ended.
+        struck: what has hit.
+    """
+    if ending.hung_s is not None:
+        return Verdict("hung", f"not over after {ending.hung_s:.0f} s")
+    if ending.left_behind:
+        return Verdict("left behind", "; ".join(ending.left_behind))
+    if ending.bad_checkpoints:
+        return Verdict("error", f"checkpoints that it said were complete: {'; '.join(ending.bad_checkpoints)}")
+    expected_code = 0 if ending.error is None else 1
+    if ending.exit_code != expected_code or (ending.result is None) == (ending.error is None):
+        what = "a result" if ending.result is not None else "no result"
+        return Verdict("error", f"exit code {ending.exit_code} with {what} and the error {ending.error!r}")
+    hit = {each.victim for each in struck if parse_strike(each.strike).may_end} - {COORDINATOR}
+    if ending.error is not None:
+        return _judge_error(case, ending, hit)
+    differs = compare_with_twin(ending, twin, NUM_STEPS)
+    if differs is not None:
+        return differs
+    alarms = without_cause(ending, [int(each.victim) for each in struck if each.victim != COORDINATOR])
+    return Verdict("same bits", f"held for lost without a signal: {alarms}" if alarms else "")
+
+
+def _judge_error(case: ChaosCase, ending: Ending, hit: set[str]) -> Verdict:
+    error = ending.error
+    assert error is not None
+    if "all copies of" not in error:
+        return Verdict("error", error)
+    num_copies = 1 + min(case.settings["elastic.num_followers"], sum(case.config.widths) - 1)
+    if len(hit) < num_copies:
+        return Verdict("unexplained loss", f"{len(hit)} workers were struck, a block has {num_copies} copies: {error}")
+    if ending.num_checkpoints:
+        return Verdict("unexplained loss", f"there were {ending.num_checkpoints} checkpoints to go back to: {error}")
+    named = {worker for names in re.findall(r"workers? \[?([\d, ]+)", error) for worker in re.findall(r"\d+", names)}
+    if not named & hit:
+        return Verdict("error", f"the error names none of the workers {sorted(hit)} that were lost: {error}")
+    return Verdict("blocks lost", error)

@@ -1,0 +1,544 @@
+"""Who is lost, judged by what is heard: ends of processes, closed links, silence, standstill. No IO, no clocks.
+
+Nothing here has to be tuned to a model or a machine. Every bound is a multiple of the worst that was seen lately and
+turned out to be harmless, and has a floor:
+
+    exit        the process has ended                                    at once; certain
+    link        a peer has lost its connection to the worker             after a grace in which an exit may explain it
+    heartbeat   nothing is heard of a worker                             4 x the longest gap, at least 1.5 s;
+                                                                         twice that while others still compute;
+                                                                         4 times that while most are silent together
+                it has not registered, and uses no processor time        20 s
+    progress    it computes one action far longer than any took          10 x the longest one, at least 2 s
+                everybody waits and nothing moves                        10 x the longest standstill, one step, 3 s
+
+What keeps a slow machine from looking like a dead worker: time in which the coordinator itself was not scheduled does
+not count; a step that is committed is a sign of life of everybody, since the vote needs everybody; when nobody at all
+is heard, nobody is suspected (for half a minute: then there is nobody left to go on with).
+
+Durations are compared, never times of different machines. The same calls with the same times give the same answers.
+"""
+
+from collections.abc import Iterable
+
+from elaswave.protocol.coordinator import Suspected
+from elaswave.protocol.position import IDLE, PHASES, STARTING, WRITE, Position, blame, kind_of
+
+__all__ = ["Detector", "Position", "Suspicion"]
+
+TICK_S = 0.125
+"""`Detector.tick` is to be called at least this often."""
+ASLEEP_S = 0.5
+"""A longer pause between two calls means that the coordinator was not scheduled; it counts as one tick."""
+LINK_GRACE_S = 0.015
+"""How long a closed link waits for the end of the process that explains it."""
+
+SILENCE_FLOOR_S = 1.5
+SILENCE_FACTOR = 4.0
+SILENCE_MARGIN_S = 5.0
+"""A bound on silence is never more than this above the longest gap."""
+NO_HURRY = 2.0
+"""Factor on a bound on silence while somebody else still computes: so far the silent one holds nobody up."""
+SILENCE_STARTING_S = 20.0
+"""Bound on silence of a worker that has not begun its first step, and on standing still of one that has not registered:
+it says nothing yet, but as long as its process uses processor time it gets on, however slowly."""
+UNSEEN_START_S = 120.0
+"""A worker that has not registered, and whose process nobody can see, is given so long."""
+SILENCE_UNLEARNED_S = 5.0
+"""Least bound on silence until `LEARNED_GAPS` heartbeats have come (`LEARNED_GAPS_AGAIN` to a successor), and while a
+worker is in one of `BESIDE_STEPS`."""
+BESIDE_STEPS = ("evaluate", "checkpoint", WRITE, "end")
+"""Labels under which no committed step shows that a worker lives; disks and digests then compete with heartbeats."""
+LEARNED_GAPS = 4
+LEARNED_GAPS_AGAIN = 40
+"""The same for a coordinator that takes over: what its predecessor has learned of a busy machine is gone with it."""
+GAP_MAX_S = 5.0
+"""Longer gaps teach nothing more."""
+CROWD = 4
+CROWD_FACTOR = 4.0
+"""Factor on bounds on silence while at least `CROWD` workers and more than half of all are silent together: then the
+machine is too busy for them, or a large part of it is gone, which takes longer to tell from each other."""
+NOBODY_S = 30.0
+"""Silence of all workers together that ends the job."""
+
+BUSY_FLOOR_S = 2.0
+STALL_FLOOR_S = 3.0
+PROGRESS_FACTOR = 10.0
+"""An action, or a standstill, may take this many times as long as the longest one lately."""
+UNLEARNED_S = 120.0
+"""Bound on progress until `LEARNED_STEPS` steps have been committed, and for whatever is no part of a step."""
+LEARNED_STEPS = 2
+
+GAP_HALF_LIFE_S = 300.0
+DURATION_HALF_LIFE_S = 600.0
+_NEWS_S = 10.0
+"""What is seen rarely fades slowly: between two values never by more than this time's worth."""
+
+UNSEEN_S = 0.5
+"""How much of the time between two heartbeats an action may be taken to have lasted on."""
+
+Suspicion = Suspected
+"""What a detector answers with is what the coordinator's machine takes."""
+
+
+class _LongestLately:
+    """The largest of recent values; an old one fades by half in each half-life."""
+
+    def __init__(self, half_life_s: float) -> None:
+        self.value_s = 0.0
+        self.count = 0
+        self._half_life_s = half_life_s
+        self._added_s = 0.0
+
+    def add(self, value_s: float, now_s: float) -> None:
+        if self.count:
+            self.value_s *= 0.5 ** (min(now_s - self._added_s, _NEWS_S) / self._half_life_s)
+        self._added_s = now_s
+        self.value_s = max(self.value_s, value_s)
+        self.count += 1
+
+
+class _Awaited:
+    """What is known of a worker that has not registered yet."""
+
+    __slots__ = ("cpu_s", "moved_s", "seen_s", "worker")
+
+    def __init__(self, worker: int, now_s: float) -> None:
+        self.worker = worker
+        self.cpu_s = -1.0
+        """Processor time that its process had used when it was looked at last."""
+        self.moved_s = now_s
+        """When it was first seen to have used so much."""
+        self.seen_s = now_s
+        """When it was looked at last."""
+
+
+class _Watched:
+    """What is known of one worker."""
+
+    __slots__ = ("alive_s", "connected", "entered_s", "gaps", "heard_s", "is_fresh", "is_new", "position", "worker")
+
+    def __init__(self, worker: int, now_s: float, *, is_new: bool) -> None:
+        self.worker = worker
+        self.is_new = is_new
+        """Whether it was awaited before: until its first heartbeat it is about to start."""
+        self.alive_s = now_s
+        """Time of the newest sign of life."""
+        self.heard_s = now_s
+        """Time of the newest heartbeat."""
+        self.connected = True
+        self.is_fresh = True
+        """The next heartbeat is the first one of its connection: the time before it is no gap."""
+        self.gaps = _LongestLately(GAP_HALF_LIFE_S)
+        self.position: Position | None = None
+        self.entered_s = now_s
+        """When it entered this position, at the earliest."""
+
+    @property
+    def beside_steps(self) -> bool:
+        """It evaluates, writes a checkpoint or is done: no committed step will show that it lives."""
+        return self.position is not None and kind_of(self.position.label) in BESIDE_STEPS
+
+    @property
+    def computing(self) -> bool:
+        return self.position is not None and self.position.computing
+
+    @property
+    def starting(self) -> bool:
+        return self.is_new if self.position is None else self.position.label in STARTING
+
+
+class Detector:
+    """Says which workers are lost.
+
+    Every method but `next_tick_s` takes the present monotonic time. After each of them `tick` is to be called no later
+    than `next_tick_s` says. A worker is named once; after that, as after `left`, nothing about it counts any more
+    until it has `joined` again.
+
+    Args:
+        takes_over: whether the job has begun under another coordinator.
+    """
+
+    def __init__(self, *, takes_over: bool = False) -> None:
+        self._learned_gaps = LEARNED_GAPS_AGAIN if takes_over else LEARNED_GAPS
+        self._watched: dict[int, _Watched] = {}
+        self._awaited: dict[int, _Awaited] = {}
+        self._gone: set[int] = set()
+        """Workers of which nothing counts any more."""
+        self._exits: dict[int, str] = {}
+        self._broken: dict[tuple[int, int], float] = {}
+        """(reporter, peer) -> when the reporter lost its link to the peer."""
+        self._called_s: float | None = None
+        self._now_s = 0.0
+        """Time in which the coordinator was awake; all times in here are of this clock."""
+        self._overslept = False
+        self._nobody_heard = False
+        self._front = (-1, 0, 0)
+        """The newest (epoch, step, attempt) that anybody has begun."""
+        self._front_s = 0.0
+        self._num_computing = 0
+        self._moved_s = 0.0
+        """When any worker's position changed last."""
+        self._paused = False
+        """Whether everybody waits for the coordinator."""
+        self._busy: dict[str, _LongestLately] = {}
+        """By what is done: how long it took anybody."""
+        self._standstills = _LongestLately(DURATION_HALF_LIFE_S)
+        self._steps = _LongestLately(DURATION_HALF_LIFE_S)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The workers being watched, ascending."""
+        return tuple(sorted(self._watched))
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """The workers that have not registered, ascending."""
+        return tuple(sorted(self._awaited))
+
+    # --------------------------------------------------------------------------------------------- what is heard
+
+    def expect(self, worker: int, now_s: float) -> None:
+        """A worker's process is being started: it is to join."""
+        self._advance(now_s)
+        self._awaited[worker] = _Awaited(worker, self._now_s)
+
+    def used(self, worker: int, cpu_s: float, now_s: float) -> None:
+        """How much processor time the process of a worker had used when it was looked at just now."""
+        self._advance(now_s)
+        awaited = self._awaited.get(worker)
+        if awaited is not None:
+            awaited.seen_s = self._now_s
+            if cpu_s != awaited.cpu_s:
+                awaited.cpu_s, awaited.moved_s = cpu_s, self._now_s
+
+    def joined(self, worker: int, now_s: float) -> None:
+        """A worker begins to send heartbeats, or does so again over a new connection."""
+        self._advance(now_s)
+        self._gone.discard(worker)
+        is_new = self._awaited.pop(worker, None) is not None
+        watched = self._watched.setdefault(worker, _Watched(worker, self._now_s, is_new=is_new))
+        watched.connected = watched.is_fresh = True
+        watched.alive_s = self._now_s
+
+    def left(self, worker: int) -> None:
+        """A worker is no member any more: it has finished, or the coordinator goes on without it."""
+        self._drop(worker)
+
+    def heartbeat(self, worker: int, position: Position, now_s: float) -> None:
+        """A heartbeat has arrived."""
+        self._advance(now_s)
+        watched = self._watched.get(worker)
+        if watched is None:
+            return
+        if self._nobody_heard:
+            # The others get the same time to be heard again as if they had just spoken.
+            self._nobody_heard = False
+            for other in self._watched.values():
+                other.alive_s, other.is_fresh = self._now_s, True
+        if not watched.is_fresh and not watched.starting:
+            watched.gaps.add(min(self._now_s - watched.heard_s, GAP_MAX_S), self._now_s)
+        previous = watched.position
+        if previous is None or not previous.same_stay(position):
+            self._enter(watched, position)
+        watched.position = position
+        watched.connected, watched.is_fresh = True, False
+        watched.alive_s = watched.heard_s = self._now_s
+        self._follow_front(position)
+
+    def link_lost(self, reporter: int, peer: int, now_s: float) -> None:
+        """A worker reports, from the present epoch, that its data-plane connection to a peer has ended."""
+        self._advance(now_s)
+        if reporter in self._watched and peer in self._watched and reporter != peer:
+            self._broken.setdefault((reporter, peer), self._now_s)
+
+    def exited(self, worker: int, text: str, now_s: float) -> None:
+        """A worker's process has ended; it need not have joined.
+
+        Args:
+            text: how, such as "was killed by SIGKILL".
+        """
+        self._advance(now_s)
+        if worker not in self._gone:
+            self._exits.setdefault(worker, text)
+
+    def pause(self, now_s: float) -> None:
+        """Everybody waits for the coordinator, until `resume`: nobody is to blame for this standstill."""
+        self._advance(now_s)
+        self._paused = True
+
+    def resume(self, now_s: float) -> None:
+        """The coordinator has said how to go on."""
+        self._advance(now_s)
+        if self._paused:
+            self._paused, self._moved_s = False, self._now_s
+
+    def disconnected(self, worker: int, now_s: float) -> None:
+        """A worker's control connection has ended. That proves nothing: it may dial again."""
+        self._advance(now_s)
+        watched = self._watched.get(worker)
+        if watched is not None:
+            watched.connected, watched.is_fresh = False, True
+
+    # ------------------------------------------------------------------------------------------------- what follows
+
+    def next_tick_s(self, now_s: float) -> float:
+        """When `tick` is to be called next at the latest; the present time if there is news that cannot wait."""
+        if self._exits:
+            return now_s
+        due_s = [reported_s + LINK_GRACE_S - self._now_s for reported_s in self._broken.values()]
+        return now_s + max(0.0, min([TICK_S, *due_s]))
+
+    def tick(self, now_s: float) -> list[Suspicion]:
+        """The workers that are held for lost from now on."""
+        self._advance(now_s)
+        suspicions = self._ended()
+        overslept, self._overslept = self._overslept, False
+        if not overslept:  # else what came in the meantime is read first
+            suspicions += self._cut_off()
+            suspicions += self._never_begun()
+            suspicions += self._silent()
+            if not suspicions:
+                suspicions += self._computing_too_long()
+            if not suspicions:
+                suspicions += self._standing_still()
+        return suspicions
+
+    def _advance(self, now_s: float) -> None:
+        passed_s = 0.0 if self._called_s is None else max(0.0, now_s - self._called_s)
+        self._called_s = now_s if self._called_s is None else max(now_s, self._called_s)
+        if passed_s > ASLEEP_S:
+            self._overslept = True
+            passed_s = TICK_S
+        self._now_s += passed_s
+
+    def _drop(self, worker: int) -> None:
+        self._gone.add(worker)
+        self._exits.pop(worker, None)
+        self._awaited.pop(worker, None)
+        watched = self._watched.pop(worker, None)
+        if watched is None:
+            return
+        self._num_computing -= watched.computing
+        self._broken = {pair: at_s for pair, at_s in self._broken.items() if worker not in pair}
+        self._moved_s = self._now_s  # what stood still because of it may now go on
+
+    def _suspect(self, worker: int, detected_by: str, reason: str) -> Suspicion:
+        self._drop(worker)
+        return Suspicion(worker, detected_by, reason)
+
+    # -------------------------------------------------------------------------------------------------- exit and link
+
+    def _ended(self) -> list[Suspicion]:
+        ended = sorted(self._exits.items())
+        return [self._suspect(worker, "exit", f"worker {worker} {text}") for worker, text in ended]
+
+    def _cut_off(self) -> list[Suspicion]:
+        """Of every link that is broken without an explanation, one end is held for lost: that which has lost more
+        links, then that which more peers complain about, then that which is not heard, then the larger id."""
+        suspicions = []
+        while due := [pair for pair, at_s in self._broken.items() if self._now_s - at_s >= LINK_GRACE_S]:
+            counterparts: dict[int, set[int]] = {}
+            accusers: dict[int, set[int]] = {}
+            for reporter, peer in self._broken:
+                counterparts.setdefault(reporter, set()).add(peer)
+                counterparts.setdefault(peer, set()).add(reporter)
+                accusers.setdefault(reporter, set())
+                accusers.setdefault(peer, set()).add(reporter)
+            _, _, _, _, worker = max(
+                (
+                    len(counterparts[worker]),
+                    len(accusers[worker]),
+                    not self._watched[worker].connected,
+                    self._now_s - self._watched[worker].alive_s > SILENCE_FLOOR_S / 2,
+                    worker,
+                )
+                for pair in due
+                for worker in pair
+            )
+            accusing = sorted(accusers[worker])
+            says = (
+                f"{_workers(accusing)} {'says' if len(accusing) == 1 else 'say'} so"
+                if accusing
+                else "it says so itself"
+            )
+            reason = (
+                f"worker {worker} has lost its links to {_workers(sorted(counterparts[worker]))} "
+                f"({says}), and no end of its process was reported within {LINK_GRACE_S * 1000:.0f} ms"
+            )
+            suspicions.append(self._suspect(worker, "link", reason))
+        return suspicions
+
+    # ------------------------------------------------------------------------------------------------------ heartbeat
+
+    def _never_begun(self) -> list[Suspicion]:
+        """Of those that have not registered: whose process was seen to stand still, and whose nobody has seen."""
+        suspicions = []
+        for _, awaited in sorted(self._awaited.items()):
+            still_s = awaited.seen_s - awaited.moved_s  # as it was seen: that nobody looks is another matter
+            unseen_s = self._now_s - awaited.seen_s
+            who = f"worker {awaited.worker} has not registered, and "
+            if still_s > SILENCE_STARTING_S:
+                reason = (
+                    f"its process has used no processor time for {still_s:.1f} s (bound {SILENCE_STARTING_S:.1f} s)"
+                )
+            elif unseen_s > UNSEEN_START_S:
+                reason = f"nothing was seen of its process for {unseen_s:.1f} s (bound {UNSEEN_START_S:.1f} s)"
+            else:
+                continue
+            suspicions.append(self._suspect(awaited.worker, "heartbeat", who + reason))
+        return suspicions
+
+    def silence_bound_s(self, worker: int) -> float:
+        """Seconds for which a worker may be silent while the others wait.
+
+        Raises:
+            KeyError: the worker is not watched.
+        """
+        return self._bound_of(self._watched[worker], self._common_gap_s())
+
+    def _common_gap_s(self) -> float:
+        """The longest gap lately that not only one worker has had: what disturbs two may disturb all."""
+        return sorted([0.0, 0.0, *(watched.gaps.value_s for watched in self._watched.values())])[-2]
+
+    def _bound_of(self, watched: _Watched, common_gap_s: float) -> float:
+        if watched.starting:
+            return SILENCE_STARTING_S
+        gap_s = max(watched.gaps.value_s, common_gap_s)
+        bound_s = max(SILENCE_FLOOR_S, min(SILENCE_FACTOR * gap_s, gap_s + SILENCE_MARGIN_S))
+        if watched.gaps.count < self._learned_gaps or watched.beside_steps:
+            return max(bound_s, SILENCE_UNLEARNED_S)
+        return bound_s
+
+    def _silent(self) -> list[Suspicion]:
+        common_gap_s = self._common_gap_s()
+        known = [
+            (watched, self._now_s - watched.alive_s, self._bound_of(watched, common_gap_s))
+            for watched in self._watched.values()
+        ]
+        # Of all by the same measure, whoever computes.
+        num_hushed = sum(silence_s > bound_s / 2 for _, silence_s, bound_s in known)
+        shortest_s = min((silence_s for _, silence_s, _ in known), default=float("inf"))
+        crowd = CROWD_FACTOR if num_hushed >= CROWD and 2 * num_hushed > len(known) else 1.0
+        late: list[tuple[_Watched, float, float]] = []
+        for watched, silence_s, bound_s in known:
+            spare = self._num_computing > watched.computing and not watched.starting
+            hurry = NO_HURRY if spare else 1.0
+            if silence_s > bound_s * hurry * crowd:
+                late.append((watched, silence_s, bound_s * hurry * crowd))
+        if late and num_hushed == len(self._watched) + len(self._awaited) and shortest_s < NOBODY_S:
+            self._nobody_heard = True
+            return []
+        return [
+            self._suspect(
+                watched.worker,
+                "heartbeat",
+                f"worker {watched.worker} has been silent for {silence_s:.2f} s (bound {bound_s:.2f} s; its longest "
+                f"gap lately was {watched.gaps.value_s:.2f} s{'' if watched.connected else '; it is disconnected'})",
+            )
+            for watched, silence_s, bound_s in sorted(late, key=lambda entry: entry[0].worker)
+        ]
+
+    def _follow_front(self, position: Position) -> None:
+        """Takes a step that has been begun as a sign of life of all that were in the one before: they have voted."""
+        here = (position.epoch, position.step, position.attempt)
+        if here <= self._front or position.label in (*IDLE, *STARTING):
+            return
+        if here[0] == self._front[0]:
+            for watched in self._watched.values():
+                if watched.position is not None and watched.position.epoch == position.epoch:
+                    watched.alive_s = self._now_s
+            if here[1] == self._front[1] + 1:
+                self._steps.add(self._now_s - self._front_s, self._now_s)
+        self._front, self._front_s = here, self._now_s
+
+    # ------------------------------------------------------------------------------------------------------- progress
+
+    def _enter(self, watched: _Watched, position: Position) -> None:
+        """Takes note of what a worker has begun, and learns from what it has ended."""
+        entered_s = self._now_s - position.since_s
+        previous = watched.position
+        if previous is not None:
+            entered_s = max(watched.heard_s, entered_s)  # at its last heartbeat it did something else
+            if previous.computing:
+                # When exactly it ended that is not known, only that it was before it began this.
+                took_s = previous.since_s + min(entered_s - watched.heard_s, UNSEEN_S)
+                longest = self._busy.setdefault(kind_of(previous.label), _LongestLately(DURATION_HALF_LIFE_S))
+                longest.add(took_s, self._now_s)
+            if self._num_computing == 0 and kind_of(previous.label) in PHASES:
+                self._standstills.add(max(0.0, entered_s - self._moved_s), self._now_s)
+        self._num_computing += position.computing - watched.computing
+        watched.entered_s = entered_s
+        self._moved_s = self._now_s
+
+    @property
+    def _learned(self) -> bool:
+        return self._steps.count >= LEARNED_STEPS
+
+    def busy_bound_s(self, label: str) -> float:
+        """Seconds for which a worker may compute what is called `label`."""
+        kind = kind_of(label)
+        longest = self._busy.get(kind)
+        longest_s = 0.0 if longest is None else longest.value_s
+        floor_s = BUSY_FLOOR_S if kind in PHASES and longest is not None and self._learned else UNLEARNED_S
+        return max(floor_s, PROGRESS_FACTOR * longest_s)
+
+    def _computing_too_long(self) -> list[Suspicion]:
+        suspicions = []
+        for watched in list(self._watched.values()):
+            position = watched.position
+            if position is None or not position.computing:
+                continue
+            age_s = watched.heard_s - watched.entered_s  # as it said itself: silence is another matter
+            if age_s <= BUSY_FLOOR_S:
+                continue
+            bound_s = self.busy_bound_s(position.label)
+            if age_s > bound_s:
+                reason = (
+                    f"worker {watched.worker} has been computing {position} for {age_s:.1f} s (bound "
+                    f"{bound_s:.1f} s, {PROGRESS_FACTOR:.0f} times the longest lately)"
+                )
+                suspicions.append(self._suspect(watched.worker, "progress", reason))
+        return suspicions
+
+    def stall_bound_s(self) -> float:
+        """Seconds for which all workers may wait without anything moving."""
+        positions = [watched.position for watched in self._watched.values()]
+        ordinary = all(position is None or kind_of(position.label) in (*PHASES, *IDLE) for position in positions)
+        floor_s = max(STALL_FLOOR_S, self._steps.value_s) if ordinary and self._learned else UNLEARNED_S
+        return max(floor_s, PROGRESS_FACTOR * self._standstills.value_s)
+
+    def _standing_still(self) -> list[Suspicion]:
+        if self._num_computing or not self._watched or self._paused:
+            return []
+        age_s = min(watched.heard_s for watched in self._watched.values()) - self._moved_s  # as all have said
+        if age_s <= STALL_FLOOR_S:
+            return []
+        positions = {
+            worker: watched.position for worker, watched in self._watched.items() if watched.position is not None
+        }
+        if all(position.label in IDLE for position in positions.values()):
+            return []
+        if any(position.label == WRITE for position in positions.values()):
+            return []  # all wait for a disk, perhaps through others
+        bound_s = self.stall_bound_s()
+        if age_s <= bound_s:
+            return []
+        worker = blame(positions)
+        its = positions[worker]
+        num_waiting = sum(worker in position.waiting_on for position in positions.values())
+        if num_waiting:
+            finding = f"{num_waiting} of {len(positions)} workers wait for worker {worker}, which is in {its}"
+        else:
+            finding = (
+                f"of all that are waited for nothing is known, and worker {worker} is the furthest behind, in {its}"
+            )
+        if its.waiting_on:
+            finding += f" and waits for {_workers(its.waiting_on)}"
+        reason = f"nothing has moved for {age_s:.1f} s (bound {bound_s:.1f} s): {finding}"
+        return [self._suspect(worker, "progress", reason)]
+
+
+def _workers(workers: Iterable[int]) -> str:
+    names = [str(worker) for worker in workers]
+    return ("worker " if len(names) == 1 else "workers ") + ", ".join(names)

@@ -1,0 +1,191 @@
+"""What coordinator and workers say to each other about membership and commits. Plain typed data.
+
+Every message carries an epoch; whoever receives one of another epoch than it expects drops it or answers with its own.
+Coordinators carry a term, which grows with every start of one.
+"""
+
+import msgspec
+
+from elaswave.state.placement import Placement
+from elaswave.types import Layout
+
+PROTOCOL_VERSION = 3
+"""Both ends of a control connection must have the same."""
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """A completed vote, as whoever learned its result can pass it on."""
+
+    step: int
+    attempt: int
+    commits: bool
+    """Whether the vote committed the step (else it asked for another attempt, with grids that the vector tells)."""
+    vector: bytes
+    """The whole merged vote, as bytes: norm, losses, maxima, layout; enough to apply the step without having voted."""
+    change: int = 0
+    """Number of the planned change of layout that is in force after this vote; 0 for none since the start."""
+    checkpoint: int = 0
+    """The newest committed step whose vote, this one or an earlier one, asked for a durable checkpoint; 0 for none."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Votes are ordered by this."""
+        return (self.step, self.attempt)
+
+    @property
+    def committed_step(self) -> int:
+        """The newest step that this vote proves committed: a vote on a step proves the step before it."""
+        return self.step if self.commits else self.step - 1
+
+
+class Copies(msgspec.Struct, frozen=True, kw_only=True):
+    """The blocks that a worker holds, three lists of equal length."""
+
+    blocks: list[int]
+    owned: list[bool]
+    versions: list[int]
+    """The last step applied to each."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
+    """A worker's answer to `Prepare`. It is a promise: the worker has left the old epoch's data plane before it sends
+    this, can learn nothing more of it, and discards nothing until the decision."""
+
+    worker: int
+    epoch: int
+    """The epoch that is being answered."""
+    evidence: Evidence | None
+    """The newest completed vote that this worker knows, of any epoch."""
+    step: int
+    attempt: int
+    """What it was trying."""
+    prepared: bool
+    """Whether it holds every gradient it needs to apply that step."""
+    parameters_step: int
+    """The step up to which all parameters of its layers are complete; -1 while it has none."""
+    layers: tuple[int, int]
+    """The layers [start, stop) whose parameters it has."""
+    copies: Copies
+    decided: int = 0
+    """The epoch of the newest decision that it has taken; 0 for none."""
+
+
+class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
+    """The epoch rises: leave the old one, report, and wait for the decision."""
+
+    term: int
+    epoch: int
+    members: tuple[int, ...]
+    """Workers of the new epoch; whoever is not one of them is fenced."""
+    lost: tuple[int, ...]
+    """Workers that this rise leaves behind."""
+    reason: str
+
+
+class ExecutionParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a plan stands beside the layout. The protocol carries it and does not look into it."""
+
+    schedule: str = ""
+    """Of the programs; empty: as configured."""
+    levels: dict[int, int] = {}
+    """Worker -> index of its device's frequency level; the base level for those that are not in it."""
+    layer_s: tuple[tuple[float, float, float], ...] = ()
+    """Seconds of each layer's forward, input gradient and weight gradient, by which everybody compiles the same
+    programs; empty: layers are taken to be balanced over stages."""
+    speeds: dict[int, float] = {}
+    """Worker -> its speed, level included, for the same purpose; 1 for those that are not in it."""
+    in_flight: dict[int, int] = {}
+    """Worker -> the most micro-batches that it may hold at once, where memory is short; those that are not in it may
+    hold as many as the schedule wants."""
+
+
+class LayoutChange(msgspec.Struct, frozen=True, kw_only=True, tag="change"):
+    """A planned change of layout. Persisted before it is sent.
+
+    A worker that holds it says so in its vote; with the first vote that commits a step and in which everybody holds it,
+    it is in force: the step's GATHER already runs under it.
+    """
+
+    term: int
+    epoch: int
+    """It is void in any other."""
+    number: int
+    """Grows over the whole job; the newest one that a worker holds counts."""
+    layout: Layout
+    """Of exactly the members of the epoch."""
+    execution: ExecutionParameters
+    reason: str
+    predicted_step_s: float | None = None
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
+    """What all members of an epoch do next. Persisted before it is sent."""
+
+    term: int
+    epoch: int
+    members: tuple[int, ...]
+    lost: tuple[int, ...]
+    """Workers lost since the last decision."""
+    evidence: Evidence | None
+    """The newest vote that anybody knows; members that have not seen it act on it now."""
+    resume_step: int
+    """The step to run next."""
+    resume_attempt: int
+    """The number of its next attempt, larger than every earlier one."""
+    layout: Layout
+    placement: Placement
+    deliver: tuple[tuple[int, int], ...]
+    """(worker, layer): parameters that must be sent before anybody computes."""
+    rollback: int | None
+    """The checkpoint's step, if everybody starts over from it; None if no state was lost."""
+    evaluate: bool
+    """The evaluation of the step before `resume_step` is still to be made."""
+    checkpoint: bool
+    """The checkpoint of the step before `resume_step` is still to be written."""
+    published: int
+    """The newest step whose loss the coordinator has; whoever knows later ones sends them again."""
+    promoted: int
+    """Number of blocks that got a new owner."""
+    reason: str
+    change: int = 0
+    """Number of the newest planned change that the layout follows from. Later ones of older epochs are void."""
+    execution: ExecutionParameters = ExecutionParameters()
+    plan: str = ""
+    """Why this layout, if a policy other than ElasWave's has chosen it."""
+
+
+class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag="fenced"):
+    """To a worker that is no member any more: it must end itself and change nothing."""
+
+    term: int
+    epoch: int
+    reason: str
+
+
+class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="registered"):
+    """The first thing that a worker says on a new control connection."""
+
+    worker: int
+    address: str
+    """Where its data plane listens."""
+    epoch: int
+    """The epoch it is in; that of its last report if it waits for a decision."""
+    report: Report | None
+    """Its last report, if it waits for a decision."""
+
+
+class Installed(msgspec.Struct, frozen=True, kw_only=True, tag="installed"):
+    """A worker has installed a decision and computes again."""
+
+    worker: int
+    epoch: int
+    edit_s: float
+    """Seconds for moving to the new epoch and making missing links."""
+    promote_s: float
+    """Seconds for catching up, changing roles and building the new program."""
+    critical_bytes: int
+    """Bytes of state that it received before it could go on, the step's own gather not counted."""
+
+
+WorkerToCore = Registered | Report | Installed
+CoreToWorker = Prepare | Decision | Fenced | LayoutChange

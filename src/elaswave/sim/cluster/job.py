@@ -1,0 +1,457 @@
+"""Weeks of a training job on a cluster whose machines fail, slow down and come back, in virtual time.
+
+Between two changes nothing happens: the job does micro-batches at the rate that its plan predicts. So time advances
+from change to change, and a week of 100,000 workers is some hundreds of plans, each by the policy's own planner. Every
+policy meets the same scenario, from the same start, measured against the same undisturbed job.
+
+Definitions, with symbols, are in docs/simulation.md. In short: T is the scenario's duration, M the micro-batches of a
+step, rho = M / step the undisturbed job's rate on all machines. *Goodput* is the micro-batches that were committed and
+not lost again, over rho x T. T is the sum of its parts: useful + lost work + pauses + waiting + slower.
+
+Approximated: steps are not told apart. A failure that interrupts one loses half of it, for every policy: the engine
+tries such a step again as a whole. A step's time is as the policies' plans predict it, timed exactly for small jobs,
+the closed form for large ones. A change during a pause can only prolong it. State that moves in the background takes
+no time from training. Machines are all of one kind.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from math import sqrt
+
+import msgspec
+import numpy as np
+
+from elaswave.errors import InfeasiblePlan
+from elaswave.planning.baselines.common import make_plan, rectangle
+from elaswave.planning.cluster import Cluster, Event
+from elaswave.planning.costs import Costs
+from elaswave.planning.plan import Plan, Planner
+from elaswave.planning.policies import ROLL_BACK, Pauses, make_policies, policy_named
+from elaswave.planning.schedule import Schedule
+from elaswave.sim.cluster.failures import ClusterChange, Scenario
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The job from some time on."""
+
+    at_s: float
+    num_workers: int
+    """That are there."""
+    throughput: float
+    """Relative to the undisturbed job's; 0 while training stands."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy made of a scenario. Seconds are of the scenario's clock; see docs/simulation.md."""
+
+    policy: str
+    source: str
+    """Of the scenario."""
+    duration_s: float
+    """T."""
+    goodput: float
+    """Useful work over what the undisturbed job does in T."""
+    availability: float
+    """Mean number of workers that are there, over the most there are at once."""
+    useful_s: float
+    """goodput x T."""
+    lost_work_s: float
+    """Work that was thrown away, as time of the undisturbed job."""
+    pauses_s: dict[str, float]
+    """Cause -> seconds of standing still. Causes: the kinds of events, restart (after a stop), checkpoint."""
+    num_pauses: dict[str, int]
+    """Cause -> how often."""
+    waiting_s: float
+    """With too few workers to train at all."""
+    slower_s: float
+    """What is missing to T: training, but slower than undisturbed. Below 0 where a policy found a faster schedule."""
+    migrated_bytes: float
+    energy_j: float
+    """0 where devices state no power."""
+    num_events: dict[str, int]
+    """Kind -> how many of the scenario's changes."""
+    undisturbed_step_s: float
+    timeline: tuple[Sample, ...]
+
+    @property
+    def of_capacity(self) -> float:
+        """Goodput over availability: what was made of the workers that were there."""
+        return self.goodput / self.availability if self.availability else 0.0
+
+
+def simulate(
+    scenario: Scenario,
+    machines: Cluster,
+    costs: Costs,
+    policy: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    schedule: Schedule = "1f1b",
+    pauses: Pauses | None = None,
+    planner: Planner | None = None,
+    best_of: Planner | None = None,
+    progress: Callable[[float], None] = lambda done: None,
+) -> Outcome:
+    """Lets a job live through a scenario.
+
+    Args:
+        scenario: who is there at the beginning and what happens.
+        machines: a cluster of the machines meant; the device and memory of its first worker, and its links, are
+            everyone's, and so is a worker's share of its power limit.
+        costs: of the model's layers.
+        policy: name of one of `elaswave.planning.policies`.
+        num_stages: of the job's pipelines at the beginning, and whenever it begins again.
+        num_microbatches: of a step.
+        schedule: of the job at the beginning.
+        pauses: times of standing still; None means `Pauses`' defaults.
+        planner: use this one under the policy's name.
+        best_of: plans the undisturbed job that goodput is measured by, where it finds a faster one than the job has at
+            the beginning: then no policy gains by what could have been had without a failure.
+        progress: told after every change what share of the scenario is behind.
+    Raises:
+        UsageError: an unknown policy.
+        InfeasiblePlan: not even all workers that are ever there at once can train this model.
+    """
+    pauses = pauses or Pauses()
+    chosen = planner or policy_named(policy, make_policies(pauses))
+    job = _Job(scenario, machines, costs, policy, chosen, num_stages, num_microbatches, schedule, pauses, best_of)
+    for change in scenario.changes:
+        job.advance(change.at_s)
+        job.meet(change)
+        progress(min(1.0, change.at_s / scenario.duration_s))
+    job.advance(scenario.duration_s)
+    return job.outcome()
+
+
+class _Job:
+    """A job at one instant, and its books."""
+
+    def __init__(
+        self, scenario: Scenario, machines: Cluster, costs: Costs, policy: str, planner: Planner, num_stages: int,
+        num_microbatches: int, schedule: Schedule, pauses: Pauses, best_of: Planner | None,
+    ) -> None:  # fmt: skip
+        self._scenario, self._costs, self._policy, self._planner, self._pauses = (
+            scenario, costs, policy, planner, pauses
+        )  # fmt: skip
+        self._num_stages, self._num_microbatches, self._schedule = num_stages, num_microbatches, schedule
+        most = scenario.num_workers_max
+        limit_w = machines.power_limit_w
+        self._machines = replace(
+            machines.take(np.array([0])),
+            power_limit_w=None if limit_w is None else limit_w / machines.num_workers * most,
+        )
+        self._idle_w = machines.devices[int(machines.device[0])].idle_power_w
+        everybody = self._cluster(range(most), [0] * most)
+        undisturbed = self._started(everybody)
+        step_s = undisturbed.predicted_step_s
+        if best_of is not None:
+            nothing = Event(kind="slowed", workers=(int(everybody.ids[0]),))
+            step_s = min(step_s, best_of(everybody, costs, undisturbed.allocation, nothing).predicted_step_s)
+        self._undisturbed_step_s = step_s
+        self._rho = num_microbatches / step_s
+        self._most = most
+        interval_s = pauses.checkpoint_interval_s if policy in ROLL_BACK else pauses.backup_interval_s
+        self._checkpoint_every_s = interval_s + pauses.checkpoint_stall_s
+
+        self._now_s = 0.0
+        self._paused_until_s = 0.0
+        self._cause = ""
+        self._plan: Plan | None = None
+        """None while too few workers are there."""
+        self._since_checkpoint_s = 0.0
+        self._unsaved = 0.0
+        """Micro-batches since the last durable checkpoint."""
+        self._done = 0.0
+        """Micro-batches, those that were lost again included."""
+        self._lost = 0.0
+        self._waiting_s = 0.0
+        self._worker_s = 0.0
+        self._energy_j = 0.0
+        self._migrated_bytes = 0.0
+        self._pauses_s: defaultdict[str, float] = defaultdict(float)
+        self._num_pauses: defaultdict[str, int] = defaultdict(int)
+        self._timeline: list[Sample] = []
+        self._there = self._cluster(scenario.initial, scenario.nodes)
+        self._try_to_start(first=True)
+        self._sample()
+
+    def advance(self, to_s: float) -> None:
+        """Lets time pass without a change."""
+        if self._now_s < self._paused_until_s:
+            until_s = min(to_s, self._paused_until_s)
+            self._pauses_s[self._cause] += until_s - self._now_s
+            self._pass(until_s - self._now_s, self._idle_w * self._there.num_workers)
+            if until_s < to_s:
+                self._sample()
+        seconds = to_s - self._now_s
+        if seconds <= 0:
+            return
+        if self._plan is None:
+            self._waiting_s += seconds
+            self._pass(seconds, self._idle_w * self._there.num_workers)
+            return
+        stalled = self._pauses.checkpoint_stall_s / self._checkpoint_every_s
+        rate = self._rate() * (1 - stalled)
+        self._pauses_s["checkpoint"] += seconds * stalled
+        self._done += rate * seconds
+        reached_s = self._since_checkpoint_s + seconds
+        if reached_s >= self._checkpoint_every_s:
+            self._num_pauses["checkpoint"] += int(reached_s // self._checkpoint_every_s)
+            self._since_checkpoint_s = reached_s % self._checkpoint_every_s
+            self._unsaved = rate * self._since_checkpoint_s
+        else:
+            self._since_checkpoint_s = reached_s
+            self._unsaved += rate * seconds
+        idle = self._there.num_workers - sum(
+            stage.width for chain in self._plan.allocation.chains for stage in chain.stages
+        )
+        self._pass(seconds, self._plan.power_w + idle * self._idle_w)
+
+    def meet(self, change: ClusterChange) -> None:
+        """Takes a change into the cluster and lets the policy plan."""
+        event = self._apply(change)
+        if event is None:
+            return
+        if self._plan is None:
+            self._try_to_start()
+        else:
+            self._replan(self._plan, event)
+        self._sample()
+
+    def outcome(self) -> Outcome:
+        """The books, closed."""
+        duration_s = self._scenario.duration_s
+        useful_s = (self._done - self._lost) / self._rho
+        lost_work_s = self._lost / self._rho
+        return Outcome(
+            policy=self._policy,
+            source=self._scenario.source,
+            duration_s=duration_s,
+            goodput=useful_s / duration_s if duration_s else 0.0,
+            availability=self._worker_s / (self._most * duration_s) if duration_s else 0.0,
+            useful_s=useful_s,
+            lost_work_s=lost_work_s,
+            pauses_s=dict(sorted(self._pauses_s.items())),
+            num_pauses=dict(sorted(self._num_pauses.items())),
+            waiting_s=self._waiting_s,
+            slower_s=duration_s - useful_s - lost_work_s - sum(self._pauses_s.values()) - self._waiting_s,
+            migrated_bytes=self._migrated_bytes,
+            energy_j=self._energy_j,
+            num_events=self._scenario.counts,
+            undisturbed_step_s=self._undisturbed_step_s,
+            timeline=tuple(self._timeline),
+        )
+
+    def _cluster(self, workers: Iterable[int], nodes: Iterable[int]) -> Cluster:
+        ids = np.fromiter(workers, dtype=np.int64)
+        one = self._machines
+        return Cluster(
+            ids=ids,
+            node=np.fromiter(nodes, dtype=np.int64),
+            speed=np.ones(len(ids)),
+            memory_bytes=np.full(len(ids), one.memory_bytes[0]),
+            device=np.full(len(ids), one.device[0]),
+            devices=one.devices,
+            within_node=one.within_node,
+            between_nodes=one.between_nodes,
+            power_limit_w=one.power_limit_w,
+        )
+
+    def _started(self, cluster: Cluster) -> Plan:
+        """The plan with which a job begins: equal pipelines.
+
+        Raises:
+            InfeasiblePlan: too few workers, or too little memory.
+        """
+        allocation = rectangle(
+            cluster,
+            self._costs,
+            num_stages=self._num_stages,
+            num_microbatches=self._num_microbatches,
+            schedule=self._schedule,
+        )
+        return make_plan(
+            self._policy, cluster, self._costs, allocation, pause_s=0.0, lost_steps=0.0, reason="begins"
+        )  # fmt: skip
+
+    def _try_to_start(self, *, first: bool = False) -> None:
+        """Begins, or begins again, if the workers suffice; those that are left over join at once."""
+        try:
+            self._plan = self._started(self._there)
+        except InfeasiblePlan:
+            self._plan = None
+            return
+        self._since_checkpoint_s = 0.0
+        if not first and self._done > 0:
+            self._pause("restart", self._pauses.restart_s)
+        extra = np.setdiff1d(self._there.ids, self._plan.allocation.workers, assume_unique=True)
+        if len(extra):
+            joined = Event(kind="joined", workers=tuple(extra.tolist()))
+            # A policy that can do nothing with them leaves them idle.
+            with suppress(InfeasiblePlan):
+                self._plan = self._planner(self._there, self._costs, self._plan.allocation, joined)
+
+    def _replan(self, before: Plan, event: Event) -> None:
+        was_paused = self._now_s < self._paused_until_s
+        try:
+            plan = self._planner(self._there, self._costs, before.allocation, event)
+        except InfeasiblePlan:
+            # Nobody can go on with what is left: begin again from the last checkpoint, as soon as that is possible.
+            self._lose(self._unsaved)
+            self._plan = None
+            self._try_to_start()
+            return
+        self._plan = plan
+        self._migrated_bytes += sum(transfer.num_bytes for transfer in plan.transfers)
+        if plan.from_checkpoint:
+            self._lose(self._unsaved)
+            self._since_checkpoint_s = 0.0
+        elif plan.lost_work_s > 0 and not was_paused:
+            self._lose(min(self._unsaved, before.allocation.num_microbatches / 2))
+        if plan.predicted_pause_s > 0:
+            self._pause(event.kind, plan.predicted_pause_s)
+
+    def _lose(self, num_microbatches: float) -> None:
+        self._lost += num_microbatches
+        self._unsaved -= num_microbatches
+
+    def _pause(self, cause: str, seconds: float) -> None:
+        self._num_pauses[cause] += 1
+        if self._now_s + seconds >= self._paused_until_s:
+            self._paused_until_s, self._cause = self._now_s + seconds, cause
+
+    def _apply(self, change: ClusterChange) -> Event | None:
+        """Changes the cluster; None where the event is about nobody who is there."""
+        event, there = change.event, self._there
+        if event.kind == "joined":
+            more = self._cluster(event.workers, change.nodes)
+            order = np.argsort(np.concatenate([there.ids, more.ids]), kind="stable")
+
+            def both(name: str) -> np.ndarray:
+                return np.concatenate([getattr(there, name), getattr(more, name)])[order]
+
+            self._there = replace(
+                there,
+                ids=both("ids"),
+                node=both("node"),
+                speed=both("speed"),
+                memory_bytes=both("memory_bytes"),
+                device=both("device"),
+            )
+            return event
+        present = tuple(worker for worker in event.workers if _has(there.ids, worker))
+        if not present:
+            return None
+        event = msgspec.structs.replace(event, workers=present)
+        where = there.index_of(present)
+        if event.kind == "slowed":
+            speed = there.speed.copy()
+            speed[where] = event.speed
+            self._there = replace(there, speed=speed)
+            return event
+        stays = np.ones(there.num_workers, dtype=bool)
+        stays[where] = False
+        self._there = there.take(stays)
+        return event
+
+    def _rate(self) -> float:
+        """Micro-batches per second."""
+        if self._plan is None or self._now_s < self._paused_until_s:
+            return 0.0
+        return self._plan.allocation.num_microbatches / self._plan.predicted_step_s
+
+    def _pass(self, seconds: float, power_w: float) -> None:
+        self._now_s += seconds
+        self._worker_s += seconds * self._there.num_workers
+        self._energy_j += seconds * power_w
+
+    def _sample(self) -> None:
+        throughput = self._rate() / self._rho
+        self._timeline.append(Sample(at_s=self._now_s, num_workers=self._there.num_workers, throughput=throughput))
+
+
+def _has(ids: np.ndarray, worker: int) -> bool:
+    index = int(np.searchsorted(ids, worker))
+    return index < len(ids) and int(ids[index]) == worker
+
+
+class Interval(msgspec.Struct, frozen=True, kw_only=True):
+    """A mean over seeds and its 95 % confidence interval."""
+
+    mean: float
+    half_width: float
+    """0 for a single seed, which tells nothing about others."""
+
+
+_STUDENT_T = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045),
+)
+"""97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond, the normal distribution's 1.96 is used."""
+
+
+def interval_of(values: Sequence[float]) -> Interval:
+    """Mean and 95 % confidence interval of independent values, by Student's t.
+
+    Raises:
+        ValueError: no value.
+    """
+    if not values:
+        raise ValueError("a mean of no values was asked for: give at least one")
+    count = len(values)
+    mean = sum(values) / count
+    if count == 1:
+        return Interval(mean=mean, half_width=0.0)
+    deviation = sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
+    quantile = _STUDENT_T[count - 2] if count - 2 < len(_STUDENT_T) else 1.96
+    return Interval(mean=mean, half_width=quantile * deviation / sqrt(count))
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy over several scenarios."""
+
+    policy: str
+    num_seeds: int
+    goodput: Interval
+    of_capacity: Interval
+    availability: Interval
+    lost_work_s: Interval
+    waiting_s: Interval
+    slower_s: Interval
+    migrated_bytes: Interval
+    energy_j: Interval
+    pauses_s: dict[str, Interval]
+    """By cause."""
+
+
+def summarize(outcomes: Sequence[Outcome]) -> Summary:
+    """Means and confidence intervals of one policy's outcomes.
+
+    Raises:
+        ValueError: no outcome, or those of several policies.
+    """
+    policies = sorted({outcome.policy for outcome in outcomes})
+    if len(policies) != 1:
+        raise ValueError(f"outcomes of policies {policies} were given: a summary is of exactly one")
+
+    def over(value: Callable[[Outcome], float]) -> Interval:
+        return interval_of([value(outcome) for outcome in outcomes])
+
+    causes = sorted({cause for outcome in outcomes for cause in outcome.pauses_s})
+    return Summary(
+        policy=policies[0],
+        num_seeds=len(outcomes),
+        goodput=over(lambda each: each.goodput),
+        of_capacity=over(lambda each: each.of_capacity),
+        availability=over(lambda each: each.availability),
+        lost_work_s=over(lambda each: each.lost_work_s),
+        waiting_s=over(lambda each: each.waiting_s),
+        slower_s=over(lambda each: each.slower_s),
+        migrated_bytes=over(lambda each: each.migrated_bytes),
+        energy_j=over(lambda each: each.energy_j),
+        pauses_s={cause: interval_of([each.pauses_s.get(cause, 0.0) for each in outcomes]) for cause in causes},
+    )

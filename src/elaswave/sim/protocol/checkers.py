@@ -1,0 +1,353 @@
+"""Judges of a simulated run. They see what happens through a few calls and know nothing of how it is done.
+
+Safety, after DESIGN's "What must always hold": the same bits; every micro-batch exactly once per committed step, no
+step skipped or applied twice; one owner per block and epoch; nothing of an older epoch or attempt is used; survivors
+agree on what is committed; no state is lost while somebody holds it; what is published twice is equal. Liveness: a
+run ends with all steps made, or with a reason that names what was lost.
+"""
+
+# ruff: noqa: D102 (the methods are described in `Observer`)
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from elaswave.protocol.messages import Decision
+from elaswave.sim.protocol.certificate import decode_vote
+from elaswave.sim.protocol.job import BlockState, Truth
+from elaswave.sim.protocol.observer import Observer
+from elaswave.state.placement import Placement
+from elaswave.types import Layout
+
+
+class Violation(Exception):
+    """Something happened that must never happen."""
+
+
+def _require(holds: bool, text: str) -> None:
+    if not holds:
+        raise Violation(text)
+
+
+class SameBits(Observer):
+    """State, parameters, losses and grids are the undisturbed run's."""
+
+    def __init__(self, truth: Truth) -> None:
+        self._truth = truth
+
+    def used_parameter(self, worker: int, step: int, block: int, value: int) -> None:
+        right = self._truth.states[step - 1][block][0] >> 9
+        if value != right:
+            raise Violation(f"worker {worker} computes step {step} with a parameter of block {block} of another step")
+
+    def applied(self, worker: int, block: int, step: int, state: BlockState) -> None:
+        if state != self._truth.states[step][block]:
+            raise Violation(f"block {block} on worker {worker} differs after step {step}")
+
+    def loaded(self, worker: int, block: int, step: int, state: BlockState) -> None:
+        _require(state == self._truth.states[step][block], f"block {block} loaded on worker {worker} differs")
+
+    def learned(
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+    ) -> None:
+        if commits:
+            _require(grid == self._truth.grids[step], f"the grid after step {step} differs on worker {worker}")
+
+    def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: int) -> None:
+        right = dict(enumerate(self._truth.states[step]))
+        _require(states == right, f"the checkpoint of step {step} differs")
+        _require(grid == self._truth.grids[step], f"the grid in the checkpoint of step {step} differs")
+
+    def published(self, step: int, losses: tuple[int, ...]) -> None:
+        _require(losses == self._truth.losses[step], f"the published losses of step {step} differ")
+
+    def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
+        last = self._truth.states[-1]
+        owners = [block for held in states.values() for block, (owned, _, _) in held.items() if owned]
+        _require(sorted(owners) == list(range(len(last))), f"at the end the owned blocks are {sorted(owners)}")
+        for worker, held in states.items():
+            for block, (_, version, state) in held.items():
+                right = (len(self._truth.states) - 1, last[block])
+                _require((version, state) == right, f"block {block} on worker {worker} differs at the end")
+
+
+class ExactlyOnce(Observer):
+    """Every micro-batch counts once in every committed step; every copy takes every step once."""
+
+    def __init__(self, num_layers: int, num_microbatches: int) -> None:
+        self._expected = num_layers * num_microbatches
+        self._added: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        self._versions: dict[tuple[int, int], int] = {}
+        self._checked: set[tuple[int, int, int]] = set()
+
+    def computed(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
+        self._added.setdefault((epoch, step, attempt), []).append((layer, microbatch))
+
+    def learned(
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+    ) -> None:
+        key = (epoch, step, attempt)
+        if commits and key not in self._checked:
+            self._checked.add(key)
+            added = self._added.get(key, [])
+            _require(
+                len(added) == len(set(added)) == self._expected,
+                f"step {step} was committed with {len(added)} gradients, {len(set(added))} different ones, of "
+                f"{self._expected}",
+            )
+
+    def applied(self, worker: int, block: int, step: int, state: BlockState) -> None:
+        before = self._versions.get((worker, block), 0)
+        if step != before + 1:
+            raise Violation(f"worker {worker} applies step {step} to block {block}, which is at step {before}")
+        self._versions[worker, block] = step
+
+    def loaded(self, worker: int, block: int, step: int, state: BlockState) -> None:
+        self._versions[worker, block] = step
+
+
+class OneOwner(Observer):
+    """A block has one owner in an epoch: all workers that run in it know the same one."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[int, ...]] = {}
+
+    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+        owners = self._owners.setdefault(epoch, placement.owner)
+        _require(owners == placement.owner, f"worker {worker} has other owners in epoch {epoch} than a peer")
+
+    def decided(self, decision: Decision) -> None:
+        owners = self._owners.setdefault(decision.epoch, decision.placement.owner)
+        _require(owners == decision.placement.owner, f"two decisions about epoch {decision.epoch}")
+
+
+class OneLayout(Observer):
+    """Whoever a planned change comes into force for, with the vote of a step, goes on with the same layout."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[tuple[int, int], Layout] = {}
+
+    def switched(self, worker: int, epoch: int, step: int, layout: Layout) -> None:
+        known = self._layouts.setdefault((epoch, step), layout)
+        _require(known == layout, f"worker {worker} goes on after step {step} with another layout than a peer")
+
+
+class Fencing(Observer):
+    """Nothing of another epoch or attempt is used, nor anything from a worker that is no member."""
+
+    def consumed(
+        self, worker: int, epoch: int, step: int, attempt: int, frame: tuple[int, int, int], sender_is_member: bool
+    ) -> None:
+        if frame != (epoch, step, attempt):
+            raise Violation(f"worker {worker} in {(epoch, step, attempt)} uses a frame of {frame}")
+        if not sender_is_member:
+            raise Violation(f"worker {worker} uses a frame of a worker that is no member of epoch {epoch}")
+
+
+class Agreement(Observer):
+    """A vote has one result, and what a survivor has seen committed stays committed."""
+
+    def __init__(self) -> None:
+        self._results: dict[tuple[int, int, int], tuple[bool, bytes]] = {}
+        self._committed: dict[int, int] = {}
+        """Worker -> newest step that it knows committed."""
+        self._decision: Decision | None = None
+
+    def learned(
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+    ) -> None:
+        result = self._results.setdefault((epoch, step, attempt), (commits, vector))
+        _require(result == (commits, vector), f"worker {worker} learned another vote on step {step} than a peer")
+        if commits:
+            self._committed[worker] = step
+
+    def decided(self, decision: Decision) -> None:
+        if decision.rollback is not None:
+            self._committed.update(dict.fromkeys(decision.members, decision.rollback))
+            return
+        known = max((self._committed.get(worker, 0) for worker in decision.members), default=0)
+        _require(
+            decision.resume_step > known,
+            f"epoch {decision.epoch} resumes with step {decision.resume_step}, but step {known} is committed",
+        )
+
+    def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: int) -> None:
+        base = decision.resume_step - 1
+        _require(set(versions) <= {base}, f"worker {worker} goes on after step {base} with copies of {set(versions)}")
+        self._committed[worker] = base
+
+    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+        before = self._committed.get(worker, 0)
+        _require(step == before + 1, f"worker {worker} begins step {step} after step {before}")
+
+
+class NoSilentLoss(Observer):
+    """State is given up only when all its holders are gone.
+
+    Who has to hold a block is read off the placements that the survivors were working under: if each of them names a
+    holder that is still a member, the block must not be lost. Before any step is committed nothing can be lost at all:
+    the seed has everything.
+    """
+
+    def __init__(self) -> None:
+        self._in_force: dict[int, Placement] = {}
+        self._loading: set[int] = set()
+        """Workers that have yet to load a checkpoint; until they have, nothing can be asked of anybody."""
+        self._any_committed = False
+
+    def learned(
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+    ) -> None:
+        self._any_committed = self._any_committed or commits
+
+    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+        self._in_force[worker] = placement
+
+    def placed(self, worker: int, placement: Placement) -> None:
+        self._in_force[worker] = placement
+
+    def gone(self, worker: int) -> None:
+        self._in_force.pop(worker, None)
+
+    def decided(self, decision: Decision) -> None:
+        if decision.rollback is not None:
+            self._check(decision.members, range(len(decision.placement.owner)), decision.reason)
+            self._loading = set(decision.members)
+        for worker in decision.members:
+            self._in_force[worker] = decision.placement
+
+    def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: int) -> None:
+        self._loading.discard(worker)
+
+    def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
+        if orphans:
+            _require(self._any_committed, f"state was given up that can be made from the seed: {reason}")
+            self._check(members, orphans, reason)
+
+    def _check(self, members: Sequence[int], orphans: Sequence[int], reason: str) -> None:
+        known = [self._in_force[worker] for worker in members if worker in self._in_force]
+        if not known or self._loading & set(members):
+            return
+        for block in orphans:
+            if not all(set(placement.holders(block)) & set(members) for placement in known):
+                return
+        raise Violation(f"state was given up although survivors hold it: {reason}")
+
+
+class PublishedOnce(Observer):
+    """Steps are published in order, and a step that is published again has the same losses."""
+
+    def __init__(self) -> None:
+        self._losses: dict[int, tuple[int, ...]] = {}
+
+    def published(self, step: int, losses: tuple[int, ...]) -> None:
+        before = self._losses.setdefault(step, losses)
+        _require(before == losses, f"step {step} was published with other losses before")
+
+    def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
+        steps = sorted(self._losses)
+        _require(steps == list(range(1, len(steps) + 1)), f"the published steps are {steps}")
+
+
+class CheckpointsKept(Observer):
+    """A durable checkpoint that is due, or that a vote asked for, is made once, or given up with a word.
+
+    It is given up only if a part is really missing, and not if nobody was lost since the survivors began to write it.
+    Parts that are void because everybody went back behind them are left out of account.
+    """
+
+    def __init__(self, num_steps: int, every: int, num_blocks: int) -> None:
+        self._regular = set(range(every, num_steps + 1, every)) if every else set()
+        self._asked: set[int] = set()
+        """Steps whose vote asked for one."""
+        self._num_blocks = num_blocks
+        self._parts: dict[int, dict[int, set[int]]] = {}
+        """Step -> worker -> blocks that it has written."""
+        self._stored: set[int] = set()
+        self._given_up: set[int] = set()
+        self._base = 0
+        """The committed step that the newest decision goes on from."""
+
+    @property
+    def _due(self) -> set[int]:
+        return self._regular | self._asked
+
+    def learned(
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+    ) -> None:
+        if commits and decode_vote(vector).request:
+            self._asked.add(step)
+
+    def wrote(self, worker: int, step: int, blocks: Collection[int]) -> None:
+        self._parts.setdefault(step, {}).setdefault(worker, set()).update(blocks)
+
+    def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: int) -> None:
+        _require(step in self._due, f"a checkpoint of step {step} was not asked for")
+        self._stored.add(step)
+
+    def given_up(self, step: int, members: Collection[int]) -> None:
+        parts = self._parts.get(step, {})
+        here = set().union(*(parts.get(worker, ()) for worker in members))
+        _require(
+            len(here) < self._num_blocks,
+            f"the checkpoint of step {step} was given up although the members have written all of it",
+        )
+        self._given_up.add(step)
+
+    def decided(self, decision: Decision) -> None:
+        self._base = decision.resume_step - 1
+        if decision.rollback is not None:
+            self._asked = {step for step in self._asked if step <= decision.rollback}
+            for step in [step for step in self._parts if step > decision.rollback]:
+                del self._parts[step]
+        elif self._base in self._due:
+            is_stored = self._base in self._stored
+            _require(
+                decision.checkpoint != is_stored,
+                f"epoch {decision.epoch} goes on after step {self._base}, whose checkpoint is "
+                f"{'written, and writes it again' if is_stored else 'not written, and does not write it'}",
+            )
+
+    def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
+        missing = sorted(self._due - self._stored - self._given_up)
+        _require(not missing, f"the job ended without a word about the checkpoints of steps {missing}")
+        missing = [step for step in sorted(self._due - self._stored) if step >= self._base]
+        _require(not missing, f"the checkpoints of steps {missing} are not there, and nobody was lost since")
+
+
+class Progress(Observer):
+    """The run ends: with all steps, or with a reason that is one."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._last = 0
+        self._ended = ""
+
+    def published(self, step: int, losses: tuple[int, ...]) -> None:
+        self._last = max(self._last, step)
+
+    def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
+        _require(bool(lost), f"given up although nobody was lost: {reason}")
+        named = [worker for worker in lost if str(worker) in reason]
+        _require(bool(named), f"the reason does not name any of the lost workers {list(lost)}: {reason}")
+        self._ended = reason
+
+    def stopped(self, outcome: str, now: int) -> None:
+        _require(outcome != "stuck", f"nothing happens any more at time {now}, after step {self._last}")
+        if outcome == "finished":
+            _require(self._last == self._num_steps, f"finished after step {self._last} of {self._num_steps}")
+
+
+def all_checkers(truth: Truth, num_layers: int, num_microbatches: int, checkpoint_every: int = 0) -> list[Observer]:
+    """One of each."""
+    num_steps = len(truth.states) - 1
+    return [
+        SameBits(truth),
+        ExactlyOnce(num_layers, num_microbatches),
+        OneOwner(),
+        OneLayout(),
+        Fencing(),
+        Agreement(),
+        NoSilentLoss(),
+        PublishedOnce(),
+        CheckpointsKept(num_steps, checkpoint_every, len(truth.states[0])),
+        Progress(num_steps),
+    ]

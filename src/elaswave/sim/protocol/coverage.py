@@ -1,0 +1,70 @@
+"""Counts what the schedules have led through, so that a search can show that it went where it matters."""
+
+# ruff: noqa: D102 (the methods are described in `Observer`)
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from elaswave.protocol.messages import Decision
+from elaswave.sim.protocol.observer import Observer
+from elaswave.types import Layout
+
+
+class CoverageCounter(Observer):
+    """Counts of one run or, added up, of many."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._known: dict[int, tuple[int, int]] = {}
+        self._installing: set[int] = set()
+        self._switched: dict[int, int] = {}
+        """Worker -> newest step whose vote has brought a planned change into force there."""
+
+    def learned(
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+    ) -> None:
+        self._known[worker] = (step, attempt)
+        if not commits:
+            self.counts["votes that asked for another attempt"] += 1
+
+    def switched(self, worker: int, epoch: int, step: int, layout: Layout) -> None:
+        if step not in self._switched.values():
+            self.counts["planned changes of the layout"] += 1
+        self._switched[worker] = step
+
+    def decided(self, decision: Decision) -> None:
+        counts = self.counts
+        newest = max(self._switched.values(), default=-1)
+        if newest == decision.resume_step - 1 and decision.rollback is None:
+            switched = sum(self._switched.get(worker) == newest for worker in decision.members)
+            if switched < len(decision.members):
+                counts["losses while a planned change came into force"] += 1
+        counts["decisions"] += 1
+        if len(decision.lost) > 1:
+            counts["decisions about several losses"] += 1
+        if self._installing & set(decision.members):
+            counts["decisions while an earlier one was being carried out"] += 1
+        self._installing = set(decision.members)
+        if decision.rollback is not None:
+            counts["returns to a checkpoint"] += 1
+        elif decision.evidence is not None:
+            knowing = sum(self._known.get(worker) == decision.evidence.order for worker in decision.members)
+            if 0 < knowing < len(decision.members):
+                counts["votes that only some survivors knew"] += 1
+            elif not knowing and decision.evidence.order > max(self._known.get(w, (0, 0)) for w in decision.members):
+                counts["votes that no survivor knew"] += 1
+        if decision.deliver:
+            counts["decisions that send parameters"] += 1
+        if decision.resume_attempt > 1:
+            counts["steps tried again"] += 1
+
+    def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: int) -> None:
+        self._installing.discard(worker)
+        if decision.evidence is not None:
+            self._known[worker] = decision.evidence.order
+
+    def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
+        self.counts["jobs given up"] += 1
+
+    def finished(self, members: Sequence[int], states: object) -> None:
+        self.counts["jobs finished"] += 1

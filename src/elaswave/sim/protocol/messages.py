@@ -1,0 +1,62 @@
+"""Frames between simulated workers, and what they tell the coordinator beside the core's own messages."""
+
+from typing import Any, NamedTuple
+
+from elaswave.protocol.messages import Evidence
+from elaswave.sim.protocol.job import BlockState
+
+ACTIVATION, GRADIENT, PARTIAL_SUM, REDUCED, VOTE, PARAMETERS, BASE_COPY, DELIVERY = range(8)
+"""Kinds of frames."""
+KIND_NAMES = ("activation", "gradient", "partial sums", "reduced", "vote", "parameters", "base copy", "delivery")
+
+Key = tuple[int, int, int, int, int, int]
+"""Tag of a frame: kind, step, attempt, two numbers of its own, source."""
+
+
+class Frame(NamedTuple):
+    """What travels between workers."""
+
+    epoch: int
+    step: int
+    attempt: int
+    value: Any
+
+
+class StepDone(NamedTuple):
+    """A worker has a committed step behind it; with its vote."""
+
+    worker: int
+    epoch: int
+    evidence: Evidence
+
+
+class Shard(NamedTuple):
+    """A worker's owned blocks for the durable checkpoint of a step."""
+
+    worker: int
+    epoch: int
+    step: int
+    grid: int
+    states: dict[int, BlockState]
+
+
+class FinishedReport(NamedTuple):
+    """A worker has made all steps: block -> (owned, version, state)."""
+
+    worker: int
+    epoch: int
+    states: dict[int, tuple[bool, int, BlockState]]
+
+
+class PeerLost(NamedTuple):
+    """A worker's link to a peer has closed."""
+
+    worker: int
+    epoch: int
+    peer: int
+
+
+class Settled(NamedTuple):
+    """A coordinator says that a step's durable checkpoint is complete, or given up."""
+
+    step: int

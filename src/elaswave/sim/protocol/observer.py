@@ -1,0 +1,111 @@
+"""What can be seen of a simulated run. Checkers and counters listen here, and know nothing of how things are done."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from elaswave.protocol.messages import Decision
+from elaswave.sim.protocol.job import BlockState
+from elaswave.state.placement import Placement
+from elaswave.types import Layout
+
+
+class Observer:
+    """What can be seen of a run. Every call may be ignored."""
+
+    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+        """A worker begins an attempt under a placement."""
+
+    def computed(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
+        """A worker has added a layer's gradient for a micro-batch to its sums."""
+
+    def used_parameter(self, worker: int, step: int, block: int, value: int) -> None:
+        """A worker computes a step with a parameter."""
+
+    def consumed(
+        self, worker: int, epoch: int, step: int, attempt: int, frame: tuple[int, int, int], sender_is_member: bool
+    ) -> None:
+        """A worker in (epoch, step, attempt) uses a frame of (epoch, step, attempt)."""
+
+    def learned(
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+    ) -> None:
+        """A worker learns the result of a vote; ``grid`` is the one that follows from it."""
+
+    def placed(self, worker: int, placement: Placement) -> None:
+        """A worker has learned of a vote that brings a placement into force."""
+
+    def switched(self, worker: int, epoch: int, step: int, layout: Layout) -> None:
+        """A planned change of layout has come into force for a worker, with the vote of a step."""
+
+    def applied(self, worker: int, block: int, step: int, state: BlockState) -> None:
+        """A worker has applied a step to its copy of a block."""
+
+    def loaded(self, worker: int, block: int, step: int, state: BlockState) -> None:
+        """A worker has a copy of a block from elsewhere: a durable checkpoint or another worker."""
+
+    def dropped(self, worker: int, block: int) -> None:
+        """A worker gives up its copy of a block."""
+
+    def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: int) -> None:
+        """A worker has carried out a decision; versions of its copies."""
+
+    def decided(self, decision: Decision) -> None:
+        """A coordinator has persisted a decision."""
+
+    def published(self, step: int, losses: tuple[int, ...]) -> None:
+        """A coordinator has published the losses of a step."""
+
+    def wrote(self, worker: int, step: int, blocks: Collection[int]) -> None:
+        """A worker has written its part of a step's durable checkpoint."""
+
+    def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: int) -> None:
+        """A coordinator has made a durable checkpoint."""
+
+    def given_up(self, step: int, members: Collection[int]) -> None:
+        """A coordinator with these members has given up a step's durable checkpoint, and said so."""
+
+    def gone(self, worker: int) -> None:
+        """A worker has ended."""
+
+    def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
+        """All members have made all steps: worker -> block -> (owned, version, state)."""
+
+    def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
+        """The job was given up by a coordinator with these members.
+
+        Args:
+            reason: what it says.
+            members: of its epoch.
+            lost: workers that were struck by a fault and then held for lost.
+            orphans: blocks that it says are lost.
+        """
+
+    def stopped(self, outcome: str, now: int) -> None:
+        """The simulation is over: ``finished``, ``ended`` or ``stuck``."""
+
+
+_CALLS = [name for name in vars(Observer) if not name.startswith("_")]
+
+
+def together(observers: Sequence[Observer]) -> Observer:
+    """One observer that passes every call on to those of the given ones that do something with it."""
+    all_of_them = Observer()
+    for name in _CALLS:
+        listeners = [
+            getattr(observer, name)
+            for observer in observers
+            if getattr(type(observer), name) is not getattr(Observer, name)
+        ]
+        setattr(all_of_them, name, _call_all(listeners))
+    return all_of_them
+
+
+def _call_all(listeners: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    if len(listeners) == 1:
+        return listeners[0]
+
+    def call(*arguments: Any) -> None:
+        for listener in listeners:
+            listener(*arguments)
+
+    return call

@@ -1,0 +1,80 @@
+"""The parts of ``docs/protocol.md`` that are made from the code: diagrams, tables of transitions, planted bugs.
+
+``scripts/protocol-page`` writes them anew; a test compares them.
+"""
+
+import re
+
+from elaswave.protocol import agent, coordinator, member
+from elaswave.protocol.agent import AgentState
+from elaswave.protocol.coordinator import State
+from elaswave.protocol.member import MemberState
+from elaswave.protocol.table import markdown_table, mermaid_diagram
+from elaswave.sim.protocol.mutants import MUTANTS
+from elaswave.sim.protocol.run import run_schedule
+from elaswave.sim.protocol.schedule import KINDS, parse_schedule
+from elaswave.sim.protocol.search import SPACES
+
+_SECTION = re.compile(r"(<!-- from the code: (\w+) -->\n).*?(<!-- until here -->)", re.DOTALL)
+
+
+def fill(text: str) -> str:
+    """A page with its sections made anew.
+
+    Args:
+        text: the page; a section stands between ``<!-- from the code: NAME -->`` and ``<!-- until here -->``.
+    Raises:
+        KeyError: a section of an unknown name.
+    """
+    return _SECTION.sub(lambda match: f"{match[1]}{_SECTIONS[match[2]]()}\n{match[3]}", text)
+
+
+def _coordinator() -> str:
+    return _machine(mermaid_diagram(coordinator.TRANSITIONS, State.STARTING), markdown_table(coordinator.TRANSITIONS))
+
+
+def _member() -> str:
+    return _machine(mermaid_diagram(member.TRANSITIONS, MemberState.TRAINING), markdown_table(member.TRANSITIONS))
+
+
+def _agent() -> str:
+    return _machine(mermaid_diagram(agent.TRANSITIONS, AgentState.RUNNING), markdown_table(agent.TRANSITIONS))
+
+
+def _machine(diagram: str, table: str) -> str:
+    return f"```mermaid\n{diagram}\n```\n\n{table}"
+
+
+def _faults() -> str:
+    return "\n".join(
+        ["| fault | what it does |", "|---|---|", *(f"| `{kind}` | {what} |" for kind, what in KINDS.items())]
+    )
+
+
+def _spaces() -> str:
+    lines = ["| space | stages | steps | faults, first; second | conditions |", "|---|---|---|---|---|"]
+    for space in SPACES.values():
+        kinds = "; ".join(", ".join(names) for names in space.kinds)
+        widths = "[" + ",".join(map(str, space.job.widths)) + "]"
+        lines.append(f"| {space.name} | {widths} | {space.job.steps} | {kinds} | {len(space.conditions)} |")
+    return "\n".join(lines)
+
+
+def _mutants() -> str:
+    lines = ["| bug | what is wrong | what is seen | schedule |", "|---|---|---|---|"]
+    for mutant in MUTANTS.values():
+        seen = run_schedule(parse_schedule(mutant.example), mutant.build).violation or "not shown by its example"
+        seen = seen.partition(", and there is no valid")[0]
+        real = " (the core once had it)" if mutant.real else ""
+        lines.append(f"| `{mutant.name}` | {mutant.what}{real} | {seen} | `{mutant.example}` |")
+    return "\n".join(lines)
+
+
+_SECTIONS = {
+    "coordinator": _coordinator,
+    "member": _member,
+    "agent": _agent,
+    "faults": _faults,
+    "spaces": _spaces,
+    "mutants": _mutants,
+}

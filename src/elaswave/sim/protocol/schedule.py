@@ -1,0 +1,215 @@
+"""What happens in one simulated run: the job, the conditions of the network, and the faults. Plain values with a text
+form, so that a failing schedule can be printed, shortened and run again.
+
+A fault strikes at an *instant*. Instants are counted over the whole run: one passes before each frame or message that
+anybody sends, before each block that is applied or loaded, and before each effect that a coordinator carries out. So
+"the coordinator dies between persisting a decision and sending it to the second worker" is one number.
+"""
+
+import random
+from typing import NamedTuple
+
+from elaswave.sim.protocol.job import Job
+
+COORDINATOR = "c"
+KINDS = {
+    "kill": "the target ends at once",
+    "suspect": "the coordinator is told that a worker is lost, which is not true",
+    "hang": "a worker stops for a while, and is suspected if that lasts long enough",
+    "isolate": "nothing reaches a worker, or comes from it, for a while",
+    "cut": "the link between two workers closes; both say so",
+    "delay": "what two workers send each other is held back for a while",
+    "disconnect": "the control connection of a worker closes; it connects again",
+    "usurp": "the coordinator stops for a while; a second one starts meanwhile",
+}
+"""Fault kinds."""
+
+
+class Fault(NamedTuple):
+    """One fault: ``kill:2@57``, ``kill:c@80``, ``hang:1@30+50``, ``cut:0-2@41``."""
+
+    kind: str
+    target: str
+    """A worker, two workers as ``0-2``, or ``c``."""
+    instant: int
+    duration: int = 0
+    """For kinds that last; in units of virtual time."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.target}@{self.instant}" + (f"+{self.duration}" if self.duration else "")
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The workers that it names."""
+        return () if self.target == COORDINATOR else tuple(map(int, self.target.split("-")))
+
+
+def parse_fault(text: str) -> Fault:
+    """The inverse of ``str(fault)``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        kind, _, rest = text.partition(":")
+        target, _, when = rest.partition("@")
+        instant, _, duration = when.partition("+")
+        fault = Fault(kind, target, int(instant), int(duration or 0))
+        _ = fault.workers
+    except ValueError:
+        raise ValueError(f"{text!r} is no fault: write kind:target@instant, such as kill:2@57") from None
+    if kind not in KINDS:
+        raise ValueError(f"{text!r} is of no known kind: use one of {', '.join(KINDS)}")
+    return fault
+
+
+class Conditions(NamedTuple):
+    """The network and the clocks of one run, in units of virtual time (an undisturbed frame takes 1 to 3)."""
+
+    seed: int = 0
+    """Of the delays; 0 means that every frame takes the same time."""
+    exit_delay: int = 4
+    """Until the coordinator sees that a process has ended."""
+    link_delay: int = 2
+    """Until the other end sees that a link has closed."""
+    heartbeat_bound: int = 40
+    """Silence after which the coordinator suspects a worker."""
+    restart_delay: int = 10
+    """Until a killed coordinator is started again."""
+    slow_worker: int = -1
+    """Control messages to this worker take longer."""
+    slow_by: int = 0
+    """By so much."""
+    keeps_in_flight: bool = True
+    """Whether frames that a process has sent before its death still arrive."""
+
+
+class Schedule(NamedTuple):
+    """All that decides a run."""
+
+    job: Job = Job()
+    conditions: Conditions = Conditions()
+    faults: tuple[Fault, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [f"{name}={_show(value)}" for name, value in _changed(self.job, Job())]
+        parts += [f"{name}={_show(value)}" for name, value in _changed(self.conditions, Conditions())]
+        return " ".join([*parts, *map(str, self.faults)])
+
+
+def _changed(values: Job | Conditions, defaults: Job | Conditions) -> list[tuple[str, object]]:
+    return [
+        (name, value) for name, value, default in zip(values._fields, values, defaults, strict=True) if value != default
+    ]
+
+
+def _show(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The inverse of ``str(schedule)``.
+
+    Raises:
+        ValueError: an unknown word, a value that is no whole number, or a worker that the job does not have.
+    """
+    job, conditions, faults = Job()._asdict(), Conditions()._asdict(), []
+    for word in text.split():
+        name, equals, value = word.partition("=")
+        if not equals:
+            faults.append(parse_fault(word))
+        elif name == "widths":
+            job[name] = tuple(_whole(word, width) for width in value.split(","))
+        elif name in job:
+            job[name] = _whole(word, value)
+        elif name in conditions:
+            conditions[name] = bool(_whole(word, value)) if name == "keeps_in_flight" else _whole(word, value)
+        else:
+            raise ValueError(f"{word!r} is neither a fault nor one of {', '.join([*job, *conditions])}")
+    schedule = Schedule(Job(**job), Conditions(**conditions), tuple(faults))
+    num_workers, widest = schedule.job.num_workers, max(schedule.job.widths)
+    if min(schedule.job.widths) < 1 or schedule.job.num_microbatches < widest:
+        raise ValueError(f"every stage needs a worker, and num_microbatches must be at least {widest}: {text!r}")
+    for fault in faults:
+        if any(worker >= num_workers for worker in fault.workers):
+            raise ValueError(f"{str(fault)!r} strikes a worker that does not exist: they are 0 to {num_workers - 1}")
+    return schedule
+
+
+def _whole(word: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{word!r} needs a whole number") from None
+
+
+# ----------------------------------------------------------------------------------------------------- seeded schedules
+
+LAYOUTS = ((2, 1), (1, 2), (2, 2), (1, 1, 1), (3,), (2, 1, 1), (1, 3), (3, 1), (4,), (1, 1), (3, 2), (2, 3))
+_MANY_KINDS = ("kill",) * 8 + ("suspect",) * 3 + ("hang", "hang", "isolate", "cut", "delay", "disconnect", "usurp")
+
+
+def random_schedule(seed: int, job: Job | None = None) -> Schedule:
+    """The schedule of a seed: up to five faults on one of the small layouts, in any weather.
+
+    Args:
+        seed: decides everything.
+        job: train this one instead of a random one.
+    """
+    rng = random.Random(seed)
+    drawn = _random_job(rng)._replace(
+        change_step=random.Random(f"change of {seed}").choice((0, 0, 1, 2)),
+        ask_step=random.Random(f"request of {seed}").choice((0, 0, 1, 2)),
+    )
+    job = drawn if job is None else job
+    num_workers, steps = job.num_workers, job.steps
+    conditions = Conditions(
+        seed=rng.randrange(1, 1 << 30),
+        exit_delay=rng.choice((1, 3, 6, 12, 40)),
+        link_delay=rng.choice((1, 2, 5, 30)),
+        heartbeat_bound=rng.choice((25, 25, 40, 80)),
+        restart_delay=rng.choice((1, 8, 30)),
+        slow_worker=rng.choice((-1, -1, *range(num_workers))),
+        slow_by=rng.choice((5, 15, 40)),
+        keeps_in_flight=rng.random() < 0.6,
+    )
+    span = 8 * num_workers * steps
+    at = rng.randrange(span)
+    faults = []
+    for index in range(rng.choice((1, 2, 2, 3, 3, 4) if num_workers < 5 else (3, 4, 5))):
+        if index > 0:
+            # Most of the later faults strike while an earlier one is being dealt with.
+            at = at + rng.randrange(1, 30) if rng.random() < 0.7 else rng.randrange(span)
+        faults.append(_random_fault(rng, num_workers, at))
+    return Schedule(job, conditions, tuple(sorted(faults, key=lambda fault: fault.instant)))
+
+
+def _random_job(rng: random.Random) -> Job:
+    widths = rng.choice(LAYOUTS)
+    return Job(
+        widths=widths,
+        layers_per_stage=rng.choice((1, 1, 2)) if len(widths) < 3 else 1,
+        blocks_per_layer=rng.choice((1, 2)),
+        num_microbatches=max(widths),
+        num_followers=rng.choice((1, 1, 2)),
+        steps=rng.choice((3, 3, 4)),
+        checkpoint_every=rng.choice((0, 1, 1, 2)),
+        retry_step=rng.choice((0, 0, 2, 2, 3)),
+        move_step=rng.choice((0, 0, 1, 2)),
+        blocks_per_round=rng.choice((1, 1, 8)),
+    )
+
+
+def _random_fault(rng: random.Random, num_workers: int, instant: int) -> Fault:
+    kind = rng.choice(_MANY_KINDS)
+    target = str(rng.randrange(num_workers))
+    duration = 0
+    if kind == "usurp" or (kind == "kill" and rng.random() < 0.25):
+        target = COORDINATOR
+    if kind in ("cut", "delay"):
+        target = "-".join(map(str, sorted(rng.sample(range(num_workers), 2))))
+    if kind in ("hang", "isolate", "delay", "usurp"):
+        duration = rng.choice((5, 20, 30, 40, 50, 60, 150))
+    return Fault(kind, target, instant, duration)

@@ -1,0 +1,257 @@
+"""Looks for violations: in seeded schedules, and in all schedules of small jobs.
+
+The exhaustive search strikes at every instant that makes a difference. Two instants at the same time are the same for
+a fault if its target has done nothing in between, since what others do at that moment commutes with it; so one of
+them is enough. A second fault is tried at every such instant of the run that the first one leads to.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import combinations, islice
+from typing import NamedTuple
+
+from elaswave.sim.protocol.job import Job
+from elaswave.sim.protocol.run import PRODUCT, Build, Outcome, run_schedule
+from elaswave.sim.protocol.schedule import COORDINATOR, LAYOUTS, Conditions, Fault, Schedule, random_schedule
+
+MAX_FAILURES = 20
+"""Failures that a summary keeps."""
+
+ALL_KINDS = ("kill", "suspect", "hang", "isolate", "cut", "delay", "disconnect", "usurp")
+MAIN_KINDS = ("kill", "suspect", "disconnect")
+"""Of workers and, for kill, the coordinator."""
+_DURATIONS = {"hang": (20, 150), "isolate": (20, 150), "delay": (20,), "usurp": (5, 60)}
+"""Shorter and longer than the silence after which a worker is suspected."""
+
+
+class Failure(NamedTuple):
+    """A schedule with a violation."""
+
+    schedule: Schedule
+    violation: str
+    seed: int | None = None
+
+
+class Summary(NamedTuple):
+    """What came of many schedules."""
+
+    num_schedules: int = 0
+    num_failures: int = 0
+    failures: tuple[Failure, ...] = ()
+    """The first ones."""
+    counts: Counter[str] = Counter()
+    """What the runs led through."""
+
+    def merge(self, other: "Summary") -> "Summary":
+        """Both together."""
+        return Summary(
+            self.num_schedules + other.num_schedules,
+            self.num_failures + other.num_failures,
+            (self.failures + other.failures)[:MAX_FAILURES],
+            self.counts + other.counts,
+        )
+
+
+class _Collector:
+    """Adds outcomes up."""
+
+    def __init__(self) -> None:
+        self.num_schedules = self.num_failures = 0
+        self.failures: list[Failure] = []
+        self.counts: Counter[str] = Counter()
+
+    def add(self, schedule: Schedule, outcome: Outcome, seed: int | None = None) -> None:
+        self.num_schedules += 1
+        self.counts.update(outcome.counts)
+        self.counts[f"schedules in which {len(outcome.fired)} faults struck"] += 1
+        if outcome.violation is not None:
+            self.num_failures += 1
+            if len(self.failures) < MAX_FAILURES:
+                self.failures.append(Failure(schedule, outcome.violation, seed))
+
+    def summary(self) -> Summary:
+        return Summary(self.num_schedules, self.num_failures, tuple(self.failures), self.counts)
+
+
+def run_seeds(seeds: Iterable[int], build: Build = PRODUCT, job: Job | None = None) -> Summary:
+    """Runs the schedules of seeds.
+
+    Args:
+        seeds: which.
+        build: the processes' classes.
+        job: the job of all of them; None draws one for each.
+    """
+    collector = _Collector()
+    for seed in seeds:
+        schedule = random_schedule(seed, job)
+        collector.add(schedule, run_schedule(schedule, build), seed)
+    return collector.summary()
+
+
+# --------------------------------------------------------------------------------------------------- exhaustive search
+
+
+class Space(NamedTuple):
+    """A set of schedules that is searched completely."""
+
+    name: str
+    job: Job
+    conditions: tuple[Conditions, ...]
+    kinds: tuple[tuple[str, ...], ...]
+    """Kinds of the first fault, of the second, and so on."""
+
+
+_PROMPT = Conditions(exit_delay=1, link_delay=6)
+_BY_LINK = Conditions(exit_delay=12, link_delay=1)
+_LATE = Conditions(exit_delay=40, link_delay=30)
+
+JOB_OF_3 = Job(widths=(2, 1), steps=2, checkpoint_every=1, retry_step=2, move_step=1)
+JOB_OF_4 = Job(widths=(2, 2), steps=2, retry_step=2)
+CHANGING_JOB = Job(widths=(2, 1), steps=3, change_step=1)
+"""The layout changes while its second step runs, so that its third one is the first under the next layout."""
+
+
+def _weathers(num_workers: int) -> tuple[Conditions, ...]:
+    """Ways in which a failure is noticed: early or late, by whom, and which worker hears of it last."""
+    weathers = []
+    for conditions in (_PROMPT, _BY_LINK, _LATE):
+        for keeps in (True, False):
+            weathers.append(conditions._replace(keeps_in_flight=keeps))
+            weathers += [
+                conditions._replace(keeps_in_flight=keeps, slow_worker=worker, slow_by=9)
+                for worker in range(num_workers)
+            ]
+    return tuple(weathers)
+
+
+SPACES = {
+    space.name: space
+    for space in (
+        Space("3-workers-1-fault", JOB_OF_3, _weathers(3), (ALL_KINDS,)),
+        Space("3-workers-2-faults", JOB_OF_3, (_PROMPT,), (MAIN_KINDS, MAIN_KINDS)),
+        Space("4-workers-1-fault", JOB_OF_4, _weathers(4), (ALL_KINDS,)),
+        Space("3-workers-change-1-fault", CHANGING_JOB, _weathers(3), (ALL_KINDS,)),
+        Space("3-workers-change-2-kills", CHANGING_JOB, (_PROMPT,), (("kill",), ("kill", "suspect"))),
+        Space("4-workers-2-kills", JOB_OF_4, (_PROMPT,), (("kill",), ("kill",))),
+    )
+}
+"""The spaces that are searched completely, by name."""
+
+
+def explore(
+    space: Space, build: Build = PRODUCT, *, part: int = 0, parts: int = 1, limit: int | None = None
+) -> Summary:
+    """Searches a space, or one part of it.
+
+    Args:
+        space: what to search.
+        build: the processes' classes.
+        part, parts: every ``parts``-th first fault, from the ``part``-th on; the parts make up the whole.
+        limit: stop after so many first faults.
+    """
+    collector = _Collector()
+    firsts = (
+        schedule
+        for conditions in space.conditions
+        for schedule in _with_one_more(Schedule(space.job, conditions), space.kinds[0], build)
+    )
+    for schedule in islice(firsts, part, None if limit is None else part + limit * parts, parts):
+        _explore_from(schedule, space.kinds[1:], build, collector)
+    return collector.summary()
+
+
+def _explore_from(schedule: Schedule, kinds: Sequence[tuple[str, ...]], build: Build, collector: _Collector) -> None:
+    collector.add(schedule, run_schedule(schedule, build))
+    if kinds:
+        for longer in _with_one_more(schedule, kinds[0], build):
+            _explore_from(longer, kinds[1:], build, collector)
+
+
+def _with_one_more(schedule: Schedule, kinds: Collection[str], build: Build) -> Iterator[Schedule]:
+    """The schedule with one more fault, at every instant from its last one on that makes a difference."""
+    instants: list[tuple[int, int]] = []
+    run_schedule(schedule, build, instants=instants)
+    start = schedule.faults[-1].instant if schedule.faults else 0
+    dead = {fault.target for fault in schedule.faults if fault.kind == "kill" and fault.target != COORDINATOR}
+    for kind in kinds:
+        for target, workers in _targets(kind, schedule.job.num_workers):
+            if dead & set(target.split("-")):
+                continue
+            for instant in strike_points(instants, workers, start):
+                for duration in _DURATIONS.get(kind, (0,)):
+                    fault = Fault(kind, target, instant, duration)
+                    if fault not in schedule.faults:
+                        yield schedule._replace(faults=(*schedule.faults, fault))
+
+
+def _targets(kind: str, num_workers: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Targets of a kind, with the actors that they are (-1 for the coordinator)."""
+    if kind == "usurp":
+        return [(COORDINATOR, (-1,))]
+    if kind in ("cut", "delay"):
+        return [(f"{a}-{b}", (a, b)) for a, b in combinations(range(num_workers), 2)]
+    targets: list[tuple[str, tuple[int, ...]]] = [(str(worker), (worker,)) for worker in range(num_workers)]
+    return [*targets, (COORDINATOR, (-1,))] if kind == "kill" else targets
+
+
+def strike_points(instants: Sequence[tuple[int, int]], actors: Collection[int], start: int) -> list[int]:
+    """The instants that differ for a fault.
+
+    Args:
+        instants: time and actor of each instant of the run without the fault.
+        actors: whom the fault strikes.
+        start: the first instant to consider.
+    """
+    return [
+        instant
+        for instant in range(start, len(instants))
+        if instant == start or instants[instant][0] != instants[instant - 1][0] or instants[instant - 1][1] in actors
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ shrinking
+
+
+def shrink(schedule: Schedule, build: Build = PRODUCT) -> Schedule:
+    """A schedule with a violation as short as can be found: fewer faults, plainer conditions, a smaller job.
+
+    Args:
+        schedule: one with a violation.
+        build: the processes' classes.
+    """
+
+    def fails(candidate: Schedule) -> bool:
+        return run_schedule(candidate, build).violation is not None
+
+    improved = True
+    while improved:
+        improved = False
+        for candidate in _simpler(schedule):
+            if fails(candidate):
+                schedule, improved = candidate, True
+                break
+    return schedule
+
+
+def _simpler(schedule: Schedule) -> Iterator[Schedule]:
+    faults = schedule.faults
+    for index in range(len(faults)):
+        yield schedule._replace(faults=faults[:index] + faults[index + 1 :])
+    for field, default in Conditions()._asdict().items():
+        if getattr(schedule.conditions, field) != default:
+            yield schedule._replace(conditions=Conditions(**{**schedule.conditions._asdict(), field: default}))
+    job = schedule.job
+    busiest = max((worker for fault in faults for worker in fault.workers), default=0)
+    for widths in LAYOUTS:
+        if busiest < sum(widths) < job.num_workers:
+            yield schedule._replace(job=job._replace(widths=widths, num_microbatches=max(widths)))
+    for field, default in Job()._asdict().items():
+        value = getattr(job, field)
+        if field != "widths" and value != default:
+            plain = max(job.widths) if field == "num_microbatches" else default
+            if plain != value and not (field == "steps" and plain > value):
+                yield schedule._replace(job=Job(**{**job._asdict(), field: plain}))
+    for index, fault in enumerate(faults):
+        for simpler in (fault._replace(duration=fault.duration // 2), fault._replace(instant=fault.instant - 1)):
+            if simpler != fault and simpler.instant >= 0 and (simpler.duration or not fault.duration):
+                yield schedule._replace(faults=(*faults[:index], simpler, *faults[index + 1 :]))

@@ -1,0 +1,464 @@
+"""Virtual time, the network and the faults of one simulated run. Knows nothing of the protocol.
+
+Everything happens as an event of a queue, at a whole number of time units; equal times in the order of their making.
+Frames between two processes keep their order; between different pairs anything may overtake anything.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+from elaswave.protocol.messages import CoreToWorker, Evidence
+from elaswave.sim.protocol.certificate import decode_vote
+from elaswave.sim.protocol.coordinator import SimCoordinator, Store
+from elaswave.sim.protocol.job import BlockState, model_of
+from elaswave.sim.protocol.messages import KIND_NAMES, Frame, Key, Settled
+from elaswave.sim.protocol.observer import Observer, together
+from elaswave.sim.protocol.schedule import COORDINATOR, Fault, Schedule
+from elaswave.sim.protocol.worker import SimWorker
+
+MAX_TIME = 20_000
+MAX_INSTANTS = 20_000
+_NUM_DELAYS = 509
+
+
+class ActorDead(Exception):
+    """The process that was acting has been killed."""
+
+
+class Link:
+    """A control connection between a worker and a coordinator."""
+
+    __slots__ = ("coordinator", "open", "worker")
+
+    def __init__(self, worker: SimWorker, coordinator: SimCoordinator) -> None:
+        self.worker = worker
+        self.coordinator = coordinator
+        self.open = True
+
+
+class World:
+    """One simulated run.
+
+    Args:
+        schedule: job, conditions and faults.
+        observers: are told everything.
+        worker_class, coordinator_class: replaced to plant bugs.
+        store: what coordinators persist.
+        log: takes one line per event, for people; None for silence.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        observers: Sequence[Observer],
+        *,
+        worker_class: type[SimWorker] = SimWorker,
+        coordinator_class: type[SimCoordinator] = SimCoordinator,
+        store: Store | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.job = schedule.job
+        self.conditions = schedule.conditions
+        self.store = Store() if store is None else store
+        self.disk: dict[int, tuple[dict[int, BlockState], int]] = {}
+        """Durable checkpoints: step -> (blocks, grid)."""
+        self.given_up: set[int] = set()
+        """Steps whose durable checkpoints were given up, as the journal has it."""
+        self.published_step = 0
+        """The newest step whose losses are in the journal."""
+        self.now = 0
+        self.instant = 0
+        self.outcome = ""
+        self.reason = ""
+        self.fired: list[Fault] = []
+        self.suspected: set[int] = set()
+        """Workers that some detector has held for lost."""
+        self._log = log
+        self._queue: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._sequence = 0
+        self._last: dict[tuple[int, int], int] = {}
+        """(from, to) -> time at which the newest frame arrives."""
+        self._closed_data: dict[tuple[int, int], int] = {}
+        """Pair of workers -> newest epoch in which their link has closed."""
+        self._held_until: dict[tuple[int, int], int] = {}
+        """Pair of workers -> time until which their frames are held back."""
+        self._isolated_until: dict[int, int] = {}
+        self.instants: list[tuple[int, int]] | None = None
+        """Time and actor (-1 for coordinators) of each instant, if a list is put here."""
+        self._faults = sorted(schedule.faults, key=lambda fault: fault.instant, reverse=True)
+        self._next_fault = self._faults[-1].instant if self._faults else -1
+        self._set_delays()
+        self.see = together(observers)
+        self._coordinator_class = coordinator_class
+        self.workers = {worker: worker_class(self, worker, self.job) for worker in model_of(self.job).layout.workers}
+        self.links: dict[int, Link] = {}
+        """The newest control connection of each worker."""
+        self._hung_until: dict[Any, int] = {}
+        self._backlog: dict[Any, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
+        self.coordinators: list[SimCoordinator] = []
+
+    def _set_delays(self) -> None:
+        seed = self.conditions.seed
+        rng = random.Random(seed)
+        choices = (1, 1, 1, 2, 2, 3, 5, 9) if seed else (1,)
+        self._delays = rng.choices(choices, k=_NUM_DELAYS)
+        self._delay_at = 0
+
+    def lost(self) -> list[int]:
+        """Workers that were struck and then held for lost; while coordinators are struck it can be anybody."""
+        struck = {worker for fault in self.fired for worker in fault.workers}
+        if any(fault.target == COORDINATOR for fault in self.fired):
+            return sorted(self.suspected)
+        return sorted(self.suspected & struck)
+
+    def say(self, text: str) -> None:
+        """A line of the log."""
+        if self._log is not None:
+            self._log(f"{self.now:5d} {self.instant:5d}  {text}")
+
+    # ------------------------------------------------------------------------------------------------------- the clock
+
+    def run(self) -> None:
+        """Runs until the job is over, or nothing happens any more."""
+        self.start_coordinator()
+        queue = self._queue
+        while queue and not self.outcome:
+            self.now, _, call, arguments = heappop(queue)
+            if self.now > MAX_TIME or self.instant > MAX_INSTANTS:
+                break
+            call(*arguments)
+        self.see.stopped(self.outcome or "stuck", self.now)
+
+    def _at(self, delay: int, call: Callable[..., None], *arguments: Any) -> None:
+        self._sequence += 1
+        heappush(self._queue, (self.now + delay, self._sequence, call, arguments))
+
+    def delay(self) -> int:
+        """The next frame's time under way."""
+        at = self._delay_at
+        self._delay_at = at + 1 if at + 1 < _NUM_DELAYS else 0
+        return self._delays[at]
+
+    def after(self, delay: int, actor: Any, call: Callable[..., None], *arguments: Any) -> None:
+        """Lets a process do something later, if it is still there."""
+        self._at(delay, self._act, actor, call, arguments)
+
+    def _act(self, actor: Any, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """A process does something: unless it is dead, and not before it wakes up."""
+        if actor.dead:
+            return
+        if actor in self._hung_until:
+            self._backlog[actor].append((call, arguments))
+            return
+        try:
+            call(*arguments)
+        except ActorDead:
+            pass
+
+    def tick(self, actor: Any) -> None:
+        """An instant passes, just before the actor does something that others can see.
+
+        Raises:
+            ActorDead: a fault has ended it.
+        """
+        self.instant += 1
+        if self.instants is not None:
+            self.instants.append((self.now, actor.id))
+        if self.instant - 1 == self._next_fault:
+            while self._faults and self._faults[-1].instant == self._next_fault:
+                self._strike(self._faults.pop())
+            self._next_fault = self._faults[-1].instant if self._faults else -1
+            if actor.dead:
+                raise ActorDead
+
+    def postponed(self, actor: Any, call: Callable[..., None], *arguments: Any) -> bool:
+        """Whether a process has been stopped just now; then it goes on with this call when it wakes up."""
+        if actor not in self._hung_until:
+            return False
+        self._backlog[actor].append((call, arguments))
+        return True
+
+    def finish(self, outcome: str, reason: str = "") -> None:
+        """The job is over."""
+        self.outcome, self.reason = outcome, reason
+
+    # ----------------------------------------------------------------------------------------------------- data plane
+
+    def pause(self, worker: SimWorker, turn: int) -> None:
+        """A worker computes for a moment."""
+        self._at(self.delay(), self._act, worker, worker.on_pause_over, (turn,))
+
+    def to_worker(self, sender: SimWorker, to: int, key: Key, frame: Frame) -> None:
+        """A frame between workers."""
+        self.tick(sender)
+        if self._log is not None:
+            what = f"{KIND_NAMES[key[0]]} {key[3]} of step {frame.step}.{frame.attempt}"
+            self.say(f"{sender.id} -> {to} {what} epoch {frame.epoch}")
+        pair = (sender.id, to)
+        arrives = self.now + self.delay()
+        last = self._last.get(pair, 0)
+        if arrives < last:
+            arrives = last
+        if self._held_until or self._isolated_until:
+            arrives = max(arrives, self._release(sender.id, to))
+        self._last[pair] = arrives
+        self._sequence += 1
+        heappush(self._queue, (arrives, self._sequence, self._arrive, (sender, self.workers[to], key, frame)))
+
+    def _release(self, a: int, b: int) -> int:
+        pair = (min(a, b), max(a, b))
+        until = self._isolated_until
+        return max(self._held_until.get(pair, 0), until.get(a, 0), until.get(b, 0))
+
+    def _arrive(self, sender: SimWorker, worker: SimWorker, key: Key, frame: Frame) -> None:
+        if worker.dead or (sender.dead and not self.conditions.keeps_in_flight):
+            return
+        if self._closed_data and frame.epoch <= self._closed_data.get(_pair(sender.id, worker.id), -1):
+            return
+        if self._hung_until:
+            self._act(worker, worker.on_frame, (key, frame))
+            return
+        try:
+            worker.on_frame(key, frame)
+        except ActorDead:
+            pass
+
+    # -------------------------------------------------------------------------------------------------- control plane
+
+    def start_coordinator(self) -> None:
+        """Starts a coordinator from the store; workers without a connection find it."""
+        coordinator = self._coordinator_class(self)
+        self.coordinators.append(coordinator)
+        self.say(f"coordinator of term {coordinator.core.term} starts")
+        self._act(coordinator, coordinator.begin, ())
+        for worker in self.workers.values():
+            link = self.links.get(worker.id)
+            if link is None or not link.open:
+                self._at(self.delay(), self._connect, worker)
+
+    def _restart_coordinator(self) -> None:
+        """Another one in the place of one that was killed, unless one has been started meanwhile."""
+        if self.coordinator is None:
+            self.start_coordinator()
+
+    @property
+    def coordinator(self) -> SimCoordinator | None:
+        """The one that new connections reach."""
+        newest = self.coordinators[-1]
+        return None if newest.dead else newest
+
+    def _connect(self, worker: SimWorker) -> None:
+        if worker.dead:
+            return
+        link = self.links.get(worker.id)
+        if worker in self._hung_until:
+            self._backlog[worker].append((self._connect, (worker,)))
+            return
+        if link is not None and link.open:
+            return
+        coordinator = self.coordinator
+        if coordinator is None:
+            return  # whoever is started next is found
+        isolated = self._isolated_until.get(worker.id, 0)
+        if isolated > self.now:
+            self._at(isolated - self.now, self._connect, worker)
+            return
+        link = self.links[worker.id] = Link(worker, coordinator)
+        try:
+            self._up(link, coordinator.on_registered, link, worker.registration())
+            worker.on_connected()
+        except ActorDead:
+            pass
+
+    def to_coordinator(self, worker: SimWorker, message: Any, *, durable: bool = False) -> None:
+        """A control message of a worker; lost if it has no connection.
+
+        Args:
+            durable: it is acknowledged once it has been handled.
+        """
+        self.tick(worker)
+        link = self.links.get(worker.id)
+        self.say(
+            f"{worker.id} -> coordinator {type(message).__name__}{'' if link and link.open else ' (no connection)'}"
+        )
+        if link is not None and link.open:
+            self._up(link, self._handle_durable if durable else link.coordinator.on_message, link, message)
+
+    def _handle_durable(self, link: Link, message: Any) -> None:
+        link.coordinator.on_message(link, message)
+        # Its own action: a coordinator that was stopped while it handled the message acknowledges it when it wakes up.
+        self._act(link.coordinator, self._acknowledge, (link, message))
+
+    def _acknowledge(self, link: Link, message: Any) -> None:
+        if link.open:
+            pair = (-1, link.worker.id)
+            self._on_link(link, pair, link.coordinator, link.worker, link.worker.on_acknowledged, (message,))
+
+    def _up(self, link: Link, call: Callable[..., None], *arguments: Any) -> None:
+        self._on_link(link, (link.worker.id, -1), link.worker, link.coordinator, call, arguments)
+
+    def to_member(self, coordinator: SimCoordinator, link: Link, message: CoreToWorker | Settled | None) -> None:
+        """A message of a coordinator's; None tells to start. Its instant has passed."""
+        worker = link.worker
+        if self._log is not None:
+            what = "Start" if message is None else type(message).__name__
+            at = message.step if isinstance(message, Settled) else getattr(message, "epoch", "")
+            self.say(f"coordinator {coordinator.core.term} -> {worker.id} {what} {at}")
+        call: Callable[..., None] = worker.on_message
+        if message is None:
+            self._on_link(link, (-1, worker.id), coordinator, worker, worker.on_start, ())
+            return
+        if isinstance(message, Settled):
+            call = worker.on_settled
+        self._on_link(link, (-1, worker.id), coordinator, worker, call, (message,))
+
+    def _on_link(
+        self, link: Link, pair: tuple[int, int], sender: Any, receiver: Any, call: Callable[..., None], arguments: Any
+    ) -> None:
+        arrives = self.now + self.delay()
+        worker = link.worker.id
+        if worker == self.conditions.slow_worker:
+            arrives += self.conditions.slow_by
+        arrives = max(arrives, self._last.get(pair, 0), self._isolated_until.get(worker, 0))
+        self._last[pair] = arrives
+        self._at(arrives - self.now, self._arrive_on_link, link, sender, receiver, call, arguments)
+
+    def _arrive_on_link(
+        self, link: Link, sender: Any, receiver: Any, call: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
+        if link.open and not (sender.dead and not self.conditions.keeps_in_flight):
+            self._act(receiver, call, arguments)
+
+    def close_link(self, link: Link) -> None:
+        """A control connection ends; both ends see it, and the worker connects again."""
+        if link.open:
+            link.open = False
+            self.say(f"control connection of worker {link.worker.id} closes")
+            self._at(self.delay(), self._connect, link.worker)
+            self.after(self.delay(), link.coordinator, link.coordinator.on_link_closed, link.worker.id)
+
+    def publish(self, evidence: Evidence) -> None:
+        """A coordinator makes a committed step's losses known."""
+        if evidence.commits:
+            self.published_step = max(self.published_step, evidence.step)
+            self.see.published(evidence.step, decode_vote(evidence.vector).losses)
+
+    def leave(self, worker: SimWorker, reason: str) -> None:
+        """A worker ends itself."""
+        self.say(f"worker {worker.id} leaves: {reason}")
+        self._end_worker(worker)
+
+    # --------------------------------------------------------------------------------------------------------- faults
+
+    def _strike(self, fault: Fault) -> None:
+        self.fired.append(fault)
+        self.say(f"*** {fault}")
+        if fault.target == COORDINATOR:
+            coordinator = self.coordinator
+            if coordinator is not None:
+                self._strike_coordinator(coordinator, fault)
+            return
+        workers = [self.workers[worker] for worker in fault.workers]
+        if all(not worker.dead for worker in workers):
+            getattr(self, f"_{fault.kind}")(*workers, fault.duration)
+
+    def _strike_coordinator(self, coordinator: SimCoordinator, fault: Fault) -> None:
+        conditions = self.conditions
+        if fault.kind == "kill":
+            self.end_coordinator(coordinator)
+            self._at(conditions.restart_delay, self._restart_coordinator)
+        elif coordinator not in self._hung_until:
+            self._hang_actor(coordinator, fault.duration)
+            self._at(conditions.restart_delay, self.start_coordinator)
+            self._at(conditions.restart_delay, self._abandon, coordinator)
+
+    def _abandon(self, coordinator: SimCoordinator) -> None:
+        """Workers notice a coordinator's silence, one sooner, another later; until then they stay with it."""
+        for link in self.links.values():
+            if link.coordinator is coordinator:
+                self._at(3 * self.delay(), self.close_link, link)
+
+    def end_coordinator(self, coordinator: SimCoordinator) -> None:
+        """A coordinator's process is gone, and its connections with it."""
+        coordinator.dead = True
+        for link in self.links.values():
+            if link.coordinator is coordinator and link.open:
+                self._at(self.delay(), self.close_link, link)
+
+    def _kill(self, worker: SimWorker, duration: int) -> None:
+        self._end_worker(worker)
+
+    def _end_worker(self, worker: SimWorker) -> None:
+        worker.dead = True
+        self.see.gone(worker.id)
+        self._hung_until.pop(worker, None)
+        for coordinator in self.coordinators:
+            self.after(self.conditions.exit_delay, coordinator, coordinator.on_exit, worker.id)
+        for peer in self.workers.values():
+            if peer is not worker:
+                self._at(
+                    self.conditions.link_delay + self.delay(),
+                    self._act,
+                    peer,
+                    _link_closed_by_death(peer, worker.id),
+                    (),
+                )
+
+    def _suspect(self, worker: SimWorker, duration: int) -> None:
+        coordinator = self.coordinator
+        if coordinator is not None:
+            self.after(1, coordinator, coordinator.on_suspicion, worker.id, "progress")
+
+    def _hang(self, worker: SimWorker, duration: int) -> None:
+        if worker not in self._hung_until:
+            self._hang_actor(worker, duration)
+            self._at(self.conditions.heartbeat_bound, self._miss_heartbeats, worker)
+
+    def _hang_actor(self, actor: Any, duration: int) -> None:
+        self._hung_until[actor] = self.now + duration
+        self._backlog[actor] = []
+        self._at(duration, self._wake, actor)
+
+    def _wake(self, actor: Any) -> None:
+        if self._hung_until.pop(actor, None) is not None:
+            self.say("*** a process wakes up")
+            for call, arguments in self._backlog.pop(actor):
+                self._act(actor, call, arguments)
+
+    def _miss_heartbeats(self, worker: SimWorker) -> None:
+        silent = worker in self._hung_until or self._isolated_until.get(worker.id, 0) > self.now
+        coordinator = self.coordinator
+        if silent and not worker.dead and coordinator is not None:
+            self._act(coordinator, coordinator.on_suspicion, (worker.id, "heartbeat"))
+
+    def _isolate(self, worker: SimWorker, duration: int) -> None:
+        self._isolated_until[worker.id] = max(self._isolated_until.get(worker.id, 0), self.now + duration)
+        self._at(self.conditions.heartbeat_bound, self._miss_heartbeats, worker)
+
+    def _cut(self, a: SimWorker, b: SimWorker, duration: int) -> None:
+        self._closed_data[a.id, b.id] = max(a.epoch, b.epoch)
+        for worker, peer in ((a, b), (b, a)):
+            self._at(self.delay(), self._act, worker, _link_closed(worker, peer.id), ())
+
+    def _delay(self, a: SimWorker, b: SimWorker, duration: int) -> None:
+        self._held_until[a.id, b.id] = self.now + duration
+
+    def _disconnect(self, worker: SimWorker, duration: int) -> None:
+        link = self.links.get(worker.id)
+        if link is not None:
+            self.close_link(link)
+
+
+def _pair(a: int, b: int) -> tuple[int, int]:
+    return (a, b) if a < b else (b, a)
+
+
+def _link_closed(worker: SimWorker, peer: int) -> Callable[[], None]:
+    return lambda: worker.on_link_closed(peer, dead=False)
+
+
+def _link_closed_by_death(worker: SimWorker, peer: int) -> Callable[[], None]:
+    return lambda: worker.on_link_closed(peer, dead=True)

@@ -1,0 +1,339 @@
+"""The socket transport: Unix-domain sockets on one host, TCP between hosts, for CPU tensors.
+
+One thread does everything: bytes move inside the calls of the worker's own thread (handing frames through an I/O thread
+halves the speed). One ``Waiter`` holds the links, the listener, the handshakes in progress, interrupts and whatever is
+watched for the caller, so every wait wakes for each of them.
+
+Deliberately absent: deciding who is alive. A link that ends is reported to whoever needs it; the control plane decides.
+"""
+
+import logging
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from elaswave.errors import (
+    AuthenticationError,
+    CommError,
+    FrameError,
+    InterruptedWaitError,
+    PeerLostError,
+    WaitTimeoutError,
+)
+from elaswave.transport.acceptor import Acceptor
+from elaswave.transport.frames import Tag, byte_views, decode_header, encode_header
+from elaswave.transport.inbox import Inbox, make_recv
+from elaswave.transport.interface import (
+    DEFAULT_MAX_FRAME_BYTES,
+    DEFAULT_MAX_UNEXPECTED_BYTES,
+    Handle,
+    complete,
+    fail,
+)
+from elaswave.transport.link import SCRATCH_BYTES, Link, LinkEndedError
+from elaswave.transport.waiter import READ, WRITE, Waiter
+
+_log = logging.getLogger("elaswave.transport")
+
+_REDIAL_S = 0.01
+_MAX_LAST_READS = 64  # of a link that has ended; more than a socket's buffer can hold
+
+
+class StreamTransport:
+    """``Transport`` over sockets; see there for what the methods promise.
+
+    Args:
+        worker: id of this worker.
+        key: secret of the job, at least 16 bytes; whoever does not hold it cannot link.
+        listen: ``unix:/private/folder`` or ``tcp:10.0.0.7`` (see ``addresses``).
+        epoch: epoch to start with.
+        max_frame_bytes: largest payload sent, or accepted from a peer.
+        max_unexpected_bytes: most bytes kept for each peer of frames that nobody has asked for yet.
+        handshake_timeout_s: time that a stranger has to prove itself.
+    Raises:
+        OSError: the system refuses to listen there.
+        ValueError: the key is too short or the address is unusable.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        *,
+        key: bytes,
+        listen: str,
+        epoch: int = 0,
+        max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+        max_unexpected_bytes: int = DEFAULT_MAX_UNEXPECTED_BYTES,
+        handshake_timeout_s: float = 5.0,
+    ) -> None:
+        self.worker = worker
+        self.epoch = epoch
+        self._max_frame_bytes = max_frame_bytes
+        self._max_unexpected_bytes = max_unexpected_bytes
+        self._scratch = bytearray(SCRATCH_BYTES)
+        self._links: dict[int, Link] = {}
+        self._inboxes: dict[int, Inbox] = {worker: Inbox(worker, epoch, max_unexpected_bytes)}
+        self._lost: dict[int, str] = {}
+        self._members: frozenset[int] = frozenset()
+        self._former: set[int] = set()
+        self._past_sent: dict[int, int] = {}
+        self._past_received: dict[int, int] = {}
+        self._waiter = Waiter(worker, lambda: self._acceptor.expire())
+        try:
+            self._acceptor = Acceptor(
+                worker, key, listen, self._waiter, self._add_link, self._refusal, handshake_timeout_s
+            )
+        except BaseException:
+            self._waiter.close()
+            raise
+        _open_transports.add(self)
+
+    @property
+    def address(self) -> str:
+        """What other workers pass to ``connect`` to reach this one."""
+        return self._acceptor.address
+
+    @property
+    def peers(self) -> frozenset[int]:
+        """Workers to which a link is up."""
+        return frozenset(self._links)
+
+    @property
+    def bytes_sent(self) -> Mapping[int, int]:
+        """Bytes handed to each peer so far, headers included."""
+        totals = dict(self._past_sent)
+        for peer, link in self._links.items():
+            totals[peer] = totals.get(peer, 0) + link.bytes_sent
+        return totals
+
+    @property
+    def bytes_received(self) -> Mapping[int, int]:
+        """Bytes taken from each peer so far, headers included."""
+        totals = dict(self._past_received)
+        for peer, link in self._links.items():
+            totals[peer] = totals.get(peer, 0) + link.bytes_received
+        return totals
+
+    def send(self, dst: int, tag: Tag, tensors: Tensor | Sequence[Tensor]) -> Handle:
+        """Start sending; see ``Transport.send``."""
+        views = byte_views(tensors)
+        length = sum(map(len, views))
+        if length > self._max_frame_bytes:
+            raise ValueError(f"{tag} has {length} bytes, a frame at most {self._max_frame_bytes}: send it in parts")
+        header = encode_header(self.epoch, tag, tensors, length)
+        handle = Handle("send", dst, tag, self._waiter.failures)
+        link = self._links.get(dst)
+        if link is None:
+            if dst == self.worker and not self._waiter.closed:
+                self._send_to_self(handle, header, views)
+            else:
+                fail(handle, self._no_link(dst))
+            return handle
+        handle.keep = tensors
+        views.insert(0, memoryview(header))
+        waited = link.wants_write
+        try:
+            link.send(handle, views)
+        except LinkEndedError as error:
+            self._link_ended(link, str(error))
+            if not handle.done:
+                fail(handle, self._no_link(dst))
+            return handle
+        if link.wants_write and not waited:
+            self._waiter.set_mask(link.sock.fileno(), READ | WRITE)
+        return handle
+
+    def recv(self, src: int, tag: Tag, out: Tensor | Sequence[Tensor] | None = None) -> Handle:
+        """Start receiving; see ``Transport.recv``."""
+        handle = make_recv(src, tag, out, self._waiter.failures)
+        inbox = self._inboxes.get(src)
+        if inbox is None or (src not in self._links and src != self.worker and not inbox.has_frame(tag)):
+            fail(handle, self._no_link(src))
+        else:
+            inbox.post(handle)
+        return handle
+
+    def wait(self, handles: Handle | Iterable[Handle], timeout_s: float) -> None:
+        """Block until all are done well or one has failed; see ``Transport.wait``."""
+        self._waiter.wait(handles, timeout_s, self.epoch)
+
+    def poll(self) -> None:
+        """Move bytes that can move now, without blocking."""
+        self._waiter.turn(0)
+
+    def rest(self, until_s: float) -> None:
+        """Block until a time, moving bytes meanwhile; see ``Transport.rest``."""
+        self._waiter.rest(until_s, self.epoch)
+
+    def interrupt(self, reason: str, epoch: int | None = None) -> None:
+        """Wake the wait that is blocked, or the next one that would block; thread-safe. See ``Transport.interrupt``."""
+        self._waiter.interrupt(reason, epoch)
+
+    def watch(self, fd: int, callback: Callable[[], None] | None) -> None:
+        """Call back whenever a file descriptor is readable; see ``Transport.watch``."""
+        if callback is None:
+            self._waiter.unregister(fd)
+        else:
+            watched = callback
+            self._waiter.register(fd, lambda event: watched())
+
+    def connect(self, addresses: Mapping[int, str], timeout_s: float) -> None:
+        """Make the links that are missing; see ``Transport.connect``."""
+        wanted = {peer: address for peer, address in addresses.items() if peer != self.worker}
+        deadline = time.monotonic() + timeout_s
+        acceptor = self._acceptor
+        acceptor.trouble.clear()
+        redial_at = dict.fromkeys(wanted, 0.0)
+        try:
+            while missing := [peer for peer in wanted if peer not in self._links]:
+                self._waiter.check_interrupts(self.epoch)
+                now = time.monotonic()
+                if now >= deadline:
+                    trouble_of = {peer: acceptor.trouble.get(peer, "no sign of it") for peer in missing}
+                    seen = "; ".join(f"worker {peer} at {wanted[peer]}: {trouble_of[peer]}" for peer in missing)
+                    raise WaitTimeoutError(f"worker {self.worker} has no link after {timeout_s:g} s to {seen}")
+                wake_at = deadline
+                for peer in missing:
+                    if peer > self.worker and peer not in acceptor.dialling:
+                        if redial_at[peer] <= now:
+                            redial_at[peer] = now + _REDIAL_S
+                            acceptor.dial(peer, wanted[peer])
+                        wake_at = min(wake_at, redial_at[peer])
+                self._waiter.turn(max(0.0, wake_at - now))
+                for peer in missing:
+                    if isinstance(trouble := acceptor.trouble.get(peer), AuthenticationError):
+                        raise trouble
+        finally:
+            for peer in wanted:
+                if peer not in self._links:
+                    acceptor.hang_up(peer)
+
+    def advance_epoch(self, epoch: int, members: Iterable[int]) -> None:
+        """Edit the membership in place; see ``Transport.advance_epoch``."""
+        if epoch <= self.epoch:
+            raise ValueError(f"epoch {epoch} does not follow epoch {self.epoch}: epochs only grow")
+        self.epoch = epoch
+        members = frozenset(members)
+        self._former |= self._members - members
+        self._members = members
+        for peer, link in list(self._links.items()):
+            if peer in members:
+                link.advance(epoch)
+            else:
+                detail = f"epoch {epoch} has begun without worker {peer}"
+                self._close_link(link, detail, InterruptedWaitError(detail))
+        for peer, inbox in list(self._inboxes.items()):
+            if peer not in self._links:
+                inbox.advance(epoch, None)
+            if peer not in members and peer != self.worker:
+                del self._inboxes[peer]
+
+    def close(self) -> None:
+        """End all links and remove the socket file; may be called twice."""
+        if self._waiter.closed:
+            return
+        error = InterruptedWaitError(f"the transport of worker {self.worker} was closed")
+        for link in list(self._links.values()):
+            self._close_link(link, "the transport was closed", error)
+        self._inboxes[self.worker].fail_posted(lambda: error)
+        self._inboxes.clear()
+        self._acceptor.close()
+        self._waiter.close()
+        _open_transports.discard(self)
+
+    def _abandon_in_child(self) -> None:
+        """Close this process's copies of the descriptors: the parent's links must end with the parent."""
+        for link in self._links.values():
+            link.sock.close()
+        self._links.clear()
+        self._acceptor.close(remove=False)
+        self._waiter.close(forked=True)
+
+    def _on_link_event(self, link: Link, event: int) -> None:
+        try:
+            if event & ~WRITE:
+                link.read()
+            if event & WRITE:
+                link.flush()
+                if not link.wants_write:
+                    self._waiter.set_mask(link.sock.fileno(), READ)
+        except LinkEndedError as error:
+            self._link_ended(link, str(error))
+        except FrameError as error:
+            self._refuse_link(link, error)
+
+    def _link_ended(self, link: Link, detail: str) -> None:
+        """A connection is over: take what the peer sent before its end, then report it."""
+        try:
+            for _ in range(_MAX_LAST_READS):
+                before = link.bytes_received
+                link.read()
+                if link.bytes_received == before:
+                    break
+        except LinkEndedError:
+            pass
+        except FrameError as error:
+            self._refuse_link(link, error)
+            return
+        self._close_link(link, detail)
+
+    def _refuse_link(self, link: Link, error: FrameError) -> None:
+        _log.warning("worker %d ends its link to worker %d: %s", self.worker, link.peer, error)
+        self._close_link(link, f"it sent what cannot be right: {error}")
+
+    def _close_link(self, link: Link, detail: str, error: CommError | None = None) -> None:
+        peer = link.peer
+        del self._links[peer]
+        self._past_sent[peer] = self._past_sent.get(peer, 0) + link.bytes_sent
+        self._past_received[peer] = self._past_received.get(peer, 0) + link.bytes_received
+        self._lost[peer] = detail
+        self._waiter.unregister(link.sock.fileno())
+        link.close(detail, error)
+
+    def _no_link(self, peer: int) -> CommError:
+        if self._waiter.closed:
+            return InterruptedWaitError(f"the transport of worker {self.worker} was closed")
+        return PeerLostError(peer, self._lost.get(peer, f"worker {self.worker} was never linked with it: call connect"))
+
+    def _send_to_self(self, handle: Handle, header: bytes, views: list[memoryview]) -> None:
+        try:
+            self._inboxes[self.worker].deliver(decode_header(header, 0, self._max_frame_bytes), views)
+        except FrameError as error:
+            fail(handle, error)
+        else:
+            complete(handle)
+
+    def _refusal(self, peer: int) -> str | None:
+        if peer >= self.worker:
+            return "the lower id dials"
+        if peer in self._former:
+            return f"it has left, and ids are never used again (this worker is at epoch {self.epoch})"
+        return None
+
+    def _add_link(self, peer: int, sock: socket.socket) -> None:
+        old = self._links.get(peer)
+        if old is not None:  # it dials again because its end of the old link is gone
+            self._link_ended(old, "it has dialled again")
+        inbox = self._inboxes.get(peer)
+        if inbox is None:
+            inbox = self._inboxes[peer] = Inbox(peer, self.epoch, self._max_unexpected_bytes)
+        link = Link(peer, sock, inbox, self._scratch, self._max_frame_bytes)
+        self._links[peer] = link
+        self._lost.pop(peer, None)
+        self._waiter.register(sock.fileno(), lambda event: self._on_link_event(link, event))
+
+
+_open_transports: "weakref.WeakSet[StreamTransport]" = weakref.WeakSet()
+
+
+def _abandon_all_in_child() -> None:
+    for transport in list(_open_transports):
+        transport._abandon_in_child()
+    _open_transports.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_all_in_child)

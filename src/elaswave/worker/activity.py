@@ -1,0 +1,84 @@
+"""What a worker's main thread is doing right now, for the heartbeat thread to tell.
+
+Written by one thread and read by another: each change is one assignment of one tuple, so a reader sees a whole state.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from elaswave.protocol.position import START
+from elaswave.transport.interface import Handle
+
+STIR_S = 0.01
+"""Processor time that counts as a sign of life of a main thread that is at `START`."""
+
+
+class Doing(NamedTuple):
+    """One state of the main thread."""
+
+    label: str
+    computing: bool
+    waiting_on: tuple[int, ...]
+    """Workers from or to which frames still move; empty where that is not known."""
+    since_s: float
+    """Monotonic time at which it began."""
+
+
+def own_cpu_clock() -> Callable[[], float]:
+    """A clock of the processor time that the calling thread uses, in seconds; any thread may read it."""
+    clock = time.pthread_getcpuclockid(threading.get_ident())
+    return lambda: time.clock_gettime(clock)
+
+
+class Activity:
+    """The present state of one worker's main thread.
+
+    Args:
+        cpu_clock: of the main thread; its own if None.
+    """
+
+    def __init__(self, cpu_clock: Callable[[], float] | None = None) -> None:
+        self.doing = Doing(START, True, (), time.monotonic())
+        self._cpu_clock = own_cpu_clock() if cpu_clock is None else cpu_clock
+        # Only the thread that tells writes these.
+        self._stirred_cpu_s = 0.0
+        self._stirred_s = self.doing.since_s
+
+    @property
+    def label(self) -> str:
+        """Name of what is being done."""
+        return self.doing.label
+
+    def told(self) -> Doing:
+        """What a heartbeat tells; called by one thread only.
+
+        Making layers and reading data is one long action that nobody knows the length of. So while a worker starts,
+        the time since its main thread last used the processor stands for the time since it began: it gets on,
+        however slowly, or it stands still.
+        """
+        doing = self.doing
+        if doing.label != START or not doing.computing:
+            return doing
+        cpu_s = self._cpu_clock()
+        if cpu_s - self._stirred_cpu_s >= STIR_S:
+            self._stirred_cpu_s, self._stirred_s = cpu_s, time.monotonic()
+        return doing._replace(since_s=max(doing.since_s, self._stirred_s))
+
+    def compute(self, label: str) -> None:
+        """The worker computes: it cannot be waiting for anybody."""
+        self.doing = Doing(label, True, (), time.monotonic())
+
+    def wait(self, label: str, peers: tuple[int, ...] = ()) -> None:
+        """The worker waits for others."""
+        self.doing = Doing(label, False, peers, time.monotonic())
+
+    def wait_on(self, label: str, peers: tuple[int, ...]) -> None:
+        """The worker waits for those; if it did so before, it still does."""
+        if self.doing[:3] != (label, False, peers):
+            self.wait(label, peers)
+
+    def wait_for(self, handles: Iterable[Handle]) -> None:
+        """The worker waits, in what it does at present, for the peers of those transfers that have not ended."""
+        self.wait(self.label, tuple(sorted({handle.peer for handle in handles if not handle.done})))

@@ -1,0 +1,131 @@
+"""Makes one worker's layers and blocks: from the seed, or from a durable checkpoint of any other layout."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from elaswave.errors import CheckpointError
+from elaswave.state.checkpoint_format import CheckpointMeta, Piece, WantedPiece, model_name, optimizer_name
+from elaswave.state.checkpoint_shards import PieceReader
+from elaswave.state.flat import FlatLayer, LayerShape, initial_values, segments
+from elaswave.state.placement import Placement
+from elaswave.state.store import BlockStore, HeldBlock, Role, roles_of
+from elaswave.types import Layout
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.optimizer import Optimizer
+from elaswave.worker.step import Progress, initial_progress
+from elaswave.worker.vote import GridState
+
+MASTER = "master"
+
+
+def materialise(
+    blueprint: Blueprint,
+    worker: int,
+    optimizer: Optimizer,
+    layout: Layout,
+    placement: Placement,
+    checkpoint: tuple[Path, CheckpointMeta] | None,
+) -> tuple[dict[int, FlatLayer], BlockStore, Progress]:
+    """What a worker needs before its first step.
+
+    Args:
+        blueprint: the run.
+        worker: its id.
+        optimizer: says which slots a block has.
+        layout, placement: who runs and who holds what.
+        checkpoint: a verified checkpoint's folder and description, or None to begin from the seed.
+    Returns:
+        The layers of the worker's stage with current parameters, the blocks that it holds, and where training stands.
+    Raises:
+        CheckpointError: the checkpoint is damaged or does not fit the model.
+    """
+    stage = layout.stages[layout.stage_of(worker)]
+    own_layers = range(stage.start, stage.stop)
+    roles = roles_of(worker, placement, blueprint.blocks)
+    needed = sorted({*own_layers, *(blueprint.blocks[block].layer for block in roles)})
+    read = _from_seed(blueprint) if checkpoint is None else _from_checkpoint(checkpoint[0])
+    step = 0 if checkpoint is None else checkpoint[1].step
+    layers: dict[int, FlatLayer] = {}
+    held: dict[int, HeldBlock] = {}
+    by_layer: dict[int, list[int]] = {}
+    for block in roles:
+        by_layer.setdefault(blueprint.blocks[block].layer, []).append(block)
+    for index in needed:
+        shape = blueprint.shapes[index]
+        runs = [(blueprint.blocks[block].start, blueprint.blocks[block].stop) for block in by_layer.get(index, [])]
+        if index in own_layers:
+            layers[index] = FlatLayer(blueprint.model.layers[index], shape, blueprint.dtype)
+            (master,) = read(shape, MASTER, [(0, shape.size)])
+            flat = layers[index].flat
+            flat.copy_(master)
+            # A float32 layer computes with the masters themselves; `Exchange.publish` has nothing to copy then.
+            shared = flat.dtype == torch.float32
+            masters = [flat[start:stop] if shared else master[start:stop].clone() for start, stop in runs]
+        else:
+            masters = read(shape, MASTER, runs)
+        slots = {name: read(shape, name, runs) for name in optimizer.slots}
+        for position, block in enumerate(by_layer.get(index, [])):
+            values = {MASTER: masters[position], **{name: runs_[position] for name, runs_ in slots.items()}}
+            held[block] = HeldBlock(blueprint.blocks[block], roles[block], shape, values, step)
+    progress = initial_progress(blueprint.shapes, blueprint.config)
+    if checkpoint is not None:
+        progress = _progress_of(blueprint, checkpoint[1], progress)
+    return layers, BlockStore(held), progress
+
+
+_Read = Callable[[LayerShape, str, list[tuple[int, int]]], list[torch.Tensor]]
+"""(layer, slot, runs [start, stop) of its flat storage) -> their values, each in a tensor of its own."""
+
+
+def _from_seed(blueprint: Blueprint) -> _Read:
+    def read(shape: LayerShape, slot: str, runs: list[tuple[int, int]]) -> list[torch.Tensor]:
+        if slot != MASTER:
+            return [torch.zeros(stop - start) for start, stop in runs]
+        flat = initial_values(blueprint.model.layers[shape.layer], shape, blueprint.config.run.seed)
+        return [flat[start:stop].clone() for start, stop in runs]
+
+    return read
+
+
+def _from_checkpoint(folder: Path) -> _Read:
+    reader = PieceReader(folder)
+
+    def read(shape: LayerShape, slot: str, runs: list[tuple[int, int]]) -> list[torch.Tensor]:
+        parts = [(run, part) for run, (start, stop) in enumerate(runs) for part in segments(shape, start, stop)]
+        wanted = [
+            WantedPiece(stored_name(slot, part.slot.name), part.slot.shape, part.tensor_start, part.stop - part.start)
+            for _, part in parts
+        ]
+        results = [torch.zeros(stop - start) for start, stop in runs]
+        for (run, part), values in zip(parts, reader.read(wanted), strict=True):
+            results[run][part.start : part.stop] = values
+        return results
+
+    return read
+
+
+def _progress_of(blueprint: Blueprint, meta: CheckpointMeta, initial: Progress) -> Progress:
+    try:
+        exponents = tuple(meta.grids[slot.name] for slot in blueprint.tensors)
+        num_updates, calibrated = int(meta.extra["num_updates"]), bool(meta.extra["calibrated"])
+    except KeyError as error:
+        raise CheckpointError(f"the checkpoint of step {meta.step} says nothing of {error}; use another one") from error
+    exact = initial.grids.exact
+    return Progress(num_updates, GridState(exponents, calibrated=calibrated or not exact, exact=exact))
+
+
+def stored_name(slot: str, tensor: str) -> str:
+    """Name in a durable checkpoint of one state of a tensor."""
+    return model_name(tensor) if slot == MASTER else optimizer_name(slot, tensor)
+
+
+def owned_pieces(store: BlockStore) -> Iterable[Piece]:
+    """Copies of everything that a worker owns, as runs of the original tensors."""
+    for held in store.with_role(Role.OWNER):
+        for slot, values in held.slots.items():
+            copy = values.clone()
+            for part in held.segments:
+                name = stored_name(slot, part.slot.name)
+                yield Piece(name, part.slot.shape, part.tensor_start, copy[part.start : part.stop])

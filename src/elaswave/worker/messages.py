@@ -1,0 +1,205 @@
+"""What a worker and the coordinator say to each other beside the protocol's core messages: plain typed data.
+
+What a worker says must survive the coordinator's death. Durable messages (`StepReport`, `EvaluationReport`,
+`Installed`, `Failed`) are kept by its control client until the coordinator has handled them, and the coordinator makes
+durable what a successor needs of them. Standing facts (`Ready`, `LinkLost`, `ShardWritten`, `ShardFailed`, `Finished`)
+are said again on every new connection, see `protocol.facts`. The coordinator takes a message that it has seen
+before as a repetition.
+"""
+
+import msgspec
+
+from elaswave.planning.measured import ActionTiming
+from elaswave.protocol.messages import Decision, Fenced, Installed, LayoutChange, Prepare, Registered, Report
+from elaswave.state.checkpoint_format import WrittenItem
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class Start(Message, frozen=True, kw_only=True):
+    """Everybody listens: connect and train."""
+
+    addresses: dict[int, str]
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker holds, in elements."""
+
+    num_parameters: int
+    num_owned_blocks: int
+    num_owned_parameters: int
+    num_followed_blocks: int
+    num_followed_parameters: int
+
+
+class Ready(Message, frozen=True, kw_only=True):
+    """A worker is connected, holds its state and begins the first step."""
+
+    worker: int
+    holding: Holding
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """A worker's process is alive; where its main thread is."""
+
+    worker: int
+    epoch: int
+    step: int
+    attempt: int
+    label: str
+    computing: bool
+    waiting_on: tuple[int, ...]
+    since_s: float
+    """Seconds in this position."""
+
+
+class LinkLost(Message, frozen=True, kw_only=True):
+    """The data-plane link to a peer has ended."""
+
+    worker: int
+    peer: int
+    epoch: int
+    detail: str
+
+
+class StepReport(Message, frozen=True, kw_only=True):
+    """A committed step. Sent by the member with the lowest id; after a loss the next one sends what may be missing."""
+
+    worker: int
+    epoch: int
+    step: int
+    attempt: int
+    loss: float
+    norm: float
+    learning_rate: float
+    duration_s: float
+    phases_s: dict[str, float]
+    vector: bytes
+    """The merged vote: evidence that the step is committed."""
+    change: int
+    """Number of the planned change of layout that is in force after the step."""
+    checkpoint: int
+    """The newest committed step whose vote asked for a durable checkpoint; 0 for none."""
+    finished_s: float
+    """Monotonic time of this machine at which the step was done."""
+    retries: list[str]
+    """Why earlier attempts of the step did not commit."""
+    skipped: str | None = None
+    """Why the step was committed without an update."""
+    skipped_microbatch: int | None = None
+    skipped_layer: str | None = None
+
+
+class Timings(Message, frozen=True, kw_only=True):
+    """What a worker has measured lately. Sent now and then; a lost one is made up for by the next."""
+
+    worker: int
+    epoch: int
+    step: int
+    """The newest step that is in it."""
+    level: int
+    """Index of the frequency level at which the device ran."""
+    actions: list[ActionTiming]
+
+
+class EvaluationReport(Message, frozen=True, kw_only=True):
+    """An evaluation has been made. Sent by the member with the lowest id."""
+
+    worker: int
+    step: int
+    loss: float
+    num_tokens: int
+    duration_s: float
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where training stands after a step; equal on all workers."""
+
+    epoch: int
+    step: int
+    num_updates: int
+    exponents: list[int]
+    """Grid exponents, one per tensor."""
+    calibrated: bool
+
+
+class ShardWritten(Message, frozen=True, kw_only=True):
+    """A worker's part of a durable checkpoint is on the disk."""
+
+    worker: int
+    standing: Standing
+    items: list[WrittenItem]
+
+
+class ShardFailed(Message, frozen=True, kw_only=True):
+    """A worker could not write its part of a durable checkpoint; training goes on."""
+
+    worker: int
+    epoch: int
+    step: int
+    reason: str
+
+
+class Settled(Message, frozen=True, kw_only=True):
+    """The checkpoint of a step is durable, or given up: a worker need not say again what became of its part."""
+
+    step: int
+
+
+class Stop(Message, frozen=True, kw_only=True):
+    """End, with a durable checkpoint, after the step whose vote carries it."""
+
+
+class Finished(Message, frozen=True, kw_only=True):
+    """A worker has made its last step and written its last checkpoint."""
+
+    worker: int
+    standing: Standing
+    stopped: bool
+    """Whether it was asked to stop before the run's last step."""
+    owner_digests: dict[str, int]
+    """Parts of the digests per tensor and slot, from the blocks that it owns."""
+    follower_digests: dict[str, int]
+    """The same from the blocks that it follows."""
+    complete: bool
+    """Whether every block has its full number of followers, so that their digests can be compared."""
+    optimizer_bytes: int
+    peak_bytes: int
+    bytes_sent: int
+
+
+class Exit(Message, frozen=True, kw_only=True):
+    """Everybody has finished; a worker may end."""
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """A worker has ended with an error of its own."""
+
+    worker: int
+    kind: str
+    """Class name of the error."""
+    signature: str
+    """Equal for the same error at the same step and micro-batch."""
+    summary: str
+    """One line with the step, micro-batch and layer where known."""
+    traceback_text: str
+
+
+FromWorker = (
+    Registered
+    | Report
+    | Installed
+    | Ready
+    | Heartbeat
+    | LinkLost
+    | StepReport
+    | Timings
+    | EvaluationReport
+    | ShardWritten
+    | ShardFailed
+    | Finished
+    | Failed
+)
+ToWorker = Start | Settled | Stop | Exit | Prepare | Decision | Fenced | LayoutChange

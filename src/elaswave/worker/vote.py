@@ -1,0 +1,296 @@
+"""The vote: one small all-reduce whose result says whether a step commits, the same for everybody.
+
+Every worker fills a `Ballot`; its vector of 64-bit integers is added (wrapping) in its first part and maximised
+in its second, both free of order; `judge` reads the verdict off the result. A worker fills its certificate only when
+it is prepared (its owned blocks have their complete gradients, its followed blocks the same ones), so learning that
+the vote passed implies that everyone can apply. The parts:
+
+- coverage: `coverage_key` of every (layer, micro-batch) that was added, against the known total;
+- residency: a key for every held block, its role, holder and version, against what the placement says;
+- agreement: owners add (number of followers x hash) of each gradient and of a rotating sample of state blocks,
+  followers subtract theirs: zero unless a copy differs;
+- partial sums: workers add the sum of all words that they have added to their partial sums, and the coverage that they
+  have sent beside them; owners subtract those of the totals, and the coverage that has come: zero unless a word of a
+  partial sum has changed in an accumulator, on the way, or in being added up;
+- layout: the largest and the smallest hash of layout and next placement, which must be equal;
+- change: the same of the planned change of layout that each worker holds; it comes into force if all hold the same one;
+- the gradient norm in exact limbs, one slot per micro-batch for the losses, the largest gradient per tensor, and the
+  requests (stop, checkpoint) that must take effect at the same step everywhere.
+
+No IO here.
+"""
+
+import functools
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+from elaswave.hashing import MASK64, key64, mix64, signed64
+from elaswave.state.sums import (
+    FEWEST_BITS,
+    NORM_LIMBS,
+    could_overflow,
+    is_too_coarse,
+    next_exponent,
+    norm_from_limbs,
+    norm_limbs,
+)
+from elaswave.worker.compute import NonFinite
+
+_ROW_BITS = 20
+_NUM_CHECKS = 6
+"""Sums before those of the norm."""
+_NUM_FLAGS = 6
+"""Maxima before those of the tensors."""
+UNKNOWN_MICROBATCH = (1 << _ROW_BITS) - 1
+"""Micro-batch of a non-finite value that was found only in the sum (scaled mode)."""
+
+
+class Request(Enum):
+    """What a worker asks of everybody in its vote; the largest one takes effect after the step that this commits."""
+
+    NONE = 0
+    CHECKPOINT = 1
+    """Write a durable checkpoint of the step, and go on."""
+    STOP = 2
+    """Write a durable checkpoint of the step, and end the job."""
+
+
+class Outcome(Enum):
+    """What a vote decides."""
+
+    COMMIT = "commit"
+    SKIP = "skip"
+    """Commit the step without an update (``run.skip_nonfinite``)."""
+    RETRY = "retry"
+    """Nobody applies; the step is tried again on the verdict's grids."""
+    NON_FINITE = "non-finite"
+    REJECT = "reject"
+    """The certificate does not hold."""
+
+
+class Ballot(NamedTuple):
+    """What one worker brings to a vote."""
+
+    coverage: int
+    residency: int
+    next_residency: int
+    agreement: int
+    partial_sums: int
+    next_layout: int
+    """62-bit hash of the layout, and of the placement that this vote brings into force."""
+    losses: Mapping[int, float]
+    square_sums: Sequence[float]
+    """Of the mean gradient of each owned block, finite."""
+    maxima: Mapping[int, float]
+    """Largest absolute gradient by tensor index, finite."""
+    nonfinite: NonFinite | None
+    request: Request
+    change: int = 0
+    """62-bit hash of the planned change that this worker holds, 0 for none."""
+
+
+class Expected(NamedTuple):
+    """What the sums must come to, known to everybody beforehand."""
+
+    num_workers: int
+    coverage: int
+    residency: int
+    next_residency: int
+    next_layout: int
+    num_microbatches: int
+    """Of the step: a policy may let the batch shrink, then the first ones are run."""
+
+
+class Verdict(NamedTuple):
+    """What a vote says."""
+
+    outcome: Outcome
+    reason: str
+    norm: float
+    """Of the mean gradient before clipping."""
+    losses: tuple[float, ...]
+    """Per micro-batch."""
+    grids: tuple[int, ...]
+    """Exponent per tensor for the next step or attempt."""
+    request: Request
+    failed: tuple[str, ...] = ()
+    """Parts of the certificate that failed."""
+    nonfinite: NonFinite | None = None
+    change: int = 0
+    """Hash of the planned change that everybody holds, if the step commits; else 0."""
+
+    @property
+    def asks_checkpoint(self) -> bool:
+        """Whether it commits a step of which somebody wants a durable checkpoint."""
+        return self.outcome in (Outcome.COMMIT, Outcome.SKIP) and self.request is not Request.NONE
+
+    @property
+    def loss(self) -> float:
+        """Mean over micro-batches, added in their order; nan where a loss or gradient is not finite."""
+        if self.nonfinite is not None:
+            return math.nan
+        return math.fsum(self.losses) / len(self.losses)
+
+
+class VoteShape:
+    """Where things lie in the vector of a vote.
+
+    Args:
+        num_microbatches: of the global batch.
+        num_tensors: of the model.
+    """
+
+    def __init__(self, num_microbatches: int, num_tensors: int) -> None:
+        self.num_microbatches = num_microbatches
+        self.num_tensors = num_tensors
+        self.num_sums = _NUM_CHECKS + NORM_LIMBS + num_microbatches
+        self.num_maxima = _NUM_FLAGS + num_tensors
+        self.size = self.num_sums + self.num_maxima
+
+    def encode(self, ballot: Ballot) -> torch.Tensor:
+        """The vector of one worker, int64 [size]."""
+        sums = [
+            1,
+            ballot.coverage,
+            ballot.residency,
+            ballot.next_residency,
+            ballot.agreement,
+            ballot.partial_sums,
+        ]
+        sums += norm_limbs(ballot.square_sums)
+        sums += [_float_bits(ballot.losses.get(index, 0.0)) for index in range(self.num_microbatches)]
+        maxima = [
+            ballot.next_layout,
+            -ballot.next_layout,
+            _nonfinite_code(ballot.nonfinite),
+            ballot.request.value,
+            ballot.change,
+            -ballot.change,
+        ]
+        maxima += [_float_bits(ballot.maxima.get(index, 0.0)) for index in range(self.num_tensors)]
+        return torch.tensor([signed64(value) for value in sums + maxima], dtype=torch.int64)
+
+    def combine(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        """Merges another vector into ours, in place: sums wrap, maxima are maximised."""
+        ours[: self.num_sums] += theirs[: self.num_sums]
+        torch.maximum(ours[self.num_sums :], theirs[self.num_sums :], out=ours[self.num_sums :])
+
+
+class GridState(NamedTuple):
+    """The grids of a step and what is known of them."""
+
+    exponents: tuple[int, ...]
+    calibrated: bool
+    """False until a first attempt has measured the gradients."""
+    exact: bool
+    """False in scaled mode, where grids are not used."""
+
+
+def judge(
+    vector: torch.Tensor, shape: VoteShape, expected: Expected, grids: GridState, *, skip_nonfinite: bool
+) -> Verdict:
+    """Reads the verdict off the merged vector; a pure function, so everybody comes to the same one.
+
+    Args:
+        vector: merged over all workers, int64 [shape.size].
+        shape: its layout.
+        expected: what the sums must be.
+        grids: the grids of this attempt.
+        skip_nonfinite: commit a step whose loss or gradient is not finite without an update.
+    """
+    values: list[int] = vector.tolist()
+    num_voters, coverage, residency, next_residency, agreement, partial_sums = (
+        value & MASK64 for value in values[:_NUM_CHECKS]
+    )
+    first_loss = _NUM_CHECKS + NORM_LIMBS
+    limbs = values[_NUM_CHECKS:first_loss]
+    losses = tuple(_bits_float(value) for value in values[first_loss : first_loss + expected.num_microbatches])
+    flags = values[shape.num_sums : shape.num_sums + _NUM_FLAGS]
+    layout_max, layout_min, nonfinite_code, request, change_max, change_min = flags
+    maxima = [_bits_float(value) for value in values[shape.num_sums + _NUM_FLAGS :]]
+    checks = {
+        "voters": num_voters == expected.num_workers,
+        "coverage": coverage == expected.coverage,
+        "residency": residency == expected.residency,
+        "next residency": next_residency == expected.next_residency,
+        "agreement": agreement == 0,
+        "partial sums": partial_sums == 0,
+        "layout": layout_max == -layout_min == expected.next_layout,
+    }
+    failed = tuple(name for name, passed in checks.items() if not passed)
+    nonfinite = _nonfinite_from(nonfinite_code)
+
+    def verdict(outcome: Outcome, reason: str, grids_after: tuple[int, ...]) -> Verdict:
+        norm = norm_from_limbs(limbs) if nonfinite is None else math.nan
+        commits = outcome in (Outcome.COMMIT, Outcome.SKIP)
+        change = change_max if commits and change_max == -change_min else 0
+        return Verdict(outcome, reason, norm, losses, grids_after, Request(request), failed, nonfinite, change)
+
+    if failed:
+        return verdict(Outcome.REJECT, "the certificate does not hold: " + ", ".join(failed), grids.exponents)
+    if nonfinite is not None:
+        outcome = Outcome.SKIP if skip_nonfinite else Outcome.NON_FINITE
+        return verdict(outcome, "a loss or gradient is not finite", grids.exponents)
+    if not grids.exact:
+        return verdict(Outcome.COMMIT, "the certificate holds", grids.exponents)
+    after = tuple(
+        next_exponent(maximum, exponent, shape.num_microbatches)
+        for maximum, exponent in zip(maxima, grids.exponents, strict=True)
+    )
+    if not grids.calibrated:
+        return verdict(Outcome.RETRY, "the first gradients have been measured", after)
+    tensors = list(zip(maxima, grids.exponents, after, strict=True))
+    overflows = sum(could_overflow(maximum, grid, shape.num_microbatches) for maximum, grid, _ in tensors)
+    # Once per step: the same gradients have all the bits that there are on the grids which they ask for.
+    coarse = sum(is_too_coarse(maximum, grid) and finer > grid for maximum, grid, finer in tensors)
+    reasons = [f"sums of {overflows} tensors could overflow"] if overflows else []
+    reasons += [f"gradients of {coarse} tensors have fewer than {FEWEST_BITS} bits on their grids"] if coarse else []
+    if reasons:
+        return verdict(Outcome.RETRY, "; ".join(reasons), after)
+    return verdict(Outcome.COMMIT, "the certificate holds", after)
+
+
+def residency_key(block: int, role: int, worker: int, version: int) -> int:
+    """What holding a block contributes to the residency sums."""
+    return mix64(_copy_key(block, role, worker) + version)
+
+
+@functools.lru_cache(maxsize=1 << 20)
+def _copy_key(block: int, role: int, worker: int) -> int:
+    return key64("residency", block, role, worker)
+
+
+def agreement_key(kind: str, block: int, step: int, attempt: int, run_hash: int) -> int:
+    """What a copy of a block contributes to the agreement sum, before it is multiplied by the number of partners.
+
+    Args:
+        kind: "gradient" or "state".
+    """
+    return key64(kind, block, step, attempt, run_hash)
+
+
+def _float_bits(value: float) -> int:
+    return int.from_bytes(struct.pack("<d", value), "little", signed=True)
+
+
+def _bits_float(bits: int) -> float:
+    value: float = struct.unpack("<d", (bits & MASK64).to_bytes(8, "little"))[0]
+    return value
+
+
+def _nonfinite_code(nonfinite: NonFinite | None) -> int:
+    """0 for none; else larger for earlier micro-batches, then for later layers (backward meets those first)."""
+    if nonfinite is None:
+        return 0
+    return ((UNKNOWN_MICROBATCH - nonfinite.microbatch) << _ROW_BITS | nonfinite.layer) + 1
+
+
+def _nonfinite_from(code: int) -> NonFinite | None:
+    if code == 0:
+        return None
+    return NonFinite(UNKNOWN_MICROBATCH - ((code - 1) >> _ROW_BITS), (code - 1) & ((1 << _ROW_BITS) - 1))

@@ -1,0 +1,350 @@
+"""`elaswave plan`, `simulate`, `compare`: what they print, their JSON, and how they refuse bad input."""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.observability.test_run_costs import configuration, log_of, report
+
+from elaswave.cli.cluster_options import ClusterOptions, choose_lost, describe_setting
+from elaswave.cli.main import main
+from elaswave.config.load import load_config
+from elaswave.observability.events import EventLog
+from elaswave.observability.run_folder import open_run_dir
+from elaswave.planning.presets import DEVICES
+
+SMALL = ["--workers", "12", "--stages", "3", "--model", "llama-2-7b", "--device", "h100", "--microbatches", "6"]
+POLICIES = ["elaswave", "recycle", "torchft", "torchft_batch_kept", "oobleck", "full_restart"]
+TRACE = "0,add,a\n0,add,b\n0,add,c\n0,add,d\n3600000,remove,b\n7200000,add,b\n10800000,remove,a\n14400000,add,e\n"
+
+
+def output(capsys: Any, *arguments: str) -> str:
+    assert main(list(arguments)) == 0
+    text: str = capsys.readouterr().out
+    return text
+
+
+def document(capsys: Any, *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(output(capsys, *arguments, "--json"))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_a_plan_shows_before_and_after(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    text = output(capsys, "plan", *SMALL, "--lose", "5", "--pattern", "clustered")
+    assert text.startswith("llama-2-7b on 12 x h100, 3 stages x 4 replicas, 24 micro-batches of 1 x 4096 tokens")
+    before, after = text.split("\nafter: ")
+    for part in (before, after):
+        assert part.count("<- bottleneck") == 1
+        assert "stage" in part and "0 to " in part
+    assert "of before with 7 of 12 workers" in after
+    assert "\nreason: " in after and "\nrandomness: " in after
+
+
+def test_a_limit_of_power_that_nobody_can_keep_is_refused(capsys: Any) -> None:
+    assert main(["plan", *SMALL, "--power-limit-kw", "0.1"]) == 2
+    error = capsys.readouterr().err
+    assert "cannot run: power: the workers would draw" in error and "give a higher --power-limit-kw" in error
+
+
+def test_a_plan_as_json(capsys: Any) -> None:
+    found = document(capsys, "plan", *SMALL, "--lose", "1", "--seed", "3")
+    assert len(found["lost"]) == 1
+    after = found["after"]
+    assert after["policy"] == "elaswave" and after["reason"]
+    assert after["throughput"] == pytest.approx(24 * 4096 / after["step_time_s"])
+    assert after["throughput_fraction"] == pytest.approx(after["throughput"] / found["before"]["throughput"])
+    for layout, num_workers in (("before", 12), ("after", 11)):
+        stages = found[layout]["stages"]
+        assert sum(len(stage["workers"]) for stage in stages) == num_workers
+        assert sum(stage["is_bottleneck"] for stage in stages) == 1
+        assert stages[0]["start"] == 0 and stages[-1]["stop"] == 34
+        assert all(stage["free_memory_bytes"] >= 0 for stage in stages)
+    assert found["plan"]["policy"] == "elaswave"
+    assert found["plan"]["num_microbatches"] == 24
+    again = document(capsys, "plan", *SMALL, "--lose", "1", "--seed", "3")
+    assert again == found
+
+
+def test_a_plans_step_can_be_looked_at(capsys: Any, tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    text = output(capsys, "plan", *SMALL, "--lose", "1", "--trace", str(path))
+    assert f"trace: {path}" in text and "bubbles by stage: " in text
+    traced = json.loads(path.read_text())["traceEvents"]
+    assert len({event["pid"] for event in traced if event["ph"] == "X"}) == 11
+    found = document(capsys, "plan", *SMALL, "--lose", "1", "--trace", str(path))
+    simulated = found["simulated_step"]
+    assert simulated["step_s"] >= simulated["uncontended_s"] * (1 - 1e-9)
+    assert simulated["uncontended_s"] == pytest.approx(found["after"]["step_time_s"])
+    assert all(0 <= share < 1 for share in simulated["stage_bubble_fractions"])
+    assert main(["plan", *SMALL, "--trace", str(tmp_path / "none" / "step.json")]) == 2
+    assert "step.json" in capsys.readouterr().err
+    huge = ["--workers", "96", "--stages", "8", "--device", "h200", "--microbatches", "2000"]
+    assert main(["plan", *huge, "--trace", str(path)]) == 2
+    assert "--trace: a step has" in capsys.readouterr().err
+
+
+def test_nobody_lost_shows_the_layout_alone(capsys: Any) -> None:
+    assert "nobody is lost" in output(capsys, "plan", *SMALL, "--lose", "0")
+    assert "after" not in document(capsys, "plan", *SMALL, "--lose", "0")
+
+
+def test_any_policy_can_plan(capsys: Any) -> None:
+    assert document(capsys, "plan", *SMALL, "--policy", "recycle")["after"]["policy"] == "recycle"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run that has ended, as far as its log tells."""
+    from datetime import UTC, datetime
+
+    config = load_config(None, ["layout.widths=[2,2]", "layout.layers=[3,3]"])
+    with open_run_dir(tmp_path / "run", config, now=datetime(2026, 1, 1, tzinfo=UTC)) as folder:
+        with EventLog(folder / "events.jsonl") as log:
+            for event in log_of(configuration(), timings=[report(5), report(6, 1.5)]):
+                log.write(event)
+        return folder
+
+
+def test_a_plan_for_a_run(capsys: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    text = output(capsys, "plan", str(run), "--lose", "1")
+    assert "layout 2x2, 8 micro-batches of 8 x 64 tokens" in text
+    assert "costs measured, of 2 reports; a step is predicted to take" in text
+    assert "than the median of 5 steps that were run" in text
+    assert "schedule 1f1b" in text and "frequency: off" in text  # what the run's own planner may do
+    assert "memory" not in text
+    found = document(capsys, "plan", str(run), "--lose", "1")
+    assert found["num_reports"] == 2 and found["num_steps"] == 5
+    assert found["speeds"]["3"] == pytest.approx(0.8)
+    assert found["predicted_step_s"] == pytest.approx(found["before"]["step_time_s"], rel=0.05)
+    assert len(found["lost"]) == 1
+
+
+def test_a_plan_for_a_run_without_timings(capsys: Any, run: Path) -> None:
+    path = run / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"kind":"timings"' not in line))
+    assert "costs as described, scaled to the steps" in " ".join(output(capsys, "plan", str(run)).split())
+
+
+def test_a_plan_for_a_run_on_emulated_devices_begins_at_the_base_level(capsys: Any, tmp_path: Path) -> None:
+    from datetime import UTC, datetime
+
+    overrides = ["layout.widths=[2,2]", "device.kind=emulated", "device.model=gpt2-small", "model.num_layers=12"]
+    config = load_config(None, [*overrides, "device.name=ascend-910b", "device.frequency=emulated"])
+    with open_run_dir(tmp_path / "run", config, now=datetime(2026, 1, 1, tzinfo=UTC)) as folder:
+        with EventLog(folder / "events.jsonl") as log:
+            for event in log_of(config):
+                log.write(event)
+    found = document(capsys, "plan", str(folder), "--lose", "1")
+    assert [stage["speed_levels"] for stage in found["before"]["stages"]] == [[1, 1], [1, 1]]
+    device = DEVICES["ascend-910b"].device
+    assert 0 < found["plan"]["power_w"] <= 4 * device.levels[device.base_level].power_w
+    restart = document(capsys, "plan", str(folder), "--lose", "1", "--policy", "full_restart")
+    assert restart["after"]["pause_s"] == config.elastic.restart_s
+
+
+def test_a_trace_is_one_scenario(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(TRACE)
+    assert main(["simulate", "--trace", str(tmp_path / "trace.csv"), "--stages", "1", "--seeds", "3"]) == 2
+    assert "--trace is one scenario, in which nothing is drawn; leave out --seeds 3" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------------------- compare
+
+
+def test_policies_are_compared_on_the_same_loss(capsys: Any) -> None:
+    found = document(capsys, "compare", *SMALL, "--lose", "2", "--policies", ",".join(POLICIES))
+    entries = {entry["policy"]: entry for entry in found["policies"]}
+    assert list(entries) == POLICIES
+    for entry in entries.values():
+        assert {"policy", "throughput", "capacity_fraction", "step_time_s", "pause_s", "reason"} <= set(entry)
+        if entry["feasible"]:
+            assert entry["throughput"] == pytest.approx(entry["num_microbatches"] * 4096 / entry["step_time_s"])
+    assert entries["torchft"]["num_microbatches"] < 24 and not entries["torchft"]["keeps_batch"]
+    assert entries["elaswave"]["keeps_batch"]
+    best = max(entry["throughput"] for entry in entries.values())
+    assert entries["elaswave"]["throughput"] > 0.9 * best
+    assert found["undisturbed"]["num_workers"] == 12
+
+
+def test_the_comparison_as_a_table(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    text = output(capsys, "compare", *SMALL, "--lose", "2", "--policies", "elaswave, torchft")
+    rows = [line.split()[0] for line in text.splitlines() if line and not line.startswith(" ")]
+    assert rows[2:6] == ["policy", "undisturbed", "elaswave", "torchft"]
+    assert "elaswave: " in text and "torchft: " in text
+
+
+def test_a_policy_without_a_plan_says_so(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    # Three replicas cannot lose one each and leave torchft anybody.
+    arguments = ["compare", *SMALL, "--lose", "4", "--policies", "elaswave,torchft"]
+    entry = document(capsys, *arguments)["policies"][1]
+    assert (entry["feasible"], entry["throughput"], entry["step_time_s"]) == (False, 0.0, None)
+    assert entry["reason"].startswith("no plan: ")
+    assert "\ntorchft  " in output(capsys, *arguments)
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_plots(capsys: Any, tmp_path: Path, suffix: str, magic: bytes) -> None:
+    path = tmp_path / f"plot.{suffix}"
+    output(capsys, "compare", *SMALL, "--policies", "elaswave,recycle", "--lose", "1", "--plot", str(path))
+    assert path.read_bytes().startswith(magic)
+    output(capsys, "simulate", *SMALL, "--days", "1", "--rate", "0.1", "--plot", str(path))
+    assert path.read_bytes().startswith(magic)
+
+
+def test_a_plot_without_matplotlib(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["compare", *SMALL, "--plot", str(tmp_path / "plot.png")]) == 2
+    assert "pip install 'elaswave[plots]'" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------- simulate
+
+
+def test_a_simulation_adds_up(capsys: Any) -> None:
+    arguments = ["simulate", *SMALL, "--days", "1", "--rate", "0.3", "--seeds", "2", "--stragglers", "0.1"]
+    found = document(capsys, *arguments)
+    assert found["policy"] == "elaswave" and found["summary"]["num_seeds"] == 2
+    assert len(found["scenarios"]) == 2
+    for outcome in found["scenarios"]:
+        parts = sum(outcome[name] for name in ("useful_s", "lost_work_s", "waiting_s", "slower_s"))
+        assert parts + sum(outcome["pauses_s"].values()) == pytest.approx(86400)
+    assert found["tokens_per_s"] == pytest.approx(
+        found["summary"]["goodput"]["mean"] * found["undisturbed_tokens_per_s"]
+    )
+    assert document(capsys, *arguments) == found
+
+
+def test_a_simulation_for_people(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text = output(capsys, "simulate", *SMALL, "--days", "20", "--rate", "llama3", "--seeds", "2")
+    assert "The Llama 3 Herd of Models" in text
+    assert "elaswave: goodput " in text and " +- " in text
+    for part in ("useful", "lost work", "waiting for workers", "slower than undisturbed"):
+        assert f"\n{part} " in text
+    assert "MWh" in text
+
+
+def test_a_trace_is_lived_through(capsys: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    cluster = ["--model", "gpt2-xl", "--device", "a100", "--stages", "2", "--workers-per-node", "2"]
+    found = document(capsys, "simulate", "--trace", str(trace), *cluster, "--policy", "recycle")
+    assert found["scenarios"][0]["num_events"] == {"joined": 2, "lost": 2}
+    assert found["scenarios"][0]["duration_s"] == 14400
+    assert "gpt2-xl on 8 x a100, 2 stages" in found["setting"]
+    trace.write_text(TRACE + "9999999999,explode,a\n")
+    assert main(["simulate", "--trace", str(trace), *cluster]) == 2
+    assert "line 9 says 'explode'" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--model", "gpt5"], "there is no model 'gpt5'; choose one of gpt2-small"),
+        (["plan", "--device", "abacus"], "there is no device 'abacus'"),
+        (["plan", "--between-nodes", "string"], "there is no link 'string'"),
+        (["plan", "--workers", "10", "--stages", "4"], "10 workers cannot be split into 4 stages"),
+        (["plan", "--workers", "60", "--stages", "60", "--model", "gpt2-xl"], "60 stages for the 50 layers"),
+        (["plan", *SMALL, "--lose", "12"], "12 of 12 workers would be lost"),
+        (["plan", *SMALL, "--efficiency", "2"], "'--efficiency': '2' is not a number above 0 and at most 1"),
+        (["plan", *SMALL, "--tensor-parallel", "16"], "16 devices per worker"),
+        (["plan", *SMALL, "--power-limit-kw", "-1"], "'--power-limit-kw': '-1' is not a number above 0"),
+        (["plan", *SMALL, "--lose", "99"], "99 of 12 workers would be lost"),
+        (["plan", "--workers", "12", "--stages", "4", "--lose", "99"], "99 of 12 workers would be lost"),
+        (["compare", "--workers", "12", "--stages", "4", "--lose", "99"], "99 of 12 workers would be lost"),
+        (["plan", "--workers", "8", "--stages", "1", "--model", "llama-2-70b"], "1 stages x 8 replicas does not fit"),
+        (["plan", "--policy", "prayer"], "unknown policy 'prayer'"),
+        (["plan", "no-such-run"], "no such folder"),
+        (["plan", "no-such-run", "--model", "gpt2-xl"], "--model describe a cluster, but RUN names a run"),
+        (["compare", "--policies", "prayer"], "unknown policy 'prayer'"),
+        (["compare", "--policies", "recycle,recycle"], "give each policy once"),
+        (["compare", "--policies", ","], "give each policy once"),
+        (["compare", "--lose", "0"], "nothing happens then"),
+        (["compare", "--plot", "plot.gif"], "must end in .png or .svg"),
+        (["compare", "--plot", "no-such-folder/plot.png"], "there is no folder"),
+        (["simulate", "--policy", "prayer"], "unknown policy 'prayer'"),
+        (["simulate", "--rate", "often"], "unknown failure rates 'often'"),
+        (
+            ["simulate", "--rate", "-1"],
+            "--rate -1: losses per worker and day are a number of at least 0, or a name",
+        ),
+        (["simulate", "--repair-hours", "0"], "'--repair-hours': '0' is not a number above 0"),
+        (["simulate", "--days", "0"], "'--days': '0' is not a number above 0"),
+        (["simulate", "--days", "-1"], "'--days': '-1' is not a number above 0"),
+        (["simulate", "--days", "nan"], "'--days': 'nan' is not a number above 0"),
+        (["simulate", "--days", "inf"], "'--days': 'inf' is not a number above 0"),
+        (["simulate", "--days", "1e9"], "9.09e+07 losses, repairs and slow-downs are expected, and 1,000,000 are"),
+        (["simulate", "--days", "1e6", "--seeds", "12"], "1.09e+06 losses, repairs and slow-downs are expected"),
+        (["simulate", "--stragglers", "1e9"], "repairs and slow-downs are expected, and 1,000,000 are the most"),
+        (["simulate", "--rate", "nan"], "--rate nan: losses per worker and day are a number"),
+        (["simulate", "--stragglers", "-1"], "'--stragglers': '-1' is not a number of at least 0"),
+        (["simulate", "--power-limit-kw", "0"], "'--power-limit-kw': '0' is not a number above 0"),
+        (["simulate", "--workers", "4", "--stages", "8"], "4 workers are too few for 8 stages"),
+        (["simulate", "--trace", "no-such.csv"], "cannot read the trace no-such.csv"),
+        (["simulate", "--trace", "x.csv", "--rate", "llama3", "--workers", "4"], "leave out --rate, --workers"),
+        (["simulate", "--workers", "8", "--stages", "1", "--model", "llama-2-70b"], "try more --stages"),
+    ],
+)
+def test_bad_input_is_refused(arguments: list[str], message: str, capsys: Any, tmp_path: Path,
+                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert main([*arguments, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 2
+
+
+def test_a_trace_that_is_no_text(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_bytes(b"\xff\xfe\x00")
+    assert main(["simulate", "--trace", str(tmp_path / "trace.csv")]) == 2
+    assert "is no text" in capsys.readouterr().err
+
+
+def test_a_plot_that_cannot_be_written(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "plot.png").mkdir()
+    assert main(["compare", *SMALL, "--lose", "1", "--policies", "recycle", "--plot", str(tmp_path / "plot.png")]) == 2
+    assert "plot.png" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------- who is lost
+
+
+def test_patterns_of_losses() -> None:
+    options = ClusterOptions(workers=24, stages=4, model="gpt2-xl", device="a100", microbatches=4)
+    allocation = describe_setting(options).allocation
+    stage_of = {
+        worker: index for index, stage in enumerate(allocation.chains[0].stages) for worker in stage.workers.tolist()
+    }
+    replica_of = {
+        worker: index for stage in allocation.chains[0].stages for index, worker in enumerate(stage.workers.tolist())
+    }
+    for seed in range(20):
+        for count in range(24):
+            for pattern in ("spread", "clustered", "random"):
+                lost = choose_lost(allocation, count, pattern, seed)
+                assert len(set(lost)) == count and list(lost) == sorted(lost)
+                assert lost == choose_lost(allocation, count, pattern, seed)
+                per_stage = Counter(stage_of[worker] for worker in lost)
+                if pattern == "spread" and count:
+                    assert max(per_stage.values()) - min(per_stage[stage] for stage in range(4)) <= 1
+                    if count <= 4:
+                        assert len({replica_of[worker] for worker in lost}) == count
+                if pattern == "clustered":
+                    assert len(per_stage) == -(-count // 6)
+    assert len({choose_lost(allocation, 3, "random", seed) for seed in range(20)}) > 10

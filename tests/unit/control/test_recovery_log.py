@@ -1,0 +1,142 @@
+"""What a recovery report says must not depend on the order in which survivors' messages come."""
+
+from pathlib import Path
+
+import pytest
+
+from elaswave.control.recoveries import RecoveryLog
+from elaswave.observability.result import Recovery
+from elaswave.planning.layout import make_layout
+from elaswave.planning.recovery import survivor_layout
+from elaswave.protocol.coordinator import Raised, Suspected
+from elaswave.protocol.detection import Position
+from elaswave.protocol.messages import Decision, Installed
+from elaswave.state.placement import Placement
+from elaswave.types import Layout
+from elaswave.worker.messages import StepReport
+
+LAYOUT = make_layout(widths=(1, 3), layers_per_stage=(2, 2), num_microbatches=5)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> RecoveryLog:
+    return RecoveryLog(tmp_path, 20)
+
+
+def _lose(log: RecoveryLog, worker: int, epoch: int, layout: Layout = LAYOUT, *, step: int = 3) -> Layout:
+    """A worker is lost in a step, and the survivors are told how to go on."""
+    log.seen(worker, Position(epoch - 1, step, 1, "backward", computing=True, waiting_on=(), since_s=0.0))
+    log.raised(Raised(epoch, (Suspected(worker, "exit", "it has ended"),)), layout, now_s=10.0 * epoch)
+    after = survivor_layout(layout, [worker])
+    decision = Decision(
+        term=1,
+        epoch=epoch,
+        members=after.workers,
+        lost=(worker,),
+        evidence=None,
+        resume_step=step,
+        resume_attempt=2,
+        layout=after,
+        placement=Placement((), ()),
+        deliver=(),
+        rollback=None,
+        evaluate=False,
+        checkpoint=False,
+        published=step - 1,
+        promoted=4,
+        reason="it has ended",
+    )
+    log.decided(decision, now_s=10.0 * epoch + 1, plan_s=0.25)
+    return after
+
+
+def _installed(worker: int, epoch: int = 2) -> Installed:
+    return Installed(worker=worker, epoch=epoch, edit_s=0.1 * worker, promote_s=0.2, critical_bytes=1000)
+
+
+def _report(step: int, epoch: int, finished_s: float) -> StepReport:
+    return StepReport(
+        worker=1,
+        epoch=epoch,
+        step=step,
+        attempt=2,
+        loss=1.0,
+        norm=1.0,
+        learning_rate=0.1,
+        duration_s=2.0,
+        phases_s={},
+        vector=b"",
+        change=0,
+        checkpoint=0,
+        finished_s=finished_s,
+        retries=[],
+        skipped=None,
+        skipped_microbatch=None,
+        skipped_layer=None,
+    )
+
+
+def _summary(recovery: Recovery) -> tuple[int, float, float]:
+    return recovery.critical_bytes, round(recovery.edit_s, 3), recovery.total_s
+
+
+def test_the_redone_step_completes_a_recovery(log: RecoveryLog) -> None:
+    _lose(log, 0, 2)
+    for worker in (1, 2, 3):
+        log.installed(_installed(worker))
+    assert log.resumed(22.0) == []
+    (recovery,) = log.committed(_report(3, 2, 24.0))
+    assert _summary(recovery) == (3000, 0.3, 4.0)
+    assert recovery.num_microbatches_recomputed == 5
+    assert log.committed(_report(4, 2, 26.0)) == log.flush() == []
+
+
+def test_a_step_that_is_redone_before_everybody_was_heard_waits_for_what_they_have_to_say(log: RecoveryLog) -> None:
+    """Each worker has a connection of its own, so the step's report may overtake what another has said before."""
+    _lose(log, 0, 2)
+    log.installed(_installed(1))
+    assert log.committed(_report(3, 2, 24.0)) == []
+    for worker in (2, 3):
+        log.installed(_installed(worker))
+    (recovery,) = log.resumed(25.0)
+    assert _summary(recovery) == (3000, 0.3, 4.0)
+    assert recovery.redo_s == 2.0  # from the beginning of the step that was redone
+    assert log.committed(_report(4, 2, 26.0)) == log.flush() == []
+
+
+def test_a_survivor_that_is_lost_before_it_was_heard_holds_no_report_up(log: RecoveryLog) -> None:
+    after = _lose(log, 0, 2)
+    log.installed(_installed(1))
+    assert log.committed(_report(3, 2, 24.0)) == []
+    _lose(log, 2, 3, after, step=4)
+    (recovery,) = log.committed(_report(4, 3, 34.0))
+    assert (recovery.worker, recovery.epoch, recovery.outcome) == (0, 2, "retried")
+    assert _summary(recovery) == (1000, 0.1, 4.0)
+    log.installed(_installed(1, epoch=3))
+    log.installed(_installed(3, epoch=3))
+    (second,) = log.resumed(35.0)
+    assert (second.worker, second.epoch, second.critical_bytes) == (2, 3, 2000)
+
+
+def test_another_loss_before_the_decision_is_carried_out_continues_the_recovery(log: RecoveryLog) -> None:
+    after = _lose(log, 0, 2)
+    log.installed(_installed(1))
+    _lose(log, 2, 3, after)
+    for worker in (1, 3):
+        log.installed(_installed(worker, epoch=3))
+    assert log.resumed(32.0) == []
+    recoveries = log.committed(_report(3, 3, 34.0))
+    assert [(each.worker, each.epoch, each.critical_bytes) for each in recoveries] == [(0, 3, 2000), (2, 3, 2000)]
+
+
+def test_the_end_of_the_job_completes_what_is_left(log: RecoveryLog) -> None:
+    _lose(log, 0, 2)
+    assert log.committed(_report(3, 2, 24.0)) == []
+    (recovery,) = log.flush()
+    assert _summary(recovery) == (0, 0.0, 4.0)
+    assert log.flush() == []
+
+
+def test_nothing_is_reported_of_a_loss_that_nobody_has_decided_upon(log: RecoveryLog) -> None:
+    log.raised(Raised(2, (Suspected(0, "exit", "it has ended"),)), LAYOUT, now_s=20.0)
+    assert log.resumed(21.0) == log.committed(_report(3, 1, 22.0)) == log.flush() == []

@@ -1,0 +1,181 @@
+"""Scenarios: drawn from rates, and read from traces."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elaswave.errors import DataError, UsageError
+from elaswave.sim.cluster.failures import DAY_S, RATES, Rates, Scenario, draw, rates_named
+from elaswave.sim.cluster.traces_csv import read_trace
+
+BUSY = Rates(
+    losses_per_worker_day=2.0, repair_s=3600.0, stragglers_per_worker_day=3.0, straggler_s=1800.0, whole_nodes=False
+)
+
+
+def walk(scenario: Scenario) -> set[int]:
+    """Plays the changes, checks that each is possible, and returns who is there at the end."""
+    there, seen, slow, last = set(scenario.initial), set(scenario.initial), set(), 0.0
+    for change in scenario.changes:
+        assert last <= change.at_s <= scenario.duration_s
+        last = change.at_s
+        workers = set(change.event.workers)
+        if change.event.kind == "joined":
+            assert not workers & seen, "ids are given once"
+            assert len(change.nodes) == len(change.event.workers)
+            there |= workers
+            seen |= workers
+            continue
+        assert workers <= there
+        if change.event.kind == "lost":
+            there -= workers
+            slow -= workers
+        else:
+            assert change.event.kind == "slowed"
+            assert (change.event.speed == 1.0) == (workers <= slow), "a worker is slow once at a time, and recovers"
+            slow = slow - workers if change.event.speed == 1.0 else slow | workers
+    return there
+
+
+@settings(max_examples=30)
+@given(
+    st.builds(
+        Rates,
+        losses_per_worker_day=st.floats(0, 5),
+        whole_nodes=st.booleans(),
+        repair_s=st.none() | st.floats(60, 1e5),
+        stragglers_per_worker_day=st.floats(0, 5),
+    ),
+    st.integers(1, 20),
+    st.integers(0, 1000),
+)
+def test_scenarios_are_possible_and_the_same_for_the_same_seed(rates, num_workers, seed):
+    scenario = draw(rates, num_workers=num_workers, duration_s=2 * DAY_S, seed=seed, workers_per_node=4)
+    walk(scenario)
+    assert scenario == draw(rates, num_workers=num_workers, duration_s=2 * DAY_S, seed=seed, workers_per_node=4)
+    assert scenario.num_workers_max <= num_workers
+
+
+def test_seeds_differ_and_stragglers_do_not_move_losses():
+    one, two = (draw(BUSY, num_workers=8, duration_s=DAY_S, seed=seed) for seed in (1, 2))
+    assert one.changes != two.changes
+    calm = draw(msgspec.structs.replace(BUSY, stragglers_per_worker_day=0.0), num_workers=8, duration_s=DAY_S, seed=1)
+
+    def gone(scenario: Scenario) -> list[tuple[float, tuple[int, ...]]]:
+        return [(each.at_s, each.event.workers) for each in scenario.changes if each.event.kind == "lost"]
+
+    assert gone(one) == gone(calm)
+    assert set(calm.counts) == {"lost", "joined"}
+
+
+def test_losses_come_as_often_as_the_rate_says():
+    rates = rates_named("llama3")
+    weeks = [draw(rates, num_workers=100_000, duration_s=7 * DAY_S, seed=seed).counts["lost"] for seed in range(20)]
+    expected = 419 / 54 / 16_384 * 7 * 100_000  # 331.5
+    assert abs(sum(weeks) / 20 - expected) < 4 * (expected / 20) ** 0.5
+    never_repaired = Rates(losses_per_worker_day=1.0, repair_s=None)
+    week = draw(never_repaired, num_workers=50, duration_s=7 * DAY_S, seed=0)
+    assert set(week.counts) == {"lost"}
+    assert walk(week) == set(range(50)) - {worker for each in week.changes for worker in each.event.workers}
+
+
+@pytest.mark.parametrize("rates", [BUSY, msgspec.structs.replace(BUSY, repair_s=None, stragglers_per_worker_day=0.0)])
+def test_changes_are_about_as_many_as_expected_and_never_far_more(rates):
+    drawn = len(draw(rates, num_workers=200, duration_s=0.2 * DAY_S, seed=1).changes)
+    assert 0.6 < drawn / rates.expected_changes(200, 0.2 * DAY_S) < 1.1
+
+
+def test_a_whole_node_goes_and_comes_together():
+    rates = Rates(losses_per_worker_day=0.2, whole_nodes=True, repair_s=3600.0)
+    scenario = draw(rates, num_workers=32, duration_s=7 * DAY_S, seed=3, workers_per_node=8)
+    for change in scenario.changes:
+        assert len(change.event.workers) == 8
+        assert len(set(change.nodes)) == (1 if change.event.kind == "joined" else 0)
+
+
+def test_public_rates_say_where_they_are_from():
+    for name, rates in RATES.items():
+        assert rates.name == name
+        assert "arXiv" in rates.source or "Hugging Face" in rates.source
+    with pytest.raises(UsageError, match="unknown failure rates 'lama': choose one of bloom, llama3"):
+        rates_named("lama")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("losses_per_worker_day", -1.0, "losses_per_worker_day is -1.0, needed: finite, at least 0"),
+        ("stragglers_per_worker_day", float("inf"), "stragglers_per_worker_day is inf"),
+        ("repair_s", 0.0, "repair_s is 0.0, needed: above 0"),
+        ("straggler_s", -2.0, "straggler_s is -2.0"),
+        ("straggler_speed", (0.9, 0.5), "needed: two of 0 < low <= high < 1"),
+    ],
+)
+def test_impossible_rates(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        Rates(**{"losses_per_worker_day": 1.0, field: value})
+
+
+@pytest.mark.parametrize("bad", [{"num_workers": 0}, {"duration_s": 0.0}, {"workers_per_node": 0}])
+def test_impossible_scenarios(bad):
+    with pytest.raises(ValueError, match="all three must be above 0"):
+        draw(BUSY, **{"num_workers": 4, "duration_s": 10.0, "seed": 0, **bad})
+
+
+TRACE = """# spot instances
+1000,add,a
+1000,add,b
+
+2000,add,c
+3000,remove,a
+3000,remove,c
+3000,add,d
+5000,add,a
+"""
+
+
+def test_a_trace():
+    scenario = read_trace(TRACE.splitlines(), name="small", workers_per_node=2)
+    assert (scenario.initial, scenario.nodes, scenario.duration_s) == ((0, 1, 2, 3), (0, 0, 1, 1), 4.0)
+    assert [(each.at_s, each.event.kind, each.event.workers, each.nodes) for each in scenario.changes] == [
+        (1.0, "joined", (4, 5), (2, 2)),
+        (2.0, "lost", (0, 1, 4, 5), ()),
+        (2.0, "joined", (6, 7), (3, 3)),
+        (4.0, "joined", (8, 9), (0, 0)),
+    ]
+    assert scenario.num_workers_max == 6
+    assert scenario.counts == {"joined": 3, "lost": 1}
+    assert scenario.mtbf_s == 4.0
+    assert scenario.source == "trace small"
+    walk(scenario)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("0,add,a\n5,add", "trace t, line 2 has 2 fields"),
+        ("0,add,a\n\n1.5,add,b", r"trace t, line 3 has the time '1.5'; needed are milliseconds"),
+        ("-1,add,a", "line 1 has the time '-1'"),
+        ("0,add,a\n1" + 5000 * "0" + ",remove,a", "line 2 has the time '1000.*at most 15 digits"),
+        ("9,add,a\n8,add,b", "line 2 goes back in time, from 9 to 8 ms"),
+        ("0,added,a", "line 1 says 'added'; needed is add or remove"),
+        ("0,add,", "line 1 names no node"),
+        ("0,add,a\n1,add,a", "line 2 adds a, which is there already"),
+        ("0,remove,a", "line 1 removes a, which is not there"),
+        ("# nothing", "trace t has no line"),
+    ],
+)
+def test_malformed_traces(lines, message):
+    with pytest.raises(DataError, match=message):
+        read_trace(lines.splitlines(), name="t")
+
+
+def test_a_trace_of_nodes_without_workers():
+    with pytest.raises(ValueError, match="0 workers per node: at least 1 is needed"):
+        read_trace(["0,add,a"], workers_per_node=0)
+
+
+def test_the_smallest_rates_are_as_good_as_none():
+    rates = Rates(losses_per_worker_day=5e-324, stragglers_per_worker_day=5e-324)
+    assert draw(rates, num_workers=1, duration_s=1e9, seed=0).changes == ()

@@ -1,0 +1,114 @@
+"""What a worker says it is doing, and for whom it waits."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from elaswave.planning.layout import make_layout
+from elaswave.state.placement import Placement, make_blocks
+from elaswave.transport.frames import Tag
+from elaswave.transport.memory import MemoryNetwork
+from elaswave.worker.activity import STIR_S, Activity, own_cpu_clock
+from elaswave.worker.exchange import Exchange
+
+
+@pytest.fixture
+def transports():
+    network = MemoryNetwork()
+    made = [network.transport(worker) for worker in range(3)]
+    for transport in made:
+        transport.connect({other: made[other].address for other in range(3)}, timeout_s=10.0)
+    yield made
+    for transport in made:
+        transport.close()
+
+
+def test_waiting_for_transfers_names_the_peers_of_those_that_have_not_ended(transports):
+    activity = Activity()
+    activity.compute("gather")
+    handles = [transports[0].recv(peer, Tag(1, 1, 1, index, 0)) for index, peer in enumerate((2, 1, 2))]
+    activity.wait_for(handles)
+    assert activity.doing[:3] == ("gather", False, (1, 2))
+    transports[1].send(0, Tag(1, 1, 1, 1, 0), torch.zeros(3))
+    transports[0].wait(handles[1], 10.0)
+    activity.wait_for(handles)
+    assert activity.doing[:3] == ("gather", False, (2,))
+    activity.wait_for([])
+    assert activity.doing[:3] == ("gather", False, ())
+
+
+def test_while_it_starts_the_use_of_the_processor_is_the_progress():
+    cpu_s = 0.0
+    activity = Activity(cpu_clock=lambda: cpu_s)
+    begun_s = activity.doing.since_s
+    assert activity.told() == activity.doing
+    assert activity.doing[:2] == ("start", True)
+    cpu_s = STIR_S / 2
+    assert activity.told().since_s == begun_s, "so little may be the clock's own doing"
+    cpu_s = STIR_S
+    stirred_s = activity.told().since_s
+    assert stirred_s > begun_s
+    assert activity.told().since_s == stirred_s, "it stands still"
+    activity.wait("start")
+    cpu_s = 10.0
+    assert activity.told() == activity.doing, "whoever waits has nothing to get on with"
+
+
+def test_the_clock_is_of_the_thread_that_made_it():
+    clock = own_cpu_clock()
+    before_s = clock()
+    while clock() - before_s < STIR_S:
+        pass
+    seen: list[float] = []
+    thread = threading.Thread(target=lambda: seen.append(clock()))
+    thread.start()
+    thread.join()
+    assert seen[0] >= before_s + STIR_S
+
+
+def test_to_wait_on_for_the_same_peers_is_one_wait():
+    activity = Activity()
+    activity.wait_on("link", (1, 2))
+    doing = activity.doing
+    activity.wait_on("link", (1, 2))
+    assert activity.doing is doing
+    activity.wait_on("link", (2,))
+    assert activity.doing[:3] == ("link", False, (2,))
+
+
+class Waited(Exception):
+    """Raised instead of waiting."""
+
+
+@pytest.mark.parametrize("phase", ["reduce", "gather"])
+def test_an_exchange_says_whose_frames_it_lacks(transports, phase, monkeypatch):
+    layout = make_layout(widths=(3,), layers_per_stage=(1,), num_microbatches=3)
+    blocks = make_blocks([96], 32)
+    activity = Activity()
+    exchange = Exchange(
+        0,
+        layout=layout,
+        placement=Placement((0, 1, 2), ((), (), ())),
+        blocks=blocks,
+        shapes=(),
+        store={0: SimpleNamespace(slots={"master": torch.zeros(32)})},
+        layers={0: SimpleNamespace(flat=torch.zeros(96))},
+        accumulators={},
+        transport=transports[0],
+        activity=activity,
+    )
+    activity.wait(phase)
+    exchange.begin(1, 1)
+
+    def wait(handles, timeout_s):
+        raise Waited
+
+    monkeypatch.setattr(transports[0], "wait", wait)
+    with pytest.raises(Waited):
+        if phase == "reduce":
+            exchange.reduce(1, 1, ())
+        else:
+            exchange.gather(1, 1, lambda: None)
+    assert activity.doing[:3] == (phase, False, (1, 2))

@@ -1,0 +1,142 @@
+"""AdamW and SGD on blocks: torch's own bits, wherever blocks are cut; learning rates and clipping."""
+
+import math
+
+import pytest
+import torch
+
+from elaswave.config.schema import OptimizerConfig
+from elaswave.worker.optimizer import OPTIMIZERS, clip_factor, learning_rate
+
+NUM_ELEMENTS = 1024
+DECAYED = [(0, 320), (640, 896)]
+STEPS = 7
+
+
+def config_of(**values):
+    return OptimizerConfig(**values)
+
+
+def gradients():
+    generator = torch.Generator().manual_seed(3)
+    scales = torch.logspace(-30, 10, NUM_ELEMENTS)
+    return [torch.randn(NUM_ELEMENTS, generator=generator) * scales for _ in range(STEPS)]
+
+
+def initial():
+    return torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(4))
+
+
+def updated(config, cuts):
+    """The slots after all steps, from blocks that are cut at the given places."""
+    bounds = [0, *cuts, NUM_ELEMENTS]
+    optimizer = OPTIMIZERS[config.name](config)
+    blocks = []
+    for start, stop in zip(bounds, bounds[1:]):
+        slots = {"master": initial()[start:stop].clone()}
+        slots |= {name: torch.zeros(stop - start) for name in optimizer.slots}
+        inside = [(max(a, start) - start, min(b, stop) - start) for a, b in DECAYED if max(a, start) < min(b, stop)]
+        for number, gradient in enumerate(gradients(), start=1):
+            rate = learning_rate(config, number, STEPS)
+            optimizer.update(slots, gradient[start:stop].clone(), inside, learning_rate=rate, num_updates=number)
+        blocks.append(slots)
+    return {name: torch.cat([slots[name] for slots in blocks]) for name in ("master", *optimizer.slots)}
+
+
+def torch_updated(config):
+    """The same by torch.optim, one tensor per run of elements with the same decay."""
+    bounds = [0, *(bound for run in DECAYED for bound in run if bound), NUM_ELEMENTS]
+    runs = list(zip(bounds, bounds[1:]))
+    parameters = [torch.nn.Parameter(initial()[start:stop].clone()) for start, stop in runs]
+    groups = [
+        {"params": [parameter], "weight_decay": config.weight_decay if run in DECAYED else 0.0}
+        for parameter, run in zip(parameters, runs, strict=True)
+    ]
+    if config.name == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=False)
+    for number, gradient in enumerate(gradients(), start=1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, number, STEPS)
+        for parameter, (start, stop) in zip(parameters, runs, strict=True):
+            parameter.grad = gradient[start:stop].clone()
+        optimizer.step()
+    slots = {"master": torch.cat([parameter.detach() for parameter in parameters])}
+    for name in OPTIMIZERS[config.name](config).slots:
+        slots[name] = torch.cat([optimizer.state[parameter][name] for parameter in parameters])
+    return slots
+
+
+CONFIGS = {
+    "adamw": config_of(lr=0.01, weight_decay=0.1, warmup_steps=2),
+    "adamw without decay": config_of(lr=0.01, weight_decay=0.0, betas=(0.0, 0.5), eps=1e-3),
+    "sgd": config_of(name="sgd", lr=0.1, weight_decay=0.01, momentum=0.9),
+    "sgd without momentum": config_of(name="sgd", lr=0.1, weight_decay=0.01, momentum=0.0),
+    "sgd without decay": config_of(name="sgd", lr=0.1, weight_decay=0.0, momentum=0.5),
+}
+
+
+def assert_same_bits(one, other):
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        assert values.view(torch.int32).equal(other[name].view(torch.int32)), name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_updates_have_the_bits_of_torch(name):
+    assert_same_bits(updated(CONFIGS[name], []), torch_updated(CONFIGS[name]))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("cuts", [[32], [64, 96, 320, 352, 992], list(range(32, NUM_ELEMENTS, 32))])
+def test_cuts_do_not_show_in_the_bits(name, cuts):
+    assert_same_bits(updated(CONFIGS[name], []), updated(CONFIGS[name], cuts))
+
+
+@pytest.mark.parametrize(
+    ("name", "slots"),
+    [("adamw", ("exp_avg", "exp_avg_sq")), ("sgd", ("momentum_buffer",)), ("sgd without momentum", ())],
+)
+def test_slots(name, slots):
+    assert OPTIMIZERS[CONFIGS[name].name](CONFIGS[name]).slots == slots
+
+
+def test_sgd_leaves_the_gradient_alone_where_nothing_decays():
+    gradient = torch.ones(4)
+    slots = {"master": torch.ones(4), "momentum_buffer": torch.zeros(4)}
+    OPTIMIZERS["sgd"](config_of(name="sgd")).update(slots, gradient, [(0, 2)], learning_rate=0.1, num_updates=1)
+    assert gradient.tolist() == [1.0] * 4
+
+
+def test_the_learning_rate_warms_up_and_follows_a_cosine():
+    config = config_of(lr=1.0, warmup_steps=4, min_lr_ratio=0.1)
+    assert [learning_rate(config, step, 12) for step in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    assert learning_rate(config, 8, 12) == pytest.approx(0.55)
+    assert learning_rate(config, 12, 12) == pytest.approx(0.1)
+    assert learning_rate(config, 100, 12) == pytest.approx(0.1)
+    rates = [learning_rate(config, step, 12) for step in range(4, 13)]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_the_learning_rate_may_stay_and_may_start_at_once():
+    constant = config_of(lr=0.5, warmup_steps=2, schedule="constant")
+    assert [learning_rate(constant, step, 3) for step in (1, 2, 3, 50)] == [0.25, 0.5, 0.5, 0.5]
+    assert learning_rate(config_of(lr=0.5, warmup_steps=0, schedule="constant"), 1, 1) == 0.5
+    # Fewer steps than the warm-up takes, and exactly as many.
+    assert learning_rate(config_of(lr=1.0, warmup_steps=10), 5, 5) == 0.5
+    assert learning_rate(config_of(lr=1.0, warmup_steps=10), 10, 10) == 1.0
+    assert learning_rate(config_of(lr=1.0, warmup_steps=10, min_lr_ratio=0.0), 11, 10) == 0.0
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.5, 1.0, 3.0, 1e30])
+def test_clipping_is_torchs(norm):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.tensor([norm])
+    torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+    assert norm * clip_factor(norm, 1.0) == pytest.approx(float(parameter.grad), rel=1e-6)
+
+
+def test_clipping_is_switched_off_by_zero():
+    assert clip_factor(1e30, 0.0) == 1.0
+    assert math.isclose(clip_factor(2.0, 0.5), 0.25, rel_tol=1e-6)

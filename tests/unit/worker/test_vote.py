@@ -1,0 +1,335 @@
+"""The vote: every part of the certificate can fail, and what is judged first."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from elaswave.hashing import key64
+from elaswave.state.sums import MAX_EXPONENT, MIN_EXPONENT, next_exponent
+from elaswave.worker.compute import NonFinite, coverage_key, expected_coverage
+from elaswave.worker.vote import (
+    UNKNOWN_MICROBATCH,
+    Ballot,
+    Expected,
+    GridState,
+    Outcome,
+    Request,
+    VoteShape,
+    agreement_key,
+    judge,
+    residency_key,
+)
+
+NUM_LAYERS, NUM_MICROBATCHES, NUM_TENSORS, NUM_WORKERS = 3, 4, 2, 3
+SHAPE = VoteShape(NUM_MICROBATCHES, NUM_TENSORS)
+LAYOUT_HASH = key64("layout") >> 2
+MAXIMA = (0.5, 3.0)
+GRIDS = GridState(tuple(next_exponent(maximum, 0, NUM_MICROBATCHES) for maximum in MAXIMA), calibrated=True, exact=True)
+HASHES = [key64("gradient", block) for block in range(2)]
+
+
+def certificates():
+    """What three workers bring to a vote that passes.
+
+    Worker 0 owns block 0 and worker 1 follows it; worker 1 owns block 1, which workers 0 and 2 follow. Micro-batch m
+    runs on worker m % 3.
+    """
+    keys = [agreement_key("gradient", block, 7, 1, value) for block, value in enumerate(HASHES)]
+    holds = [[(0, 1), (1, 2)], [(0, 2), (1, 1)], [(1, 2)]]
+    agreements = [keys[0] - keys[1], 2 * keys[1] - keys[0], -keys[1]]
+    result = []
+    for worker in range(NUM_WORKERS):
+        ran = range(worker, NUM_MICROBATCHES, NUM_WORKERS)
+        residency = sum(residency_key(block, role, worker, 6) for block, role in holds[worker])
+        result.append(
+            Ballot(
+                coverage=sum(coverage_key(layer, m) for layer in range(NUM_LAYERS) for m in ran),
+                residency=residency,
+                next_residency=residency,
+                agreement=agreements[worker],
+                partial_sums=[2**63, 2**62, 2**62][worker],
+                next_layout=LAYOUT_HASH,
+                losses={m: 2.0 + m for m in ran},
+                square_sums=[[9.0], [16.0], []][worker],
+                maxima=[{0: 0.5}, {0: 0.25, 1: 3.0}, {1: 1.0}][worker],
+                nonfinite=None,
+                request=Request.NONE,
+            )
+        )
+    return result
+
+
+def expected():
+    holds = [(0, 1, 0), (0, 2, 1), (1, 1, 1), (1, 2, 0), (1, 2, 2)]
+    residency = sum(residency_key(block, role, worker, 6) for block, role, worker in holds) % 2**64
+    coverage = expected_coverage(NUM_LAYERS, NUM_MICROBATCHES)
+    return Expected(NUM_WORKERS, coverage, residency, residency, LAYOUT_HASH, NUM_MICROBATCHES)
+
+
+def merged(votes, seed=0):
+    """The vectors of several workers, merged in some order."""
+    vectors = [SHAPE.encode(vote) for vote in votes]
+    random.Random(seed).shuffle(vectors)
+    while len(vectors) > 1:
+        SHAPE.combine(vectors[0], vectors.pop())
+    return vectors[0]
+
+
+def verdict_of(votes, *, grids=GRIDS, skip=False, shape=SHAPE, needed=None):
+    return judge(merged(votes), shape, needed or expected(), grids, skip_nonfinite=skip)
+
+
+def changed(worker, **fields):
+    """A vote in which one worker brings something else."""
+    votes = certificates()
+    votes[worker] = votes[worker]._replace(**fields)
+    return votes
+
+
+def test_a_vote_that_holds_commits():
+    verdict = verdict_of(certificates())
+    assert verdict.outcome is Outcome.COMMIT
+    assert verdict.norm == 5.0
+    assert verdict.losses == (2.0, 3.0, 4.0, 5.0)
+    assert verdict.loss == 3.5
+    assert verdict.grids == GRIDS.exponents
+    assert (verdict.request, verdict.failed, verdict.nonfinite) == (Request.NONE, (), None)
+
+
+def test_the_order_in_which_votes_meet_does_not_matter():
+    assert all(merged(certificates(), seed).equal(merged(certificates())) for seed in range(6))
+
+
+@pytest.mark.parametrize(
+    ("part", "votes"),
+    [
+        ("voters", certificates()[:2]),
+        ("voters", [*certificates(), certificates()[0]]),
+        ("coverage", changed(0, coverage=0)),
+        ("coverage", changed(1, coverage=2 * certificates()[1].coverage)),
+        ("coverage", changed(2, coverage=certificates()[2].coverage - coverage_key(1, 2) + coverage_key(1, 1))),
+        ("residency", changed(0, residency=0)),
+        ("residency", changed(1, residency=certificates()[1].residency + residency_key(0, 1, 1, 6))),
+        ("residency", changed(2, residency=residency_key(1, 2, 2, 5))),
+        ("next residency", changed(2, next_residency=1)),
+        ("agreement", changed(2, agreement=-agreement_key("gradient", 1, 7, 1, HASHES[1] ^ 1))),
+        ("agreement", changed(0, agreement=0)),
+        ("partial sums", changed(0, partial_sums=2**63 + 2**40)),
+        ("partial sums", changed(2, partial_sums=2**62 - 1)),
+        ("layout", changed(1, next_layout=LAYOUT_HASH + 1)),
+        ("layout", changed(1, next_layout=LAYOUT_HASH - 1)),
+    ],
+)  # fmt: skip
+def test_every_part_of_the_certificate_can_fail(part, votes):
+    verdict = verdict_of(votes)
+    assert verdict.outcome is Outcome.REJECT
+    assert part in verdict.failed
+    assert part in verdict.reason
+    assert verdict.grids == GRIDS.exponents
+    if len(votes) == NUM_WORKERS:
+        assert verdict.failed == (part,)
+
+
+def test_all_workers_on_the_same_wrong_next_layout_are_rejected():
+    votes = [vote._replace(next_layout=5) for vote in certificates()]
+    assert verdict_of(votes).failed == ("layout",)
+
+
+def test_nothing_that_failed_is_committed_because_of_a_value_that_is_not_finite():
+    votes = changed(0, coverage=0, nonfinite=NonFinite(0, 1))
+    assert verdict_of(votes, skip=True).outcome is Outcome.REJECT
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_values_that_are_not_finite_end_or_skip_the_step_and_keep_the_grids(skip):
+    votes = changed(0, nonfinite=NonFinite(3, 1), losses={0: math.nan, 3: 5.0}, maxima={0: 1e30})
+    verdict = verdict_of(votes, skip=skip)
+    assert verdict.outcome is (Outcome.SKIP if skip else Outcome.NON_FINITE)
+    assert verdict.nonfinite == NonFinite(3, 1)
+    assert verdict.grids == GRIDS.exponents
+    assert math.isnan(verdict.norm)
+    assert math.isnan(verdict.loss)
+
+
+def test_infinite_losses_of_both_signs_have_no_mean():
+    votes = changed(0, nonfinite=NonFinite(0, NUM_LAYERS), losses={0: math.inf, 3: -math.inf})
+    assert math.isnan(verdict_of(votes, skip=True).loss)
+
+
+def test_a_step_whose_gradient_alone_is_not_finite_has_the_loss_nan():
+    assert math.isnan(verdict_of(changed(0, nonfinite=NonFinite(1, 1)), skip=True).loss)
+
+
+def test_the_earliest_microbatch_and_in_it_the_last_layer_are_named():
+    votes = certificates()
+    found = [NonFinite(2, 2), NonFinite(1, 0), NonFinite(1, 2)]
+    votes = [vote._replace(nonfinite=nonfinite) for vote, nonfinite in zip(votes, found, strict=True)]
+    assert verdict_of(votes).nonfinite == NonFinite(1, 2)
+    unknown = [votes[0]._replace(nonfinite=NonFinite(UNKNOWN_MICROBATCH, 1)), *votes[1:]]
+    assert verdict_of(unknown).nonfinite == NonFinite(1, 2)
+    alone = changed(0, nonfinite=NonFinite(UNKNOWN_MICROBATCH, 0))
+    assert verdict_of(alone, grids=GRIDS._replace(exact=False)).nonfinite == NonFinite(UNKNOWN_MICROBATCH, 0)
+
+
+def test_not_finite_is_judged_before_overflow_and_before_calibration():
+    votes = changed(0, nonfinite=NonFinite(0, 0), maxima={0: 1e30})
+    assert verdict_of(votes).outcome is Outcome.NON_FINITE
+    assert verdict_of(votes, grids=GRIDS._replace(calibrated=False)).outcome is Outcome.NON_FINITE
+
+
+def test_sums_that_could_overflow_are_tried_again_on_a_coarser_grid():
+    verdict = verdict_of(changed(0, maxima={0: 0.5 * 2.0**20}))
+    assert verdict.outcome is Outcome.RETRY
+    assert verdict.grids[0] == GRIDS.exponents[0] - 20
+    assert verdict.grids[1] == GRIDS.exponents[1]
+    again = verdict_of(changed(0, maxima={0: 0.5 * 2.0**20}), grids=GRIDS._replace(exponents=verdict.grids))
+    assert again.outcome is Outcome.COMMIT
+    assert again.grids == verdict.grids
+
+
+@pytest.mark.parametrize("shrunk", [40, 43, 150])
+def test_gradients_that_have_shrunk_are_tried_again_on_a_finer_grid_and_only_once(shrunk):
+    votes = [vote._replace(maxima={0: 0.5 * 2.0**-shrunk, 1: 3.0}) for vote in certificates()]
+    verdict = verdict_of(votes)
+    assert verdict.outcome is Outcome.RETRY
+    assert verdict.reason == "gradients of 1 tensors have fewer than 24 bits on their grids"
+    assert verdict.grids == (min(GRIDS.exponents[0] + shrunk, MAX_EXPONENT), GRIDS.exponents[1])
+    again = verdict_of(votes, grids=GRIDS._replace(exponents=verdict.grids))
+    assert again.outcome is Outcome.COMMIT
+    assert again.grids == verdict.grids
+
+
+@pytest.mark.parametrize(("shrunk", "outcome"), [(19, Outcome.COMMIT), (20, Outcome.RETRY)])
+def test_a_step_is_tried_again_where_the_largest_gradient_has_fewer_than_24_bits(shrunk, outcome):
+    assert next_exponent(0.5, 0, NUM_MICROBATCHES) == 43  # 0.5 has 43 bits and is below 2**0
+    votes = [vote._replace(maxima={0: 0.5 * 2.0**-shrunk, 1: 3.0}) for vote in certificates()]
+    assert verdict_of(votes).outcome is outcome
+
+
+def test_gradients_that_vanish_altogether_ask_for_nothing():
+    votes = [vote._replace(maxima={1: 3.0}) for vote in certificates()]
+    assert (
+        verdict_of(votes, grids=GRIDS._replace(exponents=(MIN_EXPONENT, GRIDS.exponents[1]))).outcome is Outcome.COMMIT
+    )
+
+
+def test_a_grid_that_cannot_be_finer_asks_for_nothing():
+    """With some 10**7 micro-batches even the finest grid has fewer bits: a step must end all the same."""
+    shape = VoteShape(2**23, 1)
+    vote = certificates()[0]._replace(
+        losses={}, maxima={0: 1.0}, coverage=0, agreement=0, residency=0, next_residency=0
+    )
+    vector = shape.encode(vote._replace(partial_sums=0))
+    needed = Expected(1, 0, 0, 0, LAYOUT_HASH, 4)
+    finest = next_exponent(1.0, 0, 2**23)
+    assert finest + 1 < 24
+    for exponent, outcome in ((finest, Outcome.COMMIT), (finest - 1, Outcome.RETRY)):
+        grids = GridState((exponent,), calibrated=True, exact=True)
+        assert judge(vector, shape, needed, grids, skip_nonfinite=False).outcome is outcome
+
+
+def test_one_tensor_that_grows_and_one_that_shrinks_cost_one_attempt():
+    votes = [vote._replace(maxima={0: 0.5 * 2.0**20, 1: 3.0 * 2.0**-40}) for vote in certificates()]
+    verdict = verdict_of(votes)
+    assert verdict.outcome is Outcome.RETRY
+    assert "sums of 1 tensors could overflow; gradients of 1 tensors have fewer" in verdict.reason
+    assert verdict_of(votes, grids=GRIDS._replace(exponents=verdict.grids)).outcome is Outcome.COMMIT
+
+
+@pytest.mark.parametrize("growth", [1.0, 2.0**10, 2.0**15])
+def test_growth_within_the_headroom_commits_and_moves_the_grid(growth):
+    verdict = verdict_of(changed(0, maxima={0: 0.5 * growth}))
+    assert verdict.outcome is Outcome.COMMIT
+    assert verdict.grids[0] == GRIDS.exponents[0] - int(math.log2(growth))
+
+
+def test_the_first_attempt_of_all_only_measures():
+    unmeasured = GridState((40, 40), calibrated=False, exact=True)
+    verdict = verdict_of(certificates(), grids=unmeasured)
+    assert verdict.outcome is Outcome.RETRY
+    assert verdict.grids == GRIDS.exponents
+    assert "measured" in verdict.reason
+
+
+def test_a_tensor_whose_largest_gradient_is_zero_keeps_its_grid():
+    votes = [vote._replace(maxima={1: 3.0}) for vote in certificates()]
+    assert verdict_of(votes, grids=GRIDS._replace(exponents=(17, 0))).grids == (17, GRIDS.exponents[1])
+
+
+@pytest.mark.parametrize(("maximum", "exponent"), [(5e-324, MAX_EXPONENT), (1.7e308, MIN_EXPONENT)])
+def test_grids_are_clamped(maximum, exponent):
+    votes = [vote._replace(maxima={0: maximum}) for vote in certificates()]
+    assert verdict_of(votes, grids=GRIDS._replace(calibrated=False)).grids[0] == exponent
+
+
+def test_without_exact_sums_grids_are_neither_judged_nor_changed():
+    grids = GridState((3, 4), calibrated=True, exact=False)
+    verdict = verdict_of(changed(0, maxima={0: 1e30}), grids=grids)
+    assert (verdict.outcome, verdict.grids) == (Outcome.COMMIT, (3, 4))
+
+
+@pytest.mark.parametrize("request_", list(Request))
+def test_one_workers_request_is_everybodys(request_):
+    assert verdict_of(changed(1, request=request_)).request is request_
+
+
+def test_the_stronger_request_wins():
+    votes = certificates()
+    assert not verdict_of(votes).asks_checkpoint
+    votes[0] = votes[0]._replace(request=Request.CHECKPOINT)
+    assert (verdict_of(votes).request, verdict_of(votes).asks_checkpoint) == (Request.CHECKPOINT, True)
+    votes[2] = votes[2]._replace(request=Request.STOP)
+    assert (verdict_of(votes).request, verdict_of(votes).asks_checkpoint) == (Request.STOP, True)
+    assert not verdict_of(votes)._replace(outcome=Outcome.RETRY).asks_checkpoint
+
+
+def test_keys_of_different_things_differ():
+    pair = (0, 1)
+    keys = {residency_key(*parts) for parts in itertools.product(pair, (1, 2), pair, (5, 6))}
+    keys |= {agreement_key(*parts) for parts in itertools.product(("gradient", "master"), pair, (1, 2), (1, 2), pair)}
+    keys |= {coverage_key(*parts) for parts in itertools.product(range(3), range(3))}
+    assert len(keys) == 16 + 32 + 9
+
+
+def test_the_vector_is_small_and_whole():
+    vector = SHAPE.encode(certificates()[0])
+    assert vector.dtype == torch.int64
+    assert vector.shape == (SHAPE.size,) == (6 + 21 + NUM_MICROBATCHES + 6 + NUM_TENSORS,)
+
+
+CHANGE = key64("a planned change") >> 2
+
+
+def with_changes(*changes):
+    return [vote._replace(change=change) for vote, change in zip(certificates(), changes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "in_force"),
+    [
+        ((0, 0, 0), 0),
+        ((CHANGE, CHANGE, CHANGE), CHANGE),
+        ((CHANGE, 0, CHANGE), 0),
+        ((CHANGE, CHANGE, CHANGE - 1), 0),
+        ((CHANGE, CHANGE - 1, 0), 0),
+    ],
+)
+def test_a_planned_change_comes_into_force_if_everybody_holds_it(changes, in_force):
+    verdict = judge(merged(with_changes(*changes)), SHAPE, expected(), GRIDS, skip_nonfinite=False)
+    assert (verdict.outcome, verdict.change) == (Outcome.COMMIT, in_force)
+
+
+def test_a_vote_that_does_not_commit_changes_no_layout():
+    votes = with_changes(CHANGE, CHANGE, CHANGE)
+    votes[0] = votes[0]._replace(maxima={0: 1e30})
+    verdict = judge(merged(votes), SHAPE, expected(), GRIDS, skip_nonfinite=False)
+    assert (verdict.outcome, verdict.change) == (Outcome.RETRY, 0)
+
+
+def test_a_smaller_batch_has_the_mean_of_its_own_losses():
+    wanted = expected()._replace(num_microbatches=2)
+    verdict = judge(merged(certificates()), SHAPE, wanted, GRIDS, skip_nonfinite=False)
+    assert verdict.losses == (2.0, 3.0) and verdict.loss == 2.5
