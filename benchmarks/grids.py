@@ -30,7 +30,7 @@ from elaswave.models import registry
 from elaswave.models.gpt import gpt
 from elaswave.models.layers import LayerSpec, ModelSpec
 from elaswave.observability.progress import make_reporter
-from elaswave.state.flat import LayerShape, TensorSlot
+from elaswave.state.shapes import LayerShape, TensorSlot
 from elaswave.state.sums import ExactAccumulator, next_exponent, offset, reduced_gradient
 from elaswave.worker.step import StepEngine
 

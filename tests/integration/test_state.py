@@ -8,8 +8,8 @@ import pytest
 from tests.integration.jobs import flip_bit, run_job
 
 from elaswave.errors import StateError
+from elaswave.state.digests import add_digests
 from elaswave.state.store import Role
-from elaswave.state.verify import add_digests
 from elaswave.worker.step import StepEngine
 
 SHORT: dict[str, Any] = {"run.steps": 4}

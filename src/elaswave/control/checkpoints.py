@@ -13,12 +13,11 @@ from elaswave.errors import CheckpointError
 from elaswave.observability.result import CheckpointRecord
 from elaswave.protocol.messages import Decision
 from elaswave.protocol.shards import Complete, GivenUp, Shards
-from elaswave.state.checkpoint import commit_checkpoint, discard_checkpoint, prune, shard_name, temporary_folder
+from elaswave.state.checkpoint import discard_checkpoint, prune, shard_name, temporary_folder
+from elaswave.state.checkpoint_commit import commit_checkpoint
 from elaswave.state.checkpoint_format import SHARD_SUFFIX, CheckpointMeta, WrittenItem
-from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.materialise import MASTER
 from elaswave.worker.messages import ShardFailed, ShardWritten, Standing
-from elaswave.worker.optimizer import OPTIMIZERS
+from elaswave.worker.run_plan import RunPlan
 
 _Key = tuple[str, tuple[int, ...]]
 """Tensor and first index of a piece: the same for the same piece, whichever worker has written it."""
@@ -28,7 +27,7 @@ class Checkpoints:
     """The checkpoints of one job.
 
     Args:
-        blueprint: the run.
+        plan: of the run.
         run_dir: its folder.
         describe: the run at the step of a standing, for the checkpoint's description; None while the losses up to it
             are not all known.
@@ -40,7 +39,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        plan: RunPlan,
         run_dir: Path,
         *,
         describe: Callable[[Standing], CheckpointMeta | None],
@@ -52,13 +51,11 @@ class Checkpoints:
         self.records: list[CheckpointRecord] = []
         """Those that are durable and have not been pruned, in the order in which they were made."""
         self._run_dir = run_dir
-        self._keep = blueprint.config.run.keep_checkpoints
+        self._keep = plan.config.run.keep_checkpoints
         self._describe, self._begun_s = describe, begun_s
         self._on_written, self._on_given_up, self._say = on_written, on_given_up, say
-        optimizer = blueprint.config.optimizer
-        num_slots = len((MASTER, *OPTIMIZERS[optimizer.name](optimizer).slots))
-        num_elements = num_slots * sum(slot.numel for slot in blueprint.tensors)
-        self._shards: Shards[_Key, WrittenItem] = Shards(num_elements, _num_elements, blueprint.layout.workers)
+        num_elements = len(plan.state.slots) * sum(slot.numel for slot in plan.tensors)
+        self._shards: Shards[_Key, WrittenItem] = Shards(num_elements, _num_elements, plan.layout.workers)
         self._standings: dict[int, Standing] = {}
         """Of steps whose checkpoints are being written."""
 

@@ -58,7 +58,6 @@ from elaswave.state.checkpoint import find_newest_checkpoint, put_aside
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.placement import Placement, place_blocks
 from elaswave.types import Layout
-from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.messages import (
     EvaluationReport,
     Exit,
@@ -75,6 +74,7 @@ from elaswave.worker.messages import (
     Stop,
     Timings,
 )
+from elaswave.worker.run_plan import RunPlan
 
 AGENT = agent_id(0)
 JOURNAL_FILE = "journal"
@@ -93,7 +93,7 @@ _log = logging.getLogger("elaswave.control")
 class CoordinatorSetup(NamedTuple):
     """What a coordinator is started with."""
 
-    blueprint: Blueprint
+    plan: RunPlan
     run_dir: Path
     control_dir: Path
     """Private folder of the job: journal and socket."""
@@ -119,7 +119,7 @@ class CoordinatorProcess:
 
     def __init__(self, setup: CoordinatorSetup) -> None:
         self._setup = setup
-        blueprint = setup.blueprint
+        plan = setup.plan
         # All of a job's processes run on this machine: after its crash nobody is left who could act on the journal.
         self._store: Store[JournalRecord] = FileStore(
             setup.control_dir / JOURNAL_FILE, JournalRecord, lock_timeout_s=5.0, outlives_machine=False
@@ -130,7 +130,7 @@ class CoordinatorProcess:
         self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._say_trouble)
         self._server: ControlServer[ToCoordinator] = ControlServer()
         self._recorder = RunRecorder(
-            blueprint,
+            plan,
             setup.run_dir,
             checkpoint=setup.checkpoint,
             events=self._events,
@@ -140,31 +140,31 @@ class CoordinatorProcess:
             settled=self._on_settled,
             started_s=setup.started_s,
         )
-        elastic = blueprint.config.elastic
+        elastic = plan.config.elastic
         self._core = core.Coordinator(
-            layout=blueprint.layout,
-            placement=blueprint.placement,
-            blocks=blueprint.blocks,
+            layout=plan.layout,
+            placement=plan.placement,
+            blocks=plan.blocks,
             planner=core.Planner(survive=self._survive, replace=self._replace),
             bounds=core.Bounds(elastic.min_workers, elastic.max_failures_per_hour),
             first_step=self._recorder.first_step,
             records=core_records(records),
             books=self._recorder.unfinished,
-            execution=blueprint.execution,
+            execution=plan.execution,
         )
         self._has_begun = any(isinstance(record, core.StartRecord | Decision) for record in records)
         """Whether all members have registered before: with an earlier coordinator."""
         self._asked_of_agent: tuple[int, ...] = ()
         """The workers of whose processes the agent tells."""
         self._decisions = [record for record in records if isinstance(record, Decision)]
-        self._recoveries = RecoveryLog(setup.run_dir, blueprint.config.run.steps)
-        self._measurements = Measurements(blueprint.config)
+        self._recoveries = RecoveryLog(setup.run_dir, plan.config.run.steps)
+        self._measurements = Measurements(plan.config)
         self._detector = Detector(takes_over=self._has_begun)
         self._plan_s = 0.0
-        self._replanner = Replanner(blueprint.config)
+        self._replanner = Replanner(plan.config)
         self._predicted_s: float | None = None
         """Of the newest decision's layout, where a rival has planned it."""
-        self._struck: tuple[Layout, tuple[int, ...]] = (blueprint.layout, ())
+        self._struck: tuple[Layout, tuple[int, ...]] = (plan.layout, ())
         """The layout that the newest loss has struck, and who was lost."""
         self._improved_epoch = 0
         """The newest epoch for which a better layout was looked for."""
@@ -201,7 +201,7 @@ class CoordinatorProcess:
             after, execution, plan, self._predicted_s = known.rival(layout, execution, lost, costs)
         elif lost:
             execution = replanner.within_memory(after, execution)
-        promotion = promote(placement, self._setup.blueprint.blocks, after, valid)
+        promotion = promote(placement, self._setup.plan.blocks, after, valid)
         self._struck = (layout, tuple(lost))
         self._plan_s = time.monotonic() - begin_s
         return core.Planned(
@@ -215,8 +215,8 @@ class CoordinatorProcess:
         )
 
     def _replace(self, layout: Layout) -> Placement:
-        blueprint = self._setup.blueprint
-        return place_blocks(layout, blueprint.blocks, num_followers=blueprint.config.elastic.num_followers)
+        plan = self._setup.plan
+        return place_blocks(layout, plan.blocks, num_followers=plan.config.elastic.num_followers)
 
     def _predict_first(self) -> None:
         """Begins to predict the step of the first layout, once, as soon as costs are known."""
@@ -239,7 +239,7 @@ class CoordinatorProcess:
         if costs is None:
             return
         self._improved_epoch = decision.epoch
-        wants_change = self._replanner.policy == ELASWAVE and self._setup.blueprint.config.elastic.rebalance
+        wants_change = self._replanner.policy == ELASWAVE and self._setup.plan.config.elastic.rebalance
         self._begin(self._improve(decision, costs) if wants_change else self._predict(decision, costs))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -262,7 +262,7 @@ class CoordinatorProcess:
             return None
 
     async def _predict(self, decision: Decision | None, costs: Costs) -> None:
-        source = self._setup.blueprint if decision is None else decision
+        source = self._setup.plan if decision is None else decision
         replanner = self._replanner.at(self._measurements.speeds())
         predicted_s = await self._think(replanner.predict, source.layout, source.execution, costs)
         if predicted_s is not None and self._core.decision is decision and self._ended is None:
@@ -513,7 +513,7 @@ class CoordinatorProcess:
             return
         ends_s, self._unreported_ends_s = self._unreported_ends_s, ()
         for ended_s in ends_s:
-            step = min(self._recorder.last_step + 1, self._setup.blueprint.config.run.steps)
+            step = min(self._recorder.last_step + 1, self._setup.plan.config.run.steps)
             recovery = self._recoveries.restarted(ended_s, now_s, step, self._core.epoch)
             self._recorder.recovered(recovery)
             self._recorder.say(
@@ -627,7 +627,7 @@ class CoordinatorProcess:
         """The job is over: everybody may go."""
         if self._ended is not None:
             return
-        lost = sorted(set(self._setup.blueprint.layout.workers) - set(self._core.members))
+        lost = sorted(set(self._setup.plan.layout.workers) - set(self._core.members))
         self._ended = msgspec.structs.replace(ended, lost=lost)
         if write:
             outcome: Literal["finished", "failed", "interrupted"] = "failed"
@@ -682,7 +682,7 @@ class CoordinatorProcess:
         epoch, restarts = self._core.epoch, self._replanner.restarts
         if restarts:
             self._detector.pause(time.monotonic())
-            await asyncio.sleep(self._setup.blueprint.config.elastic.restart_s)
+            await asyncio.sleep(self._setup.plan.config.elastic.restart_s)
         known: object = None
         while known != self._recorder.checkpoints.records:  # a newer one may be completed meanwhile
             known = list(self._recorder.checkpoints.records)

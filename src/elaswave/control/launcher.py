@@ -401,7 +401,7 @@ class _Job:
                 f"ran; keep what cleans temporary folders away from there; {_way_on(self._run_dir)}"
             )
         setup = CoordinatorSetup(
-            blueprint=self._blueprint,
+            plan=self._blueprint,
             run_dir=self._run_dir,
             control_dir=self._folder,
             listen=self._listen,

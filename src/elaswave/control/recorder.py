@@ -50,11 +50,9 @@ from elaswave.planning.measured import ActionTiming
 from elaswave.protocol.coordinator import Coordinator, PendingWork
 from elaswave.protocol.messages import Decision, ExecutionParameters, LayoutChange
 from elaswave.state.checkpoint import newest_committed_step
-from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo
-from elaswave.state.verify import add_digests, state_digest
+from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo, stored_name
+from elaswave.state.digests import add_digests, state_digest
 from elaswave.types import Layout
-from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.materialise import MASTER, stored_name
 from elaswave.worker.messages import (
     EvaluationReport,
     Finished,
@@ -63,7 +61,7 @@ from elaswave.worker.messages import (
     Standing,
     StepReport,
 )
-from elaswave.worker.optimizer import OPTIMIZERS
+from elaswave.worker.run_plan import RunPlan
 
 TIMINGS_EVERY_S = 1.0
 """`TimingsMeasured` are written no more often than this."""
@@ -77,7 +75,7 @@ class RunRecorder:
     """The books of one job.
 
     Args:
-        blueprint: the run.
+        plan: of the run.
         run_dir: its folder.
         checkpoint: what it resumes from: folder and description, or None.
         events: the run's log.
@@ -90,7 +88,7 @@ class RunRecorder:
 
     def __init__(
         self,
-        blueprint: Blueprint,
+        plan: RunPlan,
         run_dir: Path,
         *,
         checkpoint: tuple[Path, CheckpointMeta] | None,
@@ -101,8 +99,8 @@ class RunRecorder:
         settled: Callable[[int], None],
         started_s: float,
     ) -> None:
-        self._blueprint = blueprint
-        self._config = blueprint.config
+        self._plan = plan
+        self._config = plan.config
         self._run_dir = run_dir
         self._events = events
         self._persist = persist
@@ -111,7 +109,7 @@ class RunRecorder:
         self._started_s = started_s
         self._next_timings_s = 0.0
         """When the next `TimingsMeasured` may be written."""
-        self._sampler = blueprint.sampler(blueprint.open_source(run_dir / "data"))
+        self._sampler = plan.sampler(plan.open_source(run_dir / "data"))
         meta = None if checkpoint is None else checkpoint[1]
         self.first_step = 1 if meta is None else meta.step + 1
         self._losses: list[float] = [] if meta is None else [float(loss) for loss in meta.losses]
@@ -121,7 +119,7 @@ class RunRecorder:
         self._holdings: dict[int, Holdings] = {}
         self._first_report_s: dict[int, float] = {}
         self.checkpoints = Checkpoints(
-            blueprint,
+            plan,
             run_dir,
             describe=self._describe,
             begun_s=self._first_report_s.get,
@@ -136,7 +134,7 @@ class RunRecorder:
         self._recoveries: list[Recovery] = []
         self._start_up_s = 0.0
         self._epoch = Coordinator.FIRST_EPOCH
-        self.members: tuple[int, ...] = blueprint.layout.workers
+        self.members: tuple[int, ...] = plan.layout.workers
         self.outcome: Literal["finished", "failed", "interrupted"] | None = None
         """How an earlier coordinator has ended the job, or None."""
         self.reason = ""
@@ -208,7 +206,7 @@ class RunRecorder:
     @property
     def layout(self) -> Layout:
         """The layout of the present epoch."""
-        return self._epochs[-1].layout if self._epochs else self._blueprint.layout
+        return self._epochs[-1].layout if self._epochs else self._plan.layout
 
     @property
     def num_restarts(self) -> int:
@@ -235,7 +233,7 @@ class RunRecorder:
             return
         self._start_up_s = time.monotonic() - self._started_s
         reason = "as configured" if self.first_step == 1 else "as configured, resumed from a checkpoint"
-        self._open_epoch(self._epoch, self._blueprint.layout, self._blueprint.execution, reason, self.first_step)
+        self._open_epoch(self._epoch, self._plan.layout, self._plan.execution, reason, self.first_step)
 
     def _open_epoch(
         self,
@@ -255,8 +253,8 @@ class RunRecorder:
             layout=layout,
             reason=reason,
             first_step=first_step,
-            layer_names=[spec.name for spec in self._blueprint.model.layers],
-            layer_parameters=[sum(slot.numel for slot in shape.tensors) for shape in self._blueprint.shapes],
+            layer_names=list(self._plan.state.layer_names),
+            layer_parameters=[sum(slot.numel for slot in shape.tensors) for shape in self._plan.shapes],
             holdings={worker: self._holdings[worker] for worker in layout.workers if worker in self._holdings},
             start_up_s=self._start_up_s,
             change=change,
@@ -348,7 +346,7 @@ class RunRecorder:
     def layout_before(self, epoch: int) -> Layout:
         """The layout that an epoch has replaced."""
         earlier = [record.layout for record in self._epochs if record.epoch < epoch]
-        return earlier[-1] if earlier else self._blueprint.layout
+        return earlier[-1] if earlier else self._plan.layout
 
     def recovered(self, recovery: Recovery) -> None:
         """An event has been dealt with."""
@@ -474,7 +472,7 @@ class RunRecorder:
     def _num_tokens(self, step: int) -> int:
         """Tokens of a published step, under the layout in which it was run."""
         layouts = (record.layout for record in reversed(self._epochs) if record.first_step <= step)
-        return next(layouts, self._blueprint.layout).num_microbatches * self._tokens_per_microbatch
+        return next(layouts, self._plan.layout).num_microbatches * self._tokens_per_microbatch
 
     def timings(self, step: int, timings: list[ActionTiming]) -> None:
         """Publishes how long actions take: at first, and then whenever the run has become a tenth longer.
@@ -527,8 +525,8 @@ class RunRecorder:
         step = standing.step
         if self.last_step < step:
             return None
-        slots = (MASTER, *OPTIMIZERS[self._config.optimizer.name](self._config.optimizer).slots)
-        tensors = self._blueprint.tensors
+        slots = self._plan.state.slots
+        tensors = self._plan.tensors
         val = [(at, loss) for at, loss in zip(self._val_steps, self._val_losses, strict=True) if at <= step]
         return CheckpointMeta(
             step=step,

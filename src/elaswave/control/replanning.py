@@ -36,7 +36,7 @@ from elaswave.planning.schedule import Schedule
 from elaswave.planning.timing import durations_of, time_programs
 from elaswave.protocol.messages import ExecutionParameters
 from elaswave.types import Hop, Layout, Stage
-from elaswave.worker.blueprint import programs_of, tuning_of
+from elaswave.worker.run_plan import programs_of, tuning_of
 
 ELASWAVE = "elaswave"
 GAIN_MIN = {"emulated": 0.005, "cpu": 0.03}

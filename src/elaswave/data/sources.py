@@ -11,12 +11,14 @@ import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
-import torch
 
 from elaswave.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
 
 Split = Literal["train", "validation"]
 
@@ -51,7 +53,7 @@ class TokenSource(Protocol):
         """
         ...
 
-    def batch(self, indices: Sequence[int], split: Split) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, indices: Sequence[int], split: Split) -> "tuple[torch.Tensor, torch.Tensor]":
         """Samples as tensors.
 
         Args:
@@ -106,12 +108,14 @@ class MappedTokens:
                 "data.validation_fraction"
             )
 
-    def batch(self, indices: Sequence[int], split: Split) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, indices: Sequence[int], split: Split) -> "tuple[torch.Tensor, torch.Tensor]":
         """See `TokenSource.batch`.
 
         Raises:
             IndexError: a sample that the split does not have.
         """
+        import torch  # late: launcher and coordinator look at sources, and hold no torch
+
         num_samples = self.num_samples(split)
         outside = [index for index in indices if not 0 <= index < num_samples]
         if outside:

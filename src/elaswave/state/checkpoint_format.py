@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds: pieces, written items, the description of the run, the manifest, DCP's metadata.
+"""What a checkpoint folder holds: written items, the description of the run, the manifest. No torch, no files.
 
     checkpoints/step-00000017/
       <shard>.distcp   the tensors, one file per worker, in torch.distributed.checkpoint's (DCP's) file format
@@ -8,16 +8,15 @@
 
 DCP loads a flipped bit silently and records no losses or grids, so the manifest is what elaswave itself trusts.
 Tensor names are "model.<tensor>" for the float32 master weights and "optimizer.<slot>.<tensor>" for optimizer state.
-No files are opened here; ``checkpoint_shards`` and ``checkpoint`` do that.
+``checkpoint_files`` reads and checks such a folder, ``checkpoint_shards`` writes and reads tensors, ``dcp_index``
+writes DCP's index.
 """
 
 import hashlib
-import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 
 from elaswave.errors import CheckpointError, UsageError
 
@@ -27,16 +26,9 @@ MANIFEST_FILE = "manifest.json"
 DCP_METADATA_FILE = ".metadata"
 SHARD_SUFFIX = ".distcp"
 
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-}
-"""Element types that a checkpoint may hold, by the name that stands in its files."""
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MASTER = "master"
+"""The float32 master weights among the states of a tensor; the others are the optimizer's slots."""
 
 
 def model_name(tensor: str) -> str:
@@ -49,17 +41,9 @@ def optimizer_name(slot: str, tensor: str) -> str:
     return f"optimizer.{slot}.{tensor}"
 
 
-class Piece(NamedTuple):
-    """A run of a flattened tensor, to be written."""
-
-    fqn: str
-    """Full name in the checkpoint, such as "model.block.3.attention.qkv.weight"."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    flat_start: int
-    """First element of the run, row-major."""
-    values: torch.Tensor
-    """The elements, 1-D, on the CPU, of one of ``DTYPES``."""
+def stored_name(slot: str, tensor: str) -> str:
+    """Name in a checkpoint of one state of a tensor: `MASTER`, or an optimizer slot."""
+    return model_name(tensor) if slot == MASTER else optimizer_name(slot, tensor)
 
 
 class WantedPiece(NamedTuple):
@@ -82,7 +66,7 @@ class WrittenItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     dtype: str
-    """A key of ``DTYPES``."""
+    """A key of ``checkpoint_shards.DTYPES``."""
     relative_path: str
     """Name of the shard file inside the checkpoint folder."""
     offset: int
@@ -196,55 +180,6 @@ def decode_meta(data: bytes) -> CheckpointMeta:
         return msgspec.json.decode(data, type=CheckpointMeta)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{META_FILE} is damaged: {error}") from error
-
-
-def encode_dcp_metadata(tensors: Mapping[str, TensorInfo], items: Iterable[WrittenItem]) -> bytes:
-    """The content of DCP's ``.metadata`` file.
-
-    Names are nested at their slot ("model", "optimizer"."exp_avg"), as DCP itself nests the state dict
-    ``{"model": ..., "optimizer": {"exp_avg": ...}}``: ``dcp.load`` takes both the flat and the nested form, and
-    ``dcp_to_torch_save`` gives the nested one.
-
-    Args:
-        tensors: every tensor by full name.
-        items: all rectangles of all tensors, in any order.
-    """
-    # Imported here: it takes 0.6 s, and only the process that commits a checkpoint needs it.
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    state: dict[str, TensorStorageMetadata] = {
-        fqn: TensorStorageMetadata(TensorProperties(dtype=DTYPES[info.dtype]), torch.Size(info.shape), [])
-        for fqn, info in tensors.items()
-    }
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    for item in sorted(items, key=lambda item: (item.fqn, item.offsets)):
-        offsets = torch.Size(item.offsets)
-        chunks = state[item.fqn].chunks
-        index = MetadataIndex(item.fqn, offsets, len(chunks))
-        chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(item.sizes)))
-        storage[index] = _StorageInfo(item.relative_path, item.offset, item.length)
-    return pickle.dumps(
-        Metadata(
-            state_dict_metadata=dict(state),
-            planner_data={fqn: _nested_path(fqn) for fqn in state},
-            storage_data=storage,
-            storage_meta=StorageMeta(),
-            version=CURRENT_DCP_VERSION,
-        )
-    )
-
-
-def _nested_path(fqn: str) -> tuple[str, ...]:
-    depth = 2 if fqn.startswith("optimizer.") else 1
-    return tuple(fqn.split(".", depth))
 
 
 def check_same_tensors(found: Mapping[str, TensorInfo], expected: Mapping[str, TensorInfo]) -> None:

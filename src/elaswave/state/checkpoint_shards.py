@@ -13,23 +13,38 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from elaswave.errors import CheckpointError
-from elaswave.state.checkpoint_format import (
-    DTYPE_NAMES,
-    DTYPES,
-    MANIFEST_FILE,
-    SHARD_SUFFIX,
-    Manifest,
-    Piece,
-    WantedPiece,
-    WrittenItem,
-    checksum_of,
-    decode_manifest,
-)
+from elaswave.state.checkpoint_files import cannot_write, read_item_bytes, read_manifest
+from elaswave.state.checkpoint_format import SHARD_SUFFIX, WantedPiece, WrittenItem, checksum_of
 from elaswave.state.chunks import decompose_run, run_of_rectangle
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+"""Element types that a checkpoint may hold, by the name that stands in its files."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Piece(NamedTuple):
+    """A run of a flattened tensor, to be written."""
+
+    fqn: str
+    """Full name in the checkpoint, such as "model.block.3.attention.qkv.weight"."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    flat_start: int
+    """First element of the run, row-major."""
+    values: torch.Tensor
+    """The elements, 1-D, on the CPU, of one of ``DTYPES``."""
 
 
 def write_shard(folder: Path, shard: str, pieces: Sequence[Piece]) -> list[WrittenItem]:
@@ -42,8 +57,8 @@ def write_shard(folder: Path, shard: str, pieces: Sequence[Piece]) -> list[Writt
         shard: name of the file without suffix, different for every worker, such as "worker-3-epoch-1".
         pieces: in any order.
     Returns:
-        One item per rectangle, for ``checkpoint.commit_checkpoint``. No item spans two pieces, so that the same pieces
-        that two workers have written can be told to be the same.
+        One item per rectangle, for ``checkpoint_commit.commit_checkpoint``. No item spans two pieces, so that the same
+        pieces that two workers have written can be told to be the same.
     Raises:
         CheckpointError: the file exists already or cannot be written (disk full, no permission).
     """
@@ -178,46 +193,3 @@ def read_items(folder: Path, items: Sequence[WrittenItem]) -> Iterator[tuple[Wri
         elements = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True).reshape(-1)
         assert len(elements) == math.prod(item.sizes) and elements.dtype == DTYPES[item.dtype], item
         yield item, elements
-
-
-def read_item_bytes(folder: Path, items: Sequence[WrittenItem]) -> Iterator[tuple[WrittenItem, bytes]]:
-    """Like :func:`read_items`, but gives the checked bytes as they stand in the file."""
-    by_file: defaultdict[str, list[WrittenItem]] = defaultdict(list)
-    for item in items:
-        by_file[item.relative_path].append(item)
-    for name in sorted(by_file):
-        path = folder / name
-        try:
-            with path.open("rb") as file:
-                for item in sorted(by_file[name], key=lambda item: item.offset):
-                    file.seek(item.offset)
-                    data = file.read(item.length)
-                    if checksum_of(data) != item.checksum:
-                        raise CheckpointError(
-                            f"{path} is damaged: bytes [{item.offset}, {item.offset + item.length}), a part of "
-                            f"{item.fqn!r}, do not match their checksum"
-                        )
-                    yield item, data
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The checked manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
-    try:
-        data = (folder / MANIFEST_FILE).read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder / MANIFEST_FILE}: {error.strerror}") from error
-    return decode_manifest(data)
-
-
-def cannot_write(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file that cannot be written, such as on a full disk."""
-    return CheckpointError(
-        f"cannot write {path}: {error.strerror}; the checkpoint is given up, earlier ones are untouched "
-        "(free some space, or lower run.keep_checkpoints)"
-    )

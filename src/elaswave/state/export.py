@@ -20,15 +20,9 @@ from elaswave import __version__
 from elaswave.errors import CheckpointError, UsageError
 from elaswave.models import gpt, llama
 from elaswave.models.layers import ModelSpec
-from elaswave.state.checkpoint import (
-    CheckpointRef,
-    SkippedCheckpoint,
-    TensorInfo,
-    WantedPiece,
-    find_newest_checkpoint,
-    model_name,
-    read_pieces,
-)
+from elaswave.state.checkpoint import CheckpointRef, SkippedCheckpoint, find_newest_checkpoint
+from elaswave.state.checkpoint_format import TensorInfo, WantedPiece, model_name
+from elaswave.state.checkpoint_shards import read_pieces
 from elaswave.state.flat import initial_values, model_shapes
 
 DEFAULT_OUTPUT = Path("export") / "model.safetensors"

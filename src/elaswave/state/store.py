@@ -9,8 +9,8 @@ from enum import IntEnum
 import torch
 
 from elaswave.hashing import MASK64
-from elaswave.state.flat import LayerShape, Segment, segments
 from elaswave.state.placement import Block, Placement
+from elaswave.state.shapes import LayerShape, Segment, segments
 from elaswave.state.verify import tensor_digest
 
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from elaswave.hashing import MASK64, signed64
-from elaswave.state.flat import LayerShape, segments
+from elaswave.state.shapes import LayerShape, segments
 
 HEADROOM_BITS = 16
 """The largest gradient may grow by this factor (as a power of two) from one step to the next before a retry."""

@@ -4,16 +4,15 @@
 changed word always changes the sum; it costs some 0.7 ms per million elements, so it can guard every step.
 
 `tensor_digest` mixes every element with its position in its tensor, and adds: the digest of a tensor is the sum of the
-digests of its parts, wherever they are cut and whoever holds them.
+digests of its parts (`elaswave.state.digests`), wherever they are cut and whoever holds them.
 """
 
 import functools
-from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
 
-from elaswave.hashing import MASK64, key64, mix64
+from elaswave.hashing import MASK64, key64
 
 _CHUNK = 1 << 15
 
@@ -60,27 +59,3 @@ def tensor_digest(slot: str, tensor: str, start: int, values: torch.Tensor) -> i
         words += _mix(keys)
         total += int(_mix(words).sum(dtype=np.uint64))
     return total & MASK64
-
-
-def add_digests(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The digests per tensor and slot from those of all parts, in sorted order of names."""
-    total: dict[str, int] = {}
-    for part in parts:
-        for name, value in part.items():
-            total[name] = (total.get(name, 0) + value) & MASK64
-    return dict(sorted(total.items()))
-
-
-def state_digest(
-    *,
-    step: int,
-    num_updates: int,
-    data_cursor: tuple[int, int],
-    grids: Iterable[int],
-    tensor_digests: Mapping[str, int],
-) -> str:
-    """The hash of everything that decides how training goes on, as 16 hexadecimal digits."""
-    total = key64("state", step, num_updates, *data_cursor, *grids)
-    for name, value in sorted(tensor_digests.items()):
-        total = mix64(total + key64(name, value))
-    return f"{total:016x}"

@@ -1,48 +1,27 @@
-"""What every worker derives from the configuration alone: model, blocks, layout, placement, programs.
+"""What every worker derives from the configuration alone: the model, and everything of `RunPlan`."""
 
-Nothing of it is negotiated: the same configuration gives the same blueprint in every process, and the vote compares
-its hash.
-"""
-
-import itertools
-from collections.abc import Mapping
-from functools import cached_property
-from pathlib import Path
-
-import msgspec
 import torch
 
-from elaswave.config.devices import cluster_of, emulated_costs
 from elaswave.config.schema import Config
-from elaswave.data.sampler import Sampler
-from elaswave.data.sources import TokenSource, open_source
-from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.models.layers import ModelSpec
 from elaswave.models.registry import build_model
-from elaswave.planning.costs import Costs
-from elaswave.planning.flow import Durations
-from elaswave.planning.in_flight import layout_limits
-from elaswave.planning.layout import make_layout
-from elaswave.planning.program import Kind, Program
-from elaswave.planning.schedule import Schedule, bounds_within, compile_programs
-from elaswave.planning.validate import validate_programs
-from elaswave.protocol.messages import ExecutionParameters
-from elaswave.state.flat import LayerShape, TensorSlot, all_tensors, model_shapes
-from elaswave.state.placement import Block, Placement, default_block_size, make_blocks, place_blocks
-from elaswave.types import Hop, Layout
+from elaswave.state.checkpoint_format import MASTER
+from elaswave.state.flat import model_shapes
+from elaswave.state.shapes import StateShapes
+from elaswave.worker.optimizer import OPTIMIZERS
+from elaswave.worker.run_plan import RunPlan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Blueprint:
-    """Everything about a run that follows from its configuration.
+class Blueprint(RunPlan):
+    """Everything about a run that follows from its configuration, its model included.
 
     Args:
         config: with its layout resolved.
     """
 
     def __init__(self, config: Config) -> None:
-        self.config = config
         model = config.model
         self.model: ModelSpec = build_model(
             model.family,
@@ -56,165 +35,11 @@ class Blueprint:
             hidden_size=model.hidden_size,
             rope_theta=model.rope_theta,
         )
+        layers = self.model.layers
+        slots = (MASTER, *OPTIMIZERS[config.optimizer.name](config.optimizer).slots)
+        super().__init__(config, StateShapes(tuple(layer.name for layer in layers), model_shapes(self.model), slots))
 
     @property
     def dtype(self) -> torch.dtype:
         """What forward and backward compute in."""
         return DTYPES[self.config.model.dtype]
-
-    @cached_property
-    def shapes(self) -> tuple[LayerShape, ...]:
-        """The flat storage of every layer."""
-        return model_shapes(self.model)
-
-    @cached_property
-    def tensors(self) -> tuple[TensorSlot, ...]:
-        """Every tensor of the model."""
-        return all_tensors(self.shapes)
-
-    @cached_property
-    def blocks(self) -> tuple[Block, ...]:
-        """Every block of the model."""
-        sizes = [shape.size for shape in self.shapes]
-        return make_blocks(sizes, self.config.elastic.block_size or default_block_size(sum(sizes)))
-
-    @cached_property
-    def layout(self) -> Layout:
-        """The layout of training."""
-        config = self.config
-        return make_layout(
-            widths=config.widths,
-            layers_per_stage=config.layers_per_stage,
-            num_microbatches=config.batch.num_microbatches,
-        )
-
-    @cached_property
-    def placement(self) -> Placement:
-        """Who holds which block."""
-        return place_blocks(self.layout, self.blocks, num_followers=self.config.elastic.num_followers)
-
-    @cached_property
-    def execution(self) -> ExecutionParameters:
-        """What stands beside the layout at the start: what emulated devices are known to take, and have room for.
-
-        Raises:
-            ConfigError: the described model does not fit into the emulated devices.
-        """
-        config = self.config
-        if config.device.kind != "emulated":
-            return ExecutionParameters()
-        costs = emulated_costs(config)
-        try:
-            limits = layout_limits(
-                cluster_of(config), costs, self.layout, config.layout.schedule, followers=config.elastic.num_followers
-            )
-        except InfeasiblePlan as error:
-            what = f"{config.device.model} does not fit into {len(self.layout.workers)} emulated {config.device.name}"
-            raise ConfigError([f"{what}: {error}"]) from error
-        speeds = dict(enumerate(config.device.speeds or ()))
-        return tuning_of(costs, speeds, in_flight=limits)
-
-    @cached_property
-    def programs(self) -> dict[int, Program]:
-        """The validated program of every worker for a training step."""
-        programs = programs_of(self.layout, self.execution, self.config)
-        bounds = bounds_within(self.layout, self.config.layout.schedule, self.execution.in_flight)
-        validate_programs(self.layout, programs, max_in_flight=bounds)
-        return programs
-
-    def open_source(self, cache_dir: Path) -> TokenSource:
-        """The tokens of the run.
-
-        Args:
-            cache_dir: where generated text is kept.
-        Raises:
-            DataError: see `elaswave.data.sources.open_source`.
-        """
-        data = self.config.data
-        source = open_source(
-            data.source,
-            vocab_size=data.vocab_size,
-            context_length=self.config.model.context_length,
-            validation_fraction=data.validation_fraction,
-            cache_dir=cache_dir,
-        )
-        if self.config.run.eval_every:
-            source.require_sample("validation")
-        return source
-
-    def sampler(self, source: TokenSource) -> Sampler:
-        """Which samples make up which micro-batch of training."""
-        batch = self.config.batch
-        return Sampler(self.config.run.seed, source.num_samples("train"), batch.microbatch_size, batch.num_microbatches)
-
-
-def tuning_of(
-    costs: Costs,
-    speeds: Mapping[int, float],
-    *,
-    schedule: str = "",
-    levels: Mapping[int, int] | None = None,
-    in_flight: Mapping[int, int] | None = None,
-) -> ExecutionParameters:
-    """What everybody must know to compile the same programs by the same durations.
-
-    Args:
-        costs: of the layers.
-        speeds: worker -> speed, that of its frequency level included.
-        schedule: empty for the configured one.
-        levels: worker -> index of its frequency level.
-        in_flight: worker -> the most micro-batches it may hold at once, where memory is short.
-    """
-    return ExecutionParameters(
-        schedule=schedule,
-        levels=dict(levels or {}),
-        layer_s=tuple((each.forward_s, each.input_gradient_s, each.weight_gradient_s) for each in costs.layers),
-        speeds={worker: speed for worker, speed in speeds.items() if speed != 1.0},
-        in_flight=dict(in_flight or {}),
-    )
-
-
-def durations_of(execution: ExecutionParameters) -> Durations | None:
-    """Seconds of actions as a execution says; None if it says nothing."""
-    if not execution.layer_s:
-        return None
-    sums = {
-        kind: list(itertools.accumulate((seconds[part] for seconds in execution.layer_s), initial=0.0))
-        for part, kind in enumerate("FIW")
-    }
-
-    def durations(hop: Hop, kind: Kind) -> float:
-        parts = "IW" if kind == "B" else kind
-        return sum(sums[part][hop.stop] - sums[part][hop.start] for part in parts) / execution.speeds.get(
-            hop.worker, 1.0
-        )
-
-    return durations
-
-
-def programs_of(
-    layout: Layout,
-    execution: ExecutionParameters,
-    config: Config,
-    *,
-    forward_only: bool = False,
-    only: int | None = None,
-) -> dict[int, Program]:
-    """The programs of all workers, the same in every process; with `only` perhaps nobody's but that worker's."""
-    schedule: Schedule = execution.schedule or config.layout.schedule  # type: ignore[assignment]  # checked below
-    limits = None
-    if execution.in_flight and not forward_only:
-        limits = bounds_within(layout, schedule, execution.in_flight)
-    return compile_programs(
-        layout, schedule, forward_only=forward_only, max_in_flight=limits, durations=durations_of(execution), only=only
-    )
-
-
-def evaluation_layout(layout: Layout, num_microbatches: int) -> Layout:
-    """The same stages with the micro-batches of an evaluation.
-
-    They take the routes of training in turn, so that every link they need is there, and so that there may be fewer
-    of them than a stage has workers.
-    """
-    routes = itertools.islice(itertools.cycle(layout.routes), num_microbatches)
-    return msgspec.structs.replace(layout, routes=tuple(routes))

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from elaswave.hashing import MASK64, signed64
-from elaswave.state.flat import FlatLayer, LayerShape
+from elaswave.state.flat import FlatLayer
 from elaswave.state.placement import Block, Placement, holders_of_layers
+from elaswave.state.shapes import LayerShape
 from elaswave.state.store import BlockStore
 from elaswave.state.sums import Accumulator, checksum, reduced_gradient
 from elaswave.transport.frames import Tag

@@ -6,18 +6,17 @@ from pathlib import Path
 import torch
 
 from elaswave.errors import CheckpointError
-from elaswave.state.checkpoint_format import CheckpointMeta, Piece, WantedPiece, model_name, optimizer_name
-from elaswave.state.checkpoint_shards import PieceReader
-from elaswave.state.flat import FlatLayer, LayerShape, initial_values, segments
+from elaswave.state.checkpoint_format import MASTER, CheckpointMeta, WantedPiece, stored_name
+from elaswave.state.checkpoint_shards import Piece, PieceReader
+from elaswave.state.flat import FlatLayer, initial_values
 from elaswave.state.placement import Placement
+from elaswave.state.shapes import LayerShape, segments
 from elaswave.state.store import BlockStore, HeldBlock, Role, roles_of
 from elaswave.types import Layout
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.optimizer import Optimizer
 from elaswave.worker.step import Progress, initial_progress
 from elaswave.worker.vote import GridState
-
-MASTER = "master"
 
 
 def materialise(
@@ -114,11 +113,6 @@ def _progress_of(blueprint: Blueprint, meta: CheckpointMeta, initial: Progress) 
         raise CheckpointError(f"the checkpoint of step {meta.step} says nothing of {error}; use another one") from error
     exact = initial.grids.exact
     return Progress(num_updates, GridState(exponents, calibrated=calibrated or not exact, exact=exact))
-
-
-def stored_name(slot: str, tensor: str) -> str:
-    """Name in a durable checkpoint of one state of a tensor."""
-    return model_name(tensor) if slot == MASTER else optimizer_name(slot, tensor)
 
 
 def owned_pieces(store: BlockStore) -> Iterable[Piece]:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from elaswave.state.flat import LayerShape
 from elaswave.state.placement import Block, Placement
+from elaswave.state.shapes import LayerShape
 from elaswave.state.store import BlockStore, HeldBlock, Role
 from elaswave.transport.frames import Tag
 from elaswave.transport.interface import Handle, Transport

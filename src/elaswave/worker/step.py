@@ -22,8 +22,9 @@ from elaswave.planning.program import Action
 from elaswave.planning.recovery import choose_followers
 from elaswave.protocol.ledger import CatchUp, Held, Ledger
 from elaswave.protocol.messages import Decision, ExecutionParameters, LayoutChange
-from elaswave.state.flat import FlatLayer, LayerShape, all_tensors
+from elaswave.state.flat import FlatLayer
 from elaswave.state.placement import Placement
+from elaswave.state.shapes import LayerShape, all_tensors
 from elaswave.state.store import BlockStore, HeldBlock, Role, roles_of
 from elaswave.state.sums import INITIAL_EXPONENT, Accumulator, ExactAccumulator, FloatAccumulator, Scratch, square_sum
 from elaswave.state.verify import run_hash
@@ -32,7 +33,7 @@ from elaswave.transport.group import Group
 from elaswave.transport.interface import Handle, Transport
 from elaswave.types import Layout, struct_hash
 from elaswave.worker.activity import Activity
-from elaswave.worker.blueprint import Blueprint, evaluation_layout, programs_of
+from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.channels import WAIT_TIMEOUT_S, Channel
 from elaswave.worker.compute import Compute, NonFinite, expected_coverage
 from elaswave.worker.diagnosis import diagnose
@@ -42,6 +43,7 @@ from elaswave.worker.optimizer import Optimizer, clip_factor, learning_rate
 from elaswave.worker.pacing import ActionTimer
 from elaswave.worker.probe import Phase, Probe
 from elaswave.worker.replication import Replication
+from elaswave.worker.run_plan import evaluation_layout, programs_of
 from elaswave.worker.vote import (
     UNKNOWN_MICROBATCH,
     Ballot,

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from elaswave.config.load import load_config
 from elaswave.control.checkpoints import Checkpoints
 from elaswave.observability.result import CheckpointRecord
-from elaswave.state.checkpoint import shard_folder, shard_name, write_shard
-from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo
+from elaswave.state.checkpoint import shard_folder, shard_name
+from elaswave.state.checkpoint_format import MASTER, CheckpointMeta, TensorInfo, stored_name
+from elaswave.state.checkpoint_shards import write_shard
 from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.materialise import MASTER, materialise, owned_pieces, stored_name
+from elaswave.worker.materialise import materialise, owned_pieces
 from elaswave.worker.messages import ShardWritten, Standing
 from elaswave.worker.optimizer import OPTIMIZERS
 

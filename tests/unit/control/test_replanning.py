@@ -23,7 +23,8 @@ from elaswave.protocol import coordinator as core
 from elaswave.protocol.messages import Decision, ExecutionParameters
 from elaswave.state.placement import place_blocks
 from elaswave.types import Hop, Layout, Stage, struct_hash
-from elaswave.worker.blueprint import Blueprint, programs_of
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.run_plan import programs_of
 
 
 def config(policy: str = "elaswave", name: str = "a100", **device: Any):

@@ -22,29 +22,29 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from elaswave.errors import CheckpointError, UsageError
 from elaswave.state import checkpoint_format
 from elaswave.state.checkpoint import (
-    CheckpointMeta,
     CheckpointRef,
-    Piece,
+    discard_checkpoint,
+    find_newest_checkpoint,
+    newest_committed_step,
+    newest_valid_checkpoint,
+    prune,
+    put_aside,
+    read_meta,
+    remove_stale,
+    shard_folder,
+    verify_checkpoint,
+)
+from elaswave.state.checkpoint_commit import commit_checkpoint
+from elaswave.state.checkpoint_format import (
+    CheckpointMeta,
     TensorInfo,
     WantedPiece,
     WrittenItem,
     check_same_tensors,
-    commit_checkpoint,
-    discard_checkpoint,
-    find_newest_checkpoint,
     model_name,
-    newest_committed_step,
-    newest_valid_checkpoint,
     optimizer_name,
-    prune,
-    put_aside,
-    read_meta,
-    read_pieces,
-    remove_stale,
-    shard_folder,
-    verify_checkpoint,
-    write_shard,
 )
+from elaswave.state.checkpoint_shards import Piece, read_pieces, write_shard
 
 SHAPES = {"embedding.weight": (7, 5), "block.0.qkv": (3, 4, 6), "block.0.bias": (11,), "scale": (), "none": (0, 3)}
 LOSSES: list[float | str] = [5.545177444479562, "nan", 0.1 + 0.2, 1e-300]

@@ -20,17 +20,10 @@ from elaswave.models.gpt import huggingface_name as gpt_name
 from elaswave.models.layers import ModelSpec, build_layer
 from elaswave.models.llama import huggingface_name, llama
 from elaswave.observability.run_folder import open_run_dir
-from elaswave.state.checkpoint import (
-    CheckpointMeta,
-    CheckpointRef,
-    Piece,
-    TensorInfo,
-    commit_checkpoint,
-    model_name,
-    optimizer_name,
-    shard_folder,
-    write_shard,
-)
+from elaswave.state.checkpoint import CheckpointRef, shard_folder
+from elaswave.state.checkpoint_commit import commit_checkpoint
+from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo, model_name, optimizer_name
+from elaswave.state.checkpoint_shards import Piece, write_shard
 from elaswave.state.export import export_safetensors
 
 load_file = pytest.importorskip("safetensors.torch").load_file

@@ -6,16 +6,8 @@ from torch import nn
 
 from elaswave.models.layers import LayerSpec, ModelSpec, build_layer
 from elaswave.models.registry import build_model
-from elaswave.state.flat import (
-    ALIGNMENT_ELEMENTS,
-    FlatLayer,
-    Segment,
-    align,
-    all_tensors,
-    initial_values,
-    model_shapes,
-    segments,
-)
+from elaswave.state.flat import FlatLayer, initial_values, model_shapes
+from elaswave.state.shapes import ALIGNMENT_ELEMENTS, Segment, align, all_tensors, segments
 
 
 class Odd(nn.Module):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from elaswave.hashing import MASK64
-from elaswave.state.verify import add_digests, run_hash, state_digest, tensor_digest
+from elaswave.state.digests import add_digests, state_digest
+from elaswave.state.verify import run_hash, tensor_digest
 
 STANDING = {"step": 3, "num_updates": 3, "data_cursor": (0, 48), "grids": [40, 41], "tensor_digests": {"a": 1, "b": 2}}
 
