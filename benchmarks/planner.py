@@ -18,10 +18,11 @@ import msgspec
 import numpy as np
 from harness import machine, print_header
 
-from elaswave.planning.cluster import Cluster, Event
-from elaswave.planning.describe import describe_cluster, describe_costs
-from elaswave.planning.planner import healthy, plan
-from elaswave.planning.presets import device_preset, model_shape
+from elaswave.costs.analytic import analytic_costs, preset_cluster
+from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.presets import device_preset, model_shape
+from elaswave.planning.fault_free import fault_free
+from elaswave.planning.planner import plan
 
 SHAPES = {
     96: (8, 32),
@@ -61,16 +62,16 @@ def measure(num_workers: int, slow: bool, num_runs: int) -> dict[str, Any]:
     num_stages, num_blocks = SHAPES[num_workers]
     preset = device_preset("h200")
     shape = msgspec.structs.replace(model_shape("llama-2-7b"), num_layers=num_blocks)
-    costs = describe_costs(shape, preset, num_stages=num_stages)
-    cluster = describe_cluster(num_workers, preset)
+    costs = analytic_costs(shape, preset, num_stages=num_stages)
+    cluster = preset_cluster(num_workers, preset)
     if slow:
         cluster = with_stragglers(cluster)
     replicas = num_workers // num_stages
-    allocation = healthy(cluster, costs, num_stages, replicas, MICROBATCHES_PER_REPLICA * replicas)
+    allocation = fault_free(cluster, costs, num_stages, replicas, MICROBATCHES_PER_REPLICA * replicas)
     spread = np.linspace(0, num_workers - 1, 2 * NUM_LOST + 1).astype(int)[1::2]
     lost = tuple(spread.tolist())
     left = cluster.without(lost)
-    event = Event(kind="lost", workers=lost)
+    event = ClusterEvent(kind="lost", workers=lost)
     times = []
     for _ in range(num_runs):
         started = time.perf_counter()

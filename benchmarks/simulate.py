@@ -15,10 +15,11 @@ from typing import Any
 
 import msgspec
 
-from elaswave.planning.describe import describe_cluster, describe_costs
+from elaswave.costs.analytic import analytic_costs, preset_cluster
+from elaswave.costs.presets import device_preset, model_shape
+from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.planning.planner import plan
-from elaswave.planning.policies import POLICIES, Pauses
-from elaswave.planning.presets import device_preset, model_shape
+from elaswave.planning.policies import POLICIES
 from elaswave.sim.cluster.failures import DAY_S, draw, rates_named
 from elaswave.sim.cluster.job import Outcome, simulate, summarize
 
@@ -55,8 +56,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each policy."""
     device = device_preset(options.device)
     # Activations are computed again in the backward: else a model of 70 billion parameters does not fit.
-    costs = describe_costs(model_shape(options.model), device, num_stages=options.stages, recompute=True)
-    machines = describe_cluster(options.workers, device)
+    costs = analytic_costs(model_shape(options.model), device, num_stages=options.stages, recompute=True)
+    machines = preset_cluster(options.workers, device)
     rates = msgspec.structs.replace(rates_named(options.rate), stragglers_per_worker_day=options.stragglers)
     scenarios = [
         draw(rates, num_workers=options.workers, duration_s=options.days * DAY_S, seed=seed)
@@ -77,7 +78,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                     num_microbatches=options.workers // options.stages * options.microbatches,
                     schedule="zero-bubble",
                     best_of=plan,
-                    pauses=Pauses().for_mtbf(scenario.mtbf_s),
+                    pauses=RecoveryTimes().for_mtbf(scenario.mtbf_s),
                 )
             )
         wall_s = (time.perf_counter() - begin) / len(scenarios)

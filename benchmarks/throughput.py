@@ -4,7 +4,7 @@
 
 For every setting (model, replicas x stages, micro-batches per replica, number and pattern of losses) all policies plan
 for the same loss of the same undisturbed job, and every plan's programs are timed exactly as the executor would run
-them. `capacity` is ElasWave's throughput over what is left of the healthy one's: the best that the same planner makes
+them. `capacity` is ElasWave's throughput over what is left of the fault-free one's: the best that the planner makes
 of all 96 workers, with every move that it may make after a loss, times alive / total. See README.md beside this file.
 """
 
@@ -22,22 +22,23 @@ from typing import Any
 from harness import machine, print_header
 
 from elaswave.cli.cluster_options import choose_lost
+from elaswave.costs.analytic import analytic_costs, preset_cluster
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.presets import DEVICES, MODELS, device_preset, model_shape
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.cluster import Cluster, Event
-from elaswave.planning.costs import Costs
-from elaswave.planning.describe import describe_cluster, describe_costs
-from elaswave.planning.healthy import fastest_healthy
-from elaswave.planning.in_flight import time_within_memory
+from elaswave.planning.fault_free import fastest_fault_free
+from elaswave.planning.memory_limits import time_within_memory
+from elaswave.planning.options import AXES, Options
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.planner import AXES, Options, plan
+from elaswave.planning.planner import plan
 from elaswave.planning.policies import POLICIES
-from elaswave.planning.presets import DEVICES, MODELS, device_preset, model_shape
 
 NUM_WORKERS = 96
 NEEDED_CAPACITY = 0.97
 """Median over spread losses."""
 NEEDED = {"recycle": 1.35, "torchft_batch_kept": 1.60}
-"""Times a rival's throughput, where arithmetic permits: where what is left of the healthy throughput is that much."""
+"""Times a rival's throughput, where arithmetic permits: where the fault-free throughput that is left is that much."""
 EXPECTED_AT: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "recycle": lambda row: row["layout"] == "12x8" and row["pattern"] == "clustered" and row["lost"] in (4, 5),
     "torchft_batch_kept": lambda row: row["layout"] == "12x8" and row["pattern"] == "spread" and row["lost"] >= 5,
@@ -140,15 +141,15 @@ def simulate_job(settings: Sequence[Setting], ablate: Sequence[int]) -> list[dic
     """Rows for settings that differ in their losses only."""
     first = settings[0]
     preset = device_preset(first.device)
-    costs = describe_costs(model_shape(first.model), preset, num_stages=first.stages)
-    cluster = describe_cluster(NUM_WORKERS, preset)
+    costs = analytic_costs(model_shape(first.model), preset, num_stages=first.stages)
+    cluster = preset_cluster(NUM_WORKERS, preset)
     number = first.replicas * first.microbatches
     try:
-        start = fastest_healthy(cluster, costs, first.stages, first.replicas, number)
+        start = fastest_fault_free(cluster, costs, first.stages, first.replicas, number)
     except InfeasiblePlan as error:
         return [row_of(setting) | {"infeasible": str(error)} for setting in settings]
-    undisturbed = plan(cluster, costs, start, Event(kind="slowed", workers=(0,)))  # nothing has changed
-    equal = fastest_healthy(cluster, costs, first.stages, first.replicas, number, share_layers=True)
+    undisturbed = plan(cluster, costs, start, ClusterEvent(kind="slowed", workers=(0,)))  # nothing has changed
+    equal = fastest_fault_free(cluster, costs, first.stages, first.replicas, number, share_layers=True)
     equal_s = time_within_memory(cluster, costs, equal).step_s
     whole_s = min(undisturbed.predicted_step_s, equal_s)
     return [simulate_loss(setting, cluster, costs, start, whole_s, equal_s, ablate) for setting in settings]
@@ -165,7 +166,7 @@ def simulate_loss(
 ) -> dict[str, Any]:
     """One row."""
     lost = choose_lost(start, setting.num_lost, setting.pattern, 0)
-    left, event = cluster.without(lost), Event(kind="lost", workers=lost)
+    left, event = cluster.without(lost), ClusterEvent(kind="lost", workers=lost)
     number = start.num_microbatches
     plans: dict[str, Plan] = {}
     refused: dict[str, str] = {}
@@ -214,16 +215,16 @@ def ablate_uneven() -> dict[str, float]:
     Llama-2 13B on 12 x 8 Ascend 910B, one of them at `SLOW_SPEED`, 8 and 16 micro-batches per replica, 5 others lost.
     """
     preset = device_preset("ascend-910b")
-    costs = describe_costs(model_shape("llama-2-13b"), preset, num_stages=8)
-    even = describe_cluster(NUM_WORKERS, preset)
+    costs = analytic_costs(model_shape("llama-2-13b"), preset, num_stages=8)
+    even = preset_cluster(NUM_WORKERS, preset)
     speed = even.speed.copy()
     speed[1] = SLOW_SPEED
     cluster = dataclasses.replace(even, speed=speed)
     ratios: dict[str, list[float]] = {name: [] for name in ABLATIONS}
     for microbatches, pattern in itertools.product((8, 16), ("spread", "clustered")):
-        start = fastest_healthy(cluster, costs, 8, 12, 12 * microbatches)
+        start = fastest_fault_free(cluster, costs, 8, 12, 12 * microbatches)
         lost = tuple(worker for worker in choose_lost(start, 6, pattern, 0) if worker != 1)[:5]
-        left, event = cluster.without(lost), Event(kind="lost", workers=lost)
+        left, event = cluster.without(lost), ClusterEvent(kind="lost", workers=lost)
         steps = {
             name: plan(left, costs, start, event, options=each).predicted_step_s for name, each in ABLATIONS.items()
         }
@@ -283,7 +284,7 @@ def print_table(rows: Sequence[dict[str, Any]], summary: dict[str, Any], where: 
     """For people."""
     print_header(where)
     names = [name for name in POLICIES if name != "elaswave"]
-    print("throughput relative to each rival's; capacity: of what is left of the healthy throughput")
+    print("throughput relative to each rival's; capacity: of what is left of the fault-free throughput")
     print(f"{'model':<12} {'layout':>6} {'mb':>3} {'lost':>12} {'step ms':>8} {'capacity':>8} " + " ".join(
         f"{name.replace('torchft_batch_kept', 'tft kept').replace('recycle_normalized', 'rc norm')[:9]:>9}"
         for name in names

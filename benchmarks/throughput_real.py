@@ -5,8 +5,8 @@
 
 Each job is one run of the product: a process per worker, the real protocol, links and numbers, on a tiny model that is
 as deep as the described one. Workers are killed in one step; what a step takes afterwards, under the last layout, is
-compared with what the coordinator predicted for it, and with the healthy step of the same run. Policies that keep the
-batch must end with the bits of a run that nobody disturbed.
+compared with what the coordinator predicted for it, and with the fault-free step of the same run. Policies that keep
+the batch must end with the bits of an undisturbed run.
 
 The processor must keep the pace: a step's real computation is some seconds of a core (see ``load_cores``), so described
 seconds are stretched by ``--time-scale`` until that stays below 1.2 cores. See README.md beside this file.
@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 from harness import configuration, machine, print_header
 
 from elaswave.control.launcher import train
+from elaswave.costs.presets import model_shape
 from elaswave.faults.injection import parse_faults
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import EpochRecord, Result
-from elaswave.planning.presets import model_shape
 
 POLICIES = ("elaswave", "recycle", "torchft_batch_kept", "torchft", "oobleck", "full_restart")
 UNDISTURBED = "none"
@@ -93,7 +93,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--device", default="ascend-910b")
     parser.add_argument("--time-scale", type=float, default=3.0, help="real seconds of a described one")
-    parser.add_argument("--schedule", default="zero-bubble", help="of the healthy job, which capacity is measured by")
+    parser.add_argument(
+        "--schedule", default="zero-bubble", help="of the fault-free job, which capacity is measured by"
+    )
     parser.add_argument("--quick", action="store_true", help="six workers and a small model, to see that all runs")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     arguments = parser.parse_args()
@@ -121,8 +123,8 @@ def _rows(setting: Setting, arguments: argparse.Namespace) -> list[dict[str, Any
     rows = []
     for policy in arguments.policies:
         result, load_cores = jobs[policy]
-        healthy, last = result.epochs[0], result.epochs[-1]
-        assert healthy.measured_step_s is not None
+        fault_free, last = result.epochs[0], result.epochs[-1]
+        assert fault_free.measured_step_s is not None
         throughput, error = _throughput(last), _error(last)
         left = 1 - setting.lose / (setting.replicas * setting.stages)
         same_bits = (result.losses, result.state_digest) == (twin.losses, twin.state_digest)
@@ -130,14 +132,14 @@ def _rows(setting: Setting, arguments: argparse.Namespace) -> list[dict[str, Any
             "setting": setting.name,
             "model": setting.model,
             "policy": policy,
-            "healthy_step_s": healthy.measured_step_s,
-            "healthy_error": _error(healthy),
+            "fault_free_step_s": fault_free.measured_step_s,
+            "fault_free_error": _error(fault_free),
             "step_s": last.measured_step_s,
             "predicted_step_s": last.predicted_step_s,
             "error": error,
             "num_microbatches": last.layout.num_microbatches,
             "microbatches_per_s": throughput,
-            "capacity_fraction": throughput / (_throughput(healthy) * left),
+            "capacity_fraction": throughput / (_throughput(fault_free) * left),
             "schedule": last.schedule,
             "reason": last.reason,
             "same_bits": same_bits,
@@ -208,7 +210,7 @@ def _used_s() -> float:
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
-        f"{'setting':18} {'policy':19} {'healthy':>8} {'step':>8} {'predicted':>9} {'error':>7} {'capacity':>8} "
+        f"{'setting':18} {'policy':19} {'before':>8} {'step':>8} {'predicted':>9} {'error':>7} {'capacity':>8} "
         f"{'x recycle':>9} {'x torchft':>9} {'bits':>6} {'recovery':>9} {'load':>5}"
     ]
     for row in rows:
@@ -216,7 +218,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         shown = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         bits = "equal" if row["same_bits"] else "other"
         lines.append(
-            f"{row['setting']:18} {row['policy']:19} {row['healthy_step_s']:7.2f}s {row['step_s']:7.2f}s "
+            f"{row['setting']:18} {row['policy']:19} {row['fault_free_step_s']:7.2f}s {row['step_s']:7.2f}s "
             f"{row['predicted_step_s']:8.2f}s {row['error']:+7.1%} {row['capacity_fraction']:8.3f} {shown[0]:>9} "
             f"{shown[1]:>9} {bits:>6} {row['recovery_s']:8.2f}s {row['load_cores']:5.2f}"
             + ("  <- missed" if row["missed"] else "")

@@ -1,10 +1,13 @@
-"""The words of DESIGN as values: ids, stages, routes, layouts. Pure data, no torch, no IO.
+"""The words of DESIGN as values: ids, stages, routes, layouts, actions and programs. Pure data, no torch, no IO.
 
 Ranges are half-open. Worker ids are given once and never reused. A layout says who runs what; who *holds* which
-block of state is the placement (``elaswave.state.placement``), which follows from the layout and the model alone.
+block of state is the placement (``elaswave.state.placement``), which follows from the layout and the model alone. A
+program says in which order a worker runs its part of the routes: what an action computes (which layers) and where its
+input comes from stand in the routes, not in the program.
 """
 
 import hashlib
+from typing import Literal
 
 import msgspec
 
@@ -79,6 +82,27 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         if len(set(widths)) == 1:
             return f"{len(widths)}x{widths[0]}"
         return "[" + ",".join(map(str, widths)) + "]"
+
+
+Kind = Literal["F", "B", "I", "W"]
+"""Forward; backward; or backward in two halves: the input's gradient, then the weights'."""
+
+ACTION_NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+class Action(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One piece of work of one worker: a stage's layers, forward or backward, for one micro-batch; prints ``2F0``."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+Program = tuple[Action, ...]
+"""What one worker does in a step, in order."""
 
 
 def struct_hash(value: msgspec.Struct) -> int:

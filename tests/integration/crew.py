@@ -12,12 +12,11 @@ from tests.integration.jobs import small_config
 
 from elaswave.observability.trace import ACTION, TraceRecorder
 from elaswave.planning.layout import validate_layout
-from elaswave.planning.program import Program
 from elaswave.protocol.ledger import Ledger
 from elaswave.state.placement import place_blocks
 from elaswave.state.store import Role
 from elaswave.transport.memory import MemoryNetwork
-from elaswave.types import Layout
+from elaswave.types import Layout, Program
 from elaswave.worker.activity import Activity
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.materialise import materialise

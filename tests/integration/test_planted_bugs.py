@@ -14,8 +14,8 @@ import torch
 from tests.integration.jobs import Job, QuietReporter, flip_bit, run_job
 
 from elaswave.errors import WorkerError
-from elaswave.planning.program import Action
 from elaswave.state.store import HeldBlock, Role
+from elaswave.types import Action
 from elaswave.worker.step import STATE_SAMPLE_PERIOD, StepEngine
 
 STEP = 3

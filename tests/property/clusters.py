@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from elaswave.planning.cluster import Cluster, Device, FrequencyLevel, Link
-from elaswave.planning.costs import Costs, LayerCosts
+from elaswave.costs.layers import Costs, LayerCosts
+from elaswave.costs.machines import Cluster, Device, FrequencyLevel, NetworkLink
 
-LINK = Link(bandwidth_bytes_per_s=1e9)
+LINK = NetworkLink(bandwidth_bytes_per_s=1e9)
 LEVELS = (
     FrequencyLevel(speed=0.5, power_w=40.0),
     FrequencyLevel(speed=1.0, power_w=100.0),

@@ -7,13 +7,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.property.clusters import LEVELS, layer_seconds, make_cluster, make_costs, speeds
 
+from elaswave.costs.machines import ClusterEvent
+from elaswave.costs.schedules import SCHEDULES, bounds_within
+from elaswave.costs.step_time.exact import durations_of, time_programs
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.candidates import Shape, build
-from elaswave.planning.cluster import Event
-from elaswave.planning.dataflow import apportion
-from elaswave.planning.estimate import estimate, held_state, levels_of, predict
+from elaswave.planning.apportionment import apportion
+from elaswave.planning.fault_free import fault_free
 from elaswave.planning.frequency import choose_levels
-from elaswave.planning.graph import (
+from elaswave.planning.layout import validate_layout
+from elaswave.planning.memory_limits import layout_limits
+from elaswave.planning.options import Options
+from elaswave.planning.partition import (
     choose_widths,
     cuts_of,
     held_ranges,
@@ -22,13 +26,12 @@ from elaswave.planning.graph import (
     split_layers_and_workers,
     widen_cuts,
 )
-from elaswave.planning.in_flight import layout_limits
-from elaswave.planning.layout import validate_layout
-from elaswave.planning.planner import Options, healthy, plan
+from elaswave.planning.planner import plan
+from elaswave.planning.prediction import estimate, held_state, levels_of, predict
+from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import allocation_of, make_routes
-from elaswave.planning.schedule import SCHEDULES, bounds_within, compile_programs
-from elaswave.planning.timing import durations_of, time_programs
-from elaswave.planning.validate import validate_programs
+from elaswave.planning.shapes import Shape, build
+from elaswave.planning.validation import validate_programs
 
 CLOSE = 1 + 1e-9
 
@@ -199,10 +202,10 @@ def jobs(draw, max_workers=6, max_layers=6, heterogeneous=True):
     cluster = make_cluster(own)
     num_microbatches = draw(st.integers(replicas, 8))
     schedule = draw(st.sampled_from(SCHEDULES))
-    allocation = healthy(cluster, costs, num_stages, replicas, num_microbatches, schedule)
+    allocation = fault_free(cluster, costs, num_stages, replicas, num_microbatches, schedule)
     lost = tuple(sorted(draw(st.sets(st.integers(0, number - 1), min_size=1, max_size=max(1, number - 1)))))
     assume(len(lost) < number)
-    return cluster, costs, allocation, Event(kind="lost", workers=lost)
+    return cluster, costs, allocation, ClusterEvent(kind="lost", workers=lost)
 
 
 def every_shape(cluster, costs, num_stages, num_microbatches):
@@ -316,7 +319,7 @@ def test_what_a_plan_always_keeps(job, move_workers, share_layers, axes):
 def test_a_plan_keeps_to_the_limit_of_power(job, limit, goal):
     cluster, costs, allocation, event = job
     left = make_cluster(cluster.speed, levels=LEVELS, power_limit_w=limit).without(event.workers)
-    base = healthy(
+    base = fault_free(
         make_cluster(cluster.speed, levels=LEVELS),
         costs,
         len(allocation.chains[0].stages),

@@ -6,8 +6,10 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.programs import parse_programs, print_programs
 from tests.property.layouts import layouts, regular_layouts
 
+from elaswave.costs.schedules import SCHEDULES, in_flight_bounds
 from elaswave.errors import ConfigError, InvalidProgramError
 from elaswave.planning.layout import (
     layout_problems,
@@ -17,10 +19,10 @@ from elaswave.planning.layout import (
     resolve_widths,
     validate_layout,
 )
-from elaswave.planning.program import Action, parse_programs, print_programs
-from elaswave.planning.schedule import SCHEDULES, compile_programs, in_flight_bounds
-from elaswave.planning.validate import validate_programs
+from elaswave.planning.programs import compile_programs
+from elaswave.planning.validation import validate_programs
 from elaswave.state.placement import holders_of_layers, make_blocks, place_blocks
+from elaswave.types import Action
 
 
 def runs_to_the_end(layout, programs, pick):

@@ -9,15 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.property.layouts import layouts
 
+from elaswave.costs.schedules import in_flight_bounds
 from elaswave.planning.layout import peers_of, validate_layout
+from elaswave.planning.programs import compile_programs
 from elaswave.planning.recovery import (
     choose_followers,
     moved_layers,
     promote,
     survivor_layout,
 )
-from elaswave.planning.schedule import compile_programs, in_flight_bounds
-from elaswave.planning.validate import validate_programs
+from elaswave.planning.validation import validate_programs
 from elaswave.state.placement import Placement, holders_of_layers, make_blocks, place_blocks
 
 

@@ -6,19 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.planning_cases import layers, machines
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.planning.baselines.common import make_plan, rectangle
-from elaswave.planning.cluster import Cluster, Event
-from elaswave.planning.costs import Costs
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.policies import POLICIES, Pauses
+from elaswave.planning.policies import POLICIES
 from elaswave.sim.cluster.failures import DAY_S, ClusterChange, Rates, Scenario, draw
 from elaswave.sim.cluster.job import Outcome, interval_of, simulate, summarize
 
 COSTS = layers(1, 1, 1, 1)
 HOUR_S = 3600.0
 RATES = Rates(losses_per_worker_day=0.5, repair_s=4 * HOUR_S, stragglers_per_worker_day=0.5)
-NO_STALL = Pauses(checkpoint_stall_s=0.0)
+NO_STALL = RecoveryTimes(checkpoint_stall_s=0.0)
 
 
 def scenario(*changes: ClusterChange, num_workers: int = 8, duration_s: float = 10 * HOUR_S) -> Scenario:
@@ -27,14 +28,14 @@ def scenario(*changes: ClusterChange, num_workers: int = 8, duration_s: float = 
 
 
 def lost(at_s: float, *workers: int) -> ClusterChange:
-    return ClusterChange(at_s=at_s, event=Event(kind="lost", workers=workers))
+    return ClusterChange(at_s=at_s, event=ClusterEvent(kind="lost", workers=workers))
 
 
 def joined(at_s: float, *workers: int) -> ClusterChange:
-    return ClusterChange(at_s=at_s, event=Event(kind="joined", workers=workers), nodes=(0,) * len(workers))
+    return ClusterChange(at_s=at_s, event=ClusterEvent(kind="joined", workers=workers), nodes=(0,) * len(workers))
 
 
-def run(life: Scenario, policy: str, pauses: Pauses = NO_STALL, num_microbatches: int = 16, **more) -> Outcome:
+def run(life: Scenario, policy: str, pauses: RecoveryTimes = NO_STALL, num_microbatches: int = 16, **more) -> Outcome:
     return simulate(
         life, machines(1), COSTS, policy, num_stages=2, num_microbatches=num_microbatches, pauses=pauses, **more
     )
@@ -58,7 +59,7 @@ def test_an_undisturbed_job_has_a_goodput_of_one(policy):
 
 
 def test_checkpoints_cost_their_stalls():
-    outcome = run(scenario(), "full_restart", Pauses(checkpoint_interval_s=99.0, checkpoint_stall_s=1.0))
+    outcome = run(scenario(), "full_restart", RecoveryTimes(checkpoint_interval_s=99.0, checkpoint_stall_s=1.0))
     assert outcome.goodput == pytest.approx(0.99)
     assert outcome.pauses_s == pytest.approx({"checkpoint": 0.01 * 10 * HOUR_S})
     assert outcome.num_pauses == {"checkpoint": 360}
@@ -66,7 +67,7 @@ def test_checkpoints_cost_their_stalls():
 
 def test_a_loss_by_hand():
     """full_restart: 4 replicas become 3 (16 micro-batches: 6 instead of 4), 300 s stand still, 500 s are lost."""
-    pauses = Pauses(checkpoint_stall_s=0.0, checkpoint_interval_s=1000.0, restart_s=300.0)
+    pauses = RecoveryTimes(checkpoint_stall_s=0.0, checkpoint_interval_s=1000.0, restart_s=300.0)
     outcome = run(scenario(lost(4500.0, 0)), "full_restart", pauses)
     before_s, after_s = (4 + 1) * 6.0, (6 + 1) * 6.0
     assert outcome.undisturbed_step_s == pytest.approx(before_s, rel=1e-3)
@@ -84,7 +85,7 @@ def test_a_loss_by_hand():
 def test_half_of_an_interrupted_step_is_lost_and_none_of_a_drained_one():
     outcome = run(scenario(lost(5000.0, 0)), "recycle")
     assert outcome.lost_work_s == pytest.approx(outcome.undisturbed_step_s / 2)
-    drained = ClusterChange(at_s=5000.0, event=Event(kind="drained", workers=(0,)))
+    drained = ClusterChange(at_s=5000.0, event=ClusterEvent(kind="drained", workers=(0,)))
     assert run(scenario(drained), "recycle").lost_work_s == 0
     during_the_pause = run(scenario(lost(5000.0, 0), lost(5000.01, 5)), "recycle")
     assert during_the_pause.lost_work_s == pytest.approx(outcome.undisturbed_step_s / 2)
@@ -123,7 +124,7 @@ def test_a_job_that_begins_later_and_with_workers_left_over():
 
 
 def test_events_about_nobody_are_no_events():
-    ghost = ClusterChange(at_s=10.0, event=Event(kind="slowed", workers=(99,), speed=0.5))
+    ghost = ClusterChange(at_s=10.0, event=ClusterEvent(kind="slowed", workers=(99,), speed=0.5))
     outcome = run(scenario(ghost), "recycle")
     assert outcome.goodput == pytest.approx(1)
     assert len(outcome.timeline) == 1
@@ -133,16 +134,16 @@ def test_events_about_nobody_are_no_events():
 @given(st.sampled_from(sorted(POLICIES)), st.integers(0, 50))
 def test_time_adds_up_and_is_the_same_every_time(policy, seed):
     life = draw(RATES, num_workers=8, duration_s=2 * DAY_S, seed=seed, workers_per_node=4)
-    outcome = run(life, policy, Pauses().for_mtbf(life.mtbf_s))
+    outcome = run(life, policy, RecoveryTimes().for_mtbf(life.mtbf_s))
     assert parts(outcome) == pytest.approx(outcome.duration_s)
     assert outcome.useful_s >= 0
     assert min(outcome.lost_work_s, outcome.waiting_s, outcome.energy_j, *outcome.pauses_s.values()) >= 0
     assert all(sample.throughput >= 0 for sample in outcome.timeline)
-    assert outcome == run(life, policy, Pauses().for_mtbf(life.mtbf_s))
+    assert outcome == run(life, policy, RecoveryTimes().for_mtbf(life.mtbf_s))
     assert msgspec.json.decode(msgspec.json.encode(outcome), type=Outcome) == outcome
 
 
-def by_steps(life: Scenario, policy: str, pauses: Pauses) -> float:
+def by_steps(life: Scenario, policy: str, pauses: RecoveryTimes) -> float:
     """Useful seconds of a job whose steps are told apart: one after the other, and one that is interrupted is lost.
 
     Independent of the simulation, for policies that do not begin again; half a step less a loss on average.
@@ -174,10 +175,16 @@ def test_aggregated_time_agrees_with_steps_told_apart(policy):
         if len(life.changes) > 3:
             continue
         outcome = simulate(
-            life, machines(1), COSTS, policy, num_stages=2, num_microbatches=16, pauses=Pauses(checkpoint_stall_s=0.0)
+            life,
+            machines(1),
+            COSTS,
+            policy,
+            num_stages=2,
+            num_microbatches=16,
+            pauses=RecoveryTimes(checkpoint_stall_s=0.0),
         )
         aggregated += outcome.useful_s
-        told_apart += by_steps(life, policy, Pauses())
+        told_apart += by_steps(life, policy, RecoveryTimes())
         losses += len(life.changes)
     assert losses > 20
     # Also the step that the end interrupts; by a step or so of 20 s for each loss they may differ by chance.
@@ -186,7 +193,7 @@ def test_aggregated_time_agrees_with_steps_told_apart(policy):
 
 
 def test_a_planner_of_ones_own():
-    def stop(cluster: Cluster, costs: Costs, allocation: Allocation, event: Event) -> Plan:
+    def stop(cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:
         raise InfeasiblePlan("never")
 
     outcome = run(scenario(lost(HOUR_S - 1, 0)), "mine", planner=stop)

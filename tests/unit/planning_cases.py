@@ -1,9 +1,9 @@
 """Small clusters and costs for tests of planners."""
 
-from elaswave.planning.cluster import Cluster, Device, FrequencyLevel, Link
-from elaswave.planning.costs import Costs, LayerCosts
+from elaswave.costs.layers import Costs, LayerCosts
+from elaswave.costs.machines import Cluster, Device, FrequencyLevel, NetworkLink
 
-LINK = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-5)
+LINK = NetworkLink(bandwidth_bytes_per_s=1e9, latency_s=1e-5)
 
 
 def device(memory_bytes: float = 1e12) -> Device:

@@ -13,18 +13,19 @@ from typing import Any, TypeVar
 
 import click
 
+from elaswave.costs.analytic import analytic_costs, preset_cluster
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.presets import DEVICES, LINKS, MODELS, device_preset, link_preset, model_shape
+from elaswave.costs.schedules import SCHEDULES, Schedule
 from elaswave.errors import InfeasiblePlan, UsageError
-from elaswave.planning.cluster import Cluster, Event
-from elaswave.planning.costs import Costs
-from elaswave.planning.describe import describe_cluster, describe_costs
-from elaswave.planning.estimate import DEFAULT_FOLLOWERS
-from elaswave.planning.healthy import fastest_healthy, healthy
-from elaswave.planning.in_flight import time_as_it_is
+from elaswave.planning.fault_free import fastest_fault_free, fault_free
+from elaswave.planning.memory_limits import time_as_it_is
+from elaswave.planning.options import Options
 from elaswave.planning.plan import Allocation
-from elaswave.planning.planner import Options, plan
+from elaswave.planning.planner import plan
 from elaswave.planning.policies import POLICIES
-from elaswave.planning.presets import DEVICES, LINKS, MODELS, device_preset, link_preset, model_shape
-from elaswave.planning.schedule import SCHEDULES, Schedule
+from elaswave.planning.prediction import DEFAULT_FOLLOWERS
 
 DEFAULT_MODEL = "llama-2-13b"
 DEFAULT_DEVICE = "ascend-910b"
@@ -190,7 +191,7 @@ class Setting:
     def best_step_s(self) -> float:
         """Of the undisturbed job as elaswave's planner would run it: with stages of unequal width and shared layers,
         where that is faster."""
-        nothing = Event(kind="slowed", workers=(int(self.cluster.ids[0]),), speed=float(self.cluster.speed[0]))
+        nothing = ClusterEvent(kind="slowed", workers=(int(self.cluster.ids[0]),), speed=float(self.cluster.speed[0]))
         try:
             best = plan(self.cluster, self.costs, self.allocation, nothing, options=Options(followers=self.followers))
         except InfeasiblePlan:
@@ -224,7 +225,7 @@ def describe_machines(options: ClusterOptions, *, num_workers: int, num_stages: 
     between_nodes = link_preset(options.between_nodes or preset.between_nodes).link
     tensor_parallel = options.tensor_parallel or 1
     try:
-        cluster = describe_cluster(
+        cluster = preset_cluster(
             num_workers,
             preset,
             tensor_parallel=tensor_parallel,
@@ -232,7 +233,7 @@ def describe_machines(options: ClusterOptions, *, num_workers: int, num_stages: 
             between_nodes=between_nodes,
             power_limit_w="base level" if options.power_limit_kw is None else options.power_limit_kw * 1000,
         )
-        costs = describe_costs(
+        costs = analytic_costs(
             shape,
             preset,
             microbatch_size=options.microbatch_size or 1,
@@ -276,9 +277,11 @@ def describe_setting(options: ClusterOptions, *, num_workers: int | None = None)
 
     try:
         if options.schedule is None:
-            allocation = fastest_healthy(cluster, costs, num_stages, num_replicas, num_microbatches)
+            allocation = fastest_fault_free(cluster, costs, num_stages, num_replicas, num_microbatches)
         else:
-            allocation = healthy(cluster, costs, num_stages, num_replicas, num_microbatches, schedule=options.schedule)
+            allocation = fault_free(
+                cluster, costs, num_stages, num_replicas, num_microbatches, schedule=options.schedule
+            )
     except InfeasiblePlan as error:
         machines = f"{num_workers} x {cluster.devices[0].name} as {num_stages} stages x {num_replicas} replicas"
         raise does_not_fit(error, f"{shape.name} on {machines}") from error

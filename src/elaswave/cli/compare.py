@@ -17,9 +17,9 @@ from elaswave.cli.cluster_options import (
 )
 from elaswave.cli.inspect import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.cli.layout_table import as_json
+from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.observability.wrapping import wrap
-from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.plan import Plan, Planner
 from elaswave.planning.policies import POLICIES, policy_named
 
@@ -67,7 +67,7 @@ def compare_command(
     setting = describe_setting(options)
     lost = choose_lost(setting.allocation, lose, pattern, seed)
     left = setting.cluster.without(lost)
-    event = Event(kind="lost", workers=lost)
+    event = ClusterEvent(kind="lost", workers=lost)
     entries = [_entry(name, planner, setting, left, event) for name, planner in planners.items()]
     title = f"{setting.title}; lost: {len(lost)}, {pattern}"
     if plot is not None:
@@ -79,7 +79,7 @@ def compare_command(
         click.echo("\n".join(_render(setting, title, lost, entries, terminal_width())))
 
 
-def _entry(name: str, planner: Planner, setting: Setting, left: Cluster, event: Event) -> dict[str, Any]:
+def _entry(name: str, planner: Planner, setting: Setting, left: Cluster, event: ClusterEvent) -> dict[str, Any]:
     """What a policy does, as JSON."""
     try:
         plan = planner(left, setting.costs, setting.allocation, event)

@@ -6,11 +6,11 @@ import msgspec
 import numpy as np
 
 from elaswave.cli.inspect import format_bytes, format_seconds, render_table
-from elaswave.planning.cluster import Cluster
-from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import DEFAULT_FOLLOWERS
-from elaswave.planning.in_flight import time_as_it_is
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster
+from elaswave.planning.memory_limits import time_as_it_is
 from elaswave.planning.plan import Allocation, StageShare
+from elaswave.planning.prediction import DEFAULT_FOLLOWERS
 
 _MAX_LISTED = 8
 """Workers of a stage that are named one by one."""

@@ -20,13 +20,13 @@ from elaswave.cli.cluster_options import (
 )
 from elaswave.cli.inspect import format_bytes, format_seconds, terminal_width
 from elaswave.cli.layout_table import as_json, render_stages, stage_rows
+from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import UsageError
 from elaswave.observability.wrapping import wrap
-from elaswave.planning.cluster import Cluster, Event
 from elaswave.planning.plan import Plan, Planner
 
 if TYPE_CHECKING:
-    from elaswave.sim.cluster.pipeline import SimulatedStep
+    from elaswave.costs.step_time.contended import SimulatedStep
 
 MAX_TRACED_ACTIONS = 200_000
 """Of a step: what a viewer still shows."""
@@ -80,7 +80,7 @@ def plan_command(
     lost = choose_lost(setting.allocation, lose, pattern, seed)
     if lost:
         left = setting.cluster.without(lost)
-        plan = planner(left, setting.costs, setting.allocation, Event(kind="lost", workers=lost))
+        plan = planner(left, setting.costs, setting.allocation, ClusterEvent(kind="lost", workers=lost))
     else:
         left, plan = setting.cluster, None
     result = _Result(setting, lost, left, plan)
@@ -100,8 +100,7 @@ def plan_command(
 def _traced(path: Path, setting: Setting, left: Cluster, plan: Plan | None) -> "SimulatedStep":
     """Simulates one step of what was planned, or of the job as it is, and writes its trace."""
     from elaswave.observability.step_trace import write_step_trace
-    from elaswave.planning.estimate import num_actions
-    from elaswave.sim.cluster.pipeline import simulate_allocation
+    from elaswave.planning.prediction import num_actions, simulate_allocation
 
     allocation = setting.allocation if plan is None else plan.allocation
     if (number := num_actions(allocation)) > MAX_TRACED_ACTIONS:

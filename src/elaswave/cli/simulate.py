@@ -25,15 +25,16 @@ from elaswave.cli.cluster_options import (
 from elaswave.cli.inspect import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.cli.layout_table import as_json
 from elaswave.cli.waiting import Waiting
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster
+from elaswave.costs.presets import device_preset, model_shape
+from elaswave.costs.recovery_times import RecoveryTimes
+from elaswave.costs.schedules import Schedule
 from elaswave.errors import DataError, InfeasiblePlan, UsageError
 from elaswave.observability.wrapping import wrap
-from elaswave.planning.cluster import Cluster
-from elaswave.planning.costs import Costs
-from elaswave.planning.healthy import fastest_healthy
+from elaswave.planning.fault_free import fastest_fault_free
 from elaswave.planning.planner import plan
-from elaswave.planning.policies import Pauses, policy_named
-from elaswave.planning.presets import device_preset, model_shape
-from elaswave.planning.schedule import Schedule
+from elaswave.planning.policies import policy_named
 from elaswave.sim.cluster.failures import CHANGES_MAX, DAY_S, RATES, Rates, Scenario, draw, rates_named
 from elaswave.sim.cluster.job import Outcome, Summary, simulate, summarize
 from elaswave.sim.cluster.traces_csv import read_trace
@@ -201,7 +202,7 @@ def describe_life(
     schedule = options.schedule
     if schedule is None:
         try:
-            schedule = fastest_healthy(machines, costs, num_stages, num_replicas, num_microbatches).schedule
+            schedule = fastest_fault_free(machines, costs, num_stages, num_replicas, num_microbatches).schedule
         except InfeasiblePlan as error:
             raise does_not_fit(error) from error
     microbatch_size = options.microbatch_size or 1
@@ -265,7 +266,7 @@ def live(life: Life, policy: str) -> list[Outcome]:
     outcomes = []
     waiting = Waiting("living through them")
     for index, scenario in enumerate(life.scenarios):
-        pauses = Pauses()
+        pauses = RecoveryTimes()
         if 0 < scenario.mtbf_s < float("inf"):
             pauses = pauses.for_mtbf(scenario.mtbf_s)
         try:

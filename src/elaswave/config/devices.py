@@ -11,15 +11,15 @@ import msgspec
 import numpy as np
 
 from elaswave.config.costs import layer_costs
-from elaswave.planning.cluster import Cluster, Device, Link
-from elaswave.planning.costs import Costs, LayerCosts
-from elaswave.planning.describe import USABLE_MEMORY, describe_costs
-from elaswave.planning.presets import device_preset, model_shape
+from elaswave.costs.analytic import USABLE_MEMORY, analytic_costs
+from elaswave.costs.layers import Costs, LayerCosts
+from elaswave.costs.machines import Cluster, Device, NetworkLink
+from elaswave.costs.presets import device_preset, model_shape
 
 if TYPE_CHECKING:
     from elaswave.config.schema import Config
 
-REAL_LINK = Link(bandwidth_bytes_per_s=2e9, latency_s=0.0)
+REAL_LINK = NetworkLink(bandwidth_bytes_per_s=2e9, latency_s=0.0)
 """Between processes of one machine, as measured; their latency is in the step's overhead."""
 CPU = Device(name="cpu", flops_per_s=1e11, memory_bytes=1e15, source="not described; its memory is not planned with")
 """Stands for the processor that a worker really runs on: costs are measured there, so only speeds' ratios count."""
@@ -34,7 +34,7 @@ def emulated_costs(config: "Config") -> Costs:
         config: with ``device.kind = "emulated"``.
     """
     device = config.device
-    described = describe_costs(
+    described = analytic_costs(
         model_shape(device.model),
         device_preset(device.name),
         consistency=config.elastic.consistency,

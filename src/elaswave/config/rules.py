@@ -7,9 +7,9 @@ configuration is listed and none is listed only because of another.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from elaswave.costs.presets import DEVICES, MODELS
 from elaswave.errors import ConfigError
 from elaswave.planning.layout import layout_problems, resolve_widths
-from elaswave.planning.presets import DEVICES, MODELS
 
 ROWS_MIN = 4
 """Fewest rows of a matrix product: with fewer, kernels round differently at different addresses."""

@@ -38,6 +38,7 @@ from elaswave.control.replanning import ELASWAVE, Replanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import FileStore, Store
 from elaswave.control.wire import agent_id
+from elaswave.costs.layers import Costs
 from elaswave.errors import ElaswaveError, RunFolderError, StateError
 from elaswave.faults.injection import (
     FAULTS_FILE,
@@ -49,7 +50,6 @@ from elaswave.faults.injection import (
 )
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE, Recovery, write_digests, write_result
-from elaswave.planning.costs import Costs
 from elaswave.planning.recovery import promote, survivor_layout
 from elaswave.protocol import coordinator as core
 from elaswave.protocol.detection import Detector, Position, Suspicion

@@ -1,7 +1,7 @@
 """What the coordinator knows of how long things take in the running job: the planner's costs, kept current.
 
 Workers tell medians of their actions now and then (`Timings`), and one of them with every step how long its phases
-took. `elaswave.planning.measured` makes costs of it. On emulated devices the described costs are the truth, and only
+took. `elaswave.costs.profiled` makes costs of it. On emulated devices the described costs are the truth, and only
 what a step costs beside its actions is measured.
 """
 
@@ -12,8 +12,8 @@ import msgspec
 
 from elaswave.config.devices import cluster_of, device_of, emulated_costs, estimated_costs
 from elaswave.config.schema import Config
-from elaswave.planning.costs import Costs
-from elaswave.planning.measured import ActionTiming, CostMeter
+from elaswave.costs.layers import Costs
+from elaswave.costs.profiled import ActionTiming, CostMeter
 from elaswave.worker.messages import StepReport, Timings
 
 _KEPT_STEPS = 16

@@ -18,6 +18,7 @@ import elaswave
 from elaswave.control.agent_messages import ShowEvaluation, ShowStep, ShowText, ToAgent
 from elaswave.control.checkpoints import Checkpoints
 from elaswave.control.journal import Entered, GivenUp, JournalRecord, Published, RecorderRecord
+from elaswave.costs.profiled import ActionTiming
 from elaswave.errors import CheckpointError, StateError, StoreError
 from elaswave.hashing import MASK64
 from elaswave.observability.events import (
@@ -46,7 +47,6 @@ from elaswave.observability.result import (
     from_json_float,
 )
 from elaswave.observability.run_folder import data_facts
-from elaswave.planning.measured import ActionTiming
 from elaswave.protocol.coordinator import Coordinator, PendingWork
 from elaswave.protocol.messages import Decision, ExecutionParameters, LayoutChange
 from elaswave.state.checkpoint import newest_committed_step

@@ -19,21 +19,22 @@ import numpy as np
 
 from elaswave.config.devices import cluster_of, device_of, emulated_costs
 from elaswave.config.schema import Config
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.recovery_times import RecoveryTimes
+from elaswave.costs.schedules import Schedule
+from elaswave.costs.step_time.exact import durations_of, time_programs
+from elaswave.costs.step_time.work import Durations
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.cluster import Cluster, Event
-from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import levels_of
-from elaswave.planning.flow import Durations
-from elaswave.planning.in_flight import layout_limits
 from elaswave.planning.layout import validate_layout
+from elaswave.planning.memory_limits import layout_limits
+from elaswave.planning.options import AXES, Options
 from elaswave.planning.plan import Allocation, Plan, Planner
-from elaswave.planning.planner import AXES, Options
 from elaswave.planning.planner import plan as elaswave_plan
-from elaswave.planning.policies import ROLL_BACK, Pauses, make_policies
+from elaswave.planning.policies import ROLL_BACK, make_policies
+from elaswave.planning.prediction import levels_of
 from elaswave.planning.recovery import survivor_layout
 from elaswave.planning.routes import allocation_of, make_routes
-from elaswave.planning.schedule import Schedule
-from elaswave.planning.timing import durations_of, time_programs
 from elaswave.protocol.messages import ExecutionParameters
 from elaswave.types import Hop, Layout, Stage
 from elaswave.worker.run_plan import programs_of, tuning_of
@@ -61,7 +62,9 @@ def planners_of(config: Config) -> dict[str, Planner]:
     Args:
         config: of the run, resolved.
     """
-    policies = dict(make_policies(Pauses(restart_s=config.elastic.restart_s, horizon_s=config.elastic.horizon_s)))
+    policies = dict(
+        make_policies(RecoveryTimes(restart_s=config.elastic.restart_s, horizon_s=config.elastic.horizon_s))
+    )
     rivals = tuple(each for name, each in policies.items() if name not in (ELASWAVE, "torchft"))
     policies[ELASWAVE] = partial(_elaswave, config=config, rivals=rivals)
     return policies
@@ -71,7 +74,7 @@ def _elaswave(
     cluster: Cluster,
     costs: Costs,
     allocation: Allocation,
-    event: Event,
+    event: ClusterEvent,
     *,
     config: Config,
     rivals: tuple[Planner, ...],
@@ -208,7 +211,7 @@ class Replanner:
         if policy != ELASWAVE:
             layout = without_idle(layout)  # what is idle is out of the rivals' sight until somebody joins
         allocation = allocation_of(layout, schedule, levels)
-        event = Event(kind="lost", workers=tuple(sorted(gone)))
+        event = ClusterEvent(kind="lost", workers=tuple(sorted(gone)))
         return self._policies[policy](self._cluster.without(absent), costs, allocation, event)
 
     def _replanned(self, plan: Plan, present: Layout, execution: ExecutionParameters, costs: Costs) -> Replanned:

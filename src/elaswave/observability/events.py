@@ -21,9 +21,9 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from elaswave.costs.profiled import ActionTiming
 from elaswave.errors import RunFolderError
 from elaswave.observability.result import CheckpointRecord, EpochRecord, JsonFloat, Recovery, set_json_floats
-from elaswave.planning.measured import ActionTiming
 from elaswave.types import Layout
 
 

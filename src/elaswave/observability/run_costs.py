@@ -15,6 +15,14 @@ import numpy as np
 
 from elaswave.config.devices import REAL_LINK, base_level, cluster_of, device_of, emulated_costs
 from elaswave.config.schema import Config
+from elaswave.costs.analytic import USABLE_MEMORY, analytic_shares
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster
+from elaswave.costs.presets import ModelShape
+from elaswave.costs.profiled import CostMeter, prediction_error
+from elaswave.costs.schedules import Schedule, bounds_within
+from elaswave.costs.step_time.exact import durations_of, time_programs
+from elaswave.costs.step_time.work import Durations
 from elaswave.errors import RunFolderError
 from elaswave.observability.events import (
     AnyEvent,
@@ -27,14 +35,7 @@ from elaswave.observability.events import (
 from elaswave.observability.result import EVENTS_FILE, check_run_folder
 from elaswave.observability.run_folder import saved_config
 from elaswave.observability.summary import NUM_WARM_UP_STEPS
-from elaswave.planning.cluster import Cluster
-from elaswave.planning.costs import Costs
-from elaswave.planning.describe import USABLE_MEMORY, describe_shares
-from elaswave.planning.flow import Durations
-from elaswave.planning.measured import CostMeter, prediction_error
-from elaswave.planning.presets import ModelShape
-from elaswave.planning.schedule import Schedule, bounds_within, compile_programs
-from elaswave.planning.timing import durations_of, time_programs
+from elaswave.planning.programs import compile_programs
 from elaswave.types import Layout
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -179,7 +180,7 @@ def shape_of(config: Config) -> ModelShape:
 def _described(config: Config, chosen: LayoutChosen) -> Costs:
     """Bytes and shares of seconds of the run's layers; parameters as the log counts them."""
     element_bytes = _ELEMENT_BYTES[config.model.dtype]
-    costs = describe_shares(
+    costs = analytic_shares(
         shape_of(config),
         microbatch_size=config.batch.microbatch_size,
         consistency=config.elastic.consistency,

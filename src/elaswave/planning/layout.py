@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from math import lcm
 
 from elaswave.errors import ConfigError
-from elaswave.planning.graph import split_layers
+from elaswave.planning.partition import split_layers
 from elaswave.state.placement import Block, Placement, holders_of_layers
 from elaswave.types import Hop, Layout, Stage
 
@@ -267,30 +267,6 @@ def _stage_faults(layout: Layout) -> list[str]:
         if worker == following:
             faults.append(f"worker {worker} is in more than one stage")
     return faults
-
-
-def independent_parts(layout: Layout) -> list[list[int]]:
-    """The micro-batches, parted such that no worker runs any of two parts: pipelines that run side by side.
-
-    Args:
-        layout: routes whose hops are there; nothing else is looked at.
-    Returns:
-        Numbers of micro-batches, ascending; parts in the order of their first ones.
-    """
-    parent: dict[int, int] = {}
-
-    def root(worker: int) -> int:
-        while parent.setdefault(worker, worker) != worker:
-            parent[worker] = worker = parent[parent[worker]]
-        return worker
-
-    for route in layout.routes:
-        for hop in route[1:]:
-            parent[root(hop.worker)] = root(route[0].worker)
-    parts: dict[int, list[int]] = {}
-    for microbatch, route in enumerate(layout.routes):
-        parts.setdefault(root(route[0].worker), []).append(microbatch)
-    return list(parts.values())
 
 
 def peers_of(layout: Layout, placement: Placement | None = None, blocks: Sequence[Block] = ()) -> dict[int, set[int]]:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from elaswave.planning.baselines.pauses import Pauses
-from elaswave.planning.estimate import DEFAULT_FOLLOWERS, EXACT_ACTIONS
+from elaswave.costs.recovery_times import RecoveryTimes
+from elaswave.costs.schedules import SCHEDULES, Schedule
 from elaswave.planning.frequency import GOALS, Goal
-from elaswave.planning.schedule import SCHEDULES, Schedule
+from elaswave.planning.prediction import DEFAULT_FOLLOWERS, EXACT_ACTIONS
 
 Axis = Literal["dataflow", "graph", "frequency", "randomness"]
 AXES: frozenset[Axis] = frozenset({"dataflow", "graph", "frequency", "randomness"})
@@ -32,7 +32,7 @@ class Options:
     """Live copies of every block."""
     exact_actions: int = EXACT_ACTIONS
     """Candidates of at most so many actions are timed exactly, in jobs of at most `EXACT_WORKERS` workers."""
-    pause_s: float = Pauses().recover_s
+    pause_s: float = RecoveryTimes().recover_s
     """Predicted pause where no state has to be fetched."""
 
     def __post_init__(self) -> None:
@@ -64,4 +64,4 @@ class Options:
 
     def horizon(self, num_workers: int) -> float:
         """Expected seconds until the next event of so many workers."""
-        return Pauses(horizon_s=self.horizon_s).horizon(num_workers)
+        return RecoveryTimes(horizon_s=self.horizon_s).horizon(num_workers)

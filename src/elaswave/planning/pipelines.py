@@ -18,14 +18,14 @@ from itertools import pairwise
 
 import numpy as np
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster
+from elaswave.costs.schedules import Schedule, splits_backwards
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.cluster import Cluster
-from elaswave.planning.costs import Costs
-from elaswave.planning.dataflow import apportion
-from elaswave.planning.estimate import predict, worker_speeds
-from elaswave.planning.in_flight import in_flight_limits
+from elaswave.planning.apportionment import apportion
+from elaswave.planning.memory_limits import memory_limits
 from elaswave.planning.plan import Allocation, Chain, StageShare
-from elaswave.planning.schedule import Schedule, splits_backwards
+from elaswave.planning.prediction import predict, worker_speeds
 
 Ranges = tuple[tuple[int, int], ...]
 """Layers [start, stop) of each stage."""
@@ -223,7 +223,7 @@ def _columns(mix: _Mix, templates: dict[int, Ranges], crew: Crew) -> dict[int, l
 
 def _one_of_each_s(cluster: Cluster, costs: Costs, allocation: Allocation, followers: int) -> float:
     """Seconds of the slowest pipeline: one of each depth, with the most micro-batches, within the memory there is."""
-    limits = in_flight_limits(cluster, costs, allocation, followers=followers)
+    limits = memory_limits(cluster, costs, allocation, followers=followers)
     bounds = None if limits is None else limits.as_mapping()
     slowest = 0.0
     for chain in allocation.chains:

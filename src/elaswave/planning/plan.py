@@ -14,9 +14,9 @@ from typing import Annotated, Any, Protocol
 import msgspec
 import numpy as np
 
-from elaswave.planning.cluster import Cluster, Event
-from elaswave.planning.costs import Costs
-from elaswave.planning.schedule import SCHEDULES, Schedule
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.schedules import SCHEDULES, Schedule
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,7 +97,7 @@ class Allocation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer:
+class StateTransfer:
     """State that goes to workers which did not hold it: layers [start, stop), to each of `workers`."""
 
     start: int
@@ -120,7 +120,7 @@ class Plan:
     """Computation that is thrown away and done again, in seconds of the steps that this plan predicts."""
     from_checkpoint: bool = False
     """Begins again from the last durable checkpoint: everything since is lost, `lost_work_s` what is expected of it."""
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[StateTransfer, ...] = ()
     memory_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """Of each worker of `allocation.workers`: the most it holds during a step."""
     power_w: float = 0.0
@@ -207,7 +207,7 @@ class Plan:
             lost_work_s=read.lost_work_s,
             from_checkpoint=read.from_checkpoint,
             transfers=tuple(
-                Transfer(start=each.layers[0], stop=each.layers[1], workers=each.workers, num_bytes=each.num_bytes)
+                StateTransfer(start=each.layers[0], stop=each.layers[1], workers=each.workers, num_bytes=each.num_bytes)
                 for each in read.transfers
             ),
             memory_bytes=np.array(read.memory_bytes, dtype=np.float64),
@@ -292,7 +292,7 @@ def _faults_of(chain: Chain) -> Iterator[str]:
 class Planner(Protocol):
     """A recovery policy: a pure function."""
 
-    def __call__(self, cluster: Cluster, costs: Costs, allocation: Allocation, event: Event) -> Plan:
+    def __call__(self, cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:
         """Plans what to do after an event.
 
         Args:

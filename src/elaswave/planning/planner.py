@@ -16,22 +16,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.schedules import IN_FLIGHT, Schedule, splits_backwards
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.candidates import (
-    Room,
-    Shape,
-    all_whole,
-    balanced_widths,
-    build,
-    move_workers,
-    score,
-    shared_layers,
-    whole_layers,
-)
-from elaswave.planning.cluster import Cluster, Event
-from elaswave.planning.costs import Costs
-from elaswave.planning.dataflow import apportion
-from elaswave.planning.estimate import (
+from elaswave.planning.apportionment import apportion
+from elaswave.planning.frequency import choose_levels
+from elaswave.planning.memory_limits import MemoryBudget, time_within_memory
+from elaswave.planning.options import AXES, Axis, Options
+from elaswave.planning.partition import Cut, choose_widths, held_ranges
+from elaswave.planning.pipelines import Crew, mixed_pipelines, ranges_of
+from elaswave.planning.plan import Allocation, Plan, Planner, StateTransfer
+from elaswave.planning.prediction import (
     EXACT_WORKERS,
     Estimate,
     StageTable,
@@ -41,18 +37,18 @@ from elaswave.planning.estimate import (
     estimate,
     worker_speeds,
 )
-from elaswave.planning.frequency import choose_levels
-from elaswave.planning.graph import Cut, choose_widths, held_ranges
-from elaswave.planning.healthy import healthy
-from elaswave.planning.in_flight import time_within_memory
-from elaswave.planning.options import AXES, Axis, Options
-from elaswave.planning.pipelines import Crew, mixed_pipelines, ranges_of
-from elaswave.planning.plan import Allocation, Plan, Planner, Transfer
 from elaswave.planning.randomness import KEYS
-from elaswave.planning.schedule import IN_FLIGHT, Schedule, splits_backwards
+from elaswave.planning.shapes import (
+    Shape,
+    all_whole,
+    balanced_widths,
+    build,
+    move_workers,
+    score,
+    shared_layers,
+    whole_layers,
+)
 from elaswave.planning.transfers import needed_transfers, nobody_holds
-
-__all__ = ["AXES", "Axis", "Options", "healthy", "plan"]
 
 FINALISTS = 8
 """Candidates that are built worker by worker and timed, beside leaving everything as it is and the rivals'."""
@@ -72,7 +68,7 @@ class _Candidate:
     found: Estimate
     where: np.ndarray
     """Positions of its workers in the cluster, in the order of `found`."""
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[StateTransfer, ...] = ()
     transfer_s: float = 0.0
 
     def done_until(self, horizon_s: float) -> float:
@@ -84,7 +80,7 @@ def plan(
     cluster: Cluster,
     costs: Costs,
     allocation: Allocation,
-    event: Event,
+    event: ClusterEvent,
     *,
     options: Options | None = None,
     horizon_s: float | None = None,
@@ -122,7 +118,7 @@ class _Planning:
         cluster: Cluster,
         costs: Costs,
         allocation: Allocation,
-        event: Event,
+        event: ClusterEvent,
         options: Options,
         rivals: Sequence[Planner],
     ) -> None:
@@ -343,7 +339,7 @@ class _Planning:
                 found.append((members, f"{moved} worker{'s' * (moved > 1)} into other stages"))
         return found
 
-    def _cut_anew(self, members: tuple[np.ndarray, ...], moves: str, room: Room) -> list[Shape]:
+    def _cut_anew(self, members: tuple[np.ndarray, ...], moves: str, room: MemoryBudget) -> list[Shape]:
         """Shapes with these stages: whole layers, shared layers, shared layers spread over several."""
         cuts: list[tuple[tuple[Cut, ...], str]] = []
         try:
@@ -367,8 +363,8 @@ class _Planning:
             for own, what in cuts
         ]
 
-    def _room(self, members: Sequence[np.ndarray], schedule: Schedule, *, short: bool = False) -> Room:
-        return Room(
+    def _room(self, members: Sequence[np.ndarray], schedule: Schedule, *, short: bool = False) -> MemoryBudget:
+        return MemoryBudget(
             self._cluster,
             self._costs,
             members,
@@ -378,7 +374,7 @@ class _Planning:
             short=short,
         )
 
-    def _whole(self, members: Sequence[np.ndarray], room: Room) -> tuple[Cut, ...]:
+    def _whole(self, members: Sequence[np.ndarray], room: MemoryBudget) -> tuple[Cut, ...]:
         return whole_layers(self._cluster, self._costs, members, self._num_microbatches, room)
 
     def _mixed(self) -> list[_Candidate]:

@@ -7,17 +7,17 @@ in jobs of more than `RIVALS_UP_TO` workers, where planning has to be quick, Ela
 from collections.abc import Mapping
 from functools import partial
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import UsageError
 from elaswave.planning import planner
 from elaswave.planning.baselines import full_restart, oobleck, recycle, torchft
-from elaswave.planning.baselines.pauses import Pauses
-from elaswave.planning.cluster import Cluster, Event
-from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import EXACT_WORKERS
+from elaswave.planning.options import Options
 from elaswave.planning.plan import Allocation, Plan, Planner
-from elaswave.planning.planner import Options
+from elaswave.planning.prediction import EXACT_WORKERS
 
-__all__ = ["POLICIES", "ROLL_BACK", "Pauses", "make_policies", "policy_named"]
+__all__ = ["POLICIES", "ROLL_BACK", "make_policies", "policy_named"]
 
 ROLL_BACK = frozenset({full_restart.NAME})
 """Policies that lose everything since the last durable checkpoint with every loss; the others at most a step."""
@@ -26,15 +26,15 @@ RIVALS_UP_TO = EXACT_WORKERS
 """Workers up to which the rivals' plans are candidates of ElasWave's."""
 
 
-def make_policies(pauses: Pauses | None = None) -> Mapping[str, Planner]:
+def make_policies(pauses: RecoveryTimes | None = None) -> Mapping[str, Planner]:
     """The policies with these pauses.
 
     Args:
-        pauses: how long training stands still; None means `Pauses`' defaults.
+        pauses: how long training stands still; None means `RecoveryTimes`' defaults.
     Returns:
         Name -> planner; elaswave first.
     """
-    given = pauses or Pauses()
+    given = pauses or RecoveryTimes()
     rivals: dict[str, Planner] = {
         "recycle": partial(recycle.plan, pauses=given),
         "recycle_normalized": partial(recycle.plan, pauses=given, normalize=True, name="recycle_normalized"),
@@ -52,7 +52,7 @@ def _elaswave(
     cluster: Cluster,
     costs: Costs,
     allocation: Allocation,
-    event: Event,
+    event: ClusterEvent,
     *,
     options: Options,
     rivals: tuple[Planner, ...],
@@ -63,7 +63,7 @@ def _elaswave(
 
 
 POLICIES: Mapping[str, Planner] = make_policies()
-"""With `Pauses`' defaults."""
+"""With `RecoveryTimes`' defaults."""
 
 
 def policy_named(name: str, policies: Mapping[str, Planner] = POLICIES) -> Planner:

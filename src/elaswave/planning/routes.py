@@ -18,11 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elaswave.planning.cluster import Cluster
-from elaswave.planning.costs import Costs
-from elaswave.planning.layout import independent_parts
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster
+from elaswave.costs.schedules import Schedule, independent_parts
 from elaswave.planning.plan import Allocation, Chain, StageShare
-from elaswave.planning.schedule import Schedule
 from elaswave.types import Hop, Layout, Stage
 
 _SLACK = 1e-9

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from elaswave.planning.cluster import Cluster
-from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import DEFAULT_FOLLOWERS, held_state
-from elaswave.planning.plan import Allocation, Transfer
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster
+from elaswave.planning.plan import Allocation, StateTransfer
+from elaswave.planning.prediction import DEFAULT_FOLLOWERS, held_state
 
 
 def needed_transfers(
@@ -23,7 +23,7 @@ def needed_transfers(
     held_stop: np.ndarray,
     *,
     followers: int = DEFAULT_FOLLOWERS,
-) -> tuple[tuple[Transfer, ...], float]:
+) -> tuple[tuple[StateTransfer, ...], float]:
     """State that workers lack for an allocation, and the seconds until all of them have it.
 
     The seconds are those of the worker that lacks most, or of everything over everybody's links, whichever is more.
@@ -37,7 +37,7 @@ def needed_transfers(
         held_stop: one past the last one; not above the first where a worker has held none.
         followers: live copies of every block.
     """
-    transfers: list[Transfer] = []
+    transfers: list[StateTransfer] = []
     longest = 0.0
     link = cluster.between_nodes
     shares = [share for chain in allocation.chains for share in chain.stages]
@@ -58,7 +58,7 @@ def needed_transfers(
             for start, stop in _without((share.start, share.stop), divmod(key, base)):
                 num_bytes = float(size[stop] - size[start])
                 each += num_bytes
-                transfers.append(Transfer(start=start, stop=stop, workers=own, num_bytes=num_bytes * len(own)))
+                transfers.append(StateTransfer(start=start, stop=stop, workers=own, num_bytes=num_bytes * len(own)))
             longest = max(longest, link.transfer_s(each))
     total = sum(transfer.num_bytes for transfer in transfers)
     return tuple(transfers), max(longest, total / link.bandwidth_bytes_per_s / cluster.num_workers)

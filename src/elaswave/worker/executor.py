@@ -11,10 +11,9 @@ from typing import Protocol
 import torch
 
 from elaswave.observability.trace import ACTION, TraceRecorder
-from elaswave.planning.program import Action, Program
 from elaswave.transport.frames import Tag
 from elaswave.transport.interface import Handle, Transport
-from elaswave.types import Hop, Layout
+from elaswave.types import Action, Hop, Layout, Program
 from elaswave.worker.activity import Activity
 from elaswave.worker.channels import WAIT_TIMEOUT_S, Channel
 from elaswave.worker.compute import Compute

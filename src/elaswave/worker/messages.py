@@ -9,7 +9,7 @@ before as a repetition.
 
 import msgspec
 
-from elaswave.planning.measured import ActionTiming
+from elaswave.costs.profiled import ActionTiming
 from elaswave.protocol.messages import Decision, Fenced, Installed, LayoutChange, Prepare, Registered, Report
 from elaswave.state.checkpoint_format import WrittenItem
 

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from elaswave.planning.measured import ActionTiming
-from elaswave.planning.program import Action, Kind
+from elaswave.costs.profiled import ActionTiming
+from elaswave.types import Action, Kind
 
 _SLACK_S = 2e-3
 """An action that begins this soon after the one before has followed it at once: what the processor needed in between

@@ -18,7 +18,6 @@ from elaswave.config.schema import Config
 from elaswave.errors import NonFiniteError, StateError, VoteError
 from elaswave.hashing import MASK64, key64
 from elaswave.observability.trace import PHASE, TraceRecorder
-from elaswave.planning.program import Action
 from elaswave.planning.recovery import choose_followers
 from elaswave.protocol.ledger import CatchUp, Held, Ledger
 from elaswave.protocol.messages import Decision, ExecutionParameters, LayoutChange
@@ -31,7 +30,7 @@ from elaswave.state.verify import run_hash
 from elaswave.transport.frames import Tag
 from elaswave.transport.group import Group
 from elaswave.transport.interface import Handle, Transport
-from elaswave.types import Layout, struct_hash
+from elaswave.types import Action, Layout, struct_hash
 from elaswave.worker.activity import Activity
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.channels import WAIT_TIMEOUT_S, Channel

@@ -12,9 +12,9 @@ from tests.unit.observability.test_run_costs import configuration, log_of, repor
 from elaswave.cli.cluster_options import ClusterOptions, choose_lost, describe_setting
 from elaswave.cli.main import main
 from elaswave.config.load import load_config
+from elaswave.costs.presets import DEVICES
 from elaswave.observability.events import EventLog
 from elaswave.observability.run_folder import open_run_dir
-from elaswave.planning.presets import DEVICES
 
 SMALL = ["--workers", "12", "--stages", "3", "--model", "llama-2-7b", "--device", "h100", "--microbatches", "6"]
 POLICIES = ["elaswave", "recycle", "torchft", "torchft_batch_kept", "oobleck", "full_restart"]

@@ -5,7 +5,7 @@ import pytest
 from elaswave.config.devices import cluster_of, emulated_costs
 from elaswave.config.load import build_config
 from elaswave.control.measurements import Measurements
-from elaswave.planning.measured import ActionTiming
+from elaswave.costs.profiled import ActionTiming
 from elaswave.worker.messages import StepReport, Timings
 
 CPU = build_config({"layout": {"widths": [2, 2], "layers": [3, 3]}})

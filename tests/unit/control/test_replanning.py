@@ -12,13 +12,13 @@ from elaswave.config.devices import emulated_costs, estimated_costs
 from elaswave.config.load import build_config
 from elaswave.control import replanning
 from elaswave.control.replanning import Replanner, with_idle, without_idle
+from elaswave.costs.schedules import bounds_within, in_flight_bounds
 from elaswave.errors import ConfigError, InvalidProgramError
-from elaswave.planning.estimate import estimate
 from elaswave.planning.layout import validate_layout
+from elaswave.planning.prediction import estimate
 from elaswave.planning.recovery import survivor_layout
 from elaswave.planning.routes import allocation_of, make_routes
-from elaswave.planning.schedule import bounds_within, in_flight_bounds
-from elaswave.planning.validate import validate_programs
+from elaswave.planning.validation import validate_programs
 from elaswave.protocol import coordinator as core
 from elaswave.protocol.messages import Decision, ExecutionParameters
 from elaswave.state.placement import place_blocks

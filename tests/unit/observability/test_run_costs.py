@@ -8,6 +8,8 @@ import pytest
 from elaswave.config.devices import base_level, device_of
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
+from elaswave.costs.presets import MODELS
+from elaswave.costs.profiled import ActionTiming
 from elaswave.errors import RunFolderError
 from elaswave.observability.events import (
     AnyEvent,
@@ -18,8 +20,6 @@ from elaswave.observability.events import (
 )
 from elaswave.observability.run_costs import read_run_costs, run_costs, shape_of
 from elaswave.planning.layout import make_layout
-from elaswave.planning.measured import ActionTiming
-from elaswave.planning.presets import MODELS
 
 LAYERS = (3, 3)
 

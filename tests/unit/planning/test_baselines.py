@@ -10,20 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.planning_cases import layers, machines
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, ClusterEvent, FrequencyLevel
+from elaswave.costs.recovery_times import WORKER_S_BETWEEN_LOSSES, RecoveryTimes
+from elaswave.costs.schedules import splits_backwards
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines import full_restart, oobleck, recycle, torchft
 from elaswave.planning.baselines.common import balanced_ranges, even, rectangle
-from elaswave.planning.baselines.pauses import WORKER_S_BETWEEN_LOSSES, Pauses
-from elaswave.planning.cluster import Cluster, Event, FrequencyLevel
-from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import estimate, predict
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.pipelines import deal, ranges_of
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.policies import make_policies
+from elaswave.planning.prediction import estimate, predict
+from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import make_routes
-from elaswave.planning.schedule import compile_programs, splits_backwards
-from elaswave.planning.validate import validate_programs
+from elaswave.planning.validation import validate_programs
 
 RIVALS = {name: planner for name, planner in make_policies().items() if name != "elaswave"}
 LOST, JOINED, SLOWED, DRAINED = "lost", "joined", "slowed", "drained"
@@ -34,14 +35,14 @@ def begin(num_workers: int, num_stages: int, num_microbatches: int, costs: Costs
     return cluster, rectangle(cluster, costs, num_stages=num_stages, num_microbatches=num_microbatches, schedule="1f1b")
 
 
-def losing(cluster: Cluster, *workers: int) -> tuple[Cluster, Event]:
-    return cluster.without(workers), Event(kind="lost", workers=workers)
+def losing(cluster: Cluster, *workers: int) -> tuple[Cluster, ClusterEvent]:
+    return cluster.without(workers), ClusterEvent(kind="lost", workers=workers)
 
 
-def slower(cluster: Cluster, worker: int, speed: float) -> tuple[Cluster, Event]:
+def slower(cluster: Cluster, worker: int, speed: float) -> tuple[Cluster, ClusterEvent]:
     speeds = cluster.speed.copy()
     speeds[cluster.index_of([worker])] = speed
-    return replace(cluster, speed=speeds), Event(kind="slowed", workers=(worker,), speed=speed)
+    return replace(cluster, speed=speeds), ClusterEvent(kind="slowed", workers=(worker,), speed=speed)
 
 
 def counts(plan: Plan, chain: int = 0) -> list[list[int]]:
@@ -141,12 +142,12 @@ def test_any_events_one_after_the_other(data):
                 for column, value in (("node", 0), ("speed", 1.0), ("memory_bytes", 1e12), ("device", 0))
             }
             cluster = replace(cluster, **{column: np.array(values) for column, values in columns.items()})
-            event = Event(kind=JOINED, workers=new)
+            event = ClusterEvent(kind=JOINED, workers=new)
         elif kind == SLOWED:
             cluster, event = slower(cluster, data.draw(st.sampled_from(ids)), data.draw(st.sampled_from([0.3, 1.0])))
         else:
             hit = data.draw(st.lists(st.sampled_from(ids), min_size=1, max_size=2, unique=True))
-            event = Event(kind=kind, workers=tuple(sorted(hit)))
+            event = ClusterEvent(kind=kind, workers=tuple(sorted(hit)))
             cluster = cluster.without(hit)
         try:
             plan = RIVALS[name](cluster, costs, allocation, event)
@@ -167,7 +168,7 @@ def test_recycle_deals_to_the_peers_of_the_lost_and_moves_nothing_else():
     assert workers(plan) == [[0, 2, 3], [4, 5, 6, 7]]
     assert counts(plan) == [[4, 4, 4], [3, 3, 3, 3]]
     assert ranges_of(plan.allocation.chains[0]) == ranges_of(before.chains[0])
-    assert (plan.transfers, plan.predicted_pause_s) == ((), Pauses().recover_s)
+    assert (plan.transfers, plan.predicted_pause_s) == ((), RecoveryTimes().recover_s)
     assert plan.lost_work_s == plan.predicted_step_s / 2
     again = recycle.plan(*_after(cluster.without([1]), costs, plan.allocation, 0))
     assert counts(again)[0] == [6, 6]
@@ -175,7 +176,7 @@ def test_recycle_deals_to_the_peers_of_the_lost_and_moves_nothing_else():
 
 def _after(
     cluster: Cluster, costs: Costs, allocation: Allocation, *lost: int
-) -> tuple[Cluster, Costs, Allocation, Event]:
+) -> tuple[Cluster, Costs, Allocation, ClusterEvent]:
     left, event = losing(cluster, *lost)
     return left, costs, allocation, event
 
@@ -236,7 +237,7 @@ def test_recycle_takes_a_joined_worker_where_most_are_missing():
     cluster, before = begin(8, 2, 12, costs)
     plan = recycle.plan(*_after(cluster, costs, before, 5))
     whole = machines(9).without([5])
-    back = recycle.plan(whole, costs, plan.allocation, Event(kind="joined", workers=(8,)))
+    back = recycle.plan(whole, costs, plan.allocation, ClusterEvent(kind="joined", workers=(8,)))
     assert workers(back) == [[0, 1, 2, 3], [4, 6, 7, 8]]
     assert counts(back)[1] == [3, 3, 3, 3]
     assert [(each.start, each.stop, each.workers) for each in back.transfers] == [(2, 4, (8,))]
@@ -268,13 +269,13 @@ def test_recycle_puts_a_straggler_out_if_that_is_faster():
     # Still slow, it is not taken back when somebody else is lost; as fast as before, it is.
     lost = recycle.plan(*_after(slow, costs, out.allocation, 0))
     assert 1 not in lost.allocation.workers
-    back = recycle.plan(cluster, costs, out.allocation, Event(kind="slowed", workers=(1,), speed=1.0))
+    back = recycle.plan(cluster, costs, out.allocation, ClusterEvent(kind="slowed", workers=(1,), speed=1.0))
     assert 1 in back.allocation.workers
 
 
 def _pair(
-    changed: tuple[Cluster, Event], costs: Costs, allocation: Allocation
-) -> tuple[Cluster, Costs, Allocation, Event]:
+    changed: tuple[Cluster, ClusterEvent], costs: Costs, allocation: Allocation
+) -> tuple[Cluster, Costs, Allocation, ClusterEvent]:
     return changed[0], costs, allocation, changed[1]
 
 
@@ -300,7 +301,7 @@ def test_torchft_drops_whole_groups():
     assert plan.allocation.num_microbatches == 8
     assert counts(plan) == [[4, 4]] * 3
     assert plan.predicted_step_s == pytest.approx(predict(cluster, costs, before))
-    assert plan.predicted_pause_s == Pauses().torchft_recover_s
+    assert plan.predicted_pause_s == RecoveryTimes().torchft_recover_s
     kept = torchft.plan(*_after(cluster, costs, before, 1, 6), keep_batch=True, name="torchft_batch_kept")
     assert counts(kept) == [[8, 8]] * 3
     assert kept.policy == "torchft_batch_kept"
@@ -311,10 +312,10 @@ def test_torchft_forms_groups_when_workers_come():
     cluster, before = begin(12, 3, 16, costs)
     broken = torchft.plan(*_after(cluster, costs, before, 0)).allocation
     more = machines(13).without([0])
-    back = torchft.plan(more, costs, broken, Event(kind="joined", workers=(12,)))
+    back = torchft.plan(more, costs, broken, ClusterEvent(kind="joined", workers=(12,)))
     assert counts(back) == [[4] * 4] * 3
     assert sum(len(each.workers) for each in back.transfers) == 3
-    alone = torchft.plan(machines(13), costs, before, Event(kind="joined", workers=(12,)))
+    alone = torchft.plan(machines(13), costs, before, ClusterEvent(kind="joined", workers=(12,)))
     assert alone.allocation.num_microbatches == 16
     assert alone.transfers == ()
 
@@ -352,7 +353,7 @@ def test_oobleck_goes_on_with_a_shorter_pipeline():
     first, second = (chain.num_microbatches for chain in plan.allocation.chains)
     assert (first, second) == (7, 5)
     assert [(each.start, each.stop, each.workers) for each in plan.transfers] == [(2, 3, (0,)), (3, 4, (4,))]
-    assert plan.predicted_pause_s > Pauses().recover_s
+    assert plan.predicted_pause_s > RecoveryTimes().recover_s
     check(plan, cluster.without([2]), costs, 12)
 
 
@@ -386,12 +387,12 @@ def test_oobleck_uses_everybody_who_comes():
     cluster, before = begin(6, 3, 12, costs)
     short = oobleck.plan(*_after(cluster, costs, before, 2)).allocation
     more = machines(7).without([2])
-    filled = oobleck.plan(more, costs, short, Event(kind="joined", workers=(6,)))
+    filled = oobleck.plan(more, costs, short, ClusterEvent(kind="joined", workers=(6,)))
     assert [len(chain.stages) for chain in filled.allocation.chains] == [3]
     assert counts(filled) == [[6, 6]] * 3
-    longer = oobleck.plan(machines(7), costs, before, Event(kind="joined", workers=(6,)))
+    longer = oobleck.plan(machines(7), costs, before, ClusterEvent(kind="joined", workers=(6,)))
     assert sorted(len(chain.stages) for chain in longer.allocation.chains) == [3, 4]
-    third = oobleck.plan(machines(9), costs, before, Event(kind="joined", workers=(6, 7, 8)))
+    third = oobleck.plan(machines(9), costs, before, ClusterEvent(kind="joined", workers=(6, 7, 8)))
     assert counts(third) == [[4, 4, 4]] * 3
     check(longer, machines(7), costs, 12)
 
@@ -409,7 +410,7 @@ def test_oobleck_says_what_it_cannot_do():
                       schedule="1f1b")  # fmt: skip
     with pytest.raises(InfeasiblePlan, match="too few"):
         oobleck.plan(small.without([0]), layers(1, 1, 1, 1, activation_bytes=0.0), tight,
-                     Event(kind="lost", workers=(0,)))  # fmt: skip
+                     ClusterEvent(kind="lost", workers=(0,)))  # fmt: skip
 
 
 @settings(max_examples=60)
@@ -444,8 +445,8 @@ def test_full_restart_begins_again_with_what_is_left():
     plan = full_restart.plan(*_after(cluster, costs, before, 1, 6))
     assert [len(own) for own in workers(plan)] == [3, 3, 3]
     assert counts(plan) == [[8, 8, 8]] * 3
-    assert plan.predicted_pause_s == Pauses().restart_s
-    assert plan.lost_work_s == Pauses().checkpoint_interval_s / 2
+    assert plan.predicted_pause_s == RecoveryTimes().restart_s
+    assert plan.lost_work_s == RecoveryTimes().checkpoint_interval_s / 2
     assert plan.from_checkpoint
     assert sum(each.num_bytes for each in plan.transfers) == pytest.approx(9 * 1e6 + 3 * 3e6)
     spare = full_restart.plan(*_after(cluster.without([1, 6]), costs, plan.allocation, 11))
@@ -456,18 +457,18 @@ def test_full_restart_begins_again_with_what_is_left():
 def test_full_restart_waits_unless_a_restart_repays():
     costs = layers(1, 1, 1)
     cluster, before = begin(6, 3, 24, costs)
-    joined = Event(kind="joined", workers=(6, 7, 8))
-    short = full_restart.plan(machines(9), costs, before, joined, pauses=Pauses(horizon_s=600.0))
+    joined = ClusterEvent(kind="joined", workers=(6, 7, 8))
+    short = full_restart.plan(machines(9), costs, before, joined, pauses=RecoveryTimes(horizon_s=600.0))
     assert short.predicted_pause_s == 0
     assert short.allocation is before
-    long = full_restart.plan(machines(9), costs, before, joined, pauses=Pauses(horizon_s=6000.0))
+    long = full_restart.plan(machines(9), costs, before, joined, pauses=RecoveryTimes(horizon_s=6000.0))
     assert [len(own) for own in workers(long)] == [3, 3, 3]
     assert long.lost_work_s == 0
-    too_few = full_restart.plan(machines(7), costs, before, Event(kind="joined", workers=(6,)))
+    too_few = full_restart.plan(machines(7), costs, before, ClusterEvent(kind="joined", workers=(6,)))
     assert too_few.allocation is before
     slow, event = slower(cluster, 1, 0.3)
-    assert full_restart.plan(slow, costs, before, event, pauses=Pauses(horizon_s=310.0)).allocation is before
-    out = full_restart.plan(slow, costs, before, event, pauses=Pauses(horizon_s=6000.0))
+    assert full_restart.plan(slow, costs, before, event, pauses=RecoveryTimes(horizon_s=310.0)).allocation is before
+    out = full_restart.plan(slow, costs, before, event, pauses=RecoveryTimes(horizon_s=6000.0))
     assert 1 not in out.allocation.workers
     alone, only = begin(3, 3, 24, costs)
     assert full_restart.plan(*_pair(slower(alone, 1, 0.2), costs, only)).allocation is only
@@ -503,13 +504,13 @@ def test_layers_and_micro_batches_are_split_evenly():
 
 def test_pauses_are_checked_and_tuned():
     with pytest.raises(ValueError, match="restart_s is -1.0, needed: finite and at least 0"):
-        Pauses(restart_s=-1.0)
+        RecoveryTimes(restart_s=-1.0)
     with pytest.raises(ValueError, match="checkpoint_interval_s is 0.0, needed: finite and above 0"):
-        Pauses(checkpoint_interval_s=0.0)
-    tuned = Pauses(checkpoint_stall_s=2.0).for_mtbf(10_000.0)
+        RecoveryTimes(checkpoint_interval_s=0.0)
+    tuned = RecoveryTimes(checkpoint_stall_s=2.0).for_mtbf(10_000.0)
     assert tuned.checkpoint_interval_s == pytest.approx(200.0)
     assert tuned.horizon(5) == 10_000.0
-    assert Pauses().horizon(100_000) == WORKER_S_BETWEEN_LOSSES / 100_000
-    assert Pauses().for_mtbf(60.0).checkpoint_interval_s == 60.0
+    assert RecoveryTimes().horizon(100_000) == WORKER_S_BETWEEN_LOSSES / 100_000
+    assert RecoveryTimes().for_mtbf(60.0).checkpoint_interval_s == 60.0
     with pytest.raises(ValueError, match="mean time between losses is 0"):
-        Pauses().for_mtbf(0)
+        RecoveryTimes().for_mtbf(0)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from elaswave.costs.schedules import in_flight_bounds
 from elaswave.errors import ConfigError
 from elaswave.planning.layout import (
     layout_problems,
@@ -14,7 +15,6 @@ from elaswave.planning.layout import (
     resolve_widths,
     validate_layout,
 )
-from elaswave.planning.schedule import in_flight_bounds
 from elaswave.state.placement import Placement, make_blocks, place_blocks
 from elaswave.types import Hop, Layout, Stage
 

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.property.clusters import make_cluster, make_costs
 
-from elaswave.planning.cluster import Event
-from elaswave.planning.healthy import healthy
-from elaswave.planning.in_flight import time_within_memory
+from elaswave.costs.machines import ClusterEvent
+from elaswave.planning.fault_free import fault_free
 from elaswave.planning.layout import validate_layout
+from elaswave.planning.memory_limits import time_within_memory
+from elaswave.planning.options import Options
 from elaswave.planning.pipelines import Crew, deal, mixed_pipelines, ranges_of, template_beside
-from elaswave.planning.planner import Options, plan
+from elaswave.planning.planner import plan
 from elaswave.planning.routes import make_routes
 
 
@@ -50,7 +51,7 @@ def test_every_worker_has_a_place_and_every_micro_batch_passes_every_layer(stage
     costs = make_costs([1.0 + index % 3 for index in range(stages + more)])
     cluster = make_cluster([1.0] * (stages * replicas))
     lost = data.draw(st.sets(st.integers(0, cluster.num_workers - 1), max_size=cluster.num_workers - 1))
-    allocation = healthy(cluster, costs, stages, replicas, number)
+    allocation = fault_free(cluster, costs, stages, replicas, number)
     left, found = mixes_after(cluster, costs, allocation, sorted(lost))
     for each, name in found:
         each.check()
@@ -64,7 +65,7 @@ def test_every_worker_has_a_place_and_every_micro_batch_passes_every_layer(stage
 def test_most_pipelines_go_on_as_they_are():
     """Of six pipelines one has lost a worker: the five others may stay, and do not move."""
     cluster, costs = make_cluster([1.0] * 18), make_costs([1.0] * 12)
-    allocation = healthy(cluster, costs, 3, 6, 24)
+    allocation = fault_free(cluster, costs, 3, 6, 24)
     left, found = mixes_after(cluster, costs, allocation, [7])
     by_name = {name.partition(": ")[2]: each for each, name in found}
     kept = by_name["5 x 3, 1 x 2"].chains[0]
@@ -77,8 +78,8 @@ def test_most_pipelines_go_on_as_they_are():
 def test_depths_are_mixed_where_that_is_faster():
     """Two micro-batches per pipeline are few beside the way through four stages: two stages are better, and three."""
     cluster, costs = make_cluster([1.0] * 16), make_costs([3.0] * 24)
-    before = healthy(cluster, costs, 4, 4, 8)
-    left, event = cluster.without([5]), Event(kind="lost", workers=(5,))
+    before = fault_free(cluster, costs, 4, 4, 8)
+    left, event = cluster.without([5]), ClusterEvent(kind="lost", workers=(5,))
     far: dict[str, Any] = {"horizon_s": 1e12, "schedules": ("1f1b",)}
     found = plan(left, costs, before, event, options=Options(**far))
     without = plan(left, costs, before, event, options=Options(mix_depths=False, **far))
@@ -88,7 +89,7 @@ def test_depths_are_mixed_where_that_is_faster():
     assert found.predicted_step_s == time_within_memory(left, costs, found.allocation).step_s
     # and the next loss finds pipelines of several depths
     gone = int(found.allocation.chains[0].stages[0].workers[0])
-    again = plan(left.without([gone]), costs, found.allocation, Event(kind="lost", workers=(gone,)))
+    again = plan(left.without([gone]), costs, found.allocation, ClusterEvent(kind="lost", workers=(gone,)))
     assert again.allocation.num_microbatches == 8
     stays = plan(left, costs, before, event, options=Options(move_workers=False, **far))
     assert len(stays.allocation.chains) == 1
@@ -96,7 +97,7 @@ def test_depths_are_mixed_where_that_is_faster():
 
 def test_workers_of_unequal_speed_are_not_put_side_by_side():
     cluster, costs = make_cluster([1.0] * 8), make_costs([1.0] * 8)
-    allocation = healthy(cluster, costs, 2, 4, 8)
+    allocation = fault_free(cluster, costs, 2, 4, 8)
     assert mixes_after(cluster, costs, allocation, [0])[1]
     slow = replace(cluster, speed=np.array([1.0] * 7 + [0.5]))
     assert mixes_after(slow, costs, allocation, [0])[1] == []
@@ -105,7 +106,7 @@ def test_workers_of_unequal_speed_are_not_put_side_by_side():
 def test_a_mix_that_does_not_fit_is_left_out():
     costs = make_costs([1.0] * 6, parameter_bytes=10.0)
     roomy, tight = (make_cluster([1.0] * 6, memory_bytes=size) for size in (1e9, 130.0))
-    allocation = healthy(roomy, costs, 3, 2, 4)
+    allocation = fault_free(roomy, costs, 3, 2, 4)
     names = [{name for _, name in mixes_after(each, costs, allocation, [0])[1]} for each in (roomy, tight)]
     assert any(" x 1" in name for name in names[0])
     assert names[1] < names[0] and not any(" x 1" in name for name in names[1])

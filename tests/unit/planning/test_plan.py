@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tests.unit.planning_cases import layers, machines
 
+from elaswave.costs.machines import ClusterEvent
 from elaswave.planning.baselines.common import rectangle
-from elaswave.planning.cluster import Event
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.policies import POLICIES
 
@@ -20,7 +20,7 @@ COSTS = layers(*[1.0] * 9)
 def plan_of(policy: str) -> Plan:
     cluster = machines(12)
     start = rectangle(cluster, COSTS, num_stages=3, num_microbatches=16, schedule="1f1b")
-    return POLICIES[policy](cluster.without([5]), COSTS, start, Event(kind="lost", workers=(5,)))
+    return POLICIES[policy](cluster.without([5]), COSTS, start, ClusterEvent(kind="lost", workers=(5,)))
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))

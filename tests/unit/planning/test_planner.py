@@ -8,45 +8,37 @@ import pytest
 from msgspec.structs import replace as replace_struct
 from tests.property.clusters import LEVELS, make_cluster, make_costs
 
+from elaswave.costs.machines import ClusterEvent, Device, FrequencyLevel
+from elaswave.costs.schedules import SCHEDULES, in_flight, in_flight_bounds
+from elaswave.costs.step_time.exact import durations_of, time_programs
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.candidates import (
-    Room,
-    Shape,
-    all_whole,
-    balanced_widths,
-    build,
-    move_workers,
-    score,
-    whole_layers,
-)
-from elaswave.planning.cluster import Device, Event, FrequencyLevel
-from elaswave.planning.dataflow import apportion
-from elaswave.planning.estimate import (
+from elaswave.planning.apportionment import apportion
+from elaswave.planning.fault_free import fastest_fault_free, fault_free
+from elaswave.planning.frequency import choose_levels
+from elaswave.planning.memory_limits import MemoryBudget, layout_limits, time_as_it_is, time_within_memory
+from elaswave.planning.options import AXES, Options
+from elaswave.planning.partition import choose_widths, cuts_of, share_layers, split_layers, widen_cuts
+from elaswave.planning.plan import Plan
+from elaswave.planning.planner import plan
+from elaswave.planning.prediction import (
     check_memory,
     check_power,
     common_levels,
     estimate,
-    in_flight,
     levels_of,
     num_actions,
     predict,
     worker_speeds,
 )
-from elaswave.planning.frequency import choose_levels
-from elaswave.planning.graph import choose_widths, cuts_of, share_layers, split_layers, widen_cuts
-from elaswave.planning.healthy import fastest_healthy, healthy
-from elaswave.planning.in_flight import layout_limits, time_as_it_is, time_within_memory
-from elaswave.planning.plan import Plan
-from elaswave.planning.planner import AXES, Options, plan
+from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import allocation_of, make_routes
-from elaswave.planning.schedule import SCHEDULES, compile_programs, in_flight_bounds
-from elaswave.planning.timing import durations_of, time_programs
+from elaswave.planning.shapes import Shape, all_whole, balanced_widths, build, move_workers, score, whole_layers
 from elaswave.planning.transfers import needed_transfers, nobody_holds
 from elaswave.types import Hop, Layout, Stage
 
 
 def lost(*workers):
-    return Event(kind="lost", workers=workers)
+    return ClusterEvent(kind="lost", workers=workers)
 
 
 # ------------------------------------------------------------------------------------------------------------ dataflow
@@ -148,7 +140,7 @@ def test_devices_may_have_different_levels():
     found = choose_levels(np.array([5.0, 4.0]), cluster.device, cluster.devices)
     assert found.tolist() == [2, 0]
     costs = make_costs([1.0] * 4)
-    assert predict(cluster, costs, healthy(cluster, costs, 2, 1, 4)) > 0
+    assert predict(cluster, costs, fault_free(cluster, costs, 2, 1, 4)) > 0
 
 
 # ------------------------------------------------------------------------------------------------------------ estimate
@@ -159,7 +151,7 @@ def test_devices_may_have_different_levels():
 def test_equal_stages_follow_the_textbook(num_stages, replicas, num_microbatches, schedule):
     """(m + S - 1)(f + b), in closed form and exactly."""
     cluster, costs = make_cluster([1.0] * num_stages * replicas), make_costs([1.5] * 2 * num_stages)
-    allocation = healthy(cluster, costs, num_stages, replicas, num_microbatches, schedule)
+    allocation = fault_free(cluster, costs, num_stages, replicas, num_microbatches, schedule)
     expected = (num_microbatches / replicas + num_stages - 1) * 3.0
     assert estimate(cluster, costs, allocation).step_s == pytest.approx(expected)
     assert predict(cluster, costs, allocation) == pytest.approx(expected)
@@ -169,20 +161,20 @@ def test_equal_stages_follow_the_textbook(num_stages, replicas, num_microbatches
 def test_split_backwards_follow_their_paper():
     """m(f + b) + (S - 1)(f + i - w)."""
     cluster, costs = make_cluster([1.0] * 4), make_costs([3.0] * 4)
-    allocation = healthy(cluster, costs, 4, 1, 8, "zero-bubble")
+    allocation = fault_free(cluster, costs, 4, 1, 8, "zero-bubble")
     assert estimate(cluster, costs, allocation).step_s == pytest.approx(8 * 3 + 3 * 1)
     assert predict(cluster, costs, allocation) == pytest.approx(8 * 3 + 3 * 1)
 
 
 def test_the_closed_form_takes_over_where_there_are_many_actions():
     cluster, costs = make_cluster([1.0, 1.0]), make_costs([1.0, 2.0])
-    allocation = healthy(cluster, costs, 2, 1, 4, "zero-bubble")
+    allocation = fault_free(cluster, costs, 2, 1, 4, "zero-bubble")
     assert predict(cluster, costs, allocation, exact_actions=0) == estimate(cluster, costs, allocation).step_s
 
 
 def test_a_worker_holds_parameters_state_and_what_is_in_flight():
     cluster, costs = make_cluster([1.0] * 4), make_costs([1.0] * 4, parameter_bytes=10.0, activation_bytes=7.0)
-    found = estimate(cluster, costs, healthy(cluster, costs, 2, 2, 8))
+    found = estimate(cluster, costs, fault_free(cluster, costs, 2, 2, 8))
     state = 2 * 30.0 * 2 / 2  # two layers' masters and slots, owner and follower, over two workers
     assert found.memory_bytes.tolist() == [2 * 30 + state + 2 * 14] * 2 + [2 * 30 + state + 14] * 2
     assert in_flight(np.array([2, 2]), "gpipe").min() > 10**9
@@ -198,15 +190,15 @@ def test_a_worker_holds_parameters_state_and_what_is_in_flight():
 def test_an_undisturbed_job_that_cannot_be_is_refused():
     cluster, costs = make_cluster([1.0] * 4), make_costs([1.0] * 3)
     with pytest.raises(InfeasiblePlan, match="need 6, but there are 4: 2 too few"):
-        healthy(cluster, costs, 3, 2, 8)
+        fault_free(cluster, costs, 3, 2, 8)
     with pytest.raises(InfeasiblePlan, match="4 stages for 3 layers, 1 stages too many"):
-        healthy(cluster, costs, 4, 1, 8)
+        fault_free(cluster, costs, 4, 1, 8)
     with pytest.raises(ValueError, match="must be at least 1"):
-        healthy(cluster, costs, 0, 1, 8)
+        fault_free(cluster, costs, 0, 1, 8)
     small = make_cluster([1.0] * 4, memory_bytes=20.0)
     with pytest.raises(InfeasiblePlan, match=r"needs 0\.00 GB per worker and has 0\.00 GB: 0\.00 GB too little"):
-        healthy(small, make_costs([1.0] * 4, parameter_bytes=10.0), 2, 2, 8)
-    shared = healthy(make_cluster([1.0] * 2), make_costs([1.0] * 9), 2, 1, 32, share_layers=True)
+        fault_free(small, make_costs([1.0] * 4, parameter_bytes=10.0), 2, 2, 8)
+    shared = fault_free(make_cluster([1.0] * 2), make_costs([1.0] * 9), 2, 1, 32, share_layers=True)
     assert shared.chains[0].cuts == ({4: 16, 5: 16},)
 
 
@@ -216,31 +208,31 @@ def test_an_undisturbed_job_holds_fewer_micro_batches_where_memory_is_short():
     roomy, tight = (make_cluster([1.0] * 4, memory_bytes=size) for size in (1e9, 25.0))
     taken = {}
     for cluster in (roomy, tight):
-        allocation = healthy(cluster, costs, 4, 1, 8)
+        allocation = fault_free(cluster, costs, 4, 1, 8)
         timed = time_within_memory(cluster, costs, allocation)
         check_memory(cluster, timed.found)
         taken[cluster] = timed.step_s
         assert timed.num_limited == (2 if cluster is tight else 0)
     assert taken[tight] > taken[roomy] * 1.2
     with pytest.raises(InfeasiblePlan, match=re.escape("memory: no split of 4 layers over 4 stages fits")):
-        healthy(tight, costs, 4, 1, 8, "gpipe")
-    assert fastest_healthy(tight, costs, 4, 1, 8).schedule != "gpipe"
-    too_large = time_as_it_is(make_cluster([1.0] * 4, memory_bytes=1.0), costs, healthy(roomy, costs, 4, 1, 8))
+        fault_free(tight, costs, 4, 1, 8, "gpipe")
+    assert fastest_fault_free(tight, costs, 4, 1, 8).schedule != "gpipe"
+    too_large = time_as_it_is(make_cluster([1.0] * 4, memory_bytes=1.0), costs, fault_free(roomy, costs, 4, 1, 8))
     assert too_large.step_s == taken[roomy] and too_large.num_limited == 0
     with pytest.raises(InfeasiblePlan, match=re.escape("memory: no split of 4 layers over 4 stages fits")):
-        fastest_healthy(make_cluster([1.0] * 4, memory_bytes=9.0), costs, 4, 1, 8)
+        fastest_fault_free(make_cluster([1.0] * 4, memory_bytes=9.0), costs, 4, 1, 8)
 
 
 def test_more_in_flight_is_for_uneven_stages():
     """Equal stages gain nothing by holding more, so they do not; unequal ones do."""
     cluster, costs = make_cluster([1.0] * 12), make_costs([3.0] * 4)
-    even = fastest_healthy(cluster, costs, 4, 3, 24)
+    even = fastest_fault_free(cluster, costs, 4, 3, 24)
     assert even.schedule == "zero-bubble"
     uneven = plan(cluster.without([4]), costs, even, lost(4), options=Options(move_workers=False, share_layers=False))
     assert uneven.allocation.schedule == "zero-bubble-h2"
     half = replace(uneven.allocation, schedule="zero-bubble")
     assert uneven.predicted_step_s < 0.99 * predict(cluster, costs, half)
-    alone = plan(make_cluster([1.0] * 3), make_costs([3.0]), healthy(cluster, make_costs([3.0]), 1, 3, 24), lost(4))
+    alone = plan(make_cluster([1.0] * 3), make_costs([3.0]), fault_free(cluster, make_costs([3.0]), 1, 3, 24), lost(4))
     assert alone.allocation.schedule == "1f1b"
 
 
@@ -248,10 +240,10 @@ def test_memory_splits_layers_unevenly():
     cluster = make_cluster([1.0] * 2, memory_bytes=[60.0, 1e9])
     costs = make_costs([1.0] * 6, parameter_bytes=3.0)
     members = (np.array([0]), np.array([1]))
-    room = Room(cluster, costs, members, 4, "1f1b", followers=0)
+    room = MemoryBudget(cluster, costs, members, 4, "1f1b", followers=0)
     assert whole_layers(cluster, costs, members, 4, room) == ({3: 4},)
     tight = replace(cluster, memory_bytes=np.array([45.0, 1e9]))
-    room = Room(tight, costs, members, 4, "1f1b", followers=0)
+    room = MemoryBudget(tight, costs, members, 4, "1f1b", followers=0)
     assert whole_layers(tight, costs, members, 4, room) == ({2: 4},)
     assert room.was_short
 
@@ -261,8 +253,8 @@ def test_memory_splits_layers_unevenly():
 
 def test_stages_of_one_layout_may_not_lie_inside_each_other():
     cluster, costs = make_cluster([1.0] * 4), make_costs([1.0] * 4)
-    long = healthy(cluster, costs, 1, 1, 2)
-    short = healthy(cluster.take(np.array([1, 2, 3])), costs, 3, 1, 2)
+    long = fault_free(cluster, costs, 1, 1, 2)
+    short = fault_free(cluster.take(np.array([1, 2, 3])), costs, 3, 1, 2)
     nested = replace(long, chains=(long.chains[0], short.chains[0]))
     with pytest.raises(ValueError, match="of one stage lie inside those of another, .*must begin and end in one order"):
         make_routes(nested, costs, cluster)
@@ -270,8 +262,8 @@ def test_stages_of_one_layout_may_not_lie_inside_each_other():
 
 def test_pipelines_of_different_depth_become_one_layout_and_back():
     cluster, costs = make_cluster([1.0] * 5), make_costs([1.0] * 6)
-    two = healthy(cluster.take(np.array([0, 1])), costs, 2, 1, 3)
-    three = healthy(cluster.take(np.array([2, 3, 4])), costs, 3, 1, 4)
+    two = fault_free(cluster.take(np.array([0, 1])), costs, 2, 1, 3)
+    three = fault_free(cluster.take(np.array([2, 3, 4])), costs, 3, 1, 4)
     both = replace(two, chains=(two.chains[0], three.chains[0]))
     layout = make_routes(both, costs, cluster)
     assert [len(route) for route in layout.routes] == [3, 2, 3, 2, 3, 2, 3]
@@ -298,8 +290,8 @@ def test_an_idle_worker_is_in_one_chain_only():
 def test_pipelines_side_by_side_are_compiled_each_by_itself():
     """Five of three stages beside one of four, with the first stages in common: each holds what it would hold alone."""
     cluster, costs = make_cluster([1.0] * 19), make_costs([1.0] * 6)
-    three = healthy(cluster.take(np.arange(15)), costs, 3, 5, 20)
-    four = healthy(cluster.take(np.arange(15, 19)), costs, 4, 1, 6)
+    three = fault_free(cluster.take(np.arange(15)), costs, 3, 5, 20)
+    four = fault_free(cluster.take(np.arange(15, 19)), costs, 4, 1, 6)
     both = replace(three, chains=(three.chains[0], four.chains[0]))
     layout = make_routes(both, costs, cluster)
     for schedule in SCHEDULES:
@@ -315,10 +307,10 @@ def test_pipelines_side_by_side_are_compiled_each_by_itself():
 
 def test_pipelines_side_by_side_stay_if_nothing_is_better():
     cluster, costs = make_cluster([1.0] * 19), make_costs([1.0] * 6)
-    three = healthy(cluster.take(np.arange(15)), costs, 3, 5, 20)
-    four = healthy(cluster.take(np.arange(15, 19)), costs, 4, 1, 4)
+    three = fault_free(cluster.take(np.arange(15)), costs, 3, 5, 20)
+    four = fault_free(cluster.take(np.arange(15, 19)), costs, 4, 1, 4)
     both = replace(three, chains=(three.chains[0], four.chains[0]))
-    nothing = Event(kind="slowed", workers=(0,))
+    nothing = ClusterEvent(kind="slowed", workers=(0,))
     found = plan(cluster, costs, both, nothing, axes={"dataflow"})
     assert found.predicted_step_s <= predict(cluster, costs, both) * (1 + 1e-9)
     assert len(found.allocation.chains) == 2 and found.reason.startswith("rerouting")
@@ -328,7 +320,7 @@ def test_pipelines_side_by_side_stay_if_nothing_is_better():
 
 def test_a_layouts_limits_are_those_of_its_workers_memory():
     costs = make_costs([3.0] * 4, parameter_bytes=0.0, activation_bytes=10.0)
-    layout = make_routes(healthy(make_cluster([1.0] * 4), costs, 4, 1, 8), costs, make_cluster([1.0] * 4))
+    layout = make_routes(fault_free(make_cluster([1.0] * 4), costs, 4, 1, 8), costs, make_cluster([1.0] * 4))
     cluster = make_cluster([1.0] * 4, memory_bytes=[25.0, 100.0, 15.0, 100.0])
     assert layout_limits(cluster, costs, layout, "1f1b") == {0: 2, 2: 1}
     assert layout_limits(make_cluster([1.0] * 4), costs, layout, "gpipe") == {}
@@ -347,7 +339,7 @@ def test_routes_that_are_no_chain_are_refused():
 
 def test_micro_batches_keep_their_workers():
     cluster, costs = make_cluster([1.0] * 6), make_costs([1.0] * 6)
-    before = make_routes(healthy(cluster, costs, 2, 3, 9), costs, cluster)
+    before = make_routes(fault_free(cluster, costs, 2, 3, 9), costs, cluster)
     left = cluster.without([1])
     found = plan(left, costs, allocation_of(before, "1f1b"), lost(1), axes={"dataflow"})
     after = make_routes(found.allocation, costs, left, previous=before)
@@ -362,7 +354,7 @@ def test_micro_batches_keep_their_workers():
 @pytest.fixture
 def job():
     cluster, costs = make_cluster([1.0] * 12), make_costs([1.0] * 12)
-    return cluster, costs, healthy(cluster, costs, 3, 4, 16, "1f1b")
+    return cluster, costs, fault_free(cluster, costs, 3, 4, 16, "1f1b")
 
 
 def test_a_plan_says_what_each_axis_brought(job):
@@ -385,7 +377,7 @@ def test_a_plan_says_what_each_axis_brought(job):
 def test_slow_workers_get_fewer_micro_batches(job):
     cluster, costs, allocation = job
     slow = replace(cluster, speed=np.array([0.5] + [1.0] * 11))
-    event = Event(kind="slowed", workers=(0,), speed=0.5)
+    event = ClusterEvent(kind="slowed", workers=(0,), speed=0.5)
     found = plan(slow, costs, allocation, event, axes=("dataflow",))
     assert found.allocation.chains[0].stages[0].num_microbatches.tolist() == [2, 5, 5, 4]
     assert "micro-batches by speed" in found.contributions["dataflow"]
@@ -416,7 +408,7 @@ def test_workers_that_joined_are_used(job):
     cluster, costs, allocation = job
     left = cluster.without([0, 1])
     smaller = plan(left, costs, allocation, lost(0, 1)).allocation
-    event = Event(kind="joined", workers=(0, 1))
+    event = ClusterEvent(kind="joined", workers=(0, 1))
     found = plan(cluster, costs, smaller, event)
     assert found.allocation.workers.tolist() == list(range(12))
     assert found.lost_work_s == 0.0
@@ -440,7 +432,7 @@ def test_a_rivals_better_plan_is_taken_and_a_smaller_batch_is_not(job):
     def smaller(cluster, costs, allocation, event):
         return Plan(
             policy="smaller",
-            allocation=healthy(cluster, costs, 3, 2, 1),
+            allocation=fault_free(cluster, costs, 3, 2, 1),
             predicted_step_s=0.0,
             predicted_pause_s=0.0,
         )
@@ -456,7 +448,7 @@ def test_a_rivals_better_plan_is_taken_and_a_smaller_batch_is_not(job):
 def test_power_permits_only_lower_levels(job):
     cluster, costs, _ = job
     powered = make_cluster([1.0] * 12, levels=LEVELS, power_limit_w=700.0)
-    allocation = healthy(powered, costs, 3, 4, 16, "1f1b")
+    allocation = fault_free(powered, costs, 3, 4, 16, "1f1b")
     left = powered.without([0])
     found = plan(left, costs, allocation, lost(0))
     levels = np.concatenate([stage.levels for stage in found.allocation.chains[0].stages])
@@ -468,7 +460,7 @@ def test_power_permits_only_lower_levels(job):
     with pytest.raises(InfeasiblePlan, match="power: the workers would draw 440.0 W .* 400.0 W together: 40.0 W too"):
         plan(replace(left, power_limit_w=400.0), costs, allocation, lost(0))
     with pytest.raises(InfeasiblePlan, match="power: the workers would draw 480.0 W"):
-        healthy(replace(powered, power_limit_w=400.0), costs, 3, 4, 16)
+        fault_free(replace(powered, power_limit_w=400.0), costs, 3, 4, 16)
 
 
 @pytest.mark.parametrize(
@@ -492,14 +484,14 @@ def test_options_that_cannot_be(given, message):
 def test_stages_that_cost_nothing_are_planned_too():
     costs = make_costs([0.0, 0.0, 0.0, 3.0], activation_bytes=0.0)
     cluster = make_cluster([1.0, 0.5, 1.0, 1.0], memory_bytes=1000.0)
-    allocation = healthy(cluster, costs, 2, 2, 8)
+    allocation = fault_free(cluster, costs, 2, 2, 8)
     free = Shape(
         members=(np.array([0, 1]), np.array([2, 3])), cuts=({3: 8},), num_microbatches=8, origin="whatever is free"
     )
     assert np.isfinite(score(cluster, costs, free, "1f1b"))
     with pytest.raises(InfeasiblePlan):  # no room for parameters: said, and not divided by
         build(replace(cluster, memory_bytes=np.full(4, 1.0)), costs, free, "1f1b", np.zeros(4, dtype=np.int64))
-    event = Event(kind="slowed", workers=(1,), speed=0.5)
+    event = ClusterEvent(kind="slowed", workers=(1,), speed=0.5)
     assert plan(cluster, costs, allocation, event).predicted_step_s > 0
 
 
@@ -523,8 +515,8 @@ def test_a_limit_of_power_holds_all_to_one_speed():
 
 def test_less_energy_at_the_same_step_time():
     cluster, costs = make_cluster([1.0] * 4, levels=LEVELS), make_costs([1.0, 3.0])
-    allocation = healthy(cluster, costs, 2, 2, 8, "1f1b")
-    event = Event(kind="slowed", workers=(0,), speed=1.0)
+    allocation = fault_free(cluster, costs, 2, 2, 8, "1f1b")
+    event = ClusterEvent(kind="slowed", workers=(0,), speed=1.0)
     options = Options(share_layers=False, move_workers=False, schedules=("1f1b",))
     fast = plan(cluster, costs, allocation, event, options=options)
     assert fast.allocation.chains[0].stages[1].levels.tolist() == [2, 2]

@@ -18,6 +18,7 @@ PURE = (
     "elaswave.types",
     "elaswave.errors",
     "elaswave.hashing",
+    "elaswave.costs",
     "elaswave.planning",
     "elaswave.protocol",
     "elaswave.state.placement",
@@ -30,7 +31,7 @@ SIMULATED = ("elaswave.sim",)
 """As pure as the kernel, on which it stands, except that it draws: from generators that it makes from a seed
 (`random.Random`), and by nothing else of ``random``."""
 
-ARRAYS = ("elaswave.planning", "elaswave.sim")
+ARRAYS = ("elaswave.costs", "elaswave.planning", "elaswave.sim")
 """May use numpy, which computes for a million workers at once; not its random sources, but for generators that the
 simulator makes from a seed (`numpy.random.default_rng`)."""
 
@@ -192,7 +193,7 @@ def test_dependencies_point_one_way():
 def test_pure_modules_load_nothing_impure():
     """In a fresh interpreter: also what they import indirectly, and their packages' ``__init__``, load no torch."""
     pure = [module for module, _ in modules(PACKAGE) if within(module, PURE + SIMULATED)]
-    assert {"elaswave.planning.schedule", "elaswave.protocol.coordinator", "elaswave.sim.protocol.world"} <= {*pure}
+    assert {"elaswave.planning.programs", "elaswave.protocol.coordinator", "elaswave.sim.protocol.world"} <= {*pure}
     code = (
         "import importlib, sys\n"
         f"for name in {pure!r}: importlib.import_module(name)\n"

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from elaswave.planning.measured import ActionTiming
-from elaswave.planning.program import Action
+from elaswave.costs.profiled import ActionTiming
+from elaswave.types import Action
 from elaswave.worker.pacing import ActionTimer, ActionTimes, Pace
 
 LAYERS = [(1.0, 2.0, 3.0), (10.0, 20.0, 30.0)]

@@ -11,18 +11,18 @@ from itertools import pairwise
 
 import numpy as np
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.cluster import Cluster, Event
-from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import at_levels, check_power, common_levels
-from elaswave.planning.in_flight import time_within_memory
 from elaswave.planning.layout import partition_layers
+from elaswave.planning.memory_limits import time_within_memory
 from elaswave.planning.pipelines import Ranges
-from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, Transfer
-from elaswave.planning.schedule import Schedule
+from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, StateTransfer
+from elaswave.planning.prediction import at_levels, check_power, common_levels
 
 
-def gone_from(event: Event) -> np.ndarray:
+def gone_from(event: ClusterEvent) -> np.ndarray:
     """Ids of the workers that an event takes away, ascending: int64."""
     return np.array(event.workers if event.kind in ("lost", "drained") else (), dtype=np.int64)
 
@@ -139,7 +139,7 @@ def state_bytes(costs: Costs, start: int, stop: int, num_shards: int = 1) -> flo
 
 def fetch(
     costs: Costs, missing: Mapping[tuple[int, int], Collection[int]], shards: Mapping[tuple[int, int], int]
-) -> tuple[Transfer, ...]:
+) -> tuple[StateTransfer, ...]:
     """Transfers of whole ranges of layers.
 
     Args:
@@ -148,7 +148,7 @@ def fetch(
         shards: over how many workers the optimizer state of those layers is spread; 1 where it is not said.
     """
     return tuple(
-        Transfer(
+        StateTransfer(
             start=start, stop=stop, workers=tuple(sorted(workers)),
             num_bytes=len(workers) * state_bytes(costs, start, stop, shards.get((start, stop), 1)),
         )
@@ -157,7 +157,7 @@ def fetch(
     )  # fmt: skip
 
 
-def copy_s(cluster: Cluster, transfers: Sequence[Transfer]) -> float:
+def copy_s(cluster: Cluster, transfers: Sequence[StateTransfer]) -> float:
     """Seconds until every worker has what it is sent, between nodes, each over its own link from its own source."""
     received: dict[int, float] = {}
     for transfer in transfers:
@@ -168,7 +168,7 @@ def copy_s(cluster: Cluster, transfers: Sequence[Transfer]) -> float:
 
 def make_plan(
     policy: str, cluster: Cluster, costs: Costs, allocation: Allocation, *, pause_s: float, lost_steps: float,
-    reason: str, transfers: tuple[Transfer, ...] = (), without_barrier: bool = False,
+    reason: str, transfers: tuple[StateTransfer, ...] = (), without_barrier: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan around an allocation: timed as ElasWave's own are, within the workers' memory and power.
 

@@ -18,6 +18,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines.common import (
     fetch,
@@ -27,16 +30,15 @@ from elaswave.planning.baselines.common import (
     rectangle,
     unused,
 )
-from elaswave.planning.baselines.pauses import Pauses
-from elaswave.planning.cluster import Cluster, Event
-from elaswave.planning.costs import Costs
 from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.plan import Allocation, Plan
 
 NAME = "full_restart"
 
 
-def plan(cluster: Cluster, costs: Costs, allocation: Allocation, event: Event, *, pauses: Pauses | None = None) -> Plan:
+def plan(
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, pauses: RecoveryTimes | None = None
+) -> Plan:
     """Restarts after a loss; after anything else only where it repays.
 
     Args:
@@ -44,11 +46,11 @@ def plan(cluster: Cluster, costs: Costs, allocation: Allocation, event: Event, *
         costs: of the model's layers.
         allocation: before the event.
         event: what happened.
-        pauses: times; see `Pauses`.
+        pauses: times; see `RecoveryTimes`.
     Raises:
         InfeasiblePlan: fewer workers than stages are left, or memory.
     """
-    pauses = pauses or Pauses()
+    pauses = pauses or RecoveryTimes()
     if event.kind in ("lost", "drained"):
         gone = gone_from(event)
         if not any(len(is_in(stage.workers, gone)) for chain in allocation.chains for stage in chain.stages):
@@ -74,7 +76,7 @@ def keep(cluster: Cluster, costs: Costs, allocation: Allocation, reason: str) ->
 
 
 def restart(
-    cluster: Cluster, costs: Costs, allocation: Allocation, pauses: Pauses, *, planned: bool,
+    cluster: Cluster, costs: Costs, allocation: Allocation, pauses: RecoveryTimes, *, planned: bool,
     shunned: tuple[int, ...] = (),
 ) -> Plan:  # fmt: skip
     """Begins again with everybody who is there.

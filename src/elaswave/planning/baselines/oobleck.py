@@ -32,6 +32,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines import full_restart
 from elaswave.planning.baselines.common import (
@@ -46,17 +49,14 @@ from elaswave.planning.baselines.common import (
     state_bytes,
     unused,
 )
-from elaswave.planning.baselines.pauses import Pauses
-from elaswave.planning.cluster import Cluster, Event
-from elaswave.planning.costs import Costs
 from elaswave.planning.pipelines import Ranges, deal, linear_s, ranges_of, template_beside
-from elaswave.planning.plan import Allocation, Plan, Transfer
+from elaswave.planning.plan import Allocation, Plan, StateTransfer
 
 NAME = "oobleck"
 
 
 def plan(
-    cluster: Cluster, costs: Costs, allocation: Allocation, event: Event, *, pauses: Pauses | None = None,
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, pauses: RecoveryTimes | None = None,
     num_faults: int = 1,
 ) -> Plan:  # fmt: skip
     """Instantiates pipelines again from templates.
@@ -66,12 +66,12 @@ def plan(
         costs: of the model's layers.
         allocation: before the event; chains of equal pipelines.
         event: what happened.
-        pauses: times; see `Pauses`.
+        pauses: times; see `RecoveryTimes`.
         num_faults: losses at once that are to be survived: the paper's f.
     Raises:
         InfeasiblePlan: too few workers are left for a pipeline, or memory.
     """
-    pauses = pauses or Pauses()
+    pauses = pauses or RecoveryTimes()
     if event.kind == "slowed" and event.speed < 1:
         return _slowed(cluster, costs, allocation, event, pauses, num_faults)
     fleet = _Fleet(cluster, costs, allocation)
@@ -102,13 +102,13 @@ def plan(
 
 
 def _slowed(
-    cluster: Cluster, costs: Costs, allocation: Allocation, event: Event, pauses: Pauses, num_faults: int
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, pauses: RecoveryTimes, num_faults: int
 ) -> Plan:
     """Everybody waits for a straggler, or its pipeline goes on without it, whichever is faster."""
     now = make_plan(
         NAME, cluster, costs, allocation, pause_s=0.0, lost_steps=0.0, reason="everybody waits for the straggler"
     )
-    loss = Event(kind="drained", workers=event.workers)
+    loss = ClusterEvent(kind="drained", workers=event.workers)
     try:
         without = plan(
             cluster.without(event.workers), costs, allocation, loss, pauses=pauses, num_faults=num_faults
@@ -272,7 +272,7 @@ class _Fleet:
         )
         return Allocation(chains=chains, schedule=self._before.schedule)
 
-    def transfers(self) -> tuple[Transfer, ...]:
+    def transfers(self) -> tuple[StateTransfer, ...]:
         """What workers have to be sent: the layers of their new stage that they did not hold."""
         held = self._held([worker for pipeline in self._odd for worker in pipeline.workers])
         lacking: dict[tuple[int, int], list[int]] = {}
@@ -281,7 +281,7 @@ class _Fleet:
                 for missing in _difference((start, stop), held.get(worker)):
                     lacking.setdefault(missing, []).append(worker)
         return tuple(
-            Transfer(
+            StateTransfer(
                 start=start,
                 stop=stop,
                 workers=tuple(sorted(workers)),

@@ -32,6 +32,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines import full_restart
 from elaswave.planning.baselines.common import (
@@ -45,17 +48,14 @@ from elaswave.planning.baselines.common import (
     renamed,
     unused,
 )
-from elaswave.planning.baselines.pauses import Pauses
-from elaswave.planning.cluster import Cluster, Event
-from elaswave.planning.costs import Costs
 from elaswave.planning.pipelines import ranges_of
-from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, Transfer
+from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, StateTransfer
 
 NAME = "recycle"
 
 
 def plan(
-    cluster: Cluster, costs: Costs, allocation: Allocation, event: Event, *, pauses: Pauses | None = None,
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, pauses: RecoveryTimes | None = None,
     normalize: bool = False, staggered_optimizer: bool = False, name: str = NAME,
 ) -> Plan:  # fmt: skip
     """Reroutes around the lost, takes the joined back in.
@@ -65,14 +65,14 @@ def plan(
         costs: of the model's layers.
         allocation: before the event.
         event: what happened.
-        pauses: times; see `Pauses`.
+        pauses: times; see `RecoveryTimes`.
         normalize: move workers between stages so that losses are spread; see the module.
         staggered_optimizer: predict the step without a barrier between steps; see the module.
         name: of the policy.
     Raises:
         InfeasiblePlan: a stage is lost with everybody in it and too few workers are left to begin again, or memory.
     """
-    pauses = pauses or Pauses()
+    pauses = pauses or RecoveryTimes()
     if event.kind == "slowed":
         return _slowed(cluster, costs, allocation, event, pauses, normalize, staggered_optimizer, name)
     gone = gone_from(event)
@@ -81,7 +81,7 @@ def plan(
         restarted = full_restart.restart(cluster, costs, allocation, pauses, planned=event.kind == "drained")
         return renamed(restarted, name, "a stage has lost all of its workers")
     after = replace(allocation, chains=tuple(chain for chain in chains if chain is not None))
-    transfers: list[Transfer] = []
+    transfers: list[StateTransfer] = []
     after = _readmit(cluster, costs, after, transfers)
     if event.kind == "drained":
         what, pause_s = f"{len(gone)} workers leave after handing over", pauses.join_s
@@ -90,7 +90,7 @@ def plan(
     else:
         what, pause_s = "joined workers fill the stages that lack most", pauses.join_s
     if normalize:
-        moved: list[Transfer] = []
+        moved: list[StateTransfer] = []
         after = _normalized(cluster, costs, after, moved)
         if moved:
             pause_s += copy_s(cluster, moved)
@@ -103,7 +103,7 @@ def plan(
 
 
 def _slowed(
-    cluster: Cluster, costs: Costs, allocation: Allocation, event: Event, pauses: Pauses, normalize: bool,
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, pauses: RecoveryTimes, normalize: bool,
     staggered_optimizer: bool, name: str,
 ) -> Plan:  # fmt: skip
     """Keeps a straggler or puts it out, whichever is faster; takes one back in that is as fast as before."""
@@ -113,7 +113,7 @@ def _slowed(
     )  # fmt: skip
     if event.speed >= 1:
         return now
-    loss = Event(kind="lost", workers=event.workers)
+    loss = ClusterEvent(kind="lost", workers=event.workers)
     try:
         without = plan(
             cluster.without(event.workers), costs, allocation, loss, pauses=pauses, normalize=normalize,
@@ -130,7 +130,7 @@ def _slowed(
 
 def _best_schedule(
     name: str, cluster: Cluster, costs: Costs, allocation: Allocation, pause_s: float, lost_steps: float, what: str,
-    transfers: tuple[Transfer, ...], staggered_optimizer: bool,
+    transfers: tuple[StateTransfer, ...], staggered_optimizer: bool,
 ) -> Plan:  # fmt: skip
     """The schedule of before or one with split backwards, whichever is faster in the memory there is."""
     plans, problems = [], []
@@ -193,7 +193,11 @@ def dealt(counts: np.ndarray, extra: int) -> np.ndarray:
 
 
 def _readmit(
-    cluster: Cluster, costs: Costs, allocation: Allocation, transfers: list[Transfer], skipped: tuple[int, ...] = ()
+    cluster: Cluster,
+    costs: Costs,
+    allocation: Allocation,
+    transfers: list[StateTransfer],
+    skipped: tuple[int, ...] = (),
 ) -> Allocation:
     """Gives every unused worker to the stage that lacks most, which then shares its micro-batches evenly."""
     spare = unused(cluster, allocation)
@@ -233,7 +237,7 @@ def _widened(cluster: Cluster, stage: StageShare, new: np.ndarray) -> StageShare
     return replace(stage, workers=workers[order], num_microbatches=counts[order], levels=levels[order])
 
 
-def _normalized(cluster: Cluster, costs: Costs, allocation: Allocation, transfers: list[Transfer]) -> Allocation:
+def _normalized(cluster: Cluster, costs: Costs, allocation: Allocation, transfers: list[StateTransfer]) -> Allocation:
     """Moves workers from stages that can spare one to the slowest stage while that makes the slowest faster.
 
     The paper's dynamic program over the number of failures of each stage has the same optimum: the time of a stage

@@ -14,7 +14,7 @@ Simplified, all in torchft's favour:
   nobody regroups hosts by themselves.
 - A group that comes back heals while the others go on.
 - Half a step is lost to a failure; in truth the survivors notice only at the all-reduce at the step's end.
-- The quorum itself costs nothing beyond `Pauses.torchft_recover_s`.
+- The quorum itself costs nothing beyond `RecoveryTimes.torchft_recover_s`.
 - A straggler's group is put out if more is done without it.
 """
 
@@ -22,6 +22,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines.common import (
     chain_of,
@@ -32,17 +35,14 @@ from elaswave.planning.baselines.common import (
     make_plan,
     unused,
 )
-from elaswave.planning.baselines.pauses import Pauses
-from elaswave.planning.cluster import Cluster, Event
-from elaswave.planning.costs import Costs
 from elaswave.planning.pipelines import ranges_of
-from elaswave.planning.plan import Allocation, Plan, Transfer
+from elaswave.planning.plan import Allocation, Plan, StateTransfer
 
 NAME = "torchft"
 
 
 def plan(
-    cluster: Cluster, costs: Costs, allocation: Allocation, event: Event, *, pauses: Pauses | None = None,
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, pauses: RecoveryTimes | None = None,
     keep_batch: bool = False, name: str = NAME,
 ) -> Plan:  # fmt: skip
     """Takes out the groups of lost workers; lets whole groups in.
@@ -52,13 +52,13 @@ def plan(
         costs: of the model's layers.
         allocation: before the event; its first chain's shape is that of a group.
         event: what happened.
-        pauses: times; see `Pauses`.
+        pauses: times; see `RecoveryTimes`.
         keep_batch: deal the micro-batches of groups that left to the others.
         name: of the policy.
     Raises:
         InfeasiblePlan: no whole group is left, or memory.
     """
-    pauses = pauses or Pauses()
+    pauses = pauses or RecoveryTimes()
     groups = _Groups(cluster, costs, allocation)
     if event.kind == "slowed" and event.speed < 1:
         return _slowed(cluster, costs, allocation, event, pauses, keep_batch, name)
@@ -87,13 +87,19 @@ def plan(
 
 
 def _slowed(
-    cluster: Cluster, costs: Costs, allocation: Allocation, event: Event, pauses: Pauses, keep_batch: bool, name: str
+    cluster: Cluster,
+    costs: Costs,
+    allocation: Allocation,
+    event: ClusterEvent,
+    pauses: RecoveryTimes,
+    keep_batch: bool,
+    name: str,
 ) -> Plan:
     """Everybody waits for a straggler, or its group leaves, whichever does more per second."""
     now = make_plan(
         name, cluster, costs, allocation, pause_s=0.0, lost_steps=0.0, reason="everybody goes on, at the slowest's pace"
     )
-    loss = Event(kind="lost", workers=event.workers)
+    loss = ClusterEvent(kind="lost", workers=event.workers)
     try:
         without = plan(
             cluster.without(event.workers), costs, allocation, loss, pauses=pauses, keep_batch=keep_batch, name=name
@@ -119,7 +125,7 @@ class _Groups:
         self.depth = len(chain.stages)
         self._columns = [stage.workers[: self.number] for stage in chain.stages]
         self._per_group = -(-chain.num_microbatches // self.number)
-        self.transfers: tuple[Transfer, ...] = ()
+        self.transfers: tuple[StateTransfer, ...] = ()
 
     def drop(self, gone: np.ndarray) -> int:
         """Takes out the groups of these workers; returns how many."""

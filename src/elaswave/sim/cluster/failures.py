@@ -16,8 +16,8 @@ from heapq import heappop, heappush
 
 import msgspec
 
+from elaswave.costs.machines import ClusterEvent
 from elaswave.errors import UsageError
-from elaswave.planning.cluster import Event
 
 DAY_S = 86_400.0
 CHANGES_MAX = 1_000_000
@@ -124,7 +124,7 @@ class ClusterChange(msgspec.Struct, frozen=True, kw_only=True):
 
     at_s: float
     """Seconds from the scenario's beginning."""
-    event: Event
+    event: ClusterEvent
     nodes: tuple[int, ...] = ()
     """joined: the node of each of the event's workers."""
 
@@ -266,7 +266,7 @@ class _Drawing:
         for each in hit:
             self._occupant[each] = None
         self._slow.difference_update(workers)
-        self._changes.append(ClusterChange(at_s=now, event=Event(kind="lost", workers=tuple(workers))))
+        self._changes.append(ClusterChange(at_s=now, event=ClusterEvent(kind="lost", workers=tuple(workers))))
         if self._rates.repair_s is not None:
             self._push(now + self._repairs.expovariate(1 / self._rates.repair_s), "repaired", tuple(hit))
 
@@ -276,7 +276,7 @@ class _Drawing:
             self._next_id += 1
         workers = tuple(worker for slot in slots if (worker := self._worker_in(slot)) is not None)
         nodes = tuple(slot // self._workers_per_node for slot in slots)
-        self._changes.append(ClusterChange(at_s=now, event=Event(kind="joined", workers=workers), nodes=nodes))
+        self._changes.append(ClusterChange(at_s=now, event=ClusterEvent(kind="joined", workers=workers), nodes=nodes))
 
     def _slow_down(self, now: float, slot: int) -> None:
         speed = self._stragglers.uniform(*self._rates.straggler_speed)
@@ -285,10 +285,12 @@ class _Drawing:
         if worker is None or worker in self._slow:
             return
         self._slow.add(worker)
-        self._changes.append(ClusterChange(at_s=now, event=Event(kind="slowed", workers=(worker,), speed=speed)))
+        self._changes.append(ClusterChange(at_s=now, event=ClusterEvent(kind="slowed", workers=(worker,), speed=speed)))
         self._push(now + lasts_s, "restored", (slot, worker))
 
     def _speed_up(self, now: float, slot: int, worker: int) -> None:
         if worker in self._slow and self._worker_in(slot) == worker:
             self._slow.remove(worker)
-            self._changes.append(ClusterChange(at_s=now, event=Event(kind="slowed", workers=(worker,), speed=1.0)))
+            self._changes.append(
+                ClusterChange(at_s=now, event=ClusterEvent(kind="slowed", workers=(worker,), speed=1.0))
+            )

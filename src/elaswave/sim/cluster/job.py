@@ -23,13 +23,14 @@ from math import sqrt
 import msgspec
 import numpy as np
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.recovery_times import RecoveryTimes
+from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines.common import make_plan, rectangle
-from elaswave.planning.cluster import Cluster, Event
-from elaswave.planning.costs import Costs
 from elaswave.planning.plan import Plan, Planner
-from elaswave.planning.policies import ROLL_BACK, Pauses, make_policies, policy_named
-from elaswave.planning.schedule import Schedule
+from elaswave.planning.policies import ROLL_BACK, make_policies, policy_named
 from elaswave.sim.cluster.failures import ClusterChange, Scenario
 
 
@@ -90,7 +91,7 @@ def simulate(
     num_stages: int,
     num_microbatches: int,
     schedule: Schedule = "1f1b",
-    pauses: Pauses | None = None,
+    pauses: RecoveryTimes | None = None,
     planner: Planner | None = None,
     best_of: Planner | None = None,
     progress: Callable[[float], None] = lambda done: None,
@@ -106,7 +107,7 @@ def simulate(
         num_stages: of the job's pipelines at the beginning, and whenever it begins again.
         num_microbatches: of a step.
         schedule: of the job at the beginning.
-        pauses: times of standing still; None means `Pauses`' defaults.
+        pauses: times of standing still; None means `RecoveryTimes`' defaults.
         planner: use this one under the policy's name.
         best_of: plans the undisturbed job that goodput is measured by, where it finds a faster one than the job has at
             the beginning: then no policy gains by what could have been had without a failure.
@@ -115,7 +116,7 @@ def simulate(
         UsageError: an unknown policy.
         InfeasiblePlan: not even all workers that are ever there at once can train this model.
     """
-    pauses = pauses or Pauses()
+    pauses = pauses or RecoveryTimes()
     chosen = planner or policy_named(policy, make_policies(pauses))
     job = _Job(scenario, machines, costs, policy, chosen, num_stages, num_microbatches, schedule, pauses, best_of)
     for change in scenario.changes:
@@ -131,7 +132,7 @@ class _Job:
 
     def __init__(
         self, scenario: Scenario, machines: Cluster, costs: Costs, policy: str, planner: Planner, num_stages: int,
-        num_microbatches: int, schedule: Schedule, pauses: Pauses, best_of: Planner | None,
+        num_microbatches: int, schedule: Schedule, pauses: RecoveryTimes, best_of: Planner | None,
     ) -> None:  # fmt: skip
         self._scenario, self._costs, self._policy, self._planner, self._pauses = (
             scenario, costs, policy, planner, pauses
@@ -148,7 +149,7 @@ class _Job:
         undisturbed = self._started(everybody)
         step_s = undisturbed.predicted_step_s
         if best_of is not None:
-            nothing = Event(kind="slowed", workers=(int(everybody.ids[0]),))
+            nothing = ClusterEvent(kind="slowed", workers=(int(everybody.ids[0]),))
             step_s = min(step_s, best_of(everybody, costs, undisturbed.allocation, nothing).predicted_step_s)
         self._undisturbed_step_s = step_s
         self._rho = num_microbatches / step_s
@@ -289,12 +290,12 @@ class _Job:
             self._pause("restart", self._pauses.restart_s)
         extra = np.setdiff1d(self._there.ids, self._plan.allocation.workers, assume_unique=True)
         if len(extra):
-            joined = Event(kind="joined", workers=tuple(extra.tolist()))
+            joined = ClusterEvent(kind="joined", workers=tuple(extra.tolist()))
             # A policy that can do nothing with them leaves them idle.
             with suppress(InfeasiblePlan):
                 self._plan = self._planner(self._there, self._costs, self._plan.allocation, joined)
 
-    def _replan(self, before: Plan, event: Event) -> None:
+    def _replan(self, before: Plan, event: ClusterEvent) -> None:
         was_paused = self._now_s < self._paused_until_s
         try:
             plan = self._planner(self._there, self._costs, before.allocation, event)
@@ -323,7 +324,7 @@ class _Job:
         if self._now_s + seconds >= self._paused_until_s:
             self._paused_until_s, self._cause = self._now_s + seconds, cause
 
-    def _apply(self, change: ClusterChange) -> Event | None:
+    def _apply(self, change: ClusterChange) -> ClusterEvent | None:
         """Changes the cluster; None where the event is about nobody who is there."""
         event, there = change.event, self._there
         if event.kind == "joined":

@@ -7,8 +7,8 @@ caller: nothing here opens a file.
 
 from collections.abc import Iterable
 
+from elaswave.costs.machines import ClusterEvent
 from elaswave.errors import DataError
-from elaswave.planning.cluster import Event
 from elaswave.sim.cluster.failures import ClusterChange, Scenario
 
 MOST_DIGITS = 15
@@ -120,7 +120,7 @@ class _Reader:
             self._initial = members  # the first line can only add: nothing is there that it could remove
             return
         ordered = sorted(members)
-        event = Event(kind="joined" if kind == "add" else "lost", workers=tuple(worker for worker, _ in ordered))
+        event = ClusterEvent(kind="joined" if kind == "add" else "lost", workers=tuple(worker for worker, _ in ordered))
         nodes = tuple(node for _, node in ordered) if kind == "add" else ()
         self._changes.append(ClusterChange(at_s=(now_ms - self._begin_ms) / 1000, event=event, nodes=nodes))
 

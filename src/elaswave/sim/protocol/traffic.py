@@ -3,12 +3,11 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from elaswave.planning.program import Program
+from elaswave.planning.programs import compile_programs
 from elaswave.planning.recovery import choose_followers
-from elaswave.planning.schedule import compile_programs
 from elaswave.sim.protocol.job import Job, model_of
 from elaswave.state.placement import Placement
-from elaswave.types import Layout, struct_hash
+from elaswave.types import Layout, Program, struct_hash
 
 
 class HopPlan(NamedTuple):

@@ -1,34 +1,108 @@
 """Schedules that hold fewer micro-batches in flight than they would, because memory is short. Pure.
 
-A schedule wants so many micro-batches in flight (`elaswave.planning.schedule.in_flight_bounds`); a worker without the
+A schedule wants so many micro-batches in flight (`elaswave.planning.programs.in_flight_bounds`); a worker without the
 memory for them can still run it with fewer, and waits sometimes instead. A plan counts with what regular pipelines of
 its stages' widths hold; whoever compiles the programs knows the routes, and limits what these programs would hold.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster
+from elaswave.costs.schedules import Schedule, bounds_within, in_flight, in_flight_bounds
+from elaswave.costs.step_time.contended import SimulatedStep, contended
+from elaswave.costs.step_time.exact import durations_of, transfer_of
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.cluster import Cluster
-from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import (
+from elaswave.planning.plan import Allocation
+from elaswave.planning.prediction import (
     DEFAULT_FOLLOWERS,
     EXACT_ACTIONS,
     Estimate,
     check_memory,
     estimate,
     held_state,
+    levels_of,
     num_actions,
     predict,
 )
-from elaswave.planning.plan import Allocation
-from elaswave.planning.schedule import Schedule, in_flight_bounds
+from elaswave.planning.programs import compile_programs
+from elaswave.planning.routes import make_routes
 from elaswave.types import Layout
 
 
+class MemoryBudget:
+    """Whether layers fit into the memory of a stage's workers.
+
+    Args:
+        cluster: the workers.
+        costs: of the layers.
+        members: of each stage, as in `Shape`.
+        num_microbatches: of the step.
+        schedule: says how many micro-batches are in flight.
+        followers: live copies of every block.
+        short: be content with one micro-batch in flight: such a job runs, if slower.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        costs: Costs,
+        members: Sequence[np.ndarray],
+        num_microbatches: int,
+        schedule: Schedule,
+        followers: int = DEFAULT_FOLLOWERS,
+        *,
+        short: bool = False,
+    ) -> None:
+        self._prefix = costs.prefix
+        widths = np.array([len(own) for own in members], dtype=np.int64)
+        self._limits = [float(cluster.memory_bytes[own].min()) for own in members]
+        most = -(-num_microbatches // widths)
+        self._in_flight = np.ones_like(most) if short else np.minimum(in_flight(widths, schedule), most)
+        self._copies = np.minimum(1 + followers, int(widths.sum())) / widths
+        self._totals: dict[int, list[float]] = {}
+        self.was_short = False
+        """Whether anything that was asked for did not fit."""
+
+    def needed_bytes(self, stage: int, start: int, stop: int) -> float:
+        """Bytes that the fullest worker of a stage would hold with layers [start, stop)."""
+        totals = self._totals.get(stage)
+        if totals is None:
+            totals = self._totals[stage] = self._held(stage).tolist()
+        return totals[stop] - totals[start]
+
+    def _held(self, stage: int) -> np.ndarray:
+        """Bytes of a stage's worker, as sums over the layers before each one."""
+        prefix = self._prefix
+        held = prefix["parameter_bytes"] + prefix["accumulator_bytes"] + prefix["optimizer_bytes"] * self._copies[stage]
+        return held + prefix["activation_bytes"] * self._in_flight[stage]
+
+    def fits(self, stage: int, start: int, stop: int) -> bool:
+        """Whether a stage's workers can hold layers [start, stop)."""
+        fits = self.needed_bytes(stage, start, stop) <= self._limits[stage]
+        self.was_short = self.was_short or not fits
+        return fits
+
+    def earliest_starts(self) -> list[list[int]]:
+        """For `split_layers`: for each stage and each layer at which it ends the first at which it may begin."""
+        found = []
+        for stage, limit in enumerate(self._limits):
+            total = self._held(stage)
+            found.append(np.searchsorted(total, total - limit * (1 + 1e-12), side="left").tolist())
+        return found
+
+    def lacking(self, bounds: Sequence[int]) -> tuple[int, float, float]:
+        """The stage that lacks most, what it needs and what it has, in bytes."""
+        needed = [self.needed_bytes(stage, bounds[stage], bounds[stage + 1]) for stage in range(len(self._limits))]
+        worst = max(range(len(needed)), key=lambda stage: needed[stage] - self._limits[stage])
+        return worst, needed[worst], self._limits[worst]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class InFlightLimits:
+class MemoryLimits:
     """For each worker the most micro-batches it may hold. Arrays in the order of the allocation's estimate."""
 
     workers: np.ndarray
@@ -79,7 +153,7 @@ def time_within_memory(
         KeyError: a worker that is not in the cluster.
     """
     found = estimate(cluster, costs, allocation, followers=followers, where=where)
-    limits = in_flight_limits(cluster, costs, allocation, found, followers=followers, where=where)
+    limits = memory_limits(cluster, costs, allocation, found, followers=followers, where=where)
     if limits is not None:
         seconds, memory = predict_limited(cluster, costs, allocation, found, limits, exact_actions=exact_actions)
         return Timed(step_s=seconds, found=replace(found, memory_bytes=memory), num_limited=limits.num_limited)
@@ -105,7 +179,7 @@ def time_as_it_is(
         return Timed(step_s=predict(cluster, costs, allocation, exact_actions=exact_actions), found=found)
 
 
-def in_flight_limits(
+def memory_limits(
     cluster: Cluster,
     costs: Costs,
     allocation: Allocation,
@@ -113,7 +187,7 @@ def in_flight_limits(
     *,
     followers: int = DEFAULT_FOLLOWERS,
     where: np.ndarray | None = None,
-) -> InFlightLimits | None:
+) -> MemoryLimits | None:
     """What memory permits.
 
     Args:
@@ -151,7 +225,7 @@ def in_flight_limits(
     if bool(np.any((fits < 1) & (counts > 0))) or bool(np.any(fixed > room)):
         check_memory(cluster, found)
     bounds = np.maximum(1, np.minimum(held, fits)).astype(np.int64)
-    return InFlightLimits(
+    return MemoryLimits(
         workers=found.workers,
         bounds=bounds,
         memory_bytes=fixed + np.minimum(bounds, counts) * each,
@@ -211,7 +285,7 @@ def predict_limited(
     costs: Costs,
     allocation: Allocation,
     found: Estimate,
-    limits: InFlightLimits,
+    limits: MemoryLimits,
     *,
     exact_actions: int = EXACT_ACTIONS,
 ) -> tuple[float, np.ndarray]:
@@ -225,7 +299,7 @@ def predict_limited(
         costs: of the model's layers.
         allocation: who does how much.
         found: its estimate.
-        limits: from `in_flight_limits`.
+        limits: from `memory_limits`.
         exact_actions: the most actions for which programs are compiled and timed.
     """
     if num_actions(allocation) > exact_actions:
@@ -246,3 +320,29 @@ def _closed_form(costs: Costs, allocation: Allocation, found: Estimate, bounds: 
             slowest = max(slowest, rounds * way_s + costs.step_overhead_s)
             first += stage.width
     return slowest
+
+
+def simulate_allocation(
+    cluster: Cluster, costs: Costs, allocation: Allocation, *, followers: int = DEFAULT_FOLLOWERS
+) -> SimulatedStep:
+    """Runs a step of what a planner decided: its routes, and the programs that workers would compile for them.
+
+    Args:
+        cluster: with all workers of the allocation.
+        costs: of the model's layers.
+        allocation: who does how much.
+        followers: live copies of every block: where memory is short, less is in flight.
+    Raises:
+        KeyError: a worker that the cluster lacks.
+    """
+    layout = make_routes(allocation, costs, cluster)
+    levels = levels_of(allocation)
+    limits = layout_limits(cluster, costs, layout, allocation.schedule, followers=followers, must_fit=False)
+    programs = compile_programs(
+        layout,
+        allocation.schedule,
+        max_in_flight=bounds_within(layout, allocation.schedule, limits),
+        durations=durations_of(costs, cluster, levels),
+        transfer_s=transfer_of(costs, cluster),
+    )
+    return contended(layout, programs, costs, cluster, levels=levels)

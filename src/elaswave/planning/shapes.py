@@ -12,12 +12,13 @@ from math import comb
 
 import numpy as np
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster
+from elaswave.costs.schedules import Schedule, in_flight
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.cluster import Cluster
-from elaswave.planning.costs import Costs
-from elaswave.planning.dataflow import apportion
-from elaswave.planning.estimate import DEFAULT_FOLLOWERS, StageTable, in_flight, step_per_stage, travel_s, worker_speeds
-from elaswave.planning.graph import (
+from elaswave.planning.apportionment import apportion
+from elaswave.planning.memory_limits import MemoryBudget
+from elaswave.planning.partition import (
     Cut,
     choose_widths,
     cuts_of,
@@ -28,7 +29,7 @@ from elaswave.planning.graph import (
     widen_cuts,
 )
 from elaswave.planning.plan import Allocation, Chain, StageShare
-from elaswave.planning.schedule import Schedule
+from elaswave.planning.prediction import DEFAULT_FOLLOWERS, StageTable, step_per_stage, travel_s, worker_speeds
 
 ALL_SHAPES = 200
 """Where there are at most so many ways to divide layers and workers over the stages, all of them are looked at."""
@@ -57,76 +58,8 @@ class Shape:
         return held_ranges(self.cuts, num_layers)
 
 
-class Room:
-    """Whether layers fit into the memory of a stage's workers.
-
-    Args:
-        cluster: the workers.
-        costs: of the layers.
-        members: of each stage, as in `Shape`.
-        num_microbatches: of the step.
-        schedule: says how many micro-batches are in flight.
-        followers: live copies of every block.
-        short: be content with one micro-batch in flight: such a job runs, if slower (`elaswave.planning.in_flight`).
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        costs: Costs,
-        members: Sequence[np.ndarray],
-        num_microbatches: int,
-        schedule: Schedule,
-        followers: int = DEFAULT_FOLLOWERS,
-        *,
-        short: bool = False,
-    ) -> None:
-        self._prefix = costs.prefix
-        widths = np.array([len(own) for own in members], dtype=np.int64)
-        self._limits = [float(cluster.memory_bytes[own].min()) for own in members]
-        most = -(-num_microbatches // widths)
-        self._in_flight = np.ones_like(most) if short else np.minimum(in_flight(widths, schedule), most)
-        self._copies = np.minimum(1 + followers, int(widths.sum())) / widths
-        self._totals: dict[int, list[float]] = {}
-        self.was_short = False
-        """Whether anything that was asked for did not fit."""
-
-    def needed_bytes(self, stage: int, start: int, stop: int) -> float:
-        """Bytes that the fullest worker of a stage would hold with layers [start, stop)."""
-        totals = self._totals.get(stage)
-        if totals is None:
-            totals = self._totals[stage] = self._held(stage).tolist()
-        return totals[stop] - totals[start]
-
-    def _held(self, stage: int) -> np.ndarray:
-        """Bytes of a stage's worker, as sums over the layers before each one."""
-        prefix = self._prefix
-        held = prefix["parameter_bytes"] + prefix["accumulator_bytes"] + prefix["optimizer_bytes"] * self._copies[stage]
-        return held + prefix["activation_bytes"] * self._in_flight[stage]
-
-    def fits(self, stage: int, start: int, stop: int) -> bool:
-        """Whether a stage's workers can hold layers [start, stop)."""
-        fits = self.needed_bytes(stage, start, stop) <= self._limits[stage]
-        self.was_short = self.was_short or not fits
-        return fits
-
-    def earliest_starts(self) -> list[list[int]]:
-        """For `split_layers`: for each stage and each layer at which it ends the first at which it may begin."""
-        found = []
-        for stage, limit in enumerate(self._limits):
-            total = self._held(stage)
-            found.append(np.searchsorted(total, total - limit * (1 + 1e-12), side="left").tolist())
-        return found
-
-    def lacking(self, bounds: Sequence[int]) -> tuple[int, float, float]:
-        """The stage that lacks most, what it needs and what it has, in bytes."""
-        needed = [self.needed_bytes(stage, bounds[stage], bounds[stage + 1]) for stage in range(len(self._limits))]
-        worst = max(range(len(needed)), key=lambda stage: needed[stage] - self._limits[stage])
-        return worst, needed[worst], self._limits[worst]
-
-
 def whole_layers(
-    cluster: Cluster, costs: Costs, members: Sequence[np.ndarray], num_microbatches: int, room: Room
+    cluster: Cluster, costs: Costs, members: Sequence[np.ndarray], num_microbatches: int, room: MemoryBudget
 ) -> tuple[Cut, ...]:
     """Cuts between whole layers: the smallest slowest stage that memory permits.
 
@@ -156,7 +89,13 @@ def whole_layers(
 
 
 def shared_layers(
-    cluster: Cluster, costs: Costs, members: Sequence[np.ndarray], num_microbatches: int, room: Room, *, widen: bool
+    cluster: Cluster,
+    costs: Costs,
+    members: Sequence[np.ndarray],
+    num_microbatches: int,
+    room: MemoryBudget,
+    *,
+    widen: bool,
 ) -> tuple[Cut, ...] | None:
     """Cuts with shared boundary layers; None if memory does not permit any."""
     prefix = costs.prefix["busy_s"]
@@ -317,7 +256,7 @@ def _held_microbatches(
     """For each stage the most micro-batches that its workers can be given; None where memory does not matter.
 
     What counts is how many a worker holds at once. gpipe holds all of them; under other schedules a worker that can
-    hold one can be given any number, with fewer in flight than it should (`elaswave.planning.in_flight`).
+    hold one can be given any number, with fewer in flight than it should (`elaswave.planning.memory_limits`).
     """
     widths = shape.widths
     bounds = in_flight(widths, schedule)

@@ -22,8 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from elaswave.planning.costs import Costs
-from elaswave.planning.program import Kind
+from elaswave.costs.layers import Costs
+from elaswave.types import Kind
 
 WINDOW = 20
 """Reports that count, of each worker, range and kind."""

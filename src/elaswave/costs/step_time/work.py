@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from elaswave.errors import InvalidProgramError
-from elaswave.planning.program import Action, Kind, Program
-from elaswave.types import Hop, Layout
+from elaswave.types import Action, Hop, Kind, Layout, Program
 
 Durations = Callable[[Hop, Kind], float]
 """Seconds of an action of this kind on the hop's worker, for the hop's layers. B takes as long as I and W."""
@@ -228,6 +227,6 @@ def run_in_order(flow: Flow, encoded: Sequence[Sequence[int]]) -> Times:
             code = encoded[position][len(ends[position])]
             action = f"{flow.hops[code >> 2].stage}{KINDS[code & 3]}{flow.microbatch[code >> 2]}"
             raise InvalidProgramError(
-                f"worker {worker} waits for the input of {action} for ever; see elaswave.planning.validate for why"
+                f"worker {worker} waits for the input of {action} for ever; see elaswave.planning.validation for why"
             )
     return Times(starts, ends)

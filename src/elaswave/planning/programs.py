@@ -35,122 +35,27 @@ any routes.
 """
 
 import heapq
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
-from itertools import pairwise
-from typing import Literal
 
-import msgspec
-
-from elaswave.planning.flow import BACKWARD, FORWARD, INPUT, WEIGHT, Durations, Flow, TransferSeconds, run_in_order
-from elaswave.planning.layout import independent_parts
-from elaswave.planning.program import Program
-from elaswave.types import Layout
-
-Schedule = Literal["1f1b", "gpipe", "zero-bubble", "zero-bubble-h2"]
-SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zero-bubble", "zero-bubble-h2")
-IN_FLIGHT: Mapping[Schedule, int] = {"zero-bubble": 1, "zero-bubble-h2": 2}
-"""Schedules with split backwards: how many times the micro-batches of the fullest worker under ``1f1b`` they hold."""
-
-BACKWARD_COST = 2
-"""Modelled duration of a backward relative to its forward: two products per weight matrix instead of one."""
-
-
-def in_flight_bounds(layout: Layout, schedule: Schedule) -> dict[int, int]:
-    """The most micro-batches whose activations each worker may hold at once.
-
-    Under ``1f1b`` a worker of stage s, of width w(s), needs ``n(s) = 1 + ceil(n(s + 1) * w(s + 1) / w(s))`` and one in
-    the last stage needs 1. That is the least with which a gapless periodic schedule exists if stages are balanced: in
-    it a forward takes w(s), a backward 2 w(s), and a worker starts one of each every 3 w(s) units of time. The backward
-    starts right after the forward of n(s) - 1 micro-batches later (the worker's window is full, so it has no other
-    place), and not before the next stage's backward has ended, 3 w(s + 1) n(s + 1) after its forward began; hence
-    the rounding up at every stage. For equal widths it is num_stages - s, the textbook's.
-
-    Where routes do not all pass the same stages (pipelines of different depth), what follows a stage is what follows
-    it on the routes, each next stage counted by its share of micro-batches that come from here. Pipelines that share no
-    workers are taken one by one, and workers that no route passes do not count. Under ``zero-bubble``
-    every worker may hold what the fullest one holds under ``1f1b``, and twice that under ``zero-bubble-h2``.
-
-    Args:
-        layout: stages and routes.
-        schedule: ``gpipe`` holds everything that the worker is given.
-    Returns:
-        For each worker at least 1, and at most its number of micro-batches if it has any.
-    Raises:
-        ValueError: an unknown schedule.
-    """
-    _check_schedule(schedule)
-    bounds = dict.fromkeys(sorted(layout.workers), 1)
-    for part, _ in _parts(layout):
-        bounds.update(_bounds_of_part(part, schedule))
-    return bounds
-
-
-def _bounds_of_part(part: Layout, schedule: Schedule) -> dict[int, int]:
-    given = Counter(hop.worker for route in part.routes for hop in route)
-    if schedule == "gpipe":
-        return dict(given)
-    needed = _needed_in_flight(part)
-    if splits_backwards(schedule):
-        needed = [IN_FLIGHT[schedule] * max(needed)] * len(needed)
-    return {
-        worker: min(bound, given[worker])
-        for stage, bound in zip(part.stages, needed, strict=True)
-        for worker in stage.workers
-    }
-
-
-def _parts(layout: Layout) -> list[tuple[Layout, list[int]]]:
-    """Pipelines that run side by side: each with the workers that it keeps busy, and the numbers of its micro-batches.
-
-    Their stages are those of the layout, some without workers.
-    """
-    parts = []
-    for numbers in independent_parts(layout):
-        routes = tuple(layout.routes[number] for number in numbers)
-        busy = {hop.worker for route in routes for hop in route}
-        stages = tuple(
-            msgspec.structs.replace(stage, workers=tuple(worker for worker in stage.workers if worker in busy))
-            for stage in layout.stages
-        )
-        parts.append((Layout(stages=stages, routes=routes), numbers))
-    return parts
-
-
-def bounds_within(layout: Layout, schedule: Schedule, limits: Mapping[int, int]) -> dict[int, int]:
-    """`in_flight_bounds`, but no more than these limits for the workers that are in them, as where memory is short."""
-    bounds = in_flight_bounds(layout, schedule)
-    return {worker: min(bound, limits.get(worker, bound)) for worker, bound in bounds.items()}
-
-
-def _needed_in_flight(layout: Layout) -> list[int]:
-    """For each stage the micro-batches that one of its workers must hold for full throughput under ``1f1b``."""
-    stages = layout.stages
-    needed = [1] * len(stages)
-    is_chain = all(stage.workers for stage in stages) and all(
-        before.start < after.start and before.stop < after.stop for before, after in pairwise(stages)
-    )
-    passes: Counter[tuple[int, int]] = Counter()
-    if is_chain:  # as good as every route passes every stage
-        passes.update(pairwise(range(len(stages))))
-    else:
-        for route in layout.routes:
-            passes.update(pairwise(hop.stage for hop in route))
-    arriving: Counter[int] = Counter()
-    for (_, after), count in passes.items():
-        arriving[after] += count
-    for stage in reversed(range(len(stages))):
-        following = sum(
-            (
-                Fraction(needed[after] * stages[after].width * count, arriving[after])
-                for (before, after), count in passes.items()
-                if before == stage
-            ),
-            Fraction(0),
-        )
-        needed[stage] = 1 - (-following // stages[stage].width) if following else 1
-    return needed
+from elaswave.costs.schedules import (
+    Schedule,
+    bounds_of_part,
+    check_schedule,
+    in_flight_bounds,
+    parts_of,
+    splits_backwards,
+)
+from elaswave.costs.step_time.work import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Durations,
+    Flow,
+    TransferSeconds,
+    run_in_order,
+)
+from elaswave.types import Layout, Program
 
 
 def compile_programs(
@@ -181,14 +86,14 @@ def compile_programs(
         ValueError: an unknown schedule, a worker without a bound of at least 1 (max_in_flight), a duration that is
             negative or not finite, or transfers without durations.
     """
-    _check_schedule(schedule)
+    check_schedule(schedule)
     bounds = in_flight_bounds(layout, "gpipe" if forward_only else schedule)
     if max_in_flight is not None and schedule != "gpipe" and not forward_only:
         if too_low := [worker for worker in layout.workers if max_in_flight.get(worker, 0) < 1]:
             raise ValueError(f"max_in_flight of workers {too_low} is missing or below 1: nothing could ever begin")
         bounds = {worker: max_in_flight[worker] for worker in layout.workers}
     programs: dict[int, Program] = dict.fromkeys(layout.workers, ())
-    for part, numbers in _parts(layout):
+    for part, numbers in parts_of(layout):
         if only is not None and only not in part.workers:
             continue
         flow = Flow(part, durations, transfer_s, ticks=True, numbers=numbers)
@@ -202,20 +107,10 @@ def _compile(
     """The programs of one part, as codes."""
     held = [bounds[worker] for worker in flow.workers]
     if splits_backwards(schedule) and not forward_only:
-        open_ = _at_most(held, _bounds_of_part(part, "1f1b"), flow)
-        tried = [_at_most(held, _bounds_of_part(part, "zero-bubble"), flow), held]
+        open_ = _at_most(held, bounds_of_part(part, "1f1b"), flow)
+        tried = [_at_most(held, bounds_of_part(part, "zero-bubble"), flow), held]
         return _zero_bubble(flow, open_, tried if tried[0] != held else [held])
     return _Compiler(flow, held, waits_for_forwards=schedule == "gpipe", forward_only=forward_only).run()
-
-
-def _check_schedule(schedule: str) -> None:
-    if schedule not in SCHEDULES:
-        raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
-
-
-def splits_backwards(schedule: Schedule) -> bool:
-    """Whether a schedule has I and W instead of B."""
-    return schedule in IN_FLIGHT
 
 
 def _at_most(held: Sequence[int], bounds: Mapping[int, int], flow: Flow) -> list[int]:

@@ -24,13 +24,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster
+from elaswave.costs.schedules import Schedule, in_flight, splits_backwards
+from elaswave.costs.step_time.exact import durations_of, time_programs, transfer_of
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.cluster import Cluster
-from elaswave.planning.costs import Costs
 from elaswave.planning.plan import Allocation, StageShare
+from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import make_routes
-from elaswave.planning.schedule import IN_FLIGHT, Schedule, compile_programs, splits_backwards
-from elaswave.planning.timing import durations_of, time_programs, transfer_of
 from elaswave.types import Stage
 
 EXACT_ACTIONS = 20_000
@@ -350,21 +351,6 @@ def worker_speeds(cluster: Cluster, where: np.ndarray, levels: np.ndarray) -> tu
     own = cluster.device[where]
     idle = np.array([device.idle_power_w for device in cluster.devices])[own]
     return cluster.speed[where] * table[own, levels, 0], table[own, levels, 1], idle
-
-
-def in_flight(widths: np.ndarray, schedule: Schedule) -> np.ndarray:
-    """Micro-batches that a worker of each stage of a chain may hold; see `elaswave.planning.schedule`."""
-    needed = np.ones(len(widths), dtype=np.int64)
-    following = 0
-    for index in reversed(range(len(widths))):
-        width = int(widths[index])
-        needed[index] = 1 - (-following // width)
-        following = int(needed[index]) * width
-    if schedule == "gpipe":
-        needed[:] = np.iinfo(np.int64).max
-    elif splits_backwards(schedule):
-        needed[:] = IN_FLIGHT[schedule] * needed.max()
-    return needed
 
 
 def _positions(cluster: Cluster, workers: np.ndarray) -> np.ndarray:

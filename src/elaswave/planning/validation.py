@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from elaswave.errors import InvalidProgramError
-from elaswave.planning.program import KIND_NAMES, Action, Kind, Program
-from elaswave.types import Layout
+from elaswave.types import ACTION_NAMES, Action, Kind, Layout, Program
 
 MAX_ROWS = 24
 """Workers shown in an error's grid."""
@@ -112,18 +111,18 @@ def _missing(programs: Mapping[int, Program], where: Mapping[Action, int], forwa
         own = there.get(worker, set())
         end = len(programs.get(worker, ()))
         if action not in own:
-            yield _Fault(worker, end, f"{action} ({KIND_NAMES['F']}) is missing")
+            yield _Fault(worker, end, f"{action} ({ACTION_NAMES['F']}) is missing")
         if forward_only:
             continue
         whole, first, second = (Action(action.stage, kind, action.microbatch) for kind in ("B", "I", "W"))
         if whole in own:
             continue
         if first not in own and second not in own:
-            yield _Fault(worker, end, f"{whole} ({KIND_NAMES['B']}) is missing")
+            yield _Fault(worker, end, f"{whole} ({ACTION_NAMES['B']}) is missing")
         elif first not in own:
-            yield _Fault(worker, end, f"{first} ({KIND_NAMES['I']}) is missing beside {second}")
+            yield _Fault(worker, end, f"{first} ({ACTION_NAMES['I']}) is missing beside {second}")
         elif second not in own:
-            yield _Fault(worker, end, f"{second} ({KIND_NAMES['W']}) is missing beside {first}")
+            yield _Fault(worker, end, f"{second} ({ACTION_NAMES['W']}) is missing beside {first}")
 
 
 def _too_many_in_flight(programs: Mapping[int, Program], max_in_flight: Mapping[int, int]) -> Iterator[_Fault]:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave.planning.costs import Costs, LayerCosts
-from elaswave.planning.measured import ActionTiming, CostMeter, prediction_error, summarize_actions
-from elaswave.planning.program import Kind
+from elaswave.costs.layers import Costs, LayerCosts
+from elaswave.costs.profiled import ActionTiming, CostMeter, prediction_error, summarize_actions
+from elaswave.types import Kind
 
 
 def costs_of(forward_s: list[float], *, input_share: float = 1.0, weight_share: float = 1.0) -> Costs:

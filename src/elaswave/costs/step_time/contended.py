@@ -1,10 +1,10 @@
 """One training step on virtual time: programs run as the executor runs them, over links that transfers share.
 
-``elaswave.planning.timing`` answers the same question for planners, a hundred thousand times as often, and lets every
-transfer have its link to itself. Here a worker has one outgoing link within its node and one between nodes (the levels
-of `Cluster`), and the transfers that it sends over one of them at the same time share its bandwidth equally, as flows
-of one network card do. So a transfer may slow down while it runs, which takes events. Receivers and switches are taken
-to keep up. As in the executor, sends never keep a worker from computing.
+The fidelity ``contended``. ``exact`` answers the same question for planners, a hundred thousand times as often, and
+lets every transfer have its link to itself. Here a worker has one outgoing link within its node and one between nodes
+(the levels of `Cluster`), and the transfers that it sends over one of them at the same time share its bandwidth
+equally, as flows of one network card do. So a transfer may slow down while it runs, which takes events. Receivers and
+switches are taken to keep up. As in the executor, sends never keep a worker from computing.
 """
 
 import heapq
@@ -13,17 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from elaswave.planning.cluster import Cluster, Link
-from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import DEFAULT_FOLLOWERS, levels_of
-from elaswave.planning.flow import FORWARD, WEIGHT, Flow, run_in_order
-from elaswave.planning.in_flight import layout_limits
-from elaswave.planning.plan import Allocation
-from elaswave.planning.program import Program
-from elaswave.planning.routes import make_routes
-from elaswave.planning.schedule import bounds_within, compile_programs
-from elaswave.planning.timing import Timeline, durations_of, transfer_of
-from elaswave.types import Layout
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, NetworkLink
+from elaswave.costs.step_time.exact import Timeline, durations_of, transfer_of
+from elaswave.costs.step_time.work import FORWARD, WEIGHT, Flow, run_in_order
+from elaswave.types import Layout, Program
 
 
 class StepTransfer(NamedTuple):
@@ -85,7 +79,7 @@ class SimulatedStep:
         }
 
 
-def simulate_step(
+def contended(
     layout: Layout,
     programs: Mapping[int, Program],
     costs: Costs,
@@ -97,7 +91,7 @@ def simulate_step(
 
     Args:
         layout: whose routes the programs run.
-        programs: of all workers, valid (see `elaswave.planning.validate`).
+        programs: of all workers, valid (see `elaswave.planning.validation`).
         costs: of the model's layers.
         cluster: speeds of the workers, their nodes and links.
         levels: worker -> index of its frequency level; others run at their device's base level.
@@ -109,7 +103,7 @@ def simulate_step(
     alone = Flow(layout, durations, transfer_of(costs, cluster))
     encoded = alone.encode(programs)
     uncontended_s = run_in_order(alone, encoded).makespan  # also makes sure that the programs come to their end
-    run = _Run(alone, encoded, costs, cluster)
+    run = _ContendedRun(alone, encoded, costs, cluster)
     run.run()
     return SimulatedStep(
         timeline=Timeline(
@@ -122,32 +116,6 @@ def simulate_step(
         overhead_s=costs.step_overhead_s,
         uncontended_s=uncontended_s + costs.step_overhead_s,
     )
-
-
-def simulate_allocation(
-    cluster: Cluster, costs: Costs, allocation: Allocation, *, followers: int = DEFAULT_FOLLOWERS
-) -> SimulatedStep:
-    """Runs a step of what a planner decided: its routes, and the programs that workers would compile for them.
-
-    Args:
-        cluster: with all workers of the allocation.
-        costs: of the model's layers.
-        allocation: who does how much.
-        followers: live copies of every block: where memory is short, less is in flight.
-    Raises:
-        KeyError: a worker that the cluster lacks.
-    """
-    layout = make_routes(allocation, costs, cluster)
-    levels = levels_of(allocation)
-    limits = layout_limits(cluster, costs, layout, allocation.schedule, followers=followers, must_fit=False)
-    programs = compile_programs(
-        layout,
-        allocation.schedule,
-        max_in_flight=bounds_within(layout, allocation.schedule, limits),
-        durations=durations_of(costs, cluster, levels),
-        transfer_s=transfer_of(costs, cluster),
-    )
-    return simulate_step(layout, programs, costs, cluster, levels=levels)
 
 
 class _Sending(NamedTuple):
@@ -169,7 +137,7 @@ class _SharedLink:
         link: the level.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: NetworkLink) -> None:
         self.latency_s = link.latency_s
         self._bandwidth = link.bandwidth_bytes_per_s
         self.sendings: list[_Sending] = []
@@ -195,7 +163,7 @@ class _SharedLink:
 _ACTION_ENDS, _LINK_TURNS, _INPUT_ARRIVES = range(3)
 
 
-class _Run:
+class _ContendedRun:
     """The simulation.
 
     Args:

@@ -1,6 +1,6 @@
 """Costs and clusters from a description: a model's shape, a kind of device, kinds of links. Pure.
 
-Seconds are operations over the device's peak times its efficiency (`elaswave.planning.presets`), for matrix products
+Seconds are operations over the device's peak times its efficiency (`elaswave.costs.presets`), for matrix products
 and attention; a look-up in the embedding moves bytes instead. Bytes are those of a bfloat16 model with float32 masters
 under AdamW, and of the tensors that eager PyTorch with flash attention keeps for the backward. What is left out: kernel
 launches, norms and activations' own time (they are in the efficiency), and how products of odd sizes do worse.
@@ -14,9 +14,9 @@ from typing import Literal
 
 import msgspec
 
-from elaswave.planning.cluster import Cluster, Device, Link
-from elaswave.planning.costs import Costs, LayerCosts
-from elaswave.planning.presets import DevicePreset, ModelShape, link_preset
+from elaswave.costs.layers import Costs, LayerCosts
+from elaswave.costs.machines import Cluster, Device, NetworkLink
+from elaswave.costs.presets import DevicePreset, ModelShape, link_preset
 
 PARAMETER_BYTES = 2
 """bfloat16."""
@@ -111,7 +111,7 @@ def layer_work(
     return (embedding, *blocks, head)
 
 
-def describe_costs(
+def analytic_costs(
     shape: ModelShape,
     preset: DevicePreset,
     *,
@@ -121,8 +121,8 @@ def describe_costs(
     tensor_parallel: int = 1,
     num_stages: int = 1,
     efficiency: float | None = None,
-    within_node: Link | None = None,
-    between_nodes: Link | None = None,
+    within_node: NetworkLink | None = None,
+    between_nodes: NetworkLink | None = None,
 ) -> Costs:
     """Costs of a model on a kind of device.
 
@@ -187,7 +187,7 @@ def describe_costs(
     )
 
 
-def describe_shares(
+def analytic_shares(
     shape: ModelShape,
     *,
     microbatch_size: int,
@@ -198,7 +198,7 @@ def describe_shares(
 ) -> Costs:
     """Costs of a model on no device in particular: bytes as they are, seconds only in proportion to each other.
 
-    What `elaswave.planning.measured.CostMeter` needs to know of a job beside its timings.
+    What `elaswave.costs.profiled.CostMeter` needs to know of a job beside its timings.
 
     Args:
         shape: sizes of the model.
@@ -232,7 +232,7 @@ def describe_shares(
     )
 
 
-def _all_reduces_s(num_bytes: float, num_devices: int, link: Link) -> float:
+def _all_reduces_s(num_bytes: float, num_devices: int, link: NetworkLink) -> float:
     """Seconds of a block's two all-reduces in one direction, as rings."""
     if num_devices == 1:
         return 0.0
@@ -240,14 +240,14 @@ def _all_reduces_s(num_bytes: float, num_devices: int, link: Link) -> float:
     return 2 * steps * link.transfer_s(num_bytes / num_devices)
 
 
-def describe_cluster(
+def preset_cluster(
     num_workers: int,
     preset: DevicePreset,
     *,
     tensor_parallel: int = 1,
     workers_per_node: int | None = None,
-    within_node: Link | None = None,
-    between_nodes: Link | None = None,
+    within_node: NetworkLink | None = None,
+    between_nodes: NetworkLink | None = None,
     power_limit_w: float | Literal["base level"] | None = "base level",
     usable_memory: float = USABLE_MEMORY,
 ) -> Cluster:
@@ -298,6 +298,6 @@ def describe_cluster(
     return Cluster(**{**vars(cluster), "power_limit_w": power_limit_w})
 
 
-def _widened(link: Link, num_devices: int) -> Link:
+def _widened(link: NetworkLink, num_devices: int) -> NetworkLink:
     """Every device of a worker has its own link, and carries its share of a tensor."""
-    return Link(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * num_devices, latency_s=link.latency_s)
+    return NetworkLink(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * num_devices, latency_s=link.latency_s)

@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.programs import parse_programs
 from tests.property.layouts import layouts
 
+from elaswave.costs.layers import Costs, LayerCosts
+from elaswave.costs.machines import Cluster, Device, FrequencyLevel, NetworkLink
+from elaswave.costs.schedules import SCHEDULES, in_flight_bounds
+from elaswave.costs.step_time.exact import durations_of, time_programs, transfer_of
 from elaswave.errors import InvalidProgramError
-from elaswave.planning.cluster import Cluster, Device, FrequencyLevel, Link
-from elaswave.planning.costs import Costs, LayerCosts
 from elaswave.planning.layout import make_layout
-from elaswave.planning.program import parse_programs
-from elaswave.planning.schedule import SCHEDULES, compile_programs, in_flight_bounds
-from elaswave.planning.timing import durations_of, time_programs, transfer_of
-from elaswave.planning.validate import validate_programs
+from elaswave.planning.programs import compile_programs
+from elaswave.planning.validation import validate_programs
 from elaswave.types import Hop
 
 FORWARD, INPUT, WEIGHT = 1.0, 1.25, 0.75
@@ -139,8 +140,8 @@ def test_durations_and_transfers_follow_from_costs_and_cluster():
     cluster = Cluster.uniform(
         3,
         Device(name="d", flops_per_s=1.0, memory_bytes=1.0, levels=levels),
-        within_node=Link(bandwidth_bytes_per_s=100.0),
-        between_nodes=Link(bandwidth_bytes_per_s=10.0, latency_s=1.0),
+        within_node=NetworkLink(bandwidth_bytes_per_s=100.0),
+        between_nodes=NetworkLink(bandwidth_bytes_per_s=10.0, latency_s=1.0),
         workers_per_node=2,
     )
     cluster.speed[1] = 0.25

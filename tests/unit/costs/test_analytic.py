@@ -3,17 +3,16 @@
 import msgspec
 import pytest
 
-from elaswave.errors import UsageError
-from elaswave.planning.cluster import Link
-from elaswave.planning.describe import (
+from elaswave.costs.analytic import (
     ACCUMULATOR_BYTES,
     LayerWork,
-    describe_cluster,
-    describe_costs,
-    describe_shares,
+    analytic_costs,
+    analytic_shares,
     layer_work,
+    preset_cluster,
 )
-from elaswave.planning.presets import (
+from elaswave.costs.machines import NetworkLink
+from elaswave.costs.presets import (
     DEVICES,
     LINKS,
     MODELS,
@@ -24,6 +23,7 @@ from elaswave.planning.presets import (
     link_preset,
     model_shape,
 )
+from elaswave.errors import UsageError
 
 SEVEN = MODELS["llama-2-7b"]
 A100 = DEVICES["a100"]
@@ -130,10 +130,10 @@ def test_running_again_keeps_the_input_only() -> None:
 
 
 def test_costs_scale_as_they_should() -> None:
-    base = describe_costs(SEVEN, A100)
+    base = analytic_costs(SEVEN, A100)
     assert base.num_layers == 34
-    half = describe_costs(SEVEN, A100, efficiency=A100.efficiency / 2)
-    twice = describe_costs(SEVEN, A100, microbatch_size=2)
+    half = analytic_costs(SEVEN, A100, efficiency=A100.efficiency / 2)
+    twice = analytic_costs(SEVEN, A100, microbatch_size=2)
     for index in range(1, 34):
         assert half.layers[index].forward_s == pytest.approx(2 * base.layers[index].forward_s)
         assert twice.layers[index].input_gradient_s == pytest.approx(2 * base.layers[index].input_gradient_s)
@@ -147,29 +147,29 @@ def test_costs_scale_as_they_should() -> None:
 
 def test_bytes_of_a_parameter() -> None:
     for consistency, accumulator_bytes in ACCUMULATOR_BYTES.items():
-        costs = describe_costs(SEVEN, A100, consistency=consistency)
+        costs = analytic_costs(SEVEN, A100, consistency=consistency)
         assert costs.between("parameter_bytes", 0, 34) == 2 * SEVEN.num_parameters
         assert costs.between("optimizer_bytes", 0, 34) == 12 * SEVEN.num_parameters
         assert costs.between("accumulator_bytes", 0, 34) == accumulator_bytes * SEVEN.num_parameters
 
 
 def test_what_a_step_costs_beside_its_actions_falls_with_stages_and_bandwidth() -> None:
-    slow, fast = Link(bandwidth_bytes_per_s=1e9), Link(bandwidth_bytes_per_s=1e10)
-    few = describe_costs(SEVEN, A100, num_stages=2, between_nodes=slow)
-    many = describe_costs(SEVEN, A100, num_stages=8, between_nodes=slow)
+    slow, fast = NetworkLink(bandwidth_bytes_per_s=1e9), NetworkLink(bandwidth_bytes_per_s=1e10)
+    few = analytic_costs(SEVEN, A100, num_stages=2, between_nodes=slow)
+    many = analytic_costs(SEVEN, A100, num_stages=8, between_nodes=slow)
     assert few.step_overhead_s > many.step_overhead_s > 0
-    assert describe_costs(SEVEN, A100, num_stages=2, between_nodes=fast).step_overhead_s == pytest.approx(
+    assert analytic_costs(SEVEN, A100, num_stages=2, between_nodes=fast).step_overhead_s == pytest.approx(
         few.step_overhead_s / 10
     )
 
 
 def test_several_devices_per_worker_share_the_work_and_pay_for_it() -> None:
-    one, two = (describe_costs(SEVEN, A100, tensor_parallel=count) for count in (1, 2))
+    one, two = (analytic_costs(SEVEN, A100, tensor_parallel=count) for count in (1, 2))
     share = one.layers[1].forward_s / 2
     # 2 all-reduces of 2 steps, each half of 32 MiB over NVLink's 300 GB/s
     assert two.layers[1].forward_s == pytest.approx(share + 4 * (3.4e-6 + 4096 * 4096 / 300e9))
     assert two.layers[-1].forward_s == pytest.approx(one.layers[-1].forward_s / 2)
-    cluster = describe_cluster(12, A100, tensor_parallel=2)
+    cluster = preset_cluster(12, A100, tensor_parallel=2)
     assert cluster.node.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
     assert cluster.devices[0].name == "2 x a100"
     assert cluster.memory_bytes[0] == pytest.approx(0.9 * 160 * 2**30)
@@ -178,14 +178,14 @@ def test_several_devices_per_worker_share_the_work_and_pay_for_it() -> None:
 
 
 def test_a_described_cluster() -> None:
-    cluster = describe_cluster(20, DEVICES["ascend-910b"], power_limit_w=5000.0, usable_memory=1.0)
+    cluster = preset_cluster(20, DEVICES["ascend-910b"], power_limit_w=5000.0, usable_memory=1.0)
     assert (cluster.num_workers, cluster.node[-1], cluster.power_limit_w) == (20, 2, 5000.0)
     assert cluster.memory_bytes.tolist() == [64 * 2.0**30] * 20
     assert cluster.within_node == LINKS["hccs"].link
-    assert describe_cluster(3, A100).power_limit_w == pytest.approx(3 * 400)
-    assert describe_cluster(3, A100, power_limit_w=None).power_limit_w is None
-    slow = Link(bandwidth_bytes_per_s=1e9)
-    assert describe_cluster(2, A100, within_node=slow, between_nodes=slow, workers_per_node=1).node.tolist() == [0, 1]
+    assert preset_cluster(3, A100).power_limit_w == pytest.approx(3 * 400)
+    assert preset_cluster(3, A100, power_limit_w=None).power_limit_w is None
+    slow = NetworkLink(bandwidth_bytes_per_s=1e9)
+    assert preset_cluster(2, A100, within_node=slow, between_nodes=slow, workers_per_node=1).node.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_described_cluster() -> None:
 )
 def test_impossible_descriptions_of_costs(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        describe_costs(SEVEN, A100, **arguments)  # type: ignore[arg-type]
+        analytic_costs(SEVEN, A100, **arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_impossible_descriptions_of_costs(arguments: dict[str, object], message:
 )
 def test_impossible_descriptions_of_clusters(arguments: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        describe_cluster(4, A100, **arguments)  # type: ignore[arg-type]
+        preset_cluster(4, A100, **arguments)  # type: ignore[arg-type]
 
 
 def test_presets_survive_json() -> None:
@@ -223,8 +223,8 @@ def test_presets_survive_json() -> None:
 
 
 def test_shares_have_the_proportions_of_costs_and_bytes_of_their_own() -> None:
-    shares = describe_shares(SEVEN, microbatch_size=2, optimizer_bytes=8)
-    costs = describe_costs(SEVEN, A100, microbatch_size=2)
+    shares = analytic_shares(SEVEN, microbatch_size=2, optimizer_bytes=8)
+    costs = analytic_costs(SEVEN, A100, microbatch_size=2)
     for field in ("forward_s", "input_gradient_s", "weight_gradient_s"):
         ratios = [getattr(a, field) / getattr(b, field) for a, b in zip(shares.layers[1:], costs.layers[1:])]
         assert ratios == pytest.approx([ratios[0]] * len(ratios))
@@ -233,4 +233,4 @@ def test_shares_have_the_proportions_of_costs_and_bytes_of_their_own() -> None:
     assert shares.layers[1].boundary_bytes == 2 * costs.layers[1].boundary_bytes
     assert shares.layers[0].forward_s > 0
     with pytest.raises(ValueError, match="consistency is 'loose'"):
-        describe_shares(SEVEN, microbatch_size=1, consistency="loose")
+        analytic_shares(SEVEN, microbatch_size=1, consistency="loose")

@@ -61,7 +61,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         return [level.speed for level in self.levels].index(1.0)
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class NetworkLink(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker can send over one level of the network: latency + bytes / bandwidth."""
 
     bandwidth_bytes_per_s: float
@@ -98,8 +98,8 @@ class Cluster:
     device: np.ndarray
     """int64: index into `devices`."""
     devices: tuple[Device, ...]
-    within_node: Link
-    between_nodes: Link
+    within_node: NetworkLink
+    between_nodes: NetworkLink
     power_limit_w: float | None = None
     """Of all workers together; None means no limit."""
 
@@ -134,7 +134,13 @@ class Cluster:
 
     @classmethod
     def uniform(
-        cls, num_workers: int, device: Device, *, within_node: Link, between_nodes: Link, workers_per_node: int = 8
+        cls,
+        num_workers: int,
+        device: Device,
+        *,
+        within_node: NetworkLink,
+        between_nodes: NetworkLink,
+        workers_per_node: int = 8,
     ) -> "Cluster":
         """Workers 0 to num_workers - 1 of one kind, node after node."""
         if num_workers < 1 or workers_per_node < 1:
@@ -215,12 +221,12 @@ class _ClusterDocument(msgspec.Struct, forbid_unknown_fields=True):
     memory_bytes: list[float]
     device: list[int]
     devices: tuple[Device, ...]
-    within_node: Link
-    between_nodes: Link
+    within_node: NetworkLink
+    between_nodes: NetworkLink
     power_limit_w: float | None = None
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterEvent(msgspec.Struct, frozen=True, kw_only=True):
     """What happened to some workers at one instant."""
 
     kind: EventKind

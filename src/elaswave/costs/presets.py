@@ -3,7 +3,7 @@
 A figure of a device is a vendor's peak, an efficiency is what others have reported to reach of it, and a level's power
 is modelled, since nobody publishes draw over clock: ``idle + (board - idle) * speed * voltage**2``, where voltage falls
 and rises by half as much as the clock, and by no more than a fifth. Plans made from presets are therefore good for
-comparisons on one machine; a running job measures instead (`elaswave.planning.measured`).
+comparisons on one machine; a running job measures instead (`elaswave.costs.profiled`).
 
 GB and TB of memory are powers of 1024, as vendors' tools show them; bandwidths are powers of 1000, per direction.
 """
@@ -13,8 +13,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from elaswave.costs.machines import Device, FrequencyLevel, NetworkLink
 from elaswave.errors import UsageError
-from elaswave.planning.cluster import Device, FrequencyLevel, Link
 
 GIB = 2.0**30
 GB_PER_S = 1e9
@@ -97,7 +97,7 @@ class LinkPreset(msgspec.Struct, frozen=True, kw_only=True):
     """A kind of connection."""
 
     name: str
-    link: Link
+    link: NetworkLink
     """Of one worker, in each direction."""
     source: str
 
@@ -215,39 +215,39 @@ LINKS: Mapping[str, LinkPreset] = {
     for preset in (
         LinkPreset(
             name="nvlink-3",
-            link=Link(bandwidth_bytes_per_s=300 * GB_PER_S, latency_s=3.4e-6),
+            link=NetworkLink(bandwidth_bytes_per_s=300 * GB_PER_S, latency_s=3.4e-6),
             source=f"NVIDIA A100 datasheet: 600 GB/s in both directions together; {NCCL_LATENCIES}, NVLINK",
         ),
         LinkPreset(
             name="nvlink-4",
-            link=Link(bandwidth_bytes_per_s=450 * GB_PER_S, latency_s=3.4e-6),
+            link=NetworkLink(bandwidth_bytes_per_s=450 * GB_PER_S, latency_s=3.4e-6),
             source=f"NVIDIA H100 datasheet: 900 GB/s in both directions together; {NCCL_LATENCIES}, NVLINK",
         ),
         LinkPreset(
             name="hccs",
-            link=Link(bandwidth_bytes_per_s=28 * GB_PER_S, latency_s=5.7e-6),
+            link=NetworkLink(bandwidth_bytes_per_s=28 * GB_PER_S, latency_s=5.7e-6),
             source="Huawei Atlas 800T A2 (8 devices, fully meshed): 392 GB/s over 7 links in both directions together, "
             f"so 28 GB/s between two devices; {NCCL_LATENCIES}, PCI, for want of a published one",
         ),
         LinkPreset(
             name="infiniband-hdr",
-            link=Link(bandwidth_bytes_per_s=25 * GB_PER_S, latency_s=14e-6),
+            link=NetworkLink(bandwidth_bytes_per_s=25 * GB_PER_S, latency_s=14e-6),
             source=f"NVIDIA DGX A100 datasheet: one 200 Gb/s HDR adapter per GPU; {NCCL_LATENCIES}, NET",
         ),
         LinkPreset(
             name="infiniband-ndr",
-            link=Link(bandwidth_bytes_per_s=50 * GB_PER_S, latency_s=14e-6),
+            link=NetworkLink(bandwidth_bytes_per_s=50 * GB_PER_S, latency_s=14e-6),
             source=f"NVIDIA DGX H100 datasheet: one 400 Gb/s NDR adapter per GPU; {NCCL_LATENCIES}, NET",
         ),
         LinkPreset(
             name="roce-200",
-            link=Link(bandwidth_bytes_per_s=25 * GB_PER_S, latency_s=14e-6),
+            link=NetworkLink(bandwidth_bytes_per_s=25 * GB_PER_S, latency_s=14e-6),
             source="Huawei Atlas 800T A2: one 200 Gb/s RoCE port per device; "
             f"{NCCL_LATENCIES}, NET, for want of a published one",
         ),
         LinkPreset(
             name="ethernet-100",
-            link=Link(bandwidth_bytes_per_s=12.5 * GB_PER_S, latency_s=14e-6),
+            link=NetworkLink(bandwidth_bytes_per_s=12.5 * GB_PER_S, latency_s=14e-6),
             source=f"100 Gb/s Ethernet, IEEE 802.3bm; {NCCL_LATENCIES}, NET",
         ),
     )

@@ -5,18 +5,19 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.programs import parse_programs
 from tests.property.layouts import layouts
 
+from elaswave.costs.layers import Costs, LayerCosts
+from elaswave.costs.machines import Cluster, Device, NetworkLink
+from elaswave.costs.schedules import SCHEDULES
+from elaswave.costs.step_time.contended import contended
+from elaswave.costs.step_time.exact import durations_of, time_programs, transfer_of
 from elaswave.errors import InvalidProgramError
 from elaswave.observability.step_trace import step_trace, write_step_trace
 from elaswave.observability.trace import ACTION, validate_trace
-from elaswave.planning.cluster import Cluster, Device, Link
-from elaswave.planning.costs import Costs, LayerCosts
 from elaswave.planning.layout import make_layout
-from elaswave.planning.program import parse_programs
-from elaswave.planning.schedule import SCHEDULES, compile_programs
-from elaswave.planning.timing import durations_of, time_programs, transfer_of
-from elaswave.sim.cluster.pipeline import simulate_step
+from elaswave.planning.programs import compile_programs
 from elaswave.types import Hop, Layout, Stage
 
 DEVICE = Device(name="d", flops_per_s=1.0, memory_bytes=1.0)
@@ -37,8 +38,8 @@ def cluster_of(layout, bandwidth, latency_s=0.0, workers_per_node=2):
     return Cluster.uniform(
         max(layout.workers) + 1,
         DEVICE,
-        within_node=Link(bandwidth_bytes_per_s=4 * bandwidth, latency_s=latency_s),
-        between_nodes=Link(bandwidth_bytes_per_s=bandwidth, latency_s=2 * latency_s),
+        within_node=NetworkLink(bandwidth_bytes_per_s=4 * bandwidth, latency_s=latency_s),
+        between_nodes=NetworkLink(bandwidth_bytes_per_s=bandwidth, latency_s=2 * latency_s),
         workers_per_node=workers_per_node,
     )
 
@@ -51,7 +52,7 @@ def test_contention_only_delays_and_nothing_else_does(layout, schedule, data):
     durations, transfer_s = durations_of(costs, cluster), transfer_of(costs, cluster)
     programs = compile_programs(layout, schedule, durations=durations, transfer_s=transfer_s)
     alone = time_programs(layout, programs, durations, transfer_s)
-    step = simulate_step(layout, programs, costs, cluster)
+    step = contended(layout, programs, costs, cluster)
     assert step.uncontended_s == alone.step_s + 0.25
     assert step.step_s == step.timeline.step_s + 0.25
     for worker, ends in alone.end_s.items():
@@ -76,7 +77,7 @@ def test_transfers_of_one_sender_share_its_link():
     layout = Layout(stages=stages, routes=((Hop(0, 0, 0, 1), Hop(1, 1, 1, 2)), (Hop(0, 0, 0, 1), Hop(2, 1, 1, 2))))
     programs = parse_programs("worker 0: 0F0 0F1 0B0 0B1\nworker 1: 1F0 1B0\nworker 2: 1F1 1I1 1W1")
     costs = costs_of([0.5, 10.0], 8.0)
-    step = simulate_step(layout, programs, costs, cluster_of(layout, 8.0, workers_per_node=1))
+    step = contended(layout, programs, costs, cluster_of(layout, 8.0, workers_per_node=1))
     # The first has the link for 0.5 s, both share it for 1 s, the second one ends alone after 0.5 s more.
     assert [(each.target, each.start_s, each.sent_s) for each in step.transfers[:2]] == [(1, 0.5, 2.0), (2, 1.0, 2.5)]
     assert step.timeline.start_s[1][0] == 2.0 and step.timeline.start_s[2][0] == 2.5
@@ -87,9 +88,9 @@ def test_transfers_of_one_sender_share_its_link():
     assert step.step_s == 35.0
     assert step.timeline.stage_bubble_fractions == [1 - 3.0 / 35.0, 1 - 30.0 / 35.0]
     assert step.uncontended_s == 34.5
-    near = simulate_step(layout, programs, costs, cluster_of(layout, 8.0, workers_per_node=3))
+    near = contended(layout, programs, costs, cluster_of(layout, 8.0, workers_per_node=3))
     assert near.timeline.start_s[1][0] == 0.75  # within a node links are four times as fast
-    mixed = simulate_step(layout, programs, costs, cluster_of(layout, 8.0, latency_s=0.125, workers_per_node=2))
+    mixed = contended(layout, programs, costs, cluster_of(layout, 8.0, latency_s=0.125, workers_per_node=2))
     assert mixed.timeline.start_s[1][0] == 0.875 and mixed.timeline.start_s[2][0] == 2.25  # another link each
     assert json.loads(json.dumps(step.to_json()))["stage_bubble_fractions"] == step.timeline.stage_bubble_fractions
 
@@ -99,7 +100,7 @@ def test_the_trace_is_that_of_a_real_run(tmp_path, schedule):
     layout = make_layout(widths=[2, 3], layers_per_stage=[2, 1], num_microbatches=7)
     cluster, costs = cluster_of(layout, 8.0), costs_of([1.0, 2.0, 3.0], 4.0)
     programs = compile_programs(layout, schedule)
-    step = simulate_step(layout, programs, costs, cluster)
+    step = contended(layout, programs, costs, cluster)
     for part in step_trace(step):
         actions = [span for span in part.spans if span.category == ACTION]
         assert [span.name for span in actions] == list(map(str, programs[part.worker]))
@@ -119,9 +120,9 @@ def test_the_same_step_twice_and_programs_that_cannot_run():
     layout = make_layout(widths=[1, 2], layers_per_stage=[1, 1], num_microbatches=4)
     cluster, costs = cluster_of(layout, 8.0, 0.01), costs_of([1.0, 1.5], 4.0)
     programs = compile_programs(layout, "zero-bubble")
-    one, other = (simulate_step(layout, programs, costs, cluster) for _ in range(2))
+    one, other = (contended(layout, programs, costs, cluster) for _ in range(2))
     assert one.transfers == other.transfers and one.timeline.end_s == other.timeline.end_s
     with pytest.raises(InvalidProgramError, match="for ever"):
-        simulate_step(layout, parse_programs("worker 0: 0B0 0F0\nworker 1: 1F0 1B0"), costs, cluster)
+        contended(layout, parse_programs("worker 0: 0B0 0F0\nworker 1: 1F0 1B0"), costs, cluster)
     with pytest.raises(KeyError):
-        simulate_step(layout, programs, costs, cluster.without([2]))
+        contended(layout, programs, costs, cluster.without([2]))

@@ -3,18 +3,17 @@
 Every worker runs its program in order and begins each action as soon as its input is there; transfers overlap with
 computing. That is all an executor does, so a time follows from the programs and the durations alone: no events are
 needed, each worker is simply run until it lacks an input. Links that are shared, and so make transfers wait for each
-other, are the simulator's concern (``elaswave.sim.cluster.pipeline``), as is drawing.
+other, are the simulator's concern (``elaswave.costs.step_time.contended``), as is drawing.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from elaswave.planning.cluster import Cluster
-from elaswave.planning.costs import Costs
-from elaswave.planning.flow import Durations, Flow, TransferSeconds, run_in_order
-from elaswave.planning.program import Kind, Program
-from elaswave.types import Hop, Layout
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster
+from elaswave.costs.step_time.work import Durations, Flow, TransferSeconds, run_in_order
+from elaswave.types import Hop, Kind, Layout, Program
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +62,7 @@ def time_programs(
 
     Args:
         layout: whose routes the programs run.
-        programs: of all workers, valid (see `elaswave.planning.validate`).
+        programs: of all workers, valid (see `elaswave.planning.validation`).
         durations: seconds of every action.
         transfer_s: seconds of every transfer; None means that they take no time.
     Raises:

@@ -3,12 +3,16 @@
 import re
 
 import pytest
+from tests.programs import parse_programs, print_programs
 
+from elaswave.costs.schedules import in_flight_bounds
 from elaswave.planning.layout import make_layout
-from elaswave.planning.program import Action, parse_programs, print_programs
-from elaswave.planning.schedule import BACKWARD_COST, compile_programs, in_flight_bounds
-from elaswave.planning.validate import validate_programs
-from elaswave.types import Hop, Layout
+from elaswave.planning.programs import compile_programs
+from elaswave.planning.validation import validate_programs
+from elaswave.types import Action, Hop, Layout
+
+BACKWARD_COST = 2
+"""Modelled duration of a backward relative to its forward: two products per weight matrix instead of one."""
 
 
 def layout_of(widths, num_microbatches):

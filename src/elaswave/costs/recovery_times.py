@@ -9,7 +9,7 @@ WORKER_S_BETWEEN_LOSSES = 54 * 86_400 * 16_384 / 419
 GPUs."""
 
 
-class Pauses(msgspec.Struct, frozen=True, kw_only=True):
+class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of standing still and of work between copies. Everything is a parameter: clusters differ."""
 
     recover_s: float = 0.05
@@ -54,7 +54,7 @@ class Pauses(msgspec.Struct, frozen=True, kw_only=True):
         """Expected seconds to the next event of so many workers."""
         return WORKER_S_BETWEEN_LOSSES / max(1, num_workers) if self.horizon_s is None else self.horizon_s
 
-    def for_mtbf(self, mtbf_s: float) -> "Pauses":
+    def for_mtbf(self, mtbf_s: float) -> "RecoveryTimes":
         """With the horizon, and the checkpoint interval that loses least, at this mean time between losses.
 
         The interval is Young's first-order optimum (CACM 17(9), 1974), sqrt(2 x stall x mtbf), at least a minute:

@@ -4,27 +4,21 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster
+from elaswave.costs.schedules import SCHEDULES, Schedule
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.candidates import Room, Shape, build, shared_layers, whole_layers
-from elaswave.planning.cluster import Cluster
-from elaswave.planning.costs import Costs
-from elaswave.planning.estimate import (
-    DEFAULT_FOLLOWERS,
-    EXACT_ACTIONS,
-    EXACT_WORKERS,
-    check_power,
-    common_levels,
-)
-from elaswave.planning.graph import Cut
-from elaswave.planning.in_flight import time_within_memory
+from elaswave.planning.memory_limits import MemoryBudget, time_within_memory
+from elaswave.planning.partition import Cut
 from elaswave.planning.plan import Allocation
-from elaswave.planning.schedule import SCHEDULES, Schedule
+from elaswave.planning.prediction import DEFAULT_FOLLOWERS, EXACT_ACTIONS, EXACT_WORKERS, check_power, common_levels
+from elaswave.planning.shapes import Shape, build, shared_layers, whole_layers
 
 _HOLDS: Mapping[Schedule, int] = {"1f1b": 0, "zero-bubble": 1, "zero-bubble-h2": 2, "gpipe": 3}
 """Schedules by how much they hold in flight."""
 
 
-def healthy(
+def fault_free(
     cluster: Cluster,
     costs: Costs,
     num_stages: int,
@@ -53,7 +47,7 @@ def healthy(
     return _best(cluster, costs, num_stages, num_replicas, num_microbatches, (schedule,), share_layers, followers)
 
 
-def fastest_healthy(
+def fastest_fault_free(
     cluster: Cluster,
     costs: Costs,
     num_stages: int,
@@ -68,7 +62,7 @@ def fastest_healthy(
     What policies are compared by: otherwise one that changes the schedule after a loss would gain by that alone, which
     any job could have had before.
 
-    Args and errors: as of `healthy`.
+    Args and errors: as of `fault_free`.
     """
     return _best(cluster, costs, num_stages, num_replicas, num_microbatches, SCHEDULES, share_layers, followers)
 
@@ -83,7 +77,7 @@ def _best(
     share_layers: bool,
     followers: int,
 ) -> Allocation:
-    """Of these schedules the fastest; of those that are as fast the one that holds least. See `healthy`."""
+    """Of these schedules the fastest; of those that are as fast the one that holds least. See `fault_free`."""
     if min(num_stages, num_replicas, num_microbatches) < 1:
         raise ValueError(
             f"{num_stages} stages, {num_replicas} replicas, {num_microbatches} micro-batches: all must be at least 1"
@@ -105,7 +99,7 @@ def _best(
             failure = failure or error
             continue
         for cuts in offers:
-            shape = Shape(members=members, cuts=cuts, num_microbatches=num_microbatches, origin="healthy")
+            shape = Shape(members=members, cuts=cuts, num_microbatches=num_microbatches, origin="fault-free")
             try:
                 allocation = build(cluster, costs, shape, schedule, levels, followers=followers)
                 timed = time_within_memory(cluster, costs, allocation, followers=followers, exact_actions=exact)
@@ -138,7 +132,7 @@ def _cuts(
     found: list[tuple[Cut, ...]] = []
     failure: InfeasiblePlan | None = None
     for short in (False, True):
-        room = Room(cluster, costs, members, num_microbatches, schedule, followers, short=short)
+        room = MemoryBudget(cluster, costs, members, num_microbatches, schedule, followers, short=short)
         try:
             found.append(whole_layers(cluster, costs, members, num_microbatches, room))
         except InfeasiblePlan as error:
