@@ -1,4 +1,4 @@
-"""The words of DESIGN as values: ids, stages, routes, layouts, actions and programs. Pure data, no torch, no IO.
+"""The words of DESIGN as values: ids, stages, routes, layouts, execution parameters, programs. No torch, no IO.
 
 Ranges are half-open. Worker ids are given once and never reused. A layout says who runs what; who *holds* which
 block of state is the placement (``elaswave.state.placement``), which follows from the layout and the model alone. A
@@ -82,6 +82,23 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         if len(set(widths)) == 1:
             return f"{len(widths)}x{widths[0]}"
         return "[" + ",".join(map(str, widths)) + "]"
+
+
+class ExecutionParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a plan stands beside the layout. The protocol carries it and does not look into it."""
+
+    schedule: str = ""
+    """Of the programs; empty: as configured."""
+    levels: dict[int, int] = {}
+    """Worker -> index of its device's frequency level; the base level for those that are not in it."""
+    layer_s: tuple[tuple[float, float, float], ...] = ()
+    """Seconds of each layer's forward, input gradient and weight gradient, by which all workers compile the same
+    programs; empty: layers are taken to be balanced over stages."""
+    speeds: dict[int, float] = {}
+    """Worker -> its speed, level included, for the same purpose; 1 for those that are not in it."""
+    in_flight: dict[int, int] = {}
+    """Worker -> the most micro-batches that it may hold at once, where memory is short; those that are not in it may
+    hold as many as the schedule wants."""
 
 
 Kind = Literal["F", "B", "I", "W"]

@@ -8,8 +8,8 @@ import pytest
 from tests.integration.crew import train
 from tests.integration.test_any_layout import MODELS, pipelines_of_unequal_depth, regular, shared_boundary
 
-from elaswave.protocol.messages import ExecutionParameters, LayoutChange
-from elaswave.types import Hop, Layout, Stage
+from elaswave.protocol.messages import LayoutChange
+from elaswave.types import ExecutionParameters, Hop, Layout, Stage
 from elaswave.worker.step import StepEngine, StepResult
 
 START = regular(2, 3, layers=(2, 2))

@@ -21,18 +21,10 @@ from elaswave.errors import FencedError
 from elaswave.planning.recovery import promote, survivor_layout
 from elaswave.protocol import coordinator as core
 from elaswave.protocol.coordinator import Coordinator
-from elaswave.protocol.messages import (
-    Decision,
-    Evidence,
-    ExecutionParameters,
-    Installed,
-    LayoutChange,
-    Registered,
-    Report,
-)
+from elaswave.protocol.messages import Decision, Evidence, Installed, LayoutChange, Registered, Report
 from elaswave.state.placement import Placement, place_blocks
 from elaswave.transport.memory import MemoryNetwork
-from elaswave.types import Layout
+from elaswave.types import ExecutionParameters, Layout
 from elaswave.worker import process as worker_module
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.messages import (

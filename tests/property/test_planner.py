@@ -9,7 +9,8 @@ from tests.property.clusters import LEVELS, layer_seconds, make_cluster, make_co
 
 from elaswave.costs.machines import ClusterEvent
 from elaswave.costs.schedules import SCHEDULES, bounds_within
-from elaswave.costs.step_time.exact import durations_of, time_programs
+from elaswave.costs.step_time.exact import time_programs
+from elaswave.costs.step_time.work import durations_of
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import apportion
 from elaswave.planning.fault_free import fault_free
@@ -294,7 +295,7 @@ def test_what_a_plan_always_keeps(job, move_workers, share_layers, axes):
     for stage in [stage for chain in kept.chains for stage in chain.stages]:
         given = [sum(hop.worker == worker for route in layout.routes for hop in route) for worker in stage.workers]
         assert given == stage.num_microbatches.tolist()
-    durations = durations_of(costs, left, levels_of(kept))
+    durations = durations_of(costs.layer_s, left.speed_of(levels_of(kept)))
     programs = compile_programs(layout, kept.schedule, durations=durations)
     validate_programs(layout, programs)
     # What was predicted chain by chain is what all of them together take.
@@ -354,7 +355,10 @@ def test_a_plan_fits_into_memory_or_says_what_is_missing(job, room):
     layout, schedule = make_routes(found.allocation, costs, left), found.allocation.schedule
     bounds = bounds_within(layout, schedule, layout_limits(left, costs, layout, schedule))
     programs = compile_programs(
-        layout, schedule, max_in_flight=bounds, durations=durations_of(costs, left, levels_of(found.allocation))
+        layout,
+        schedule,
+        max_in_flight=bounds,
+        durations=durations_of(costs.layer_s, left.speed_of(levels_of(found.allocation))),
     )
     validate_programs(layout, programs, max_in_flight=bounds)
     state = costs.prefix["parameter_bytes"] + costs.prefix["accumulator_bytes"] + held_state(costs, layout.stages, 1)

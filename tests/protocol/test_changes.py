@@ -18,8 +18,9 @@ from elaswave.protocol.coordinator import (
 )
 from elaswave.protocol.ledger import Ledger, LedgerError
 from elaswave.protocol.member import Hold, Ignored, Member, MemberState
-from elaswave.protocol.messages import Decision, ExecutionParameters, LayoutChange, Prepare
+from elaswave.protocol.messages import Decision, LayoutChange, Prepare
 from elaswave.sim.protocol.job import Job, model_of, other_layout
+from elaswave.types import ExecutionParameters
 
 LAYOUT = model_of(THREE).layout
 OTHER = other_layout(LAYOUT)

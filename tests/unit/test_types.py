@@ -5,8 +5,7 @@ import pytest
 from tests.programs import parse_action
 
 from elaswave.planning.layout import make_layout
-from elaswave.protocol.messages import ExecutionParameters
-from elaswave.types import ACTION_NAMES, Action, struct_hash
+from elaswave.types import ACTION_NAMES, Action, ExecutionParameters, struct_hash
 
 
 def test_equal_content_has_an_equal_hash():

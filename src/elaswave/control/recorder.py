@@ -48,11 +48,11 @@ from elaswave.observability.result import (
 )
 from elaswave.observability.run_folder import data_facts
 from elaswave.protocol.coordinator import Coordinator, PendingWork
-from elaswave.protocol.messages import Decision, ExecutionParameters, LayoutChange
+from elaswave.protocol.messages import Decision, LayoutChange
 from elaswave.state.checkpoint import newest_committed_step
 from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo, stored_name
 from elaswave.state.digests import add_digests, state_digest
-from elaswave.types import Layout
+from elaswave.types import ExecutionParameters, Layout
 from elaswave.worker.messages import (
     EvaluationReport,
     Finished,

@@ -23,9 +23,10 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.costs.schedules import Schedule
-from elaswave.costs.step_time.exact import durations_of, time_programs
-from elaswave.costs.step_time.work import Durations
+from elaswave.costs.step_time.exact import time_programs
+from elaswave.costs.step_time.work import Durations, durations_of
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.execution import execution_of, programs_of
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.memory_limits import layout_limits
 from elaswave.planning.options import AXES, Options
@@ -35,9 +36,7 @@ from elaswave.planning.policies import ROLL_BACK, make_policies
 from elaswave.planning.prediction import levels_of
 from elaswave.planning.recovery import survivor_layout
 from elaswave.planning.routes import allocation_of, make_routes
-from elaswave.protocol.messages import ExecutionParameters
-from elaswave.types import Hop, Layout, Stage
-from elaswave.worker.run_plan import programs_of, tuning_of
+from elaswave.types import ExecutionParameters, Hop, Layout, Stage
 
 ELASWAVE = "elaswave"
 GAIN_MIN = {"emulated": 0.005, "cpu": 0.03}
@@ -129,7 +128,7 @@ class Replanner:
             layout, execution: in force.
             costs: of the layers.
         """
-        programs = programs_of(layout, execution, self._config)
+        programs = programs_of(layout, execution, self._config.layout.schedule)
         durations = self._durations(layout.workers, execution.levels, costs)
         return time_programs(layout, programs, durations).step_s + costs.step_overhead_s
 
@@ -225,7 +224,7 @@ class Replanner:
             layouts.insert(0, make_routes(allocation, costs, self._cluster, previous=present))
         base = self._device.base_level
         levels = {worker: level for worker, level in levels_of(allocation).items() if level != base}
-        execution = tuning_of(costs, self._speeds(levels), schedule=allocation.schedule, levels=levels)
+        execution = execution_of(costs, self._speeds(levels), schedule=allocation.schedule, levels=levels)
         found = []
         for layout in (with_idle(each, present) for each in layouts):
             own = self.within_memory(layout, execution)
@@ -243,7 +242,7 @@ class Replanner:
 
     def _durations(self, workers: Collection[int], levels: Mapping[int, int], costs: Costs) -> Durations:
         known = {worker: levels.get(worker, self._device.base_level) for worker in workers}
-        return durations_of(costs, self._cluster, known)
+        return durations_of(costs.layer_s, self._cluster.speed_of(known))
 
 
 def without_idle(layout: Layout) -> Layout:

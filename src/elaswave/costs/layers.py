@@ -61,6 +61,11 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return len(self.layers)
 
     @cached_property
+    def layer_s(self) -> tuple[tuple[float, float, float], ...]:
+        """Seconds of each layer's forward, input gradient and weight gradient."""
+        return tuple((each.forward_s, each.input_gradient_s, each.weight_gradient_s) for each in self.layers)
+
+    @cached_property
     def prefix(self) -> dict[str, np.ndarray]:
         """For every cost its sum over the layers before each one, and over all: float64 [num_layers + 1].
 

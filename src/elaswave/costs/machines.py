@@ -3,7 +3,7 @@
 Workers are columns of arrays, not objects: plans are made for a million of them. All of it has a JSON form.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -175,6 +175,23 @@ class Cluster:
         ):
             raise KeyError(f"not all of the workers {wanted[:8].tolist()} ... are in the cluster")
         return found
+
+    def speed_of(self, levels: Mapping[int, int] | None = None) -> Callable[[int], float]:
+        """Looks up the speed of single workers, by id.
+
+        Args:
+            levels: worker -> index of its frequency level; others run at their device's base level.
+        Returns:
+            A function that raises KeyError for a worker that is not in the cluster.
+        """
+        known = levels or {}
+
+        def speed(worker: int) -> float:
+            index = int(self.index_of([worker])[0])
+            device = self.devices[int(self.device[index])]
+            return float(self.speed[index]) * device.levels[known.get(worker, device.base_level)].speed
+
+        return speed
 
     def without(self, workers: Collection[int] | np.ndarray) -> "Cluster":
         """The cluster after these workers are gone; those that are not in it do not matter."""

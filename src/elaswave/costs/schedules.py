@@ -101,7 +101,7 @@ def parts_of(layout: Layout) -> list[tuple[Layout, list[int]]]:
     Their stages are those of the layout, some without workers.
     """
     parts = []
-    for numbers in independentparts_of(layout):
+    for numbers in independent_parts(layout):
         routes = tuple(layout.routes[number] for number in numbers)
         busy = {hop.worker for route in routes for hop in route}
         stages = tuple(
@@ -147,7 +147,7 @@ def _needed_in_flight(layout: Layout) -> list[int]:
     return needed
 
 
-def independentparts_of(layout: Layout) -> list[list[int]]:
+def independent_parts(layout: Layout) -> list[list[int]]:
     """The micro-batches, parted such that no worker runs any of two parts: pipelines that run side by side.
 
     Args:

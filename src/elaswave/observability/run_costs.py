@@ -21,8 +21,8 @@ from elaswave.costs.machines import Cluster
 from elaswave.costs.presets import ModelShape
 from elaswave.costs.profiled import CostMeter, prediction_error
 from elaswave.costs.schedules import Schedule, bounds_within
-from elaswave.costs.step_time.exact import durations_of, time_programs
-from elaswave.costs.step_time.work import Durations
+from elaswave.costs.step_time.exact import time_programs
+from elaswave.costs.step_time.work import Durations, durations_of
 from elaswave.errors import RunFolderError
 from elaswave.observability.events import (
     AnyEvent,
@@ -74,7 +74,7 @@ class RunCosts:
     @property
     def predicted_step_s(self) -> float:
         """What the costs say that a step of the layout takes, in the order in which it is executed."""
-        durations = durations_of(self.costs, self.cluster, self.levels)
+        durations = durations_of(self.costs.layer_s, self.cluster.speed_of(self.levels))
         run_s = _run_s(self.layout, self.schedule, durations, self.in_flight, knows_durations=self.knows_durations)
         return run_s + self.costs.step_overhead_s
 
@@ -142,7 +142,7 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
             costs = msgspec.structs.replace(emulated_costs(config), step_overhead_s=costs.step_overhead_s)
     else:
         described = _described(config, chosen)
-        durations = durations_of(described, cluster, levels)
+        durations = durations_of(described.layer_s, cluster.speed_of(levels))
         run_s = _run_s(layout, schedule, durations, chosen.in_flight, knows_durations=knows_durations)
         costs = _scaled(described, run_s, [step.duration_s for step in steps])
     return RunCosts(

@@ -5,8 +5,10 @@ its arguments. Who holds which block of state is not decided here but in ``elasw
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, cycle, islice, pairwise
 from math import lcm
+
+import msgspec
 
 from elaswave.errors import ConfigError
 from elaswave.planning.partition import split_layers
@@ -201,6 +203,16 @@ def make_layout(*, widths: Sequence[int], layers_per_stage: Sequence[int], num_m
         for microbatch in range(num_microbatches)
     )
     return Layout(stages=stages, routes=routes)
+
+
+def evaluation_layout(layout: Layout, num_microbatches: int) -> Layout:
+    """The same stages with the micro-batches of an evaluation.
+
+    They take the routes of training in turn, so that every link they need is there, and so that there may be fewer
+    of them than a stage has workers.
+    """
+    routes = islice(cycle(layout.routes), num_microbatches)
+    return msgspec.structs.replace(layout, routes=tuple(routes))
 
 
 def validate_layout(layout: Layout) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.schedules import Schedule, bounds_within, in_flight, in_flight_bounds
-from elaswave.costs.step_time.contended import SimulatedStep, contended
-from elaswave.costs.step_time.exact import durations_of, transfer_of
+from elaswave.costs.step_time.contended import SimulatedStep, simulate_step
+from elaswave.costs.step_time.work import durations_of, transfer_of
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.plan import Allocation
 from elaswave.planning.prediction import (
@@ -342,7 +342,7 @@ def simulate_allocation(
         layout,
         allocation.schedule,
         max_in_flight=bounds_within(layout, allocation.schedule, limits),
-        durations=durations_of(costs, cluster, levels),
+        durations=durations_of(costs.layer_s, cluster.speed_of(levels)),
         transfer_s=transfer_of(costs, cluster),
     )
-    return contended(layout, programs, costs, cluster, levels=levels)
+    return simulate_step(layout, programs, costs, cluster, levels=levels)

@@ -27,7 +27,8 @@ import numpy as np
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.schedules import Schedule, in_flight, splits_backwards
-from elaswave.costs.step_time.exact import durations_of, time_programs, transfer_of
+from elaswave.costs.step_time.exact import time_programs
+from elaswave.costs.step_time.work import durations_of, transfer_of
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.plan import Allocation, StageShare
 from elaswave.planning.programs import compile_programs
@@ -166,7 +167,10 @@ def predict(
     """
     if num_actions(allocation) > exact_actions:
         return estimate(cluster, costs, allocation).step_s
-    durations, transfer_s = durations_of(costs, cluster, levels_of(allocation)), transfer_of(costs, cluster)
+    durations, transfer_s = (
+        durations_of(costs.layer_s, cluster.speed_of(levels_of(allocation))),
+        transfer_of(costs, cluster),
+    )
     seconds = 0.0
     for chain in allocation.chains:  # they share no workers, so each is timed by itself
         if not chain.num_microbatches:

@@ -22,7 +22,6 @@ from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
     Evidence,
-    ExecutionParameters,
     Fenced,
     Installed,
     LayoutChange,
@@ -32,7 +31,7 @@ from elaswave.protocol.messages import (
 )
 from elaswave.protocol.table import Transition, check_transition
 from elaswave.state.placement import Block, Placement
-from elaswave.types import Layout
+from elaswave.types import ExecutionParameters, Layout
 
 
 class State(Enum):

@@ -7,7 +7,7 @@ Coordinators carry a term, which grows with every start of one.
 import msgspec
 
 from elaswave.state.placement import Placement
-from elaswave.types import Layout
+from elaswave.types import ExecutionParameters, Layout
 
 PROTOCOL_VERSION = 3
 """Both ends of a control connection must have the same."""
@@ -80,23 +80,6 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
     lost: tuple[int, ...]
     """Workers that this rise leaves behind."""
     reason: str
-
-
-class ExecutionParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a plan stands beside the layout. The protocol carries it and does not look into it."""
-
-    schedule: str = ""
-    """Of the programs; empty: as configured."""
-    levels: dict[int, int] = {}
-    """Worker -> index of its device's frequency level; the base level for those that are not in it."""
-    layer_s: tuple[tuple[float, float, float], ...] = ()
-    """Seconds of each layer's forward, input gradient and weight gradient, by which everybody compiles the same
-    programs; empty: layers are taken to be balanced over stages."""
-    speeds: dict[int, float] = {}
-    """Worker -> its speed, level included, for the same purpose; 1 for those that are not in it."""
-    in_flight: dict[int, int] = {}
-    """Worker -> the most micro-batches that it may hold at once, where memory is short; those that are not in it may
-    hold as many as the schedule wants."""
 
 
 class LayoutChange(msgspec.Struct, frozen=True, kw_only=True, tag="change"):

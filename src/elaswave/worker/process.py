@@ -28,16 +28,7 @@ from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.facts import Facts
 from elaswave.protocol.ledger import CatchUp, Ledger
 from elaswave.protocol.member import Hold, Ignored, Install, Leave, Member, MemberState, MoveAndReport
-from elaswave.protocol.messages import (
-    Decision,
-    ExecutionParameters,
-    Fenced,
-    Installed,
-    LayoutChange,
-    Prepare,
-    Registered,
-    Report,
-)
+from elaswave.protocol.messages import Decision, Fenced, Installed, LayoutChange, Prepare, Registered, Report
 from elaswave.protocol.position import LINK, START, WRITE
 from elaswave.state.checkpoint import read_meta
 from elaswave.state.checkpoint_format import CheckpointMeta
@@ -47,7 +38,7 @@ from elaswave.state.store import BlockStore, Role
 from elaswave.transport.group import doubling_partners
 from elaswave.transport.interface import Transport
 from elaswave.transport.stream import StreamTransport
-from elaswave.types import Layout
+from elaswave.types import ExecutionParameters, Layout
 from elaswave.worker.activity import Activity
 from elaswave.worker.allocator import tune_allocator
 from elaswave.worker.blueprint import Blueprint

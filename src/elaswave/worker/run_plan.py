@@ -5,29 +5,22 @@ hash. Workers have it from their `elaswave.worker.blueprint`; launcher and coord
 the shapes by the template process.
 """
 
-import itertools
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
-import msgspec
-
 from elaswave.config.devices import cluster_of, emulated_costs
 from elaswave.config.schema import Config
+from elaswave.costs.schedules import bounds_within
 from elaswave.data.sampler import Sampler
 from elaswave.data.sources import TokenSource, open_source
 from elaswave.errors import ConfigError, InfeasiblePlan
-from elaswave.planning.costs import Costs
-from elaswave.planning.flow import Durations
-from elaswave.planning.in_flight import layout_limits
+from elaswave.planning.execution import execution_of, programs_of
 from elaswave.planning.layout import make_layout
-from elaswave.planning.program import Kind, Program
-from elaswave.planning.schedule import Schedule, bounds_within, compile_programs
-from elaswave.planning.validate import validate_programs
-from elaswave.protocol.messages import ExecutionParameters
+from elaswave.planning.memory_limits import layout_limits
+from elaswave.planning.validation import validate_programs
 from elaswave.state.placement import Block, Placement, default_block_size, make_blocks, place_blocks
 from elaswave.state.shapes import LayerShape, StateShapes, TensorSlot, all_tensors
-from elaswave.types import Hop, Layout
+from elaswave.types import ExecutionParameters, Layout, Program
 
 
 class RunPlan:
@@ -92,12 +85,12 @@ class RunPlan:
             what = f"{config.device.model} does not fit into {len(self.layout.workers)} emulated {config.device.name}"
             raise ConfigError([f"{what}: {error}"]) from error
         speeds = dict(enumerate(config.device.speeds or ()))
-        return tuning_of(costs, speeds, in_flight=limits)
+        return execution_of(costs, speeds, in_flight=limits)
 
     @cached_property
     def programs(self) -> dict[int, Program]:
         """The validated program of every worker for a training step."""
-        programs = programs_of(self.layout, self.execution, self.config)
+        programs = programs_of(self.layout, self.execution, self.config.layout.schedule)
         bounds = bounds_within(self.layout, self.config.layout.schedule, self.execution.in_flight)
         validate_programs(self.layout, programs, max_in_flight=bounds)
         return programs
@@ -126,75 +119,3 @@ class RunPlan:
         """Which samples make up which micro-batch of training."""
         batch = self.config.batch
         return Sampler(self.config.run.seed, source.num_samples("train"), batch.microbatch_size, batch.num_microbatches)
-
-
-def tuning_of(
-    costs: Costs,
-    speeds: Mapping[int, float],
-    *,
-    schedule: str = "",
-    levels: Mapping[int, int] | None = None,
-    in_flight: Mapping[int, int] | None = None,
-) -> ExecutionParameters:
-    """What everybody must know to compile the same programs by the same durations.
-
-    Args:
-        costs: of the layers.
-        speeds: worker -> speed, that of its frequency level included.
-        schedule: empty for the configured one.
-        levels: worker -> index of its frequency level.
-        in_flight: worker -> the most micro-batches it may hold at once, where memory is short.
-    """
-    return ExecutionParameters(
-        schedule=schedule,
-        levels=dict(levels or {}),
-        layer_s=tuple((each.forward_s, each.input_gradient_s, each.weight_gradient_s) for each in costs.layers),
-        speeds={worker: speed for worker, speed in speeds.items() if speed != 1.0},
-        in_flight=dict(in_flight or {}),
-    )
-
-
-def durations_of(execution: ExecutionParameters) -> Durations | None:
-    """Seconds of actions as a execution says; None if it says nothing."""
-    if not execution.layer_s:
-        return None
-    sums = {
-        kind: list(itertools.accumulate((seconds[part] for seconds in execution.layer_s), initial=0.0))
-        for part, kind in enumerate("FIW")
-    }
-
-    def durations(hop: Hop, kind: Kind) -> float:
-        parts = "IW" if kind == "B" else kind
-        return sum(sums[part][hop.stop] - sums[part][hop.start] for part in parts) / execution.speeds.get(
-            hop.worker, 1.0
-        )
-
-    return durations
-
-
-def programs_of(
-    layout: Layout,
-    execution: ExecutionParameters,
-    config: Config,
-    *,
-    forward_only: bool = False,
-    only: int | None = None,
-) -> dict[int, Program]:
-    """The programs of all workers, the same in every process; with `only` perhaps nobody's but that worker's."""
-    schedule: Schedule = execution.schedule or config.layout.schedule  # type: ignore[assignment]  # checked below
-    limits = None
-    if execution.in_flight and not forward_only:
-        limits = bounds_within(layout, schedule, execution.in_flight)
-    return compile_programs(
-        layout, schedule, forward_only=forward_only, max_in_flight=limits, durations=durations_of(execution), only=only
-    )
-
-
-def evaluation_layout(layout: Layout, num_microbatches: int) -> Layout:
-    """The same stages with the micro-batches of an evaluation.
-
-    They take the routes of training in turn, so that every link they need is there, and so that there may be fewer
-    of them than a stage has workers.
-    """
-    routes = itertools.islice(itertools.cycle(layout.routes), num_microbatches)
-    return msgspec.structs.replace(layout, routes=tuple(routes))

@@ -18,9 +18,11 @@ from elaswave.config.schema import Config
 from elaswave.errors import NonFiniteError, StateError, VoteError
 from elaswave.hashing import MASK64, key64
 from elaswave.observability.trace import PHASE, TraceRecorder
+from elaswave.planning.execution import programs_of
+from elaswave.planning.layout import evaluation_layout
 from elaswave.planning.recovery import choose_followers
 from elaswave.protocol.ledger import CatchUp, Held, Ledger
-from elaswave.protocol.messages import Decision, ExecutionParameters, LayoutChange
+from elaswave.protocol.messages import Decision, LayoutChange
 from elaswave.state.flat import FlatLayer
 from elaswave.state.placement import Placement
 from elaswave.state.shapes import LayerShape, all_tensors
@@ -30,7 +32,7 @@ from elaswave.state.verify import run_hash
 from elaswave.transport.frames import Tag
 from elaswave.transport.group import Group
 from elaswave.transport.interface import Handle, Transport
-from elaswave.types import Action, Layout, struct_hash
+from elaswave.types import Action, ExecutionParameters, Layout, struct_hash
 from elaswave.worker.activity import Activity
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.channels import WAIT_TIMEOUT_S, Channel
@@ -42,7 +44,6 @@ from elaswave.worker.optimizer import Optimizer, clip_factor, learning_rate
 from elaswave.worker.pacing import ActionTimer
 from elaswave.worker.probe import Phase, Probe
 from elaswave.worker.replication import Replication
-from elaswave.worker.run_plan import evaluation_layout, programs_of
 from elaswave.worker.vote import (
     UNKNOWN_MICROBATCH,
     Ballot,
@@ -191,7 +192,7 @@ class StepEngine:
         self.execution = execution
         self._layout_hash = struct_hash(layout)
         self.group = Group(self.transport, layout.workers, Channel.VOTE)
-        self.program = programs_of(layout, execution, self._config, only=self.worker)[self.worker]
+        self.program = programs_of(layout, execution, self._config.layout.schedule, only=self.worker)[self.worker]
         self._executor = Executor(self.worker, layout, self.compute, self.transport, self.activity, self._trace)
 
     def _use_placement(self, placement: Placement, store: BlockStore) -> None:
@@ -524,7 +525,9 @@ class StepEngine:
         """
         num_microbatches = self._config.run.eval_microbatches
         layout = evaluation_layout(self.layout, num_microbatches)
-        program = programs_of(layout, self.execution, self._config, forward_only=True, only=self.worker)[self.worker]
+        program = programs_of(
+            layout, self.execution, self._config.layout.schedule, forward_only=True, only=self.worker
+        )[self.worker]
         executor = Executor(self.worker, layout, self.compute, self.transport, self.activity, self._trace)
         self.compute.losses.clear()
         sends: list[Handle] = []

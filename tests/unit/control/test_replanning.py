@@ -14,17 +14,17 @@ from elaswave.control import replanning
 from elaswave.control.replanning import Replanner, with_idle, without_idle
 from elaswave.costs.schedules import bounds_within, in_flight_bounds
 from elaswave.errors import ConfigError, InvalidProgramError
+from elaswave.planning.execution import programs_of
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.prediction import estimate
 from elaswave.planning.recovery import survivor_layout
 from elaswave.planning.routes import allocation_of, make_routes
 from elaswave.planning.validation import validate_programs
 from elaswave.protocol import coordinator as core
-from elaswave.protocol.messages import Decision, ExecutionParameters
+from elaswave.protocol.messages import Decision
 from elaswave.state.placement import place_blocks
-from elaswave.types import Hop, Layout, Stage, struct_hash
+from elaswave.types import ExecutionParameters, Hop, Layout, Stage, struct_hash
 from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.run_plan import programs_of
 
 
 def config(policy: str = "elaswave", name: str = "a100", **device: Any):
@@ -176,7 +176,7 @@ def test_an_emulated_run_begins_and_goes_on_within_its_memory():
     assert set(replanner.within_memory(after, execution).in_flight.values()) == {1}
 
 
-def test_a_coordinator_begins_with_the_tuning_of_the_start_and_takes_over_the_newest():
+def test_a_coordinator_begins_with_the_execution_parameters_of_the_start_and_takes_over_the_newest():
     """What the first loss strikes is what runs: else its decision would forget durations and limits of memory."""
     given = config()
     blueprint = Blueprint(given)
@@ -260,15 +260,15 @@ def test_programs_hold_no_more_in_flight_than_was_planned():
     wanted = in_flight_bounds(tight.layout, tight.execution.schedule)
     bounds = bounds_within(tight.layout, tight.execution.schedule, tight.execution.in_flight)
     assert any(bounds[worker] < bound for worker, bound in wanted.items())
-    programs = programs_of(tight.layout, tight.execution, given)
+    programs = programs_of(tight.layout, tight.execution, given.layout.schedule)
     validate_programs(tight.layout, programs, max_in_flight=bounds)
     with pytest.raises(InvalidProgramError):
-        unlimited = programs_of(tight.layout, replace_struct(tight.execution, in_flight={}), given)
+        unlimited = programs_of(tight.layout, replace_struct(tight.execution, in_flight={}), given.layout.schedule)
         validate_programs(tight.layout, unlimited, max_in_flight=bounds)
     assert tight.predicted_step_s > roomy.predicted_step_s
     # They stand in what every worker hashes, and an evaluation holds nothing.
     assert struct_hash(tight.execution) != struct_hash(replace_struct(tight.execution, in_flight={}))
-    assert programs_of(tight.layout, tight.execution, given, forward_only=True)
+    assert programs_of(tight.layout, tight.execution, given.layout.schedule, forward_only=True)
 
 
 @pytest.mark.parametrize("policy", ["elaswave", "torchft_batch_kept"])

@@ -11,8 +11,9 @@ from tests.property.layouts import layouts
 from elaswave.costs.layers import Costs, LayerCosts
 from elaswave.costs.machines import Cluster, Device, NetworkLink
 from elaswave.costs.schedules import SCHEDULES
-from elaswave.costs.step_time.contended import contended
-from elaswave.costs.step_time.exact import durations_of, time_programs, transfer_of
+from elaswave.costs.step_time.contended import simulate_step
+from elaswave.costs.step_time.exact import time_programs
+from elaswave.costs.step_time.work import durations_of, transfer_of
 from elaswave.errors import InvalidProgramError
 from elaswave.observability.step_trace import step_trace, write_step_trace
 from elaswave.observability.trace import ACTION, validate_trace
@@ -49,10 +50,10 @@ def test_contention_only_delays_and_nothing_else_does(layout, schedule, data):
     seconds = [data.draw(st.integers(0, 3)) / 2 for _ in range(layout.num_layers)]
     num_bytes, latency_s = data.draw(st.sampled_from([0.0, 1.0, 3.0])), data.draw(st.sampled_from([0.0, 0.5]))
     costs, cluster = costs_of(seconds, num_bytes, overhead_s=0.25), cluster_of(layout, 4.0, latency_s)
-    durations, transfer_s = durations_of(costs, cluster), transfer_of(costs, cluster)
+    durations, transfer_s = durations_of(costs.layer_s, cluster.speed_of()), transfer_of(costs, cluster)
     programs = compile_programs(layout, schedule, durations=durations, transfer_s=transfer_s)
     alone = time_programs(layout, programs, durations, transfer_s)
-    step = contended(layout, programs, costs, cluster)
+    step = simulate_step(layout, programs, costs, cluster)
     assert step.uncontended_s == alone.step_s + 0.25
     assert step.step_s == step.timeline.step_s + 0.25
     for worker, ends in alone.end_s.items():
@@ -77,7 +78,7 @@ def test_transfers_of_one_sender_share_its_link():
     layout = Layout(stages=stages, routes=((Hop(0, 0, 0, 1), Hop(1, 1, 1, 2)), (Hop(0, 0, 0, 1), Hop(2, 1, 1, 2))))
     programs = parse_programs("worker 0: 0F0 0F1 0B0 0B1\nworker 1: 1F0 1B0\nworker 2: 1F1 1I1 1W1")
     costs = costs_of([0.5, 10.0], 8.0)
-    step = contended(layout, programs, costs, cluster_of(layout, 8.0, workers_per_node=1))
+    step = simulate_step(layout, programs, costs, cluster_of(layout, 8.0, workers_per_node=1))
     # The first has the link for 0.5 s, both share it for 1 s, the second one ends alone after 0.5 s more.
     assert [(each.target, each.start_s, each.sent_s) for each in step.transfers[:2]] == [(1, 0.5, 2.0), (2, 1.0, 2.5)]
     assert step.timeline.start_s[1][0] == 2.0 and step.timeline.start_s[2][0] == 2.5
@@ -88,9 +89,9 @@ def test_transfers_of_one_sender_share_its_link():
     assert step.step_s == 35.0
     assert step.timeline.stage_bubble_fractions == [1 - 3.0 / 35.0, 1 - 30.0 / 35.0]
     assert step.uncontended_s == 34.5
-    near = contended(layout, programs, costs, cluster_of(layout, 8.0, workers_per_node=3))
+    near = simulate_step(layout, programs, costs, cluster_of(layout, 8.0, workers_per_node=3))
     assert near.timeline.start_s[1][0] == 0.75  # within a node links are four times as fast
-    mixed = contended(layout, programs, costs, cluster_of(layout, 8.0, latency_s=0.125, workers_per_node=2))
+    mixed = simulate_step(layout, programs, costs, cluster_of(layout, 8.0, latency_s=0.125, workers_per_node=2))
     assert mixed.timeline.start_s[1][0] == 0.875 and mixed.timeline.start_s[2][0] == 2.25  # another link each
     assert json.loads(json.dumps(step.to_json()))["stage_bubble_fractions"] == step.timeline.stage_bubble_fractions
 
@@ -100,7 +101,7 @@ def test_the_trace_is_that_of_a_real_run(tmp_path, schedule):
     layout = make_layout(widths=[2, 3], layers_per_stage=[2, 1], num_microbatches=7)
     cluster, costs = cluster_of(layout, 8.0), costs_of([1.0, 2.0, 3.0], 4.0)
     programs = compile_programs(layout, schedule)
-    step = contended(layout, programs, costs, cluster)
+    step = simulate_step(layout, programs, costs, cluster)
     for part in step_trace(step):
         actions = [span for span in part.spans if span.category == ACTION]
         assert [span.name for span in actions] == list(map(str, programs[part.worker]))
@@ -120,9 +121,9 @@ def test_the_same_step_twice_and_programs_that_cannot_run():
     layout = make_layout(widths=[1, 2], layers_per_stage=[1, 1], num_microbatches=4)
     cluster, costs = cluster_of(layout, 8.0, 0.01), costs_of([1.0, 1.5], 4.0)
     programs = compile_programs(layout, "zero-bubble")
-    one, other = (contended(layout, programs, costs, cluster) for _ in range(2))
+    one, other = (simulate_step(layout, programs, costs, cluster) for _ in range(2))
     assert one.transfers == other.transfers and one.timeline.end_s == other.timeline.end_s
     with pytest.raises(InvalidProgramError, match="for ever"):
-        contended(layout, parse_programs("worker 0: 0B0 0F0\nworker 1: 1F0 1B0"), costs, cluster)
+        simulate_step(layout, parse_programs("worker 0: 0B0 0F0\nworker 1: 1F0 1B0"), costs, cluster)
     with pytest.raises(KeyError):
-        contended(layout, programs, costs, cluster.without([2]))
+        simulate_step(layout, programs, costs, cluster.without([2]))

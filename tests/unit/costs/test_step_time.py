@@ -12,7 +12,8 @@ from tests.property.layouts import layouts
 from elaswave.costs.layers import Costs, LayerCosts
 from elaswave.costs.machines import Cluster, Device, FrequencyLevel, NetworkLink
 from elaswave.costs.schedules import SCHEDULES, in_flight_bounds
-from elaswave.costs.step_time.exact import durations_of, time_programs, transfer_of
+from elaswave.costs.step_time.exact import time_programs
+from elaswave.costs.step_time.work import durations_of, transfer_of
 from elaswave.errors import InvalidProgramError
 from elaswave.planning.layout import make_layout
 from elaswave.planning.programs import compile_programs
@@ -146,10 +147,10 @@ def test_durations_and_transfers_follow_from_costs_and_cluster():
     )
     cluster.speed[1] = 0.25
     costs = Costs(layers=layers)
-    base = durations_of(costs, cluster)
+    base = durations_of(costs.layer_s, cluster.speed_of())
     assert [base(Hop(0, 0, 1, 3), kind) for kind in "FIWB"] == [5.0, 4.0, 6.0, 10.0]
     assert base(Hop(1, 0, 1, 3), "F") == 20.0
-    slow = durations_of(costs, cluster, {0: 0, 2: 1})
+    slow = durations_of(costs.layer_s, cluster.speed_of({0: 0, 2: 1}))
     assert [slow(Hop(worker, 0, 0, 1), "F") for worker in (0, 1, 2)] == [2.0, 4.0, 1.0]
     transfer_s = transfer_of(costs, cluster)
     hops = [Hop(worker, worker, worker, worker + 1) for worker in range(3)]

@@ -10,7 +10,8 @@ from tests.property.clusters import LEVELS, make_cluster, make_costs
 
 from elaswave.costs.machines import ClusterEvent, Device, FrequencyLevel
 from elaswave.costs.schedules import SCHEDULES, in_flight, in_flight_bounds
-from elaswave.costs.step_time.exact import durations_of, time_programs
+from elaswave.costs.step_time.exact import time_programs
+from elaswave.costs.step_time.work import durations_of
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import apportion
 from elaswave.planning.fault_free import fastest_fault_free, fault_free
@@ -299,7 +300,7 @@ def test_pipelines_side_by_side_are_compiled_each_by_itself():
         for each in (three, four):
             apart |= in_flight_bounds(make_routes(each, costs, cluster), schedule)
         assert in_flight_bounds(layout, schedule) == apart
-    durations = durations_of(costs, cluster)
+    durations = durations_of(costs.layer_s, cluster.speed_of())
     programs = compile_programs(layout, "zero-bubble-h2", durations=durations)
     together = predict(cluster, costs, replace(both, schedule="zero-bubble-h2"))
     assert time_programs(layout, programs, durations).step_s == pytest.approx(together)

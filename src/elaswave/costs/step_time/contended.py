@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, NetworkLink
-from elaswave.costs.step_time.exact import Timeline, durations_of, transfer_of
-from elaswave.costs.step_time.work import FORWARD, WEIGHT, Flow, run_in_order
+from elaswave.costs.step_time.exact import Timeline
+from elaswave.costs.step_time.work import FORWARD, WEIGHT, Flow, durations_of, run_in_order, transfer_of
 from elaswave.types import Layout, Program
 
 
@@ -79,7 +79,7 @@ class SimulatedStep:
         }
 
 
-def contended(
+def simulate_step(
     layout: Layout,
     programs: Mapping[int, Program],
     costs: Costs,
@@ -99,7 +99,7 @@ def contended(
         InvalidProgramError: an action of no route, or programs that wait for each other for ever.
         KeyError: a worker of the layout that the cluster lacks.
     """
-    durations = durations_of(costs, cluster, levels)
+    durations = durations_of(costs.layer_s, cluster.speed_of(levels))
     alone = Flow(layout, durations, transfer_of(costs, cluster))
     encoded = alone.encode(programs)
     uncontended_s = run_in_order(alone, encoded).makespan  # also makes sure that the programs come to their end

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster
 from elaswave.costs.step_time.work import Durations, Flow, TransferSeconds, run_in_order
-from elaswave.types import Hop, Kind, Layout, Program
+from elaswave.types import Layout, Program
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,64 +75,3 @@ def time_programs(
         start_s=dict(zip(flow.workers, times.starts, strict=True)),
         end_s=dict(zip(flow.workers, times.ends, strict=True)),
     )
-
-
-def durations_of(costs: Costs, cluster: Cluster, levels: Mapping[int, int] | None = None) -> Durations:
-    """Seconds of actions as costs and workers say.
-
-    Args:
-        costs: of the model's layers.
-        cluster: speeds of the workers.
-        levels: worker -> index of its frequency level; workers that are not in it run at their device's base level.
-    Returns:
-        A function that raises KeyError for a worker that the cluster lacks.
-    """
-    prefix = costs.prefix
-    sums: dict[Kind, list[float]] = {
-        "F": prefix["forward_s"].tolist(),
-        "I": prefix["input_gradient_s"].tolist(),
-        "W": prefix["weight_gradient_s"].tolist(),
-    }
-    speeds: dict[int, float] = {}
-
-    def speed_of(worker: int) -> float:
-        index = int(cluster.index_of([worker])[0])
-        device = cluster.devices[int(cluster.device[index])]
-        level = device.base_level if levels is None else levels.get(worker, device.base_level)
-        return float(cluster.speed[index]) * device.levels[level].speed
-
-    def durations(hop: Hop, kind: Kind) -> float:
-        speed = speeds.get(hop.worker)
-        if speed is None:
-            speed = speeds[hop.worker] = speed_of(hop.worker)
-        seconds = sum(sums[part][hop.stop] - sums[part][hop.start] for part in (("I", "W") if kind == "B" else (kind,)))
-        return seconds / speed
-
-    return durations
-
-
-def transfer_of(costs: Costs, cluster: Cluster) -> TransferSeconds:
-    """Seconds of transfers between workers, each as if it had its link to itself.
-
-    Args:
-        costs: bytes at the layers' boundaries.
-        cluster: nodes of the workers and the links between them.
-    Returns:
-        A function that raises KeyError for a worker that the cluster lacks.
-    """
-    sizes = [layer.boundary_bytes for layer in costs.layers]
-    nodes: dict[int, int] = {}
-
-    def node_of(worker: int) -> int:
-        found = nodes.get(worker)
-        if found is None:
-            found = nodes[worker] = int(cluster.node[cluster.index_of([worker])[0]])
-        return found
-
-    def transfer_s(source: Hop, target: Hop, layer: int) -> float:
-        if source.worker == target.worker:
-            return 0.0
-        same_node = node_of(source.worker) == node_of(target.worker)
-        return (cluster.within_node if same_node else cluster.between_nodes).transfer_s(sizes[layer])
-
-    return transfer_s

@@ -6,8 +6,11 @@ lists and numbers instead of objects. An action is a *code*: four times its node
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster
 from elaswave.errors import InvalidProgramError
 from elaswave.types import Action, Hop, Kind, Layout, Program
 
@@ -25,6 +28,54 @@ FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
 _NEVER = float("inf")
 _TICKS = 1 << 24
 """The longest duration in ticks, where durations are rounded: see `Flow`."""
+
+
+def durations_of(layer_s: Sequence[tuple[float, float, float]], speed_of: Callable[[int], float]) -> Durations:
+    """Seconds of actions by the seconds of layers and the speeds of workers.
+
+    Args:
+        layer_s: of each layer's forward, input gradient and weight gradient, on a worker of speed 1.
+        speed_of: speed of a worker, that of its frequency level included; asked once for each worker.
+    """
+    sums: dict[str, list[float]] = {
+        kind: list(accumulate((seconds[part] for seconds in layer_s), initial=0.0)) for part, kind in enumerate("FIW")
+    }
+    speeds: dict[int, float] = {}
+
+    def durations(hop: Hop, kind: Kind) -> float:
+        speed = speeds.get(hop.worker)
+        if speed is None:
+            speed = speeds[hop.worker] = speed_of(hop.worker)
+        return sum(sums[part][hop.stop] - sums[part][hop.start] for part in ("IW" if kind == "B" else kind)) / speed
+
+    return durations
+
+
+def transfer_of(costs: Costs, cluster: Cluster) -> TransferSeconds:
+    """Seconds of transfers between workers, each as if it had its link to itself.
+
+    Args:
+        costs: bytes at the layers' boundaries.
+        cluster: nodes of the workers and the links between them.
+    Returns:
+        A function that raises KeyError for a worker that the cluster lacks.
+    """
+    sizes = [layer.boundary_bytes for layer in costs.layers]
+    nodes: dict[int, int] = {}
+
+    def node_of(worker: int) -> int:
+        found = nodes.get(worker)
+        if found is None:
+            found = nodes[worker] = int(cluster.node[cluster.index_of([worker])[0]])
+        return found
+
+    def transfer_s(source: Hop, target: Hop, layer: int) -> float:
+        if source.worker == target.worker:
+            return 0.0
+        same_node = node_of(source.worker) == node_of(target.worker)
+        return (cluster.within_node if same_node else cluster.between_nodes).transfer_s(sizes[layer])
+
+    return transfer_s
 
 
 class Flow:

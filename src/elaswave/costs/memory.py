@@ -1,0 +1,132 @@
+"""The memory that a worker takes: the one formula, for every caller. Pure.
+
+A worker that holds layers [start, stop), with h micro-batches in flight, takes
+
+    sum over its layers of (parameters + sums of gradients + state x copies / holders)  +  h x sum of activations
+
+bytes. *State* is a layer's masters and optimizer slots; it is sliced over the layer's *holders*, the workers that run
+the layer, and each slice has *copies*: its owner's and its followers'. What is in flight is up to the schedule
+(`elaswave.costs.schedules`) and to what fits. What is left out: buffers to receive sums, the copy that a checkpoint
+makes, temporary values; the share of a device's memory that training may not fill has to hold them.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from elaswave.costs.layers import Costs
+
+DEFAULT_FOLLOWERS = 1
+"""Live copies of every block beside its owner's."""
+
+_SLACK = 1e-12
+"""Relative; differences of rounding."""
+
+
+class HeldLayers(Protocol):
+    """Workers that hold the same layers: a stage."""
+
+    @property
+    def start(self) -> int:
+        """First layer."""
+
+    @property
+    def stop(self) -> int:
+        """One past the last layer."""
+
+    @property
+    def width(self) -> int:
+        """Number of workers."""
+
+
+class MemoryModel:
+    """Bytes of a worker by the layers that it holds.
+
+    Args:
+        costs: of the layers.
+        state_share: share of a layer's state that one of its holders has, copies included: of each layer, float64
+            [num_layers], or one number for all layers.
+    """
+
+    def __init__(self, costs: Costs, state_share: np.ndarray | float) -> None:
+        prefix = costs.prefix
+        self._parameters = prefix["parameter_bytes"]
+        self._activations = prefix["activation_bytes"]
+        state = prefix["optimizer_bytes"]
+        if isinstance(state_share, np.ndarray):
+            state = np.concatenate([[0.0], np.cumsum(np.diff(state) * state_share)])
+        else:
+            state = state * state_share
+        self._sent = self._parameters + state
+        self._fixed = self._parameters + prefix["accumulator_bytes"] + state
+
+    @classmethod
+    def of_stages(cls, costs: Costs, stages: Sequence[HeldLayers], followers: int) -> "MemoryModel":
+        """Of a job whose stages are known; neighbouring ones may share layers.
+
+        Args:
+            costs: of the layers.
+            stages: all of them.
+            followers: live copies of every block beside its owner's, as far as there are other workers.
+        """
+        holders = np.zeros(costs.num_layers)
+        for stage in stages:
+            holders[stage.start : stage.stop] += stage.width
+        return cls(costs, num_copies(followers, stages) / np.maximum(1.0, holders))
+
+    @classmethod
+    def of_width(cls, costs: Costs, holders: float, copies: int) -> "MemoryModel":
+        """Of a stage that shares no layers.
+
+        Args:
+            costs: of the layers.
+            holders: workers of the stage; a part of one where a layer is spread over stages.
+            copies: of every block.
+        """
+        return cls(costs, copies / holders)
+
+    def fixed_bytes(self, start: int | np.ndarray, stop: int | np.ndarray) -> np.ndarray:
+        """Of layers [start, stop) with nothing in flight; one entry for each pair."""
+        return np.asarray(self._fixed[stop] - self._fixed[start])
+
+    def activation_bytes(self, start: int | np.ndarray, stop: int | np.ndarray) -> np.ndarray:
+        """Of one micro-batch in flight in layers [start, stop)."""
+        return np.asarray(self._activations[stop] - self._activations[start])
+
+    def sent_bytes(self, start: int, stop: int) -> float:
+        """What a worker has to be sent to take up layers [start, stop): parameters, and its slices of state."""
+        return float(self._sent[stop] - self._sent[start])
+
+    def totals(self, in_flight: int) -> np.ndarray:
+        """With so many micro-batches in flight, as sums over the layers before each one: float64 [num_layers + 1]."""
+        return self._fixed + self._activations * in_flight
+
+    def most_in_flight(self, start: int, stop: int, memory_bytes: np.ndarray) -> np.ndarray:
+        """Micro-batches in flight for which workers have room beside layers [start, stop).
+
+        Args:
+            start, stop: layers of the stage.
+            memory_bytes: of its workers, float64.
+        Returns:
+            Whole numbers as float64; below 0 where not even the layers fit, infinite without activations.
+        """
+        return fitting(memory_bytes - self.fixed_bytes(start, stop), self.activation_bytes(start, stop))
+
+
+def num_copies(followers: int, stages: Iterable[HeldLayers]) -> int:
+    """Copies of every block, the owner's included: each is on another worker."""
+    return min(1 + followers, sum(stage.width for stage in stages))
+
+
+def fitting(free_bytes: np.ndarray, each_bytes: np.ndarray) -> np.ndarray:
+    """How many micro-batches of this size fit into what is free.
+
+    Args:
+        free_bytes: of each worker; below 0 where something is lacking already.
+        each_bytes: of one micro-batch.
+    Returns:
+        Whole numbers as float64; infinite where nothing lacks and a micro-batch takes no memory.
+    """
+    room = np.where(free_bytes >= 0, np.inf, -1.0)
+    return np.floor(np.divide(free_bytes, each_bytes, out=room, where=each_bytes > 0) * (1 + _SLACK))

@@ -1,0 +1,69 @@
+"""Programs from a layout and its execution parameters: what every process of a job compiles alike. Pure.
+
+The parameters carry the seconds of layers and the speeds of workers by which a plan's programs were compiled, so that
+no process needs the costs, the cluster or the planner.
+"""
+
+from collections.abc import Mapping
+
+from elaswave.costs.layers import Costs
+from elaswave.costs.schedules import Schedule, bounds_within
+from elaswave.costs.step_time.work import Durations, durations_of
+from elaswave.planning.programs import compile_programs
+from elaswave.types import ExecutionParameters, Layout, Program
+
+
+def execution_of(
+    costs: Costs,
+    speeds: Mapping[int, float],
+    *,
+    schedule: str = "",
+    levels: Mapping[int, int] | None = None,
+    in_flight: Mapping[int, int] | None = None,
+) -> ExecutionParameters:
+    """What all workers must know to compile the same programs by the same durations.
+
+    Args:
+        costs: of the layers.
+        speeds: worker -> speed, that of its frequency level included.
+        schedule: empty for the configured one.
+        levels: worker -> index of its frequency level.
+        in_flight: worker -> the most micro-batches it may hold at once, where memory is short.
+    """
+    return ExecutionParameters(
+        schedule=schedule,
+        levels=dict(levels or {}),
+        layer_s=costs.layer_s,
+        speeds={worker: speed for worker, speed in speeds.items() if speed != 1.0},
+        in_flight=dict(in_flight or {}),
+    )
+
+
+def programs_of(
+    layout: Layout,
+    execution: ExecutionParameters,
+    configured: Schedule,
+    *,
+    forward_only: bool = False,
+    only: int | None = None,
+) -> dict[int, Program]:
+    """The programs of all workers, the same in every process.
+
+    Args:
+        layout: in force.
+        execution: beside it.
+        configured: the schedule where the execution parameters name none.
+        forward_only: those of an evaluation.
+        only: a worker whose program is wanted; the others' may be left out.
+    """
+    schedule: Schedule = execution.schedule or configured  # type: ignore[assignment]  # checked by compile_programs
+    limits = None
+    if execution.in_flight and not forward_only:
+        limits = bounds_within(layout, schedule, execution.in_flight)
+    durations: Durations | None = None
+    if execution.layer_s:
+        speeds = execution.speeds
+        durations = durations_of(execution.layer_s, lambda worker: speeds.get(worker, 1.0))
+    return compile_programs(
+        layout, schedule, forward_only=forward_only, max_in_flight=limits, durations=durations, only=only
+    )
