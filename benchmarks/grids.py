@@ -161,7 +161,7 @@ def _family(kind: str) -> Callable[..., ModelSpec]:
         middle = len(model.layers) // 2
         spec = model.layers[middle]
         layers = list(model.layers)
-        build = lambda: Scaled(spec.build(), int(sizes["width"]), kind)  # noqa: E731
+        build = lambda: Scaled(spec.build(), int(sizes["hidden_size"]), kind)  # noqa: E731
         layers[middle] = LayerSpec(spec.name, build, spec.decays)
         return ModelSpec(tuple(layers), model.loss)
 

@@ -38,8 +38,8 @@ from elaswave.worker.step import StepEngine
 
 SIZES: dict[str, tuple[str, ...]] = {
     "default": (),
-    "10m": ("model.num_layers=8", "model.width=320"),
-    "tiny": ("model.num_layers=2", "model.width=32", "model.context_length=16", "batch.microbatch_size=4"),
+    "10m": ("model.num_layers=8", "model.hidden_size=320"),
+    "tiny": ("model.num_layers=2", "model.hidden_size=32", "model.context_length=16", "batch.microbatch_size=4"),
 }
 """What differs from the default recipe; `tiny` is for a quick look whether everything runs."""
 TURN_TIMEOUT_S = 600.0

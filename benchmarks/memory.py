@@ -1,6 +1,6 @@
 """What training costs in memory: bytes per parameter of a worker, by part, beside DDP and ZeRO-1.
 
-    python benchmarks/memory.py [--width 640] [--layers 10] [--workers 1 2 4] [--json]
+    python benchmarks/memory.py [--hidden-size 640] [--layers 10] [--workers 1 2 4] [--json]
 
 One stage, float32, AdamW. elaswave as users run it, a checkpoint at the end included; plain PyTorch as
 DistributedDataParallel, and the same with ZeroRedundancyOptimizer, on gloo. See README.md beside this file.
@@ -33,7 +33,7 @@ from elaswave.state.store import Role
 from elaswave.worker.blueprint import Blueprint
 
 NUM_STEPS = 3
-SMALL_WIDTH = 64
+SMALL_HIDDEN_SIZE = 64
 """Of the model that shows what a process takes beside the parameters: interpreter, libraries, threads."""
 NUM_MICROBATCHES = 4
 CONTEXT_LENGTH = 16
@@ -57,13 +57,13 @@ Marks = dict[str, float]
 def main() -> int:
     """Runs the benchmark; there is no target to miss."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=640)
+    parser.add_argument("--hidden-size", type=int, default=640)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     options = parser.parse_args()
-    if options.width <= SMALL_WIDTH:
-        parser.error(f"--width {options.width}: must be above {SMALL_WIDTH}, the width that is subtracted")
+    if options.hidden_size <= SMALL_HIDDEN_SIZE:
+        parser.error(f"--hidden-size {options.hidden_size}: must be above {SMALL_HIDDEN_SIZE}, which is subtracted")
 
     where = machine()
     rows = []
@@ -71,7 +71,7 @@ def main() -> int:
         for name, run in PROGRAMS.items():
             print(f"measuring {name}, {num_workers} workers", file=sys.stderr)
             rows.append({"program": name, "workers": num_workers, **_per_parameter(run, options, num_workers)})
-    num_parameters = _num_parameters(_configuration(options.width, options.layers, 1))
+    num_parameters = _num_parameters(_configuration(options.hidden_size, options.layers, 1))
     if options.json:
         print(json.dumps({"machine": where, "parameters": num_parameters, "rows": rows}, indent=2))
     else:
@@ -84,11 +84,11 @@ def _per_parameter(
 ) -> dict[str, float]:
     """Bytes per parameter, the largest of all workers, each less what it is with a small model."""
     small, large = (
-        _measured(run, _configuration(width, options.layers, num_workers), num_workers)
-        for width in (SMALL_WIDTH, options.width)
+        _measured(run, _configuration(hidden_size, options.layers, num_workers), num_workers)
+        for hidden_size in (SMALL_HIDDEN_SIZE, options.hidden_size)
     )
-    added = _num_parameters(_configuration(options.width, options.layers, 1)) - _num_parameters(
-        _configuration(SMALL_WIDTH, options.layers, 1)
+    added = _num_parameters(_configuration(options.hidden_size, options.layers, 1)) - _num_parameters(
+        _configuration(SMALL_HIDDEN_SIZE, options.layers, 1)
     )
     found = {name: (large[name] - small[name]) / added for name in large}
     parts = sum(value for name, value in found.items() if name not in ("steps", "peak"))
@@ -105,9 +105,9 @@ def _measured(run: Callable[[Config, int, Path], list[Marks]], config: Config, n
     return max(marks, key=lambda mark: mark["peak"])
 
 
-def _configuration(width: int, num_layers: int, num_workers: int) -> Config:
+def _configuration(hidden_size: int, num_layers: int, num_workers: int) -> Config:
     return configuration(
-        f"model.width={width}",
+        f"model.hidden_size={hidden_size}",
         f"model.num_layers={num_layers}",
         f"model.context_length={CONTEXT_LENGTH}",
         "batch.microbatch_size=1",

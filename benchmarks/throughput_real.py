@@ -176,7 +176,7 @@ def _run(setting: Setting, policy: str, arguments: argparse.Namespace) -> Job:
         f"device.name={arguments.device}",
         f"device.time_scale={arguments.time_scale}",
         f"model.num_layers={model_shape(setting.model).num_layers}",
-        "model.width=16",
+        "model.hidden_size=16",
         "model.num_heads=2",
         "model.context_length=8",
         "batch.microbatch_size=1",

@@ -22,7 +22,7 @@ from elaswave.worker.probe import Probe
 
 SMALL: dict[str, Any] = {
     "model.num_layers": 2,
-    "model.width": 32,
+    "model.hidden_size": 32,
     "model.num_heads": 2,
     "model.context_length": 16,
     "batch.num_microbatches": 5,

@@ -83,7 +83,7 @@ def test_the_tax_of_the_control_plane_is_measured() -> None:
 
 
 def test_memory_is_measured_by_part_beside_plain_pytorch() -> None:
-    document = run("memory.py", "--width", "128", "--layers", "2", "--workers", "2")
+    document = run("memory.py", "--hidden-size", "128", "--layers", "2", "--workers", "2")
     rows = {row["program"]: row for row in document["rows"]}
     assert rows.keys() == {"elaswave", "DDP", "ZeRO-1"}
     parts = ("weights", "optimizer", "followed", "sums", "receive")

@@ -128,7 +128,7 @@ def test_bad_input_is_refused_with_exit_code_2(changes: dict[str, Any], expected
 
 
 def test_every_problem_is_listed(tmp_path: Path) -> None:
-    changes = {"run__stpes": 3, "model__width": 33, "optimizer__lr": '"high"'}
+    changes = {"run__stpes": 3, "model__hidden_size": 33, "optimizer__lr": '"high"'}
     code, _, errors = ended(tmp_path / "t", *settings_of(**changes))
     assert code == 2
     assert errors.startswith("error: 3 problems:")
@@ -151,9 +151,9 @@ def test_run_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert (code, "Traceback" in errors) == (2, False)
     assert "holds a run already; add --resume to go on with it, --overwrite to replace it" in errors
 
-    code, _, errors = ended(tmp_path / "t4", "--run-dir", "run", "--resume", *settings_of(model__width=64))
+    code, _, errors = ended(tmp_path / "t4", "--run-dir", "run", "--resume", *settings_of(model__hidden_size=64))
     assert (code, "Traceback" in errors) == (2, False)
-    assert "model.width is 32 there and 64 here" in errors
+    assert "model.hidden_size is 32 there and 64 here" in errors
     assert (tmp_path / "run" / "result.json").read_bytes() == before
 
     saved = (tmp_path / "run" / "config.toml").read_bytes()

@@ -44,7 +44,7 @@ def test_an_error_of_a_layer_is_shown_once_and_the_exit_code_is_1(
     """Whether it strikes again on the worker that takes over, or all replicas at once at different micro-batches."""
     make_unlucky(monkeypatch, broken, probability=1.0)
     run_dir = tmp_path / "run"
-    settings = ["model.num_layers=2", "model.width=32", "run.steps=5", f"layout.widths={widths}"]
+    settings = ["model.num_layers=2", "model.hidden_size=32", "run.steps=5", f"layout.widths={widths}"]
     with nothing_left():
         code = main(["train", "--run-dir", str(run_dir), *(x for pair in settings for x in ("--set", pair))])
     assert code == 1

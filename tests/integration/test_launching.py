@@ -17,7 +17,7 @@ from elaswave.control.job_folder import JobFolder, sweep_dead
 from elaswave.errors import LaunchError, RecoveryError, UsageError
 
 HOLD = "from elaswave.control.job_folder import JobFolder; f = JobFolder(); print(f.path, flush=True); input()"
-TINY = ["model.num_layers=1", "model.width=32", "model.num_heads=2", "model.context_length=8", "run.steps=2"]
+TINY = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.context_length=8", "run.steps=2"]
 
 
 @pytest.fixture

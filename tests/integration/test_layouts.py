@@ -56,7 +56,7 @@ CONSTANT = {"optimizer.schedule": "constant"}
 
 FULL: dict[str, Any] = {
     "model.num_layers": 4,
-    "model.width": 128,
+    "model.hidden_size": 128,
     "model.num_heads": 4,
     "model.context_length": 64,
     "batch.num_microbatches": 8,

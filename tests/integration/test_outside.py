@@ -14,7 +14,7 @@ from elaswave.faults.trial import RUN_FOLDER, run_command
 
 TIMEOUT_S = 240.0
 PR_GET_CHILD_SUBREAPER = 37
-SMALL = ["model.num_layers=1", "model.width=32", "model.num_heads=2", "model.context_length=8", "run.steps=20"]
+SMALL = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.context_length=8", "run.steps=20"]
 
 
 def takes_orphans() -> bool:

@@ -18,7 +18,7 @@ EMULATED = {
     "device.name": '"a100"',
     "device.time_scale": 10.0,
     "model.num_layers": 12,
-    "model.width": 16,
+    "model.hidden_size": 16,
     "model.context_length": 8,
     "batch.num_microbatches": 6,
     "batch.microbatch_size": 1,

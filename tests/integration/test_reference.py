@@ -36,7 +36,7 @@ def full_model(settings: dict[str, Any]) -> dict[str, Any]:
     """The same with the sizes of the default model."""
     return settings | {
         "model.num_layers": 4,
-        "model.width": 128,
+        "model.hidden_size": 128,
         "model.num_heads": 4,
         "model.context_length": 64,
         "batch.num_microbatches": 8,

@@ -17,7 +17,7 @@ from elaswave.observability.trace import validate_trace
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
 TINY = [
-    *["model.num_layers=2", "model.width=32", "model.num_heads=2", "model.context_length=16"],
+    *["model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.context_length=16"],
     *["batch.microbatch_size=4", "batch.num_microbatches=4", "optimizer.schedule=constant"],
 ]
 

@@ -31,7 +31,7 @@ def test_scaled_losses_of_the_default_model_are_those_of_bitwise_within_1e_5(fam
     sizes = {
         "model.family": family,
         "model.num_layers": 4,
-        "model.width": 128,
+        "model.hidden_size": 128,
         "model.num_heads": 4,
         "model.context_length": 64,
         "batch.num_microbatches": 8,

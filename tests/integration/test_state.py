@@ -65,7 +65,7 @@ def test_a_copy_that_differs_after_the_last_step_is_found(tmp_path: Path) -> Non
 def test_optimizer_bytes_of_a_worker_are_its_share(num_followers: int, tmp_path: Path) -> None:
     default_model = {
         "model.num_layers": 4,
-        "model.width": 128,
+        "model.hidden_size": 128,
         "model.num_heads": 4,
         "model.context_length": 64,
         "batch.num_microbatches": 2,

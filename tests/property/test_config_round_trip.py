@@ -25,10 +25,10 @@ def configs(draw: st.DrawFn) -> Config:
     model = ModelConfig(
         family="llama" if llama else "gpt",
         num_layers=draw(st.integers(2, 9)),
-        width=num_heads * head_width,
+        hidden_size=num_heads * head_width,
         num_heads=num_heads,
         num_kv_heads=draw(st.sampled_from([None, num_kv_heads])) if llama else None,
-        hidden_size=draw(st.none() | st.integers(1, 999)) if llama else None,
+        intermediate_size=draw(st.none() | st.integers(1, 999)) if llama else None,
         rope_theta=draw(positive),
         dropout=draw(fractions),
         dtype=draw(st.sampled_from(["float32", "bfloat16"])),
@@ -47,8 +47,9 @@ def configs(draw: st.DrawFn) -> Config:
 
 @given(configs())
 def test_a_configuration_survives_toml(config: Config) -> None:
-    read = Config(**{name: type(getattr(config, name))(**values) for name, values in
-                     tomllib.loads(config.to_toml()).items()})  # fmt: skip
+    document = tomllib.loads(config.to_toml())
+    assert document.pop("format") == 2
+    read = Config(**{name: type(getattr(config, name))(**values) for name, values in document.items()})
     assert read == config
     assert config.resolve() == config
 

@@ -82,7 +82,7 @@ def train_command(
     if resume and run_dir is None:
         raise click.UsageError("--resume needs --run-dir, the folder of the run to go on with")
     base = saved_config(run_dir) if resume and run_dir is not None else None
-    config = load_config(config_file, overrides, workers, base=base)
+    config = load_config(config_file, overrides, workers, base=base, reads_old_format=resume)
     if print_config:
         click.echo(_as_json(config.to_dict()) if as_json else config.to_toml(), nl=as_json)
         return

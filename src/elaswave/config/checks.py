@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from elaswave.config.format import GONE_KEYS
 from elaswave.config.toml import toml_value
 
 _SHOWN_LENGTH_MAX = 60
@@ -47,6 +48,9 @@ def check_values(
 def unknown_section(name: str, value: Any, sections: Mapping[str, type[msgspec.Struct]]) -> str:
     """The line about a section (or a key outside of any section) that does not exist."""
     problem = f"{name}: unknown section"
+    for old, new in GONE_KEYS.items():
+        if not isinstance(value, Mapping) and name == old.partition(".")[2]:
+            return f"{problem}; did you mean {new}?"
     for section, struct in sections.items():
         if not isinstance(value, Mapping) and name in struct.__struct_fields__:
             return f"{problem}; did you mean {section}.{name}?"
@@ -79,6 +83,8 @@ def _converted(value: Any, field_type: Any) -> Any:
 
 
 def _suggestion(section: str, key: str, fields: Iterable[str]) -> str:
+    if f"{section}.{key}" in GONE_KEYS:
+        return f"it is called {GONE_KEYS[f'{section}.{key}']} now"
     close = difflib.get_close_matches(key, fields, n=1)
     return f"did you mean {section}.{close[0]}?" if close else f"[{section}] has {', '.join(fields)}"
 

@@ -19,14 +19,14 @@ def layer_costs(model: "ModelConfig", vocab_size: int) -> tuple[float, ...]:
     Returns:
         Multiplications of a forward pass for one token, ``num_layers + 2`` of them.
     """
-    width = model.width
-    scores = 2 * model.context_length * width
+    hidden_size = model.hidden_size
+    scores = 2 * model.context_length * hidden_size
     if model.family == "llama":
-        keys_and_values = 2 * width * (model.num_kv_heads or model.num_heads) * (width // model.num_heads)
-        # Three matrices of width x hidden; the usual hidden size is 8/3 of the width.
-        hidden = model.hidden_size or 8 * width // 3
-        block = 2 * width * width + keys_and_values + 3 * width * hidden + scores
+        keys_and_values = 2 * hidden_size * (model.num_kv_heads or model.num_heads) * (hidden_size // model.num_heads)
+        # Three matrices of hidden x intermediate size; the usual intermediate size is 8/3 of the hidden size.
+        intermediate_size = model.intermediate_size or 8 * hidden_size // 3
+        block = 2 * hidden_size * hidden_size + keys_and_values + 3 * hidden_size * intermediate_size + scores
     else:
-        block = 12 * width * width + scores
+        block = 12 * hidden_size * hidden_size + scores
     # A look-up moves a row; the head is one matrix.
-    return (float(width), *[float(block)] * model.num_layers, float(width * vocab_size))
+    return (float(hidden_size), *[float(block)] * model.num_layers, float(hidden_size * vocab_size))

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from elaswave.config.checks import check_values, shown, unknown_section
+from elaswave.config.format import FORMAT_KEY, GONE_KEYS, format_problem, upgraded
 from elaswave.config.rules import SHAPE_KEYS, broken_rules
 from elaswave.config.schema import SECTIONS, Config
 from elaswave.errors import ConfigError
@@ -31,6 +32,7 @@ def load_config(
     workers: int | None = None,
     *,
     base: Config | None = None,
+    reads_old_format: bool = False,
 ) -> Config:
     """The resolved configuration of a run.
 
@@ -40,6 +42,8 @@ def load_config(
         workers: number of workers that the layout must have; decides the layout where none is given.
         base: what takes the place of the defaults, such as the configuration of the run that is resumed. Its layout
             counts only where none of the other arguments says anything about the layout.
+        reads_old_format: a file without ``format`` is of a run from before there was one (see `config.format`), and is
+            read so; else it is refused where that matters.
     Returns:
         A valid configuration whose layout is written out and whose ``data.source`` does not depend on the folder that
         the command was started in.
@@ -49,7 +53,7 @@ def load_config(
     problems: list[str] = []
     sources: list[Values] = []
     if path is not None:
-        sources.append(_read_toml(path))
+        sources.append(_in_this_format(_read_toml(path), path, problems, reads_old_format=reads_old_format))
     sources.append(_parse_overrides(overrides, problems))
 
     values: Values = base.to_dict() if base is not None else {}
@@ -74,7 +78,10 @@ def build_config(values: Mapping[str, Any], *, workers: int | None = None, probl
     sections: dict[str, dict[str, Any]] = {}
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        if name not in SECTIONS:
+        if name == FORMAT_KEY:
+            problem = format_problem(values)
+            found += [problem] if problem else []
+        elif name not in SECTIONS:
             found.append(unknown_section(name, value, SECTIONS))
         elif not isinstance(value, Mapping):
             found.append(f"{name}: got {shown(value)}, expected a table of keys, [{name}]")
@@ -119,15 +126,26 @@ def _read_toml(path: Path) -> Values:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}; give the path of a TOML file"]) from error
 
 
+def _in_this_format(values: Values, path: Path, problems: list[str], *, reads_old_format: bool) -> Values:
+    """The values of a file under today's keys, also where that is a guess: then a problem says so."""
+    problem = format_problem(values, reads_old_format=reads_old_format)
+    if problem:
+        problems.append(f"{path}: {problem}")
+    elif FORMAT_KEY not in values and not reads_old_format:
+        return values
+    return {name: table for name, table in upgraded(values).items() if name != FORMAT_KEY}
+
+
 def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> Values:
     values: Values = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         section, dot, name = key.strip().partition(".")
         if not equals or not dot or not section or not name:
-            homes = [home for home, struct in SECTIONS.items() if section in struct.__struct_fields__]
+            homes = [f"{home}.{section}" for home, struct in SECTIONS.items() if section in struct.__struct_fields__]
+            homes += [new for old, new in GONE_KEYS.items() if section == old.partition(".")[2]]
             is_key = bool(homes) and section not in SECTIONS
-            example = f"{homes[0]}.{section}={text.strip()}" if is_key and equals else "optimizer.lr=1e-3"
+            example = f"{homes[0]}={text.strip()}" if is_key and equals else "optimizer.lr=1e-3"
             problems.append(f"--set {override}: expected section.key=value, such as --set {example}")
             continue
         values.setdefault(section, {})[name] = _parse_value(text.strip())

@@ -52,7 +52,7 @@ def least_memory(config: "Config") -> Memory:
         num_parameters = sum(layers[start:stop])
         num_blocks = sum(0 < layer < len(layers) - 1 for layer in range(start, stop))
         in_flight = min(-(-config.batch.num_microbatches // widths[stage]), num_stages - stage)
-        per_block = config.model.width * (1 if config.model.recompute else 5)
+        per_block = config.model.hidden_size * (1 if config.model.recompute else 5)
         outputs = num_blocks * per_block + (vocabulary if stop == len(layers) else 0)
         found = Memory(
             num_parameters=sum(layers),
@@ -70,15 +70,19 @@ def least_memory(config: "Config") -> Memory:
 def _layer_parameters(config: "Config") -> list[int]:
     """Parameters of each layer, embedding first and head last; vectors (norms, biases) are left out."""
     model, vocabulary = config.model, config.data.resolved_vocab_size
-    width = model.width
+    hidden_size = model.hidden_size
     if model.family == "llama":
-        keys_and_values = 2 * width * (model.num_kv_heads or model.num_heads) * (width // model.num_heads)
-        block = 2 * width * width + keys_and_values + 3 * width * (model.hidden_size or 8 * width // 3)
-        embedding = vocabulary * width
+        keys_and_values = 2 * hidden_size * (model.num_kv_heads or model.num_heads) * (hidden_size // model.num_heads)
+        block = (
+            2 * hidden_size * hidden_size
+            + keys_and_values
+            + 3 * hidden_size * (model.intermediate_size or 8 * hidden_size // 3)
+        )
+        embedding = vocabulary * hidden_size
     else:
-        block = 12 * width * width
-        embedding = (vocabulary + model.context_length) * width
-    return [embedding, *[block] * model.num_layers, vocabulary * width]
+        block = 12 * hidden_size * hidden_size
+        embedding = (vocabulary + model.context_length) * hidden_size
+    return [embedding, *[block] * model.num_layers, vocabulary * hidden_size]
 
 
 def memory_problem(memory: Memory, available: int, source: str) -> str | None:
@@ -103,7 +107,8 @@ def memory_problem(memory: Memory, available: int, source: str) -> str | None:
     return (
         f"a model of {memory.num_parameters:,} parameters needs at least {_bytes(memory.total)} of memory for its "
         f"workers together, and there are {_bytes(available)} ({source}); a worker of its fullest stage: {parts}. "
-        "Lower model.width, model.num_layers, model.context_length, batch.microbatch_size or the number of workers"
+        "Lower model.hidden_size, model.num_layers, model.context_length, batch.microbatch_size or the number of "
+        "workers"
     )
 
 

@@ -16,9 +16,21 @@ from elaswave.config.toml import toml_value
 _INTRODUCTION = """\
 # The configuration
 
-A TOML file with one table per section. Every key may be left out; `elaswave train --print-config` prints a complete
-file. `--set section.key=value` is stronger than the file. A configuration with problems is refused with all of them
-listed, and exit code 2. This page is made from the source: `python -m elaswave.config.reference`.
+A TOML file with one table per section, below the line `format = 2`. Every key may be left out; `elaswave train
+--print-config` prints a complete file. `--set section.key=value` is stronger than the file. A configuration with
+problems is refused with all of them listed, and exit code 2. This page is made from the source:
+`python -m elaswave.config.reference`.
+
+## Format
+
+The number says what two keys mean. What is now `model.hidden_size` and `model.intermediate_size`, as in Hugging Face's
+configurations, was `model.width` and `model.hidden_size` before there was a number.
+
+- The configurations that a run saves carry it: `config.toml`, and those in `result.json`, `events.jsonl`, checkpoints
+  and exports. Without it they are read as they were meant: by `--resume`, which then saves `config.toml` with it, by
+  `inspect`, `export` and `plan`.
+- A file without it that sets `model.width` or `model.hidden_size` is refused by `elaswave train`, except beside
+  `--resume`; one that sets neither means the same with and without it.
 
 ## Layout
 
@@ -50,6 +62,8 @@ counted over all replicas, so it stays as it is when workers are lost |
 `layout.replicas`; another number for each stage: `layout.widths` |
 | `parallelism.pipeline_parallel_schedule` | - | - | `layout.schedule` |
 | `training.seq_len` | of the data module | `--seq-length` | `model.context_length` |
+| `dim` of the model | of the model | `--hidden-size` | `model.hidden_size` |
+| follows from `dim` | of the model | `--ffn-hidden-size` | `model.intermediate_size` |
 | `training.steps` | `Trainer(max_steps)` | `--train-iters` | `run.steps` |
 | `training.max_norm` | `Trainer(gradient_clip_val)` | `--clip-grad` | `optimizer.grad_clip` |
 | `lr_scheduler.warmup_steps` | of the scheduler | `--lr-warmup-iters` | `optimizer.warmup_steps` |

@@ -72,9 +72,9 @@ def _impossible_layout(known: Mapping[str, Any]) -> list[str]:
     )
 
 
-def _heads_divide_width(width: int, num_heads: int) -> str | None:
-    if width % num_heads:
-        return f"model.num_heads: {num_heads} heads do not divide model.width = {width}"
+def _heads_divide_hidden_size(hidden_size: int, num_heads: int) -> str | None:
+    if hidden_size % num_heads:
+        return f"model.num_heads: {num_heads} heads do not divide model.hidden_size = {hidden_size}"
     return None
 
 
@@ -88,16 +88,16 @@ def _kv_heads_divide_heads(family: str, num_heads: int, num_kv_heads: int | None
     return None
 
 
-def _hidden_size_is_llamas(family: str, hidden_size: int | None) -> str | None:
-    if hidden_size is not None and family != "llama":
-        return f'model.hidden_size: fixed at 4 x model.width for model.family = "{family}"; leave it out'
+def _intermediate_size_is_llamas(family: str, intermediate_size: int | None) -> str | None:
+    if intermediate_size is not None and family != "llama":
+        return f'model.intermediate_size: fixed at 4 x model.hidden_size for model.family = "{family}"; leave it out'
     return None
 
 
-def _rotary_pairs(family: str, width: int, num_heads: int) -> str | None:
-    if family == "llama" and width % num_heads == 0 and width // num_heads % 2:
+def _rotary_pairs(family: str, hidden_size: int, num_heads: int) -> str | None:
+    if family == "llama" and hidden_size % num_heads == 0 and hidden_size // num_heads % 2:
         return (
-            f"model.width: {width // num_heads} elements per head ({width} / {num_heads}) is odd; "
+            f"model.hidden_size: {hidden_size // num_heads} elements per head ({hidden_size} / {num_heads}) is odd; "
             "rotary positions turn pairs of elements"
         )
     return None
@@ -164,10 +164,10 @@ def _emulated_levels_need_an_emulated_device(kind: str, frequency: str) -> str |
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(("model.width", "model.num_heads"), _heads_divide_width),
+    Rule(("model.hidden_size", "model.num_heads"), _heads_divide_hidden_size),
     Rule(("model.family", "model.num_heads", "model.num_kv_heads"), _kv_heads_divide_heads),
-    Rule(("model.family", "model.hidden_size"), _hidden_size_is_llamas),
-    Rule(("model.family", "model.width", "model.num_heads"), _rotary_pairs),
+    Rule(("model.family", "model.intermediate_size"), _intermediate_size_is_llamas),
+    Rule(("model.family", "model.hidden_size", "model.num_heads"), _rotary_pairs),
     Rule(("batch.microbatch_size", "model.context_length"), _enough_rows),
     Rule(("data.source", "data.vocab_size"), _bin_needs_vocabulary),
     Rule(("run.eval_every", "data.validation_fraction"), _evaluation_needs_tokens),

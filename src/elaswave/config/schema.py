@@ -14,6 +14,7 @@ from msgspec import Meta
 from elaswave.config.checks import check_values, shown
 from elaswave.config.costs import layer_costs
 from elaswave.config.devices import emulated_costs
+from elaswave.config.format import FORMAT, FORMAT_KEY
 from elaswave.config.rules import broken_rules
 from elaswave.config.toml import toml_document
 from elaswave.errors import ConfigError
@@ -58,14 +59,14 @@ class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     """``gpt``: learned positions, LayerNorm, GELU. ``llama``: rotary positions, RMSNorm, SwiGLU, grouped queries."""
     num_layers: Annotated[int, Meta(ge=1, le=1024)] = 4
     """Number of transformer blocks; embedding and head are two layers more."""
-    width: Count = 128
+    hidden_size: Count = 128
     """Length of the vector that stands for a token."""
     num_heads: Count = 4
-    """Number of attention heads; divides ``width``."""
+    """Number of attention heads; divides ``hidden_size``."""
     num_kv_heads: Count | None = None
     """llama: number of heads of keys and values, divides ``num_heads``; unset: as many as ``num_heads``."""
-    hidden_size: Count | None = None
-    """llama: width inside the feed-forward part; unset: the family's rule."""
+    intermediate_size: Count | None = None
+    """llama: length of that vector inside the feed-forward part; unset: the family's rule."""
     rope_theta: Annotated[float, Meta(gt=0)] = 10000.0
     """llama: base of the rotary positions' wavelengths."""
     context_length: Count = 64
@@ -316,12 +317,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             for key, value in msgspec.structs.asdict(getattr(self, name)).items()
         }
 
-    def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Set values by key, by section, as plain data for JSON."""
-        return {
+    def to_dict(self) -> dict[str, Any]:
+        """The format's number, and the set values by key, by section: plain data for JSON."""
+        sections = {
             name: {key: value for key, value in section.items() if value is not None}
             for name, section in msgspec.to_builtins(self).items()
         }
+        return {FORMAT_KEY: FORMAT, **sections}
 
     def to_toml(self) -> str:
         """A TOML file from which the same configuration is read; unset keys are left out."""

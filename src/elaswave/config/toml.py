@@ -27,14 +27,17 @@ def toml_value(value: Any) -> str:
     raise TypeError(f"a configuration holds no {type(value).__name__}: {value!r}")
 
 
-def toml_document(sections: Mapping[str, Mapping[str, Any]]) -> str:
+def toml_document(document: Mapping[str, Any]) -> str:
     """A TOML document of one level of tables; keys whose value is None are left out, and so are empty tables.
 
     Args:
-        sections: values by key, by section.
+        document: values by key, by section; and values outside of any section, which are written first.
     """
-    tables = []
-    for name, values in sections.items():
+    outside = {key: value for key, value in document.items() if not isinstance(value, Mapping)}
+    tables = ["".join(f"{key} = {toml_value(value)}\n" for key, value in outside.items())] if outside else []
+    for name, values in document.items():
+        if not isinstance(values, Mapping):
+            continue
         lines = [f"{key} = {toml_value(value)}" for key, value in values.items() if value is not None]
         if lines:
             tables.append("\n".join([f"[{name}]", *lines, ""]))

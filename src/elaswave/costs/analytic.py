@@ -63,7 +63,7 @@ def layer_work(
     if microbatch_size < 1:
         raise ValueError(f"microbatch_size is {microbatch_size}, needed: at least 1")
     tokens = microbatch_size * shape.context_length
-    boundary_bytes = float(tokens * shape.width * parameter_bytes)
+    boundary_bytes = float(tokens * shape.hidden_size * parameter_bytes)
     embedding = LayerWork(
         name="embedding",
         forward_flops=0.0,
@@ -74,18 +74,23 @@ def layer_work(
         activation_bytes=8.0 * tokens,
         boundary_bytes=boundary_bytes,
     )
-    kv_width = shape.num_kv_heads * (shape.width // shape.num_heads)
+    kv_width = shape.num_kv_heads * (shape.hidden_size // shape.num_heads)
     num_matrices = 3 if shape.family == "llama" else 2
     products = (
-        2.0 * tokens * (2 * shape.width * (shape.width + kv_width) + num_matrices * shape.width * shape.hidden_size)
+        2.0
+        * tokens
+        * (
+            2 * shape.hidden_size * (shape.hidden_size + kv_width)
+            + num_matrices * shape.hidden_size * shape.intermediate_size
+        )
     )
     # Scores and their product with the values: 2 x 2 operations per pair of tokens, of which a causal mask leaves half.
-    attention = 2.0 * tokens * shape.context_length * shape.width
+    attention = 2.0 * tokens * shape.context_length * shape.hidden_size
     forward_flops = products + attention
     # Kept per token: the input and the middle of the stream, both norms' results, queries, keys, values, attention's
     # result; of the feed-forward what goes into and comes out of its activation, and for a gate the other factor and
     # the product too.
-    kept = 6 * shape.width + 2 * kv_width + (4 if shape.family == "llama" else 2) * shape.hidden_size
+    kept = 6 * shape.hidden_size + 2 * kv_width + (4 if shape.family == "llama" else 2) * shape.intermediate_size
     block = LayerWork(
         name="block",
         forward_flops=forward_flops,
@@ -96,7 +101,7 @@ def layer_work(
         activation_bytes=boundary_bytes if recompute else float(tokens * kept * parameter_bytes),
         boundary_bytes=boundary_bytes,
     )
-    head_flops = 2.0 * tokens * shape.width * shape.vocab_size
+    head_flops = 2.0 * tokens * shape.hidden_size * shape.vocab_size
     head = LayerWork(
         name="head",
         forward_flops=head_flops,

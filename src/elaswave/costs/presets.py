@@ -32,15 +32,15 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     family: Literal["gpt", "llama"]
-    """``gpt``: biases, learned positions, LayerNorm, two matrices of width x hidden_size; ``llama``: no biases, rotary
-    positions, RMSNorm, three matrices (SwiGLU)."""
+    """``gpt``: biases, learned positions, LayerNorm, two matrices of hidden_size x intermediate_size; ``llama``:
+    no biases, rotary positions, RMSNorm, three matrices (SwiGLU)."""
     num_layers: int
     """Transformer blocks; embedding and head are two layers more."""
-    width: int
+    hidden_size: int
     num_heads: int
     num_kv_heads: int
-    hidden_size: int
-    """Width inside the feed-forward part."""
+    intermediate_size: int
+    """Elements of a token inside the feed-forward part."""
     vocab_size: int
     context_length: int
     """Tokens of a sample."""
@@ -57,10 +57,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             for name in self.__struct_fields__[2:-1]
             if getattr(self, name) < 1
         ]
-        if not problems and (self.width % self.num_heads or self.num_heads % self.num_kv_heads):
+        if not problems and (self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads):
             problems.append(
-                f"width {self.width}, num_heads {self.num_heads} and num_kv_heads {self.num_kv_heads} must divide each "
-                "other in this order"
+                f"hidden_size {self.hidden_size}, num_heads {self.num_heads} and num_kv_heads {self.num_kv_heads} must "
+                "divide each other in this order"
             )
         if problems:
             raise ValueError(f"model {self.name!r} is impossible: " + "; ".join(problems))
@@ -68,24 +68,28 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def block_parameters(self) -> int:
         """Parameters of one transformer block."""
-        kv_width = self.num_kv_heads * (self.width // self.num_heads)
+        kv_width = self.num_kv_heads * (self.hidden_size // self.num_heads)
         if self.family == "llama":
-            return 2 * self.width * (self.width + kv_width) + 3 * self.width * self.hidden_size + 2 * self.width
-        matrices = 2 * self.width * (self.width + kv_width) + 2 * self.width * self.hidden_size
-        biases = 2 * self.width + 2 * kv_width + self.hidden_size + self.width
-        return matrices + biases + 4 * self.width
+            return (
+                2 * self.hidden_size * (self.hidden_size + kv_width)
+                + 3 * self.hidden_size * self.intermediate_size
+                + 2 * self.hidden_size
+            )
+        matrices = 2 * self.hidden_size * (self.hidden_size + kv_width) + 2 * self.hidden_size * self.intermediate_size
+        biases = 2 * self.hidden_size + 2 * kv_width + self.intermediate_size + self.hidden_size
+        return matrices + biases + 4 * self.hidden_size
 
     @property
     def embedding_parameters(self) -> int:
         """Parameters of the embedding; GPT's positions are among them."""
         positions = self.context_length if self.family == "gpt" else 0
-        return (self.vocab_size + positions) * self.width
+        return (self.vocab_size + positions) * self.hidden_size
 
     @property
     def head_parameters(self) -> int:
         """Parameters of the last norm and the map to logits. It is its own matrix, not the embedding's, as in
         `elaswave.models.gpt`, so that both may live on different workers."""
-        return self.vocab_size * self.width + self.width * (2 if self.family == "gpt" else 1)
+        return self.vocab_size * self.hidden_size + self.hidden_size * (2 if self.family == "gpt" else 1)
 
     @property
     def num_parameters(self) -> int:
@@ -161,15 +165,15 @@ _LLAMA2_34B = (
 )
 
 
-def _gpt2(name: str, num_layers: int, width: int, num_heads: int) -> ModelShape:
+def _gpt2(name: str, num_layers: int, hidden_size: int, num_heads: int) -> ModelShape:
     return ModelShape(
         name=name,
         family="gpt",
         num_layers=num_layers,
-        width=width,
+        hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        hidden_size=4 * width,
+        intermediate_size=4 * hidden_size,
         vocab_size=50257,
         context_length=1024,
         source=_GPT2,
@@ -177,16 +181,22 @@ def _gpt2(name: str, num_layers: int, width: int, num_heads: int) -> ModelShape:
 
 
 def _llama2(
-    name: str, num_layers: int, width: int, num_heads: int, num_kv_heads: int, hidden_size: int, source: str = _LLAMA2
+    name: str,
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    intermediate_size: int,
+    source: str = _LLAMA2,
 ) -> ModelShape:
     return ModelShape(
         name=name,
         family="llama",
         num_layers=num_layers,
-        width=width,
+        hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         vocab_size=32000,
         context_length=4096,
         source=source,

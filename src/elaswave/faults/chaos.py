@@ -89,7 +89,7 @@ class ChaosCase(msgspec.Struct, frozen=True, kw_only=True):
         """A short name for people."""
         get = self.settings.__getitem__
         dtype = {"float32": "fp32", "bfloat16": "bf16"}[get("model.dtype")]
-        return f"{get('model.family')} {dtype} {get('model.num_layers')}x{get('model.width')}"
+        return f"{get('model.family')} {dtype} {get('model.num_layers')}x{get('model.hidden_size')}"
 
 
 def config_of(settings: Mapping[str, Any]) -> Config:
@@ -136,7 +136,7 @@ def draw_model(seed: int, number: int) -> dict[str, Any]:
         "model.family": family,
         "model.dtype": ("float32", "bfloat16")[number // 2 % 2],
         "model.num_layers": 3 if is_large else 1 + draw.below(4),
-        "model.width": 128 if is_large else draw.one_of((32, 48, 64)),
+        "model.hidden_size": 128 if is_large else draw.one_of((32, 48, 64)),
         "model.num_heads": draw.one_of((2, 4)),
         "model.context_length": draw.one_of((8, 16)),
         "model.dropout": draw.one_of((0.0, 0.1)),

@@ -72,10 +72,10 @@ def huggingface_name(name: str) -> tuple[str, bool]:
 class GPTEmbedding(nn.Module):
     """Token and position embeddings, added."""
 
-    def __init__(self, vocab_size: int, width: int, context_length: int, dropout: float) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, context_length: int, dropout: float) -> None:
         super().__init__()
-        self.token = Embedding(vocab_size, width)
-        self.position = Embedding(context_length, width)
+        self.token = Embedding(vocab_size, hidden_size)
+        self.position = Embedding(context_length, hidden_size)
         self.dropout = Dropout(dropout)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -88,11 +88,11 @@ class GPTEmbedding(nn.Module):
 class GPTAttention(nn.Module):
     """Causal self-attention; queries, keys and values come from one matrix."""
 
-    def __init__(self, width: int, num_heads: int, dropout: float, residual_std: float) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, dropout: float, residual_std: float) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.qkv = Linear(width, 3 * width, bias=True)
-        self.output = Linear(width, width, bias=True, std=residual_std)
+        self.qkv = Linear(hidden_size, 3 * hidden_size, bias=True)
+        self.output = Linear(hidden_size, hidden_size, bias=True, std=residual_std)
         self.attend = CausalAttention(dropout)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
@@ -103,13 +103,13 @@ class GPTAttention(nn.Module):
 
 
 class GPTMLP(nn.Module):
-    """Two matrices with a GELU between them; hidden width 4 C."""
+    """Two matrices with a GELU between them; intermediate size 4 C."""
 
-    def __init__(self, width: int, residual_std: float) -> None:
+    def __init__(self, hidden_size: int, residual_std: float) -> None:
         super().__init__()
-        self.up = Linear(width, 4 * width, bias=True)
+        self.up = Linear(hidden_size, 4 * hidden_size, bias=True)
         self.activation = nn.GELU()
-        self.down = Linear(4 * width, width, bias=True, std=residual_std)
+        self.down = Linear(4 * hidden_size, hidden_size, bias=True, std=residual_std)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         """[B, T, C] to [B, T, C]."""
@@ -119,12 +119,12 @@ class GPTMLP(nn.Module):
 class GPTBlock(nn.Module):
     """Attention and MLP, each behind a LayerNorm and added to the stream."""
 
-    def __init__(self, width: int, num_heads: int, dropout: float, residual_std: float) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, dropout: float, residual_std: float) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        self.attention = GPTAttention(width, num_heads, dropout, residual_std)
-        self.mlp_norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        self.mlp = GPTMLP(width, residual_std)
+        self.attention_norm = nn.LayerNorm(hidden_size, eps=LAYER_NORM_EPS)
+        self.attention = GPTAttention(hidden_size, num_heads, dropout, residual_std)
+        self.mlp_norm = nn.LayerNorm(hidden_size, eps=LAYER_NORM_EPS)
+        self.mlp = GPTMLP(hidden_size, residual_std)
         self.dropout = Dropout(dropout)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
@@ -136,10 +136,10 @@ class GPTBlock(nn.Module):
 class GPTHead(nn.Module):
     """Final LayerNorm and the map to logits."""
 
-    def __init__(self, vocab_size: int, width: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        self.output = Linear(width, vocab_size, bias=False)
+        self.norm = nn.LayerNorm(hidden_size, eps=LAYER_NORM_EPS)
+        self.output = Linear(hidden_size, vocab_size, bias=False)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         """[B, T, C] to logits [B, T, V]."""
@@ -147,7 +147,7 @@ class GPTHead(nn.Module):
 
 
 def gpt(
-    *, vocab_size: int, num_layers: int, width: int, num_heads: int, context_length: int, dropout: float
+    *, vocab_size: int, num_layers: int, hidden_size: int, num_heads: int, context_length: int, dropout: float
 ) -> ModelSpec:
     """A GPT of ``num_layers + 2`` layers: ``embedding``, ``block.0`` ..., ``head``.
 
@@ -157,7 +157,7 @@ def gpt(
     Args:
         vocab_size: number of different tokens.
         num_layers: number of blocks.
-        width: of the activations; a multiple of num_heads.
+        hidden_size: of the activations; a multiple of num_heads.
         num_heads: attention heads.
         context_length: most positions of a sequence.
         dropout: probability, in [0, 1), used on embeddings, attention weights and what each part adds to the stream.
@@ -167,18 +167,18 @@ def gpt(
     check_sizes(
         vocab_size=vocab_size,
         num_layers=num_layers,
-        width=width,
+        hidden_size=hidden_size,
         num_heads=num_heads,
         context_length=context_length,
         dropout=dropout,
     )
     residual_std = INIT_STD / (2 * num_layers) ** 0.5
-    block = functools.partial(GPTBlock, width, num_heads, dropout, residual_std)
+    block = functools.partial(GPTBlock, hidden_size, num_heads, dropout, residual_std)
     return ModelSpec(
         layers=(
-            LayerSpec("embedding", functools.partial(GPTEmbedding, vocab_size, width, context_length, dropout)),
+            LayerSpec("embedding", functools.partial(GPTEmbedding, vocab_size, hidden_size, context_length, dropout)),
             *(LayerSpec(f"block.{index}", block) for index in range(num_layers)),
-            LayerSpec("head", functools.partial(GPTHead, vocab_size, width)),
+            LayerSpec("head", functools.partial(GPTHead, vocab_size, hidden_size)),
         ),
         loss=token_loss,
     )

@@ -6,8 +6,8 @@ from (run seed, layer). Layers keep no state between calls, and draw random numb
 so that the bits of a micro-batch's forward and backward do not depend on who computes it or what came before.
 
 Suffixes of tensor names give their shape:
-    B batch, T position, C width, H query heads, K key/value heads, G query heads per key/value head (H = K * G),
-    D head width (C = H * D), F hidden width of the MLP, V vocabulary.
+    B batch, T position, C hidden size, H query heads, K key/value heads, G query heads per key/value head (H = K * G),
+    D size of a head (C = H * D), F intermediate size of the MLP, V vocabulary.
 """
 
 import math
@@ -83,7 +83,7 @@ def check_sizes(
     *,
     vocab_size: int,
     num_layers: int,
-    width: int,
+    hidden_size: int,
     num_heads: int,
     context_length: int,
     dropout: float,
@@ -100,13 +100,13 @@ def check_sizes(
     sizes = {
         "data.vocab_size": vocab_size,
         "model.num_layers": num_layers,
-        "model.width": width,
+        "model.hidden_size": hidden_size,
         "model.num_heads": num_heads,
         "model.context_length": context_length,
     }
     found += [f"{key}: {value} is below 1" for key, value in sizes.items() if value < 1]
-    if num_heads >= 1 and width % num_heads:
-        found.append(f"model.width: {width} is no multiple of model.num_heads, {num_heads}")
+    if num_heads >= 1 and hidden_size % num_heads:
+        found.append(f"model.hidden_size: {hidden_size} is no multiple of model.num_heads, {num_heads}")
     if not 0 <= dropout < 1:
         found.append(f"model.dropout: {dropout} is not in [0, 1)")
     if found:

@@ -100,10 +100,10 @@ def rotate(x_BTHD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -
 class LlamaEmbedding(nn.Module):
     """Token embedding; positions enter in the attention."""
 
-    def __init__(self, vocab_size: int, width: int, context_length: int, dropout: float) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, context_length: int, dropout: float) -> None:
         super().__init__()
         self.context_length = context_length
-        self.token = Embedding(vocab_size, width)
+        self.token = Embedding(vocab_size, hidden_size)
         self.dropout = Dropout(dropout)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class LlamaAttention(nn.Module):
 
     def __init__(
         self,
-        width: int,
+        hidden_size: int,
         num_heads: int,
         num_kv_heads: int,
         context_length: int,
@@ -128,11 +128,11 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
-        self.head_width = width // num_heads
-        self.wq = Linear(width, width, bias=False)
-        self.wk = Linear(width, num_kv_heads * self.head_width, bias=False)
-        self.wv = Linear(width, num_kv_heads * self.head_width, bias=False)
-        self.wo = Linear(width, width, bias=False, std=residual_std)
+        self.head_width = hidden_size // num_heads
+        self.wq = Linear(hidden_size, hidden_size, bias=False)
+        self.wk = Linear(hidden_size, num_kv_heads * self.head_width, bias=False)
+        self.wv = Linear(hidden_size, num_kv_heads * self.head_width, bias=False)
+        self.wo = Linear(hidden_size, hidden_size, bias=False, std=residual_std)
         self.attend = CausalAttention(dropout)
         cos_T1D, sin_T1D = rotary_tables(context_length, self.head_width, rope_theta)
         self.cos_T1D: torch.Tensor
@@ -153,11 +153,11 @@ class LlamaAttention(nn.Module):
 class LlamaFeedForward(nn.Module):
     """SwiGLU (Shazeer 2020): a product of two maps, one of them through a SiLU."""
 
-    def __init__(self, width: int, hidden_size: int, residual_std: float) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, residual_std: float) -> None:
         super().__init__()
-        self.w1 = Linear(width, hidden_size, bias=False)
-        self.w2 = Linear(hidden_size, width, bias=False, std=residual_std)
-        self.w3 = Linear(width, hidden_size, bias=False)
+        self.w1 = Linear(hidden_size, intermediate_size, bias=False)
+        self.w2 = Linear(intermediate_size, hidden_size, bias=False, std=residual_std)
+        self.w3 = Linear(hidden_size, intermediate_size, bias=False)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         """[B, T, C] to [B, T, C]."""
@@ -169,22 +169,22 @@ class LlamaBlock(nn.Module):
 
     def __init__(
         self,
-        width: int,
+        hidden_size: int,
         num_heads: int,
         num_kv_heads: int,
         context_length: int,
         dropout: float,
-        hidden_size: int,
+        intermediate_size: int,
         rope_theta: float,
         residual_std: float,
     ) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(width, eps=RMS_NORM_EPS)
+        self.attention_norm = nn.RMSNorm(hidden_size, eps=RMS_NORM_EPS)
         self.attention = LlamaAttention(
-            width, num_heads, num_kv_heads, context_length, dropout, rope_theta, residual_std
+            hidden_size, num_heads, num_kv_heads, context_length, dropout, rope_theta, residual_std
         )
-        self.feed_forward_norm = nn.RMSNorm(width, eps=RMS_NORM_EPS)
-        self.feed_forward = LlamaFeedForward(width, hidden_size, residual_std)
+        self.feed_forward_norm = nn.RMSNorm(hidden_size, eps=RMS_NORM_EPS)
+        self.feed_forward = LlamaFeedForward(hidden_size, intermediate_size, residual_std)
         self.dropout = Dropout(dropout)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
@@ -196,31 +196,31 @@ class LlamaBlock(nn.Module):
 class LlamaHead(nn.Module):
     """Final RMSNorm and the map to logits."""
 
-    def __init__(self, vocab_size: int, width: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(width, eps=RMS_NORM_EPS)
-        self.output = Linear(width, vocab_size, bias=False)
+        self.norm = nn.RMSNorm(hidden_size, eps=RMS_NORM_EPS)
+        self.output = Linear(hidden_size, vocab_size, bias=False)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         """[B, T, C] to logits [B, T, V]."""
         return self.output(self.norm(x_BTC))
 
 
-def default_hidden_size(width: int) -> int:
+def default_intermediate_size(hidden_size: int) -> int:
     """Llama's rule: two thirds of 4 C, rounded up to a multiple of 32."""
-    return -(-8 * width // 3 // 32) * 32
+    return -(-8 * hidden_size // 3 // 32) * 32
 
 
 def llama(
     *,
     vocab_size: int,
     num_layers: int,
-    width: int,
+    hidden_size: int,
     num_heads: int,
     num_kv_heads: int | None = None,
     context_length: int,
     dropout: float,
-    hidden_size: int | None = None,
+    intermediate_size: int | None = None,
     rope_theta: float = 10_000.0,
 ) -> ModelSpec:
     """A Llama of ``num_layers + 2`` layers: ``embedding``, ``block.0`` ..., ``head``.
@@ -230,12 +230,12 @@ def llama(
     Args:
         vocab_size: number of different tokens.
         num_layers: number of blocks.
-        width: of the activations; a multiple of 2 * num_heads.
+        hidden_size: of the activations; a multiple of 2 * num_heads.
         num_heads: query heads; a multiple of num_kv_heads.
         num_kv_heads: key/value heads; None for as many as query heads.
         context_length: most positions of a sequence.
         dropout: probability, in [0, 1), used on embeddings, attention weights and what each part adds to the stream.
-        hidden_size: of the feed-forward part; None for `default_hidden_size`.
+        intermediate_size: of the feed-forward part; None for `default_intermediate_size`.
         rope_theta: base of the rotary frequencies.
     Raises:
         ConfigError: impossible sizes, all of them listed.
@@ -247,18 +247,19 @@ def llama(
         problems.append(f"model.num_kv_heads: {num_kv_heads} is below 1")
     elif num_heads % num_kv_heads:
         problems.append(f"model.num_heads: {num_heads} is no multiple of model.num_kv_heads, {num_kv_heads}")
-    if num_heads >= 1 and width % num_heads == 0 and (width // num_heads) % 2:
+    if num_heads >= 1 and hidden_size % num_heads == 0 and (hidden_size // num_heads) % 2:
         problems.append(
-            f"model.width: heads of {width // num_heads} elements cannot be rotated, they need an even number"
+            f"model.hidden_size: heads of {hidden_size // num_heads} elements cannot be rotated, they need an even "
+            "number"
         )
-    if hidden_size is not None and hidden_size < 1:
-        problems.append(f"model.hidden_size: {hidden_size} is below 1")
+    if intermediate_size is not None and intermediate_size < 1:
+        problems.append(f"model.intermediate_size: {intermediate_size} is below 1")
     if not 0 < rope_theta < float("inf"):
         problems.append(f"model.rope_theta: {rope_theta} is not a positive number")
     check_sizes(
         vocab_size=vocab_size,
         num_layers=num_layers,
-        width=width,
+        hidden_size=hidden_size,
         num_heads=num_heads,
         context_length=context_length,
         dropout=dropout,
@@ -266,20 +267,20 @@ def llama(
     )
     block = functools.partial(
         LlamaBlock,
-        width,
+        hidden_size,
         num_heads,
         num_kv_heads,
         context_length,
         dropout,
-        default_hidden_size(width) if hidden_size is None else hidden_size,
+        default_intermediate_size(hidden_size) if intermediate_size is None else intermediate_size,
         rope_theta,
         INIT_STD / (2 * num_layers) ** 0.5,
     )
     return ModelSpec(
         layers=(
-            LayerSpec("embedding", functools.partial(LlamaEmbedding, vocab_size, width, context_length, dropout)),
+            LayerSpec("embedding", functools.partial(LlamaEmbedding, vocab_size, hidden_size, context_length, dropout)),
             *(LayerSpec(f"block.{index}", block) for index in range(num_layers)),
-            LayerSpec("head", functools.partial(LlamaHead, vocab_size, width)),
+            LayerSpec("head", functools.partial(LlamaHead, vocab_size, hidden_size)),
         ),
         loss=token_loss,
     )

@@ -8,9 +8,9 @@ from elaswave.models.layers import ModelSpec
 from elaswave.models.llama import llama
 
 MODELS: dict[str, Callable[..., ModelSpec]] = {"gpt": gpt, "llama": llama}
-"""Every family takes vocab_size, num_layers, width, num_heads, context_length and dropout."""
+"""Every family takes vocab_size, num_layers, hidden_size, num_heads, context_length and dropout."""
 
-FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {"gpt": (), "llama": ("num_kv_heads", "hidden_size", "rope_theta")}
+FAMILY_OPTIONS: dict[str, tuple[str, ...]] = {"gpt": (), "llama": ("num_kv_heads", "intermediate_size", "rope_theta")}
 """What a family takes beyond that."""
 
 
@@ -19,7 +19,7 @@ def build_model(
     *,
     vocab_size: int,
     num_layers: int,
-    width: int,
+    hidden_size: int,
     num_heads: int,
     context_length: int,
     dropout: float,
@@ -43,7 +43,7 @@ def build_model(
     return MODELS[family](
         vocab_size=vocab_size,
         num_layers=num_layers,
-        width=width,
+        hidden_size=hidden_size,
         num_heads=num_heads,
         context_length=context_length,
         dropout=dropout,

@@ -176,7 +176,9 @@ def _headline(config: object, layout: Layout, run_dir: Path) -> str:
     run: Mapping[str, Any] = values.get("run") or {}
     facts = [
         f"{model['family']} model" if "family" in model else "",
-        f"{model['num_layers']} layers of width {model['width']}" if {"num_layers", "width"} <= model.keys() else "",
+        f"{model['num_layers']} layers of hidden size {model['hidden_size']}"
+        if {"num_layers", "hidden_size"} <= model.keys()
+        else "",
         str(model.get("dtype") or ""),
         f"{run['steps']} steps" if "steps" in run else "",
     ]

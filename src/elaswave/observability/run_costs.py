@@ -162,15 +162,17 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
 def shape_of(config: Config) -> ModelShape:
     """Sizes of a run's model."""
     model = config.model
-    hidden_size = 4 * model.width if model.family == "gpt" else model.hidden_size or 8 * model.width // 3
+    intermediate_size = (
+        4 * model.hidden_size if model.family == "gpt" else model.intermediate_size or 8 * model.hidden_size // 3
+    )
     return ModelShape(
-        name=f"{model.family} of {model.num_layers} blocks of width {model.width}",
+        name=f"{model.family} of {model.num_layers} blocks of hidden size {model.hidden_size}",
         family=model.family,
         num_layers=model.num_layers,
-        width=model.width,
+        hidden_size=model.hidden_size,
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads or model.num_heads,
-        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         vocab_size=config.data.resolved_vocab_size,
         context_length=model.context_length,
         source="the run's configuration",

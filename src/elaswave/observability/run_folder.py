@@ -91,7 +91,7 @@ def saved_config(path: Path) -> Config:
     """
     _check_usable(path, resume=True, overwrite=False)
     try:
-        return load_config(path / CONFIG_FILE)
+        return load_config(path / CONFIG_FILE, reads_old_format=True)
     except ConfigError as error:
         raise RunFolderError(f"the configuration saved in {path} is damaged: {'; '.join(error.problems)}") from error
 

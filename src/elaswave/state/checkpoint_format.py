@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from elaswave.config.format import upgraded
 from elaswave.errors import CheckpointError, UsageError
 
 FORMAT_VERSION = 1
@@ -101,7 +102,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     data_cursor: tuple[int, int]
     """(data pass, position in it) of the next sample."""
     config: dict[str, Any]
-    """The resolved configuration."""
+    """The resolved configuration, with its format's number."""
     tensors: dict[str, TensorInfo]
     """Every tensor of the checkpoint by full name; the commit checks that each is covered exactly once."""
     elaswave_version: str
@@ -171,15 +172,16 @@ def encode_meta(meta: CheckpointMeta) -> bytes:
 
 
 def decode_meta(data: bytes) -> CheckpointMeta:
-    """The description in the content of ``meta.json``.
+    """The description in the content of ``meta.json``; its configuration as today's format has it.
 
     Raises:
         CheckpointError: it does not have the expected form.
     """
     try:
-        return msgspec.json.decode(data, type=CheckpointMeta)
+        meta = msgspec.json.decode(data, type=CheckpointMeta)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{META_FILE} is damaged: {error}") from error
+    return msgspec.structs.replace(meta, config=upgraded(meta.config))
 
 
 def check_same_tensors(found: Mapping[str, TensorInfo], expected: Mapping[str, TensorInfo]) -> None:

@@ -180,13 +180,13 @@ def _as_own(model: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> _Expor
 
 def _as_llama(model: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> _Exported:
     tensors = {llama.huggingface_name(name): tensor for name, tensor in own.items()}
-    vocab_size, width = tensors["model.embed_tokens.weight"].shape
-    head_size = width // model["num_heads"]
+    vocab_size, hidden_size = tensors["model.embed_tokens.weight"].shape
+    head_size = hidden_size // model["num_heads"]
     return tensors, _COMMON_CONFIG | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": vocab_size,
-        "hidden_size": width,
+        "hidden_size": hidden_size,
         "intermediate_size": len(tensors["model.layers.0.mlp.gate_proj.weight"]),
         "num_hidden_layers": sum(name.endswith(".input_layernorm.weight") for name in tensors),
         "num_attention_heads": model["num_heads"],
@@ -206,12 +206,12 @@ def _as_gpt2(model: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> _Expo
     for own_name, tensor in own.items():
         name, transposed = gpt.huggingface_name(own_name)
         tensors[name] = tensor.t().contiguous() if transposed else tensor
-    vocab_size, width = tensors["transformer.wte.weight"].shape
+    vocab_size, hidden_size = tensors["transformer.wte.weight"].shape
     return tensors, _COMMON_CONFIG | {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         "vocab_size": vocab_size,
-        "n_embd": width,
+        "n_embd": hidden_size,
         "n_layer": sum(name.endswith(".ln_1.weight") for name in tensors),
         "n_head": model["num_heads"],
         "n_positions": model["context_length"],

@@ -27,12 +27,12 @@ class Blueprint(RunPlan):
             model.family,
             vocab_size=config.data.resolved_vocab_size,
             num_layers=model.num_layers,
-            width=model.width,
+            hidden_size=model.hidden_size,
             num_heads=model.num_heads,
             context_length=model.context_length,
             dropout=model.dropout,
             num_kv_heads=model.num_kv_heads,
-            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
             rope_theta=model.rope_theta,
         )
         layers = self.model.layers

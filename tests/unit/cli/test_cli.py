@@ -127,12 +127,12 @@ def test_a_second_run_in_a_folder_needs_a_decision(launcher: Launcher, capsys: A
 
 
 def test_resume_starts_from_the_saved_configuration(launcher: Launcher, capsys: Any) -> None:
-    assert main(["train", "--run-dir", "r", "--set", "model.width=64", "--set", "layout.widths=[1,3]"]) == 0
+    assert main(["train", "--run-dir", "r", "--set", "model.hidden_size=64", "--set", "layout.widths=[1,3]"]) == 0
     assert main(["train", "--run-dir", "r", "--resume", "--workers", "2", "--set", "run.steps=9"]) == 0
     config = launcher.calls[-1]["config"]
-    assert (config.model.width, config.run.steps, config.widths) == (64, 9, (1, 1))
-    assert main(["train", "--run-dir", "r", "--resume", "--set", "model.width=32"]) == 2
-    assert "model.width is 64 there and 32 here" in capsys.readouterr().err
+    assert (config.model.hidden_size, config.run.steps, config.widths) == (64, 9, (1, 1))
+    assert main(["train", "--run-dir", "r", "--resume", "--set", "model.hidden_size=32"]) == 2
+    assert "model.hidden_size is 64 there and 32 here" in capsys.readouterr().err
     assert main(["train", "--run-dir", "r", "--resume"]) == 0
     assert launcher.calls[-1]["config"].widths == (1, 1)
 
@@ -158,7 +158,7 @@ def test_the_folder_of_a_failed_run_can_be_resumed(launcher: Launcher) -> None:
         (["train", "--nope"], "No such option"),
         (["train", "a.toml", "b.toml"], "unexpected extra argument"),
         (["train", "none.toml"], "none.toml: cannot be read: No such file"),
-        (["train", "--set", "model.width=x"], 'model.width: got "x", expected a whole number'),
+        (["train", "--set", "model.hidden_size=x"], 'model.hidden_size: got "x", expected a whole number'),
         (["train", "--set", "layout.widths=[9]"], "wider than batch.num_microbatches"),
         (["train", "--workers", "3", "--set", "layout.widths=[1,3]"], "--workers: 3 is given, but"),
         (["train", "--run-dir", "/proc/elaswave"], "cannot write /proc/elaswave"),
@@ -179,10 +179,10 @@ def test_bad_input_ends_with_2_and_says_why(
 
 
 def test_several_problems_are_listed_one_to_a_line(capsys: Any) -> None:
-    assert main(["train", "--set", "model.width=0", "--set", "run.steps=0", "--set", "a.b=1"]) == 2
+    assert main(["train", "--set", "model.hidden_size=0", "--set", "run.steps=0", "--set", "a.b=1"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "error: 3 problems:"
-    assert [line.split(":")[0] for line in lines[1:]] == ["  a", "  model.width", "  run.steps"]
+    assert [line.split(":")[0] for line in lines[1:]] == ["  a", "  model.hidden_size", "  run.steps"]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_every_ending_has_its_exit_code(
 
 
 def test_an_error_is_one_json_document_too(launcher: Launcher, capsys: Any) -> None:
-    assert main(["train", "--json", "--set", "model.width=0", "--set", "run.steps=0"]) == 2
+    assert main(["train", "--json", "--set", "model.hidden_size=0", "--set", "run.steps=0"]) == 2
     out, err = capsys.readouterr()
     document = json.loads(out)
     assert (document["error"], document["exit_code"], len(document["problems"])) == ("ConfigError", 2, 2)
@@ -326,7 +326,7 @@ def test_losing_one_worker_is_the_default_of_all(capsys: Any) -> None:
 
 
 def test_errors_wrap_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    arguments = ["train", "--set", "model.width=0", "--set", "run.steps=0"]
+    arguments = ["train", "--set", "model.hidden_size=0", "--set", "run.steps=0"]
     assert main(arguments) == 2
     plain = capsys.readouterr().err
     monkeypatch.setenv("COLUMNS", "40")

@@ -33,7 +33,7 @@ def problems_of(values: dict[str, Any], workers: int | None = None) -> tuple[str
 
 def test_the_defaults_are_those_of_the_default_recipe() -> None:
     config = build_config({})
-    assert (config.model.num_layers, config.model.width, config.model.context_length) == (4, 128, 64)
+    assert (config.model.num_layers, config.model.hidden_size, config.model.context_length) == (4, 128, 64)
     assert (config.batch.num_microbatches, config.batch.microbatch_size, config.run.steps) == (8, 8, 150)
     assert (config.optimizer.lr, config.optimizer.warmup_steps, config.optimizer.schedule) == (2e-3, 10, "cosine")
     assert (config.model.dropout, config.data.source, config.data.resolved_vocab_size) == (0.1, "python-docs", 256)
@@ -59,10 +59,10 @@ def test_every_field_can_be_explained() -> None:
 
 def test_a_section_made_in_python_is_checked_too() -> None:
     with pytest.raises(ConfigError) as caught:
-        ModelConfig(width="wide", num_layers=0)  # type: ignore[arg-type]
+        ModelConfig(hidden_size="wide", num_layers=0)  # type: ignore[arg-type]
     assert caught.value.problems == (
         "model.num_layers: got 0, expected a whole number, at least 1 and at most 1024",
-        'model.width: got "wide", expected a whole number, at least 1',
+        'model.hidden_size: got "wide", expected a whole number, at least 1',
     )
 
 
@@ -85,7 +85,7 @@ def test_a_config_made_in_python_is_checked_across_sections() -> None:
     with pytest.raises(ConfigError, match="wider than batch.num_microbatches = 2"):
         Config(layout=LayoutConfig(widths=(3,)), batch=BatchConfig(num_microbatches=2))
     with pytest.raises(ConfigError, match="model: got a table, expected a ModelConfig"):
-        Config(model={"width": 3})  # type: ignore[arg-type]
+        Config(model={"hidden_size": 3})  # type: ignore[arg-type]
 
 
 def test_msgspec_itself_refuses_what_it_decodes() -> None:
@@ -93,28 +93,28 @@ def test_msgspec_itself_refuses_what_it_decodes() -> None:
     encoded = msgspec.json.encode(Config())
     assert msgspec.json.decode(encoded, type=Config) == Config()
     with pytest.raises((ConfigError, msgspec.ValidationError)):
-        msgspec.json.decode(encoded.replace(b'"width":128', b'"width":127'), type=Config)
+        msgspec.json.decode(encoded.replace(b'"hidden_size":128', b'"hidden_size":127'), type=Config)
     with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(encoded.replace(b'"width"', b'"widht"'), type=Config)
+        msgspec.json.decode(encoded.replace(b'"hidden_size"', b'"widht"'), type=Config)
 
 
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"model": {"widht": 3}}, "model.widht: unknown key; did you mean model.width?"),
-        ({"modle": {"width": 3}}, "modle: unknown section; did you mean model?"),
-        ({"width": 3}, "width: unknown section; did you mean model.width?"),
+        ({"model": {"widht": 3}}, "model.widht: unknown key; did you mean model.hidden_size?"),
+        ({"modle": {"hidden_size": 3}}, "modle: unknown section; did you mean model?"),
+        ({"hidden_size": 3}, "hidden_size: unknown section; did you mean model.hidden_size?"),
         ({"banana": {}}, "banana: unknown section; there are model, data,"),
         ({"data": {"banana": 1}}, "data.banana: unknown key; [data] has source, vocab_size, validation_fraction"),
         ({"model": 3}, "model: got 3, expected a table of keys, [model]"),
-        ({"model": {"width": 3.5}}, "model.width: got 3.5, expected a whole number"),
-        ({"model": {"width": True}}, "model.width: got true, expected a whole number"),
+        ({"model": {"hidden_size": 3.5}}, "model.hidden_size: got 3.5, expected a whole number"),
+        ({"model": {"hidden_size": True}}, "model.hidden_size: got true, expected a whole number"),
         ({"model": {"recompute": 1}}, "model.recompute: got 1, expected true or false"),
         ({"model": {"family": "bert"}}, 'model.family: got "bert", expected one of "gpt", "llama"'),
         ({"model": {"dtype": "fp16"}}, 'model.dtype: got "fp16", expected one of'),
         ({"model": {"dropout": 1.0}}, "model.dropout: got 1.0, expected a finite number, at least 0 and below 1"),
         ({"model": {"dropout": -0.1}}, "model.dropout: got -0.1, expected"),
-        ({"model": {"width": {"a": 1}}}, "model.width: got a table, expected"),
+        ({"model": {"hidden_size": {"a": 1}}}, "model.hidden_size: got a table, expected"),
         ({"model": {"rope_theta": 0}}, "model.rope_theta: got 0, expected a finite number, above 0"),
         ({"optimizer": {"lr": float("nan")}}, "optimizer.lr: got nan, expected a finite number"),
         ({"optimizer": {"lr": float("inf")}}, "optimizer.lr: got inf, expected a finite number"),
@@ -144,12 +144,12 @@ def test_a_bad_value_is_named(values: dict[str, Any], problem: str) -> None:
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"model": {"num_heads": 3}}, "model.num_heads: 3 heads do not divide model.width = 128"),
+        ({"model": {"num_heads": 3}}, "model.num_heads: 3 heads do not divide model.hidden_size = 128"),
         ({"model": {"num_kv_heads": 2}}, "model.num_kv_heads: only llama has grouped queries"),
         ({"model": {"family": "llama", "num_kv_heads": 3}}, "model.num_kv_heads: 3 heads do not divide"),
         ({"model": {"family": "llama", "num_kv_heads": 8}}, "model.num_kv_heads: 8 heads do not divide"),
-        ({"model": {"hidden_size": 256}}, "model.hidden_size: fixed at 4 x model.width"),
-        ({"model": {"family": "llama", "width": 12}}, "model.width: 3 elements per head (12 / 4) is odd"),
+        ({"model": {"intermediate_size": 256}}, "model.intermediate_size: fixed at 4 x model.hidden_size"),
+        ({"model": {"family": "llama", "hidden_size": 12}}, "model.hidden_size: 3 elements per head (12 / 4) is odd"),
         ({"model": {"context_length": 3}, "batch": {"microbatch_size": 1}}, "batch.microbatch_size: 1 samples of"),
         ({"data": {"source": "/x/tokens.bin"}}, "data.vocab_size: unset, but /x/tokens.bin holds tokens"),
         ({"data": {"validation_fraction": 0}, "run": {"eval_every": 5}}, "data.validation_fraction: 0 leaves nothing"),
@@ -277,10 +277,10 @@ def test_an_unresolved_layout_has_no_widths() -> None:
 
 
 def test_costs_follow_the_sizes() -> None:
-    gpt = ModelConfig(width=64, context_length=16)
+    gpt = ModelConfig(hidden_size=64, context_length=16)
     assert layer_costs(gpt, 256) == (64.0, *[12.0 * 64 * 64 + 2 * 16 * 64] * 4, 64.0 * 256)
-    wide = layer_costs(ModelConfig(family="llama", num_kv_heads=4, hidden_size=512), 256)
-    narrow = layer_costs(ModelConfig(family="llama", num_kv_heads=1, hidden_size=512), 256)
+    wide = layer_costs(ModelConfig(family="llama", num_kv_heads=4, intermediate_size=512), 256)
+    narrow = layer_costs(ModelConfig(family="llama", num_kv_heads=1, intermediate_size=512), 256)
     assert wide[1] - narrow[1] == 2 * 128 * 3 * 32
     assert layer_costs(ModelConfig(family="llama"), 256)[1] > 0
 

@@ -22,9 +22,9 @@ def problems_of(*args: object, **kwargs: object) -> tuple[str, ...]:
 
 
 def test_set_is_stronger_than_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
-    path = write(tmp_path, "[model]\nwidth = 64\nnum_layers = 2\n")
-    config = load_config(path, ["model.width=32", "model.width=96", "run.steps = 7"])
-    assert (config.model.width, config.model.num_layers, config.run.steps) == (96, 2, 7)
+    path = write(tmp_path, "format = 2\n[model]\nhidden_size = 64\nnum_layers = 2\n")
+    config = load_config(path, ["model.hidden_size=32", "model.hidden_size=96", "run.steps = 7"])
+    assert (config.model.hidden_size, config.model.num_layers, config.run.steps) == (96, 2, 7)
 
 
 @pytest.mark.parametrize(
@@ -44,40 +44,40 @@ def test_the_value_of_set_is_toml_or_else_a_string(override: str, key: str, valu
     assert load_config(None, [override]).flat()[key] == value
 
 
-@pytest.mark.parametrize("override", ["model", "model=3", "model.width", ".width=3", "model.=3", "=", ""])
+@pytest.mark.parametrize("override", ["model", "model=3", "model.hidden_size", ".hidden_size=3", "model.=3", "=", ""])
 def test_a_malformed_set_is_named(override: str) -> None:
     (problem,) = problems_of(None, [override])
     assert problem == f"--set {override}: expected section.key=value, such as --set optimizer.lr=1e-3"
 
 
 def test_a_set_without_its_section_is_answered_with_it() -> None:
-    (problem,) = problems_of(None, ["width=3"])
-    assert problem.endswith("such as --set model.width=3")
+    (problem,) = problems_of(None, ["hidden_size=3"])
+    assert problem.endswith("such as --set model.hidden_size=3")
 
 
 def test_set_cannot_smuggle_in_more_keys() -> None:
-    (problem,) = problems_of(None, ["model.width=3\nx = 4"])
-    assert problem.startswith("model.width: got")
+    (problem,) = problems_of(None, ["model.hidden_size=3\nx = 4"])
+    assert problem.startswith("model.hidden_size: got")
 
 
 def test_a_deeper_key_is_unknown() -> None:
-    (problem,) = problems_of(None, ["model.width.x=3"])
-    assert problem == "model.width.x: unknown key; did you mean model.width?"
+    (problem,) = problems_of(None, ["model.hidden_size.x=3"])
+    assert problem == "model.hidden_size.x: unknown key; did you mean model.hidden_size?"
 
 
 def test_problems_of_all_sources_come_together(tmp_path: Path) -> None:
-    path = write(tmp_path, "colour = 1\n[model]\nwidth = 0\n")
+    path = write(tmp_path, "format = 2\ncolour = 1\n[model]\nhidden_size = 0\n")
     assert len(problems_of(path, ["run.steps=0", "nonsense"], 0)) == 5
 
 
 def test_a_syntax_error_names_file_and_line(tmp_path: Path) -> None:
-    path = write(tmp_path, "[model]\nwidth = 64\nwidth 3\n")
+    path = write(tmp_path, "[model]\nhidden_size = 64\nhidden_size 3\n")
     (problem,) = problems_of(path)
     assert problem.startswith(f"{path}, line 3: this is not TOML: ")
-    path = write(tmp_path, "[model]\nwidth = [1,\n")
+    path = write(tmp_path, "[model]\nhidden_size = [1,\n")
     (problem,) = problems_of(path)
     assert problem.startswith(f"{path}, ")
-    path = write(tmp_path, "[model]\nwidth = 1\nwidth = 2\n")
+    path = write(tmp_path, "[model]\nhidden_size = 1\nhidden_size = 2\n")
     (problem,) = problems_of(path)
     assert ", line 3: this is not TOML: Cannot overwrite a value" in problem
 
@@ -111,7 +111,7 @@ def test_the_printed_configuration_reads_back(tmp_path: Path) -> None:
     path = write(tmp_path, config.to_toml())
     assert load_config(path) == config
     assert load_config(path, workers=3) == config
-    assert "hidden_size" not in config.to_toml()
+    assert "intermediate_size" not in config.to_toml()
 
 
 def test_a_layout_in_one_form_replaces_one_in_the_other(tmp_path: Path) -> None:
@@ -135,10 +135,15 @@ def test_a_layout_of_the_file_must_fit_the_workers(tmp_path: Path) -> None:
 
 
 def test_the_base_takes_the_place_of_the_defaults() -> None:
-    base = load_config(None, ["model.width=64", "layout.widths=[1,3]", "layout.layers=[5,1]", "run.steps=9"])
+    base = load_config(None, ["model.hidden_size=64", "layout.widths=[1,3]", "layout.layers=[5,1]", "run.steps=9"])
     assert load_config(base=base) == base
     config = load_config(None, ["run.steps=20"], base=base)
-    assert (config.model.width, config.run.steps, config.widths, config.layers_per_stage) == (64, 20, (1, 3), (5, 1))
+    assert (config.model.hidden_size, config.run.steps, config.widths, config.layers_per_stage) == (
+        64,
+        20,
+        (1, 3),
+        (5, 1),
+    )
 
 
 def test_workers_and_a_new_form_replace_the_layout_of_the_base() -> None:
@@ -151,7 +156,7 @@ def test_workers_and_a_new_form_replace_the_layout_of_the_base() -> None:
 
 def test_a_section_that_is_no_table_is_named_whatever_is_laid_over_it(tmp_path: Path) -> None:
     path = write(tmp_path, "model = 3\nlayout = 4\n")
-    assert problems_of(path, ["model.width=64", "layout.stages=1"]) == (
+    assert problems_of(path, ["model.hidden_size=64", "layout.stages=1"]) == (
         "model: got 3, expected a table of keys, [model]",
         "layout: got 4, expected a table of keys, [layout]",
     )

@@ -24,7 +24,7 @@ def test_the_estimate_is_below_what_a_run_holds_and_not_far(settings):
 @pytest.mark.parametrize(
     ("setting", "size"),
     [
-        ("model.width=100000000000", "a model of 480,000,"),
+        ("model.hidden_size=100000000000", "a model of 480,000,"),
         ("model.context_length=100000000000", "a model of 12,800,"),
         ("batch.microbatch_size=100000000000", "a model of 8"),
     ],

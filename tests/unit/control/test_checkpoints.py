@@ -15,7 +15,7 @@ from elaswave.worker.materialise import materialise, owned_pieces
 from elaswave.worker.messages import ShardWritten, Standing
 from elaswave.worker.optimizer import OPTIMIZERS
 
-SMALL = ("model.num_layers=2", "model.width=16", "model.num_heads=2", "layout.widths=[1,1]")
+SMALL = ("model.num_layers=2", "model.hidden_size=16", "model.num_heads=2", "layout.widths=[1,1]")
 
 
 class Job:

@@ -30,7 +30,7 @@ from elaswave.worker.blueprint import Blueprint
 def config(policy: str = "elaswave", name: str = "a100", **device: Any):
     return build_config(
         {
-            "model": {"num_layers": 12, "width": 16, "num_heads": 2, "context_length": 8},
+            "model": {"num_layers": 12, "hidden_size": 16, "num_heads": 2, "context_length": 8},
             "batch": {"num_microbatches": 12, "microbatch_size": 1},
             "layout": {"widths": [3, 3]},
             "elastic": {"policy": policy},
@@ -155,7 +155,7 @@ def test_an_emulated_run_begins_and_goes_on_within_its_memory():
                 {
                     "device": emulated,
                     "layout": {"widths": [1, 1]},
-                    "model": {"num_layers": 80, "width": 8, "num_heads": 1},
+                    "model": {"num_layers": 80, "hidden_size": 8, "num_heads": 1},
                 }
             )
         ).execution
@@ -335,7 +335,7 @@ def test_an_empty_tuning_means_as_configured():
 def test_microbatches_keep_their_workers_only_where_that_is_no_slower():
     given = build_config(
         {
-            "model": {"num_layers": 12, "width": 16, "num_heads": 2, "context_length": 8},
+            "model": {"num_layers": 12, "hidden_size": 16, "num_heads": 2, "context_length": 8},
             "batch": {"num_microbatches": 16, "microbatch_size": 1},
             "layout": {"widths": [8, 8, 8, 8], "schedule": "zero-bubble"},
             "elastic": {"policy": "recycle"},

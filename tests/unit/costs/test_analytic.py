@@ -68,7 +68,11 @@ def test_an_unknown_name_lists_what_there_is(look_up: object) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"width": 0}, "width is 0"), ({"num_heads": 3}, "must divide each other"), ({"num_kv_heads": 5}, "must divide")],
+    [
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"num_heads": 3}, "must divide each other"),
+        ({"num_kv_heads": 5}, "must divide"),
+    ],
 )
 def test_impossible_shapes(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -109,7 +113,7 @@ def test_operations_are_six_per_parameter_and_token_and_attention(name: str) -> 
     flops = sum(total(work, f"{part}_flops") for part in ("forward", "input_gradient", "weight_gradient"))
     tokens = 2 * shape.context_length
     in_products = shape.num_parameters - shape.embedding_parameters
-    attention = 3 * 2 * tokens * shape.context_length * shape.width * shape.num_layers
+    attention = 3 * 2 * tokens * shape.context_length * shape.hidden_size * shape.num_layers
     assert flops == pytest.approx(6 * tokens * in_products + attention, rel=2e-3)  # norms and biases are no products
     assert total(work, "num_parameters") == shape.num_parameters
 
@@ -117,9 +121,9 @@ def test_operations_are_six_per_parameter_and_token_and_attention(name: str) -> 
 def test_activations_of_a_gpt_block_are_those_of_the_literature() -> None:
     shape = MODELS["gpt2-xl"]
     block = layer_work(shape, microbatch_size=4)[1]
-    # Korthikanti et al. 2022, equation 2: 34 bytes per token and width, of which 3 are masks of dropout (not used here)
-    # and 1 more of the attention's; flash attention keeps no scores. 32 without the masks.
-    assert block.activation_bytes == 4 * 1024 * shape.width * 32
+    # Korthikanti et al. 2022, equation 2: 34 bytes per token and element of the hidden size, of which 3 are masks of
+    # dropout (not used here) and 1 more of the attention's; flash attention keeps no scores. 32 without the masks.
+    assert block.activation_bytes == 4 * 1024 * shape.hidden_size * 32
 
 
 def test_running_again_keeps_the_input_only() -> None:

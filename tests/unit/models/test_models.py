@@ -13,14 +13,14 @@ import torch.nn.functional as F
 
 from elaswave.errors import ConfigError
 from elaswave.models.layers import ModelSpec, build_layer
-from elaswave.models.llama import RMS_NORM_EPS, default_hidden_size, huggingface_name, rotary_tables
+from elaswave.models.llama import RMS_NORM_EPS, default_intermediate_size, huggingface_name, rotary_tables
 from elaswave.models.registry import FAMILY_OPTIONS, MODELS, build_model
 
-SIZES = {"vocab_size": 50, "num_layers": 2, "width": 32, "num_heads": 4, "context_length": 16, "dropout": 0.0}
+SIZES = {"vocab_size": 50, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "context_length": 16, "dropout": 0.0}
 
 
 def small(family: str, **changes: float | None) -> ModelSpec:
-    options = {"num_kv_heads": 2, "hidden_size": 48} if family == "llama" else {}
+    options = {"num_kv_heads": 2, "intermediate_size": 48} if family == "llama" else {}
     return build_model(family, **{**SIZES, **options, **changes})  # type: ignore[arg-type]
 
 
@@ -193,7 +193,7 @@ class TestLayers:
         assert all(not torch.equal(one[name], one[name.replace("block.0", "block.1")]) for name in first)
 
     def test_initial_values_are_gpt2s(self, family: str):
-        values = parameters(small(family, width=256, num_layers=8, vocab_size=512, hidden_size=512))
+        values = parameters(small(family, hidden_size=256, num_layers=8, vocab_size=512, intermediate_size=512))
         residual = ("attention.output", "mlp.down") if family == "gpt" else ("attention.wo", "feed_forward.w2")
         for name, value in values.items():
             if value.dim() == 1:
@@ -272,8 +272,8 @@ class TestLayers:
 
     def test_all_impossible_sizes_are_listed(self, family: str):
         with pytest.raises(ConfigError) as caught:
-            small(family, vocab_size=0, width=30, context_length=-1, dropout=1.0, num_layers=0)
-        for key in ("data.vocab_size: 0", "model.width: 30", "model.context_length: -1", "model.dropout: 1.0"):
+            small(family, vocab_size=0, hidden_size=30, context_length=-1, dropout=1.0, num_layers=0)
+        for key in ("data.vocab_size: 0", "model.hidden_size: 30", "model.context_length: -1", "model.dropout: 1.0"):
             assert any(problem.startswith(key) for problem in caught.value.problems), key
         assert any(problem.startswith("model.num_layers: 0 is below 1") for problem in caught.value.problems)
         with pytest.raises(ConfigError, match="model.num_heads: 0 is below 1"):
@@ -291,7 +291,7 @@ def moved(tensor: torch.Tensor, offset_bytes: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", sorted(MODELS))
 def test_bits_do_not_depend_on_where_parameters_and_activations_lie(family: str, dtype: torch.dtype):
-    model = small(family, dropout=0.2, width=96, context_length=33, num_heads=6, num_kv_heads=3)
+    model = small(family, dropout=0.2, hidden_size=96, context_length=33, num_heads=6, num_kv_heads=3)
     torch.default_generator.manual_seed(3)
     values = {name: value.to(dtype) for name, value in perturbed(model).items()}
     activations, gradient = torch.randn(2, 33, 96, dtype=dtype), torch.randn(2, 33, 96, dtype=dtype)
@@ -330,8 +330,8 @@ IN_ANOTHER_PROCESS = """
 import sys, hashlib
 from elaswave.models.layers import build_layer
 from elaswave.models.registry import build_model
-model = build_model(sys.argv[1], vocab_size=50, num_layers=2, width=32, num_heads=4, context_length=16, dropout=0.0,
-                    num_kv_heads=2, hidden_size=48)
+model = build_model(sys.argv[1], vocab_size=50, num_layers=2, hidden_size=32, num_heads=4, context_length=16,
+                    dropout=0.0, num_kv_heads=2, intermediate_size=48)
 values = b"".join(p.detach().numpy().tobytes() for p in build_layer(model.layers[2], 11, 2).parameters())
 print(hashlib.sha256(values).hexdigest())
 """
@@ -351,19 +351,19 @@ def test_another_process_that_builds_one_layer_alone_gets_the_same_values(family
 class TestLlamaSizes:
     def test_problems_of_its_own_are_listed(self):
         with pytest.raises(ConfigError) as caught:
-            small("llama", num_kv_heads=3, hidden_size=0, rope_theta=0.0, width=12)
+            small("llama", num_kv_heads=3, intermediate_size=0, rope_theta=0.0, hidden_size=12)
         text = "\n".join(caught.value.problems)
         assert "model.num_heads: 4 is no multiple of model.num_kv_heads, 3" in text
-        assert "model.width: heads of 3 elements cannot be rotated" in text
-        assert "model.hidden_size: 0 is below 1" in text
+        assert "model.hidden_size: heads of 3 elements cannot be rotated" in text
+        assert "model.intermediate_size: 0 is below 1" in text
         assert "model.rope_theta: 0.0 is not a positive number" in text
         with pytest.raises(ConfigError, match="model.num_kv_heads: 0 is below 1"):
             small("llama", num_kv_heads=0)
 
     def test_defaults(self):
-        assert default_hidden_size(128) == 352
-        assert default_hidden_size(4096) == 10944
-        values = parameters(small("llama", num_kv_heads=None, hidden_size=None))
+        assert default_intermediate_size(128) == 352
+        assert default_intermediate_size(4096) == 10944
+        values = parameters(small("llama", num_kv_heads=None, intermediate_size=None))
         assert values["block.0.attention.wk.weight"].shape == (32, 32)
         assert values["block.0.feed_forward.w1.weight"].shape == (96, 32)
 
@@ -411,7 +411,7 @@ class TestHuggingfaceNames:
 
 class TestRegistry:
     def test_options_of_other_families_are_ignored(self):
-        model = build_model("gpt", **SIZES, num_kv_heads=2, hidden_size=None, rope_theta=1e4)  # type: ignore[arg-type]
+        model = build_model("gpt", **SIZES, num_kv_heads=2, intermediate_size=None, rope_theta=1e4)  # type: ignore[arg-type]
         assert len(model.layers) == 4
 
     def test_every_family_has_its_options_listed(self):

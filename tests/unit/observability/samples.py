@@ -22,7 +22,8 @@ LAYOUT = Layout(
 """Two stages of two workers, six layers, eight micro-batches."""
 
 CONFIG = {
-    "model": {"family": "gpt", "num_layers": 4, "width": 128, "dtype": "float32"},
+    "format": 2,
+    "model": {"family": "gpt", "num_layers": 4, "hidden_size": 128, "dtype": "float32"},
     "layout": {"stages": 2, "replicas": 2},
     "run": {"steps": 6, "seed": 1},
 }

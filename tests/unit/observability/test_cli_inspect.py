@@ -199,7 +199,7 @@ def test_diff_names_the_first_step_and_tensor_that_differ(run: Path, tmp_path: P
         "\ndigest of master.head.weight:\n  bb  A\n  b0  B\n"
         "1 tensors differ\n"
         "\nconfiguration:\n"
-        'model.family: "gpt" against unset\nmodel.num_layers: 4 against unset\nmodel.width: 128 against unset\n'
+        'model.family: "gpt" against unset\nmodel.num_layers: 4 against unset\nmodel.hidden_size: 128 against unset\n'
         'model.dtype: "float32" against unset\nlayout.stages: 2 against unset\nlayout.replicas: 2 against unset\n'
         "run.steps: 6 against unset\nrun.seed: 1 against 2\n"
     )

@@ -105,7 +105,7 @@ def test_plain_lines_from_start_to_finish() -> None:
     reporter.refresh()
     reporter.close()
     assert stream.getvalue() == (
-        "gpt model, 4 layers of width 128, float32, 6 steps, layout 2x2 (4 workers), 8 micro-batches\n"
+        "gpt model, 4 layers of hidden size 128, float32, 6 steps, layout 2x2 (4 workers), 8 micro-batches\n"
         "run folder runs/a\n"
         "step 1/3  loss 5.0000  15,234 tokens/s  epoch 0  layout 2x2  data pass 1\n"
         "step 3/3  loss 1.6667  15,234 tokens/s  epoch 0  layout 2x2  data pass 1\n"

@@ -185,9 +185,11 @@ def test_no_run_folder(tmp_path: Path) -> None:
 
 def test_the_shape_of_a_run() -> None:
     gpt = shape_of(configuration())
-    assert (gpt.family, gpt.num_layers, gpt.hidden_size, gpt.vocab_size) == ("gpt", 4, 512, 256)
+    assert (gpt.family, gpt.num_layers, gpt.intermediate_size, gpt.vocab_size) == ("gpt", 4, 512, 256)
     llama = shape_of(
-        configuration("model.family=llama", "model.width=4096", "model.num_heads=32", "model.hidden_size=11008")
+        configuration(
+            "model.family=llama", "model.hidden_size=4096", "model.num_heads=32", "model.intermediate_size=11008"
+        )
     )
     assert llama.block_parameters == MODELS["llama-2-7b"].block_parameters
     assert shape_of(configuration("model.family=llama", "model.num_kv_heads=2")).num_kv_heads == 2

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from tests.old_runs import in_format_1
 
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
@@ -181,15 +182,28 @@ def test_resume_allows_what_does_not_change_the_model(tmp_path: Path, override: 
 
 def test_resume_of_another_model_lists_what_differs(tmp_path: Path) -> None:
     start(tmp_path)
-    other = load_config(None, ["model.width=64", "model.family=llama", "model.num_kv_heads=2", "run.seed=2"])
+    other = load_config(None, ["model.hidden_size=64", "model.family=llama", "model.num_kv_heads=2", "run.seed=2"])
     with pytest.raises(RunFolderError) as caught, opened(tmp_path, other, resume=True):
         pass
     assert str(caught.value) == (
         f"the run in {tmp_path} is another computation, so it cannot be resumed with this configuration: "
-        'model.family is "gpt" there and "llama" here; model.width is 128 there and 64 here; '
+        'model.family is "gpt" there and "llama" here; model.hidden_size is 128 there and 64 here; '
         "model.num_kv_heads is unset there and 2 here; run.seed is 1 there and 2 here"
     )
     assert saved_config(tmp_path) == load_config()
+
+
+def test_a_configuration_saved_before_there_was_a_format_is_read_as_it_was_meant(tmp_path: Path) -> None:
+    config = load_config(None, ["model.family=llama", "model.hidden_size=64", "model.intermediate_size=96"])
+    with opened(tmp_path, config):
+        pass
+    saved = tmp_path / "config.toml"
+    assert saved.read_text().startswith("format = 2\n\n[model]\n")
+    in_format_1(tmp_path)
+    assert "format" not in saved.read_text() and "\nwidth = 64\n" in saved.read_text()
+    assert saved_config(tmp_path) == config
+    with opened(tmp_path, config, resume=True):
+        assert saved.read_text() == config.to_toml()
 
 
 def test_resume_of_nothing_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
@@ -203,8 +217,8 @@ def test_resume_of_nothing_is_refused_and_leaves_nothing(tmp_path: Path) -> None
 
 def test_a_damaged_saved_configuration_is_named(tmp_path: Path) -> None:
     start(tmp_path)
-    (tmp_path / "config.toml").write_text("[model]\nwidth = 0\n")
-    with pytest.raises(RunFolderError, match="saved in .* is damaged: model.width: got 0"):
+    (tmp_path / "config.toml").write_text("format = 2\n[model]\nhidden_size = 0\n")
+    with pytest.raises(RunFolderError, match="saved in .* is damaged: model.hidden_size: got 0"):
         saved_config(tmp_path)
     (tmp_path / "config.toml").unlink()
     with pytest.raises(RunFolderError, match="is damaged: .*No such file"):
@@ -353,10 +367,10 @@ def test_an_unwritable_folder_at_the_end_costs_nothing(tmp_path: Path) -> None:
 
 
 def test_differing_keys_hold_both_values() -> None:
-    a, b = load_config(), load_config(None, ["model.width=64", "layout.widths=[4]"])
+    a, b = load_config(), load_config(None, ["model.hidden_size=64", "layout.widths=[4]"])
     assert differing_keys(a, a) == {}
     assert differing_keys(a, b) == {
-        "model.width": (128, 64),
+        "model.hidden_size": (128, 64),
         "layout.widths": ((2, 2), (4,)),
         "layout.layers": ((3, 3), (6,)),
     }

@@ -67,7 +67,7 @@ def make_meta(tensors: dict[str, torch.Tensor], step: int) -> CheckpointMeta:
         grids={"embedding.weight": 43, "scale": -7},
         seed=2**63 + 1,
         data_cursor=(2, 640),
-        config={"model": {"family": "gpt", "dropout": 0.1}},
+        config={"format": 2, "model": {"family": "gpt", "dropout": 0.1}},
         tensors={fqn: info_of(tensor) for fqn, tensor in tensors.items()},
         elaswave_version="0.1.0",
         extra={"updates": 3},
@@ -94,12 +94,21 @@ def cut(tensors: dict[str, torch.Tensor], num_workers: int, seed: int, max_run: 
     return pieces
 
 
-def save(run_dir: Path, step: int, tensors: dict[str, torch.Tensor], num_workers: int = 3) -> CheckpointRef:
+def save(
+    run_dir: Path,
+    step: int,
+    tensors: dict[str, torch.Tensor],
+    num_workers: int = 3,
+    config: dict[str, Any] | None = None,
+) -> CheckpointRef:
     folder = shard_folder(run_dir, step)
     pieces = cut(tensors, num_workers, seed=step)
     with ThreadPoolExecutor(num_workers) as pool:
         items = list(pool.map(lambda w: write_shard(folder, f"worker-{w}", pieces[w]), range(num_workers)))
-    return commit_checkpoint(folder, [item for own in items for item in own], make_meta(tensors, step))
+    meta = make_meta(tensors, step)
+    if config is not None:
+        meta = msgspec.structs.replace(meta, config=config)
+    return commit_checkpoint(folder, [item for own in items for item in own], meta)
 
 
 def load_whole(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -429,6 +438,15 @@ def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
 def test_a_description_of_another_form_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"meta.json is damaged: .*step"):
         checkpoint_format.decode_meta(b'{"losses": []}')
+
+
+def test_a_description_of_before_there_was_a_format_gets_the_keys_of_today(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    old = {"model": {"family": "llama", "width": 48, "hidden_size": 96}, "run": {"seed": 1}}
+    ref = save(tmp_path, 3, tensors, config=old)
+    sizes = {"family": "llama", "hidden_size": 48, "intermediate_size": 96}
+    assert read_meta(ref.folder).config == {"format": 2, "model": sizes, "run": {"seed": 1}}
+    assert verify_checkpoint(ref.folder).meta == read_meta(ref.folder)
 
 
 # Folders

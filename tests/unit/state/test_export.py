@@ -29,8 +29,8 @@ from elaswave.state.export import export_safetensors
 load_file = pytest.importorskip("safetensors.torch").load_file
 safe_open = pytest.importorskip("safetensors").safe_open
 
-SIZES: dict[str, Any] = {"num_layers": 2, "width": 32, "num_heads": 4, "context_length": 16, "dropout": 0.0}
-LLAMA_SIZES: dict[str, Any] = {**SIZES, "num_kv_heads": 2, "hidden_size": 48, "rope_theta": 5000.0}
+SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "context_length": 16, "dropout": 0.0}
+LLAMA_SIZES: dict[str, Any] = {**SIZES, "num_kv_heads": 2, "intermediate_size": 48, "rope_theta": 5000.0}
 
 
 def build(model: ModelSpec) -> dict[str, torch.nn.Module]:
@@ -45,7 +45,9 @@ def weights_of(modules: dict[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
     }
 
 
-def save(run_dir: Path, step: int, weights: dict[str, torch.Tensor], config: dict[str, Any]) -> CheckpointRef:
+def save(
+    run_dir: Path, step: int, weights: dict[str, torch.Tensor], config: dict[str, Any], *, is_old: bool = False
+) -> CheckpointRef:
     """A checkpoint by two workers, each with half of every tensor."""
     state = {model_name(name): weight for name, weight in weights.items()}
     state |= {optimizer_name("exp_avg", name): torch.zeros_like(weight) for name, weight in weights.items()}
@@ -65,7 +67,7 @@ def save(run_dir: Path, step: int, weights: dict[str, torch.Tensor], config: dic
         grids={},
         seed=7,
         data_cursor=(0, 0),
-        config={"model": config},
+        config={"model": config} if is_old else {"format": 2, "model": config},
         tensors={fqn: TensorInfo(tuple(tensor.shape)) for fqn, tensor in state.items()},
         elaswave_version="0.1.0",
     )
@@ -98,7 +100,7 @@ def test_the_file_tells_where_it_comes_from(tmp_path: Path, gpt_weights: dict[st
     save(tmp_path, 3, gpt_weights, GPT_CONFIG)
     with safe_open(export_safetensors(tmp_path).output, "pt") as file:
         metadata = file.metadata()
-    assert json.loads(metadata.pop("config")) == {"model": GPT_CONFIG}
+    assert json.loads(metadata.pop("config")) == {"format": 2, "model": GPT_CONFIG}
     assert metadata == {"format": "pt", "step": "3", "elaswave_version": "0.1.0"}
 
 
@@ -139,7 +141,7 @@ def test_a_gpt_gets_the_names_and_shapes_of_gpt_2(tmp_path: Path, gpt_weights: d
 
 
 def test_the_initial_weights_can_be_exported(tmp_path: Path) -> None:
-    config = load_config(None, ["model.num_layers=2", "model.width=32", "run.seed=7"])
+    config = load_config(None, ["model.num_layers=2", "model.hidden_size=32", "run.seed=7"])
     with open_run_dir(tmp_path / "run", config, now=datetime(2026, 11, 20, tzinfo=UTC)):
         pass
     arguments = [str(tmp_path / "run"), "--step", "0", "--own-names", "--json"]
@@ -151,7 +153,7 @@ def test_the_initial_weights_can_be_exported(tmp_path: Path) -> None:
             gpt(
                 vocab_size=256,
                 num_layers=2,
-                width=32,
+                hidden_size=32,
                 num_heads=config.model.num_heads,
                 context_length=config.model.context_length,
                 dropout=config.model.dropout,
@@ -197,6 +199,22 @@ def test_a_llama_gets_hugging_faces_names_and_configuration(tmp_path: Path) -> N
         "tie_word_embeddings": False,
     }
     assert {key: config[key] for key in expected} == expected
+
+
+def test_a_checkpoint_of_before_there_was_a_format_exports_the_same(tmp_path: Path) -> None:
+    weights = weights_of(build(llama(vocab_size=40, **LLAMA_SIZES)))
+    old = dict(LLAMA_CONFIG, width=LLAMA_SIZES["hidden_size"], hidden_size=LLAMA_SIZES["intermediate_size"])
+    del old["intermediate_size"]
+    files = []
+    for name, config, is_old in (("old", old, True), ("new", LLAMA_CONFIG, False)):
+        (tmp_path / name).mkdir()
+        save(tmp_path / name, 2, weights, config, is_old=is_old)
+        summary = export_safetensors(tmp_path / name)
+        assert summary.config_file is not None
+        with safe_open(summary.output, "pt") as file:
+            files.append((json.loads(file.metadata()["config"]), Path(summary.config_file).read_bytes()))
+    assert files[0] == files[1]
+    assert files[0][0] == {"format": 2, "model": LLAMA_CONFIG}
 
 
 @pytest.mark.filterwarnings("default")

@@ -49,7 +49,14 @@ def test_every_tensor_has_its_place():
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_parameters_are_aligned_views_of_one_tensor(family, dtype):
     model = build_model(
-        family, vocab_size=97, num_layers=1, width=36, num_heads=3, context_length=10, dropout=0.0, hidden_size=50
+        family,
+        vocab_size=97,
+        num_layers=1,
+        hidden_size=36,
+        num_heads=3,
+        context_length=10,
+        dropout=0.0,
+        intermediate_size=50,
     )
     for spec, shape in zip(model.layers, model_shapes(model), strict=True):
         layer = FlatLayer(spec, shape, dtype)

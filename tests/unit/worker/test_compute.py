@@ -21,7 +21,7 @@ from elaswave.worker.compute import (
 )
 
 SEED, STEP = 5, 3
-GPT = build_model("gpt", vocab_size=50, num_layers=2, width=16, num_heads=2, context_length=8, dropout=0.2)
+GPT = build_model("gpt", vocab_size=50, num_layers=2, hidden_size=16, num_heads=2, context_length=8, dropout=0.2)
 
 
 class Table(nn.Module):
@@ -145,7 +145,7 @@ def test_cuts_between_workers_and_recomputation_do_not_show(cut, recompute):
 
 
 def test_gradients_are_those_of_ordinary_autograd():
-    model = build_model("gpt", vocab_size=50, num_layers=2, width=16, num_heads=2, context_length=8, dropout=0.0)
+    model = build_model("gpt", vocab_size=50, num_layers=2, hidden_size=16, num_heads=2, context_length=8, dropout=0.0)
     compute = make_compute(model)
     run(compute, [0], 4)
     layers = [build_layer(spec, SEED, index) for index, spec in enumerate(model.layers)]
@@ -292,7 +292,7 @@ def test_a_gradient_that_is_not_finite_is_noted_with_its_layer():
 def test_a_split_backward_has_the_bits_of_the_whole(family, dtype, recompute, dropout):
     heads = {"num_kv_heads": 2} if family == "llama" else {}
     model = build_model(
-        family, vocab_size=50, num_layers=2, width=32, num_heads=4, context_length=8, dropout=dropout, **heads
+        family, vocab_size=50, num_layers=2, hidden_size=32, num_heads=4, context_length=8, dropout=dropout, **heads
     )
     whole = make_compute(model, dtype=dtype)
     run(whole, range(4), 4)
