@@ -15,8 +15,8 @@ from elaswave.cli.cluster_options import (
     describe_setting,
     loss_options,
 )
-from elaswave.cli.inspect import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.cli.layout_table import as_json
+from elaswave.cli.tables import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.observability.wrapping import wrap

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.text import Text
 
 from elaswave.cli.environment import prepare_to_compute
-from elaswave.cli.inspect import render_table
 from elaswave.cli.machine import check_memory
+from elaswave.cli.tables import render_table
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.errors import ConfigError
@@ -314,7 +314,7 @@ def _show_recoveries(shown: _Shown, recoveries: Sequence[Recovery]) -> None:
     if not rows:
         return
     shown.say()
-    head, *lines = render_table(header, rows, shown.width)
+    head, *lines = render_table(header, rows, shown.width, is_styled=False)
     shown.say((head, "bold"))
     for line in lines:
         shown.say(line)

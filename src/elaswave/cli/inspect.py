@@ -1,26 +1,19 @@
-"""``elaswave inspect RUN`` and ``elaswave inspect diff RUN_A RUN_B``: what a run did, and whether two did the same.
+"""``elaswave inspect RUN`` and ``elaswave inspect diff RUN_A RUN_B``: what a run did, and whether two did the same."""
 
-Output is plain text without drawn frames, so that it reads well in logs, pipes and screen readers; a table that is
-wider than the terminal is printed as one short paragraph per row instead, so nothing is cut off.
-"""
-
-import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
+from elaswave.cli.tables import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.observability.compare import Comparison, compare_results
 from elaswave.observability.progress import format_loss, format_rate, sparkline, writes_unicode
 from elaswave.observability.result import from_json_float, read_digests, read_result
 from elaswave.observability.summary import RunSummary, StageSummary, WorkerSummary, summarize
 from elaswave.observability.wrapping import wrap
 
-_FALLBACK_WIDTH = 100
-"""Columns when the output is no terminal and COLUMNS is not set."""
 _MAX_NOTES = 20
 """Skipped and repeated steps that are listed one by one."""
 
@@ -109,56 +102,7 @@ def _echo_json(document: msgspec.Struct) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
 
 
-def terminal_width() -> int:
-    """Columns to use: those of the terminal, or COLUMNS, less one so that no terminal wraps."""
-    return max(20, shutil.get_terminal_size((_FALLBACK_WIDTH + 1, 24)).columns - 1)
-
-
 # ---------------------------------------------------------------------------------------------------------- rendering
-
-
-def render_table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """A table as lines of text: columns if they fit, else one paragraph per row.
-
-    Args:
-        header: name of each column.
-        rows: the cells; a column of numbers is aligned to the right.
-        width: columns of the terminal.
-    Returns:
-        The lines, none wider than ``width`` unless a single word is.
-    """
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    if sum(widths) + 2 * (len(widths) - 1) <= width:
-        numeric = [all(row[column][:1] in "0123456789-" for row in rows) for column in range(len(header))]
-        return [
-            "  ".join(
-                cell.rjust(size) if right else cell.ljust(size)
-                for cell, size, right in zip(line, widths, numeric, strict=True)
-            ).rstrip()
-            for line in [header, *rows]
-        ]
-    lines: list[str] = []
-    for row in rows:
-        cells = [f"{name} {cell}" for name, cell in zip(header, row, strict=True) if cell != "-"]
-        lines += wrap("; ".join(cells), width)
-    return lines
-
-
-def format_bytes(num_bytes: int | None) -> str:
-    """A size for people, in powers of 1024; "-" if unknown."""
-    if num_bytes is None:
-        return "-"
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration for people."""
-    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def render_summary(summary: RunSummary, width: int, *, ascii_only: bool = False) -> list[str]:

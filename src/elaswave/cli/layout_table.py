@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from elaswave.cli.inspect import format_bytes, format_seconds, render_table
+from elaswave.cli.tables import format_bytes, format_seconds, render_table
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.planning.memory_limits import time_as_it_is

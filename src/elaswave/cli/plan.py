@@ -18,8 +18,8 @@ from elaswave.cli.cluster_options import (
     loss_options,
     policy_option,
 )
-from elaswave.cli.inspect import format_bytes, format_seconds, terminal_width
 from elaswave.cli.layout_table import as_json, render_stages, stage_rows
+from elaswave.cli.tables import format_bytes, format_seconds, terminal_width
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import UsageError
 from elaswave.observability.wrapping import wrap

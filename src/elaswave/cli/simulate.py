@@ -22,8 +22,8 @@ from elaswave.cli.cluster_options import (
     does_not_fit,
     policy_option,
 )
-from elaswave.cli.inspect import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.cli.layout_table import as_json
+from elaswave.cli.tables import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.cli.waiting import Waiting
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster

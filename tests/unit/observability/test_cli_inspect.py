@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.unit.observability.samples import LOSSES, RECOVERY, make_result, write_events
 
-from elaswave.cli.inspect import format_bytes, inspect_group, render_summary, render_table
+from elaswave.cli.inspect import inspect_group, render_summary
 from elaswave.cli.main import main
 from elaswave.errors import RunFolderError
 from elaswave.observability.events import ErrorRaised, Evaluated, EventLog, Recovered, RunFinished, StepSkipped
@@ -293,21 +293,6 @@ def test_help_shows_both_spellings() -> None:
     for arguments in [["--help"], ["a", "--help"]]:
         output = inspect(*arguments).output
         assert "elaswave inspect RUN " in output and "elaswave inspect diff RUN_A RUN_B" in output
-
-
-def test_a_table_that_does_not_fit_leaves_out_what_is_unknown() -> None:
-    assert render_table(["name", "size"], [["one", "-"], ["two", "3"]], 5) == ["name", "  one", "name", "  two;"] + [
-        "  size",
-        "  3",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(None, "-"), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 20, "5.0 MiB"), (3 << 40, "3072.0 GiB")],
-)
-def test_sizes_for_people(num_bytes: int | None, text: str) -> None:
-    assert format_bytes(num_bytes) == text
 
 
 def test_looking_needs_no_torch(run: Path) -> None:
