@@ -119,7 +119,7 @@ def _rows(setting: Setting, arguments: argparse.Namespace) -> list[dict[str, Any
     for policy in (UNDISTURBED, *arguments.policies):
         jobs[policy] = _run(setting, policy, arguments)
         print(f"{setting.name} {policy}: done", file=sys.stderr, flush=True)
-    twin = jobs[UNDISTURBED].result
+    reference = jobs[UNDISTURBED].result
     rows = []
     for policy in arguments.policies:
         result, load_cores = jobs[policy]
@@ -127,7 +127,7 @@ def _rows(setting: Setting, arguments: argparse.Namespace) -> list[dict[str, Any
         assert fault_free.measured_step_s is not None
         throughput, error = _throughput(last), _error(last)
         left = 1 - setting.lose / (setting.replicas * setting.stages)
-        same_bits = (result.losses, result.state_digest) == (twin.losses, twin.state_digest)
+        same_bits = (result.losses, result.state_digest) == (reference.losses, reference.state_digest)
         row = {
             "setting": setting.name,
             "model": setting.model,

@@ -27,7 +27,7 @@ def test_a_checkpoint_folder_that_cannot_be_made_costs_checkpoints_only(tmp_path
     for step in (2, 4):
         begin = f"the checkpoint of step {step} could not be written, training goes on without it: cannot write"
         assert sum(line.startswith(begin) for line in reporter.errors) == 1, reporter.errors
-    assert job.computation == run_job(tmp_path / "twin", SETTINGS).computation
+    assert job.computation == run_job(tmp_path / "reference", SETTINGS).computation
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_new_one(

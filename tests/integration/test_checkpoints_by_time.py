@@ -21,7 +21,7 @@ def test_a_checkpoint_by_time_survives_the_worker_that_asks_for_it(tmp_path: Pat
     assert written == sorted(set(written)), "none is written twice"
     search = find_newest_checkpoint(job.run_dir)
     assert search.newest is not None and search.newest.step == 5 and search.skipped == ()
-    undisturbed = run_job(tmp_path / "twin", {"run.steps": 5, "run.checkpoint_every_s": 0})
+    undisturbed = run_job(tmp_path / "reference", {"run.steps": 5, "run.checkpoint_every_s": 0})
     assert job.computation == undisturbed.computation
     assert [record.step for record in undisturbed.result.checkpoints] == [5]
 
@@ -47,4 +47,4 @@ def test_a_run_goes_on_from_older_checkpoints_but_not_with_other_data(tmp_path: 
     job = run_job(run_dir, late, resume=True, reporter=reporter)
     assert any("checkpoint step-00000006 is not used" in message for message in reporter.messages)
     assert sorted(path.name for path in run_dir.glob("checkpoints/*")) == ["step-00000005", "step-00000006.damaged"]
-    assert job.computation == run_job(tmp_path / "twin", {**settings, "run.steps": 5}).computation
+    assert job.computation == run_job(tmp_path / "reference", {**settings, "run.steps": 5}).computation

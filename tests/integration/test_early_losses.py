@@ -34,14 +34,14 @@ def test_workers_that_never_register_are_lost_like_any_other(
     assert sorted(each.worker for each in job.result.recoveries if each.kind == "lost") == list(victims)  # type: ignore[type-var]
     assert job.result.start_up_s > 0
     monkeypatch.undo()
-    assert job.computation == run_job(tmp_path / "twin", settings).computation
+    assert job.computation == run_job(tmp_path / "reference", settings).computation
 
 
 def test_workers_that_stand_still_before_they_register_are_left_behind_and_made_up_for_from_the_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With them all copies of some blocks are gone, but nothing has been computed yet."""
-    twin = run_job(tmp_path / "twin", {"run.steps": 4, "layout.widths": [1]})
+    reference = run_job(tmp_path / "reference", {"run.steps": 4, "layout.widths": [1]})
     strike(monkeypatch, (0, 2, 3), signal.SIGSTOP)
     monkeypatch.setattr(detection, "SILENCE_STARTING_S", 4.0)
     monkeypatch.setattr(launcher, "LOOK_S", 0.25)
@@ -53,7 +53,7 @@ def test_workers_that_stand_still_before_they_register_are_left_behind_and_made_
     text = "\n".join(reporter.messages)
     assert "has not registered, and its process has used no processor time for" in text
     assert "everybody begins again from the seed" in text
-    assert job.computation == twin.computation
+    assert job.computation == reference.computation
 
 
 @pytest.mark.slow
@@ -68,4 +68,4 @@ def test_the_bound_of_standing_still_is_what_the_documentation_says(
     assert [each.worker for each in job.result.recoveries] == [1]
     assert 20.0 < job.result.start_up_s < 35.0
     monkeypatch.undo()
-    assert job.computation == run_job(tmp_path / "twin", settings | {"run.steps": 4}).computation
+    assert job.computation == run_job(tmp_path / "reference", settings | {"run.steps": 4}).computation

@@ -73,8 +73,8 @@ def test_a_disk_that_is_full_for_a_while_costs_lines_of_the_log(small_disk: Path
     # What the log lacks the result has, also what only the coordinator of before has heard.
     assert [record.step for record in job.result.checkpoints] == [60, 70]
     assert any(recovery.kind == "coordinator" for recovery in job.result.recoveries)
-    twin = run_job(tmp_path / "twin", SETTINGS)
-    assert job.computation == twin.computation
+    reference = run_job(tmp_path / "reference", SETTINGS)
+    assert job.computation == reference.computation
 
 
 def test_a_disk_that_stays_full_is_named_at_the_end(small_disk: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_worker_that_never_finds_the_new_coordinator_is_lost(tmp_path: Path, m
     monkeypatch.setattr(launcher, "run_coordinator", run_known)
     job = run_job(tmp_path / "run", {"run.steps": 4}, probe=StopsWithItsCoordinator(pid))
     assert [recovery.worker for recovery in job.result.recoveries if recovery.kind == "lost"] == [1]
-    assert job.computation == run_job(tmp_path / "twin", {"run.steps": 4}).computation
+    assert job.computation == run_job(tmp_path / "reference", {"run.steps": 4}).computation
 
 
 def test_a_coordinator_that_dies_with_the_last_word_on_its_lips(
@@ -65,7 +65,7 @@ def test_a_coordinator_that_dies_with_the_last_word_on_its_lips(
     assert died.exists()
     assert job.result.steps == 3
     monkeypatch.undo()
-    assert job.computation == run_job(tmp_path / "twin", {"run.steps": 3}).computation
+    assert job.computation == run_job(tmp_path / "reference", {"run.steps": 3}).computation
 
 
 @pytest.mark.parametrize("last_words", [core.Decided, core.Resumed])
@@ -98,7 +98,7 @@ def test_a_coordinator_that_hangs_is_followed_by_another(tmp_path: Path, monkeyp
     assert hung.exists()
     # On a machine that is too busy for the next one to answer in so short a time that one is followed, too.
     assert [recovery.kind for recovery in job.result.recoveries].count("coordinator") >= 1
-    assert job.computation == run_job(tmp_path / "twin", settings).computation
+    assert job.computation == run_job(tmp_path / "reference", settings).computation
 
 
 @pytest.mark.parametrize("kind", [core.Persist, core.Raised])
@@ -131,7 +131,7 @@ def test_a_coordinator_can_be_heard_while_it_verifies_checkpoints(
     job = run_job(tmp_path / "run", settings, faults=["kill:2@4:backward"])
     assert where.read_text() == "beside"
     assert any("goes back to the checkpoint of step" in message for message in job.messages)
-    assert job.computation == run_job(tmp_path / "twin", {"run.steps": 5}).computation
+    assert job.computation == run_job(tmp_path / "reference", {"run.steps": 5}).computation
 
 
 def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
@@ -199,7 +199,7 @@ def test_what_a_coordinator_has_acknowledged_does_not_die_with_it(
     assert len(job.result.losses) == 4
     assert job.result.epochs[0].epoch == 1 and job.result.epochs[0].first_step == 1
     monkeypatch.undo()
-    assert job.computation == run_job(tmp_path / "twin", settings).computation
+    assert job.computation == run_job(tmp_path / "reference", settings).computation
 
 
 def test_a_wish_to_stop_outlives_the_coordinator_that_heard_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

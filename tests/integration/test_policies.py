@@ -32,9 +32,9 @@ EMULATED = {
 
 
 @pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """The undisturbed run."""
-    return run_job(tmp_path_factory.mktemp("twin") / "run", EMULATED)
+    return run_job(tmp_path_factory.mktemp("reference") / "run", EMULATED)
 
 
 def layouts(job: Job) -> list[LayoutChosen]:
@@ -42,10 +42,10 @@ def layouts(job: Job) -> list[LayoutChosen]:
 
 
 @pytest.mark.parametrize("policy", ["recycle", "recycle_normalized", "torchft_batch_kept", "oobleck", "full_restart"])
-def test_a_rival_that_keeps_the_batch_keeps_the_bits(tmp_path: Path, twin: Job, policy: str) -> None:
+def test_a_rival_that_keeps_the_batch_keeps_the_bits(tmp_path: Path, reference: Job, policy: str) -> None:
     settings = EMULATED | {"elastic.policy": f'"{policy}"', "run.checkpoint_every": 2}
     job = run_job(tmp_path / "run", settings, faults=["kill:1@5:backward", "kill:5@8:gather"])
-    assert job.computation == twin.computation
+    assert job.computation == reference.computation
     assert [record.epoch for record in job.result.epochs] == [1, 2, 3]
     assert all(record.reason for record in job.result.epochs)
     expected = "starts over" if policy == "full_restart" else policy
@@ -56,29 +56,29 @@ def test_a_rival_that_keeps_the_batch_keeps_the_bits(tmp_path: Path, twin: Job, 
         assert len(busy) == 4 and set(job.result.epochs[1].layout.workers) == {0, 2, 3, 4, 5}
 
 
-def test_a_full_restart_without_a_checkpoint_begins_again(tmp_path: Path, twin: Job) -> None:
+def test_a_full_restart_without_a_checkpoint_begins_again(tmp_path: Path, reference: Job) -> None:
     job = run_job(tmp_path / "run", EMULATED | {"elastic.policy": '"full_restart"'}, faults=["kill:1@5:vote"])
-    assert job.computation == twin.computation
+    assert job.computation == reference.computation
     assert [record.first_step for record in job.result.epochs] == [1, 1]
 
 
-def test_torchfts_batch_shrinks(tmp_path: Path, twin: Job) -> None:
+def test_torchfts_batch_shrinks(tmp_path: Path, reference: Job) -> None:
     job = run_job(tmp_path / "run", EMULATED | {"elastic.policy": '"torchft"'}, faults=["kill:1@5:backward"])
     before, after = (record.layout for record in job.result.epochs)
     assert (before.num_microbatches, after.num_microbatches) == (6, 4)
-    assert job.result.losses[:4] == twin.result.losses[:4]
-    assert job.result.losses[4:] != twin.result.losses[4:]
+    assert job.result.losses[:4] == reference.result.losses[:4]
+    assert job.result.losses[4:] != reference.result.losses[4:]
     assert len(job.result.losses) == 12
 
 
-def test_steps_that_are_repeated_with_a_smaller_batch_have_other_losses(tmp_path: Path, twin: Job) -> None:
+def test_steps_that_are_repeated_with_a_smaller_batch_have_other_losses(tmp_path: Path, reference: Job) -> None:
     """Without copies a loss leads back to the checkpoint of step 4, and step 5 is repeated by the groups that are left:
     in the log and in the result stands what it has come to the second time."""
     settings = EMULATED | {"elastic.policy": '"torchft"', "elastic.num_followers": 0, "run.checkpoint_every": 2}
     job = run_job(tmp_path / "run", settings, faults=["kill:1@6:backward"])
     assert [record.first_step for record in job.result.epochs] == [1, 5]
-    assert job.result.losses[:4] == twin.result.losses[:4]
-    assert job.result.losses[4] != twin.result.losses[4]
+    assert job.result.losses[:4] == reference.result.losses[:4]
+    assert job.result.losses[4] != reference.result.losses[4]
     committed = [event for event in read_events(job.run_dir / EVENTS_FILE) if isinstance(event, StepCommitted)]
     assert {event.step: event.loss for event in committed} == dict(enumerate(job.result.losses, start=1))
     tokens = {event.step: round(event.tokens_per_s * event.duration_s) for event in committed}
@@ -94,9 +94,9 @@ def test_steps_that_are_repeated_with_a_smaller_batch_have_other_losses(tmp_path
     ],
     ids=len,
 )
-def test_elaswave_changes_the_layout_afterwards(tmp_path: Path, twin: Job, faults: list[str]) -> None:
+def test_elaswave_changes_the_layout_afterwards(tmp_path: Path, reference: Job, faults: list[str]) -> None:
     job = run_job(tmp_path / "run", EMULATED, faults=faults)
-    assert job.computation == twin.computation
+    assert job.computation == reference.computation
     changes = [event for event in layouts(job) if event.change]
     assert changes, "no change was planned"
     for event in changes:
@@ -124,16 +124,16 @@ def test_every_layout_says_what_was_predicted_and_what_it_took(tmp_path: Path) -
         assert record.measured_step_s > 0.5 * record.predicted_step_s
 
 
-def test_without_rebalancing_the_makeshift_stays(tmp_path: Path, twin: Job) -> None:
+def test_without_rebalancing_the_interim_layout_stays(tmp_path: Path, reference: Job) -> None:
     job = run_job(tmp_path / "run", EMULATED | {"elastic.rebalance": False}, faults=["kill:1@3:backward"])
-    assert job.computation == twin.computation
+    assert job.computation == reference.computation
     assert [(record.epoch, record.change) for record in job.result.epochs] == [(1, 0), (2, 0)]
 
 
-def test_frequency_levels_do_not_show_in_the_bits(tmp_path: Path, twin: Job) -> None:
+def test_frequency_levels_do_not_show_in_the_bits(tmp_path: Path, reference: Job) -> None:
     settings = EMULATED | {"device.name": '"ascend-910b"', "device.frequency": '"emulated"'}
     job = run_job(tmp_path / "run", settings, faults=["kill:1@3:backward"])
-    assert job.computation == twin.computation
+    assert job.computation == reference.computation
 
 
 def test_workers_get_groups_of_their_own_and_leave_none_behind(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Workers are lost in every way and at every point; the survivors compute the same bits as if nothing had happened.
 
-Real processes, real signals. Every job here is compared with its undisturbed twin: losses, state digest, the digest of
+Real processes, real signals. Every job here is compared with its reference run: losses, state digest, the digest of
 every tensor, the number of steps. `run_job` also checks that no process, socket or file is left.
 """
 
@@ -32,19 +32,19 @@ STEPS = {"run.steps": 6}
 
 
 @lru_cache(maxsize=1)
-def _twin(folder: str) -> Job:
+def _reference(folder: str) -> Job:
     """The undisturbed run. One is enough: the layout does not show in the result."""
     return run_job(Path(folder), LAYOUTS["2x2"] | STEPS)
 
 
 @pytest.fixture
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return _twin(str(tmp_path_factory.getbasetemp() / "undisturbed"))
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return _reference(str(tmp_path_factory.getbasetemp() / "undisturbed"))
 
 
 def _survive(
     run_dir: Path,
-    twin: Job,
+    reference: Job,
     faults: Sequence[str],
     settings: dict[str, Any] | None = None,
     *,
@@ -52,13 +52,13 @@ def _survive(
     **options: Any,
 ) -> Job:
     job = run_job(run_dir, LAYOUTS[layout] | STEPS | (settings or {}), faults=faults, **options)
-    assert job.computation == twin.computation
+    assert job.computation == reference.computation
     assert job.result.steps == len(job.result.losses) == STEPS["run.steps"]
     return job
 
 
-def _check_kill(run_dir: Path, twin: Job, layout: str, worker: int, phase: str) -> None:
-    job = _survive(run_dir, twin, [f"kill:{worker}@3:{phase}"], layout=layout)
+def _check_kill(run_dir: Path, reference: Job, layout: str, worker: int, phase: str) -> None:
+    job = _survive(run_dir, reference, [f"kill:{worker}@3:{phase}"], layout=layout)
     (recovery,) = job.result.recoveries
     assert (recovery.kind, recovery.worker, recovery.step, recovery.phase) == ("lost", worker, 3, phase)
     assert recovery.detected_by in ("exit", "link")
@@ -76,69 +76,73 @@ def _check_kill(run_dir: Path, twin: Job, layout: str, worker: int, phase: str) 
     [(["2x2", "[1,3]", "[3,1]"][index % 3], (index * 3 + index // 3) % 4, phase) for index, phase in enumerate(PHASES)]
     + [("[1,3]", 0, "backward"), ("[3,1]", 3, "vote")],
 )
-def test_a_kill_in_each_phase(tmp_path: Path, twin: Job, layout: str, worker: int, phase: str) -> None:
-    _check_kill(tmp_path / "run", twin, layout, worker, phase)
+def test_a_kill_in_each_phase(tmp_path: Path, reference: Job, layout: str, worker: int, phase: str) -> None:
+    _check_kill(tmp_path / "run", reference, layout, worker, phase)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("worker", range(4))
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_kill_of_each_worker_in_each_phase(tmp_path: Path, twin: Job, layout: str, worker: int, phase: str) -> None:
-    _check_kill(tmp_path / "run", twin, layout, worker, phase)
+def test_a_kill_of_each_worker_in_each_phase(
+    tmp_path: Path, reference: Job, layout: str, worker: int, phase: str
+) -> None:
+    _check_kill(tmp_path / "run", reference, layout, worker, phase)
 
 
-def test_an_exactly_addressed_kill_strikes_where_it_should(tmp_path: Path, twin: Job) -> None:
-    job = _survive(tmp_path / "run", twin, ["kill:1@3:apply+5"])
+def test_an_exactly_addressed_kill_strikes_where_it_should(tmp_path: Path, reference: Job) -> None:
+    job = _survive(tmp_path / "run", reference, ["kill:1@3:apply+5"])
     (record,) = read_fault_records(job.run_dir / FAULTS_FILE)
     assert (record.worker, record.step, record.phase, record.action) == (1, 3, "apply", 5)
 
 
-def test_a_hang_is_noticed_by_its_silence(tmp_path: Path, twin: Job) -> None:
-    job = _survive(tmp_path / "run", twin, ["hang:2@3:backward"])
+def test_a_hang_is_noticed_by_its_silence(tmp_path: Path, reference: Job) -> None:
+    job = _survive(tmp_path / "run", reference, ["hang:2@3:backward"])
     assert [recovery.detected_by for recovery in job.result.recoveries] == ["heartbeat"]
 
 
-def test_a_worker_that_is_cut_off(tmp_path: Path, twin: Job) -> None:
-    job = _survive(tmp_path / "run", twin, ["cut:3@3:forward"])
+def test_a_worker_that_is_cut_off(tmp_path: Path, reference: Job) -> None:
+    job = _survive(tmp_path / "run", reference, ["cut:3@3:forward"])
     (recovery,) = job.result.recoveries
     assert recovery.worker == 3
     assert recovery.detected_by in ("heartbeat", "link")
 
 
-def test_a_worker_whose_links_are_closed_is_noticed_by_its_peers(tmp_path: Path, twin: Job) -> None:
+def test_a_worker_whose_links_are_closed_is_noticed_by_its_peers(tmp_path: Path, reference: Job) -> None:
     """Its process goes on: what the others say of their links to it is the first that the coordinator hears."""
-    job = _survive(tmp_path / "run", twin, ["cut-close:3@3:forward"])
+    job = _survive(tmp_path / "run", reference, ["cut-close:3@3:forward"])
     (recovery,) = job.result.recoveries
     assert (recovery.worker, recovery.detected_by) == (3, "link")
 
 
-def test_two_kills_in_one_step(tmp_path: Path, twin: Job) -> None:
-    job = _survive(tmp_path / "run", twin, ["kill:1@3:vote", "kill:2@3:reduce"])
+def test_two_kills_in_one_step(tmp_path: Path, reference: Job) -> None:
+    job = _survive(tmp_path / "run", reference, ["kill:1@3:vote", "kill:2@3:reduce"])
     assert sorted(recovery.worker or 0 for recovery in job.result.recoveries) == [1, 2]
 
 
-def test_two_followers_survive_the_loss_of_any_two_at_once(tmp_path: Path, twin: Job) -> None:
+def test_two_followers_survive_the_loss_of_any_two_at_once(tmp_path: Path, reference: Job) -> None:
     """Workers 0 and 1 are the whole first stage; nothing but their followers elsewhere has its state."""
-    job = _survive(tmp_path / "run", twin, ["kill:0@3:backward", "kill:1@3:backward"], {"elastic.num_followers": 2})
+    job = _survive(
+        tmp_path / "run", reference, ["kill:0@3:backward", "kill:1@3:backward"], {"elastic.num_followers": 2}
+    )
     assert job.result.epochs[-1].layout.workers == (2, 3)
 
 
-def test_followers_are_refilled_so_that_a_later_loss_is_survived_too(tmp_path: Path, twin: Job) -> None:
-    job = _survive(tmp_path / "run", twin, ["kill:0@2:forward", "kill:1@4:gather", "kill:2@6:vote"])
+def test_followers_are_refilled_so_that_a_later_loss_is_survived_too(tmp_path: Path, reference: Job) -> None:
+    job = _survive(tmp_path / "run", reference, ["kill:0@2:forward", "kill:1@4:gather", "kill:2@6:vote"])
     assert job.result.epochs[-1].layout.workers == (3,)
 
 
 @pytest.mark.parametrize("refill_bytes", [12 * 1024, 1 << 20])
-def test_a_kill_while_followers_are_being_refilled(tmp_path: Path, twin: Job, refill_bytes: int) -> None:
+def test_a_kill_while_followers_are_being_refilled(tmp_path: Path, reference: Job, refill_bytes: int) -> None:
     """With two followers every block still has another copy, however far the refilling has come."""
     settings = {"elastic.num_followers": 2, "elastic.refill_bytes_per_step": refill_bytes}
-    _survive(tmp_path / "run", twin, ["kill:0@2:backward", "kill:1@3:reduce"], settings)
+    _survive(tmp_path / "run", reference, ["kill:0@2:backward", "kill:1@3:reduce"], settings)
 
 
-def test_without_another_copy_everybody_goes_back_to_the_checkpoint(tmp_path: Path, twin: Job) -> None:
+def test_without_another_copy_everybody_goes_back_to_the_checkpoint(tmp_path: Path, reference: Job) -> None:
     settings = {"elastic.refill_bytes_per_step": 1, "run.checkpoint_every": 1}
-    job = _survive(tmp_path / "run", twin, ["kill:0@4:backward", "kill:1@5:reduce"], settings)
+    job = _survive(tmp_path / "run", reference, ["kill:0@4:backward", "kill:1@5:reduce"], settings)
     assert any("goes back to the checkpoint of step" in message for message in job.messages)
 
 
@@ -161,8 +165,8 @@ def test_too_many_failures_in_an_hour_end_the_job(tmp_path: Path) -> None:
         )
 
 
-def test_the_coordinator_dies_and_training_goes_on_under_a_new_one(tmp_path: Path, twin: Job) -> None:
-    job = _survive(tmp_path / "run", twin, ["kill:coordinator@3", "kill:1@5:backward"])
+def test_the_coordinator_dies_and_training_goes_on_under_a_new_one(tmp_path: Path, reference: Job) -> None:
+    job = _survive(tmp_path / "run", reference, ["kill:coordinator@3", "kill:1@5:backward"])
     assert [recovery.kind for recovery in job.result.recoveries] == ["coordinator", "lost"]
 
 
@@ -183,14 +187,14 @@ class _KillBefore:
 
 
 @pytest.mark.parametrize("kind", [core.Persist, core.Send, core.Raised, core.Decided, core.Resumed])
-def test_the_coordinator_dies_in_the_middle_of_a_recovery(tmp_path: Path, twin: Job, kind: type) -> None:
+def test_the_coordinator_dies_in_the_middle_of_a_recovery(tmp_path: Path, reference: Job, kind: type) -> None:
     killer = _KillBefore(kind, tmp_path / "killed")
-    job = _survive(tmp_path / "run", twin, ["kill:2@3:backward"], before_effect=killer)
+    job = _survive(tmp_path / "run", reference, ["kill:2@3:backward"], before_effect=killer)
     assert (tmp_path / "killed").exists()
     assert job.result.epochs[-1].layout.workers == (0, 1, 3)
 
 
-def test_a_kill_during_a_recovery(tmp_path: Path, twin: Job) -> None:
+def test_a_kill_during_a_recovery(tmp_path: Path, reference: Job) -> None:
     """Another worker dies while the survivors of the first loss install the decision."""
 
     class WritePid:
@@ -207,13 +211,13 @@ def test_a_kill_during_a_recovery(tmp_path: Path, twin: Job) -> None:
                 mark.touch()
                 os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
-    job = _survive(tmp_path / "run", twin, [], probe=WritePid(), before_effect=kill_third)
+    job = _survive(tmp_path / "run", reference, [], probe=WritePid(), before_effect=kill_third)
     assert (tmp_path / "killed").exists()
     assert job.result.epochs[-1].layout.workers == (0, 2)
 
 
 def test_a_worker_that_wakes_up_after_it_was_declared_lost_ends_itself_and_changes_nothing(
-    tmp_path: Path, twin: Job
+    tmp_path: Path, reference: Job
 ) -> None:
     """SIGSTOP, declared lost, SIGCONT while the others go on."""
 
@@ -235,7 +239,7 @@ def test_a_worker_that_wakes_up_after_it_was_declared_lost_ends_itself_and_chang
     over = threading.Event()
     waker = threading.Thread(target=wake, daemon=True)
     waker.start()
-    _survive(tmp_path / "run", twin, [], probe=Hang())
+    _survive(tmp_path / "run", reference, [], probe=Hang())
     over.set()
     waker.join(10)
     assert "worker 1 is no member any more and ends itself" in log.read_text()
@@ -253,7 +257,7 @@ def _wait_until(condition: Any) -> None:
     raise AssertionError("it never came to that")
 
 
-def test_the_line_on_the_terminal_says_what_happened(tmp_path: Path, twin: Job) -> None:
+def test_the_line_on_the_terminal_says_what_happened(tmp_path: Path, reference: Job) -> None:
     class InOrder(QuietReporter):
         def step(self, step: int, *facts: Any) -> None:
             shown.append((step, facts[-1]))
@@ -265,7 +269,7 @@ def test_the_line_on_the_terminal_says_what_happened(tmp_path: Path, twin: Job) 
 
     shown: list[Any] = []
     reporter = InOrder()
-    _survive(tmp_path / "run", twin, ["kill:3@3:backward"], reporter=reporter)
+    _survive(tmp_path / "run", reference, ["kill:3@3:backward"], reporter=reporter)
     (told,) = [index for index, entry in enumerate(shown) if isinstance(entry, str) and "lost in" in entry]
     assert {layout for _, layout in shown[:told]} == {"2x2"}, "a recovery is told before its layout is shown"
     assert {entry[1] for entry in shown[told + 1 :] if isinstance(entry, tuple)} == {"[2,1]"}

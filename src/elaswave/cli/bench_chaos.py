@@ -1,4 +1,4 @@
-"""``elaswave bench chaos``: jobs and faults drawn at random, each compared bit for bit with its undisturbed twin."""
+"""``elaswave bench chaos``: jobs and faults drawn at random, each compared bit for bit with its reference run."""
 
 import itertools
 import math
@@ -24,9 +24,9 @@ _COLUMNS = (("run", 5), ("layout", 9), ("model", 16), ("outcome", 16), ("struck"
 
 @click.command(
     name="chaos",
-    short_help="Random jobs with random faults against their undisturbed twins.",
-    epilog="Exit codes: 0 every run had its twin's bits (or could not have, and named the blocks that were lost), "
-    "1 one had not, 2 bad input.",
+    short_help="Random jobs with random faults against their reference runs.",
+    epilog="Exit codes: 0 every run had its reference run's bits (or could not have, and named the blocks that were "
+    "lost), 1 one had not, 2 bad input.",
 )
 @click.option(
     "--runs", type=click.IntRange(min=1), metavar="N", help="Number of jobs; default: 20, or what --minutes allow."

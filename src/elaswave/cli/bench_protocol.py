@@ -179,7 +179,7 @@ def _results(tasks: list[tuple[Any, ...]], processes: int) -> Generator[Summary,
             finished = True
         finally:
             if not finished:
-                # Leaving the pool waits for tasks that are running, half a minute of them. Nobody wants their results.
+                # Leaving the pool waits for tasks that are running, half a minute of them, for nothing.
                 for child in set(active_children()) - others:
                     child.kill()
 

@@ -147,7 +147,7 @@ def loss_options(command: _Command) -> _Command:
                 type=click.Choice(PATTERNS),
                 default=PATTERNS[0],
                 show_default=True,
-                help="spread: over stages and replicas; clustered: one stage first; random: anybody.",
+                help="spread: over stages and replicas; clustered: one stage first; random: any workers.",
             ),
             click.option(
                 "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="What chance depends on."
@@ -297,7 +297,7 @@ def describe_setting(options: ClusterOptions, *, num_workers: int | None = None)
 
 
 def does_not_fit(error: InfeasiblePlan, what: str = "the job") -> UsageError:
-    """What to tell somebody whose job does not fit on the machines described."""
+    """What to tell a person whose job does not fit on the machines described."""
     if str(error).startswith("power"):
         return UsageError(f"{what} cannot run: {error}; give a higher --power-limit-kw, or fewer --workers")
     return UsageError(
@@ -306,10 +306,10 @@ def does_not_fit(error: InfeasiblePlan, what: str = "the job") -> UsageError:
 
 
 def check_some_are_left(num_lost: int, num_workers: int) -> None:
-    """Refuses a loss of everybody.
+    """Refuses a loss of all workers.
 
     Raises:
-        UsageError: nobody would be left.
+        UsageError: no worker would be left.
     """
     if num_lost >= num_workers:
         raise UsageError(f"{num_lost} of {num_workers} workers would be lost: --lose must leave at least one")
@@ -322,12 +322,12 @@ def choose_lost(allocation: Allocation, num_lost: int, pattern: str, seed: int) 
         allocation: before the loss.
         num_lost: how many.
         pattern: ``spread``: another stage and another replica each time, as long as there is one; ``clustered``: the
-            workers of one stage, then of the next; ``random``: anybody.
+            workers of one stage, then of the next; ``random``: any workers.
         seed: equal seeds choose the same workers.
     Returns:
         Ascending ids.
     Raises:
-        UsageError: nobody would be left.
+        UsageError: no worker would be left.
     """
     stages = [stage.workers.tolist() for stage in allocation.chains[0].stages]
     check_some_are_left(num_lost, sum(map(len, stages)))

@@ -78,13 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         refusal = _refusal(error)
         if refusal is None:
-            raise  # a bug of ours: whoever opens a file says what its errors mean
+            raise  # a bug of ours: code that opens a file says what its errors mean
         say_error(f"error: {refusal}")
         return EXIT_FAILURE
 
 
 def _refusal(error: OSError) -> str | None:
-    """What a person is told of an error that is nobody's but the system's; None if it is none of those."""
+    """What a person is told of an error of the system alone; None for any other error."""
     reason = error.strerror or str(error)
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return f"too many files are open ({reason}): raise the limit (ulimit -n) and start again"
@@ -131,7 +131,7 @@ def _signals_raise() -> Iterator[None]:
         raise SystemExit(EXIT_SIGNAL_BASE + number)
 
     if threading.current_thread() is not threading.main_thread():
-        # Only the main thread may set handlers; whoever calls from another one has its own.
+        # Only the main thread may set handlers; a caller in another one has its own.
         yield
         return
     # What is ignored stays ignored: that is how nohup works.

@@ -198,7 +198,7 @@ class _Result:
         lines += ["", *wrap(f"before: a step takes {step}, {self._before_rate:,.0f} tokens/s", width)]
         lines += render_stages(self._before, width)
         if self._plan is None:
-            return [*lines, "", "nobody is lost; --lose N asks for a plan"]
+            return [*lines, "", "no worker is lost; --lose N asks for a plan"]
         plan, fraction = self._plan, self._after_rate / self._before_rate
         lines += ["", *wrap(f"lost: {' '.join(map(str, self._lost))}", width), ""]
         lines += wrap(

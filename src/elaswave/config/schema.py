@@ -103,7 +103,7 @@ class DataConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class BatchConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The global batch: always the same list of micro-batches, whoever runs them."""
+    """The global batch: always the same list of micro-batches, whichever workers run them."""
 
     section: ClassVar[str] = "batch"
 
@@ -181,8 +181,8 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         "elaswave", "recycle", "recycle_normalized", "torchft", "torchft_batch_kept", "oobleck", "full_restart"
     ] = "elaswave"
     """How a run goes on after a loss. The others are rivals, for comparison. With ``torchft`` the batch shrinks, so
-    losses and state are others; with ``full_restart`` everybody goes back to the last durable checkpoint, or to the
-    start."""
+    losses and state are others; with ``full_restart`` all workers go back to the last durable checkpoint, or to
+    the start."""
     rebalance: bool = True
     """elaswave: after a loss, plan a better layout while training goes on, and change to it between two steps."""
     horizon_s: Annotated[float, Meta(gt=0)] | None = None

@@ -206,7 +206,7 @@ def write_python_docs(cache_dir: Path) -> Path:
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(text)
-            os.chmod(scratch, 0o644)  # mkstemp lets nobody else read it
+            os.chmod(scratch, 0o644)  # mkstemp lets no other user read it
             os.replace(scratch, path)
         except BaseException:
             os.unlink(scratch)

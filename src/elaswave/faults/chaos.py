@@ -1,13 +1,13 @@
-"""Chaos: training jobs drawn at random, with faults drawn at random, judged against their undisturbed twins.
+"""Chaos: training jobs drawn at random, with faults drawn at random, judged against their reference runs.
 
 A case is a pure function of (seed, index): any of them can be repeated alone. Models are drawn once per seed and
 shared by its cases, since the result depends on the model, the data and the seed, and on nothing else: **one
-undisturbed run on a single worker is the twin of all cases of a model**, whatever their layout, schedule, followers
-and checkpoints. That these do not show in the result is itself part of what is tested.
+undisturbed run on a single worker is the reference run of all cases of a model**, whatever their layout, schedule,
+followers and checkpoints. That these do not show in the result is itself part of what is tested.
 
-A case may end in two ways: with the same losses, evaluations and digests as its twin; or, where faults have destroyed
-all copies of a block before new ones could be made and there was no checkpoint, with an error that names the blocks.
-`judge` checks that the faults really can have done that. Everything else is a defect.
+A case may end in two ways: with the same losses, evaluations and digests as its reference run; or, where faults have
+destroyed all copies of a block before new ones could be made and there was no checkpoint, with an error that names the
+blocks. `judge` checks that the faults really can have done that. Everything else is a defect.
 
 Processes are another module's (`elaswave.faults.trial`).
 """
@@ -33,7 +33,7 @@ from elaswave.worker.probe import PHASES, Phase
 
 NUM_STEPS = 12
 NUM_MODELS = 6
-"""Models of one seed; each needs a twin."""
+"""Models of one seed; each needs a reference run."""
 MAX_FAULTS = 3
 MAX_WORKERS = 8
 
@@ -54,8 +54,8 @@ class ChaosCase(msgspec.Struct, frozen=True, kw_only=True):
     """Changes to the default configuration, by dotted key."""
     faults: tuple[str, ...]
     """Specs, see `elaswave.faults.injection`."""
-    twin: dict[str, Any]
-    """Settings of the undisturbed twin."""
+    reference: dict[str, Any]
+    """Settings of the reference run."""
     strikes: tuple[str, ...] = ()
     """Signals from outside, see `elaswave.faults.outside`."""
 
@@ -155,8 +155,8 @@ def draw_model(seed: int, number: int) -> dict[str, Any]:
     return settings
 
 
-def twin_settings(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The undisturbed twin of all cases of a model: a single worker."""
+def reference_settings(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The reference run of all cases of a model: a single worker."""
     return {**model, "layout.widths": [1]}
 
 
@@ -187,7 +187,7 @@ def draw_case(seed: int, index: int) -> ChaosCase:
         model=number,
         settings=settings,
         faults=tuple(_draw_faults(draw, widths, model)),
-        twin=twin_settings(model),
+        reference=reference_settings(model),
     )
 
 
@@ -277,13 +277,13 @@ class Verdict(NamedTuple):
     """One line; empty where there is nothing to say."""
 
 
-def judge(case: ChaosCase, ending: Ending, twin: Ending, placed: "Placed") -> Verdict:
+def judge(case: ChaosCase, ending: Ending, reference: Ending, placed: "Placed") -> Verdict:
     """Judges how a case has ended.
 
     Args:
         case: what was run.
         ending: how it ended.
-        twin: how its undisturbed twin ended.
+        reference: how its reference run ended.
         placed: where its state was at the beginning.
     """
     if ending.hung_s is not None:
@@ -292,7 +292,7 @@ def judge(case: ChaosCase, ending: Ending, twin: Ending, placed: "Placed") -> Ve
         return Verdict("left behind", "; ".join(ending.left_behind))
     if ending.error is not None:
         return _judge_error(ending, placed)
-    differs = compare_with_twin(ending, twin, NUM_STEPS)
+    differs = compare_with_reference(ending, reference, NUM_STEPS)
     if differs is not None:
         return differs
     reported = {recovery.worker for recovery in ending.recoveries if recovery.kind == "lost"}
@@ -303,15 +303,15 @@ def judge(case: ChaosCase, ending: Ending, twin: Ending, placed: "Placed") -> Ve
     return Verdict("same bits", f"false alarm about {_workers(alarms)}" if alarms else "")
 
 
-def compare_with_twin(ending: Ending, twin: Ending, num_steps: int) -> Verdict | None:
-    """What is wrong with a job that has finished, beside its undisturbed twin; None if nothing is."""
-    assert ending.result is not None and twin.result is not None
-    comparison = compare_results(twin.result, ending.result, twin.digests, ending.digests)
+def compare_with_reference(ending: Ending, reference: Ending, num_steps: int) -> Verdict | None:
+    """What is wrong with a job that has finished, beside its reference run; None if nothing is."""
+    assert ending.result is not None and reference.result is not None
+    comparison = compare_results(reference.result, ending.result, reference.digests, ending.digests)
     if not comparison.same:
         return Verdict("different", comparison.summary)
-    if ending.digests != twin.digests:
+    if ending.digests != reference.digests:
         return Verdict("different", "equal state digests, but the digests of single tensors differ")
-    if (ending.result.val_steps, ending.result.val_losses) != (twin.result.val_steps, twin.result.val_losses):
+    if (ending.result.val_steps, ending.result.val_losses) != (reference.result.val_steps, reference.result.val_losses):
         return Verdict("different", "the validation losses differ")
     if ending.checkpoint_step != num_steps:
         return Verdict("error", f"the newest valid checkpoint is of step {ending.checkpoint_step}, not {num_steps}")
@@ -359,7 +359,7 @@ def can_lose_blocks(placed: Placed, struck: Sequence[tuple[int, int]]) -> bool:
     """Whether faults can have destroyed all copies of a block before new copies were made.
 
     A block has ``1 + num_followers`` copies; so many workers must have been struck while the copies that the first of
-    them took along were not yet replaced. A worker that is gone holds up the vote, so nobody is more than one step
+    them took along were not yet replaced. A worker that is gone holds up the vote, so no worker is more than one step
     beyond it when its loss is noticed; from then on each step makes one round of new copies.
 
     Args:
@@ -381,7 +381,7 @@ def _num_rounds(placed: Placed, lost: Sequence[int]) -> int:
             break
         layout = survivor_layout(placed.layout, gone)
         placement = promote(placed.placement, placed.blocks, layout, partial(_is_left, gone)).placement
-        # Blocks without any copy are nobody's matter here; let somebody have them.
+        # Blocks without any copy do not matter here; any worker may have them.
         owner = tuple(worker if worker not in gone else layout.workers[0] for worker in placement.owner)
         placement = Placement(owner, placement.followers)
         rounds = 0

@@ -1,4 +1,4 @@
-"""Runs drawn jobs one after the other against their twins, and keeps what a failing one has left to be looked at."""
+"""Runs drawn jobs one after the other against their reference runs, and keeps what a failing one has left."""
 
 import shutil
 import statistics
@@ -92,7 +92,7 @@ class ChaosBench:
         self._folder = folder
         self._timeout_s = timeout_s
         self._keep = keep
-        self._twins: dict[int, Ending] = {}
+        self._references: dict[int, Ending] = {}
 
     def run(self, index: int) -> ChaosRun:
         """Runs and judges one case.
@@ -104,16 +104,16 @@ class ChaosBench:
         config = case.config
         begin_s = time.monotonic()
         folder = self._folder / f"{index:05d}"
-        if case.model not in self._twins:
-            twin_folder = self._folder / f"twin-{case.model}"
-            twin = run_trial(twin_folder, config_of(case.twin), (), self._timeout_s)
-            if twin.result is None or twin.left_behind:
-                problem = twin.error or "; ".join(twin.left_behind) or "it did not come to an end"
+        if case.model not in self._references:
+            reference_folder = self._folder / f"reference-{case.model}"
+            reference = run_trial(reference_folder, config_of(case.reference), (), self._timeout_s)
+            if reference.result is None or reference.left_behind:
+                problem = reference.error or "; ".join(reference.left_behind) or "it did not come to an end"
                 return self._record(
-                    case, twin, Verdict("error", f"the undisturbed twin failed: {problem}"), begin_s, twin_folder
+                    case, reference, Verdict("error", f"the reference run failed: {problem}"), begin_s, reference_folder
                 )
-            self._twins[case.model] = twin
-            self._tidy(twin_folder)
+            self._references[case.model] = reference
+            self._tidy(reference_folder)
             begin_s = time.monotonic()
         if self._outside is not None:
             return self._run_outside(case, self._outside, begin_s, folder)
@@ -121,7 +121,7 @@ class ChaosBench:
         faults = parse_faults(case.faults, seed=config.run.seed, workers=workers, num_steps=NUM_STEPS)
         ending = run_trial(folder, config, faults, self._timeout_s)
         where = placed(config)
-        verdict = judge(case, ending, self._twins[case.model], where)
+        verdict = judge(case, ending, self._references[case.model], where)
         if verdict.outcome == "different":
             verdict = self._told_apart(case, verdict)
         return self._record(case, ending, verdict, begin_s, folder)
@@ -131,7 +131,7 @@ class ChaosBench:
         striker = Striker(run_dir, [parse_strike(strike) for strike in case.strikes])
         ending = run_command(folder, case.arguments(str(run_dir)), self._timeout_s, striker, environment)
         ending = msgspec.structs.replace(ending, left_behind=ending.left_behind + striker.left)
-        verdict = judge_outside(case, ending, self._twins[case.model], striker.struck)
+        verdict = judge_outside(case, ending, self._references[case.model], striker.struck)
         run = self._record(case, ending, verdict, begin_s, folder)
         hit = [int(each.victim) for each in striker.struck if each.victim != COORDINATOR]
         return msgspec.structs.replace(
@@ -147,8 +147,12 @@ class ChaosBench:
         """Says whether the faults made the difference, or the layout alone makes it too."""
         folder = self._folder / f"{case.index:05d}-undisturbed"
         ending = run_trial(folder, case.config, (), self._timeout_s)
-        again = judge(case, ending, self._twins[case.model], placed(case.config))
-        cause = "without faults it has the twin's bits" if again.outcome == "same bits" else "without faults it has too"
+        again = judge(case, ending, self._references[case.model], placed(case.config))
+        cause = (
+            "without faults it has the reference run's bits"
+            if again.outcome == "same bits"
+            else "without faults it has too"
+        )
         return verdict._replace(detail=f"{verdict.detail}; {cause}")
 
     def _record(self, case: ChaosCase, ending: Ending, verdict: Verdict, begin_s: float, folder: Path) -> ChaosRun:
@@ -177,6 +181,6 @@ class ChaosBench:
         )
 
     def _tidy(self, folder: Path) -> None:
-        """Of a twin the result is in memory."""
+        """Of a reference run the result is in memory."""
         if not self._keep:
             shutil.rmtree(folder / RUN_FOLDER / "checkpoints", ignore_errors=True)

@@ -259,7 +259,7 @@ def _record(path: Path, record: FaultRecord) -> None:
 
 
 class Silencer(Protocol):
-    """Cuts a worker off from everybody, as a broken network would."""
+    """Cuts a worker off from all others, as a broken network would."""
 
     def __call__(self, engine: Any, *, close_links: bool) -> None:
         """From now on nothing that this worker sends leaves it and nothing that is sent to it arrives, on the data

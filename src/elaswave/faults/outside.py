@@ -1,12 +1,13 @@
 """Kills from outside: drawn jobs run as a person runs them, struck as a person strikes.
 
 A case is a pure function of (seed, index), as in `elaswave.faults.chaos`; it differs from a fault inside a worker in
-that nobody in the job knows of it. A strike waits for a moment of the run that can be seen from outside (its processes
-appear, a step is logged), then for some milliseconds, finds its victims in ``processes.json``, and sends them a signal.
-What it hits in the end depends on the machine, so a case that is run again is the same attempt, not the same run.
+that no process of the job knows of it. A strike waits for a moment of the run that can be seen from outside (its
+processes appear, a step is logged), then for some milliseconds, finds its victims in ``processes.json``, and sends them
+a signal. What it hits in the end depends on the machine, so a case that is run again is the same attempt, not the same
+run.
 
-A job may end as one of `chaos` may: with its twin's bits, or, where so many workers were struck that all copies of
-a block can be gone, with an error that names what was lost. Processes are another module's (`trial`).
+A job may end as one of `chaos` may: with its reference run's bits, or, where so many workers were struck that all
+copies of a block can be gone, with an error that names what was lost. Processes are another module's (`trial`).
 """
 
 import re
@@ -21,10 +22,10 @@ from elaswave.faults.chaos import (
     Draw,
     Ending,
     Verdict,
-    compare_with_twin,
+    compare_with_reference,
     draw_case,
     draw_model,
-    twin_settings,
+    reference_settings,
     without_cause,
 )
 
@@ -114,7 +115,9 @@ def draw_outside(seed: int, index: int) -> ChaosCase:
     model = {**draw_model(seed, index % NUM_MODELS), "run.steps": NUM_STEPS, "run.eval_every": 4}
     settings = {**base.settings, **model, "run.checkpoint_every": draw.one_of((3, 5, 8))}
     strikes = tuple(map(str, _draw_strikes(draw, sum(base.config.widths), settings["run.checkpoint_every"])))
-    return msgspec.structs.replace(base, settings=settings, faults=(), strikes=strikes, twin=twin_settings(model))
+    return msgspec.structs.replace(
+        base, settings=settings, faults=(), strikes=strikes, reference=reference_settings(model)
+    )
 
 
 def _draw_strikes(draw: Draw, num_workers: int, checkpoint_every: int) -> Iterator[Strike]:
@@ -145,13 +148,13 @@ def _draw_strikes(draw: Draw, num_workers: int, checkpoint_every: int) -> Iterat
         yield Strike(action, tuple(victims), moment, step, delay_ms, resume_ms)
 
 
-def judge_outside(case: ChaosCase, ending: Ending, twin: Ending, struck: Sequence[Struck]) -> Verdict:
+def judge_outside(case: ChaosCase, ending: Ending, reference: Ending, struck: Sequence[Struck]) -> Verdict:
     """Judges how a case has ended.
 
     Args:
         case: what was run.
         ending: how it ended.
-        twin: how its undisturbed twin ended.
+        reference: how its reference run ended.
         struck: what has hit.
     """
     if ending.hung_s is not None:
@@ -167,7 +170,7 @@ def judge_outside(case: ChaosCase, ending: Ending, twin: Ending, struck: Sequenc
     hit = {each.victim for each in struck if parse_strike(each.strike).may_end} - {COORDINATOR}
     if ending.error is not None:
         return _judge_error(case, ending, hit)
-    differs = compare_with_twin(ending, twin, NUM_STEPS)
+    differs = compare_with_reference(ending, reference, NUM_STEPS)
     if differs is not None:
         return differs
     alarms = without_cause(ending, [int(each.victim) for each in struck if each.victim != COORDINATOR])

@@ -45,7 +45,7 @@ _WANTED = _Wanted()
 
 @contextmanager
 def gradients_along(way: Collection[Node], *, along: bool) -> Iterator[None]:
-    """Saves products that nobody will use while a backward runs in halves.
+    """Saves products that will not be used while a backward runs in halves.
 
     torch's own kernels know which of their gradients are asked for, functions written in Python do not.
 

@@ -1,4 +1,4 @@
-"""Output that nobody takes any more: a closed terminal (EIO), an ended reader (EPIPE), a full disk (ENOSPC).
+"""Output that is taken no more: a closed terminal (EIO), an ended reader (EPIPE), a full disk (ENOSPC).
 
 Work that has been asked for does not end because of it. No state here.
 """

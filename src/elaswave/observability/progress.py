@@ -1,6 +1,6 @@
 """What a person sees while a run goes on: a live display on a terminal, plain lines anywhere else.
 
-The display is redrawn by whoever calls the reporter, at most ten times a second: there is no thread, so the process
+The display is redrawn by the caller of the reporter, at most ten times a second: there is no thread, so the process
 may fork at any time and nothing has to be stopped after an error. On a terminal the display's lines never wrap, and
 messages wrap between words; without one there are no control characters and no cursor movements.
 """

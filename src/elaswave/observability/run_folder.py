@@ -128,7 +128,7 @@ def open_run_dir(
     with contextlib.ExitStack() as stack:
         is_new = not os.path.lexists(path / LOCK_FILE)
         stack.enter_context(_locked(path))
-        # Once more, because only now nobody else can change it.
+        # Once more, because only now no other command can change it.
         _check_usable(path, resume=resume, overwrite=overwrite)
         if resume:
             _check_same_model(saved_config(path), config, path)

@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 def write_shard(folder: Path, shard: str, pieces: Sequence[Piece]) -> list[WrittenItem]:
     """Writes a worker's pieces of a checkpoint into a new file and syncs it to the disk.
 
-    Safe to call in a background thread as long as nobody changes the pieces' elements.
+    Safe to call in a background thread as long as the pieces' elements are not changed.
 
     Args:
         folder: the checkpoint's temporary folder, from ``checkpoint.shard_folder``.
@@ -110,7 +110,7 @@ def read_pieces(folder: Path, wanted: Sequence[WantedPiece]) -> list[torch.Tenso
 
 
 class PieceReader:
-    """Reads runs of tensors from a committed checkpoint, whoever wrote them and however they were cut.
+    """Reads runs of tensors from a committed checkpoint, whichever workers wrote them and however they were cut.
 
     The manifest lists every piece that any worker has written, so it is read once, and only what is asked for is
     looked at: a hundred workers that go back to a checkpoint together each want a hundredth of it.

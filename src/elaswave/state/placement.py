@@ -197,7 +197,7 @@ class FollowerChooser:
             num_elements: of the block.
             full: workers that may not be chosen.
         Returns:
-            None if everybody of the best kind is full, or if everybody holds the block.
+            None if all workers of the best kind are full, or if all workers hold the block.
         """
         key = (members, owner, chosen)
         candidates = self._candidates.get(key)

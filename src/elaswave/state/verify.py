@@ -4,7 +4,7 @@
 changed word always changes the sum; it costs some 0.7 ms per million elements, so it can guard every step.
 
 `tensor_digest` mixes every element with its position in its tensor, and adds: the digest of a tensor is the sum of the
-digests of its parts (`elaswave.state.digests`), wherever they are cut and whoever holds them.
+digests of its parts (`elaswave.state.digests`), wherever they are cut and whichever worker holds them.
 """
 
 import functools

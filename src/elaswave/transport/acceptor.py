@@ -112,7 +112,7 @@ class Acceptor:
                 self._turn_away(visit, ConnectionError("this worker has stopped dialling"))
 
     def expire(self) -> float:
-        """Turn away whoever took too long; returns the seconds until the next one will have."""
+        """Turn away the connections that took too long; returns the seconds until the next one will have."""
         if not self._visits:
             return math.inf
         now = time.monotonic()
@@ -141,7 +141,7 @@ class Acceptor:
         for _ in range(_MAX_ACCEPTS_PER_TURN):
             try:
                 sock, _address = self._listener.accept()
-            except OSError:  # nobody there any more, or no descriptor left: the next turn tries again
+            except OSError:  # the peer has gone, or no descriptor is left: the next turn tries again
                 return
             addresses.tune(sock)
             strangers = [visit for visit in self._visits.values() if not visit.dialled]

@@ -67,8 +67,8 @@ def listen(where: str, worker: int) -> tuple[socket.socket, str, Callable[[], No
 def listen_at(address: str) -> tuple[socket.socket, str, Callable[[], None]]:
     """Start listening at one exact address, which a successor can take over.
 
-    A Unix socket takes the place of the file that is there, in one instant: whoever dials meanwhile reaches the old
-    or the new one. That only one process at a time is entitled to the address is the caller's business.
+    A Unix socket takes the place of the file that is there, in one instant: a process that dials meanwhile reaches the
+    old or the new one. That only one process at a time is entitled to the address is the caller's business.
 
     Args:
         address: ``unix:PATH`` of the socket file, in a private folder (made with mode 0700 if it is missing), or
@@ -109,7 +109,7 @@ def dial(address: str) -> socket.socket:
     Returns:
         A non-blocking socket; it is connected, or has failed, once it is writable.
     Raises:
-        OSError: it has failed at once (nobody listens, too many are dialling).
+        OSError: it has failed at once (no process listens, too many are dialling).
         ValueError: the address cannot be understood.
     """
     kind, rest = _split(address)

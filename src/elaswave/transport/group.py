@@ -4,7 +4,7 @@ All members call the same collective with the same (step, attempt, sub). Every c
 with InterruptedWaitError, PeerLostError or WaitTimeoutError as its waits do. After such an error the content of the
 tensors is undefined, and may go on changing until the transport advances its epoch.
 
-Deliberately absent: membership and epochs; they belong to the transport and to whoever makes the groups.
+Deliberately absent: membership and epochs; they belong to the transport and to the caller that makes the groups.
 """
 
 from collections.abc import Callable, Sequence

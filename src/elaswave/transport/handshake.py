@@ -8,9 +8,10 @@ HMAC-SHA256 challenge and response over fresh nonces of both sides, both ids and
     dialler  -> listener   ANSWER   mac("dialler" + transcript)
     listener -> dialler    WELCOME  mac("welcome" + transcript)
 
-Each message has a fixed size, so a stranger can make us hold at most 64 bytes. Every proof covers the whole transcript
-and the speaker's role, so that a replayed, reflected or redirected message proves nothing. From the same transcript
-both sides can derive secrets of this connection alone (``secret``), with which frames can be authenticated.
+Each message has a fixed size, so an unauthenticated peer can make us hold at most 64 bytes. Every proof covers the
+whole transcript and the speaker's role, so that a replayed, reflected or redirected message proves nothing. From the
+same transcript both sides can derive secrets of this connection alone (``secret``), with which frames can be
+authenticated.
 """
 
 import hashlib
@@ -75,7 +76,7 @@ class Dialler:
         """Take exactly ``bytes_needed`` bytes; returns what to send.
 
         Raises:
-            AuthenticationError: the listener does not hold the key, is somebody else, or speaks another version.
+            AuthenticationError: the listener does not hold the key, has another id, or speaks another version.
         """
         assert len(data) == self.bytes_needed and not self.done
         if not self._transcript:
@@ -84,7 +85,7 @@ class Dialler:
             self._transcript = self._hello + nonce
             if listener != self.peer or not hmac.compare_digest(mac, _mac(self._key, b"listener", self._transcript)):
                 raise AuthenticationError(
-                    f"whoever listens at the address of {self._name(self.peer)} does not hold this job's key: "
+                    f"the process that listens at the address of {self._name(self.peer)} does not hold this job's key: "
                     "check the address and that all processes were given the same key"
                 )
             self.bytes_needed = _MAC_BYTES
@@ -138,7 +139,7 @@ class Listener:
         """Take exactly ``bytes_needed`` bytes; returns what to send.
 
         Raises:
-            AuthenticationError: the dialler does not hold the key, wants somebody else, may not link with us, or
+            AuthenticationError: the dialler does not hold the key, wants another worker, may not link with us, or
                 speaks another version.
         """
         assert len(data) == self.bytes_needed and not self.done
@@ -155,7 +156,9 @@ class Listener:
             mac = _mac(self._key, b"listener", self._transcript)
             return _PROOF.pack(MAGIC, VERSION, self._worker, self._nonce, mac)
         if not hmac.compare_digest(data, _mac(self._key, b"dialler", self._transcript)):
-            raise AuthenticationError(f"whoever claims to be {self._name(self.peer)} does not hold this job's key")
+            raise AuthenticationError(
+                f"the process that claims to be {self._name(self.peer)} does not hold this job's key"
+            )
         reason = self._refusal(self.peer)
         if reason is not None:
             raise AuthenticationError(f"{self._name(self.peer)} may not link with {self._name(self._worker)}: {reason}")

@@ -48,7 +48,7 @@ class Inbox:
     Args:
         peer: the sender.
         epoch: present epoch.
-        max_unexpected_bytes: bound for frames that nobody has asked for yet, newer epochs included.
+        max_unexpected_bytes: bound for frames that are not asked for yet, newer epochs included.
     """
 
     def __init__(self, peer: int, epoch: int, max_unexpected_bytes: int) -> None:
@@ -110,7 +110,7 @@ class Inbox:
                 return frame
         if self.stored_bytes + header.length > self.max_unexpected_bytes:
             raise FrameError(
-                f"worker {self.peer} has sent {self.stored_bytes + header.length} bytes that nobody asked for, the "
+                f"worker {self.peer} has sent {self.stored_bytes + header.length} bytes that were not asked for, the "
                 f"limit is {self.max_unexpected_bytes}: post receives earlier or raise max_unexpected_bytes"
             )
         self.stored_bytes += header.length

@@ -4,7 +4,8 @@ One thread does everything: bytes move inside the calls of the worker's own thre
 halves the speed). One ``Waiter`` holds the links, the listener, the handshakes in progress, interrupts and whatever is
 watched for the caller, so every wait wakes for each of them.
 
-Deliberately absent: deciding who is alive. A link that ends is reported to whoever needs it; the control plane decides.
+Deliberately absent: deciding who is alive. A link that ends is reported to the calls that need
+it; the control plane decides.
 """
 
 import logging
@@ -48,12 +49,12 @@ class StreamTransport:
 
     Args:
         worker: id of this worker.
-        key: secret of the job, at least 16 bytes; whoever does not hold it cannot link.
+        key: secret of the job, at least 16 bytes; a process that does not hold it cannot link.
         listen: ``unix:/private/folder`` or ``tcp:10.0.0.7`` (see ``addresses``).
         epoch: epoch to start with.
         max_frame_bytes: largest payload sent, or accepted from a peer.
-        max_unexpected_bytes: most bytes kept for each peer of frames that nobody has asked for yet.
-        handshake_timeout_s: time that a stranger has to prove itself.
+        max_unexpected_bytes: most bytes kept for each peer of frames that are not asked for yet.
+        handshake_timeout_s: time that an unauthenticated peer has to prove itself.
     Raises:
         OSError: the system refuses to listen there.
         ValueError: the key is too short or the address is unusable.

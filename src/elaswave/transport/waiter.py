@@ -139,7 +139,7 @@ class Waiter:
         """Close the descriptors that were made here; may be called twice.
 
         Args:
-            forked: this is a child of the process that made them; whoever held the lock is not here.
+            forked: this is a child of the process that made them; the thread that held the lock is not here.
         """
         if forked:
             self._wake_lock = threading.RLock()

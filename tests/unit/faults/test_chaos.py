@@ -21,7 +21,7 @@ from elaswave.faults.chaos import (
     draw_case,
     draw_model,
     judge,
-    twin_settings,
+    reference_settings,
 )
 from elaswave.faults.injection import FaultRecord, parse_faults
 from elaswave.observability.result import Recovery, Result
@@ -72,7 +72,7 @@ def test_what_shows_in_a_result_is_the_models_alone() -> None:
             "elastic.refill_bytes_per_step",
             "run.checkpoint_every",
         }
-        assert config_of(twin_settings(model)).widths == (1,)
+        assert config_of(reference_settings(model)).widths == (1,)
 
 
 def test_the_command_trains_the_same_job() -> None:

@@ -35,8 +35,8 @@ def test_drawing_is_a_function_of_seed_and_index() -> None:
     assert CASES == [draw_outside(case.seed, case.index) for case in CASES]
     assert CASES[7].replay == "elaswave bench chaos --outside --seed 0 --only 7"
     assert not any(case.faults for case in CASES)
-    assert all(case.settings["run.steps"] == case.twin["run.steps"] == NUM_STEPS for case in CASES)
-    assert all(case.twin["layout.widths"] == [1] and case.settings["run.checkpoint_every"] for case in CASES)
+    assert all(case.settings["run.steps"] == case.reference["run.steps"] == NUM_STEPS for case in CASES)
+    assert all(case.reference["layout.widths"] == [1] and case.settings["run.checkpoint_every"] for case in CASES)
 
 
 def test_strikes_are_varied_and_leave_somebody() -> None:

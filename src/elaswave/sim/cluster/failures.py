@@ -173,7 +173,7 @@ def draw(
     """Draws a scenario.
 
     Workers are slots 0 to num_workers - 1 in nodes of neighbours. Each slot's losses are a Poisson process while
-    somebody is in it; a slot that was lost is filled again, by a worker with a new id, when its repair is done.
+    a worker is in it; a slot that was lost is filled again, by a worker with a new id, when its repair is done.
 
     Args:
         rates: how often, how long.
@@ -205,7 +205,7 @@ class _Drawing:
         self._repairs = random.Random(f"{seed} repairs")
         self._stragglers = random.Random(f"{seed} stragglers")
         self._occupant: dict[int, int | None] = {}
-        """Slots whose worker is not the first one: its id, or None while nobody is there."""
+        """Slots whose worker is not the first one: its id, or None while no worker is there."""
         self._slow: set[int] = set()
         self._next_id = num_workers
         self._pending: list[tuple[float, int, str, tuple[int, ...]]] = []
@@ -238,7 +238,7 @@ class _Drawing:
         )
 
     def _draw_next(self, kind: str, now: float) -> None:
-        """The next strike on any slot; whether somebody is there is seen when it comes (thinning, which is exact)."""
+        """The next strike on any slot; whether a worker is there is seen when it comes (thinning, which is exact)."""
         rng = self._losses if kind == "lost" else self._stragglers
         per_day = self._rates.losses_per_worker_day if kind == "lost" else self._rates.stragglers_per_worker_day
         per_s = per_day * self._num_slots / DAY_S

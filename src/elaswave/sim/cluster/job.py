@@ -128,7 +128,7 @@ def simulate(
 
 
 class _Job:
-    """A job at one instant, and its books."""
+    """A job at one instant, and its accounts."""
 
     def __init__(
         self, scenario: Scenario, machines: Cluster, costs: Costs, policy: str, planner: Planner, num_stages: int,
@@ -145,12 +145,12 @@ class _Job:
             power_limit_w=None if limit_w is None else limit_w / machines.num_workers * most,
         )
         self._idle_w = machines.devices[int(machines.device[0])].idle_power_w
-        everybody = self._cluster(range(most), [0] * most)
-        undisturbed = self._started(everybody)
+        all_workers = self._cluster(range(most), [0] * most)
+        undisturbed = self._started(all_workers)
         step_s = undisturbed.predicted_step_s
         if best_of is not None:
-            nothing = ClusterEvent(kind="slowed", workers=(int(everybody.ids[0]),))
-            step_s = min(step_s, best_of(everybody, costs, undisturbed.allocation, nothing).predicted_step_s)
+            nothing = ClusterEvent(kind="slowed", workers=(int(all_workers.ids[0]),))
+            step_s = min(step_s, best_of(all_workers, costs, undisturbed.allocation, nothing).predicted_step_s)
         self._undisturbed_step_s = step_s
         self._rho = num_microbatches / step_s
         self._most = most
@@ -223,7 +223,7 @@ class _Job:
         self._sample()
 
     def outcome(self) -> Outcome:
-        """The books, closed."""
+        """The accounts, closed."""
         duration_s = self._scenario.duration_s
         useful_s = (self._done - self._lost) / self._rho
         lost_work_s = self._lost / self._rho
@@ -300,7 +300,7 @@ class _Job:
         try:
             plan = self._planner(self._there, self._costs, before.allocation, event)
         except InfeasiblePlan:
-            # Nobody can go on with what is left: begin again from the last checkpoint, as soon as that is possible.
+            # The workers that are left cannot go on: begin again from the last checkpoint, as soon as that is possible.
             self._lose(self._unsaved)
             self._plan = None
             self._try_to_start()
@@ -325,7 +325,7 @@ class _Job:
             self._paused_until_s, self._cause = self._now_s + seconds, cause
 
     def _apply(self, change: ClusterChange) -> ClusterEvent | None:
-        """Changes the cluster; None where the event is about nobody who is there."""
+        """Changes the cluster; None where the event is about no worker that is there."""
         event, there = change.event, self._there
         if event.kind == "joined":
             more = self._cluster(event.workers, change.nodes)
