@@ -16,6 +16,8 @@ from elaswave.observability.wrapping import wrap
 
 _FALLBACK_WIDTH = 100
 """Columns when the output is no terminal and COLUMNS is not set."""
+_ANY_WIDTH = 1 << 20
+"""Columns of a terminal on which every table fits."""
 
 
 def terminal_width() -> int:
@@ -45,7 +47,7 @@ def render_table(
     if is_styled is None:
         is_styled = sys.stdout.isatty()
     console = Console(width=width, force_terminal=is_styled, color_system="auto" if is_styled else None)
-    if console.measure(table, options=console.options.update(max_width=10_000)).minimum <= width:
+    if console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum <= width:
         with console.capture() as captured:
             console.print(table)
         return [line.rstrip() for line in captured.get().splitlines()]

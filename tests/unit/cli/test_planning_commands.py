@@ -91,7 +91,7 @@ def test_a_plans_step_can_be_looked_at(capsys: Any, tmp_path: Path) -> None:
 
 
 def test_nobody_lost_shows_the_layout_alone(capsys: Any) -> None:
-    assert "nobody is lost" in output(capsys, "plan", *SMALL, "--lose", "0")
+    assert "no worker is lost" in output(capsys, "plan", *SMALL, "--lose", "0")
     assert "after" not in document(capsys, "plan", *SMALL, "--lose", "0")
 
 

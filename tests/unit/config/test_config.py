@@ -101,7 +101,7 @@ def test_msgspec_itself_refuses_what_it_decodes() -> None:
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"model": {"widht": 3}}, "model.widht: unknown key; did you mean model.hidden_size?"),
+        ({"model": {"hiden_size": 3}}, "model.hiden_size: unknown key; did you mean model.hidden_size?"),
         ({"modle": {"hidden_size": 3}}, "modle: unknown section; did you mean model?"),
         ({"hidden_size": 3}, "hidden_size: unknown section; did you mean model.hidden_size?"),
         ({"banana": {}}, "banana: unknown section; there are model, data,"),
