@@ -16,7 +16,7 @@ from elaswave.config.schema import Config
 from elaswave.control import launcher
 from elaswave.faults.injection import parse_faults
 from elaswave.observability.result import Result, read_digests
-from elaswave.protocol.coordinator import Effect
+from elaswave.protocol.events import CoordinatorEffect
 from elaswave.types import Layout
 from elaswave.worker.probe import Probe
 
@@ -105,7 +105,7 @@ def run_job(
     resume: bool = False,
     reporter: QuietReporter | None = None,
     faults: Sequence[str] = (),
-    before_effect: Callable[[Effect], None] = lambda effect: None,
+    before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None,
 ) -> Job:
     """Trains in real processes, and checks that nothing of the job is left.
 

@@ -75,7 +75,7 @@ class DiesAsAChangeComes(Probe):
         self.step = 0
 
     def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
-        if self.job.raised or index or (phase, engine.ledger.change) != ("apply", 1) or engine.layout == BETTER:
+        if self.job.new_epochs or index or (phase, engine.ledger.change) != ("apply", 1) or engine.layout == BETTER:
             return
         self.step = engine.step
         if engine.worker == 3:
@@ -206,7 +206,7 @@ def test_a_worker_that_only_its_peers_miss_is_lost_by_its_links(
             raise Killed
 
     job = run(tmp_path, monkeypatch, Vanishes(2, 3, "backward"))
-    [suspicion] = job.raised[0].suspicions
+    [suspicion] = job.new_epochs[0].suspicions
     assert (suspicion.worker, suspicion.detected_by, suspicion.epoch) == (2, "link", 1)
     assert job.computation == undisturbed.computation
 

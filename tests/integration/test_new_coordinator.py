@@ -18,7 +18,7 @@ from elaswave.control.checkpoints import Checkpoints
 from elaswave.control.coordinator import AGENT, CoordinatorProcess, CoordinatorSetup
 from elaswave.control.recorder import Books
 from elaswave.errors import RecoveryError, StoppedBySignalError
-from elaswave.protocol import coordinator as core
+from elaswave.protocol import events
 from elaswave.protocol.detection import Detector
 from elaswave.state.checkpoint import CheckpointRef, CheckpointSearch, find_newest_checkpoint
 from elaswave.worker.probe import Phase
@@ -68,11 +68,11 @@ def test_a_coordinator_that_dies_with_the_last_word_on_its_lips(
     assert job.computation == run_job(tmp_path / "reference", {"run.steps": 3}).computation
 
 
-@pytest.mark.parametrize("last_words", [core.Decided, core.Resumed])
+@pytest.mark.parametrize("last_words", [events.Decided, events.Resumed])
 def test_a_loss_is_reported_though_the_coordinator_that_dealt_with_it_is_gone(tmp_path: Path, last_words: type) -> None:
     died = tmp_path / "died"
 
-    def die(effect: core.Effect) -> None:
+    def die(effect: events.CoordinatorEffect) -> None:
         if isinstance(effect, last_words) and not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -88,8 +88,8 @@ def test_a_coordinator_that_hangs_is_followed_by_another(tmp_path: Path, monkeyp
     monkeypatch.setattr(launcher, "COORDINATOR_SILENCE_S", 1.0)
     monkeypatch.setattr(launcher, "COORDINATOR_HUNG_S", 2.0)
 
-    def hang(effect: core.Effect) -> None:
-        if isinstance(effect, core.Decided) and not hung.exists():
+    def hang(effect: events.CoordinatorEffect) -> None:
+        if isinstance(effect, events.Decided) and not hung.exists():
             hung.touch()
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -101,13 +101,13 @@ def test_a_coordinator_that_hangs_is_followed_by_another(tmp_path: Path, monkeyp
     assert job.computation == run_job(tmp_path / "reference", settings).computation
 
 
-@pytest.mark.parametrize("kind", [core.Persist, core.Raised])
+@pytest.mark.parametrize("kind", [events.Persist, events.NewEpoch])
 def test_a_coordinator_that_fails_while_it_deals_with_a_loss_ends_the_job(tmp_path: Path, kind: type) -> None:
     """A worker's end is noticed by no message; what goes wrong then must end the job, not leave it waiting."""
 
-    def fail(effect: core.Effect) -> None:
+    def fail(effect: events.CoordinatorEffect) -> None:
         if isinstance(effect, kind) and (
-            not isinstance(effect, core.Persist) or isinstance(effect.record, core.RaiseRecord)
+            not isinstance(effect, events.Persist) or isinstance(effect.record, events.NewEpochRecord)
         ):
             raise OSError("no space left on device")
 
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
 ) -> None:
     """The parts of those who live on may come while checksums of older ones are read."""
     records: list[str] = []
-    found: list[core.CheckpointFound] = []
+    found: list[events.CheckpointFound] = []
 
     def find(run_dir: Path) -> CheckpointSearch:
         ref = CheckpointRef(4 if records else 2, run_dir, meta=None)  # type: ignore[arg-type]
@@ -149,16 +149,15 @@ def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
     monkeypatch.setattr(coordinator, "find_newest_checkpoint", find)
     process = CoordinatorProcess.__new__(CoordinatorProcess)
     parts: dict[str, Any] = {
-        "_core": SimpleNamespace(epoch=2, handle=lambda event, now_s: found.append(event) or ()),
-        "_replanner": SimpleNamespace(restarts=False),
+        "core": SimpleNamespace(epoch=2, restarts=False, handle=lambda event, now_s: found.append(event) or ()),
         "_setup": SimpleNamespace(run_dir=tmp_path),
-        "_books": SimpleNamespace(checkpoints=SimpleNamespace(records=records)),
+        "_recorder": SimpleNamespace(checkpoints=SimpleNamespace(records=records)),
         "_ended": None,
     }
     for name, part in parts.items():
         setattr(process, name, part)
     asyncio.run(process._find_checkpoint())
-    assert found == [core.CheckpointFound(4)]
+    assert found == [events.CheckpointFound(4)]
 
 
 def dies_once_after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, mark: Path) -> None:

@@ -19,7 +19,7 @@ from tests.integration.jobs import Job, QuietReporter, run_job
 
 from elaswave.errors import RecoveryError
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
-from elaswave.protocol import coordinator as core
+from elaswave.protocol import events
 from elaswave.worker.probe import PHASES
 from elaswave.worker.step import StepEngine
 
@@ -177,16 +177,16 @@ class _KillBefore:
         self.kind = kind
         self.mark = mark
 
-    def __call__(self, effect: core.Effect) -> None:
+    def __call__(self, effect: events.CoordinatorEffect) -> None:
         interesting = isinstance(effect, self.kind) and not (
-            isinstance(effect, core.Persist) and isinstance(effect.record, core.TermRecord | core.StartRecord)
+            isinstance(effect, events.Persist) and isinstance(effect.record, events.TermRecord | events.StartRecord)
         )
         if interesting and not self.mark.exists():
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kind", [core.Persist, core.Send, core.Raised, core.Decided, core.Resumed])
+@pytest.mark.parametrize("kind", [events.Persist, events.Send, events.NewEpoch, events.Decided, events.Resumed])
 def test_the_coordinator_dies_in_the_middle_of_a_recovery(tmp_path: Path, reference: Job, kind: type) -> None:
     killer = _KillBefore(kind, tmp_path / "killed")
     job = _survive(tmp_path / "run", reference, ["kill:2@3:backward"], before_effect=killer)
@@ -204,8 +204,8 @@ def test_a_kill_during_a_recovery(tmp_path: Path, reference: Job) -> None:
             if engine.worker == 1 and (engine.step, phase, index) == (3, "backward", 1):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def kill_third(effect: core.Effect) -> None:
-        if isinstance(effect, core.Send) and isinstance(effect.message, core.Decision) and effect.worker == 3:
+    def kill_third(effect: events.CoordinatorEffect) -> None:
+        if isinstance(effect, events.Send) and isinstance(effect.message, events.Decision) and effect.worker == 3:
             mark = tmp_path / "killed"
             if not mark.exists():
                 mark.touch()

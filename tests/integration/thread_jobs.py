@@ -18,11 +18,19 @@ from tests.integration.crew import locked, one_at_a_time
 from tests.integration.jobs import small_config
 
 from elaswave.errors import FencedError
-from elaswave.planning.recovery import promote, survivor_layout
-from elaswave.protocol import coordinator as core
+from elaswave.protocol import events
 from elaswave.protocol.coordinator import Coordinator
-from elaswave.protocol.messages import Decision, Evidence, Installed, LayoutChange, Registered, Report
-from elaswave.state.placement import Placement, place_blocks
+from elaswave.protocol.decisions import plan_survivors
+from elaswave.protocol.driver import CoordinatorDriver
+from elaswave.protocol.messages import (
+    CoreToWorker,
+    Decision,
+    Evidence,
+    Installed,
+    LayoutChange,
+    Registered,
+    Report,
+)
 from elaswave.transport.memory import MemoryNetwork
 from elaswave.types import ExecutionParameters, Layout
 from elaswave.worker import process as worker_module
@@ -49,7 +57,7 @@ class Killed(BaseException):
     """Ends a worker's thread where it stands, as SIGKILL ends a process."""
 
 
-class ThreadJob:
+class ThreadJob(CoordinatorDriver):
     """One job; `run` trains to the end.
 
     Args:
@@ -69,7 +77,7 @@ class ThreadJob:
         *,
         probe: Probe | None = None,
         on_message: Callable[[FromWorker], object] = lambda message: None,
-        on_effect: Callable[[core.Effect], bool] = lambda effect: True,
+        on_effect: Callable[[events.CoordinatorEffect], bool] = lambda effect: True,
         restart_in: Collection[int] = (),
     ) -> None:
         self.config = small_config(settings)
@@ -79,7 +87,7 @@ class ThreadJob:
         self.evaluations: dict[int, float] = {}
         """Step -> validation loss."""
         self.shards: list[ShardWritten] = []
-        self.raised: list[core.Raised] = []
+        self.new_epochs: list[events.NewEpoch] = []
         self.decisions: list[Decision] = []
         self.finished: dict[int, Finished] = {}
         self.engines: dict[int, StepEngine] = {}
@@ -92,12 +100,11 @@ class ThreadJob:
         self._lock = threading.RLock()
         self._dead: set[int] = set()
         self._errors: list[BaseException] = []
-        self._core = Coordinator(
+        self.core = Coordinator(
             layout=self.blueprint.layout,
             placement=self.blueprint.placement,
             blocks=self.blueprint.blocks,
-            planner=core.Planner(survive=self._survive, replace=self._replace),
-            books=self._unfinished,
+            num_followers=self.config.elastic.num_followers,
             execution=self.blueprint.execution,
         )
         network = MemoryNetwork()
@@ -140,7 +147,7 @@ class ThreadJob:
             threading.Thread(target=self._work, args=(worker,), name=f"worker {worker}", daemon=True)
             for worker in self._transports
         ]
-        self._carry_out(self._core.begin())
+        self.carry_out(self.core.begin())
         for thread in threads:
             thread.start()
         deadline_s = time.monotonic() + JOB_TIMEOUT_S
@@ -170,12 +177,12 @@ class ThreadJob:
             self.mailboxes[worker].receive(Exit())
             self._transports[worker].close()
             if not silently:
-                self._handle(core.Suspected(worker, "exit", f"worker {worker} was killed"))
+                self.feed(events.Suspected(worker, "exit", f"worker {worker} was killed"))
 
     def plan(self, layout: Layout) -> None:
         """A planner finds a better layout for the present members."""
         with self._lock:
-            self._handle(core.ChangePlanned(self._core.epoch, layout, ExecutionParameters(), "a test wants it"))
+            self.feed(events.ChangePlanned(self.core.epoch, layout, ExecutionParameters(), "a test wants it"))
 
     # ------------------------------------------------------------------------------------------------- the workers
 
@@ -233,9 +240,9 @@ class ThreadJob:
             if worker in self._dead:
                 return
             if isinstance(message, Registered | Report | Installed):
-                self._handle(message)
+                self.feed(message)
             elif isinstance(message, LinkLost):
-                self._handle(core.Suspected(message.peer, "link", message.detail, worker, message.epoch))
+                self.feed(events.Suspected(message.peer, "link", message.detail, worker, message.epoch))
             elif isinstance(message, StepReport):
                 evidence = Evidence(
                     step=message.step,
@@ -245,7 +252,7 @@ class ThreadJob:
                     change=message.change,
                     checkpoint=message.checkpoint,
                 )
-                self._handle(core.EvidenceSeen(evidence, message.epoch))
+                self.feed(events.EvidenceSeen(evidence, message.epoch))
                 self.reports.append(message)
             elif isinstance(message, EvaluationReport):
                 self.evaluations[message.step] = message.loss
@@ -253,58 +260,77 @@ class ThreadJob:
                 self.shards.append(message)
             elif isinstance(message, Finished):
                 self.finished[worker] = message
-                if self.finished.keys() >= set(self._core.members):
+                if self.finished.keys() >= set(self.core.members):
                     self._dismiss()
 
-    def _handle(self, event: core.Event) -> None:
-        self._carry_out(self._core.handle(event, time.monotonic()))
+    # ------------------------------------------------------------------------------------------------ as its driver
 
-    def _carry_out(self, effects: list[core.Effect]) -> None:
-        for effect in effects:
-            if not self._on_effect(effect):
-                continue
-            if isinstance(effect, core.Send):
-                self.mailboxes[effect.worker].receive(effect.message)
-            elif isinstance(effect, core.Start):
-                for worker in self._core.members:
-                    self.mailboxes[worker].receive(Start(addresses=effect.addresses))
-            elif isinstance(effect, core.FindCheckpoint):
-                self._handle(core.CheckpointFound(0))
-            elif isinstance(effect, core.Raised):
-                self.raised.append(effect)
-                self.finished.clear()
-            elif isinstance(effect, core.Decided):
-                self.decisions.append(effect.decision)
-            elif isinstance(effect, core.End):
-                self._errors.append(AssertionError(f"the coordinator has ended the job: {effect.reason}"))
-                self._dismiss()
+    def feed(self, event: events.CoordinatorEvent) -> None:
+        """Tells the machine of an event, and does what it asks for."""
+        self.core.restarts = self.core.epoch in self._restart_in
+        super().feed(event)
+
+    def carry_out_one(self, effect: events.CoordinatorEffect) -> None:
+        """Carries out one effect, if the test lets it."""
+        if self._on_effect(effect):
+            super().carry_out_one(effect)
+
+    def now_s(self) -> float:
+        """Monotonic time of this machine."""
+        return time.monotonic()
+
+    def persist(self, record: events.Record) -> None:
+        """Nothing outlives this coordinator."""
+
+    def send(self, worker: int, message: CoreToWorker) -> None:
+        """Into the worker's mailbox."""
+        self.mailboxes[worker].receive(message)
+
+    def tell_addresses(self, addresses: dict[int, str]) -> None:
+        """As the start."""
+        for worker in self.core.members:
+            self.mailboxes[worker].receive(Start(addresses=addresses))
+
+    def find_checkpoint(self) -> None:
+        """There is none; the job begins again."""
+        self.answer_checkpoint(0)
+
+    def plan_recovery(self, question: events.PlanRecovery) -> None:
+        """In the same turn: survivors keep their stages."""
+        plan = plan_survivors(question, self.blueprint.blocks, self.config.elastic.num_followers)
+        self.answer_plan(question, plan)
+
+    def pending_work(self, step: int, asked: bool) -> events.PendingWork:
+        """As the messages of workers have it."""
+        run = self.config.run
+        evaluate = bool(run.eval_every) and step > 0 and step % run.eval_every == 0 and step not in self.evaluations
+        checkpoint = asked or (bool(run.checkpoint_every) and step > 0 and step % run.checkpoint_every == 0)
+        published = max((report.step for report in self.reports), default=0)
+        return events.PendingWork(evaluate, checkpoint, published=published)
+
+    def on_new_epoch(self, effect: events.NewEpoch) -> None:
+        """Ends of the old epoch do not count."""
+        self.new_epochs.append(effect)
+        self.finished.clear()
+
+    def on_decided(self, effect: events.Decided) -> None:
+        """Kept for the test."""
+        self.decisions.append(effect.decision)
+
+    def on_resumed(self, effect: events.Resumed) -> None:
+        """Nothing."""
+
+    def on_end(self, effect: events.End) -> None:
+        """The test has failed."""
+        self._errors.append(AssertionError(f"the coordinator has ended the job: {effect.reason}"))
+        self._dismiss()
+
+    def note(self, effect: events.Note) -> None:
+        """Nothing."""
 
     def _dismiss(self) -> None:
         for mailbox in self.mailboxes.values():
             mailbox.receive(Exit())
-
-    def _survive(
-        self, layout: Layout, placement: Placement, lost: Collection[int], valid: Callable[[int, int], bool]
-    ) -> core.Planned:
-        after = survivor_layout(layout, lost) if lost else layout
-        promotion = promote(placement, self.blueprint.blocks, after, valid)
-        return core.Planned(
-            after,
-            promotion.placement,
-            len(promotion.promoted),
-            promotion.orphans,
-            restart=self._core.epoch in self._restart_in,
-        )
-
-    def _replace(self, layout: Layout) -> Placement:
-        return place_blocks(layout, self.blueprint.blocks, num_followers=self.config.elastic.num_followers)
-
-    def _unfinished(self, step: int, asked: bool) -> core.Books:
-        run = self.config.run
-        evaluate = bool(run.eval_every) and step > 0 and step % run.eval_every == 0 and step not in self.evaluations
-        checkpoint = asked or bool(run.checkpoint_every) and step > 0 and step % run.checkpoint_every == 0
-        published = max((report.step for report in self.reports), default=0)
-        return core.Books(evaluate, checkpoint, published=published)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -315,6 +341,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def is_change(effect: core.Effect) -> bool:
+def is_change(effect: events.CoordinatorEffect) -> bool:
     """Whether an effect tells a worker of a planned change of layout."""
-    return isinstance(effect, core.Send) and isinstance(effect.message, LayoutChange)
+    return isinstance(effect, events.Send) and isinstance(effect.message, LayoutChange)

@@ -3,20 +3,27 @@
 from collections.abc import Sequence
 from typing import Any
 
-from elaswave.protocol.coordinator import (
-    Coordinator,
+from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.decisions import plan_survivors
+from elaswave.protocol.events import (
+    CoordinatorEffect,
+    CoordinatorEvent,
     Decided,
-    Effect,
     End,
     FindCheckpoint,
+    NewEpoch,
+    NewEpochRecord,
     Note,
+    PendingWork,
     Persist,
-    Raised,
+    PlanningFailed,
+    PlanRecovery,
     Record,
+    RecoveryPlanned,
     Resumed,
     Send,
-    Start,
     Suspected,
+    TellAddresses,
 )
 from elaswave.protocol.messages import Copies, Decision, Evidence, Fenced, Prepare, Registered, Report
 from elaswave.sim.protocol.job import Job, Model, model_of
@@ -25,8 +32,43 @@ FIVE = Job(widths=(3, 2), num_microbatches=3)
 THREE = Job(widths=(2, 1))
 
 
+NOTHING_PENDING = PendingWork(evaluate=False, checkpoint=False)
+
+
+class PromptCoordinator(Coordinator):
+    """A machine with a driver that answers what the planner is asked in the same turn."""
+
+    asked: PlanRecovery | None = None
+    """What the planner was asked last."""
+
+    def handle(self, event: CoordinatorEvent, now_s: float) -> list[CoordinatorEffect]:
+        effects = []
+        for effect in super().handle(event, now_s):
+            if isinstance(effect, PlanRecovery):
+                self.asked = effect
+                effects += super().handle(answer(effect), now_s)
+            else:
+                effects.append(effect)
+        return effects
+
+
+def answer(question: PlanRecovery, *, job: Job | None = None) -> RecoveryPlanned:
+    """The answer of a driver whose planner lets survivors keep their stages."""
+    jobs = [job] if job else [each for each in (THREE, FIVE) if set(question.members) <= set(range(each.num_workers))]
+    num_blocks = len(question.placement.owner)
+    model = next(model_of(each) for each in jobs if len(model_of(each).blocks) == num_blocks)
+    plan = plan_survivors(question, model.blocks, num_followers=1)
+    asked = question.evidence is not None and question.evidence.checkpoint == question.base
+    return RecoveryPlanned(question.sequence, plan, PendingWork(evaluate=False, checkpoint=asked))
+
+
+def failure(question: PlanRecovery) -> PlanningFailed:
+    """The answer of a driver whose planner has none."""
+    return PlanningFailed(question.sequence, "the planner has failed", NOTHING_PENDING)
+
+
 def coordinator(
-    records: Sequence[Record] = (), job: Job = THREE, kind: type[Coordinator] = Coordinator, **options: Any
+    records: Sequence[Record] = (), job: Job = THREE, kind: type[Coordinator] = PromptCoordinator, **options: Any
 ) -> Coordinator:
     """A coordinator of a small job."""
     model = model_of(job)
@@ -34,7 +76,7 @@ def coordinator(
         layout=model.layout,
         placement=model.placement,
         blocks=model.blocks,
-        planner=model.planner,
+        num_followers=job.num_followers,
         records=records,
         **options,
     )
@@ -88,29 +130,31 @@ def report(
     )
 
 
-def started(job: Job = THREE) -> Coordinator:
+def started(job: Job = THREE, kind: type[Coordinator] = PromptCoordinator, **options: Any) -> Coordinator:
     """A coordinator whose job is training."""
-    machine = coordinator(job=job)
+    machine = coordinator(job=job, kind=kind, **options)
     machine.begin()
     for worker in range(job.num_workers):
         machine.handle(registered(worker), 0.0)
     return machine
 
 
-def shown(effects: Sequence[Effect]) -> list[str]:
+def shown(effects: Sequence[CoordinatorEffect]) -> list[str]:
     """Effects as lines to read."""
     return [_line(effect) for effect in effects]
 
 
-def _line(effect: Effect) -> str:
+def _line(effect: CoordinatorEffect) -> str:
     if isinstance(effect, Persist):
         return f"persist {_message(effect.record)}"
     if isinstance(effect, Send):
         return f"to {effect.worker}: {_message(effect.message)}"
-    if isinstance(effect, Start):
+    if isinstance(effect, TellAddresses):
         return f"start {sorted(effect.addresses)}"
-    if isinstance(effect, Raised):
-        return f"raised to {effect.epoch}"
+    if isinstance(effect, PlanRecovery):
+        return f"plan {effect.sequence} of epoch {effect.epoch}: {list(effect.members)} after step {effect.base}"
+    if isinstance(effect, NewEpoch):
+        return f"show epoch {effect.epoch}"
     if isinstance(effect, Decided):
         return f"decided {effect.decision.epoch}"
     if isinstance(effect, Resumed):
@@ -135,5 +179,7 @@ def _message(message: Any) -> str:
         return f"prepare {message.epoch} of term {message.term}: {list(message.members)}"
     if isinstance(message, Fenced):
         return f"fenced at {message.epoch}"
+    if isinstance(message, NewEpochRecord):
+        return f"new epoch {message.epoch}"
     text = type(message).__name__.removesuffix("Record").lower()
     return f"{text} {message.epoch}" if hasattr(message, "epoch") else f"{text} of term {message.term}"

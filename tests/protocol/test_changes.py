@@ -5,7 +5,8 @@ import pytest
 from tests.protocol.machines import THREE, coordinator, registered, report, suspicion, vote
 
 from elaswave.planning.recovery import survivor_layout
-from elaswave.protocol.coordinator import (
+from elaswave.protocol.coordinator_table import State
+from elaswave.protocol.events import (
     ChangePlanned,
     CheckpointFound,
     Decided,
@@ -14,7 +15,6 @@ from elaswave.protocol.coordinator import (
     Persist,
     Send,
     StartRecord,
-    State,
 )
 from elaswave.protocol.ledger import Ledger, LedgerError
 from elaswave.protocol.member import Hold, Ignored, Member, MemberState

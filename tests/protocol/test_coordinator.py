@@ -13,21 +13,19 @@ from tests.protocol.machines import (
     vote,
 )
 
-from elaswave.protocol.coordinator import (
-    Bounds,
+from elaswave.protocol.coordinator import Bounds, Coordinator
+from elaswave.protocol.coordinator_table import State
+from elaswave.protocol.decisions import can_reach
+from elaswave.protocol.events import (
     CheckpointFound,
-    Coordinator,
     Decided,
     End,
     EvidenceSeen,
-    Failed,
-    PendingWork,
+    NewEpochRecord,
     Persist,
-    RaiseRecord,
     Record,
     Send,
-    State,
-    can_reach,
+    WorkerFailed,
 )
 from elaswave.protocol.messages import Copies, Decision, Installed, Report
 
@@ -49,11 +47,11 @@ def test_a_loss_from_start_to_end():
     assert shown(machine.handle(registered(1), 0.0)) == ["persist start of term 1", "start [0, 1, 2]"]
     assert machine.handle(EvidenceSeen(vote(1), 1), 0.0) == []
     assert shown(machine.handle(suspicion(1), 0.0)) == [
-        "persist raise 2",
+        "persist new epoch 2",
         "to 0: prepare 2 of term 1: [0, 2]",
         "to 2: prepare 2 of term 1: [0, 2]",
         "to 1: fenced at 2",
-        "raised to 2",
+        "show epoch 2",
     ]
     assert machine.state is State.COLLECTING
     # Worker 0 has seen the vote on step 2; worker 2 has not, but it was prepared, as every voter is.
@@ -108,19 +106,13 @@ def test_the_coordinators_own_log_counts():
     ],
 )
 def test_a_checkpoint_that_a_vote_asked_for_is_remembered_by_the_decision(evidence, step, asked):
-    heard = []
-
-    def books(base: int, is_asked: bool) -> PendingWork:
-        heard.append((base, is_asked))
-        return PendingWork(evaluate=False, checkpoint=is_asked)
-
-    machine = coordinator(books=books)
+    machine = coordinator()
     for worker in range(3):
         machine.handle(registered(worker), 0.0)
     machine.handle(suspicion(0), 0.0)  # the lowest member, who had asked
     machine.handle(report(1, 2, evidence=evidence, step=step, prepared=True), 0.0)
     effects = machine.handle(report(2, 2, evidence=evidence, step=step, prepared=True), 0.0)
-    assert heard == [(2, asked)]
+    assert machine.asked.base == 2
     assert decision_of(effects).checkpoint is asked
 
 
@@ -194,7 +186,7 @@ def test_a_start_that_was_lost_is_said_before_the_question_about_a_loss():
     for worker in (0, 2):
         assert second.handle(registered(worker), 0.0) == []
     assert shown(second.handle(suspicion(1), 0.0))[:4] == [
-        "persist raise 2",
+        "persist new epoch 2",
         "start [0, 2]",
         "to 0: prepare 2 of term 2: [0, 2]",
         "to 2: prepare 2 of term 2: [0, 2]",
@@ -203,7 +195,7 @@ def test_a_start_that_was_lost_is_said_before_the_question_about_a_loss():
 
 def test_what_peers_say_counts_in_their_own_epoch():
     machine = started()
-    assert shown(machine.handle(suspicion(1, by=0, epoch=1), 0.0))[0] == "persist raise 2"
+    assert shown(machine.handle(suspicion(1, by=0, epoch=1), 0.0))[0] == "persist new epoch 2"
     for stale in (suspicion(2, by=0, epoch=1), suspicion(2, by=1, epoch=2), suspicion(1, by=0, epoch=2)):
         assert shown(machine.handle(stale, 0.0)) == [
             f"note: the suspicion of worker {stale.worker} is not of this epoch"
@@ -280,12 +272,12 @@ def test_a_worker_that_never_registers_is_left_behind_and_what_it_held_is_made_a
     for worker in (0, 3, 4):
         assert machine.handle(registered(worker), 0.0) == []
     assert shown(machine.suspect([suspicion(1), suspicion(2)], 20.0)) == [
-        "persist raise 2",
+        "persist new epoch 2",
         "start [0, 3, 4]",
         *(f"to {worker}: prepare 2 of term 1: [0, 3, 4]" for worker in (0, 3, 4)),
         "to 1: fenced at 2",
         "to 2: fenced at 2",
-        "raised to 2",
+        "show epoch 2",
     ]
     for worker in (0, 3):
         assert machine.handle(report(worker, 2, job=FIVE), 20.0) == []
@@ -347,7 +339,7 @@ def test_the_step_to_go_on_from_outlives_the_decision_that_went_back_to_it(resta
 def test_a_second_loss_while_a_checkpoint_is_sought():
     machine = started(FIVE)
     lose_everything_of_a_block(machine, version=0)
-    assert shown(machine.handle(suspicion(4), 0.0))[0] == "persist raise 3"
+    assert shown(machine.handle(suspicion(4), 0.0))[0] == "persist new epoch 3"
     assert machine.state is State.COLLECTING
     assert shown(machine.handle(CheckpointFound(2), 0.0)) == ["note: a checkpoint that nobody waits for"]
 
@@ -356,7 +348,7 @@ def test_losses_that_follow_each_other_before_a_decision_are_all_named_in_it():
     machine = started(FIVE)
     machine.handle(suspicion(1), 0.0)
     [record] = persisted(machine.handle(suspicion(4), 0.0))
-    assert isinstance(record, RaiseRecord) and record.lost == (1, 4)
+    assert isinstance(record, NewEpochRecord) and record.lost == (1, 4)
     for worker in (0, 2):
         assert machine.handle(report(worker, 3, job=FIVE), 0.0) == []
     assert decision_of(machine.handle(report(3, 3, job=FIVE), 0.0)).lost == (1, 4)
@@ -379,9 +371,10 @@ def test_a_copy_is_valid_at_the_committed_step_or_just_before_it_with_its_gradie
 def test_the_same_error_twice_ends_the_job():
     machine = started()
     assert (
-        shown(machine.handle(Failed(1, "step 3, micro-batch 2", "ValueError: bad token"), 0.0))[0] == "persist raise 2"
+        shown(machine.handle(WorkerFailed(1, "step 3, micro-batch 2", "ValueError: bad token"), 0.0))[0]
+        == "persist new epoch 2"
     )
-    assert shown(machine.handle(Failed(0, "step 3, micro-batch 2", "ValueError: bad token"), 0.0)) == [
+    assert shown(machine.handle(WorkerFailed(0, "step 3, micro-batch 2", "ValueError: bad token"), 0.0)) == [
         "end: ValueError: bad token; the same error has ended worker 1"
     ]
 
@@ -390,7 +383,7 @@ def test_the_last_workers_error_ends_the_job():
     machine = started()
     machine.handle(suspicion(1), 0.0)
     machine.handle(suspicion(2), 0.0)
-    assert shown(machine.handle(Failed(0, "x", "MemoryError"), 0.0)) == ["end: MemoryError"]
+    assert shown(machine.handle(WorkerFailed(0, "x", "MemoryError"), 0.0)) == ["end: MemoryError"]
 
 
 def test_bounds():
@@ -412,7 +405,7 @@ def test_bounds():
     for worker in range(3):
         machine.handle(registered(worker), 0.0)
     machine.handle(suspicion(1), 0.0)
-    assert shown(machine.handle(suspicion(2), 3601.0))[0] == "persist raise 3"
+    assert shown(machine.handle(suspicion(2), 3601.0))[0] == "persist new epoch 3"
     assert shown(coordinator(bounds=Bounds(min_workers=3)).handle(suspicion(2), 0.0)) == [
         "end: 2 workers are left after the loss of workers [2], elastic.min_workers asks for 3"
     ]
@@ -421,7 +414,7 @@ def test_bounds():
 def test_a_loss_before_everybody_has_registered():
     machine = coordinator()
     assert shown(machine.handle(registered(0), 0.0)) == []
-    assert shown(machine.handle(suspicion(2), 0.0))[:1] == ["persist raise 2"]
+    assert shown(machine.handle(suspicion(2), 0.0))[:1] == ["persist new epoch 2"]
     assert shown(machine.handle(registered(1), 0.0)) == ["start [0, 1]", "to 1: prepare 2 of term 1: [0, 1]"]
     machine.handle(report(0, 2), 0.0)
     decided = shown(machine.handle(report(1, 2), 0.0))
@@ -430,10 +423,10 @@ def test_a_loss_before_everybody_has_registered():
 
 def test_nothing_is_sent_before_it_is_persisted():
     machine = started()
-    raised = machine.handle(suspicion(1), 0.0)
+    begun = machine.handle(suspicion(1), 0.0)
     machine.handle(report(0, 2), 0.0)
     decided = machine.handle(report(2, 2), 0.0)
-    for effects in (raised, decided):
+    for effects in (begun, decided):
         kinds = [type(effect) for effect in effects]
         assert kinds.index(Persist) < kinds.index(Send)
 
@@ -442,11 +435,11 @@ def test_a_successor_knows_what_its_predecessor_has_counted_and_been_told_of():
     """Losses within the hour, and errors of workers: both decide when a job ends."""
     first = coordinator(bounds=Bounds(min_workers=1, max_failures_per_hour=2))
     effects = [effect for worker in range(3) for effect in first.handle(registered(worker), 0.0)]
-    effects += first.handle(Failed(1, "ValueError at step 3", "worker 1: ValueError: bad"), 50.0)
+    effects += first.handle(WorkerFailed(1, "ValueError at step 3", "worker 1: ValueError: bad"), 50.0)
     records = [effect.record for effect in effects if isinstance(effect, Persist)]
 
     second = coordinator(bounds=Bounds(min_workers=1, max_failures_per_hour=2), records=records)
-    (end,) = second.handle(Failed(2, "ValueError at step 3", "worker 2: ValueError: bad"), 60.0)
+    (end,) = second.handle(WorkerFailed(2, "ValueError at step 3", "worker 2: ValueError: bad"), 60.0)
     assert isinstance(end, End) and end.worker == 2
     assert end.reason == "worker 2: ValueError: bad; the same error has ended worker 1"
 

@@ -1,63 +1,197 @@
-"""The tables of states and transitions: nothing happens that is not in them, and everything in them happens."""
+"""The tables of states and transitions: they drive the machines, and everything in them happens."""
+
+from enum import Enum
+from itertools import pairwise
 
 import pytest
-from tests.protocol import machines
+from tests.protocol.machines import FIVE, answer, coordinator, failure, registered, report, started, suspicion, vote
 
-from elaswave.protocol import agent, coordinator, member
-from elaswave.protocol.agent import AgentState
-from elaswave.protocol.coordinator import GIVEN_UP, Bounds, Coordinator, State
-from elaswave.protocol.member import Member, MemberState
-from elaswave.protocol.table import check_transition, markdown_table, mermaid_diagram
+from elaswave.protocol import agent, coordinator_table, member
+from elaswave.protocol.coordinator import Bounds, Coordinator
+from elaswave.protocol.coordinator_table import Cause, Response, State
+from elaswave.protocol.events import (
+    ChangePlanned,
+    CheckpointFound,
+    CoordinatorEffect,
+    EvidenceSeen,
+    NewEpochRecord,
+    Persist,
+    PlanRecovery,
+    StartRecord,
+    WorkerFailed,
+)
+from elaswave.protocol.member import Member
+from elaswave.protocol.messages import Installed
+from elaswave.protocol.table import Transition, TransitionTable, markdown_table, mermaid_diagram
 from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.run import Build, run_schedule
 from elaswave.sim.protocol.schedule import parse_schedule
 from elaswave.sim.protocol.search import run_seeds
 from elaswave.sim.protocol.worker import SimWorker
+from elaswave.types import ExecutionParameters
+
+SEEN: set[tuple[Enum, Enum]] = set()
 
 
-def test_all_transitions_happen():
-    seen: set[object] = set()
+class Watched(Coordinator):
+    """Its planner answers nothing by itself."""
 
-    class WatchedCoordinator(Coordinator):
-        def _go(self, cause: str, after: State) -> None:
-            seen.add((self.state, cause, after))
-            super()._go(cause, after)
+    question: PlanRecovery
+
+    def _go(self, cause: Cause) -> list[CoordinatorEffect]:
+        SEEN.add((self.state, cause))
+        effects = super()._go(cause)
+        for effect in effects:
+            if isinstance(effect, PlanRecovery):
+                self.question = effect
+        return effects
+
+
+def in_state(state: State, **options) -> Watched:
+    """A machine of five workers in a state; worker 1 is lost in the later ones, and worker 2 too if it rolls back."""
+    if state is State.STARTING:
+        return coordinator(job=FIVE, kind=Watched, **options)
+    machine = started(FIVE, Watched, **options)
+    if state is State.TRAINING:
+        return machine
+    lost = [1, 2] if state is State.ROLLING_BACK else [1]
+    machine.suspect([suspicion(worker) for worker in lost], 0.0)
+    if state is not State.COLLECTING:
+        for worker in sorted(set(range(5)) - set(lost)):
+            machine.handle(report(worker, 2, job=FIVE, evidence=vote(1)), 0.0)
+    assert machine.state is state
+    return machine
+
+
+ALIVE = (State.STARTING, State.TRAINING, State.COLLECTING, State.PLANNING, State.ROLLING_BACK)
+
+
+@pytest.fixture(scope="module")
+def everything_has_happened() -> None:
+    for state in ALIVE:
+        in_state(state).handle(suspicion(0), 0.0)
+        in_state(state).handle(registered(9), 0.0)
+        in_state(state, bounds=Bounds(min_workers=3)).suspect([suspicion(0), suspicion(3), suspicion(4)], 0.0)
+        failed = in_state(state)
+        failed.handle(WorkerFailed(9, "the same place", "ValueError"), 0.0)
+        failed.handle(WorkerFailed(0, "the same place", "ValueError"), 0.0)
+        num_lost = 5 - len(in_state(state).members)
+        in_state(state, bounds=Bounds(max_failures_per_hour=num_lost)).handle(suspicion(0), 0.0)
+        in_state(state, bounds=Bounds(min_workers=5 - num_lost)).handle(WorkerFailed(0, "there", "MemoryError"), 0.0)
+        if state is not State.STARTING:
+            in_state(state).handle(registered(0, epoch=in_state(state).epoch, report=None), 0.0)
+    for records in ([], [StartRecord(term=1)], [NewEpochRecord(term=1, epoch=2, members=(0,), lost=(1,), reason="")]):
+        coordinator(records, FIVE, Watched).begin()
+
+    machine = in_state(State.PLANNING)
+    machine.handle(EvidenceSeen(vote(1, 2), 1), 0.0)
+    machine.handle(answer(machine.question), 0.0)
+    for worker in (0, 2, 3, 4):
+        machine.handle(Installed(worker=worker, epoch=2, edit_s=0, promote_s=0, critical_bytes=0), 0.0)
+    machine.handle(registered(0, epoch=1), 0.0)
+    machine.handle(ChangePlanned(2, machine.layout, ExecutionParameters(), "better"), 0.0)
+    machine.handle(registered(0, epoch=2), 0.0)
+    machine = in_state(State.PLANNING)
+    machine.handle(failure(machine.question), 0.0)
+    in_state(State.PLANNING).handle(EvidenceSeen(vote(7), 1), 0.0)  # no such vote can be: nobody has its state
+
+    in_state(State.ROLLING_BACK).handle(CheckpointFound(None), 0.0)
+    machine = in_state(State.ROLLING_BACK)
+    machine.handle(CheckpointFound(1), 0.0)
+    machine.handle(answer(machine.question), 0.0)
+    machine.handle(suspicion(4), 0.0)
+    for worker in (0, 3):
+        machine.handle(report(worker, 3, job=FIVE, version=1, decided=0), 0.0)
+    in_state(State.ROLLING_BACK)
+    machine = in_state(State.COLLECTING, restarts=True)
+    for worker in (0, 2, 3, 4):
+        machine.handle(report(worker, 2, job=FIVE), 0.0)
+
+
+def test_everything_in_the_coordinators_table_happens(everything_has_happened):
+    wanted = set(coordinator_table.TRANSITIONS.transitions)
+    assert {seen for seen in SEEN if isinstance(seen[0], State)} == wanted
+
+
+def test_everything_in_a_members_table_happens():
+    seen: set[tuple[Enum, Enum]] = set()
 
     class WatchedMember(Member):
-        def _go(self, cause: str, after: MemberState) -> None:
-            seen.add((self.state, cause, after))
-            super()._go(cause, after)
-
-    class Coordinators(SimCoordinator):
-        core_class = WatchedCoordinator
+        def _go(self, cause, message):
+            seen.add((self.state, cause))
+            return super()._go(cause, message)
 
     class Workers(SimWorker):
         member_class = WatchedMember
 
+    class Coordinators(SimCoordinator):
+        core_class = Watched
+
     build = Build(worker=Workers, coordinator=Coordinators)
-    assert run_seeds(range(400), build).num_failures == 0
+    assert run_seeds(range(300), build).num_failures == 0
     for instant in range(78, 88):  # both workers of a stage, and a third one while a checkpoint is sought
         schedule = parse_schedule(f"widths=2,2 checkpoint_every=1 kill:0@45 kill:1@45 suspect:2@{instant}")
         assert run_schedule(schedule, build).violation is None
-    # The bounds of simulated jobs are never exceeded before training begins.
-    machines.coordinator(kind=WatchedCoordinator, bounds=Bounds(min_workers=3)).handle(machines.suspicion(2), 0.0)
-    wanted = {row[:3] for row in (*coordinator.TRANSITIONS, *member.TRANSITIONS)}
-    assert seen == wanted, (wanted - seen, seen - wanted)
+    assert seen == set(member.TRANSITIONS.transitions)
 
 
-def test_other_transitions_are_refused():
-    check_transition(coordinator.TRANSITIONS, State.STARTING, GIVEN_UP, State.ENDED)
-    with pytest.raises(AssertionError, match="ended -> training because nothing is left .*: not in the table"):
-        check_transition(coordinator.TRANSITIONS, State.ENDED, GIVEN_UP, State.TRAINING)
+def test_every_response_is_named_once_and_carried_out():
+    machine = coordinator()
+    assert set(machine._responses) == set(Response)
+    named = {response for row in coordinator_table.TRANSITIONS.rows for response in row.does}
+    assert named == set(Response)
+    assert {row.cause for row in coordinator_table.TRANSITIONS.rows} == set(Cause)
+
+
+def test_what_is_persisted_stands_before_what_is_sent():
+    for row in coordinator_table.TRANSITIONS.rows:
+        persists = [response for response in row.does if response.name.startswith("PERSIST")]
+        assert persists == list(row.does[: len(persists)]), row
+
+
+def test_the_table_drives_the_machine(monkeypatch):
+    """Another row, another behaviour: a coordinator without plans of recoveries waits for a checkpoint."""
+    rows = [
+        row
+        if row.cause is not Cause.REPORTED
+        else Transition(row.before, row.cause, State.ROLLING_BACK, (Response.FIND_CHECKPOINT,))
+        for row in coordinator_table.TRANSITIONS.rows
+    ]
+    monkeypatch.setattr("elaswave.protocol.coordinator.TRANSITIONS", TransitionTable(State.STARTING, *rows))
+    machine = started()
+    machine.handle(suspicion(1), 0.0)
+    machine.handle(report(0, 2), 0.0)
+    (effect,) = machine.handle(report(2, 2), 0.0)
+    assert type(effect).__name__ == "FindCheckpoint" and machine.state is State.ROLLING_BACK
+
+
+def test_what_is_not_in_the_table_cannot_happen():
+    with pytest.raises(AssertionError, match="ended: a member is suspected: not in the table"):
+        coordinator_table.TRANSITIONS.next(State.ENDED, Cause.SUSPECTED)
+    row = Transition((State.TRAINING,), Cause.SUSPECTED, State.ENDED)
+    with pytest.raises(AssertionError, match="training: two rows for: a member is suspected"):
+        TransitionTable(State.STARTING, row, row)
+
+
+def test_after_the_end_there_is_nothing():
+    assert not [pair for pair in coordinator_table.TRANSITIONS.transitions if pair[0] is State.ENDED]
 
 
 def test_tables_are_shown():
-    diagram = mermaid_diagram(member.TRANSITIONS, MemberState.TRAINING).splitlines()
+    diagram = mermaid_diagram(member.TRANSITIONS).splitlines()
     assert diagram[:2] == ["stateDiagram-v2", "    [*] --> TRAINING"]
     assert "    REPORTED --> TRAINING: the decision of that epoch comes" in diagram
     assert diagram[-1] == "    FENCED --> [*]"
-    both = "a worker's process ends / the coordinator's process ends"
-    assert f"    RUNNING --> RUNNING: {both}" in mermaid_diagram(agent.TRANSITIONS, AgentState.RUNNING).splitlines()
+    both = "an error of its own ends a worker that cannot be spared / no checkpoint is found"
+    assert any(line.endswith(both) for line in mermaid_diagram(coordinator_table.TRANSITIONS).splitlines())
     table = markdown_table(member.TRANSITIONS).splitlines()
-    assert len(table) == 2 + len(member.TRANSITIONS)
+    assert len(table) == 2 + len(member.TRANSITIONS.rows)
     assert all(line.count("|") == 5 for line in table)
+    assert "| reported | it is asked to report for its epoch once more | the same | send the same report |" in table
+    assert "nothing |" in markdown_table(agent.TRANSITIONS)
+
+
+def test_the_epochs_record_is_the_first_effect_of_a_loss():
+    effects = started().handle(suspicion(1), 0.0)
+    assert [isinstance(effect, Persist) for effect in effects[:2]] == [True, False]
+    assert all(a is not b for a, b in pairwise(effects))

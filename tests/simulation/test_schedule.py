@@ -3,10 +3,10 @@
 import pytest
 
 from elaswave.protocol.coordinator import StartRecord, TermRecord
-from elaswave.sim.protocol.coordinator import StaleTermError, Store
 from elaswave.sim.protocol.job import Job
 from elaswave.sim.protocol.run import Build, run_schedule
 from elaswave.sim.protocol.schedule import Conditions, Fault, Schedule, parse_fault, parse_schedule, random_schedule
+from elaswave.sim.protocol.store import SimStore, StaleTermError
 from elaswave.sim.protocol.worker import SimWorker
 
 
@@ -56,7 +56,7 @@ def test_a_job_may_be_given():
 
 
 def test_the_store_takes_records_of_the_newest_term_only():
-    store = Store()
+    store = SimStore()
     store.append(TermRecord(term=1))
     store.append(StartRecord(term=1))
     with pytest.raises(StaleTermError, match="another coordinator has begun term 1"):
@@ -69,7 +69,7 @@ def test_the_store_takes_records_of_the_newest_term_only():
 
 def test_whatever_the_simulated_code_raises_is_a_violation():
     class Forgetful(SimWorker):
-        def ballot(self, traffic, plan):
+        def certificate(self, traffic, plan):
             return super().certificate(traffic, plan)._replace(coverage=0)
 
     outcome = run_schedule(Schedule(), Build(worker=Forgetful))

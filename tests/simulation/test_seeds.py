@@ -30,6 +30,9 @@ def test_seeded_schedules_have_no_violation(first):
         "decisions while an earlier one was being carried out",
         "decisions that send parameters",
         "steps tried again",
+        "losses while a recovery was planned",
+        "coordinators lost while a recovery was planned",
+        "planners that took too long",
     ):
         assert summary.counts[what] > 0, what
 
@@ -42,6 +45,7 @@ def test_seeded_schedules_have_no_violation(first):
         ("3-workers-change-1-fault", 60),
         ("3-workers-change-2-kills", 100),
         ("4-workers-1-fault", 160),
+        ("3-workers-slow-plan-2-faults", 100),
         ("4-workers-2-kills", 60),
     ],
 )
@@ -49,6 +53,24 @@ def test_a_part_of_all_schedules_of_small_jobs_has_no_violation(name, parts):
     summary = explore(SPACES[name], part=parts // 2, parts=parts)
     assert summary.num_schedules > 100
     assert_clean(summary)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "what"),
+    [
+        ("plan_delay=15 kill:0@0 cut:1-2@9", "losses while a recovery was planned"),
+        ("widths=2,2 plan_delay=20 kill:0@20 kill:c@40", "coordinators lost while a recovery was planned"),
+        (
+            "widths=2,2 heartbeat_bound=15 plan_delay=20 isolate:0@52+31",
+            "newer votes while a recovery was planned",
+        ),
+        ("widths=2,2 plan_delay=60 kill:0@20", "planners that took too long"),
+    ],
+)
+def test_what_comes_while_a_recovery_is_planned_is_dealt_with(schedule, what):
+    outcome = run_schedule(parse_schedule(schedule))
+    assert (outcome.violation, outcome.ended) == (None, "finished")
+    assert outcome.counts[what] == 1
 
 
 @pytest.mark.parametrize(

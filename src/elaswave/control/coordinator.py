@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -31,14 +32,12 @@ from elaswave.control.agent_messages import (
 )
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.journal import JournalRecord, core_records
-from elaswave.control.measurements import Measurements
 from elaswave.control.recorder import RunRecorder
 from elaswave.control.recoveries import RecoveryLog
-from elaswave.control.replanning import ELASWAVE, Replanner
+from elaswave.control.run_planner import LayoutSearch, RunPlanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import FileStore, Store
 from elaswave.control.wire import agent_id
-from elaswave.costs.layers import Costs
 from elaswave.errors import ElaswaveError, RunFolderError, StateError
 from elaswave.faults.injection import (
     FAULTS_FILE,
@@ -50,14 +49,14 @@ from elaswave.faults.injection import (
 )
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE, Recovery, write_digests, write_result
-from elaswave.planning.recovery import promote, survivor_layout
-from elaswave.protocol import coordinator as core
+from elaswave.protocol import events
+from elaswave.protocol.coordinator import Bounds, Coordinator
+from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.detection import Detector, Position, Suspicion
-from elaswave.protocol.messages import Decision, Evidence, Installed, Registered, Report
+from elaswave.protocol.driver import CoordinatorDriver
+from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Installed, Registered, Report
 from elaswave.state.checkpoint import find_newest_checkpoint, put_aside
 from elaswave.state.checkpoint_format import CheckpointMeta
-from elaswave.state.placement import Placement, place_blocks
-from elaswave.types import Layout
 from elaswave.worker.messages import (
     EvaluationReport,
     Exit,
@@ -85,6 +84,9 @@ UNSAID_MAX = 10_000
 SWITCH_INTERVAL_S = 0.001
 """How long a planning thread may hold the interpreter while a message waits."""
 
+PLAN_TIMEOUT_S = 10.0
+"""Within this time a recovery must be planned; else survivors keep their stages."""
+
 _T = TypeVar("_T")
 
 _log = logging.getLogger("elaswave.control")
@@ -106,11 +108,11 @@ class CoordinatorSetup(NamedTuple):
     """Those of the coordinator are carried out here."""
     coordinator_ends_s: tuple[float, ...]
     """Monotonic times at which earlier coordinators of the job have ended."""
-    before_effect: Callable[[core.Effect], None]
+    before_effect: Callable[[events.CoordinatorEffect], None]
     """Called before each effect is carried out (fault injection and tests)."""
 
 
-class CoordinatorProcess:
+class CoordinatorProcess(CoordinatorDriver):
     """One coordinator, from its start to the end of the job.
 
     Args:
@@ -141,36 +143,31 @@ class CoordinatorProcess:
             started_s=setup.started_s,
         )
         elastic = plan.config.elastic
-        self._core = core.Coordinator(
+        self._planner = RunPlanner(plan)
+        self.core = Coordinator(
             layout=plan.layout,
             placement=plan.placement,
             blocks=plan.blocks,
-            planner=core.Planner(survive=self._survive, replace=self._replace),
-            bounds=core.Bounds(elastic.min_workers, elastic.max_failures_per_hour),
+            num_followers=elastic.num_followers,
+            bounds=Bounds(elastic.min_workers, elastic.max_failures_per_hour),
+            restarts=self._planner.restarts,
             first_step=self._recorder.first_step,
             records=core_records(records),
-            books=self._recorder.unfinished,
             execution=plan.execution,
         )
-        self._has_begun = any(isinstance(record, core.StartRecord | Decision) for record in records)
+        self._has_begun = any(isinstance(record, events.StartRecord | Decision) for record in records)
         """Whether all members have registered before: with an earlier coordinator."""
         self._asked_of_agent: tuple[int, ...] = ()
         """The workers of whose processes the agent tells."""
         self._decisions = [record for record in records if isinstance(record, Decision)]
         self._recoveries = RecoveryLog(setup.run_dir, plan.config.run.steps)
-        self._measurements = Measurements(plan.config)
         self._detector = Detector(takes_over=self._has_begun)
+        self._asked_planner_s = 0.0
+        """When the newest recovery began to be planned."""
         self._plan_s = 0.0
-        self._replanner = Replanner(plan.config)
-        self._predicted_s: float | None = None
-        """Of the newest decision's layout, where a rival has planned it."""
-        self._struck: tuple[Layout, tuple[int, ...]] = (plan.layout, ())
-        """The layout that the newest loss has struck, and who was lost."""
-        self._improved_epoch = 0
-        """The newest epoch for which a better layout was looked for."""
+        """How long that took."""
         self._tasks: set[asyncio.Future[None]] = set()
         """Planning, and looking for checkpoints."""
-        self._predicted_first = False
         self._stop: Stop | None = None
         self._start: Start | None = None
         self._failures: dict[int, Failed] = {}
@@ -188,59 +185,66 @@ class CoordinatorProcess:
 
     # ------------------------------------------------------------------------------------------------------- planning
 
-    def _survive(
-        self, layout: Layout, placement: Placement, lost: Collection[int], valid: Callable[[int, int], bool]
-    ) -> core.Planned:
-        begin_s = time.monotonic()
-        replanner, execution = self._replanner, self._core.in_force()[1]
-        plan, self._predicted_s = "", None
-        after = survivor_layout(layout, lost) if lost else layout
-        if lost and replanner.policy != ELASWAVE:
-            costs = self._measurements.known_or_estimated()
-            known = replanner.at(self._measurements.speeds())
-            after, execution, plan, self._predicted_s = known.rival(layout, execution, lost, costs)
-        elif lost:
-            execution = replanner.within_memory(after, execution)
-        promotion = promote(placement, self._setup.plan.blocks, after, valid)
-        self._struck = (layout, tuple(lost))
-        self._plan_s = time.monotonic() - begin_s
-        return core.Planned(
-            after,
-            promotion.placement,
-            len(promotion.promoted),
-            promotion.orphans,
-            execution=execution,
-            plan=plan,
-            restart=replanner.restarts,
-        )
+    def plan_recovery(self, question: events.PlanRecovery) -> None:
+        """In the same turn if that is quick, else beside it, within a bound."""
+        now_s = self._asked_planner_s = time.monotonic()
+        plan = self._planner.recovery(question)
+        if self._planner.is_quick(question):
+            self._answer(question, _result_of(plan))
+        else:
+            self._detector.pause(now_s)
+            self._begin(self._plan_slowly(question, plan))
 
-    def _replace(self, layout: Layout) -> Placement:
-        plan = self._setup.plan
-        return place_blocks(layout, plan.blocks, num_followers=plan.config.elastic.num_followers)
+    async def _plan_slowly(self, question: events.PlanRecovery, plan: Callable[[], events.RecoveryPlan]) -> None:
+        try:
+            answer = await asyncio.wait_for(_in_thread(lambda: _result_of(plan)), PLAN_TIMEOUT_S)
+        except TimeoutError:
+            answer = f"no recovery is planned within {PLAN_TIMEOUT_S:g} s"
+        self._answer(question, answer)
+
+    def _answer(self, question: events.PlanRecovery, plan: events.RecoveryPlan | str) -> None:
+        self._plan_s = time.monotonic() - self._asked_planner_s
+        self.answer_plan(question, plan)
+
+    def pending_work(self, step: int, asked: bool) -> events.PendingWork:
+        """As the run's records have it."""
+        return self._recorder.unfinished(step, asked)
 
     def _predict_first(self) -> None:
         """Begins to predict the step of the first layout, once, as soon as costs are known."""
-        if self._predicted_first or self._core.decision is not None or not self._measurements.step_overhead_s:
-            return
-        costs = self._measurements.costs()
-        if costs is not None:
-            self._predicted_first = True
-            self._begin(self._predict(None, costs))
+        if self.core.decision is None:
+            self._begin_search(self._planner.first_prediction())
 
     def _look_for_better(self) -> None:
         """Begins to plan a better layout, once after every decision, as soon as the members compute again and costs are
         known. Planning takes no part of the recovery: a thread does it."""
-        decision = self._core.decision
-        if decision is None or self._improved_epoch >= decision.epoch or self._ended is not None:
+        decision, core = self.core.decision, self.core
+        if decision is None or self._ended is not None or core.state is not State.TRAINING:
             return
-        if self._core.state is not core.State.TRAINING or self._core.epoch != decision.epoch or self._core.has_planned:
+        if core.epoch == decision.epoch and not core.has_planned:
+            self._begin_search(self._planner.search(decision, self._recorder.layout_before(decision.epoch)))
+
+    def _begin_search(self, search: Callable[[], LayoutSearch] | None) -> None:
+        if search is not None:
+            self._begin(self._search(self.core.decision, search))
+
+    async def _search(self, decision: Decision | None, search: Callable[[], LayoutSearch]) -> None:
+        """Looks for a better layout. A job can go on without one."""
+        try:
+            found = await _in_thread(search)
+        except Exception:
+            _log.exception("planning has failed; the layout stays as it is")
             return
-        costs = self._measurements.costs()
-        if costs is None:
+        if self.core.decision is not decision or self._ended is not None:
             return
-        self._improved_epoch = decision.epoch
-        wants_change = self._replanner.policy == ELASWAVE and self._setup.plan.config.elastic.rebalance
-        self._begin(self._improve(decision, costs) if wants_change else self._predict(decision, costs))
+        self._recorder.predicted(found.predicted_step_s)
+        if decision is not None and found.better is not None:
+            better = found.better
+            self.feed(
+                events.ChangePlanned(
+                    decision.epoch, better.layout, better.execution, better.reason, better.predicted_step_s
+                )
+            )
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         """Lets something be done beside; what it raises ends this coordinator."""
@@ -252,38 +256,6 @@ class CoordinatorProcess:
         self._tasks.discard(task)
         if not task.cancelled():
             self._guarded(task.result)
-
-    async def _think(self, function: Callable[..., _T], *arguments: object) -> _T | None:
-        """Calls a pure function in a thread; None if it fails. A job can go on without a better layout."""
-        try:
-            return await asyncio.to_thread(function, *arguments)
-        except Exception:
-            _log.exception("planning has failed; the layout stays as it is")
-            return None
-
-    async def _predict(self, decision: Decision | None, costs: Costs) -> None:
-        source = self._setup.plan if decision is None else decision
-        replanner = self._replanner.at(self._measurements.speeds())
-        predicted_s = await self._think(replanner.predict, source.layout, source.execution, costs)
-        if predicted_s is not None and self._core.decision is decision and self._ended is None:
-            self._recorder.predicted(predicted_s)
-
-    async def _improve(self, decision: Decision, costs: Costs) -> None:
-        layout, execution = decision.layout, decision.execution
-        before, lost = self._struck
-        if not lost:  # an earlier coordinator has decided
-            before, lost = self._recorder.layout_before(decision.epoch), decision.lost
-        replanner = self._replanner.at(self._measurements.speeds())
-        improved = await self._think(replanner.improve, before, layout, execution, lost, costs)
-        if improved is None or self._core.epoch != decision.epoch or self._ended is not None:
-            return
-        predicted_s, found = improved
-        self._recorder.predicted(predicted_s)
-        if found is not None:
-            planned = core.ChangePlanned(
-                decision.epoch, found.layout, found.execution, found.reason, found.predicted_step_s
-            )
-            self._carry_out(self._core.handle(planned, time.monotonic()))
 
     # -------------------------------------------------------------------------------------------------------- running
 
@@ -336,18 +308,18 @@ class CoordinatorProcess:
             # An earlier coordinator has ended the job and died before it could tell everybody.
             outcome = "stopped" if self._recorder.outcome == "interrupted" else self._recorder.outcome
             self._end(Ended(outcome=outcome, reason=self._recorder.reason), write=False)
-        if self._core.state is not core.State.STARTING:
-            self._recorder.catch_up(self._core.epoch, self._core.decision)
+        if self.core.state is not State.STARTING:
+            self._recorder.catch_up(self.core.epoch, self.core.decision)
             self._restore_recoveries()
-            if self._core.state is core.State.COLLECTING:
-                self._recoveries.raised(self._core.raised, self._recorder.layout, time.monotonic())
-        for worker in self._core.members:
+            if self.core.state is State.COLLECTING:
+                self._recoveries.new_epoch(self.core.undecided, self._recorder.layout, time.monotonic())
+        for worker in self.core.members:
             if self._has_begun:
                 # A member that does not find this coordinator is lost, however it was to its predecessors.
                 self._detector.joined(worker, time.monotonic())
             else:
                 self._detector.expect(worker, time.monotonic())
-        self._carry_out(self._core.begin())
+        self.carry_out(self.core.begin())
         self._tick()
 
     def _restore_recoveries(self) -> None:
@@ -356,9 +328,9 @@ class CoordinatorProcess:
         for decision in self._decisions:
             unreported = self._recorder.unreported(decision)
             if unreported:
-                suspicions = tuple(core.Suspected(worker, "exit", decision.reason) for worker in unreported)
+                suspicions = tuple(events.Suspected(worker, "exit", decision.reason) for worker in unreported)
                 layout = self._recorder.layout_before(decision.epoch)
-                self._recoveries.raised(core.Raised(decision.epoch, suspicions), layout, now_s)
+                self._recoveries.new_epoch(events.NewEpoch(decision.epoch, suspicions), layout, now_s)
                 self._recoveries.decided(decision, now_s, 0.0)
                 self._recoveries.resumed(now_s)
 
@@ -371,7 +343,7 @@ class CoordinatorProcess:
 
     def _everybody_knows(self) -> bool:
         """Whether all have heard of the end and are gone. A new coordinator may first have to be found by them."""
-        return not self._server.peers and self._informed >= {AGENT, *self._core.members}
+        return not self._server.peers and self._informed >= {AGENT, *self.core.members}
 
     def _on_connected(self, peer: int) -> None:
         if peer == AGENT:
@@ -411,10 +383,10 @@ class CoordinatorProcess:
         self._ticker = asyncio.get_running_loop().call_later(wait_s, self._guarded, self._tick)
 
     def _suspect(self, suspicions: Iterable[Suspicion]) -> None:
-        found = [core.Suspected(s.worker, s.detected_by, s.reason) for s in suspicions]
-        found = [suspected for suspected in found if suspected.worker in self._core.members]
+        found = [events.Suspected(s.worker, s.detected_by, s.reason) for s in suspicions]
+        found = [suspected for suspected in found if suspected.worker in self.core.members]
         if found and self._ended is None:
-            self._carry_out(self._core.suspect(found, time.monotonic()))
+            self.carry_out(self.core.suspect(found, time.monotonic()))
 
     # ------------------------------------------------------------------------------------------------------- messages
 
@@ -425,8 +397,8 @@ class CoordinatorProcess:
                 self._on_agent(message)
         elif message.worker != peer:
             _log.warning("worker %d says that it is worker %d; its %s is ignored", peer, message.worker, type(message))
-        elif message.worker not in self._core.members and self._ended is None and not isinstance(message, Failed):
-            self._server.send(peer, self._core.fence(message.worker))
+        elif message.worker not in self.core.members and self._ended is None and not isinstance(message, Failed):
+            self._server.send(peer, self.core.fence(message.worker))
         elif isinstance(message, Heartbeat):
             self._on_heartbeat(message, now_s)
         elif isinstance(message, Registered):
@@ -434,19 +406,19 @@ class CoordinatorProcess:
         elif isinstance(message, Report | Installed):
             if isinstance(message, Installed):
                 self._recoveries.installed(message)
-            self._carry_out(self._core.handle(message, now_s))
+            self.feed(message)
         elif isinstance(message, LinkLost):
-            if message.epoch == self._core.epoch and message.peer in self._core.members:
+            if message.epoch == self.core.epoch and message.peer in self.core.members:
                 self._detector.link_lost(message.worker, message.peer, now_s)
                 self._tick_soon()
         elif isinstance(message, Failed):
             self._failures[message.worker] = message
             self._detector.left(message.worker)
-            self._carry_out(self._core.handle(core.Failed(message.worker, message.signature, message.summary), now_s))
+            self.feed(events.WorkerFailed(message.worker, message.signature, message.summary))
         elif self._ended is not None:
             _log.info("%s of worker %d comes after the end", type(message).__name__, message.worker)
         elif isinstance(message, Timings):
-            self._recorder.timings(message.step, self._measurements.add(message, len(self._core.members)))
+            self._recorder.timings(message.step, self._planner.measurements.add(message, len(self.core.members)))
         else:
             self._to_books(message, now_s)
 
@@ -472,7 +444,7 @@ class CoordinatorProcess:
 
     def _stop_workers(self) -> None:
         self._stop = Stop()
-        self._server.send_all(self._core.members, self._stop)
+        self._server.send_all(self.core.members, self._stop)
 
     def _watch(self, worker: int) -> None:
         """Waits for a worker's end in a thread; the agent's own news of it comes later."""
@@ -489,19 +461,19 @@ class CoordinatorProcess:
         threading.Thread(target=wait, name=f"end of worker {worker}", daemon=True).start()
 
     def _on_end_of_process(self, worker: int, text: str) -> None:
-        if worker in self._core.members and self._ended is None and worker not in self._failures:
+        if worker in self.core.members and self._ended is None and worker not in self._failures:
             self._detector.exited(worker, text, time.monotonic())
             self._tick_soon()
 
     def _on_registered(self, message: Registered, now_s: float) -> None:
         worker = message.worker
-        if worker in self._core.members:
+        if worker in self.core.members:
             self._detector.joined(worker, now_s)
             self._watch(worker)
         if self._ended is not None:
             return
-        self._carry_out(self._core.handle(message, now_s))
-        if self._start is not None and worker in self._core.members and self._core.decision is None:
+        self.feed(message)
+        if self._start is not None and worker in self.core.members and self.core.decision is None:
             self._server.send(worker, self._start)  # one that trains already takes no notice
         if self._stop is not None:
             self._server.send(worker, self._stop)
@@ -509,12 +481,12 @@ class CoordinatorProcess:
 
     def _report_restart(self, now_s: float) -> None:
         """Says that this coordinator follows others, once all members have found it."""
-        if not set(self._server.peers) >= set(self._core.members):
+        if not set(self._server.peers) >= set(self.core.members):
             return
         ends_s, self._unreported_ends_s = self._unreported_ends_s, ()
         for ended_s in ends_s:
             step = min(self._recorder.last_step + 1, self._setup.plan.config.run.steps)
-            recovery = self._recoveries.restarted(ended_s, now_s, step, self._core.epoch)
+            recovery = self._recoveries.restarted(ended_s, now_s, step, self.core.epoch)
             self._recorder.recovered(recovery)
             self._recorder.say(
                 f"the coordinator was lost in step {recovery.step}: a new one took over after "
@@ -522,7 +494,7 @@ class CoordinatorProcess:
             )
 
     def _on_heartbeat(self, message: Heartbeat, now_s: float) -> None:
-        if message.worker not in self._core.members:
+        if message.worker not in self.core.members:
             return
         position = Position(
             epoch=message.epoch,
@@ -564,11 +536,11 @@ class CoordinatorProcess:
                     change=message.change,
                     checkpoint=message.checkpoint,
                 )
-                self._carry_out(self._core.handle(core.EvidenceSeen(evidence, message.epoch), now_s))
+                self.feed(events.EvidenceSeen(evidence, message.epoch))
                 for recovery in self._recoveries.committed(message):
                     self._report(recovery)  # before the step: its line shows the new layout
                 if self._recorder.step(message):
-                    self._measurements.add_step(message)
+                    self._planner.measurements.add_step(message)
                     self._after_step(message)
                     self._strike(message.step + 1)  # a step may be over before a heartbeat tells of it
             elif isinstance(message, EvaluationReport):
@@ -586,7 +558,7 @@ class CoordinatorProcess:
 
     def _on_settled(self, step: int) -> None:
         """A checkpoint is durable or given up: nobody need say again what became of its parts."""
-        self._server.send_all(self._core.members, Settled(step=step))
+        self._server.send_all(self.core.members, Settled(step=step))
 
     def _report(self, recovery: Recovery) -> None:
         # The line first: a coordinator that dies in between leaves a successor that says it again, not nobody.
@@ -595,14 +567,14 @@ class CoordinatorProcess:
 
     def _after_step(self, message: StepReport) -> None:
         """Looks at what a published step says of layouts."""
-        change = self._core.change_in_force(message.change)
+        change = self.core.change_in_force(message.change)
         if change is not None:
             self._recorder.changed(change, message.step + 1)
         self._predict_first()
         self._look_for_better()
 
     def _finish_if_complete(self) -> None:
-        if self._ended is not None or self._core.state is not core.State.TRAINING or not self._recorder.all_finished:
+        if self._ended is not None or self.core.state is not State.TRAINING or not self._recorder.all_finished:
             return
         self._recorder.checkpoints.end()
         for recovery in self._recoveries.flush():
@@ -627,7 +599,7 @@ class CoordinatorProcess:
         """The job is over: everybody may go."""
         if self._ended is not None:
             return
-        lost = sorted(set(self._setup.plan.layout.workers) - set(self._core.members))
+        lost = sorted(set(self._setup.plan.layout.workers) - set(self.core.members))
         self._ended = msgspec.structs.replace(ended, lost=lost)
         if write:
             outcome: Literal["finished", "failed", "interrupted"] = "failed"
@@ -647,39 +619,35 @@ class CoordinatorProcess:
 
     # --------------------------------------------------------------------------------------------------------- effects
 
-    def _carry_out(self, effects: Iterable[core.Effect]) -> None:
-        """Carries out the core's effects in their order."""
-        for effect in effects:
-            self._setup.before_effect(effect)
-            if isinstance(effect, core.Persist):
-                self._store.append(effect.record)
-            elif isinstance(effect, core.Send):
-                self._server.send(effect.worker, effect.message)
-            elif isinstance(effect, core.Start):
-                self._start = Start(addresses=effect.addresses)
-                for worker in self._core.members:
-                    self._server.send(worker, self._start)
-            elif isinstance(effect, core.FindCheckpoint):
-                self._begin(self._find_checkpoint())
-            elif isinstance(effect, core.Raised):
-                self._on_raised(effect)
-            elif isinstance(effect, core.Decided):
-                self._on_decided(effect)
-            elif isinstance(effect, core.Resumed):
-                for recovery in self._recoveries.resumed(time.monotonic()):
-                    self._report(recovery)
-                self._look_for_better()
-            elif isinstance(effect, core.End):
-                self._on_end(effect)
-            else:
-                _log.info("%s", effect.text)
+    def carry_out_one(self, effect: events.CoordinatorEffect) -> None:
+        """Carries out one effect."""
+        self._setup.before_effect(effect)
+        super().carry_out_one(effect)
+
+    def now_s(self) -> float:
+        """Monotonic time of this machine."""
+        return time.monotonic()
+
+    def persist(self, record: events.Record) -> None:
+        """Into the journal."""
+        self._store.append(record)
+
+    def send(self, worker: int, message: CoreToWorker) -> None:
+        """Over the control connection, if there is one."""
+        self._server.send(worker, message)
+
+    def tell_addresses(self, addresses: dict[int, str]) -> None:
+        """As the start."""
+        self._start = Start(addresses=addresses)
+        self._server.send_all(self.core.members, self._start)
+
+    def find_checkpoint(self) -> None:
+        """In a thread: checksums of large files take longer than this process may be silent."""
+        self._begin(self._find_checkpoint())
 
     async def _find_checkpoint(self) -> None:
-        """Looks for the newest checkpoint; under a policy of restarting only when a restart would have got there.
-
-        In a thread, since checksums of large files take longer than this process may be silent.
-        """
-        epoch, restarts = self._core.epoch, self._replanner.restarts
+        """Looks for the newest checkpoint; under a policy of restarting only when a restart would have got there."""
+        epoch, restarts = self.core.epoch, self.core.restarts
         if restarts:
             self._detector.pause(time.monotonic())
             await asyncio.sleep(self._setup.plan.config.elastic.restart_s)
@@ -689,37 +657,50 @@ class CoordinatorProcess:
             search = await asyncio.to_thread(find_newest_checkpoint, self._setup.run_dir)
             put_aside(search)
         newest = search.newest
-        if self._core.epoch != epoch or self._ended is not None:
+        if self.core.epoch != epoch or self._ended is not None:
             return
         step = None if newest is None else newest.step
         if step is None and restarts and self._recorder.first_step == 1:
             step = 0  # from the seed, as a job without a checkpoint begins again
-        self._carry_out(self._core.handle(core.CheckpointFound(step), time.monotonic()))
+        self.answer_checkpoint(step)
 
-    def _on_raised(self, effect: core.Raised) -> None:
+    def on_new_epoch(self, effect: events.NewEpoch) -> None:
+        """Shows that workers were lost."""
         now_s = time.monotonic()
         self._detector.resume(now_s)
-        self._recorder.rise(effect.epoch)
+        self._recorder.new_epoch(effect.epoch)
         for suspicion in effect.suspicions:
             self._detector.left(suspicion.worker)
             _log.warning("epoch %d: %s", effect.epoch, suspicion.reason)
-        self._recoveries.raised(effect, self._recorder.layout, now_s)
+        self._recoveries.new_epoch(effect, self._recorder.layout, now_s)
 
-    def _on_decided(self, effect: core.Decided) -> None:
+    def on_decided(self, effect: events.Decided) -> None:
+        """Shows how survivors go on."""
         decision = effect.decision
         self._detector.resume(time.monotonic())
         self._report_restart(time.monotonic())  # whoever was still missing is no member any more
         self._recoveries.decided(decision, time.monotonic(), self._plan_s)
         self._recorder.decided(decision)
-        if self._predicted_s is not None:
-            self._recorder.predicted(self._predicted_s)
+        if effect.predicted_step_s is not None:
+            self._recorder.predicted(effect.predicted_step_s)
         if decision.rollback is not None:
             where = f"goes back to the checkpoint of step {decision.rollback}"
             self._recorder.say(
                 f"{decision.reason}: everybody {where if decision.rollback else 'begins again from the seed'}"
             )
 
-    def _on_end(self, effect: core.End) -> None:
+    def on_resumed(self, effect: events.Resumed) -> None:
+        """Shows that all members compute again."""
+        for recovery in self._recoveries.resumed(time.monotonic()):
+            self._report(recovery)
+        self._look_for_better()
+
+    def note(self, effect: events.Note) -> None:
+        """A line of the log."""
+        _log.info("%s", effect.text)
+
+    def on_end(self, effect: events.End) -> None:
+        """Ends the job."""
         failure = None if effect.worker is None else self._failures.get(effect.worker)
         self._end(
             Ended(
@@ -729,6 +710,37 @@ class CoordinatorProcess:
                 traceback_text="" if failure is None else failure.traceback_text,
             )
         )
+
+
+def _result_of(plan: Callable[[], events.RecoveryPlan]) -> events.RecoveryPlan | str:
+    """A plan, or why there is none: what is wrong with a planner must not end a job that can go on."""
+    try:
+        return plan()
+    except Exception as error:
+        _log.exception("planning a recovery has failed")
+        return f"planning has failed ({error})"
+
+
+def _in_thread(function: Callable[[], _T]) -> "asyncio.Future[_T]":
+    """Calls a pure function in a thread of its own. An end of the process does not wait for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_T] = loop.create_future()
+
+    def settle(call: Callable[[], None]) -> None:
+        if not future.done():
+            call()
+
+    def work() -> None:
+        try:
+            result = function()
+            call = partial(future.set_result, result)
+        except Exception as error:
+            call = partial(future.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
+            loop.call_soon_threadsafe(settle, call)
+
+    threading.Thread(target=work, name="planner", daemon=True).start()
+    return future
 
 
 def run_coordinator(setup: CoordinatorSetup) -> int:

@@ -8,7 +8,7 @@ the coordinator; a successor reads a million of them in about 4 s.
 import msgspec
 
 from elaswave.observability.events import AnyEvent
-from elaswave.protocol import coordinator as core
+from elaswave.protocol import events
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, tag="published"):
@@ -26,18 +26,18 @@ class Entered(msgspec.Struct, frozen=True, kw_only=True, tag="entered"):
     event: AnyEvent
 
 
-class GivenUp(msgspec.Struct, frozen=True, kw_only=True, tag="given up"):
+class CheckpointGivenUp(msgspec.Struct, frozen=True, kw_only=True, tag="given up"):
     """The checkpoint of a step will never be complete."""
 
     step: int
 
 
-RecorderRecord = Published | Entered | GivenUp
+RecorderRecord = Published | Entered | CheckpointGivenUp
 """Records of the run's books."""
-JournalRecord = core.Record | RecorderRecord
+JournalRecord = events.Record | RecorderRecord
 """All records."""
 
 
-def core_records(records: list[JournalRecord]) -> list[core.Record]:
+def core_records(records: list[JournalRecord]) -> list[events.Record]:
     """Those of the protocol's core, in order."""
     return [record for record in records if not isinstance(record, RecorderRecord)]

@@ -58,14 +58,14 @@ from elaswave.observability.run_folder import write_data_facts
 from elaswave.observability.trace import PART_PATTERN, merge_traces
 from elaswave.protocol.agent import (
     Agent,
+    AgentEvent,
     CoordinatorEnded,
-    Event,
     JobEnded,
     ReportEnd,
     StartCoordinator,
     WorkerEnded,
 )
-from elaswave.protocol.coordinator import Effect
+from elaswave.protocol.events import CoordinatorEffect
 from elaswave.state.checkpoint import find_newest_checkpoint, newest_committed_step, put_aside, remove_stale
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.worker.blueprint import Blueprint
@@ -112,7 +112,7 @@ def train(
     reporter: Reporter,
     probe: Probe | None = None,
     faults: tuple[Fault, ...] = (),
-    before_effect: Callable[[Effect], None] = lambda effect: None,
+    before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None,
 ) -> Result:
     """Trains to the end and writes the run folder.
 
@@ -299,7 +299,7 @@ class _Job:
         reporter: Reporter,
         probe: Probe | None,
         faults: tuple[Fault, ...],
-        before_effect: Callable[[Effect], None],
+        before_effect: Callable[[CoordinatorEffect], None],
         started_s: float,
     ) -> None:
         self.stop_signal: int | None = None
@@ -598,7 +598,7 @@ class _Job:
         assert self._client is not None
         at_s = time.monotonic()
         text = self._collect(name)
-        event: Event = WorkerEnded(name, text, at_s)
+        event: AgentEvent = WorkerEnded(name, text, at_s)
         if name == _COORDINATOR:
             self._client.turn()  # its last words
             event = CoordinatorEnded(text, text.endswith("with status 1"), at_s)

@@ -17,7 +17,7 @@ import msgspec
 import elaswave
 from elaswave.control.agent_messages import ShowEvaluation, ShowStep, ShowText, ToAgent
 from elaswave.control.checkpoints import Checkpoints
-from elaswave.control.journal import Entered, GivenUp, JournalRecord, Published, RecorderRecord
+from elaswave.control.journal import CheckpointGivenUp, Entered, JournalRecord, Published, RecorderRecord
 from elaswave.costs.profiled import ActionTiming
 from elaswave.errors import CheckpointError, StateError, StoreError
 from elaswave.hashing import MASK64
@@ -47,7 +47,8 @@ from elaswave.observability.result import (
     from_json_float,
 )
 from elaswave.observability.run_folder import data_facts
-from elaswave.protocol.coordinator import Coordinator, PendingWork
+from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.events import PendingWork
 from elaswave.protocol.messages import Decision, LayoutChange
 from elaswave.state.checkpoint import newest_committed_step
 from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo, stored_name
@@ -165,7 +166,7 @@ class RunRecorder:
                 self._first_report_s[record.step] = record.finished_s
             elif isinstance(record, Entered):
                 self._restore_event(record.event)
-            elif isinstance(record, GivenUp):
+            elif isinstance(record, CheckpointGivenUp):
                 self.checkpoints.restore_given_up(record.step)
             elif isinstance(record, Decision):
                 self.checkpoints.restore_decision(record)
@@ -317,8 +318,8 @@ class RunRecorder:
                 self._epochs[-1], predicted_step_s=predicted_s, measured_step_s=measured_s
             )
 
-    def rise(self, epoch: int) -> None:
-        """The epoch has risen: what was reported for the end no longer counts."""
+    def new_epoch(self, epoch: int) -> None:
+        """A new epoch has begun: what was reported for the end no longer counts."""
         self._epoch = epoch
         self._finished.clear()
 
@@ -333,10 +334,10 @@ class RunRecorder:
     def catch_up(self, epoch: int, decision: Decision | None) -> None:
         """What an earlier coordinator has persisted and died before it could enter it here."""
         if decision is not None and decision.epoch > max((known.epoch for known in self._epochs), default=0):
-            self.rise(decision.epoch)
+            self.new_epoch(decision.epoch)
             self.decided(decision)
         if epoch > self._epoch:
-            self.rise(epoch)
+            self.new_epoch(epoch)
 
     def unreported(self, decision: Decision) -> list[int]:
         """Workers that a decision goes on without and whose loss has no entry yet."""
@@ -515,7 +516,7 @@ class RunRecorder:
 
     def _on_given_up(self, step: int, worker: int | None, reason: str) -> None:
         text = f"the checkpoint of step {step} could not be written, training goes on without it: {reason}"
-        self._persist(GivenUp(step=step))
+        self._persist(CheckpointGivenUp(step=step))
         self._write(ErrorRaised(message=text, worker=worker, step=step))
         self.say(text, is_error=True)
         self._settled(step)

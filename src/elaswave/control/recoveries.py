@@ -5,8 +5,8 @@ from pathlib import Path
 
 from elaswave.faults.injection import FAULTS_FILE, FaultRecord, read_fault_records
 from elaswave.observability.result import Recovery
-from elaswave.protocol.coordinator import Raised, Suspected
 from elaswave.protocol.detection import Position
+from elaswave.protocol.events import NewEpoch, Suspected
 from elaswave.protocol.messages import Decision, Installed
 from elaswave.types import Layout
 from elaswave.worker.messages import StepReport
@@ -15,8 +15,8 @@ _PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 
 @dataclass
-class _Rise:
-    """One rise of the epoch that is being dealt with."""
+class _OpenRecovery:
+    """One recovery that is being dealt with."""
 
     suspicions: list[Suspected]
     detected_s: float
@@ -48,8 +48,8 @@ class RecoveryLog:
         self._run_dir = run_dir
         self._num_steps = num_steps
         self._positions: dict[int, Position] = {}
-        self._rise: _Rise | None = None
-        self._waiting: list[_Rise] = []
+        self._open: _OpenRecovery | None = None
+        self._waiting: list[_OpenRecovery] = []
         """Resumed, and waiting for the redone step."""
         self._details: dict[tuple[int, int | None], tuple[int, int, int]] = {}
         """Stage, rerouted micro-batches and promoted blocks by (epoch, worker), for the readable line."""
@@ -58,26 +58,26 @@ class RecoveryLog:
         """A heartbeat: where the worker is."""
         self._positions[worker] = position
 
-    def raised(self, effect: Raised, layout: Layout, now_s: float) -> None:
-        """The epoch has risen; another rise before the decision continues the same recovery."""
-        if self._rise is not None and self._rise.redone_s:
-            self._go_on(self._rise.resumed_s)  # who has not said that it goes on may be who is lost now
-        if self._rise is None:
-            self._rise = _Rise([], now_s, {}, {}, {}, 0)
-        rise = self._rise
-        rise.epochs.append(effect.epoch)
+    def new_epoch(self, effect: NewEpoch, layout: Layout, now_s: float) -> None:
+        """A new epoch has begun; another one before the decision continues the same recovery."""
+        if self._open is not None and self._open.redone_s:
+            self._go_on(self._open.resumed_s)  # who has not said that it goes on may be who is lost now
+        if self._open is None:
+            self._open = _OpenRecovery([], now_s, {}, {}, {}, 0)
+        pending = self._open
+        pending.epochs.append(effect.epoch)
         for suspicion in effect.suspicions:
             worker = suspicion.worker
-            rise.suspicions.append(suspicion)
+            pending.suspicions.append(suspicion)
             fault = self._fault_of(worker)
             if fault is not None:
-                rise.faults[worker] = fault
-                rise.places[worker] = (fault.step, fault.phase or "any")
+                pending.faults[worker] = fault
+                pending.places[worker] = (fault.step, fault.phase or "any")
             elif worker in self._positions:
-                rise.places[worker] = _place_of(self._positions[worker])
+                pending.places[worker] = _place_of(self._positions[worker])
             if worker in layout.workers:
-                rise.stages[worker] = layout.stage_of(worker)
-            rise.rerouted += sum(any(hop.worker == worker for hop in route) for route in layout.routes)
+                pending.stages[worker] = layout.stage_of(worker)
+            pending.rerouted += sum(any(hop.worker == worker for hop in route) for route in layout.routes)
 
     def _fault_of(self, worker: int) -> FaultRecord | None:
         records = read_fault_records(self._run_dir / FAULTS_FILE)
@@ -90,39 +90,39 @@ class RecoveryLog:
             now_s: monotonic time.
             plan_s: seconds that the planner took.
         """
-        if self._rise is not None:
-            self._rise.decided_s = now_s
-            self._rise.plan_s = plan_s
-            self._rise.decision = decision
-            self._rise.installed.clear()
-            self._rise.promoted += decision.promoted
+        if self._open is not None:
+            self._open.decided_s = now_s
+            self._open.plan_s = plan_s
+            self._open.decision = decision
+            self._open.installed.clear()
+            self._open.promoted += decision.promoted
 
     def installed(self, message: Installed) -> None:
         """A survivor has carried out a decision."""
-        for rise in (self._rise, *self._waiting):
-            if rise is not None and rise.decision is not None and rise.decision.epoch == message.epoch:
-                rise.installed[message.worker] = message
+        for pending in (self._open, *self._waiting):
+            if pending is not None and pending.decision is not None and pending.decision.epoch == message.epoch:
+                pending.installed[message.worker] = message
 
     def resumed(self, now_s: float) -> list[Recovery]:
         """Every survivor computes again: recoveries that this completes, because the next step is known to be done."""
-        rise = self._rise
-        if rise is None:
+        pending = self._open
+        if pending is None:
             return []
-        self._go_on(rise.resumed_s or now_s)
-        return self._done([rise]) if rise.redone_s else []
+        self._go_on(pending.resumed_s or now_s)
+        return self._done([pending]) if pending.redone_s else []
 
     def _go_on(self, resumed_s: float) -> None:
-        if self._rise is not None and self._rise.decision is not None:
-            self._rise.resumed_s = resumed_s
-            self._waiting.append(self._rise)
-            self._rise = None
+        if self._open is not None and self._open.decision is not None:
+            self._open.resumed_s = resumed_s
+            self._waiting.append(self._open)
+            self._open = None
 
     def committed(self, report: StepReport) -> list[Recovery]:
         """The next step is done: recoveries that it completes."""
-        rise = self._rise
-        if rise is not None and not rise.redone_s and _is_redo(rise, report):
+        pending = self._open
+        if pending is not None and not pending.redone_s and _is_redo(pending, report):
             # Its vote needed everybody, so everybody had gone on; what they have to say of it is still on its way.
-            rise.redone_s, rise.resumed_s = report.finished_s, report.finished_s - report.duration_s
+            pending.redone_s, pending.resumed_s = report.finished_s, report.finished_s - report.duration_s
         for waiting in self._waiting:
             if not waiting.redone_s and _is_redo(waiting, report):
                 waiting.redone_s = report.finished_s
@@ -130,28 +130,28 @@ class RecoveryLog:
 
     def flush(self) -> list[Recovery]:
         """The job ends: recoveries after which no step was left to run, or of which not everybody has been heard."""
-        if self._rise is not None:
-            self._go_on(self._rise.resumed_s or self._rise.decided_s)
+        if self._open is not None:
+            self._go_on(self._open.resumed_s or self._open.decided_s)
         return self._done(list(self._waiting))
 
-    def _done(self, done: list[_Rise]) -> list[Recovery]:
-        self._waiting = [rise for rise in self._waiting if rise not in done]
-        return [entry for rise in done for entry in self._entries(rise, rise.redone_s or rise.resumed_s)]
+    def _done(self, done: list[_OpenRecovery]) -> list[Recovery]:
+        self._waiting = [pending for pending in self._waiting if pending not in done]
+        return [entry for pending in done for entry in self._entries(pending, pending.redone_s or pending.resumed_s)]
 
-    def _entries(self, rise: _Rise, redone_s: float) -> list[Recovery]:
-        decision = rise.decision
+    def _entries(self, pending: _OpenRecovery, redone_s: float) -> list[Recovery]:
+        decision = pending.decision
         assert decision is not None
         entries = []
-        for suspicion in rise.suspicions:
+        for suspicion in pending.suspicions:
             # Of one that a coordinator of before has known, and this one has not heard, the decision tells the step.
             unknown = (min(decision.resume_step, self._num_steps), "any")
-            step, phase = rise.places.get(suspicion.worker, unknown)
-            fault = rise.faults.get(suspicion.worker)
-            begin_s = rise.detected_s if fault is None else fault.time_s
+            step, phase = pending.places.get(suspicion.worker, unknown)
+            fault = pending.faults.get(suspicion.worker)
+            begin_s = pending.detected_s if fault is None else fault.time_s
             retried = step >= decision.resume_step
-            edit_s = max((installed.edit_s for installed in rise.installed.values()), default=0.0)
-            promote_s = max((installed.promote_s for installed in rise.installed.values()), default=0.0)
-            redo_s = redone_s - rise.resumed_s if retried else 0.0
+            edit_s = max((installed.edit_s for installed in pending.installed.values()), default=0.0)
+            promote_s = max((installed.promote_s for installed in pending.installed.values()), default=0.0)
+            redo_s = redone_s - pending.resumed_s if retried else 0.0
             entry = Recovery(
                 kind="lost",
                 worker=suspicion.worker,
@@ -161,18 +161,18 @@ class RecoveryLog:
                 epoch=decision.epoch,
                 attempt=decision.resume_attempt,
                 outcome="retried" if retried else "committed",
-                detect_s=None if fault is None else rise.detected_s - begin_s,
-                agree_s=rise.decided_s - rise.detected_s - rise.plan_s,
-                plan_s=rise.plan_s,
+                detect_s=None if fault is None else pending.detected_s - begin_s,
+                agree_s=pending.decided_s - pending.detected_s - pending.plan_s,
+                plan_s=pending.plan_s,
                 edit_s=edit_s,
                 promote_s=promote_s,
                 redo_s=redo_s,
-                total_s=rise.resumed_s - begin_s + redo_s,
-                critical_bytes=sum(installed.critical_bytes for installed in rise.installed.values()),
+                total_s=pending.resumed_s - begin_s + redo_s,
+                critical_bytes=sum(installed.critical_bytes for installed in pending.installed.values()),
                 num_microbatches_recomputed=decision.layout.num_microbatches if retried else 0,
             )
-            stage = rise.stages.get(suspicion.worker, -1)
-            self._details[entry.epoch, entry.worker] = (stage, rise.rerouted, rise.promoted)
+            stage = pending.stages.get(suspicion.worker, -1)
+            self._details[entry.epoch, entry.worker] = (stage, pending.rerouted, pending.promoted)
             entries.append(entry)
         return entries
 
@@ -212,10 +212,10 @@ class RecoveryLog:
         )
 
 
-def _is_redo(rise: _Rise, report: StepReport) -> bool:
+def _is_redo(pending: _OpenRecovery, report: StepReport) -> bool:
     """Whether a step was committed after a recovery's decision, and so by everybody who has carried it out."""
-    decision = rise.decision
-    return decision is not None and report.epoch >= rise.epochs[-1] and report.step >= decision.resume_step
+    decision = pending.decision
+    return decision is not None and report.epoch >= pending.epochs[-1] and report.step >= decision.resume_step
 
 
 def _place_of(position: Position) -> tuple[int, str]:

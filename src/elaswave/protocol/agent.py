@@ -1,12 +1,12 @@
 """The agent beside the workers as a machine: what the end of a process means. No IO.
 
-Its states and what leads from one to another are the table `TRANSITIONS`, which every change of state is held to.
+Its states and what leads from one to another are the table `TRANSITIONS`, which drives it.
 """
 
 from enum import Enum
 from typing import NamedTuple
 
-from elaswave.protocol.table import Transition, check_transition
+from elaswave.protocol.table import Transition, TransitionTable
 
 MAX_COORDINATORS = 100
 """So many coordinators are started; more ends mean that they cannot live."""
@@ -19,23 +19,33 @@ class AgentState(Enum):
     ENDED = "ended"
 
 
-WORKER_ENDS = "a worker's process ends"
-COORDINATOR_ENDS = "the coordinator's process ends"
-NO_COORDINATOR = "the coordinator gives up, or too many have ended"
-OVER = "the coordinator says that the job is over"
+class AgentCause(Enum):
+    """What has happened."""
 
-TRANSITIONS = (
-    Transition(AgentState.RUNNING, WORKER_ENDS, AgentState.RUNNING, "report it, also to every later coordinator"),
-    Transition(
-        AgentState.RUNNING,
-        COORDINATOR_ENDS,
-        AgentState.RUNNING,
-        "start another one; it reads what the last one has persisted",
-    ),
-    Transition(AgentState.RUNNING, NO_COORDINATOR, AgentState.ENDED, "end the job with the reason"),
-    Transition(AgentState.RUNNING, OVER, AgentState.ENDED, "nothing"),
+    WORKER_ENDS = "a worker's process ends"
+    COORDINATOR_ENDS = "the coordinator's process ends"
+    COORDINATOR_GIVES_UP = "the coordinator's process ends with an error that another one would meet too"
+    TOO_MANY_ENDS = "the coordinator's process ends once too often"
+    OVER = "the coordinator says that the job is over"
+
+
+class AgentResponse(Enum):
+    """What the agent does about it."""
+
+    REPORT_END = "report it, also to every later coordinator"
+    START_COORDINATOR = "start another one, which reads what the last one has persisted"
+    GIVE_UP = "end the job with the reason"
+
+
+TRANSITIONS: TransitionTable[AgentState, AgentCause, AgentResponse] = TransitionTable(
+    AgentState.RUNNING,
+    Transition((AgentState.RUNNING,), AgentCause.WORKER_ENDS, None, (AgentResponse.REPORT_END,)),
+    Transition((AgentState.RUNNING,), AgentCause.COORDINATOR_ENDS, None, (AgentResponse.START_COORDINATOR,)),
+    Transition((AgentState.RUNNING,), AgentCause.COORDINATOR_GIVES_UP, AgentState.ENDED, (AgentResponse.GIVE_UP,)),
+    Transition((AgentState.RUNNING,), AgentCause.TOO_MANY_ENDS, AgentState.ENDED, (AgentResponse.GIVE_UP,)),
+    Transition((AgentState.RUNNING,), AgentCause.OVER, AgentState.ENDED),
 )
-"""All transitions; after the end nothing is answered."""
+"""All that the machine can do; after the end nothing is answered."""
 
 
 class WorkerEnded(NamedTuple):
@@ -61,7 +71,7 @@ class JobEnded(NamedTuple):
     """The coordinator has said that the job is over."""
 
 
-Event = WorkerEnded | CoordinatorEnded | JobEnded
+AgentEvent = WorkerEnded | CoordinatorEnded | JobEnded
 
 
 class ReportEnd(NamedTuple):
@@ -80,7 +90,7 @@ class GiveUp(NamedTuple):
     reason: str
 
 
-Effect = ReportEnd | StartCoordinator | GiveUp
+AgentEffect = ReportEnd | StartCoordinator | GiveUp
 
 
 class Agent:
@@ -91,29 +101,32 @@ class Agent:
         self.worker_ends: list[WorkerEnded] = []
         self.coordinator_ends_s: list[float] = []
 
-    def handle(self, event: Event) -> list[Effect]:
+    def handle(self, event: AgentEvent) -> list[AgentEffect]:
         """Takes one event; returns effects in their order."""
         if isinstance(event, WorkerEnded):
             self.worker_ends.append(event)
         if self.state is AgentState.ENDED:
             return []
         if isinstance(event, JobEnded):
-            self._go(OVER, AgentState.ENDED)
-            return []
+            return self._go(AgentCause.OVER, event)
         if isinstance(event, WorkerEnded):
-            self._go(WORKER_ENDS, AgentState.RUNNING)
-            return [ReportEnd(event)]
+            return self._go(AgentCause.WORKER_ENDS, event)
         self.coordinator_ends_s.append(event.at_s)
         if event.gave_up:
-            self._go(NO_COORDINATOR, AgentState.ENDED)
-            return [GiveUp(f"the coordinator {event.text}")]
+            return self._go(AgentCause.COORDINATOR_GIVES_UP, event, f"the coordinator {event.text}")
         if len(self.coordinator_ends_s) >= MAX_COORDINATORS:
-            self._go(NO_COORDINATOR, AgentState.ENDED)
-            return [GiveUp(f"{MAX_COORDINATORS} coordinators have ended, the last one {event.text}")]
-        self._go(COORDINATOR_ENDS, AgentState.RUNNING)
-        return [StartCoordinator()]
+            reason = f"{MAX_COORDINATORS} coordinators have ended, the last one {event.text}"
+            return self._go(AgentCause.TOO_MANY_ENDS, event, reason)
+        return self._go(AgentCause.COORDINATOR_ENDS, event)
 
-    def _go(self, cause: str, after: AgentState) -> None:
-        """Changes the state, as the table allows."""
-        check_transition(TRANSITIONS, self.state, cause, after)
-        self.state = after
+    def _go(self, cause: AgentCause, event: AgentEvent, reason: str = "") -> list[AgentEffect]:
+        """Does what the table says about a cause."""
+        self.state, responses = TRANSITIONS.next(self.state, cause)
+        return [_effect(response, event, reason) for response in responses]
+
+
+def _effect(response: AgentResponse, event: AgentEvent, reason: str) -> AgentEffect:
+    if response is AgentResponse.REPORT_END:
+        assert isinstance(event, WorkerEnded)
+        return ReportEnd(event)
+    return StartCoordinator() if response is AgentResponse.START_COORDINATOR else GiveUp(reason)

@@ -21,7 +21,7 @@ Durations are compared, never times of different machines. The same calls with t
 
 from collections.abc import Iterable
 
-from elaswave.protocol.coordinator import Suspected
+from elaswave.protocol.events import Suspected
 from elaswave.protocol.position import IDLE, PHASES, STARTING, WRITE, Position, blame, kind_of
 
 __all__ = ["Detector", "Position", "Suspicion"]

@@ -1,16 +1,17 @@
 """A worker's side of the membership, as a machine: when to leave an epoch, when to report, what to install. No IO.
 
-Its states and what leads from one to another are the table `TRANSITIONS`, which every change of state is held to.
+Its states and what leads from one to another are the table `TRANSITIONS`, which drives it.
 
 Whatever belongs to an older epoch or an older coordinator's term is ignored. The commit state that reports are made
 of is the `ledger`'s.
 """
 
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from elaswave.protocol.messages import CoreToWorker, Decision, Fenced, LayoutChange, Prepare
-from elaswave.protocol.table import Transition, check_transition
+from elaswave.protocol.table import Transition, TransitionTable
 
 
 class MemberState(Enum):
@@ -21,21 +22,36 @@ class MemberState(Enum):
     FENCED = "fenced"
 
 
-ASKED = "it is asked to report for a newer epoch"
-DECIDED = "the decision of that epoch comes"
-OFFERED = "a planned change of that epoch comes"
-LEFT_BEHIND = "it is told that the epoch goes on without it"
+class MemberCause(Enum):
+    """What has happened."""
 
-_REPORT = "move the data plane to the new epoch, promise, report"
-TRANSITIONS = (
-    Transition(MemberState.TRAINING, ASKED, MemberState.REPORTED, _REPORT),
-    Transition(MemberState.REPORTED, ASKED, MemberState.REPORTED, _REPORT),
-    Transition(MemberState.REPORTED, DECIDED, MemberState.TRAINING, "catch up, take over roles, complete parameters"),
-    Transition(MemberState.TRAINING, OFFERED, MemberState.TRAINING, "hold it, and say so in the next vote"),
-    Transition(MemberState.TRAINING, LEFT_BEHIND, MemberState.FENCED, "end itself"),
-    Transition(MemberState.REPORTED, LEFT_BEHIND, MemberState.FENCED, "end itself"),
+    ASKED = "it is asked to report for a newer epoch"
+    ASKED_AGAIN = "it is asked to report for its epoch once more"
+    DECIDED = "the decision of that epoch comes"
+    OFFERED = "a planned change of that epoch comes"
+    LEFT_BEHIND = "it is told that the epoch goes on without it"
+
+
+class MemberResponse(Enum):
+    """What the worker does about it: the names of the actions below."""
+
+    MOVE_AND_REPORT = "move the data plane to the new epoch, promise, report"
+    REPORT_AGAIN = "send the same report"
+    INSTALL = "catch up, take over roles, complete parameters"
+    HOLD = "hold it, and say so in the next vote"
+    LEAVE = "end itself"
+
+
+_ANSWERING = (MemberState.TRAINING, MemberState.REPORTED)
+TRANSITIONS: TransitionTable[MemberState, MemberCause, MemberResponse] = TransitionTable(
+    MemberState.TRAINING,
+    Transition(_ANSWERING, MemberCause.ASKED, MemberState.REPORTED, (MemberResponse.MOVE_AND_REPORT,)),
+    Transition((MemberState.REPORTED,), MemberCause.ASKED_AGAIN, None, (MemberResponse.REPORT_AGAIN,)),
+    Transition((MemberState.REPORTED,), MemberCause.DECIDED, MemberState.TRAINING, (MemberResponse.INSTALL,)),
+    Transition((MemberState.TRAINING,), MemberCause.OFFERED, None, (MemberResponse.HOLD,)),
+    Transition(_ANSWERING, MemberCause.LEFT_BEHIND, MemberState.FENCED, (MemberResponse.LEAVE,)),
 )
-"""All transitions."""
+"""All that the machine can do; everything else is ignored."""
 
 
 class MoveAndReport(NamedTuple):
@@ -76,6 +92,22 @@ class Hold(NamedTuple):
 Action = MoveAndReport | ReportAgain | Install | Hold | Leave | Ignored
 
 
+def _leave(message: Any) -> Leave:
+    if isinstance(message, Prepare):
+        return Leave(f"epoch {message.epoch} goes on without this worker: {message.reason}")
+    return Leave(message.reason)
+
+
+_ACTIONS: Mapping[MemberResponse, Callable[[Any], Action]] = {
+    MemberResponse.MOVE_AND_REPORT: lambda message: MoveAndReport(message.epoch, message.members),
+    MemberResponse.REPORT_AGAIN: lambda message: ReportAgain(),
+    MemberResponse.INSTALL: Install,
+    MemberResponse.HOLD: Hold,
+    MemberResponse.LEAVE: _leave,
+}
+"""How each response is made from the message that has caused it."""
+
+
 class Member:
     """A worker's membership.
 
@@ -98,35 +130,30 @@ class Member:
             return Ignored(f"it is of term {message.term}, the coordinator's is {self.term}")
         self.term = message.term
         if isinstance(message, Fenced):
-            self._go(LEFT_BEHIND, MemberState.FENCED)
-            return Leave(message.reason)
+            return self._go(MemberCause.LEFT_BEHIND, message)
         if isinstance(message, Prepare):
             return self._on_prepare(message)
         if isinstance(message, LayoutChange):
             if self.state is MemberState.TRAINING and message.epoch == self.epoch:
-                self._go(OFFERED, MemberState.TRAINING)
-                return Hold(message)
+                return self._go(MemberCause.OFFERED, message)
             return Ignored(f"change {message.number} of epoch {message.epoch} in epoch {self.epoch}")
         if self.state is MemberState.REPORTED and message.epoch == self.epoch:
-            self._go(DECIDED, MemberState.TRAINING)
-            return Install(message)
+            return self._go(MemberCause.DECIDED, message)
         return Ignored(f"a decision of epoch {message.epoch} in epoch {self.epoch}, {self.state.value}")
 
-    def _go(self, cause: str, after: MemberState) -> None:
-        """Changes the state, as the table allows."""
-        check_transition(TRANSITIONS, self.state, cause, after)
-        self.state = after
+    def _go(self, cause: MemberCause, message: CoreToWorker) -> Action:
+        """Does what the table says about a cause."""
+        self.state, (response,) = TRANSITIONS.next(self.state, cause)
+        return _ACTIONS[response](message)
 
     def _on_prepare(self, message: Prepare) -> Action:
         if message.epoch < self.epoch:
             return Ignored(f"epoch {message.epoch} is older than {self.epoch}")
         if self.worker not in message.members:
-            self._go(LEFT_BEHIND, MemberState.FENCED)
-            return Leave(f"epoch {message.epoch} goes on without this worker: {message.reason}")
+            return self._go(MemberCause.LEFT_BEHIND, message)
         if message.epoch > self.epoch:
             self.epoch = message.epoch
-            self._go(ASKED, MemberState.REPORTED)
-            return MoveAndReport(message.epoch, message.members)
+            return self._go(MemberCause.ASKED, message)
         if self.state is MemberState.REPORTED:
-            return ReportAgain()
+            return self._go(MemberCause.ASKED_AGAIN, message)
         return Ignored(f"epoch {message.epoch} is installed already")

@@ -11,6 +11,8 @@ the decision lets all of them write again, and only what they say from then on t
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
+from elaswave.protocol.messages import Decision
+
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -134,6 +136,11 @@ class Shards(Generic[K, V]):
             worker, reason = next(iter(pending.failures.items()))
             return GivenUp(step, worker, reason)
         return GivenUp(step, None, "a worker was lost before it had written its part")
+
+    def follow(self, decision: Decision) -> "list[Complete[K, V] | GivenUp]":
+        """Survivors go on with a decision of the coordinator's. Result as of `decided`."""
+        again = decision.resume_step - 1 if decision.checkpoint else None
+        return self.decided(decision.epoch, decision.members, again=again, rollback=decision.rollback)
 
     def decided(
         self, epoch: int, members: Collection[int], *, again: int | None, rollback: int | None

@@ -1,42 +1,88 @@
-"""States and transitions of the machines: tables that they are held to and that the documentation is made from."""
+"""States and transitions of the machines: tables that drive them, and that the documentation is made from.
 
-from collections.abc import Sequence
+A machine finds out what has happened (a *cause*), looks up what follows from it in its state, takes the next state, and
+carries out the *responses* in the order in which the row names them. It can do nothing that is not in its table.
+"""
+
+from collections.abc import Mapping
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
 S = TypeVar("S", bound=Enum)
+C = TypeVar("C", bound=Enum)
+R = TypeVar("R", bound=Enum)
 
 
-class Transition(NamedTuple, Generic[S]):
-    """One way out of a state."""
+class Transition(NamedTuple, Generic[S, C, R]):
+    """What follows from a cause."""
 
-    before: S
-    cause: str
-    after: S
-    does: str
-    """What the machine does, in the order in which it does it."""
-
-
-def check_transition(table: Sequence[Transition[S]], before: S, cause: str, after: S) -> None:
-    """Asserts that a transition is in the table."""
-    assert any(row[:3] == (before, cause, after) for row in table), (
-        f"{before.value} -> {after.value} because {cause}: not in the table"
-    )
+    before: tuple[S, ...]
+    """In which states."""
+    cause: C
+    after: S | None
+    """The next state; None if it stays as it is."""
+    does: tuple[R, ...] = ()
+    """The responses, in their order."""
 
 
-def markdown_table(table: Sequence[Transition[S]]) -> str:
+class TransitionTable(Generic[S, C, R]):
+    """All that a machine can do.
+
+    Args:
+        first: the state that it begins in.
+        rows: at most one for each state and cause.
+    """
+
+    def __init__(self, first: S, *rows: Transition[S, C, R]) -> None:
+        self.first = first
+        self.rows = rows
+        self._rows: dict[tuple[S, C], Transition[S, C, R]] = {}
+        for row in rows:
+            for state in row.before:
+                assert (state, row.cause) not in self._rows, f"{state.value}: two rows for: {row.cause.value}"
+                self._rows[state, row.cause] = row
+
+    @property
+    def transitions(self) -> Mapping[tuple[S, C], Transition[S, C, R]]:
+        """The row for each state and cause."""
+        return self._rows
+
+    def next(self, state: S, cause: C) -> tuple[S, tuple[R, ...]]:
+        """What follows from a cause.
+
+        Args:
+            state: the present one.
+            cause: what has happened.
+        Returns:
+            The next state, and the responses in their order.
+        """
+        row = self._rows.get((state, cause))
+        assert row is not None, f"{state.value}: {cause.value}: not in the table"
+        return state if row.after is None else row.after, row.does
+
+
+def markdown_table(table: TransitionTable[S, C, R]) -> str:
     """The table for people."""
     lines = ["| state | what happens | next state | what it does |", "|---|---|---|---|"]
-    lines += [f"| {row.before.value} | {row.cause} | {row.after.value} | {row.does} |" for row in table]
+    for row in table.rows:
+        before = ", ".join(state.value for state in row.before)
+        after = "the same" if row.after is None else row.after.value
+        does = ", ".join(response.value for response in row.does) or "nothing"
+        lines.append(f"| {before} | {row.cause.value} | {after} | {does} |")
     return "\n".join(lines)
 
 
-def mermaid_diagram(table: Sequence[Transition[S]], first: S) -> str:
-    """The table as a state diagram, in the language of Mermaid; several causes of one arrow share it."""
+def mermaid_diagram(table: TransitionTable[S, C, R]) -> str:
+    """The changes of state as a diagram, in the language of Mermaid; several causes of one arrow share it.
+
+    What leaves every state as it is stands in the table only.
+    """
     arrows: dict[tuple[S, S], list[str]] = {}
-    for row in table:
-        arrows.setdefault((row.before, row.after), []).append(row.cause)
-    lines = ["stateDiagram-v2", f"    [*] --> {first.name}"]
+    for row in table.rows:
+        if row.after is not None:
+            for state in row.before:
+                arrows.setdefault((state, row.after), []).append(row.cause.value)
+    lines = ["stateDiagram-v2", f"    [*] --> {table.first.name}"]
     lines += [f"    {before.name} --> {after.name}: {' / '.join(causes)}" for (before, after), causes in arrows.items()]
     leavable = {before for before, _ in arrows}
     lines += [

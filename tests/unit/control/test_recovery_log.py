@@ -8,8 +8,8 @@ from elaswave.control.recoveries import RecoveryLog
 from elaswave.observability.result import Recovery
 from elaswave.planning.layout import make_layout
 from elaswave.planning.recovery import survivor_layout
-from elaswave.protocol.coordinator import Raised, Suspected
 from elaswave.protocol.detection import Position
+from elaswave.protocol.events import NewEpoch, Suspected
 from elaswave.protocol.messages import Decision, Installed
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
@@ -26,7 +26,7 @@ def log(tmp_path: Path) -> RecoveryLog:
 def _lose(log: RecoveryLog, worker: int, epoch: int, layout: Layout = LAYOUT, *, step: int = 3) -> Layout:
     """A worker is lost in a step, and the survivors are told how to go on."""
     log.seen(worker, Position(epoch - 1, step, 1, "backward", computing=True, waiting_on=(), since_s=0.0))
-    log.raised(Raised(epoch, (Suspected(worker, "exit", "it has ended"),)), layout, now_s=10.0 * epoch)
+    log.new_epoch(NewEpoch(epoch, (Suspected(worker, "exit", "it has ended"),)), layout, now_s=10.0 * epoch)
     after = survivor_layout(layout, [worker])
     decision = Decision(
         term=1,
@@ -138,5 +138,5 @@ def test_the_end_of_the_job_completes_what_is_left(log: RecoveryLog) -> None:
 
 
 def test_nothing_is_reported_of_a_loss_that_nobody_has_decided_upon(log: RecoveryLog) -> None:
-    log.raised(Raised(2, (Suspected(0, "exit", "it has ended"),)), LAYOUT, now_s=20.0)
+    log.new_epoch(NewEpoch(2, (Suspected(0, "exit", "it has ended"),)), LAYOUT, now_s=20.0)
     assert log.resumed(21.0) == log.committed(_report(3, 1, 22.0)) == log.flush() == []

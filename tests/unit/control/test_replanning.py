@@ -20,7 +20,8 @@ from elaswave.planning.prediction import estimate
 from elaswave.planning.recovery import survivor_layout
 from elaswave.planning.routes import allocation_of, make_routes
 from elaswave.planning.validation import validate_programs
-from elaswave.protocol import coordinator as core
+from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.events import Record
 from elaswave.protocol.messages import Decision
 from elaswave.state.placement import place_blocks
 from elaswave.types import ExecutionParameters, Hop, Layout, Stage, struct_hash
@@ -181,12 +182,12 @@ def test_a_coordinator_begins_with_the_execution_parameters_of_the_start_and_tak
     given = config()
     blueprint = Blueprint(given)
 
-    def coordinator(*records: core.Record) -> core.Coordinator:
-        return core.Coordinator(
+    def coordinator(*records: Record) -> Coordinator:
+        return Coordinator(
             layout=blueprint.layout,
             placement=blueprint.placement,
             blocks=blueprint.blocks,
-            planner=core.Planner(survive=lambda *_: pytest.fail("nobody was lost"), replace=pytest.fail),
+            num_followers=1,
             records=records,
             execution=blueprint.execution,
         )

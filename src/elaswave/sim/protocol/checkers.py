@@ -1,16 +1,16 @@
 """Judges of a simulated run. They see what happens through a few calls and know nothing of how it is done.
 
-Safety, after DESIGN's "What must always hold": the same bits; every micro-batch exactly once per committed step, no
-step skipped or applied twice; one owner per block and epoch; nothing of an older epoch or attempt is used; survivors
-agree on what is committed; no state is lost while somebody holds it; what is published twice is equal. Liveness: a
-run ends with all steps made, or with a reason that names what was lost.
+Safety: the same bits; every micro-batch exactly once per committed step, no step skipped or applied twice; one owner
+per block and epoch; nothing of an older epoch or attempt is used; survivors agree on what is committed, and a
+coordinator goes on from what it has heard; no state is lost while a member holds it; what is published twice is equal.
+Liveness: a run ends with all steps made, or with a reason that names what was lost.
 """
 
 # ruff: noqa: D102 (the methods are described in `Observer`)
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from elaswave.protocol.messages import Decision
+from elaswave.protocol.messages import Decision, Evidence
 from elaswave.sim.protocol.certificate import decode_vote
 from elaswave.sim.protocol.job import BlockState, Truth
 from elaswave.sim.protocol.observer import Observer
@@ -177,6 +177,35 @@ class Agreement(Observer):
     def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
         before = self._committed.get(worker, 0)
         _require(step == before + 1, f"worker {worker} begins step {step} after step {before}")
+
+
+class LogCounts(Observer):
+    """What a coordinator has been told is committed, it does not have tried again.
+
+    A vote that it hears of after the next decision does not count; and a successor need not know what nobody told it.
+    """
+
+    def __init__(self) -> None:
+        self._heard: dict[int, int] = {}
+        """Term -> newest committed step that its coordinator has heard of in time."""
+        self._epoch = 0
+        """Of the newest decision."""
+
+    def heard(self, term: int, epoch: int, evidence: Evidence) -> None:
+        if epoch >= self._epoch:
+            self._heard[term] = max(self._heard.get(term, 0), evidence.committed_step)
+
+    def decided(self, decision: Decision) -> None:
+        self._epoch = decision.epoch
+        if decision.rollback is not None:
+            self._heard.clear()
+            return
+        heard = self._heard.get(decision.term, 0)
+        _require(
+            decision.resume_step > heard,
+            f"epoch {decision.epoch} resumes with step {decision.resume_step}, but its coordinator has heard that step "
+            f"{heard} is committed",
+        )
 
 
 class NoSilentLoss(Observer):
@@ -346,6 +375,7 @@ def all_checkers(truth: Truth, num_layers: int, num_microbatches: int, checkpoin
         OneLayout(),
         Fencing(),
         Agreement(),
+        LogCounts(),
         NoSilentLoss(),
         PublishedOnce(),
         CheckpointsKept(num_steps, checkpoint_every, len(truth.states[0])),

@@ -1,72 +1,40 @@
-"""The simulated coordinator's process: the real core, a store that survives it, detectors, and the books of the run."""
+"""The simulated coordinator's process: the real machine and driver, a store that survives it, detectors, and what it
+keeps of the run."""
 
-from __future__ import annotations
+from collections.abc import Collection, Sequence
+from typing import Any
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
-
-from elaswave.protocol.coordinator import (
+from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.coordinator_table import State
+from elaswave.protocol.decisions import plan_survivors
+from elaswave.protocol.driver import CoordinatorDriver
+from elaswave.protocol.events import (
     ChangePlanned,
-    CheckpointFound,
-    Coordinator,
+    CoordinatorEffect,
     Decided,
-    Effect,
     End,
     EvidenceSeen,
-    FindCheckpoint,
+    NewEpoch,
     Note,
     PendingWork,
-    Persist,
-    Planned,
-    Planner,
+    PlanRecovery,
     Record,
-    Send,
-    Start,
-    State,
+    RecoveryPlan,
+    Resumed,
     Suspected,
-    TermRecord,
 )
-from elaswave.protocol.messages import Decision, Installed, Registered, Report
+from elaswave.protocol.messages import CoreToWorker, Decision, Installed, Registered, Report
 from elaswave.protocol.shards import Complete, GivenUp, Shards
 from elaswave.sim.protocol.job import BlockState, model_of, other_layout
 from elaswave.sim.protocol.messages import FinishedReport, PeerLost, Settled, Shard, StepDone
-from elaswave.state.placement import Placement
-from elaswave.types import Layout
+from elaswave.sim.protocol.store import StaleTermError
+from elaswave.sim.protocol.world import ControlLink, World
 
-if TYPE_CHECKING:
-    from elaswave.sim.protocol.world import Link, World
-
-
-class StaleTermError(Exception):
-    """A newer coordinator has written to the store."""
+PLAN_BOUND = 45
+"""A planner that takes longer than this is taken to have failed."""
 
 
-class Store:
-    """What coordinators persist: refuses whoever is not the newest."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-        self._term = 0
-
-    def append(self, record: Record) -> None:
-        """Writes a record.
-
-        Raises:
-            StaleTermError: a coordinator of a newer term has written.
-        """
-        self.check(record.term)
-        if isinstance(record, TermRecord) and record.term == self._term:
-            raise StaleTermError(f"another coordinator has begun term {record.term}")
-        self._term = record.term
-        self.records.append(record)
-
-    def check(self, term: int) -> None:
-        """Refuses coordinators that have been replaced."""
-        if term < self._term:
-            raise StaleTermError(f"the store has been written by a coordinator of term {self._term}")
-
-
-class SimCoordinator:
+class SimCoordinator(CoordinatorDriver):
     """One coordinator process.
 
     Args:
@@ -84,11 +52,10 @@ class SimCoordinator:
             layout=model.layout,
             placement=model.placement,
             blocks=model.blocks,
-            planner=Planner(self.survive, model.planner.replace),
+            num_followers=world.job.num_followers,
             records=tuple(world.store.records),
-            books=self._books,
         )
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, ControlLink] = {}
         self._finished: dict[int, FinishedReport] = {}
         self._planned_epoch = 0
         """The newest epoch in which another layout was planned."""
@@ -97,26 +64,9 @@ class SimCoordinator:
         self.shards: Shards[int, BlockState] = Shards(len(model.blocks), lambda state: 1, model.layout.workers)
         for record in world.store.records:
             if isinstance(record, Decision):
-                self._tell_shards(record)
+                self.shards.follow(record)
         for step in (*world.disk, *world.given_up):
             self.shards.settle(step)
-
-    def survive(
-        self, layout: Layout, placement: Placement, lost: Collection[int], valid: Callable[[int, int], bool]
-    ) -> Planned:
-        """How survivors go on: the real planning functions."""
-        return model_of(self.world.job).planner.survive(layout, placement, lost, valid)
-
-    def _books(self, step: int, asked: bool) -> PendingWork:
-        every = self.world.job.checkpoint_every
-        due = asked or (bool(every) and step > 0 and step % every == 0)
-        return PendingWork(
-            evaluate=False, checkpoint=due and step not in self.world.disk, published=self.world.published_step
-        )
-
-    def _tell_shards(self, decision: Decision) -> list[Complete[int, BlockState] | GivenUp]:
-        again = decision.resume_step - 1 if decision.checkpoint else None
-        return self.shards.decided(decision.epoch, decision.members, again=again, rollback=decision.rollback)
 
     # -------------------------------------------------------------------------------------------------------- effects
 
@@ -126,62 +76,113 @@ class SimCoordinator:
         for worker in self.core.members:
             self._expect(worker)
 
-    def carry_out(self, effects: list[Effect]) -> None:
+    def carry_out(self, effects: Sequence[CoordinatorEffect]) -> None:
         """Carries out effects in their order; the process may end between any two."""
         for index, effect in enumerate(effects):
-            self.world.tick(self)
+            if not (isinstance(effect, PlanRecovery) and self._plans_at_once):  # of that nothing can be seen
+                self.world.tick(self)
             if self.world.postponed(self, self.carry_out, effects[index:]):
                 return
             try:
-                self._carry_out(effect)
+                self.carry_out_one(effect)
             except StaleTermError as error:
                 self.world.say(f"coordinator of term {self.core.term} ends: {error}")
                 self.world.end_coordinator(self)
                 return
 
-    def _carry_out(self, effect: Effect) -> None:
-        world = self.world
-        if isinstance(effect, Persist):
-            world.store.append(effect.record)
-            if isinstance(effect.record, Decision):
-                world.see.decided(effect.record)
-        elif isinstance(effect, Send):
-            link = self.links.get(effect.worker)
-            if link is not None and link.open:
-                world.to_member(self, link, effect.message)
-        elif isinstance(effect, Start):
-            for worker in self.core.members:
-                world.tick(self)
-                link = self.links.get(worker)
-                if link is not None and link.open:
-                    world.to_member(self, link, None)
-        elif isinstance(effect, FindCheckpoint):
-            newest = max(world.disk, default=None)
-            world.after(4 * world.delay(), self, self._on_checkpoint, newest)  # it is read and verified
-        elif isinstance(effect, Decided):
-            world.say(f"decided: {_describe(effect.decision)}")
-            if effect.decision.rollback is not None:
-                world.given_up = {step for step in world.given_up if step <= effect.decision.rollback}
-            for found in self._tell_shards(effect.decision):
-                self._on_shards(found)
-        elif isinstance(effect, End):
-            if self._is_replaced():
-                return  # the end is durable before anybody hears of it
-            world.say(f"the job ends: {effect.reason}")
-            world.see.ended(effect.reason, self.core.members, world.lost(), effect.orphans)
-            world.finish("ended", effect.reason)
-        elif isinstance(effect, Note):
-            world.say(f"note: {effect.text}")
+    def now_s(self) -> float:
+        """Virtual time."""
+        return self.world.now
 
-    def _on_checkpoint(self, step: int | None) -> None:
-        self.carry_out(self.core.handle(CheckpointFound(step), self.world.now))
+    def persist(self, record: Record) -> None:
+        """Into the store, which refuses replaced coordinators."""
+        self.world.store.append(record)
+        if isinstance(record, Decision):
+            self.world.see.decided(record)
+
+    def send(self, worker: int, message: CoreToWorker) -> None:
+        """Over the control connection, if there is one."""
+        link = self.links.get(worker)
+        if link is not None and link.open:
+            self.world.to_member(self, link, message)
+
+    def tell_addresses(self, addresses: dict[int, str]) -> None:
+        """Addresses are of no use here; what counts is that the start is heard."""
+        for worker in self.core.members:
+            self.world.tick(self)
+            link = self.links.get(worker)
+            if link is not None and link.open:
+                self.world.to_member(self, link, None)
+
+    def find_checkpoint(self) -> None:
+        """It is read and verified, which takes a while."""
+        newest = max(self.world.disk, default=None)
+        self.world.after(4 * self.world.delay(), self, self.answer_checkpoint, newest)
+
+    @property
+    def _plans_at_once(self) -> bool:
+        return not self.world.conditions.plan_delay
+
+    def plan_recovery(self, question: PlanRecovery) -> None:
+        """Answers in the same turn, or later, or too late."""
+        delay = self.world.conditions.plan_delay
+        self.world.see.asked_planner(self.core.term, question)
+        if self._plans_at_once:
+            self.answer_plan(question, self.plan(question))
+        elif delay > PLAN_BOUND:
+            self.world.after(PLAN_BOUND, self, self.answer_plan, question, "the planner has taken too long")
+        else:
+            self.world.after(delay, self, self._answer_slowly, question)
+
+    def _answer_slowly(self, question: PlanRecovery) -> None:
+        self.answer_plan(question, self.plan(question))
+
+    def plan(self, question: PlanRecovery) -> RecoveryPlan:
+        """How survivors go on: the real planning functions."""
+        return plan_survivors(question, model_of(self.world.job).blocks, self.world.job.num_followers)
+
+    def pending_work(self, step: int, asked: bool) -> PendingWork:
+        """What the disk and the publications leave to be done."""
+        every = self.world.job.checkpoint_every
+        due = asked or (bool(every) and step > 0 and step % every == 0)
+        return PendingWork(
+            evaluate=False, checkpoint=due and step not in self.world.disk, published=self.world.published_step
+        )
+
+    def on_new_epoch(self, effect: NewEpoch) -> None:
+        """Nothing is shown."""
+
+    def on_decided(self, effect: Decided) -> None:
+        """Checkpoints that wait for the lost are given up or complete now."""
+        world, decision = self.world, effect.decision
+        world.say(f"decided: {_describe(decision)}")
+        if decision.rollback is not None:
+            world.given_up = {step for step in world.given_up if step <= decision.rollback}
+        for found in self.shards.follow(decision):
+            self._on_shards(found)
+
+    def on_resumed(self, effect: Resumed) -> None:
+        """Nothing is shown."""
+
+    def on_end(self, effect: End) -> None:
+        """The end is durable before any worker hears of it."""
+        if self._is_replaced():
+            return
+        world = self.world
+        world.say(f"the job ends: {effect.reason}")
+        world.see.ended(effect.reason, self.core.members, world.lost(), effect.orphans)
+        world.finish("ended", effect.reason)
+
+    def note(self, effect: Note) -> None:
+        """A line of the log."""
+        self.world.say(f"note: {effect.text}")
 
     # ---------------------------------------------------------------------------------------------------- connections
 
-    def on_registered(self, link: Link, message: Registered) -> None:
+    def on_registered(self, link: ControlLink, message: Registered) -> None:
         """A worker's first words on a new connection."""
         self.links[message.worker] = link
-        self.carry_out(self.core.handle(message, self.world.now))
+        self.feed(message)
 
     def on_link_closed(self, worker: int) -> None:
         """A worker has to come back within the bound."""
@@ -207,17 +208,17 @@ class SimCoordinator:
 
     def _suspect(self, suspicion: Suspected) -> None:
         self.world.suspected.add(suspicion.worker)
-        self.carry_out(self.core.handle(suspicion, self.world.now))
+        self.feed(suspicion)
         self._end_if_finished()
 
     # ------------------------------------------------------------------------------------------------------- messages
 
-    def on_message(self, link: Link, message: Any) -> None:
+    def on_message(self, link: ControlLink, message: Any) -> None:
         """A message of a worker."""
         if isinstance(message, Report):
             self.on_report(message)
         elif isinstance(message, Installed):
-            self.carry_out(self.core.handle(message, self.world.now))
+            self.feed(message)
         elif isinstance(message, StepDone):
             self._on_step_done(message)
         elif isinstance(message, PeerLost):
@@ -230,7 +231,7 @@ class SimCoordinator:
 
     def on_report(self, message: Report) -> None:
         """A worker's answer to the question of an epoch."""
-        self.carry_out(self.core.handle(message, self.world.now))
+        self.feed(message)
 
     def on_peer_lost(self, message: PeerLost) -> None:
         """A worker's link to a peer has closed."""
@@ -238,7 +239,8 @@ class SimCoordinator:
         self._suspect(Suspected(message.peer, "link", reason, by=message.worker, epoch=message.epoch))
 
     def _on_step_done(self, message: StepDone) -> None:
-        self.carry_out(self.core.handle(EvidenceSeen(message.evidence, message.epoch), self.world.now))
+        self.world.see.heard(self.core.term, message.epoch, message.evidence)
+        self.feed(EvidenceSeen(message.evidence, message.epoch))
         if self._is_replaced():
             return
         self.world.publish(message.evidence)
@@ -260,7 +262,7 @@ class SimCoordinator:
             world.after(world.delay(), self, self._on_planned, planned)
 
     def _on_planned(self, planned: ChangePlanned) -> None:
-        self.carry_out(self.core.handle(planned, self.world.now))
+        self.feed(planned)
 
     def _on_shard(self, message: Shard) -> None:
         self._grids.setdefault(message.step, message.grid)

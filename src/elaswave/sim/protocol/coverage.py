@@ -5,6 +5,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from elaswave.protocol.events import PlanRecovery
 from elaswave.protocol.messages import Decision
 from elaswave.sim.protocol.observer import Observer
 from elaswave.types import Layout
@@ -19,6 +20,8 @@ class CoverageCounter(Observer):
         self._installing: set[int] = set()
         self._switched: dict[int, int] = {}
         """Worker -> newest step whose vote has brought a planned change into force there."""
+        self._asked: tuple[int, PlanRecovery] | None = None
+        """Term and question that the planner was asked and that no decision has followed."""
 
     def learned(
         self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
@@ -32,8 +35,22 @@ class CoverageCounter(Observer):
             self.counts["planned changes of the layout"] += 1
         self._switched[worker] = step
 
+    def asked_planner(self, term: int, question: PlanRecovery) -> None:
+        if self._asked is not None:
+            before, unanswered = self._asked
+            if term != before:
+                self.counts["coordinators lost while a recovery was planned"] += 1
+            elif question.epoch != unanswered.epoch:
+                self.counts["losses while a recovery was planned"] += 1
+            else:
+                self.counts["newer votes while a recovery was planned"] += 1
+        self._asked = (term, question)
+
     def decided(self, decision: Decision) -> None:
         counts = self.counts
+        self._asked = None
+        if decision.plan:
+            counts["planners that took too long"] += 1
         newest = max(self._switched.values(), default=-1)
         if newest == decision.resume_step - 1 and decision.rollback is None:
             switched = sum(self._switched.get(worker) == newest for worker in decision.members)

@@ -7,15 +7,13 @@ missing, or a step too many ends with other numbers. `undisturbed` computes the 
 the simulated workers only the formulas of one layer and one block.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
 import msgspec
 
 from elaswave.planning.layout import make_layout
-from elaswave.planning.recovery import promote, survivor_layout
-from elaswave.protocol.coordinator import Planned, Planner
 from elaswave.state.placement import Block, Placement, make_blocks, place_blocks
 from elaswave.types import Hop, Layout
 
@@ -67,12 +65,11 @@ class Model(NamedTuple):
     blocks: tuple[Block, ...]
     placement: Placement
     blocks_of_layer: tuple[tuple[int, ...], ...]
-    planner: Planner
 
 
 @cache
 def model_of(job: Job) -> Model:
-    """Layout, blocks and placement of a job, and the functions that its coordinator plans with."""
+    """Layout, blocks and placement of a job."""
     num_layers = job.layers_per_stage * len(job.widths)
     layout = make_layout(
         widths=job.widths,
@@ -82,23 +79,7 @@ def model_of(job: Job) -> Model:
     blocks = make_blocks([job.blocks_per_layer] * num_layers, 1)
     of_layer = tuple(tuple(block.id for block in blocks if block.layer == layer) for layer in range(num_layers))
     placement = place_blocks(layout, blocks, num_followers=job.num_followers)
-    return Model(layout, blocks, placement, of_layer, planner_of(blocks, job.num_followers))
-
-
-def planner_of(blocks: Sequence[Block], num_followers: int) -> Planner:
-    """The coordinator's plans, made by the real planning functions."""
-
-    def survive(
-        layout: Layout, placement: Placement, lost: Collection[int], valid: Callable[[int, int], bool]
-    ) -> Planned:
-        after = survivor_layout(layout, lost)
-        promotion = promote(placement, blocks, after, valid)
-        return Planned(after, promotion.placement, len(promotion.promoted), promotion.orphans)
-
-    def replace(layout: Layout) -> Placement:
-        return place_blocks(layout, blocks, num_followers=num_followers)
-
-    return Planner(survive, replace)
+    return Model(layout, blocks, placement, of_layer)
 
 
 def other_layout(layout: Layout) -> Layout:

@@ -8,24 +8,35 @@ them. Several are defects that an earlier version of the core really had, found 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from elaswave.protocol.coordinator import Coordinator, Effect, EvidenceSeen, PendingWork, Persist, Planned, Send
+from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.coordinator_table import State
+from elaswave.protocol.events import (
+    CoordinatorEffect,
+    EvidenceSeen,
+    PendingWork,
+    Persist,
+    PlanningFailed,
+    PlanRecovery,
+    RecoveryPlan,
+    RecoveryPlanned,
+    Send,
+)
 from elaswave.protocol.facts import Facts
 from elaswave.protocol.ledger import Held, Ledger
 from elaswave.protocol.member import Member
 from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Registered, Report
 from elaswave.sim.protocol.certificate import Vote
-from elaswave.sim.protocol.coordinator import SimCoordinator, Store
+from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.messages import PARAMETERS, FinishedReport, Frame, Key, Shard
 from elaswave.sim.protocol.run import Build
+from elaswave.sim.protocol.store import SimStore
 from elaswave.sim.protocol.traffic import Traffic, common_placement, swapped_traffic, traffic_between
 from elaswave.sim.protocol.worker import Life, SimWorker
-from elaswave.state.placement import Placement
-from elaswave.types import Layout
 
 if TYPE_CHECKING:
     from elaswave.sim.protocol.job import Job
@@ -96,13 +107,13 @@ class WritesParametersEarly(SimWorker):
 class SendsBeforePersisting(SimCoordinator):
     """Decisions are sent first and persisted afterwards."""
 
-    def carry_out(self, effects: list[Effect]) -> None:
+    def carry_out(self, effects: Sequence[CoordinatorEffect]) -> None:
         first = [effect for effect in effects if not isinstance(effect, Persist)]
         super().carry_out([*first, *(effect for effect in effects if isinstance(effect, Persist))])
 
 
 class _OverlooksEvidence(Coordinator):
-    def _on_report(self, report: Report) -> list[Effect]:
+    def _on_report(self, report: Report) -> list[CoordinatorEffect]:
         return super()._on_report(msgspec.structs.replace(report, evidence=None))
 
 
@@ -113,7 +124,7 @@ class IgnoresEvidence(SimCoordinator):
 
 
 class _TakesLateVotes(Coordinator):
-    def _on_evidence(self, event: EvidenceSeen) -> list[Effect]:
+    def _on_evidence(self, event: EvidenceSeen) -> list[CoordinatorEffect]:
         return super()._on_evidence(event._replace(epoch=self.epoch))
 
 
@@ -121,6 +132,31 @@ class TakesLateVotes(SimCoordinator):
     """The epoch is not checked on one message: a vote that a lost worker reports late counts."""
 
     core_class = _TakesLateVotes
+
+
+# ---------------------------------------------------------------------------------------- planning takes its time
+
+
+class _TakesAnyPlan(Coordinator):
+    def _is_awaited(self, event: RecoveryPlanned | PlanningFailed) -> bool:
+        return self.state is State.PLANNING
+
+
+class TakesStalePlans(SimCoordinator):
+    """The planner's answer counts, whatever it was asked."""
+
+    core_class = _TakesAnyPlan
+
+
+class _DeafWhilePlanning(Coordinator):
+    def _on_evidence(self, event: EvidenceSeen) -> list[CoordinatorEffect]:
+        return [] if self.state is State.PLANNING else super()._on_evidence(event)
+
+
+class IgnoresVotesWhilePlanning(SimCoordinator):
+    """A vote that is heard of while a recovery is planned does not count."""
+
+    core_class = _DeafWhilePlanning
 
 
 # -------------------------------------------------------------------------------------- rule 4: layouts change by vote
@@ -172,10 +208,9 @@ class CountsCopiesUnderWay(SimWorker):
 class TakesAnyCopy(SimCoordinator):
     """Whoever says that it holds a block may own it, at whatever version."""
 
-    def survive(
-        self, layout: Layout, placement: Placement, lost: Collection[int], valid: Callable[[int, int], bool]
-    ) -> Planned:
-        return super().survive(layout, placement, lost, lambda block, worker: worker not in lost)
+    def plan(self, question: PlanRecovery) -> RecoveryPlan:
+        everything = frozenset(range(len(question.placement.owner)))
+        return super().plan(question._replace(valid=dict.fromkeys(question.members, everything)))
 
 
 class KeepsDroppedCopies(SimWorker):
@@ -292,7 +327,7 @@ class ForgetsParts(SimCoordinator):
 # -------------------------------------------------------------------------------------------------- rule 10: terms
 
 
-class UnfencedStore(Store):
+class UnfencedStore(SimStore):
     """Takes records of any coordinator."""
 
     def check(self, term: int) -> None:
@@ -315,7 +350,7 @@ class IgnoresTerms(SimWorker):
 
 
 class _StartsOnce(Coordinator):
-    def _on_registered(self, event: Registered) -> list[Effect]:
+    def _on_registered(self, event: Registered) -> list[CoordinatorEffect]:
         before = self.state
         effects = super()._on_registered(event)
         return effects if before is not self.state else [e for e in effects if isinstance(e, Send)]
@@ -330,19 +365,19 @@ class SaysStartOnce(SimCoordinator):
 class ForgetsRequests(SimCoordinator):
     """A checkpoint that a vote asked for is forgotten when a worker is lost."""
 
-    def _books(self, step: int, asked: bool) -> PendingWork:
-        return super()._books(step, asked=False)
+    def pending_work(self, step: int, asked: bool) -> PendingWork:
+        return super().pending_work(step, asked=False)
 
 
 class WritesTwice(SimCoordinator):
     """A checkpoint that a vote asked for is written again although it is on the disk."""
 
-    def _books(self, step: int, asked: bool) -> PendingWork:
-        return super()._books(step, asked)._replace(checkpoint=asked)
+    def pending_work(self, step: int, asked: bool) -> PendingWork:
+        return super().pending_work(step, asked)._replace(checkpoint=asked)
 
 
 class _OldName(Coordinator):
-    def _on_registered(self, event: Registered) -> list[Effect]:
+    def _on_registered(self, event: Registered) -> list[CoordinatorEffect]:
         effects = super()._on_registered(event)
         return [
             Send(effect.worker, self.decision)
@@ -390,6 +425,18 @@ MUTANTS = {
             "the epoch is not checked on one message: a lost worker's late report of a vote counts",
             Build(coordinator=TakesLateVotes),
             "widths=2,2 num_microbatches=4 num_followers=2 seed=278661935 heartbeat_bound=15 isolate:0@31+28 kill:2@47",
+        ),
+        Mutant(
+            "stale-plan",
+            "a plan counts that was made before another worker was lost",
+            Build(coordinator=TakesStalePlans),
+            "plan_delay=15 kill:0@0 cut:1-2@9",
+        ),
+        Mutant(
+            "deaf-while-planning",
+            "a newer vote that is heard of while a recovery is planned is ignored",
+            Build(coordinator=IgnoresVotesWhilePlanning),
+            "widths=2,2 heartbeat_bound=15 plan_delay=20 isolate:0@52+31",
         ),
         Mutant(
             "switch-without-vote",

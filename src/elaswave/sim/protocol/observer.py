@@ -3,7 +3,8 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from elaswave.protocol.messages import Decision
+from elaswave.protocol.events import PlanRecovery
+from elaswave.protocol.messages import Decision, Evidence
 from elaswave.sim.protocol.job import BlockState
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
@@ -48,6 +49,12 @@ class Observer:
 
     def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: int) -> None:
         """A worker has carried out a decision; versions of its copies."""
+
+    def heard(self, term: int, epoch: int, evidence: Evidence) -> None:
+        """A coordinator is told of a vote that was held in an epoch."""
+
+    def asked_planner(self, term: int, question: PlanRecovery) -> None:
+        """A coordinator asks how the members go on."""
 
     def decided(self, decision: Decision) -> None:
         """A coordinator has persisted a decision."""

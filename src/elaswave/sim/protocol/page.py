@@ -5,11 +5,8 @@
 
 import re
 
-from elaswave.protocol import agent, coordinator, member
-from elaswave.protocol.agent import AgentState
-from elaswave.protocol.coordinator import State
-from elaswave.protocol.member import MemberState
-from elaswave.protocol.table import markdown_table, mermaid_diagram
+from elaswave.protocol import agent, coordinator_table, member
+from elaswave.protocol.table import C, R, S, TransitionTable, markdown_table, mermaid_diagram
 from elaswave.sim.protocol.mutants import MUTANTS
 from elaswave.sim.protocol.run import run_schedule
 from elaswave.sim.protocol.schedule import KINDS, parse_schedule
@@ -30,19 +27,19 @@ def fill(text: str) -> str:
 
 
 def _coordinator() -> str:
-    return _machine(mermaid_diagram(coordinator.TRANSITIONS, State.STARTING), markdown_table(coordinator.TRANSITIONS))
+    return _machine(coordinator_table.TRANSITIONS)
 
 
 def _member() -> str:
-    return _machine(mermaid_diagram(member.TRANSITIONS, MemberState.TRAINING), markdown_table(member.TRANSITIONS))
+    return _machine(member.TRANSITIONS)
 
 
 def _agent() -> str:
-    return _machine(mermaid_diagram(agent.TRANSITIONS, AgentState.RUNNING), markdown_table(agent.TRANSITIONS))
+    return _machine(agent.TRANSITIONS)
 
 
-def _machine(diagram: str, table: str) -> str:
-    return f"```mermaid\n{diagram}\n```\n\n{table}"
+def _machine(table: TransitionTable[S, C, R]) -> str:
+    return f"```mermaid\n{mermaid_diagram(table)}\n```\n\n{markdown_table(table)}"
 
 
 def _faults() -> str:

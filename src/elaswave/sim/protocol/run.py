@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from elaswave.sim.protocol.checkers import Violation, all_checkers
-from elaswave.sim.protocol.coordinator import SimCoordinator, Store
+from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.coverage import CoverageCounter
 from elaswave.sim.protocol.job import model_of, undisturbed
 from elaswave.sim.protocol.schedule import Fault, Schedule
+from elaswave.sim.protocol.store import SimStore
 from elaswave.sim.protocol.worker import SimWorker
 from elaswave.sim.protocol.world import World
 
@@ -18,7 +19,7 @@ class Build(NamedTuple):
 
     worker: type[SimWorker] = SimWorker
     coordinator: type[SimCoordinator] = SimCoordinator
-    store: type[Store] = Store
+    store: type[SimStore] = SimStore
 
 
 PRODUCT = Build()

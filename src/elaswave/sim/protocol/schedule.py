@@ -82,6 +82,8 @@ class Conditions(NamedTuple):
     """By so much."""
     keeps_in_flight: bool = True
     """Whether frames that a process has sent before its death still arrive."""
+    plan_delay: int = 0
+    """How long a recovery is planned; 0: the answer comes in the same turn. Beyond a bound the planner has failed."""
 
 
 class Schedule(NamedTuple):
@@ -174,6 +176,7 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         slow_worker=rng.choice((-1, -1, *range(num_workers))),
         slow_by=rng.choice((5, 15, 40)),
         keeps_in_flight=rng.random() < 0.6,
+        plan_delay=random.Random(f"plan of {seed}").choice((0, 0, 0, 4, 15, 60)),
     )
     span = 8 * num_workers * steps
     at = rng.randrange(span)

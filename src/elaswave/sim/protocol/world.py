@@ -7,16 +7,16 @@ Frames between two processes keep their order; between different pairs anything 
 import random
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, Protocol
 
-from elaswave.protocol.messages import CoreToWorker, Evidence
+from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.messages import CoreToWorker, Evidence, Registered
 from elaswave.sim.protocol.certificate import decode_vote
-from elaswave.sim.protocol.coordinator import SimCoordinator, Store
-from elaswave.sim.protocol.job import BlockState, model_of
+from elaswave.sim.protocol.job import BlockState, Job, model_of
 from elaswave.sim.protocol.messages import KIND_NAMES, Frame, Key, Settled
 from elaswave.sim.protocol.observer import Observer, together
 from elaswave.sim.protocol.schedule import COORDINATOR, Fault, Schedule
-from elaswave.sim.protocol.worker import SimWorker
+from elaswave.sim.protocol.store import SimStore
 
 MAX_TIME = 20_000
 MAX_INSTANTS = 20_000
@@ -27,12 +27,73 @@ class ActorDead(Exception):
     """The process that was acting has been killed."""
 
 
-class Link:
+class WorkerActor(Protocol):
+    """What the world calls of a simulated worker."""
+
+    id: int
+    dead: bool
+    epoch: int
+
+    def on_start(self) -> None:
+        """It is told to start."""
+
+    def on_frame(self, key: Key, frame: Frame) -> None:
+        """A frame of another worker has arrived."""
+
+    def on_message(self, message: CoreToWorker) -> None:
+        """A message of a coordinator's machine has arrived."""
+
+    def on_settled(self, message: Settled) -> None:
+        """A checkpoint is durable or given up."""
+
+    def on_acknowledged(self, message: Any) -> None:
+        """A message that it has sent was handled."""
+
+    def on_connected(self) -> None:
+        """It has a new control connection."""
+
+    def on_link_closed(self, peer: int, *, dead: bool) -> None:
+        """Its link to a peer has closed."""
+
+    def on_pause_over(self, turn: int) -> None:
+        """It has computed for a moment."""
+
+    def registration(self) -> Registered:
+        """Its first words on a new connection."""
+
+
+class CoordinatorActor(Protocol):
+    """What the world calls of a simulated coordinator."""
+
+    id: int
+    dead: bool
+    core: Coordinator
+
+    def begin(self) -> None:
+        """It starts."""
+
+    def on_registered(self, link: "ControlLink", message: Registered) -> None:
+        """A worker has a new control connection."""
+
+    def on_message(self, link: "ControlLink", message: Any) -> None:
+        """A message of a worker has arrived."""
+
+    def on_link_closed(self, worker: int) -> None:
+        """A control connection has closed."""
+
+    def on_exit(self, worker: int) -> None:
+        """A worker's process has ended."""
+
+    def on_suspicion(self, worker: int, detected_by: str) -> None:
+        """A detector holds a worker for lost."""
+
+
+class ControlLink:
     """A control connection between a worker and a coordinator."""
 
     __slots__ = ("coordinator", "open", "worker")
 
-    def __init__(self, worker: SimWorker, coordinator: SimCoordinator) -> None:
+    def __init__(self, worker: WorkerActor, coordinator: CoordinatorActor) -> None:
         self.worker = worker
         self.coordinator = coordinator
         self.open = True
@@ -44,7 +105,7 @@ class World:
     Args:
         schedule: job, conditions and faults.
         observers: are told everything.
-        worker_class, coordinator_class: replaced to plant bugs.
+        worker_class, coordinator_class: of the processes.
         store: what coordinators persist.
         log: takes one line per event, for people; None for silence.
     """
@@ -54,15 +115,15 @@ class World:
         schedule: Schedule,
         observers: Sequence[Observer],
         *,
-        worker_class: type[SimWorker] = SimWorker,
-        coordinator_class: type[SimCoordinator] = SimCoordinator,
-        store: Store | None = None,
+        worker_class: "Callable[[World, int, Job], WorkerActor]",
+        coordinator_class: "Callable[[World], CoordinatorActor]",
+        store: SimStore,
         log: Callable[[str], None] | None = None,
     ) -> None:
         self.schedule = schedule
         self.job = schedule.job
         self.conditions = schedule.conditions
-        self.store = Store() if store is None else store
+        self.store = store
         self.disk: dict[int, tuple[dict[int, BlockState], int]] = {}
         """Durable checkpoints: step -> (blocks, grid)."""
         self.given_up: set[int] = set()
@@ -94,11 +155,11 @@ class World:
         self.see = together(observers)
         self._coordinator_class = coordinator_class
         self.workers = {worker: worker_class(self, worker, self.job) for worker in model_of(self.job).layout.workers}
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, ControlLink] = {}
         """The newest control connection of each worker."""
         self._hung_until: dict[Any, int] = {}
         self._backlog: dict[Any, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
-        self.coordinators: list[SimCoordinator] = []
+        self.coordinators: list[CoordinatorActor] = []
 
     def _set_delays(self) -> None:
         seed = self.conditions.seed
@@ -187,11 +248,11 @@ class World:
 
     # ----------------------------------------------------------------------------------------------------- data plane
 
-    def pause(self, worker: SimWorker, turn: int) -> None:
+    def pause(self, worker: WorkerActor, turn: int) -> None:
         """A worker computes for a moment."""
         self._at(self.delay(), self._act, worker, worker.on_pause_over, (turn,))
 
-    def to_worker(self, sender: SimWorker, to: int, key: Key, frame: Frame) -> None:
+    def to_worker(self, sender: WorkerActor, to: int, key: Key, frame: Frame) -> None:
         """A frame between workers."""
         self.tick(sender)
         if self._log is not None:
@@ -213,7 +274,7 @@ class World:
         until = self._isolated_until
         return max(self._held_until.get(pair, 0), until.get(a, 0), until.get(b, 0))
 
-    def _arrive(self, sender: SimWorker, worker: SimWorker, key: Key, frame: Frame) -> None:
+    def _arrive(self, sender: WorkerActor, worker: WorkerActor, key: Key, frame: Frame) -> None:
         if worker.dead or (sender.dead and not self.conditions.keeps_in_flight):
             return
         if self._closed_data and frame.epoch <= self._closed_data.get(_pair(sender.id, worker.id), -1):
@@ -245,12 +306,12 @@ class World:
             self.start_coordinator()
 
     @property
-    def coordinator(self) -> SimCoordinator | None:
+    def coordinator(self) -> CoordinatorActor | None:
         """The one that new connections reach."""
         newest = self.coordinators[-1]
         return None if newest.dead else newest
 
-    def _connect(self, worker: SimWorker) -> None:
+    def _connect(self, worker: WorkerActor) -> None:
         if worker.dead:
             return
         link = self.links.get(worker.id)
@@ -266,14 +327,14 @@ class World:
         if isolated > self.now:
             self._at(isolated - self.now, self._connect, worker)
             return
-        link = self.links[worker.id] = Link(worker, coordinator)
+        link = self.links[worker.id] = ControlLink(worker, coordinator)
         try:
             self._up(link, coordinator.on_registered, link, worker.registration())
             worker.on_connected()
         except ActorDead:
             pass
 
-    def to_coordinator(self, worker: SimWorker, message: Any, *, durable: bool = False) -> None:
+    def to_coordinator(self, worker: WorkerActor, message: Any, *, durable: bool = False) -> None:
         """A control message of a worker; lost if it has no connection.
 
         Args:
@@ -287,20 +348,22 @@ class World:
         if link is not None and link.open:
             self._up(link, self._handle_durable if durable else link.coordinator.on_message, link, message)
 
-    def _handle_durable(self, link: Link, message: Any) -> None:
+    def _handle_durable(self, link: ControlLink, message: Any) -> None:
         link.coordinator.on_message(link, message)
         # Its own action: a coordinator that was stopped while it handled the message acknowledges it when it wakes up.
         self._act(link.coordinator, self._acknowledge, (link, message))
 
-    def _acknowledge(self, link: Link, message: Any) -> None:
+    def _acknowledge(self, link: ControlLink, message: Any) -> None:
         if link.open:
             pair = (-1, link.worker.id)
             self._on_link(link, pair, link.coordinator, link.worker, link.worker.on_acknowledged, (message,))
 
-    def _up(self, link: Link, call: Callable[..., None], *arguments: Any) -> None:
+    def _up(self, link: ControlLink, call: Callable[..., None], *arguments: Any) -> None:
         self._on_link(link, (link.worker.id, -1), link.worker, link.coordinator, call, arguments)
 
-    def to_member(self, coordinator: SimCoordinator, link: Link, message: CoreToWorker | Settled | None) -> None:
+    def to_member(
+        self, coordinator: CoordinatorActor, link: ControlLink, message: CoreToWorker | Settled | None
+    ) -> None:
         """A message of a coordinator's; None tells to start. Its instant has passed."""
         worker = link.worker
         if self._log is not None:
@@ -316,7 +379,13 @@ class World:
         self._on_link(link, (-1, worker.id), coordinator, worker, call, (message,))
 
     def _on_link(
-        self, link: Link, pair: tuple[int, int], sender: Any, receiver: Any, call: Callable[..., None], arguments: Any
+        self,
+        link: ControlLink,
+        pair: tuple[int, int],
+        sender: Any,
+        receiver: Any,
+        call: Callable[..., None],
+        arguments: Any,
     ) -> None:
         arrives = self.now + self.delay()
         worker = link.worker.id
@@ -327,12 +396,12 @@ class World:
         self._at(arrives - self.now, self._arrive_on_link, link, sender, receiver, call, arguments)
 
     def _arrive_on_link(
-        self, link: Link, sender: Any, receiver: Any, call: Callable[..., None], arguments: tuple[Any, ...]
+        self, link: ControlLink, sender: Any, receiver: Any, call: Callable[..., None], arguments: tuple[Any, ...]
     ) -> None:
         if link.open and not (sender.dead and not self.conditions.keeps_in_flight):
             self._act(receiver, call, arguments)
 
-    def close_link(self, link: Link) -> None:
+    def close_link(self, link: ControlLink) -> None:
         """A control connection ends; both ends see it, and the worker connects again."""
         if link.open:
             link.open = False
@@ -346,7 +415,7 @@ class World:
             self.published_step = max(self.published_step, evidence.step)
             self.see.published(evidence.step, decode_vote(evidence.vector).losses)
 
-    def leave(self, worker: SimWorker, reason: str) -> None:
+    def leave(self, worker: WorkerActor, reason: str) -> None:
         """A worker ends itself."""
         self.say(f"worker {worker.id} leaves: {reason}")
         self._end_worker(worker)
@@ -365,7 +434,7 @@ class World:
         if all(not worker.dead for worker in workers):
             getattr(self, f"_{fault.kind}")(*workers, fault.duration)
 
-    def _strike_coordinator(self, coordinator: SimCoordinator, fault: Fault) -> None:
+    def _strike_coordinator(self, coordinator: CoordinatorActor, fault: Fault) -> None:
         conditions = self.conditions
         if fault.kind == "kill":
             self.end_coordinator(coordinator)
@@ -375,23 +444,23 @@ class World:
             self._at(conditions.restart_delay, self.start_coordinator)
             self._at(conditions.restart_delay, self._abandon, coordinator)
 
-    def _abandon(self, coordinator: SimCoordinator) -> None:
+    def _abandon(self, coordinator: CoordinatorActor) -> None:
         """Workers notice a coordinator's silence, one sooner, another later; until then they stay with it."""
         for link in self.links.values():
             if link.coordinator is coordinator:
                 self._at(3 * self.delay(), self.close_link, link)
 
-    def end_coordinator(self, coordinator: SimCoordinator) -> None:
+    def end_coordinator(self, coordinator: CoordinatorActor) -> None:
         """A coordinator's process is gone, and its connections with it."""
         coordinator.dead = True
         for link in self.links.values():
             if link.coordinator is coordinator and link.open:
                 self._at(self.delay(), self.close_link, link)
 
-    def _kill(self, worker: SimWorker, duration: int) -> None:
+    def _kill(self, worker: WorkerActor, duration: int) -> None:
         self._end_worker(worker)
 
-    def _end_worker(self, worker: SimWorker) -> None:
+    def _end_worker(self, worker: WorkerActor) -> None:
         worker.dead = True
         self.see.gone(worker.id)
         self._hung_until.pop(worker, None)
@@ -407,12 +476,12 @@ class World:
                     (),
                 )
 
-    def _suspect(self, worker: SimWorker, duration: int) -> None:
+    def _suspect(self, worker: WorkerActor, duration: int) -> None:
         coordinator = self.coordinator
         if coordinator is not None:
             self.after(1, coordinator, coordinator.on_suspicion, worker.id, "progress")
 
-    def _hang(self, worker: SimWorker, duration: int) -> None:
+    def _hang(self, worker: WorkerActor, duration: int) -> None:
         if worker not in self._hung_until:
             self._hang_actor(worker, duration)
             self._at(self.conditions.heartbeat_bound, self._miss_heartbeats, worker)
@@ -428,25 +497,25 @@ class World:
             for call, arguments in self._backlog.pop(actor):
                 self._act(actor, call, arguments)
 
-    def _miss_heartbeats(self, worker: SimWorker) -> None:
+    def _miss_heartbeats(self, worker: WorkerActor) -> None:
         silent = worker in self._hung_until or self._isolated_until.get(worker.id, 0) > self.now
         coordinator = self.coordinator
         if silent and not worker.dead and coordinator is not None:
             self._act(coordinator, coordinator.on_suspicion, (worker.id, "heartbeat"))
 
-    def _isolate(self, worker: SimWorker, duration: int) -> None:
+    def _isolate(self, worker: WorkerActor, duration: int) -> None:
         self._isolated_until[worker.id] = max(self._isolated_until.get(worker.id, 0), self.now + duration)
         self._at(self.conditions.heartbeat_bound, self._miss_heartbeats, worker)
 
-    def _cut(self, a: SimWorker, b: SimWorker, duration: int) -> None:
+    def _cut(self, a: WorkerActor, b: WorkerActor, duration: int) -> None:
         self._closed_data[a.id, b.id] = max(a.epoch, b.epoch)
         for worker, peer in ((a, b), (b, a)):
             self._at(self.delay(), self._act, worker, _link_closed(worker, peer.id), ())
 
-    def _delay(self, a: SimWorker, b: SimWorker, duration: int) -> None:
+    def _delay(self, a: WorkerActor, b: WorkerActor, duration: int) -> None:
         self._held_until[a.id, b.id] = self.now + duration
 
-    def _disconnect(self, worker: SimWorker, duration: int) -> None:
+    def _disconnect(self, worker: WorkerActor, duration: int) -> None:
         link = self.links.get(worker.id)
         if link is not None:
             self.close_link(link)
@@ -456,9 +525,9 @@ def _pair(a: int, b: int) -> tuple[int, int]:
     return (a, b) if a < b else (b, a)
 
 
-def _link_closed(worker: SimWorker, peer: int) -> Callable[[], None]:
+def _link_closed(worker: WorkerActor, peer: int) -> Callable[[], None]:
     return lambda: worker.on_link_closed(peer, dead=False)
 
 
-def _link_closed_by_death(worker: SimWorker, peer: int) -> Callable[[], None]:
+def _link_closed_by_death(worker: WorkerActor, peer: int) -> Callable[[], None]:
     return lambda: worker.on_link_closed(peer, dead=True)

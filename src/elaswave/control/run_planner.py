@@ -1,0 +1,110 @@
+"""What a coordinator has planned, and when: recoveries, predictions of steps, better layouts. No threads, no IO.
+
+Each method returns the work as a function without arguments that reads nothing of the coordinator, so that it can run
+beside it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from elaswave.control.measurements import Measurements
+from elaswave.control.replanning import ELASWAVE, Replanned, Replanner
+from elaswave.planning.recovery import survivor_layout
+from elaswave.protocol.decisions import plan_with
+from elaswave.protocol.events import PlanRecovery, RecoveryPlan
+from elaswave.protocol.messages import Decision
+from elaswave.types import Layout
+from elaswave.worker.run_plan import RunPlan
+
+
+class LayoutSearch(NamedTuple):
+    """What was found for the layout of a decision."""
+
+    predicted_step_s: float
+    """Of the present layout."""
+    better: Replanned | None = None
+
+
+class RunPlanner:
+    """The planners of one job, with what is measured in it.
+
+    Args:
+        plan: of the run.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.measurements = Measurements(plan.config)
+        self._plan = plan
+        self._replanner = Replanner(plan.config)
+        self._struck: tuple[Layout, tuple[int, ...]] = (plan.layout, ())
+        """The layout that the newest loss has struck, and the workers that were lost."""
+        self._searched_epoch = 0
+        """The newest epoch for which a better layout was looked for."""
+        self._has_predicted_first = False
+
+    @property
+    def restarts(self) -> bool:
+        """Whether every loss leads back to the last durable checkpoint."""
+        return self._replanner.restarts
+
+    def is_quick(self, question: PlanRecovery) -> bool:
+        """Whether a recovery is planned within milliseconds: not where a rival policy's planner is asked."""
+        return not question.lost or self._replanner.policy == ELASWAVE
+
+    def recovery(self, question: PlanRecovery) -> Callable[[], RecoveryPlan]:
+        """How the members go on after a loss: survivors keep their stages, or as the run's policy has it."""
+        self._struck = (question.layout, question.lost)
+        blocks, num_followers = self._plan.blocks, self._plan.config.elastic.num_followers
+        costs = self.measurements.known_or_estimated()
+        replanner = self._replanner.at(self.measurements.speeds())
+
+        def plan() -> RecoveryPlan:
+            layout, execution = question.layout, question.execution
+            reason, predicted_s = "", None
+            if question.lost and replanner.policy != ELASWAVE:
+                layout, execution, reason, predicted_s = replanner.rival(layout, execution, question.lost, costs)
+            elif question.lost:
+                layout = survivor_layout(layout, question.lost)
+                execution = replanner.within_memory(layout, execution)
+            return plan_with(
+                question,
+                layout,
+                blocks,
+                num_followers,
+                execution=execution,
+                reason=reason,
+                predicted_step_s=predicted_s,
+            )
+
+        return plan
+
+    def first_prediction(self) -> Callable[[], LayoutSearch] | None:
+        """What a step of the first layout should take; None before costs are known, and afterwards: once is enough."""
+        if self._has_predicted_first or not self.measurements.step_overhead_s:
+            return None
+        costs = self.measurements.costs()
+        if costs is None:
+            return None
+        self._has_predicted_first = True
+        plan, replanner = self._plan, self._replanner.at(self.measurements.speeds())
+        return lambda: LayoutSearch(replanner.predict(plan.layout, plan.execution, costs))
+
+    def search(self, decision: Decision, layout_before: Layout) -> Callable[[], LayoutSearch] | None:
+        """A better layout than a decision's; None before costs are known, and afterwards: once is enough.
+
+        Args:
+            decision: the newest one.
+            layout_before: the layout that it has replaced.
+        """
+        costs = self.measurements.costs()
+        if self._searched_epoch >= decision.epoch or costs is None:
+            return None
+        self._searched_epoch = decision.epoch
+        layout, execution = decision.layout, decision.execution
+        before, lost = self._struck
+        if not lost:  # an earlier coordinator has decided
+            before, lost = layout_before, decision.lost
+        replanner = self._replanner.at(self.measurements.speeds())
+        if self._replanner.policy == ELASWAVE and self._plan.config.elastic.rebalance:
+            return lambda: LayoutSearch(*replanner.improve(before, layout, execution, lost, costs))
+        return lambda: LayoutSearch(replanner.predict(layout, execution, costs))

@@ -1,0 +1,216 @@
+"""What the members of an epoch do next, as pure functions of their reports. The coordinator's machine calls them.
+
+From the reports follow the committed step, who holds a valid copy of which block, and which blocks are lost; from a
+plan, the decision.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from elaswave.planning.recovery import promote, survivor_layout
+from elaswave.protocol.events import PendingWork, PlanRecovery, RecoveryPlan
+from elaswave.protocol.messages import Copies, Decision, Evidence, Report
+from elaswave.state.placement import Block, Placement, place_blocks
+from elaswave.types import ExecutionParameters, Layout
+
+
+def newest_evidence(found: Sequence[Evidence | None]) -> Evidence | None:
+    """The newest of several votes."""
+    known = [evidence for evidence in found if evidence is not None]
+    return max(known, key=lambda evidence: evidence.order, default=None)
+
+
+def base_step(decided: int, evidence: Evidence | None) -> int:
+    """The newest step that is committed.
+
+    Args:
+        decided: the step that the newest decision, or the job itself, goes on after.
+        evidence: the newest vote.
+    """
+    return decided if evidence is None else max(decided, evidence.committed_step)
+
+
+def can_reach(version: int, report: Report, evidence: Evidence | None, base: int) -> bool:
+    """Whether a copy at a version is, or can at once be brought, to the committed step.
+
+    One step behind is enough where the worker holds that step's complete gradients: every voter does.
+    """
+    if version == base:
+        return True
+    return (
+        version == base - 1
+        and evidence is not None
+        and evidence.commits
+        and evidence.step == base
+        and (
+            (report.evidence is not None and report.evidence.order == evidence.order) or _is_prepared(report, evidence)
+        )
+    )
+
+
+def _is_prepared(report: Report, evidence: Evidence) -> bool:
+    return report.prepared and (report.step, report.attempt) == evidence.order
+
+
+def valid_copies(reports: Sequence[Report], evidence: Evidence | None, base: int) -> dict[int, frozenset[int]]:
+    """Worker -> blocks of which it holds a copy that is, or can at once be brought, to the committed step."""
+    return {
+        report.worker: frozenset(
+            block for block, version in _versions(report.copies).items() if can_reach(version, report, evidence, base)
+        )
+        for report in reports
+    }
+
+
+def _versions(copies: Copies) -> Mapping[int, int]:
+    return dict(zip(copies.blocks, copies.versions, strict=True))
+
+
+def lost_blocks(num_blocks: int, valid: Mapping[int, frozenset[int]]) -> tuple[int, ...]:
+    """Blocks of which no valid copy is left, ascending."""
+    kept = frozenset().union(*valid.values())
+    return tuple(block for block in range(num_blocks) if block not in kept)
+
+
+def merged_placement(placement: Placement, reports: Sequence[Report]) -> Placement:
+    """A placement with the followers that have been filled since, as the members report them.
+
+    Args:
+        placement: of the newest decision.
+        reports: of all members, in their order.
+    """
+    followers: list[list[int]] = [[] for _ in placement.owner]
+    for report in reports:
+        for block in report.copies.blocks:
+            if placement.owner[block] != report.worker:
+                followers[block].append(report.worker)
+    return Placement(placement.owner, tuple(map(tuple, followers)))
+
+
+def next_attempt(reports: Sequence[Report], evidence: Evidence | None, step: int) -> int:
+    """The number of the next attempt of a step: larger than every earlier one."""
+    attempt = 1 + max((report.attempt for report in reports if report.step == step), default=0)
+    if evidence is not None and not evidence.commits:
+        attempt = max(attempt, evidence.attempt + 1)
+    return attempt
+
+
+def deliveries(layout: Layout, reports: Sequence[Report], base: int) -> tuple[tuple[int, int], ...]:
+    """(worker, layer) of all parameters that are not where they are needed, or not of the committed step."""
+    by_worker = {report.worker: report for report in reports}
+    found = []
+    for stage in layout.stages:
+        for worker in stage.workers:
+            report = by_worker[worker]
+            has = range(*report.layers) if report.parameters_step == base else range(0)
+            found += [(worker, layer) for layer in range(stage.start, stage.stop) if layer not in has]
+    return tuple(found)
+
+
+def what_is_lost(orphans: Sequence[int], num_blocks: int, lost: Sequence[int]) -> str:
+    """Which blocks have no copy left, for people."""
+    named = ", ".join(map(str, orphans[:8])) + (" ..." if len(orphans) > 8 else "")
+    return f"all copies of {len(orphans)} of {num_blocks} blocks ({named}) were lost with workers {list(lost)}"
+
+
+def what_helps(placement: Placement, num_lost: int) -> str:
+    """What a person can set so that a loss of so many workers is survived."""
+    now = max(map(len, placement.followers), default=0)
+    together = max(now + 1, num_lost)
+    survived = f"any {now} at one instant, and any number with some steps between them" if now else "no loss"
+    return (
+        f"elastic.num_followers = {now} survives {survived}; {together} would survive any {together} at one "
+        "instant. With run.checkpoint_every or run.checkpoint_every_s the job goes back to its newest checkpoint "
+        "by itself, and --resume continues from it later"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- planning
+
+
+def plan_with(
+    question: PlanRecovery,
+    layout: Layout,
+    blocks: Sequence[Block],
+    num_followers: int,
+    *,
+    execution: ExecutionParameters | None = None,
+    reason: str = "",
+    predicted_step_s: float | None = None,
+) -> RecoveryPlan:
+    """A plan under a layout: valid copies are promoted, or, for a return to a checkpoint, blocks are placed afresh.
+
+    Args:
+        question: what is to be planned.
+        layout: of the members.
+        blocks: of the model.
+        num_followers: copies wanted beside each owner, for blocks that are placed afresh.
+        execution, reason, predicted_step_s: as of `RecoveryPlan`.
+    Raises:
+        ValueError: the layout is of other workers than the members.
+    """
+    if layout.workers != question.members:
+        raise ValueError(f"the layout is of workers {layout.workers}, but the members are {question.members}")
+    if question.rollback:
+        placement, promoted = place_blocks(layout, blocks, num_followers=num_followers), 0
+    else:
+        found = promote(
+            question.placement, blocks, layout, lambda block, worker: block in question.valid.get(worker, ())
+        )
+        placement, promoted = found.placement, len(found.promoted)
+    return RecoveryPlan(layout, placement, promoted, execution, reason, predicted_step_s)
+
+
+def plan_survivors(
+    question: PlanRecovery, blocks: Sequence[Block], num_followers: int, reason: str = ""
+) -> RecoveryPlan:
+    """The plan that needs no planner: survivors keep their stages and micro-batches. Arguments as of `plan_with`."""
+    layout = survivor_layout(question.layout, question.lost) if question.lost else question.layout
+    return plan_with(question, layout, blocks, num_followers, reason=reason)
+
+
+def make_decision(
+    question: PlanRecovery,
+    plan: RecoveryPlan,
+    pending: PendingWork,
+    reports: Sequence[Report],
+    *,
+    term: int,
+    lost: tuple[int, ...],
+    reason: str,
+) -> Decision:
+    """The decision that follows from a plan.
+
+    Args:
+        question: what was planned.
+        plan: the answer.
+        pending: what of the base step is still to be done.
+        reports: of all members.
+        term: of the coordinator.
+        lost: workers lost since the last decision.
+        reason: of the loss.
+    """
+    assert plan.layout.workers == question.members, (
+        f"a plan for workers {plan.layout.workers}, but the members are {question.members}"
+    )
+    base, rollback = question.base, question.rollback
+    return Decision(
+        term=term,
+        epoch=question.epoch,
+        members=question.members,
+        lost=lost,
+        evidence=question.evidence,
+        resume_step=base + 1,
+        resume_attempt=1 if rollback else next_attempt(reports, question.evidence, base + 1),
+        layout=plan.layout,
+        placement=plan.placement,
+        deliver=() if rollback else deliveries(plan.layout, reports, base),
+        rollback=base if rollback else None,
+        evaluate=pending.evaluate and not rollback,
+        checkpoint=pending.checkpoint and not rollback,
+        published=base if rollback else pending.published,
+        promoted=plan.promoted,
+        reason=reason,
+        change=question.change,
+        execution=question.execution if plan.execution is None else plan.execution,
+        plan=plan.reason,
+    )

@@ -1,0 +1,271 @@
+"""What the coordinator's machine is told, what it asks to be done, and what it makes durable. Plain typed data.
+
+A driver (a process of the product, or a simulated one) turns what it sees into events, and carries out effects in their
+order. What the machine asks for with an effect is answered by an event: `FindCheckpoint` by `CheckpointFound`,
+`PlanRecovery` by `RecoveryPlanned` or `PlanningFailed`.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from elaswave.protocol.messages import (
+    CoreToWorker,
+    Decision,
+    Evidence,
+    Installed,
+    LayoutChange,
+    Registered,
+    Report,
+)
+from elaswave.state.placement import Placement
+from elaswave.types import ExecutionParameters, Layout
+
+# ------------------------------------------------------------------------------------------------------------- records
+
+
+class TermRecord(msgspec.Struct, frozen=True, kw_only=True, tag="term"):
+    """A coordinator has begun its work."""
+
+    term: int
+
+
+class StartRecord(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """Every worker has registered and training begins."""
+
+    term: int
+
+
+class WorkerFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker has ended with an error of its own."""
+
+    worker: int
+    signature: str
+    summary: str
+
+
+class NewEpochRecord(msgspec.Struct, frozen=True, kw_only=True, tag="new epoch"):
+    """A new epoch has begun, without the workers that were lost; no decision yet."""
+
+    term: int
+    epoch: int
+    members: tuple[int, ...]
+    lost: tuple[int, ...]
+    """Lost since the last decision."""
+    reason: str
+    at_s: float = 0.0
+    """Monotonic time of the coordinator's machine, for `Bounds.max_failures_per_hour`."""
+    failure: WorkerFailure | None = None
+    """The worker's own error, if that is what it was lost by."""
+
+
+Record = TermRecord | StartRecord | NewEpochRecord | LayoutChange | Decision
+"""What a coordinator persists, in order."""
+
+
+# -------------------------------------------------------------------------------------------------------------- events
+
+
+class Suspected(NamedTuple):
+    """A detector holds a worker for lost."""
+
+    worker: int
+    detected_by: str
+    """One of exit, link, heartbeat, progress, vote."""
+    reason: str
+    by: int | None = None
+    """The worker that holds it for lost; None for a detector of the coordinator's own."""
+    epoch: int | None = None
+    """The epoch that this worker was in. What it saw in an older one says nothing about the present: links are closed
+    and made again with every new epoch."""
+
+
+class WorkerFailed(NamedTuple):
+    """A worker has ended itself with an error and said so."""
+
+    worker: int
+    signature: str
+    """Equal for the same error at the same step and micro-batch."""
+    summary: str
+
+
+class EvidenceSeen(NamedTuple):
+    """A worker has reported a committed step with its vote."""
+
+    evidence: Evidence
+    epoch: int
+    """The epoch in which the vote was held."""
+
+
+class CheckpointFound(NamedTuple):
+    """The answer to `FindCheckpoint`."""
+
+    step: int | None
+    """None: there is none. If no step has been committed, all members then begin again from the seed."""
+
+
+class ChangePlanned(NamedTuple):
+    """The planner has a better layout for the members of an epoch."""
+
+    epoch: int
+    layout: Layout
+    execution: ExecutionParameters
+    reason: str
+    predicted_step_s: float | None = None
+
+
+class PendingWork(NamedTuple):
+    """What of the step that a recovery goes on from is still to be done, and which losses are known."""
+
+    evaluate: bool
+    checkpoint: bool
+    published: int = 0
+    """The newest step whose loss is known."""
+
+
+class RecoveryPlan(NamedTuple):
+    """How the members of an epoch go on."""
+
+    layout: Layout
+    """Of exactly these members."""
+    placement: Placement
+    promoted: int = 0
+    """Number of blocks that get a new owner."""
+    execution: ExecutionParameters | None = None
+    """None: as it was."""
+    reason: str = ""
+    """Why this layout, if that needs saying."""
+    predicted_step_s: float | None = None
+
+
+class RecoveryPlanned(NamedTuple):
+    """The planner's answer to `PlanRecovery`."""
+
+    sequence: int
+    """Of the question."""
+    plan: RecoveryPlan
+    pending: PendingWork
+
+
+class PlanningFailed(NamedTuple):
+    """The planner has no answer to `PlanRecovery`: it failed, or took longer than it may."""
+
+    sequence: int
+    """Of the question."""
+    reason: str
+    pending: PendingWork
+
+
+CoordinatorEvent = (
+    Registered
+    | Report
+    | Installed
+    | Suspected
+    | WorkerFailed
+    | EvidenceSeen
+    | CheckpointFound
+    | ChangePlanned
+    | RecoveryPlanned
+    | PlanningFailed
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- effects
+
+
+class Persist(NamedTuple):
+    """Write a record durably before going on to the next effect."""
+
+    record: Record
+
+
+class Send(NamedTuple):
+    """Send a message to a worker; if it is not connected, it gets the state again when it registers."""
+
+    worker: int
+    message: CoreToWorker
+
+
+class TellAddresses(NamedTuple):
+    """Every worker has registered: tell them each other's addresses. Those that train already ignore it."""
+
+    addresses: dict[int, str]
+
+
+class FindCheckpoint(NamedTuple):
+    """Find the newest valid checkpoint and come back with `CheckpointFound`."""
+
+
+class PlanRecovery(NamedTuple):
+    """Plan how the members go on and come back with `RecoveryPlanned` or `PlanningFailed`, in the same turn or later.
+
+    Another loss or newer evidence may make the question void meanwhile; the machine then asks anew, with a larger
+    sequence, and ignores the answer to this one.
+    """
+
+    sequence: int
+    """Of the question; the answer bears it."""
+    epoch: int
+    members: tuple[int, ...]
+    lost: tuple[int, ...]
+    """Workers of the layout that are no members any more."""
+    layout: Layout
+    """In force by the newest evidence."""
+    execution: ExecutionParameters
+    """In force with it."""
+    change: int
+    """Number of the planned change that the layout is of."""
+    placement: Placement
+    """The last decision's, with the followers that the members have reported."""
+    valid: Mapping[int, frozenset[int]]
+    """Member -> blocks of which it has a valid copy: at the base step, or at once brought to it."""
+    base: int
+    """The step to go on after."""
+    evidence: Evidence | None = None
+    """The newest vote that is known; None also for a return to a checkpoint."""
+    rollback: bool = False
+    """Whether all members go back to the checkpoint of the base step: then blocks are placed afresh."""
+
+
+class NewEpoch(NamedTuple):
+    """For the report: a new epoch has begun because of these suspicions."""
+
+    epoch: int
+    suspicions: tuple[Suspected, ...]
+
+
+class Decided(NamedTuple):
+    """For the report: survivors go on with this decision."""
+
+    decision: Decision
+    predicted_step_s: float | None = None
+    """Seconds of a step under it, if the planner has said."""
+
+
+class Resumed(NamedTuple):
+    """For the report: every member of the epoch computes again."""
+
+    epoch: int
+    installed: tuple[Installed, ...]
+
+
+class End(NamedTuple):
+    """The job cannot go on."""
+
+    reason: str
+    worker: int | None = None
+    """The worker whose own error it is."""
+    orphans: tuple[int, ...] = ()
+    """Blocks of which no copy is left, if that is why."""
+
+
+class Note(NamedTuple):
+    """Something was ignored or refused, and why."""
+
+    text: str
+
+
+CoordinatorEffect = (
+    Persist | Send | TellAddresses | FindCheckpoint | PlanRecovery | NewEpoch | Decided | Resumed | End | Note
+)

@@ -1,0 +1,119 @@
+"""What every driver of the coordinator's machine does with effects."""
+
+from tests.protocol.machines import FIVE, registered, report, started, suspicion, vote
+
+from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.coordinator_table import State
+from elaswave.protocol.decisions import plan_survivors
+from elaswave.protocol.driver import CoordinatorDriver
+from elaswave.protocol.events import PendingWork, PlanRecovery
+from elaswave.sim.protocol.job import model_of
+
+
+class WritingDriver(CoordinatorDriver):
+    """Writes down what it is asked to do; its planner answers when the test lets it."""
+
+    def __init__(self) -> None:
+        self.core = started(FIVE, Coordinator)
+        self.done: list[str] = []
+        self.question: PlanRecovery | None = None
+        self.pending_asked: list[tuple[int, bool]] = []
+
+    def now_s(self):
+        return 0.0
+
+    def persist(self, record):
+        self.done.append(f"persist {type(record).__name__}")
+
+    def send(self, worker, message):
+        self.done.append(f"send {type(message).__name__} to {worker}")
+
+    def tell_addresses(self, addresses):
+        self.done.append(f"tell {len(addresses)} addresses")
+
+    def find_checkpoint(self):
+        self.done.append("find a checkpoint")
+
+    def plan_recovery(self, question):
+        self.done.append(f"plan {question.sequence}")
+        self.question = question
+
+    def pending_work(self, step, asked):
+        self.pending_asked.append((step, asked))
+        return PendingWork(evaluate=True, checkpoint=asked, published=step)
+
+    def on_new_epoch(self, effect):
+        self.done.append(f"show epoch {effect.epoch}")
+
+    def on_decided(self, effect):
+        self.done.append(f"show decision {effect.decision.epoch}")
+
+    def on_resumed(self, effect):
+        self.done.append(f"show that epoch {effect.epoch} goes on")
+
+    def on_end(self, effect):
+        self.done.append("end")
+
+    def note(self, effect):
+        self.done.append("note")
+
+
+def planning(**options) -> WritingDriver:
+    driver = WritingDriver()
+    driver.feed(suspicion(1))
+    for worker in driver.core.members:
+        driver.feed(report(worker, 2, job=FIVE, **options))
+    assert driver.core.state is State.PLANNING
+    driver.done.clear()
+    return driver
+
+
+def test_effects_are_carried_out_in_their_order():
+    driver = WritingDriver()
+    driver.feed(registered(0))
+    driver.feed(suspicion(1))
+    for worker in driver.core.members:
+        driver.feed(report(worker, 2, job=FIVE))
+    assert driver.done == [
+        "tell 5 addresses",
+        "persist NewEpochRecord",
+        *(f"send Prepare to {worker}" for worker in (0, 2, 3, 4)),
+        "send Fenced to 1",
+        "show epoch 2",
+        "plan 1",
+    ]
+
+
+def test_an_answer_brings_the_work_that_is_pending_when_it_comes():
+    driver = planning(evidence=vote(2, checkpoint=2), step=3)
+    assert driver.question is not None
+    assert not driver.pending_asked, "a checkpoint may become durable while the planner is busy"
+    driver.answer_plan(driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1))
+    assert driver.pending_asked == [(2, True)]
+    assert driver.core.decision is not None and driver.core.decision.checkpoint and driver.core.decision.evaluate
+    assert driver.done[0] == "persist Decision" and driver.done[-1] == "show decision 2"
+
+
+def test_without_a_request_no_checkpoint_is_asked_for():
+    driver = planning(evidence=vote(2, checkpoint=1), step=3)
+    assert driver.question is not None
+    driver.answer_plan(driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1))
+    assert driver.pending_asked == [(2, False)]
+
+
+def test_a_planner_that_fails_is_answered_for():
+    driver = planning()
+    assert driver.question is not None
+    driver.answer_plan(driver.question, "no recovery is planned within 10 s")
+    assert driver.core.state is State.TRAINING
+    assert driver.core.decision is not None
+    assert driver.core.decision.plan == "no recovery is planned within 10 s: survivors keep their stages"
+
+
+def test_other_effects():
+    driver = planning()
+    driver.feed(suspicion(9))
+    assert driver.done == ["note"]
+    for worker in (2, 3, 4, 0):
+        driver.feed(suspicion(worker))
+    assert driver.done[-1] == "end"
