@@ -8,7 +8,7 @@ from tests.integration.jobs import QuietReporter, run_job
 
 from elaswave.control import checkpoints
 from elaswave.control.launcher import _way_on
-from elaswave.control.recorder import Books
+from elaswave.control.recorder import RunRecorder
 from elaswave.errors import CheckpointError
 from elaswave.state.checkpoint_format import WrittenItem
 from elaswave.worker import shard_writer
@@ -70,9 +70,9 @@ def test_a_loss_after_the_part_was_written_keeps_the_checkpoint(
 def test_checkpoints_that_cannot_be_listed_do_not_hide_why_a_job_has_ended(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to("checkpoints")
-    books = Books.__new__(Books)
-    books._run_dir = tmp_path / "run"
-    for said in (books.advice(), _way_on(tmp_path / "run")):
+    recorder = RunRecorder.__new__(RunRecorder)
+    recorder._run_dir = tmp_path / "run"
+    for said in (recorder.advice(), _way_on(tmp_path / "run")):
         assert "cannot list the checkpoints" in said and "--overwrite" not in said
 
 

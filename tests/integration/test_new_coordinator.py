@@ -16,7 +16,7 @@ from elaswave.control import coordinator, launcher
 from elaswave.control.agent_messages import ShowEvaluation, ShowText
 from elaswave.control.checkpoints import Checkpoints
 from elaswave.control.coordinator import AGENT, CoordinatorProcess, CoordinatorSetup
-from elaswave.control.recorder import Books
+from elaswave.control.recorder import RunRecorder
 from elaswave.errors import RecoveryError, StoppedBySignalError
 from elaswave.protocol import events
 from elaswave.protocol.detection import Detector
@@ -52,15 +52,15 @@ def test_a_worker_that_never_finds_the_new_coordinator_is_lost(tmp_path: Path, m
 def test_a_coordinator_that_dies_with_the_last_word_on_its_lips(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    close, died = Books.close, tmp_path / "died"
+    close, died = RunRecorder.close, tmp_path / "died"
 
-    def close_and_die(self: Books, *arguments: object) -> None:
+    def close_and_die(self: RunRecorder, *arguments: object) -> None:
         close(self, *arguments)  # type: ignore[arg-type]
         if not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(Books, "close", close_and_die)
+    monkeypatch.setattr(RunRecorder, "close", close_and_die)
     job = run_job(tmp_path / "run", {"run.steps": 3})
     assert died.exists()
     assert job.result.steps == 3
@@ -178,7 +178,13 @@ def dies_once_after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, m
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(Books, "finish"), (Checkpoints, "part"), (Books, "ready"), (Detector, "link_lost"), (Books, "step")],
+    [
+        (RunRecorder, "finish"),
+        (Checkpoints, "part"),
+        (RunRecorder, "ready"),
+        (Detector, "link_lost"),
+        (RunRecorder, "step"),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_what_a_coordinator_has_acknowledged_does_not_die_with_it(
