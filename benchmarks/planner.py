@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 from harness import machine, print_header
 
+from elaswave.config.presets import device_preset, model_shape
 from elaswave.costs.analytic import analytic_costs, preset_cluster
 from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.presets import device_preset, model_shape
 from elaswave.planning.fault_free import fault_free
 from elaswave.planning.planner import plan
 

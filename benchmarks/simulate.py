@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from elaswave.config.presets import device_preset, model_shape
 from elaswave.costs.analytic import analytic_costs, preset_cluster
-from elaswave.costs.presets import device_preset, model_shape
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.planning.planner import plan
 from elaswave.planning.policies import POLICIES

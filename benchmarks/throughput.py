@@ -22,10 +22,10 @@ from typing import Any
 from harness import machine, print_header
 
 from elaswave.cli.cluster_options import choose_lost
+from elaswave.config.presets import catalog, device_preset, model_shape
 from elaswave.costs.analytic import analytic_costs, preset_cluster
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.presets import DEVICES, MODELS, device_preset, model_shape
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.fault_free import fastest_fault_free
 from elaswave.planning.memory_limits import time_within_memory
@@ -85,8 +85,12 @@ class Setting:
 def main() -> int:
     """Runs the benchmark; the exit code is 1 if a target was missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["llama-2-7b", "llama-2-13b", "llama-2-34b"], choices=MODELS)
-    parser.add_argument("--device", default="h200", choices=DEVICES, help="its costs and memory; nothing is needed")
+    parser.add_argument(
+        "--models", nargs="+", default=["llama-2-7b", "llama-2-13b", "llama-2-34b"], choices=catalog().models
+    )
+    parser.add_argument(
+        "--device", default="h200", choices=catalog().devices, help="its costs and memory; nothing is needed"
+    )
     parser.add_argument("--layouts", nargs="+", default=["12x8", "24x4", "6x16"], help="replicas x stages, 96 together")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16, 32], help="per replica")
     parser.add_argument("--lost", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6])

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 from harness import configuration, machine, print_header
 
+from elaswave.config.presets import model_shape
 from elaswave.control.launcher import train
-from elaswave.costs.presets import model_shape
 from elaswave.faults.injection import parse_faults
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import EpochRecord, Result

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import click
 
+from elaswave.config.presets import catalog, device_preset, link_preset, model_shape
 from elaswave.costs.analytic import analytic_costs, preset_cluster
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.presets import DEVICES, LINKS, MODELS, device_preset, link_preset, model_shape
 from elaswave.costs.schedules import SCHEDULES, Schedule
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.planning.fault_free import fastest_fault_free, fault_free
@@ -58,6 +58,12 @@ POSITIVE = _Number("a number above 0", min=0, min_open=True)
 NOT_NEGATIVE = _Number("a number of at least 0", min=0)
 SHARE = _Number("a number above 0 and at most 1", min=0, min_open=True, max=1)
 
+
+def _known(kind: str) -> str:
+    """The package's presets of a kind, for a help text."""
+    return f"{', '.join(getattr(catalog(), kind))}, or a .toml file"
+
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _OPTIONS = (
@@ -67,8 +73,8 @@ _OPTIONS = (
         type=click.IntRange(min=1),
         help=f"Pipeline stages; workers / stages is the number of replicas.  [default: {DEFAULT_STAGES}]",
     ),
-    click.option("--model", metavar="NAME", help=f"{', '.join(MODELS)}.  [default: {DEFAULT_MODEL}]"),
-    click.option("--device", metavar="NAME", help=f"{', '.join(DEVICES)}.  [default: {DEFAULT_DEVICE}]"),
+    click.option("--model", metavar="NAME|FILE", help=f"{_known('models')}.  [default: {DEFAULT_MODEL}]"),
+    click.option("--device", metavar="NAME|FILE", help=f"{_known('devices')}.  [default: {DEFAULT_DEVICE}]"),
     click.option(
         "--microbatches",
         type=click.IntRange(min=1),
@@ -85,8 +91,8 @@ _OPTIONS = (
     click.option(
         "--efficiency", type=SHARE, metavar="F", help="Share of the peak that is reached.  [default: the device's]"
     ),
-    click.option("--within-node", metavar="LINK", help=f"{', '.join(LINKS)}.  [default: the device's]"),
-    click.option("--between-nodes", metavar="LINK", help="The same, between machines.  [default: the device's]"),
+    click.option("--within-node", metavar="LINK|FILE", help=f"{_known('links')}.  [default: the device's]"),
+    click.option("--between-nodes", metavar="LINK|FILE", help="The same, between machines.  [default: the device's]"),
     click.option(
         "--power-limit-kw", type=POSITIVE, metavar="KW", help="Of all workers together.  [default: their base level's]"
     ),
@@ -221,8 +227,8 @@ def describe_machines(options: ClusterOptions, *, num_workers: int, num_stages: 
     """
     shape = model_shape(options.model or DEFAULT_MODEL)
     preset = device_preset(options.device or DEFAULT_DEVICE)
-    within_node = link_preset(options.within_node or preset.within_node).link
-    between_nodes = link_preset(options.between_nodes or preset.between_nodes).link
+    within_node = link_preset(options.within_node).link if options.within_node else None
+    between_nodes = link_preset(options.between_nodes).link if options.between_nodes else None
     tensor_parallel = options.tensor_parallel or 1
     try:
         cluster = preset_cluster(

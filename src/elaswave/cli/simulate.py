@@ -25,9 +25,9 @@ from elaswave.cli.cluster_options import (
 from elaswave.cli.layout_table import as_json
 from elaswave.cli.tables import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.cli.waiting import Waiting
+from elaswave.config.presets import device_preset, model_shape
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
-from elaswave.costs.presets import device_preset, model_shape
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import DataError, InfeasiblePlan, UsageError

@@ -5,29 +5,55 @@ same index would be done. So a run's model has as many blocks as the described o
 tiny model: what a described link would take is not emulated.
 """
 
-from typing import TYPE_CHECKING
-
 import msgspec
 import numpy as np
 
-from elaswave.config.costs import layer_costs
-from elaswave.costs.analytic import USABLE_MEMORY, analytic_costs
+from elaswave.config.presets import device_preset, model_shape
+from elaswave.config.schema import Config
+from elaswave.costs.analytic import USABLE_MEMORY, analytic_costs, multiplications
 from elaswave.costs.layers import Costs, LayerCosts
 from elaswave.costs.machines import Cluster, Device, NetworkLink
-from elaswave.costs.presets import device_preset, model_shape
-
-if TYPE_CHECKING:
-    from elaswave.config.schema import Config
+from elaswave.costs.presets import ModelShape
 
 REAL_LINK = NetworkLink(bandwidth_bytes_per_s=2e9, latency_s=0.0)
 """Between processes of one machine, as measured; their latency is in the step's overhead."""
 CPU = Device(name="cpu", flops_per_s=1e11, memory_bytes=1e15, source="not described; its memory is not planned with")
 """Stands for the processor that a worker really runs on: costs are measured there, so only speeds' ratios count."""
 
+_SLOTS = {"adamw": 2, "sgd": 1}
 _SECONDS = ("forward_s", "input_gradient_s", "weight_gradient_s")
 
 
-def emulated_costs(config: "Config") -> Costs:
+def shape_of(config: Config) -> ModelShape:
+    """Sizes of a run's model."""
+    model = config.model
+    usual = 4 * model.hidden_size if model.family == "gpt" else 8 * model.hidden_size // 3
+    return ModelShape(
+        name=f"{model.family} of {model.num_layers} blocks of hidden size {model.hidden_size}",
+        family=model.family,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads or model.num_heads,
+        intermediate_size=model.intermediate_size or usual,
+        vocab_size=config.data.resolved_vocab_size,
+        context_length=model.context_length,
+        source="the run's configuration",
+    )
+
+
+def element_bytes(config: Config) -> int:
+    """Of an element of parameters and activations."""
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def state_bytes(config: Config) -> int:
+    """Of masters and optimizer slots, per parameter: slots are float32, and so is a master, which is the parameter
+    itself where workers compute in float32."""
+    return 4 * _SLOTS[config.optimizer.name] + (0 if config.model.dtype == "float32" else 4)
+
+
+def emulated_costs(config: Config) -> Costs:
     """Costs of the described model on the described device, one micro-batch of one sample, in seconds as emulated.
 
     Args:
@@ -49,12 +75,12 @@ def emulated_costs(config: "Config") -> Costs:
     return Costs(layers=layers, step_overhead_s=0.0, source=source)
 
 
-def estimated_costs(config: "Config") -> Costs:
+def estimated_costs(config: Config) -> Costs:
     """Costs of the run's own layers as far as they are known before anything is measured: only shares of time count.
 
     Bytes are left at 0: what a process of this machine needs is not planned with.
     """
-    estimates = layer_costs(config.model, config.data.resolved_vocab_size)
+    estimates = multiplications(shape_of(config))
     layers = tuple(
         LayerCosts(
             name=f"layer {index}",
@@ -72,17 +98,17 @@ def estimated_costs(config: "Config") -> Costs:
     return Costs(layers=layers, source="estimated from the sizes of the layers")
 
 
-def device_of(config: "Config") -> Device:
+def device_of(config: Config) -> Device:
     """What every worker of a run computes on."""
     return device_preset(config.device.name).device if config.device.kind == "emulated" else CPU
 
 
-def base_level(config: "Config") -> int:
+def base_level(config: Config) -> int:
     """Index of the frequency level that workers begin at."""
     return device_of(config).base_level
 
 
-def cluster_of(config: "Config") -> Cluster:
+def cluster_of(config: Config) -> Cluster:
     """The workers of a resolved configuration, as the planner sees them.
 
     Together they may draw what they draw at their base level; who is lost leaves power for the others' clocks.

@@ -4,7 +4,6 @@ All problems of all sources are found and raised together. Only the TOML file is
 """
 
 import os
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +13,10 @@ import msgspec
 
 from elaswave.config.checks import check_values, shown, unknown_section
 from elaswave.config.format import FORMAT_KEY, GONE_KEYS, format_problem, upgraded
+from elaswave.config.layout import resolve
 from elaswave.config.rules import SHAPE_KEYS, broken_rules
 from elaswave.config.schema import SECTIONS, Config
+from elaswave.config.toml import read_toml
 from elaswave.errors import ConfigError
 from elaswave.planning.layout import resolve_widths
 
@@ -53,7 +54,7 @@ def load_config(
     problems: list[str] = []
     sources: list[Values] = []
     if path is not None:
-        sources.append(_in_this_format(_read_toml(path), path, problems, reads_old_format=reads_old_format))
+        sources.append(_in_this_format(read_toml(path), path, problems, reads_old_format=reads_old_format))
     sources.append(_parse_overrides(overrides, problems))
 
     values: Values = base.to_dict() if base is not None else {}
@@ -108,22 +109,7 @@ def build_config(values: Mapping[str, Any], *, workers: int | None = None, probl
     if found:
         raise ConfigError(found)
     config = Config(**{name: struct(**sections[name]) for name, struct in SECTIONS.items()})  # type: ignore[arg-type]
-    return config.resolve(workers)
-
-
-def _read_toml(path: Path) -> Values:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        # "Expected '=' after a key in a key/value pair (at line 3, column 7)"
-        message, _, place = str(error).partition(" (at ")
-        line = re.search(r"line (\d+)", place)
-        where = f"{path}, line {line.group(1)}" if line else f"{path}, at its end"
-        raise ConfigError([f"{where}: this is not TOML: {message}"]) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError([f"{path}: byte {error.start} is not UTF-8; a configuration is a text file"]) from error
-    except OSError as error:
-        raise ConfigError([f"{path}: cannot be read: {error.strerror}; give the path of a TOML file"]) from error
+    return resolve(config, workers)
 
 
 def _in_this_format(values: Values, path: Path, problems: list[str], *, reads_old_format: bool) -> Values:

@@ -7,13 +7,13 @@ activations of the micro-batches in flight, without temporary values, receive bu
 """
 
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from elaswave.config.schema import Config
-
-_SLOTS = {"adamw": 2, "sgd": 1}
-"""float32 states per parameter."""
+from elaswave.config.devices import element_bytes, shape_of, state_bytes
+from elaswave.config.schema import Config
+from elaswave.costs.analytic import ACCUMULATOR_BYTES
+from elaswave.costs.layers import Costs, LayerCosts
+from elaswave.costs.memory import MemoryModel
 
 
 class Memory(NamedTuple):
@@ -33,33 +33,24 @@ class Memory(NamedTuple):
         return self.parameters + self.sums + self.optimizer + self.activations
 
 
-def least_memory(config: "Config") -> Memory:
+def least_memory(config: Config) -> Memory:
     """What a run needs at least.
 
     Args:
         config: with its layout resolved.
     """
-    layers = _layer_parameters(config)
-    number = 4 if config.model.dtype == "float32" else 2
-    rows = config.batch.microbatch_size * config.model.context_length
-    vocabulary = config.data.resolved_vocab_size
-    widths, num_stages = config.widths, len(config.widths)
-    num_copies = 1 + min(config.elastic.num_followers, sum(widths) - 1)
-    # Masters of layers that a worker computes in float32 are views of its parameters.
-    states = 4 * _SLOTS[config.optimizer.name] + (0 if number == 4 else 4)
+    costs, widths, num_stages = _least_costs(config), config.widths, len(config.widths)
+    copies = 1 + min(config.elastic.num_followers, sum(widths) - 1)
     total, fullest = 0, Memory(0, 0, 0, 0, 0, 0)
     for stage, (start, stop) in enumerate(pairwise(accumulate(config.layers_per_stage, initial=0))):
-        num_parameters = sum(layers[start:stop])
-        num_blocks = sum(0 < layer < len(layers) - 1 for layer in range(start, stop))
         in_flight = min(-(-config.batch.num_microbatches // widths[stage]), num_stages - stage)
-        per_block = config.model.hidden_size * (1 if config.model.recompute else 5)
-        outputs = num_blocks * per_block + (vocabulary if stop == len(layers) else 0)
+        parts = MemoryModel.of_width(costs, widths[stage], copies).parts(start, stop, in_flight)
         found = Memory(
-            num_parameters=sum(layers),
-            parameters=num_parameters * number,
-            sums=num_parameters * (8 if config.elastic.consistency == "bitwise" else 4),
-            optimizer=num_parameters * states * num_copies // widths[stage],
-            activations=in_flight * rows * outputs * number,
+            num_parameters=shape_of(config).num_parameters,
+            parameters=round(parts.parameters),
+            sums=round(parts.sums),
+            optimizer=round(parts.state),
+            activations=round(parts.activations),
             total=0,
         )
         total += found.worker * widths[stage]
@@ -67,22 +58,26 @@ def least_memory(config: "Config") -> Memory:
     return fullest._replace(total=total)
 
 
-def _layer_parameters(config: "Config") -> list[int]:
-    """Parameters of each layer, embedding first and head last; vectors (norms, biases) are left out."""
-    model, vocabulary = config.model, config.data.resolved_vocab_size
-    hidden_size = model.hidden_size
-    if model.family == "llama":
-        keys_and_values = 2 * hidden_size * (model.num_kv_heads or model.num_heads) * (hidden_size // model.num_heads)
-        block = (
-            2 * hidden_size * hidden_size
-            + keys_and_values
-            + 3 * hidden_size * (model.intermediate_size or 8 * hidden_size // 3)
+def _least_costs(config: Config) -> Costs:
+    """Bytes of the run's layers, at least: of a block's activations only what every kernel keeps."""
+    shape, size = shape_of(config), element_bytes(config)
+    rows = config.batch.microbatch_size * shape.context_length
+    block = shape.hidden_size * (1 if config.model.recompute else 5)
+
+    def layer(num_parameters: int, kept: int) -> LayerCosts:
+        return LayerCosts(
+            forward_s=0.0,
+            input_gradient_s=0.0,
+            weight_gradient_s=0.0,
+            parameter_bytes=float(num_parameters * size),
+            accumulator_bytes=float(num_parameters * ACCUMULATOR_BYTES[config.elastic.consistency]),
+            optimizer_bytes=float(num_parameters * state_bytes(config)),
+            activation_bytes=float(rows * kept * size),
+            boundary_bytes=0.0,
         )
-        embedding = vocabulary * hidden_size
-    else:
-        block = 12 * hidden_size * hidden_size
-        embedding = (vocabulary + model.context_length) * hidden_size
-    return [embedding, *[block] * model.num_layers, vocabulary * hidden_size]
+
+    blocks = (layer(shape.block_parameters, block),) * shape.num_layers
+    return Costs(layers=(layer(shape.embedding_parameters, 0), *blocks, layer(shape.head_parameters, shape.vocab_size)))
 
 
 def memory_problem(memory: Memory, available: int, source: str) -> str | None:

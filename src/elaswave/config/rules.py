@@ -7,7 +7,7 @@ configuration is listed and none is listed only because of another.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from elaswave.costs.presets import DEVICES, MODELS
+from elaswave.config.presets import catalog
 from elaswave.errors import ConfigError
 from elaswave.planning.layout import layout_problems, resolve_widths
 
@@ -131,21 +131,22 @@ def _enough_workers(min_workers: int, widths: tuple[int, ...]) -> str | None:
 
 
 def _described_model_is_known(kind: str, name: str) -> str | None:
-    if kind == "emulated" and name not in MODELS:
-        return f'device.model: "{name}" is not described; choose one of {", ".join(MODELS)}'
+    if kind == "emulated" and name not in (known := catalog().models):
+        return f'device.model: "{name}" is not described; choose one of {", ".join(known)}'
     return None
 
 
 def _described_device_is_known(kind: str, name: str) -> str | None:
-    if kind == "emulated" and name not in DEVICES:
-        return f'device.name: "{name}" is not described; choose one of {", ".join(DEVICES)}'
+    if kind == "emulated" and name not in (known := catalog().devices):
+        return f'device.name: "{name}" is not described; choose one of {", ".join(known)}'
     return None
 
 
 def _as_many_blocks_as_described(kind: str, name: str, num_layers: int) -> str | None:
-    if kind != "emulated" or name not in MODELS or MODELS[name].num_layers == num_layers:
+    described = catalog().models.get(name) if kind == "emulated" else None
+    if described is None or described.num_layers == num_layers:
         return None
-    needed = MODELS[name].num_layers
+    needed = described.num_layers
     return f"model.num_layers: {num_layers}, but device.model = {name} has {needed} blocks; set it to {needed}"
 
 

@@ -5,20 +5,16 @@ configuration object that exists is valid. Rules between keys stand in ``rules``
 written to a file. This module reads no file and no environment.
 """
 
-from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from elaswave.config.checks import check_values, shown
-from elaswave.config.costs import layer_costs
-from elaswave.config.devices import emulated_costs
 from elaswave.config.format import FORMAT, FORMAT_KEY
 from elaswave.config.rules import broken_rules
 from elaswave.config.toml import toml_document
 from elaswave.errors import ConfigError
-from elaswave.planning.layout import partition_layers, resolve_widths
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
@@ -275,27 +271,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         problems = problems or broken_rules(self.flat())
         if problems:
             raise ConfigError(problems)
-
-    def resolve(self, workers: int | None = None) -> "Config":
-        """The same configuration with its layout written out: ``layout.widths`` and ``layout.layers`` are set.
-
-        Args:
-            workers: number of workers that the layout must have; decides the layout where none is given.
-        Raises:
-            ConfigError: lists why no such layout exists.
-        """
-        given = self.layout
-        widths = resolve_widths(given.stages, given.replicas, given.widths, workers)
-        shape = msgspec.structs.replace(given, stages=None, replicas=None, widths=widths)
-        config = msgspec.structs.replace(self, layout=shape)
-        if shape.layers is not None:
-            return config
-        costs = layer_costs(self.model, self.data.resolved_vocab_size)
-        if self.device.kind == "emulated":
-            prefix = emulated_costs(self).prefix["busy_s"]
-            costs = tuple(float(after - before) for before, after in pairwise(prefix))
-        layers = partition_layers(costs, widths)
-        return msgspec.structs.replace(config, layout=msgspec.structs.replace(shape, layers=layers))
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -1,9 +1,47 @@
-"""Writes the few kinds of TOML values that a configuration holds. Reading is ``tomllib``'s; nothing else is written."""
+"""Reads TOML files, with errors that name the line; writes the few kinds of TOML values that a configuration holds."""
 
+import re
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from elaswave.errors import ConfigError
+
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file holds.
+
+    Raises:
+        ConfigError: a file that cannot be read, or is not TOML; names the line.
+    """
+    try:
+        return parse_toml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: byte {error.start} is not UTF-8; a configuration is a text file"]) from error
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}; give the path of a TOML file"]) from error
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """What a text of TOML says.
+
+    Args:
+        text: of a file.
+        where: its name, for the message.
+    Raises:
+        ConfigError: it is not TOML; names the line.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        # "Expected '=' after a key in a key/value pair (at line 3, column 7)"
+        message, _, place = str(error).partition(" (at ")
+        line = re.search(r"line (\d+)", place)
+        place = f"{where}, line {line.group(1)}" if line else f"{where}, at its end"
+        raise ConfigError([f"{place}: this is not TOML: {message}"]) from error
 
 
 def toml_value(value: Any) -> str:

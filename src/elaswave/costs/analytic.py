@@ -16,7 +16,7 @@ import msgspec
 
 from elaswave.costs.layers import Costs, LayerCosts
 from elaswave.costs.machines import Cluster, Device, NetworkLink
-from elaswave.costs.presets import DevicePreset, ModelShape, link_preset
+from elaswave.costs.presets import DevicePreset, ModelShape
 
 PARAMETER_BYTES = 2
 """bfloat16."""
@@ -74,23 +74,14 @@ def layer_work(
         activation_bytes=8.0 * tokens,
         boundary_bytes=boundary_bytes,
     )
-    kv_width = shape.num_kv_heads * (shape.hidden_size // shape.num_heads)
-    num_matrices = 3 if shape.family == "llama" else 2
-    products = (
-        2.0
-        * tokens
-        * (
-            2 * shape.hidden_size * (shape.hidden_size + kv_width)
-            + num_matrices * shape.hidden_size * shape.intermediate_size
-        )
-    )
+    products = 2.0 * tokens * shape.block_products
     # Scores and their product with the values: 2 x 2 operations per pair of tokens, of which a causal mask leaves half.
     attention = 2.0 * tokens * shape.context_length * shape.hidden_size
     forward_flops = products + attention
     # Kept per token: the input and the middle of the stream, both norms' results, queries, keys, values, attention's
     # result; of the feed-forward what goes into and comes out of its activation, and for a gate the other factor and
     # the product too.
-    kept = 6 * shape.hidden_size + 2 * kv_width + (4 if shape.family == "llama" else 2) * shape.intermediate_size
+    kept = 6 * shape.hidden_size + 2 * shape.kv_size + (4 if shape.family == "llama" else 2) * shape.intermediate_size
     block = LayerWork(
         name="block",
         forward_flops=forward_flops,
@@ -114,6 +105,20 @@ def layer_work(
     )
     blocks = tuple(msgspec.structs.replace(block, name=f"block.{index}") for index in range(shape.num_layers))
     return (embedding, *blocks, head)
+
+
+def multiplications(shape: ModelShape) -> tuple[float, ...]:
+    """Work of each layer per token, embedding first and head last: by this layers are dealt to stages where no device
+    is described. Only ratios count. Attention's scores are taken as a plain kernel computes them, all of them.
+
+    Args:
+        shape: sizes of the model.
+    Returns:
+        Multiplications of a forward pass for one token, ``num_layers + 2`` of them.
+    """
+    block = float(shape.block_products + 2 * shape.context_length * shape.hidden_size)
+    # A look-up moves a row; the head is one matrix.
+    return (float(shape.hidden_size), *[block] * shape.num_layers, float(shape.hidden_size * shape.vocab_size))
 
 
 def analytic_costs(
@@ -153,8 +158,8 @@ def analytic_costs(
     efficiency = preset.efficiency if efficiency is None else efficiency
     if not 0 < efficiency <= 1:
         raise ValueError(f"efficiency is {efficiency}, needed: above 0, at most 1")
-    within_node = within_node or link_preset(preset.within_node).link
-    between_nodes = between_nodes or link_preset(preset.between_nodes).link
+    within_node = within_node or preset.within_node.link
+    between_nodes = between_nodes or preset.between_nodes.link
     flops_per_s = preset.device.flops_per_s * efficiency * tensor_parallel
     bytes_per_s = preset.memory_bandwidth_bytes_per_s * tensor_parallel
     work = layer_work(shape, microbatch_size=microbatch_size, recompute=recompute)
@@ -291,8 +296,8 @@ def preset_cluster(
     cluster = Cluster.uniform(
         num_workers,
         group,
-        within_node=_widened(within_node or link_preset(preset.within_node).link, tensor_parallel),
-        between_nodes=_widened(between_nodes or link_preset(preset.between_nodes).link, tensor_parallel),
+        within_node=_widened(within_node or preset.within_node.link, tensor_parallel),
+        between_nodes=_widened(between_nodes or preset.between_nodes.link, tensor_parallel),
         workers_per_node=workers_per_node,
     )
     if power_limit_w is None:

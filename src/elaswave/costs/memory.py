@@ -11,7 +11,7 @@ makes, temporary values; the share of a device's memory that training may not fi
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -40,6 +40,22 @@ class HeldLayers(Protocol):
         """Number of workers."""
 
 
+class MemoryParts(NamedTuple):
+    """Bytes of one worker, by what takes them."""
+
+    parameters: float
+    sums: float
+    """Of gradients."""
+    state: float
+    """Its slices of masters and optimizer slots, followed ones included."""
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All together."""
+        return sum(self)
+
+
 class MemoryModel:
     """Bytes of a worker by the layers that it holds.
 
@@ -58,8 +74,9 @@ class MemoryModel:
             state = np.concatenate([[0.0], np.cumsum(np.diff(state) * state_share)])
         else:
             state = state * state_share
-        self._sent = self._parameters + state
-        self._fixed = self._parameters + prefix["accumulator_bytes"] + state
+        self._sums = prefix["accumulator_bytes"]
+        self._state = state
+        self._fixed = self._parameters + self._sums + state
 
     @classmethod
     def of_stages(cls, costs: Costs, stages: Sequence[HeldLayers], followers: int) -> "MemoryModel":
@@ -86,6 +103,13 @@ class MemoryModel:
         """
         return cls(costs, copies / holders)
 
+    def parts(self, start: int, stop: int, in_flight: int) -> MemoryParts:
+        """Of one worker that holds layers [start, stop) and so many micro-batches in flight."""
+        parameters, sums, state, activations = (
+            float(sums[stop] - sums[start]) for sums in (self._parameters, self._sums, self._state, self._activations)
+        )
+        return MemoryParts(parameters, sums, state, activations * in_flight)
+
     def fixed_bytes(self, start: int | np.ndarray, stop: int | np.ndarray) -> np.ndarray:
         """Of layers [start, stop) with nothing in flight; one entry for each pair."""
         return np.asarray(self._fixed[stop] - self._fixed[start])
@@ -96,7 +120,8 @@ class MemoryModel:
 
     def sent_bytes(self, start: int, stop: int) -> float:
         """What a worker has to be sent to take up layers [start, stop): parameters, and its slices of state."""
-        return float(self._sent[stop] - self._sent[start])
+        sent = self._parameters + self._state
+        return float(sent[stop] - sent[start])
 
     def totals(self, in_flight: int) -> np.ndarray:
         """With so many micro-batches in flight, as sums over the layers before each one: float64 [num_layers + 1]."""

@@ -13,12 +13,20 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from elaswave.config.devices import REAL_LINK, base_level, cluster_of, device_of, emulated_costs
+from elaswave.config.devices import (
+    REAL_LINK,
+    base_level,
+    cluster_of,
+    device_of,
+    element_bytes,
+    emulated_costs,
+    shape_of,
+    state_bytes,
+)
 from elaswave.config.schema import Config
-from elaswave.costs.analytic import USABLE_MEMORY, analytic_shares
+from elaswave.costs.analytic import ACCUMULATOR_BYTES, USABLE_MEMORY, analytic_shares
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
-from elaswave.costs.presets import ModelShape
 from elaswave.costs.profiled import CostMeter, prediction_error
 from elaswave.costs.schedules import Schedule, bounds_within
 from elaswave.costs.step_time.exact import time_programs
@@ -37,9 +45,6 @@ from elaswave.observability.run_folder import saved_config
 from elaswave.observability.summary import NUM_WARM_UP_STEPS
 from elaswave.planning.programs import compile_programs
 from elaswave.types import Layout
-
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
-_OPTIMIZER_BYTES = {"adamw": 12, "sgd": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,44 +164,24 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
     )
 
 
-def shape_of(config: Config) -> ModelShape:
-    """Sizes of a run's model."""
-    model = config.model
-    intermediate_size = (
-        4 * model.hidden_size if model.family == "gpt" else model.intermediate_size or 8 * model.hidden_size // 3
-    )
-    return ModelShape(
-        name=f"{model.family} of {model.num_layers} blocks of hidden size {model.hidden_size}",
-        family=model.family,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads or model.num_heads,
-        intermediate_size=intermediate_size,
-        vocab_size=config.data.resolved_vocab_size,
-        context_length=model.context_length,
-        source="the run's configuration",
-    )
-
-
 def _described(config: Config, chosen: LayoutChosen) -> Costs:
     """Bytes and shares of seconds of the run's layers; parameters as the log counts them."""
-    element_bytes = _ELEMENT_BYTES[config.model.dtype]
+    size = element_bytes(config)
     costs = analytic_shares(
         shape_of(config),
         microbatch_size=config.batch.microbatch_size,
         consistency=config.elastic.consistency,
         recompute=config.model.recompute,
-        parameter_bytes=element_bytes,
-        optimizer_bytes=_OPTIMIZER_BYTES[config.optimizer.name],
+        parameter_bytes=size,
+        optimizer_bytes=state_bytes(config),
     )
-    counted = chosen.layer_parameters or [round(layer.parameter_bytes / element_bytes) for layer in costs.layers]
+    counted = chosen.layer_parameters or [round(layer.parameter_bytes / size) for layer in costs.layers]
     layers = tuple(
         msgspec.structs.replace(
             layer,
-            parameter_bytes=float(number * element_bytes),
-            accumulator_bytes=float(number * (8 if config.elastic.consistency == "bitwise" else 4)),
-            optimizer_bytes=float(number * _OPTIMIZER_BYTES[config.optimizer.name]),
+            parameter_bytes=float(number * size),
+            accumulator_bytes=float(number * ACCUMULATOR_BYTES[config.elastic.consistency]),
+            optimizer_bytes=float(number * state_bytes(config)),
         )
         for layer, number in zip(costs.layers, counted, strict=True)
     )

@@ -12,7 +12,7 @@ from tests.unit.observability.test_run_costs import configuration, log_of, repor
 from elaswave.cli.cluster_options import ClusterOptions, choose_lost, describe_setting
 from elaswave.cli.main import main
 from elaswave.config.load import load_config
-from elaswave.costs.presets import DEVICES
+from elaswave.config.presets import device_preset
 from elaswave.observability.events import EventLog
 from elaswave.observability.run_folder import open_run_dir
 
@@ -145,7 +145,7 @@ def test_a_plan_for_a_run_on_emulated_devices_begins_at_the_base_level(capsys: A
                 log.write(event)
     found = document(capsys, "plan", str(folder), "--lose", "1")
     assert [stage["speed_levels"] for stage in found["before"]["stages"]] == [[1, 1], [1, 1]]
-    device = DEVICES["ascend-910b"].device
+    device = device_preset("ascend-910b").device
     assert 0 < found["plan"]["power_w"] <= 4 * device.levels[device.base_level].power_w
     restart = document(capsys, "plan", str(folder), "--lose", "1", "--policy", "full_restart")
     assert restart["after"]["pause_s"] == config.elastic.restart_s

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from elaswave.config.checks import expectation
-from elaswave.config.costs import layer_costs
+from elaswave.config.devices import shape_of
+from elaswave.config.layout import resolve
 from elaswave.config.load import build_config
 from elaswave.config.reference import field_docstrings, render
 from elaswave.config.rules import RULES
@@ -22,6 +23,7 @@ from elaswave.config.schema import (
     RunConfig,
 )
 from elaswave.config.toml import toml_value
+from elaswave.costs.analytic import multiplications
 from elaswave.errors import ConfigError
 
 
@@ -243,8 +245,8 @@ def test_the_layout_is_written_out(layout: dict[str, Any], workers: int | None, 
     assert config.widths == widths
     assert sum(config.layers_per_stage) == 6 and len(config.layers_per_stage) == len(widths)
     assert config.layout.stages is None and config.layout.replicas is None
-    assert config.resolve() == config
-    assert config.resolve(sum(widths)) == config
+    assert resolve(config) == config
+    assert resolve(config, sum(widths)) == config
 
 
 @pytest.mark.parametrize("layout", [{"stages": 2, "replicas": 2}, {"widths": [2, 2]}])
@@ -264,9 +266,9 @@ def test_given_layers_are_kept() -> None:
 
 def test_resolving_checks_what_was_left_open() -> None:
     config = Config(batch=BatchConfig(num_microbatches=2))
-    assert config.resolve().widths == (2, 2)
+    assert resolve(config).widths == (2, 2)
     with pytest.raises(ConfigError, match="wider than batch.num_microbatches = 2"):
-        config.resolve(6)
+        resolve(config, 6)
 
 
 def test_an_unresolved_layout_has_no_widths() -> None:
@@ -277,12 +279,14 @@ def test_an_unresolved_layout_has_no_widths() -> None:
 
 
 def test_costs_follow_the_sizes() -> None:
-    gpt = ModelConfig(hidden_size=64, context_length=16)
-    assert layer_costs(gpt, 256) == (64.0, *[12.0 * 64 * 64 + 2 * 16 * 64] * 4, 64.0 * 256)
-    wide = layer_costs(ModelConfig(family="llama", num_kv_heads=4, intermediate_size=512), 256)
-    narrow = layer_costs(ModelConfig(family="llama", num_kv_heads=1, intermediate_size=512), 256)
+    def costs(**sizes: Any) -> tuple[float, ...]:
+        return multiplications(shape_of(Config(model=ModelConfig(**sizes))))
+
+    assert costs(hidden_size=64, context_length=16) == (64.0, *[12.0 * 64 * 64 + 2 * 16 * 64] * 4, 64.0 * 256)
+    wide = costs(family="llama", num_kv_heads=4, intermediate_size=512)
+    narrow = costs(family="llama", num_kv_heads=1, intermediate_size=512)
     assert wide[1] - narrow[1] == 2 * 128 * 3 * 32
-    assert layer_costs(ModelConfig(family="llama"), 256)[1] > 0
+    assert costs(family="llama")[1] > 0
 
 
 def test_a_large_vocabulary_moves_layers_away_from_the_head() -> None:

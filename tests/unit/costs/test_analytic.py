@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from elaswave.config.presets import catalog
 from elaswave.costs.analytic import (
     ACCUMULATOR_BYTES,
     LayerWork,
@@ -12,19 +13,9 @@ from elaswave.costs.analytic import (
     preset_cluster,
 )
 from elaswave.costs.machines import NetworkLink
-from elaswave.costs.presets import (
-    DEVICES,
-    LINKS,
-    MODELS,
-    DevicePreset,
-    ModelShape,
-    device_preset,
-    frequency_levels,
-    link_preset,
-    model_shape,
-)
-from elaswave.errors import UsageError
+from elaswave.costs.presets import DevicePreset, ModelShape, frequency_levels
 
+DEVICES, LINKS, MODELS = catalog()
 SEVEN = MODELS["llama-2-7b"]
 A100 = DEVICES["a100"]
 
@@ -45,25 +36,6 @@ A100 = DEVICES["a100"]
 )
 def test_sizes_are_the_published_ones(name: str, published: int) -> None:
     assert MODELS[name].num_parameters == published
-
-
-def test_every_preset_names_its_source() -> None:
-    for shape in MODELS.values():
-        assert len(shape.source) > 20
-    for preset in DEVICES.values():
-        assert len(preset.device.source) > 40 and len(preset.efficiency_source) > 20
-        assert preset.within_node in LINKS and preset.between_nodes in LINKS
-    for link in LINKS.values():
-        assert len(link.source) > 20
-
-
-@pytest.mark.parametrize("look_up", [model_shape, device_preset, link_preset])
-def test_an_unknown_name_lists_what_there_is(look_up: object) -> None:
-    known = {model_shape: MODELS, device_preset: DEVICES, link_preset: LINKS}[look_up]  # type: ignore[index]
-    with pytest.raises(UsageError, match=f"'no-such'; choose one of {', '.join(known)}"):
-        look_up("no-such")  # type: ignore[operator]
-    for name in known:
-        assert look_up(name) is known[name]  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(

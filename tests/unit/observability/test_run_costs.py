@@ -5,10 +5,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elaswave.config.devices import base_level, device_of
+from elaswave.config.devices import base_level, device_of, shape_of
 from elaswave.config.load import load_config
+from elaswave.config.presets import model_shape
 from elaswave.config.schema import Config
-from elaswave.costs.presets import MODELS
 from elaswave.costs.profiled import ActionTiming
 from elaswave.errors import RunFolderError
 from elaswave.observability.events import (
@@ -18,7 +18,7 @@ from elaswave.observability.events import (
     StepCommitted,
     TimingsMeasured,
 )
-from elaswave.observability.run_costs import read_run_costs, run_costs, shape_of
+from elaswave.observability.run_costs import read_run_costs, run_costs
 from elaswave.planning.layout import make_layout
 
 LAYERS = (3, 3)
@@ -93,7 +93,7 @@ def test_costs_and_speeds_come_from_the_timings() -> None:
     assert found.costs.between("busy_s", 3, 6) == pytest.approx(0.18)
     assert found.cluster.speed.tolist() == pytest.approx([1, 1, 1, 0.8])
     assert found.costs.step_overhead_s == pytest.approx(0.1)
-    assert found.costs.layers[0].parameter_bytes == 40 and found.costs.layers[5].optimizer_bytes == 360
+    assert found.costs.layers[0].parameter_bytes == 40 and found.costs.layers[5].optimizer_bytes == 240
     assert found.tokens_per_microbatch == 8 * 64
     # 8 micro-batches over 2 workers of stage 1 at 0.18 s each, of which one at 4/5 of the speed, and stage 0's part.
     assert 4 * 0.18 / 0.8 < found.predicted_step_s < 4 * 0.18 / 0.8 + 0.09 + 0.1 + 0.2
@@ -116,7 +116,7 @@ def test_without_timings_the_description_is_scaled_to_the_steps() -> None:
     assert found.predicted_step_s == pytest.approx(2.0)
     assert found.prediction_error == pytest.approx(0.0)
     assert "scaled to the median of 5 measured steps" in found.costs.source
-    assert found.costs.layers[0].optimizer_bytes == 80 and found.costs.layers[0].accumulator_bytes == 40
+    assert found.costs.layers[0].optimizer_bytes == 40 and found.costs.layers[0].accumulator_bytes == 40
 
 
 def test_only_the_latest_process_counts() -> None:
@@ -191,5 +191,5 @@ def test_the_shape_of_a_run() -> None:
             "model.family=llama", "model.hidden_size=4096", "model.num_heads=32", "model.intermediate_size=11008"
         )
     )
-    assert llama.block_parameters == MODELS["llama-2-7b"].block_parameters
+    assert llama.block_parameters == model_shape("llama-2-7b").block_parameters
     assert shape_of(configuration("model.family=llama", "model.num_kv_heads=2")).num_kv_heads == 2

@@ -2,9 +2,11 @@
 
 import os
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 
 from elaswave.cli.main import COMMANDS
 
@@ -41,3 +43,12 @@ def test_scripts_can_be_called(script: str) -> None:
 def test_there_is_one_file_per_verb() -> None:
     for verb, place in COMMANDS.items():
         assert place.startswith(f"elaswave.cli.{verb}:")
+
+
+def test_an_installation_brings_the_data_files_along(tmp_path: Path) -> None:
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    package = ROOT / "src" / "elaswave"
+    wanted = {f"elaswave/presets/{name}.toml" for name in ("devices", "links", "models")} | {"elaswave/py.typed"}
+    assert wanted == {path.relative_to(package.parent).as_posix() for path in package.rglob("*") if path.is_file()
+                      and path.suffix not in (".py", ".pyc")}  # fmt: skip
+    assert wanted <= set(zipfile.ZipFile(wheel).namelist())
