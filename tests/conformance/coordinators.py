@@ -1,4 +1,4 @@
-"""Control servers and clients of every kind: on threads, as strangers with raw sockets, in processes."""
+"""Control servers and clients of every kind: on threads, as peers with raw sockets, in processes."""
 
 import asyncio
 import os
@@ -200,7 +200,7 @@ class Participant:
         until(lambda: number in self.heard)
 
 
-class Stranger:
+class RawPeer:
     """A raw connection, driven from the test's thread, that can say anything."""
 
     def __init__(
@@ -212,27 +212,27 @@ class Stranger:
         self.sent = b""
         self.frames: list[Any] = []
 
-    def authenticate(self) -> "Stranger":
+    def authenticate(self) -> "RawPeer":
         """Does the handshake; raises ConnectionError if it is refused."""
         self.flush()
         while not self.session.open:
             self.receive()
         return self
 
-    def say_hello(self, identity: int = 1) -> "Stranger":
+    def say_hello(self, identity: int = 1) -> "RawPeer":
         """Opens the connection as a client does."""
         self.session.write(Kind.OPEN, identity)
         self.session.write(Kind.MESSAGE, 0, encode(Hello()))
         return self.flush()
 
-    def say(self, number: int, *, durable: bool = True) -> "Stranger":
+    def say(self, number: int, *, durable: bool = True) -> "RawPeer":
         self.session.write(Kind.MESSAGE, number if durable else 0, encode(Say(number)))
         return self.flush()
 
-    def flush(self) -> "Stranger":
+    def flush(self) -> "RawPeer":
         return self.write(self.session.take())
 
-    def write(self, data: bytes) -> "Stranger":
+    def write(self, data: bytes) -> "RawPeer":
         self.sent += data
         self.socket.sendall(data)
         return self
@@ -267,7 +267,7 @@ class Stranger:
 
 
 class Town:
-    """Makes coordinators, participants and strangers of one kind of address, and closes them at the end."""
+    """Makes coordinators, participants and raw peers of one kind of address, and closes them at the end."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind = kind
@@ -290,12 +290,12 @@ class Town:
         self._opened.append(participant.client)
         return participant
 
-    def stranger(self, **options: Any) -> Stranger:
+    def raw_peer(self, **options: Any) -> RawPeer:
         if self.tls is not None:
             options.setdefault("security", self.tls.dialling())
-        stranger = Stranger(self.listen, **options)
-        self._opened.append(stranger)
-        return stranger
+        raw_peer = RawPeer(self.listen, **options)
+        self._opened.append(raw_peer)
+        return raw_peer
 
     def process(self, journal: Path) -> "subprocess.Popen[bytes]":
         """A coordinator in a process of its own, which appends what it hears to a file and answers."""

@@ -184,22 +184,22 @@ def test_thirty_two_clients(town):
 
 def test_a_message_that_comes_again_is_handled_once_in_the_life_of_a_server(one_town):
     coordinator = one_town.coordinator()
-    one_town.stranger(own=5).authenticate().say_hello(identity=11).say(1).say(2).close()
+    one_town.raw_peer(own=5).authenticate().say_hello(identity=11).say(1).say(2).close()
     until(lambda: coordinator.said(5) == [1, 2])
-    again = one_town.stranger(own=5).authenticate().say_hello(identity=11).say(1).say(2).say(3)
+    again = one_town.raw_peer(own=5).authenticate().say_hello(identity=11).say(1).say(2).say(3)
     while again.acknowledged() < 3:
         pass
     assert coordinator.said(5) == [1, 2, 3]
-    another = one_town.stranger(own=5).authenticate().say_hello(identity=12).say(1)
+    another = one_town.raw_peer(own=5).authenticate().say_hello(identity=12).say(1)
     assert another.acknowledged() == 1
     assert coordinator.said(5) == [1, 2, 3, 1], "another client counts from the start"
 
 
 def test_the_newest_connection_of_a_peer_replaces_the_older_one(one_town):
     coordinator = one_town.coordinator()
-    older = one_town.stranger(own=5).authenticate().say_hello(1)
+    older = one_town.raw_peer(own=5).authenticate().say_hello(1)
     until(lambda: coordinator.events(5) == ["connected"])
-    newer = one_town.stranger(own=5).authenticate().say_hello(2)
+    newer = one_town.raw_peer(own=5).authenticate().say_hello(2)
     assert older.is_refused()
     assert newer.say(1).acknowledged() == 1
     assert coordinator.events(5) == ["connected", "connected"]
@@ -628,8 +628,8 @@ def test_closing_is_bounded_and_flushes(one_town):
     coordinator = one_town.coordinator()
     worker = one_town.participant(1)
     worker.works()
-    deaf = one_town.stranger(own=2).authenticate().say_hello()
-    half = one_town.stranger()
+    deaf = one_town.raw_peer(own=2).authenticate().say_hello()
+    half = one_town.raw_peer()
     until(lambda: coordinator.events(2))
     coordinator.call(
         lambda: (

@@ -4,10 +4,11 @@ import os
 import struct
 
 import pytest
-from tests.conformance.coordinators import KEY, KINDS, Hello, Say, Stranger, Tell, Town, until
+from tests.conformance.coordinators import KEY, KINDS, Hello, RawPeer, Say, Tell, Town, until
 
 from elaswave.control import server as server_module
 from elaswave.control.wire import COORDINATOR, PROTOCOL_VERSION, Kind, encode
+from elaswave.transport import unauthenticated
 from elaswave.transport.handshake import Dialler
 
 HELLO_BYTES = 50
@@ -65,36 +66,36 @@ def frame(version=PROTOCOL_VERSION, kind=Kind.MESSAGE, length=0, number=0) -> by
 def test_a_wrong_key(world, caplog):
     town, coordinator = world
     with pytest.raises(Exception, match="does not hold this job's key"):
-        town.stranger(key=b"another key of enough bytes").authenticate()
+        town.raw_peer(key=b"another key of enough bytes").authenticate()
     # One that goes on without checking the coordinator's proof, as somebody without the key would.
-    stranger = town.stranger()
-    guessing = stranger.session
-    stranger.flush()
+    raw_peer = town.raw_peer()
+    guessing = raw_peer.session
+    raw_peer.flush()
     while guessing._side is None:
-        stranger.receive()
-    stranger.flush()
+        raw_peer.receive()
+    raw_peer.flush()
     guessing._side.receive = lambda data: os.urandom(32)  # type: ignore[method-assign]
-    stranger.receive()
-    assert stranger.is_refused()
+    raw_peer.receive()
+    assert raw_peer.is_refused()
     reasons(coordinator, "claims to be worker 66 does not hold this job's key")
-    assert "control connection of a stranger ended" in caplog.text
+    assert "control connection of an unauthenticated peer ended" in caplog.text
     assert coordinator.events(66) == []
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 2, os.urandom(4096), bytes(50)])
 def test_garbage(world, garbage):
     town, coordinator = world
-    stranger = town.stranger()
-    stranger.write(garbage)
-    assert stranger.is_refused()
+    raw_peer = town.raw_peer()
+    raw_peer.write(garbage)
+    assert raw_peer.is_refused()
     reasons(coordinator, "TLS failed" if town.kind == "tls" else "it is not an elaswave worker")
 
 
 def test_a_replayed_handshake(one_world):
     town, coordinator = one_world
-    honest = town.stranger().authenticate().say_hello()
+    honest = town.raw_peer().authenticate().say_hello()
     until(lambda: coordinator.events(66) == ["connected"])
-    replayed = town.stranger()
+    replayed = town.raw_peer()
     replayed.write(honest.sent[:HELLO_BYTES])
     proof = replayed.socket.recv(1 << 16)
     assert proof
@@ -108,8 +109,8 @@ def test_a_replayed_handshake(one_world):
 def test_everything_said_at_once(one_world):
     """A recording played back does not even wait for our words."""
     town, coordinator = one_world
-    honest = town.stranger().authenticate().say_hello()
-    replayed = town.stranger()
+    honest = town.raw_peer().authenticate().say_hello()
+    replayed = town.raw_peer()
     replayed.write(honest.sent)
     assert replayed.is_refused()
     reasons(coordinator, "spoke out of turn")
@@ -117,45 +118,45 @@ def test_everything_said_at_once(one_world):
 
 def test_our_own_words_sent_back(one_world):
     town, coordinator = one_world
-    stranger = town.stranger()
-    stranger.flush()
-    proof = stranger.socket.recv(1 << 16)
-    stranger.write(proof[-32:])
-    assert stranger.is_refused()
+    raw_peer = town.raw_peer()
+    raw_peer.flush()
+    proof = raw_peer.socket.recv(1 << 16)
+    raw_peer.write(proof[-32:])
+    assert raw_peer.is_refused()
     reasons(coordinator, "does not hold this job's key")
 
 
-def test_slow_strangers(town):
+def test_slow_unauthenticated_peers(town):
     for coordinator_town, coordinator in _world(town, handshake_timeout_s=0.1):
-        half = Stranger(coordinator_town.listen)
-        silent = Stranger(coordinator_town.listen)
-        authenticated = coordinator_town.stranger().authenticate()
+        half = RawPeer(coordinator_town.listen)
+        silent = RawPeer(coordinator_town.listen)
+        authenticated = coordinator_town.raw_peer().authenticate()
         half.write(Dialler(KEY, 66, COORDINATOR, os.urandom(32)).opening()[:-1] if town.kind != "tls" else b"\x16\x03")
         assert half.is_refused() and silent.is_refused() and authenticated.is_refused()
         reasons(coordinator, "did not finish the handshake in time")
-        for stranger in (half, silent):
-            stranger.close()
+        for raw_peer in (half, silent):
+            raw_peer.close()
 
 
-def test_too_many_strangers(one_world, monkeypatch):
-    monkeypatch.setattr(server_module, "MAX_STRANGERS", 4)
+def test_too_many_unauthenticated_peers(one_world, monkeypatch):
+    monkeypatch.setattr(unauthenticated, "MAX_UNAUTHENTICATED", 4)
     town, coordinator = one_world
-    strangers = [town.stranger() for _ in range(8)]
-    assert all(stranger.is_refused() for stranger in strangers[:4])
+    raw_peers = [town.raw_peer() for _ in range(8)]
+    assert all(raw_peer.is_refused() for raw_peer in raw_peers[:4])
     reasons(coordinator, "too many handshakes at a time")
-    late = town.stranger().authenticate().say_hello()
+    late = town.raw_peer().authenticate().say_hello()
     assert late.say(1).acknowledged() == 1
 
 
-def test_a_flood_of_strangers_is_counted_instead_of_logged(one_world, monkeypatch, caplog):
+def test_a_flood_of_unauthenticated_peers_is_counted_instead_of_logged(one_world, monkeypatch, caplog):
     monkeypatch.setattr(server_module, "MAX_REFUSALS_PER_PERIOD", 3)
     monkeypatch.setattr(server_module, "REFUSAL_PERIOD_S", 0.5)
     town, coordinator = one_world
     for _ in range(10):
-        stranger = town.stranger()
-        stranger.write(bytes(HELLO_BYTES))
-        assert stranger.is_refused()
-        stranger.close()
+        raw_peer = town.raw_peer()
+        raw_peer.write(bytes(HELLO_BYTES))
+        assert raw_peer.is_refused()
+        raw_peer.close()
     reasons(coordinator, "more control connections were turned away within 0.5 s")
     assert len(coordinator.refusals) <= 8
     assert "more control connections were turned away" in caplog.text
@@ -165,16 +166,16 @@ def test_whom_the_owner_refuses(one_town):
     refusal = {66: "it has been fenced"}.get
     for town, coordinator in _world(one_town, refusal=refusal):
         with pytest.raises(ConnectionError):
-            town.stranger().authenticate().say_hello()
+            town.raw_peer().authenticate().say_hello()
         reasons(coordinator, "worker 66 may not link with the coordinator: it has been fenced")
-        town.stranger(own=1)
+        town.raw_peer(own=1)
 
 
 def test_somebody_who_wants_another(one_world):
     town, coordinator = one_world
-    stranger = town.stranger()
-    stranger.write(Dialler(KEY, 66, 7, os.urandom(32)).opening())
-    assert stranger.is_refused()
+    raw_peer = town.raw_peer()
+    raw_peer.write(Dialler(KEY, 66, 7, os.urandom(32)).opening())
+    assert raw_peer.is_refused()
     reasons(coordinator, "worker 66 dialled worker 7 but reached the coordinator")
 
 
@@ -200,45 +201,45 @@ def test_somebody_who_wants_another(one_world):
 def test_a_member_that_breaks_the_rules(one_world, said, reason):
     """It holds the key, but is broken or of another release."""
     town, coordinator = one_world
-    stranger = town.stranger().authenticate()
-    said(stranger.session)
-    stranger.flush()
-    assert stranger.is_refused()
+    raw_peer = town.raw_peer().authenticate()
+    said(raw_peer.session)
+    raw_peer.flush()
+    assert raw_peer.is_refused()
     reasons(coordinator, reason)
 
 
 @pytest.mark.parametrize("how", ["changed", "replayed", "left out", "reflected", "cut short"])
 def test_frames_that_somebody_on_the_way_has_touched(one_world, how):
     town, coordinator = one_world
-    stranger = town.stranger().authenticate().say_hello()
-    session = stranger.session
+    raw_peer = town.raw_peer().authenticate().say_hello()
+    session = raw_peer.session
     until(lambda: coordinator.events(66) == ["connected"])
     session.write(Kind.MESSAGE, 1, encode(Say(1)))
     first = session.take()
     session.write(Kind.MESSAGE, 2, encode(Say(2)))
     second = session.take()
     if how == "changed":
-        stranger.write(first[:20] + bytes([first[20] ^ 1]) + first[21:])
+        raw_peer.write(first[:20] + bytes([first[20] ^ 1]) + first[21:])
     elif how == "replayed":
-        stranger.write(first)
-        assert stranger.acknowledged() == 1
-        stranger.write(first)
+        raw_peer.write(first)
+        assert raw_peer.acknowledged() == 1
+        raw_peer.write(first)
     elif how == "left out":
-        stranger.write(second)
+        raw_peer.write(second)
     elif how == "reflected":
         coordinator.call(lambda: coordinator.server.send(66, Tell(1)))
-        stranger.write(stranger.socket.recv(1 << 16))
+        raw_peer.write(raw_peer.socket.recv(1 << 16))
     else:
-        stranger.write(first[:-1] + second)
-    assert stranger.is_refused()
+        raw_peer.write(first[:-1] + second)
+    assert raw_peer.is_refused()
     reasons(coordinator, "control connection of worker 66 ended: a frame that worker 66 did not send in this place")
     assert coordinator.said(66) == ([1] if how == "replayed" else [])
     until(lambda: coordinator.events(66) == ["connected", "closed"])
 
 
-def deaf_peer(town, coordinator) -> Stranger:
+def deaf_peer(town, coordinator) -> RawPeer:
     """A member that reads nothing."""
-    deaf = town.stranger().authenticate().say_hello()
+    deaf = town.raw_peer().authenticate().say_hello()
     until(lambda: coordinator.events(66) == ["connected"])
     return deaf
 

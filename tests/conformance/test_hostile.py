@@ -11,7 +11,7 @@ import torch
 from tests.conformance.worlds import KEY, PATIENCE_S, finish, in_threads, link, until
 
 from elaswave.errors import AuthenticationError, FrameError, PeerLostError, WaitTimeoutError
-from elaswave.transport import acceptor, addresses
+from elaswave.transport import acceptor, addresses, unauthenticated
 from elaswave.transport import link as link_module
 from elaswave.transport.frames import HEADER_BYTES, Tag, encode_header
 from elaswave.transport.handshake import Dialler, Listener
@@ -21,14 +21,14 @@ TAG = Tag(channel=1, step=1, attempt=0)
 
 
 def connected(address: str) -> socket.socket:
-    """A raw connection of a stranger."""
+    """A raw connection of an unauthenticated peer."""
     sock = addresses.dial(address)
     sock.settimeout(PATIENCE_S)
     return sock
 
 
 def intruder(victim, worker: int, key: bytes = KEY) -> socket.socket:
-    """A stranger that does the whole handshake as a worker; raises if it is refused."""
+    """A raw peer that does the whole handshake as a worker; raises if it is refused."""
     sock = connected(victim.address)
     try:
         side = Dialler(key, worker, victim.worker, secrets.token_bytes(32))
@@ -184,8 +184,8 @@ def test_a_blocked_wait_ends_slow_handshakes_too(stream_world):
         assert sock.recv(10) == b""
 
 
-def test_a_crowd_of_strangers_cannot_use_up_memory_or_time(stream_world, monkeypatch):
-    monkeypatch.setattr(acceptor, "MAX_STRANGERS", 8)
+def test_a_crowd_of_unauthenticated_peers_cannot_use_up_memory_or_time(stream_world, monkeypatch):
+    monkeypatch.setattr(unauthenticated, "MAX_UNAUTHENTICATED", 8)
     a, b = stream_world.make(0), stream_world.make(1)
     crowd = [connected(b.address) for _ in range(40)]
     try:
@@ -348,7 +348,7 @@ def test_no_descriptor_is_left_behind(stream_world, tmp_path):
         transports = [StreamTransport(worker, key=KEY, listen=where) for worker in range(3)]
         link(transports)
         a, b, c = transports
-        strangers = [connected(b.address) for _ in range(3)]
+        raw_peers = [connected(b.address) for _ in range(3)]
         b.poll()
         with pytest.raises(WaitTimeoutError):
             a.connect({7: f"unix:{tmp_path}/nobody.sock", 8: c.address}, 0.02)
@@ -358,7 +358,7 @@ def test_no_descriptor_is_left_behind(stream_world, tmp_path):
             a.connect({9: "tcp:127.0.0.1"}, 0.02)
         for transport in transports:
             transport.close()
-        for sock in strangers:
+        for sock in raw_peers:
             sock.close()
     assert set(os.listdir("/proc/self/fd")) == before
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from elaswave.control import store as store_module
-from elaswave.control.store import MAGIC, FileStore, MemoryDisk, MemoryStore, Store, pack_entry, scan
+from elaswave.control.store import MAGIC, FileStore, Store, pack_entry, scan
 from elaswave.errors import StoreError
 
 
@@ -59,24 +59,8 @@ class FileJournal:
         self.path.write_bytes(content)
 
 
-class MemoryJournal:
-    def __init__(self) -> None:
-        self.disk = MemoryDisk()
-
-    def open(self, record_type: object = Record) -> Store:
-        return MemoryStore(self.disk, record_type)
-
-    def read(self) -> bytes:
-        return self.disk.content
-
-    def write(self, content: bytes) -> None:
-        self.disk.content = content
-
-
-@pytest.fixture(params=["file", "file of one machine", "memory"])
+@pytest.fixture(params=["file", "file of one machine"])
 def journal(request, tmp_path) -> Journal:
-    if request.param == "memory":
-        return MemoryJournal()
     return FileJournal(tmp_path, outlives_machine=request.param == "file")
 
 

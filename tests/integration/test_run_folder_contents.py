@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.trace_format import validate_trace
+
 from elaswave.observability.events import Event, RunFinished, RunStarted, StepCommitted, read_events
 from elaswave.observability.result import read_digests, read_result
 from elaswave.observability.summary import summarize
-from elaswave.observability.trace import validate_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120

@@ -1,8 +1,8 @@
 """How the coordinator asks the planners: a loss becomes an event, a plan becomes a layout of exactly the members.
 
-ElasWave's survivors go on at once with the makeshift of `elaswave.planning.recovery`, for which nothing is planned;
-what its planner then finds (layers that migrate, workers that change stage, shared layers, another schedule, other
-frequencies) follows as a planned change. A rival's plan is installed by the recovery itself.
+ElasWave's survivors go on at once with the interim layout of `elaswave.planning.recovery`, for which nothing is
+planned; what its planner then finds (layers that migrate, workers that change stage, shared layers, another schedule,
+other frequencies) follows as a planned change. A rival's plan is installed by the recovery itself.
 
 Workers without micro-batches stay where they were, so that they go on holding blocks and voting.
 """
@@ -155,24 +155,24 @@ class Replanner:
     def rival(self, layout: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs) -> Replanned:
         """What the run's policy, a rival's, does after a loss.
 
-        Falls back to the survivors' makeshift where the policy has no plan (a replica group is all that was left), or
-        fails: the reason says so.
+        Falls back to the survivors' interim layout where the policy has no plan (a replica group is all that was left),
+        or fails: the reason says so.
 
         Args:
             layout, execution: in force before the loss.
             lost: the workers.
             costs: of the layers.
         """
-        makeshift = survivor_layout(layout, lost)
+        interim = survivor_layout(layout, lost)
         try:
             plan = self._ask(self.policy, layout, execution, lost, costs)
-            return self._replanned(plan, makeshift, execution, costs)
+            return self._replanned(plan, interim, execution, costs)
         except Exception as error:  # whatever is wrong with a rival must not end a job that can go on
             is_answer = isinstance(error, InfeasiblePlan | ValueError)
             _log.warning("%s has no plan: %s", self.policy, error, exc_info=not is_answer)
             reason = f"{self.policy} has no plan ({error}): survivors keep their stages"
-            execution = self.within_memory(makeshift, execution)
-            return Replanned(makeshift, execution, reason, self.predict(makeshift, execution, costs))
+            execution = self.within_memory(interim, execution)
+            return Replanned(interim, execution, reason, self.predict(interim, execution, costs))
 
     def improve(
         self, before: Layout, present: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs

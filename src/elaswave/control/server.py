@@ -1,8 +1,8 @@
 """The coordinator's end of all control connections, on asyncio. It moves messages and decides nothing.
 
 Nothing here waits: messages are handled and sent from the event loop's callbacks, and a peer that does not read is cut
-off instead of being waited for. Strangers cannot disturb: only so many may be in the handshake at a time, each for a
-bounded time and with bounded memory; whoever is turned away is logged under ``elaswave.control``.
+off instead of being waited for. Unauthenticated peers cannot disturb: only so many may be in the handshake at a time,
+each for a bounded time and with bounded memory; a connection that is turned away is logged under ``elaswave.control``.
 
 A message that must not be lost carries a number. It is acknowledged when `on_message` has returned; one that comes
 again, because its connection ended before the acknowledgement, is handled once in the life of a server. A new server
@@ -22,16 +22,15 @@ from elaswave.control.wire import COORDINATOR, MAX_MESSAGE_BYTES, Frame, Kind, S
 from elaswave.errors import AuthenticationError, FrameError
 from elaswave.transport import addresses
 from elaswave.transport.handshake import check_key
+from elaswave.transport.unauthenticated import CROWDED_OUT, UnauthenticatedPeers
 
-MAX_STRANGERS = 128
-"""Connections that may be in the handshake at a time; one more ends the oldest."""
 HANDSHAKE_TIMEOUT_S = 5.0
 STALL_TIMEOUT_S = 30.0
 """A peer that has not taken all that waits for it within this time is cut off."""
 MAX_OUTBOX_BYTES = 128 << 20
 """A peer for which more than this waits is cut off."""
 MAX_REFUSALS_PER_PERIOD = 20
-"""More in `REFUSAL_PERIOD_S` are only counted, so that a flood of strangers does not become a flood of log lines."""
+"""More in `REFUSAL_PERIOD_S` are only counted, so that a flood of connections does not become a flood of log lines."""
 REFUSAL_PERIOD_S = 10.0
 
 _log = logging.getLogger("elaswave.control")
@@ -46,7 +45,7 @@ class ControlServer(Generic[_T]):
     Args:
         max_message_bytes: largest message in either direction.
         max_outbox_bytes: a peer for which more waits is cut off.
-        handshake_timeout_s: how long a stranger may take to prove that it holds the key.
+        handshake_timeout_s: how long an unauthenticated peer may take to prove that it holds the key.
         stall_timeout_s: how long a peer may leave unread what waits for it.
     """
 
@@ -64,7 +63,7 @@ class ControlServer(Generic[_T]):
         self.max_outbox_bytes = max_outbox_bytes
         self.handshake_timeout_s = handshake_timeout_s
         self.stall_timeout_s = stall_timeout_s
-        self._strangers: dict[_Connection, None] = {}
+        self._unauthenticated: UnauthenticatedPeers[_Connection] = UnauthenticatedPeers()
         self._peers: dict[int, _Connection] = {}
         self._handled: dict[int, tuple[int, int]] = {}
         """By peer: which client it was, and the number of its last message that was handled."""
@@ -189,8 +188,8 @@ class ControlServer(Generic[_T]):
         self._closing = True
         self._server.close()
         self._remove()
-        connections = [*self._strangers, *self._peers.values()]
-        for connection in self._strangers:
+        connections = [*self._unauthenticated, *self._peers.values()]
+        for connection in self._unauthenticated:
             connection.transport.abort()
         for connection in self._peers.values():
             connection.transport.close()
@@ -218,16 +217,13 @@ class ControlServer(Generic[_T]):
         )
 
     def entered(self, connection: "_Connection") -> None:
-        """A stranger has connected."""
-        if len(self._strangers) >= MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]  # its end is noticed only after others may have entered
-            oldest.refuse("too many handshakes at a time; the oldest is ended")
-        self._strangers[connection] = None
+        """An unauthenticated peer has connected."""
+        if oldest := self._unauthenticated.admit(connection):
+            oldest.refuse(CROWDED_OUT)
 
     def left(self, connection: "_Connection") -> None:
         """A connection has ended."""
-        self._strangers.pop(connection, None)
+        self._unauthenticated.remove(connection)
         peer = connection.session.peer
         if self._peers.get(peer) is connection:
             del self._peers[peer]
@@ -261,7 +257,7 @@ class ControlServer(Generic[_T]):
                 connection.write(Kind.ACK, self._handled[peer][1], b"")
 
     def refused(self, reason: str) -> None:
-        """Notes that somebody was turned away."""
+        """Notes that a connection was turned away."""
         self._num_refusals += 1
         if self._num_refusals == 1:
             self._loop.call_later(REFUSAL_PERIOD_S, self._end_refusal_period)
@@ -278,9 +274,9 @@ class ControlServer(Generic[_T]):
             self._call(self._on_refused, reason)
 
     def _opened(self, connection: "_Connection", peer: int, client: int) -> None:
-        if connection not in self._strangers:
+        if connection not in self._unauthenticated:
             raise FrameError(f"{peer_name(peer)} opened its connection twice")
-        del self._strangers[connection]
+        self._unauthenticated.remove(connection)
         connection.settle()
         older = self._peers.get(peer)
         self._peers[peer] = connection
@@ -368,7 +364,7 @@ class _Connection(asyncio.Protocol):
         if self._refused:
             return
         self._refused = True
-        who = peer_name(self.session.peer) if self.session.open else "a stranger"
+        who = peer_name(self.session.peer) if self.session.open else "an unauthenticated peer"
         self.transport.abort()
         self._server.refused(f"control connection of {who} ended: {reason}")
 

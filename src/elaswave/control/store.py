@@ -286,51 +286,6 @@ class FileStore(Generic[_T]):
             self._fd = -1
 
 
-class MemoryDisk:
-    """What a `MemoryStore` writes to, and what survives it."""
-
-    def __init__(self) -> None:
-        self.content = b""
-        self.holder: object | None = None
-        """The store that holds the lock; set it to None to let it crash."""
-
-
-class MemoryStore(Generic[_T]):
-    """A journal in memory, for tests and the simulator.
-
-    Args:
-        disk: shared by all that open the same journal.
-        record_type: union of the records' types.
-    Raises:
-        StoreError: another coordinator holds the journal, or it is damaged.
-    """
-
-    def __init__(self, disk: MemoryDisk, record_type: Any) -> None:
-        if disk.holder is not None:
-            raise StoreError("another coordinator holds the journal in memory: let it end first")
-        payloads, end = scan(disk.content, "the journal in memory")
-        self._records: _Records[_T] = _Records(record_type, payloads, "the journal in memory")
-        self._disk = disk
-        disk.holder = self
-        disk.content = disk.content[:end] or MAGIC
-
-    def append(self, *records: _T) -> None:
-        """See `Store.append`."""
-        if self._disk.holder is not self:
-            raise StoreError("the journal in memory takes no records: it is closed")
-        self._disk.content += self._records.pack(records)
-        self._records.add(records)
-
-    def records(self) -> list[_T]:
-        """See `Store.records`."""
-        return list(self._records.all)
-
-    def close(self) -> None:
-        """See `Store.close`."""
-        if self._disk.holder is self:
-            self._disk.holder = None
-
-
 _open_stores: weakref.WeakSet[FileStore[Any]] = weakref.WeakSet()
 
 

@@ -7,7 +7,7 @@ in which both sides prove that they hold the job's key; then frames:
 
 The payload is one msgpack message of the agreed union, or nothing. The mac covers the frame, its place in the stream
 and its direction, under secrets of this connection alone, so that a frame that was changed, replayed, left out or moved
-ends the connection. Nothing is decoded before its mac is right, and nothing is ever pickled. Before a stranger has
+ends the connection. Nothing is decoded before its mac is right, and nothing is ever pickled. Before a peer has
 proved anything, we hold a few hundred bytes for it.
 
 With TLS the handshake's key also depends on the listener's certificate: whoever terminates TLS in the middle fails the

@@ -98,13 +98,8 @@ def remove_stale(run_dir: Path) -> list[Path]:
     return stale
 
 
-def newest_valid_checkpoint(run_dir: Path) -> CheckpointRef | None:
-    """The newest checkpoint of a run whose every byte is as it was written, or None."""
-    return find_newest_checkpoint(run_dir).newest
-
-
 def find_newest_checkpoint(run_dir: Path) -> CheckpointSearch:
-    """Like :func:`newest_valid_checkpoint`, but also says which newer ones are half-written or damaged, and why."""
+    """The newest checkpoint of a run whose every byte is as it was written, and why newer ones cannot be used."""
     skipped: list[SkippedCheckpoint] = []
     newest: CheckpointRef | None = None
     for _step, folder in sorted(_numbered(run_dir), reverse=True):

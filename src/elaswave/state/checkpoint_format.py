@@ -13,13 +13,12 @@ writes DCP's index.
 """
 
 import hashlib
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from elaswave.config.format import upgraded
-from elaswave.errors import CheckpointError, UsageError
+from elaswave.errors import CheckpointError
 
 FORMAT_VERSION = 1
 META_FILE = "meta.json"
@@ -182,29 +181,3 @@ def decode_meta(data: bytes) -> CheckpointMeta:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{META_FILE} is damaged: {error}") from error
     return msgspec.structs.replace(meta, config=upgraded(meta.config))
-
-
-def check_same_tensors(found: Mapping[str, TensorInfo], expected: Mapping[str, TensorInfo]) -> None:
-    """Refuses to resume a model from the checkpoint of another one.
-
-    Args:
-        found: tensors of the checkpoint.
-        expected: tensors of the model and optimizer that are to resume.
-    Raises:
-        UsageError: names, shapes or element types differ; names the first differences.
-    """
-    differences = [
-        f"{name}: checkpoint has {_describe(found.get(name))}, this model needs {_describe(expected.get(name))}"
-        for name in sorted(found.keys() | expected.keys())
-        if found.get(name) != expected.get(name)
-    ]
-    if differences:
-        shown = differences[:5] + ([f"... and {len(differences) - 5} more"] if len(differences) > 5 else [])
-        raise UsageError(
-            "the checkpoint is of another model or optimizer; resume with its configuration, or start a new run in "
-            "another --run-dir:\n  " + "\n  ".join(shown)
-        )
-
-
-def _describe(info: TensorInfo | None) -> str:
-    return "none" if info is None else f"{info.dtype} of shape {list(info.shape)}"

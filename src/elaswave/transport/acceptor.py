@@ -1,8 +1,8 @@
 """Where connections become links: listening, dialling, and the handshakes in between.
 
-Strangers cannot disturb: only so many may be in the handshake at a time, each for a bounded time and with 64 bytes of
-memory, and nothing ever blocks on them. Whoever is turned away is logged under ``elaswave.transport``. What happens on
-a link once it is made is not known here (``link``, ``stream``).
+Unauthenticated peers cannot disturb: only so many may be in the handshake at a time, each for a bounded time and with
+64 bytes of memory, and nothing ever blocks on them. A connection that is turned away is logged under
+``elaswave.transport``. What happens on a link once it is made is not known here (``link``, ``stream``).
 """
 
 import logging
@@ -16,12 +16,11 @@ from typing import Protocol
 from elaswave.errors import AuthenticationError
 from elaswave.transport import addresses
 from elaswave.transport.handshake import NONCE_BYTES, Dialler, Listener, check_key
+from elaswave.transport.unauthenticated import CROWDED_OUT, UnauthenticatedPeers
 from elaswave.transport.waiter import READ, WRITE, Waiter
 
 _log = logging.getLogger("elaswave.transport")
 
-MAX_STRANGERS = 128
-"""Accepted connections that may be in the handshake at a time; one more ends the oldest."""
 _MAX_ACCEPTS_PER_TURN = 16
 
 
@@ -84,6 +83,8 @@ class Acceptor:
         self._refusal = refusal
         self._timeout_s = timeout_s
         self._visits: dict[int, _Visit] = {}
+        self._unauthenticated: UnauthenticatedPeers[_Visit] = UnauthenticatedPeers()
+        """Those of the visits that were not dialled."""
         self._listener, self.address, self._remove = addresses.listen(listen, worker)
         waiter.register(self._listener.fileno(), self._accept)
 
@@ -144,16 +145,16 @@ class Acceptor:
             except OSError:  # the peer has gone, or no descriptor is left: the next turn tries again
                 return
             addresses.tune(sock)
-            strangers = [visit for visit in self._visits.values() if not visit.dialled]
-            if len(strangers) >= MAX_STRANGERS:
-                self._turn_away(strangers[0], TimeoutError("too many handshakes at a time; the oldest is ended"))
             side = Listener(self._key, self._worker, os.urandom(NONCE_BYTES), self._refusal)
-            self._begin(sock, side, dialled=False)
+            visit = self._begin(sock, side, dialled=False)
+            if oldest := self._unauthenticated.admit(visit):
+                self._turn_away(oldest, TimeoutError(CROWDED_OUT))
 
-    def _begin(self, sock: socket.socket, side: _Side, *, dialled: bool) -> None:
+    def _begin(self, sock: socket.socket, side: _Side, *, dialled: bool) -> _Visit:
         visit = _Visit(sock, side, time.monotonic() + self._timeout_s, dialled)
         self._visits[sock.fileno()] = visit
         self._waiter.register(sock.fileno(), lambda event: self._on_event(visit), WRITE if dialled else READ)
+        return visit
 
     def _on_event(self, visit: _Visit) -> None:
         sock, side = visit.sock, visit.side
@@ -180,12 +181,14 @@ class Acceptor:
             return
         if side.done:
             del self._visits[sock.fileno()]
+            self._unauthenticated.remove(visit)
             self._waiter.unregister(sock.fileno())
             self._on_link(side.peer, sock)
 
     def _turn_away(self, visit: _Visit, error: Exception) -> None:
         fd = visit.sock.fileno()
         del self._visits[fd]
+        self._unauthenticated.remove(visit)
         self._waiter.unregister(fd)
         visit.sock.close()
         if visit.dialled:

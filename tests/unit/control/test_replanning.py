@@ -102,7 +102,7 @@ def test_only_a_full_restart_restarts():
     assert not Replanner(config("recycle")).restarts
 
 
-def test_elaswave_finds_a_better_layout_than_the_makeshift():
+def test_elaswave_finds_a_better_layout_than_the_interim_one():
     given = config()
     layout, execution, costs = start(given)
     present = survivor_layout(layout, [1])
@@ -148,7 +148,7 @@ def test_frequencies_are_planned_only_where_they_can_be_set():
 
 
 def test_an_emulated_run_begins_and_goes_on_within_its_memory():
-    """What does not fit is refused; what fits with less in flight runs so, also as the survivors' makeshift."""
+    """What does not fit is refused; what fits with less in flight runs so, also as the survivors' interim layout."""
     with pytest.raises(ConfigError, match="llama-2-70b does not fit into 2 emulated h100: memory: worker 0 would hold"):
         emulated = {"kind": "emulated", "model": "llama-2-70b", "name": "h100"}
         _ = Blueprint(

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.programs import parse_programs
 from tests.property.layouts import layouts
+from tests.trace_format import validate_trace
 
 from elaswave.costs.layers import Costs, LayerCosts
 from elaswave.costs.machines import Cluster, Device, NetworkLink
@@ -16,7 +17,7 @@ from elaswave.costs.step_time.exact import time_programs
 from elaswave.costs.step_time.work import durations_of, transfer_of
 from elaswave.errors import InvalidProgramError
 from elaswave.observability.step_trace import step_trace, write_step_trace
-from elaswave.observability.trace import ACTION, validate_trace
+from elaswave.observability.trace import ACTION
 from elaswave.planning.layout import make_layout
 from elaswave.planning.programs import compile_programs
 from elaswave.types import Hop, Layout, Stage

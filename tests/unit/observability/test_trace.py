@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.trace_format import validate_trace
 
 from elaswave.errors import RunFolderError
 from elaswave.observability.trace import (
@@ -19,7 +20,6 @@ from elaswave.observability.trace import (
     build_trace,
     merge_traces,
     part_path,
-    validate_trace,
 )
 
 TAG = (1, 7, 0, 3, 0)

@@ -268,7 +268,7 @@ def test_links_that_have_nothing_to_do_with_each_other_lose_one_worker_each():
     assert named(sorted(job.tick(0.02))) == [(1, "link"), (3, "link")]
 
 
-def test_complaints_by_or_about_strangers_count_nothing():
+def test_complaints_by_or_about_workers_that_are_no_members_count_nothing():
     job = Job(3)
     job.detector.link_lost(7, 1, job.now_s)
     job.detector.link_lost(1, 7, job.now_s)
@@ -739,7 +739,7 @@ BLAMED = {
     "all alike: the largest id": ({0: ("vote", []), 1: ("vote", []), 2: ("vote", [])}, 2),
     "a circle of two: the larger id": ({0: ("reduce", [1]), 1: ("reduce", [0])}, 1),
     "a circle of two, one behind": ({0: ("1F3", [1]), 1: ("reduce", [0])}, 0),
-    "strangers and oneself do not count": ({0: ("reduce", [0, 9]), 1: ("vote", [9])}, 0),
+    "workers that are no members and oneself do not count": ({0: ("reduce", [0, 9]), 1: ("vote", [9])}, 0),
     "idle, but waited for": ({0: ("gather", [1]), 1: ("idle", []), 2: ("idle", [])}, 1),
     "idle and not waited for": ({0: ("gather", []), 1: ("idle", []), 2: ("idle", [])}, 0),
     "recovering comes before any phase": ({0: ("0F0", []), 1: ("recover", []), 2: ("vote", [])}, 1),
