@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from elaswave.config.format import GONE_KEYS
 from elaswave.config.toml import toml_value
+from elaswave.config_format import GONE_KEYS
 
 _SHOWN_LENGTH_MAX = 60
 

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from elaswave.config.checks import check_values, shown, unknown_section
-from elaswave.config.format import FORMAT_KEY, GONE_KEYS, format_problem, upgraded
 from elaswave.config.layout import resolve
 from elaswave.config.rules import SHAPE_KEYS, broken_rules
 from elaswave.config.schema import SECTIONS, Config
 from elaswave.config.toml import read_toml
+from elaswave.config_format import FORMAT_KEY, GONE_KEYS, format_problem, upgraded
 from elaswave.errors import ConfigError
 from elaswave.planning.layout import resolve_widths
 
@@ -43,8 +43,8 @@ def load_config(
         workers: number of workers that the layout must have; decides the layout where none is given.
         base: what takes the place of the defaults, such as the configuration of the run that is resumed. Its layout
             counts only where none of the other arguments says anything about the layout.
-        reads_old_format: a file without ``format`` is of a run from before there was one (see `config.format`), and is
-            read so; else it is refused where that matters.
+        reads_old_format: a file without ``format`` is of a run from before there was one (see
+            `elaswave.config_format`), and is read so; else it is refused where that matters.
     Returns:
         A valid configuration whose layout is written out and whose ``data.source`` does not depend on the folder that
         the command was started in.

@@ -11,9 +11,9 @@ import msgspec
 from msgspec import Meta
 
 from elaswave.config.checks import check_values, shown
-from elaswave.config.format import FORMAT, FORMAT_KEY
 from elaswave.config.rules import broken_rules
 from elaswave.config.toml import toml_document
+from elaswave.config_format import FORMAT, FORMAT_KEY
 from elaswave.errors import ConfigError
 
 Count = Annotated[int, Meta(ge=1)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from elaswave.config.format import upgraded
+from elaswave.config_format import upgraded
 from elaswave.observability.result import JsonFloat, Result
 
 

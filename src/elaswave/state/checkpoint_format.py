@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from elaswave.config.format import upgraded
+from elaswave.config_format import upgraded
 from elaswave.errors import CheckpointError
 
 FORMAT_VERSION = 1

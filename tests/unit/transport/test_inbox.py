@@ -27,7 +27,7 @@ def arrive(inbox: Inbox, epoch: int, length: int) -> None:
 
 def assert_room(inbox: Inbox, length: int) -> None:
     """Exactly so many bytes are still taken."""
-    with pytest.raises(FrameError, match=f"sent {LIMIT + 1} bytes that nobody asked for, the limit is {LIMIT}"):
+    with pytest.raises(FrameError, match=f"sent {LIMIT + 1} bytes that were not asked for, the limit is {LIMIT}"):
         inbox.begin(header(inbox.epoch, length + 1))
     arrive(inbox, inbox.epoch, length)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from elaswave.config.format import FORMAT, format_problem, upgraded
 from elaswave.config.load import build_config, load_config
 from elaswave.config.schema import SECTIONS
+from elaswave.config_format import FORMAT, format_problem, upgraded
 from elaswave.errors import ConfigError
 
 OLD = '[model]\nfamily = "llama"\nwidth = 64\nhidden_size = 96\n\n[run]\nsteps = 9\n'
