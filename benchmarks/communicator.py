@@ -58,7 +58,7 @@ class Place(NamedTuple):
     store_port: int
     """A store that outlives every worker serves all who need one: none of them has to start it in the round."""
     exchange: Callable[[str], dict[int, str]]
-    """Tells everybody an address and returns everybody's; everybody calls it once."""
+    """Tells all workers an address and returns theirs; each worker calls it once."""
 
 
 class Communicator(Protocol):
@@ -69,7 +69,7 @@ class Communicator(Protocol):
         ...
 
     def all_reduce(self, tensor: torch.Tensor, *, step: int) -> None:
-        """Sums over everybody who takes part, in place."""
+        """Sums over all that take part, in place."""
         ...
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class Torchft:
             return
         from torchft.process_group import ReconfigureOptions
 
-        # What the lighthouse would tell everybody, but by address (looking a host name up may stall for seconds).
+        # What the lighthouse would tell all workers, but by address (looking a host name up may stall for seconds).
         self._group._reconfigure_id = str(self._worker)
         options = ReconfigureOptions()
         options.uuid = len(workers)
@@ -281,7 +281,7 @@ def run_job(make: Callable[[Place], Communicator], num_workers: int) -> Times:
                 pipes[worker].send(survivors)
             times = [_receive(pipes[worker]) for worker in survivors]
             for worker in survivors:
-                pipes[worker].send("everybody is done")
+                pipes[worker].send("all are done")
             for process in processes:
                 process.join(TIMEOUT_S)
         finally:

@@ -314,7 +314,7 @@ def print_table(rows: Sequence[dict[str, Any]], summary: dict[str, Any], where: 
                 print(f"  {each['setting']}: {each['times']:.2f} times; {whole}")
     if summary["ablations"]:
         print(
-            "\nstep time without a move, relative to all moves (median): everybody alike, and on Ascend 910B with one"
+            "\nstep time without a move, relative to all moves (median): all workers alike, and on Ascend 910B with one"
         )
         print(f"worker at {SLOW_SPEED:g} of the others' speed")
         for name, ratio in summary["ablations"].items():

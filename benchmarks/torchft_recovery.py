@@ -172,7 +172,7 @@ def run_replica(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=GROUP_TIMEOUT_S)),
-        load_state_dict=lambda state: None,  # equal seeds: nobody has to be healed at the start
+        load_state_dict=lambda state: None,  # equal seeds: no replica has to be healed at the start
         state_dict=dict,
         min_replica_size=num_replicas - 1,
         use_async_quorum=True,

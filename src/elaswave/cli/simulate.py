@@ -36,7 +36,7 @@ from elaswave.planning.fault_free import fastest_fault_free
 from elaswave.planning.planner import plan
 from elaswave.planning.policies import policy_named
 from elaswave.sim.cluster.failures import CHANGES_MAX, DAY_S, RATES, Rates, Scenario, draw, rates_named
-from elaswave.sim.cluster.job import Outcome, Summary, simulate, summarize
+from elaswave.sim.cluster.job import Outcome, OutcomeSummary, simulate, summarize
 from elaswave.sim.cluster.traces_csv import read_trace
 
 DEFAULT_DAYS = 7.0
@@ -342,7 +342,7 @@ def render_outcomes(life: Life, outcomes: Sequence[Outcome], width: int) -> list
     return lines
 
 
-def _percent(summary: Summary, name: str) -> str:
+def _percent(summary: OutcomeSummary, name: str) -> str:
     interval = getattr(summary, name)
     text = f"{interval.mean:.2%}"
     return text if summary.num_seeds == 1 else f"{text} +- {interval.half_width:.2%}"

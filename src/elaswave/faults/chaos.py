@@ -269,7 +269,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """Of a job that was a command."""
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """What a case has shown."""
 
     outcome: Outcome
@@ -277,7 +277,7 @@ class Verdict(NamedTuple):
     """One line; empty where there is nothing to say."""
 
 
-def judge(case: ChaosCase, ending: Ending, reference: Ending, placed: "Placed") -> Verdict:
+def judge(case: ChaosCase, ending: Ending, reference: Ending, placed: "Placed") -> Judgement:
     """Judges how a case has ended.
 
     Args:
@@ -287,9 +287,9 @@ def judge(case: ChaosCase, ending: Ending, reference: Ending, placed: "Placed") 
         placed: where its state was at the beginning.
     """
     if ending.hung_s is not None:
-        return Verdict("hung", f"not over after {ending.hung_s:.0f} s")
+        return Judgement("hung", f"not over after {ending.hung_s:.0f} s")
     if ending.left_behind:
-        return Verdict("left behind", "; ".join(ending.left_behind))
+        return Judgement("left behind", "; ".join(ending.left_behind))
     if ending.error is not None:
         return _judge_error(ending, placed)
     differs = compare_with_reference(ending, reference, NUM_STEPS)
@@ -298,23 +298,23 @@ def judge(case: ChaosCase, ending: Ending, reference: Ending, placed: "Placed") 
     reported = {recovery.worker for recovery in ending.recoveries if recovery.kind == "lost"}
     unreported = [r.worker for r in ending.struck if isinstance(r.worker, int) and r.worker not in reported]
     if unreported:
-        return Verdict("error", f"the report says nothing of the loss of {_workers(unreported)}")
+        return Judgement("error", f"the report says nothing of the loss of {_workers(unreported)}")
     alarms = false_alarms(ending)
-    return Verdict("same bits", f"false alarm about {_workers(alarms)}" if alarms else "")
+    return Judgement("same bits", f"false alarm about {_workers(alarms)}" if alarms else "")
 
 
-def compare_with_reference(ending: Ending, reference: Ending, num_steps: int) -> Verdict | None:
+def compare_with_reference(ending: Ending, reference: Ending, num_steps: int) -> Judgement | None:
     """What is wrong with a job that has finished, beside its reference run; None if nothing is."""
     assert ending.result is not None and reference.result is not None
     comparison = compare_results(reference.result, ending.result, reference.digests, ending.digests)
     if not comparison.same:
-        return Verdict("different", comparison.summary)
+        return Judgement("different", comparison.summary)
     if ending.digests != reference.digests:
-        return Verdict("different", "equal state digests, but the digests of single tensors differ")
+        return Judgement("different", "equal state digests, but the digests of single tensors differ")
     if (ending.result.val_steps, ending.result.val_losses) != (reference.result.val_steps, reference.result.val_losses):
-        return Verdict("different", "the validation losses differ")
+        return Judgement("different", "the validation losses differ")
     if ending.checkpoint_step != num_steps:
-        return Verdict("error", f"the newest valid checkpoint is of step {ending.checkpoint_step}, not {num_steps}")
+        return Judgement("error", f"the newest valid checkpoint is of step {ending.checkpoint_step}, not {num_steps}")
     return None
 
 
@@ -332,16 +332,16 @@ def without_cause(ending: Ending, struck: Sequence[int]) -> list[int]:
     ]
 
 
-def _judge_error(ending: Ending, placed: "Placed") -> Verdict:
+def _judge_error(ending: Ending, placed: "Placed") -> Judgement:
     error = ending.error
     assert error is not None
     if not error.startswith("RecoveryError: all copies of "):
-        return Verdict("error", error)
+        return Judgement("error", error)
     if ending.num_checkpoints:
-        return Verdict("unexplained loss", f"there were {ending.num_checkpoints} checkpoints to go back to: {error}")
+        return Judgement("unexplained loss", f"there were {ending.num_checkpoints} checkpoints to go back to: {error}")
     if not can_lose_blocks(placed, [(r.worker, r.step) for r in ending.struck if isinstance(r.worker, int)]):
-        return Verdict("unexplained loss", f"the faults leave a copy of every block: {error}")
-    return Verdict("blocks lost", error.removeprefix("RecoveryError: "))
+        return Judgement("unexplained loss", f"the faults leave a copy of every block: {error}")
+    return Judgement("blocks lost", error.removeprefix("RecoveryError: "))
 
 
 class Placed(NamedTuple):

@@ -13,8 +13,8 @@ from elaswave.faults.chaos import (
     NUM_STEPS,
     ChaosCase,
     Ending,
+    Judgement,
     Outcome,
-    Verdict,
     config_of,
     draw_case,
     false_alarms,
@@ -110,7 +110,11 @@ class ChaosBench:
             if reference.result is None or reference.left_behind:
                 problem = reference.error or "; ".join(reference.left_behind) or "it did not come to an end"
                 return self._record(
-                    case, reference, Verdict("error", f"the reference run failed: {problem}"), begin_s, reference_folder
+                    case,
+                    reference,
+                    Judgement("error", f"the reference run failed: {problem}"),
+                    begin_s,
+                    reference_folder,
                 )
             self._references[case.model] = reference
             self._tidy(reference_folder)
@@ -143,7 +147,7 @@ class ChaosBench:
             struck=striker.struck,
         )
 
-    def _told_apart(self, case: ChaosCase, verdict: Verdict) -> Verdict:
+    def _told_apart(self, case: ChaosCase, verdict: Judgement) -> Judgement:
         """Says whether the faults made the difference, or the layout alone makes it too."""
         folder = self._folder / f"{case.index:05d}-undisturbed"
         ending = run_trial(folder, case.config, (), self._timeout_s)
@@ -155,7 +159,7 @@ class ChaosBench:
         )
         return verdict._replace(detail=f"{verdict.detail}; {cause}")
 
-    def _record(self, case: ChaosCase, ending: Ending, verdict: Verdict, begin_s: float, folder: Path) -> ChaosRun:
+    def _record(self, case: ChaosCase, ending: Ending, verdict: Judgement, begin_s: float, folder: Path) -> ChaosRun:
         kept = self._keep or verdict.outcome not in GOOD
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)

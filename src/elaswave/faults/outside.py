@@ -21,7 +21,7 @@ from elaswave.faults.chaos import (
     ChaosCase,
     Draw,
     Ending,
-    Verdict,
+    Judgement,
     compare_with_reference,
     draw_case,
     draw_model,
@@ -148,7 +148,7 @@ def _draw_strikes(draw: Draw, num_workers: int, checkpoint_every: int) -> Iterat
         yield Strike(action, tuple(victims), moment, step, delay_ms, resume_ms)
 
 
-def judge_outside(case: ChaosCase, ending: Ending, reference: Ending, struck: Sequence[Struck]) -> Verdict:
+def judge_outside(case: ChaosCase, ending: Ending, reference: Ending, struck: Sequence[Struck]) -> Judgement:
     """Judges how a case has ended.
 
     Args:
@@ -158,15 +158,15 @@ def judge_outside(case: ChaosCase, ending: Ending, reference: Ending, struck: Se
         struck: what has hit.
     """
     if ending.hung_s is not None:
-        return Verdict("hung", f"not over after {ending.hung_s:.0f} s")
+        return Judgement("hung", f"not over after {ending.hung_s:.0f} s")
     if ending.left_behind:
-        return Verdict("left behind", "; ".join(ending.left_behind))
+        return Judgement("left behind", "; ".join(ending.left_behind))
     if ending.bad_checkpoints:
-        return Verdict("error", f"checkpoints that it said were complete: {'; '.join(ending.bad_checkpoints)}")
+        return Judgement("error", f"checkpoints that it said were complete: {'; '.join(ending.bad_checkpoints)}")
     expected_code = 0 if ending.error is None else 1
     if ending.exit_code != expected_code or (ending.result is None) == (ending.error is None):
         what = "a result" if ending.result is not None else "no result"
-        return Verdict("error", f"exit code {ending.exit_code} with {what} and the error {ending.error!r}")
+        return Judgement("error", f"exit code {ending.exit_code} with {what} and the error {ending.error!r}")
     hit = {each.victim for each in struck if parse_strike(each.strike).may_end} - {COORDINATOR}
     if ending.error is not None:
         return _judge_error(case, ending, hit)
@@ -174,20 +174,22 @@ def judge_outside(case: ChaosCase, ending: Ending, reference: Ending, struck: Se
     if differs is not None:
         return differs
     alarms = without_cause(ending, [int(each.victim) for each in struck if each.victim != COORDINATOR])
-    return Verdict("same bits", f"held for lost without a signal: {alarms}" if alarms else "")
+    return Judgement("same bits", f"held for lost without a signal: {alarms}" if alarms else "")
 
 
-def _judge_error(case: ChaosCase, ending: Ending, hit: set[str]) -> Verdict:
+def _judge_error(case: ChaosCase, ending: Ending, hit: set[str]) -> Judgement:
     error = ending.error
     assert error is not None
     if "all copies of" not in error:
-        return Verdict("error", error)
+        return Judgement("error", error)
     num_copies = 1 + min(case.settings["elastic.num_followers"], sum(case.config.widths) - 1)
     if len(hit) < num_copies:
-        return Verdict("unexplained loss", f"{len(hit)} workers were struck, a block has {num_copies} copies: {error}")
+        return Judgement(
+            "unexplained loss", f"{len(hit)} workers were struck, a block has {num_copies} copies: {error}"
+        )
     if ending.num_checkpoints:
-        return Verdict("unexplained loss", f"there were {ending.num_checkpoints} checkpoints to go back to: {error}")
+        return Judgement("unexplained loss", f"there were {ending.num_checkpoints} checkpoints to go back to: {error}")
     named = {worker for names in re.findall(r"workers? \[?([\d, ]+)", error) for worker in re.findall(r"\d+", names)}
     if not named & hit:
-        return Verdict("error", f"the error names none of the workers {sorted(hit)} that were lost: {error}")
-    return Verdict("blocks lost", error)
+        return Judgement("error", f"the error names none of the workers {sorted(hit)} that were lost: {error}")
+    return Judgement("blocks lost", error)

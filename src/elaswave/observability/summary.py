@@ -70,7 +70,7 @@ class WorkerSummary(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int | None
 
 
-class Timings(msgspec.Struct, frozen=True, kw_only=True):
+class StepTimings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds per step of the latest process, its first three steps left out."""
 
     num_steps: int
@@ -110,7 +110,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Short name of the latest layout."""
     stages: list[StageSummary]
     workers: list[WorkerSummary]
-    timings: Timings | None
+    timings: StepTimings | None
     throughput_tokens_per_s: float | None
     start_up_s: float | None
     duration_s: float | None
@@ -250,7 +250,7 @@ def _workers(layout: Layout, described: LayoutChosen | None, result: Result | No
     ]
 
 
-def _timings(steps: Sequence[StepCommitted]) -> Timings | None:
+def _timings(steps: Sequence[StepCommitted]) -> StepTimings | None:
     if not steps:
         return None
     durations_s = [event.duration_s for event in steps]
@@ -258,7 +258,7 @@ def _timings(steps: Sequence[StepCommitted]) -> Timings | None:
     for event in steps:
         for name, seconds in event.phases_s.items():
             phases.setdefault(name, []).append(seconds)
-    return Timings(
+    return StepTimings(
         num_steps=len(steps),
         mean_s=statistics.fmean(durations_s),
         median_s=statistics.median(durations_s),

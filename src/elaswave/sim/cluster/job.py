@@ -118,7 +118,9 @@ def simulate(
     """
     pauses = pauses or RecoveryTimes()
     chosen = planner or policy_named(policy, make_policies(pauses))
-    job = _Job(scenario, machines, costs, policy, chosen, num_stages, num_microbatches, schedule, pauses, best_of)
+    job = _SimulatedJob(
+        scenario, machines, costs, policy, chosen, num_stages, num_microbatches, schedule, pauses, best_of
+    )
     for change in scenario.changes:
         job.advance(change.at_s)
         job.meet(change)
@@ -127,7 +129,7 @@ def simulate(
     return job.outcome()
 
 
-class _Job:
+class _SimulatedJob:
     """A job at one instant, and its accounts."""
 
     def __init__(
@@ -412,7 +414,7 @@ def interval_of(values: Sequence[float]) -> Interval:
     return Interval(mean=mean, half_width=quantile * deviation / sqrt(count))
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class OutcomeSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A policy over several scenarios."""
 
     policy: str
@@ -429,7 +431,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """By cause."""
 
 
-def summarize(outcomes: Sequence[Outcome]) -> Summary:
+def summarize(outcomes: Sequence[Outcome]) -> OutcomeSummary:
     """Means and confidence intervals of one policy's outcomes.
 
     Raises:
@@ -443,7 +445,7 @@ def summarize(outcomes: Sequence[Outcome]) -> Summary:
         return interval_of([value(outcome) for outcome in outcomes])
 
     causes = sorted({cause for outcome in outcomes for cause in outcome.pauses_s})
-    return Summary(
+    return OutcomeSummary(
         policy=policies[0],
         num_seeds=len(outcomes),
         goodput=over(lambda each: each.goodput),
