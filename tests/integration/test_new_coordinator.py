@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import threading
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +12,8 @@ import pytest
 from tests.integration.jobs import coordinator_of, run_job
 
 from elaswave.control import coordinator, launcher
-from elaswave.control.agent_messages import ShowEvaluation, ShowText
 from elaswave.control.checkpoints import Checkpoints
-from elaswave.control.coordinator import AGENT, CoordinatorProcess, CoordinatorSetup
+from elaswave.control.coordinator import CoordinatorProcess, CoordinatorSetup
 from elaswave.control.recorder import RunRecorder
 from elaswave.errors import RecoveryError, StoppedBySignalError
 from elaswave.protocol import events
@@ -151,7 +149,8 @@ def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
     parts: dict[str, Any] = {
         "core": SimpleNamespace(epoch=2, restarts=False, handle=lambda event, now_s: found.append(event) or ()),
         "_setup": SimpleNamespace(run_dir=tmp_path),
-        "_recorder": SimpleNamespace(checkpoints=SimpleNamespace(records=records)),
+        "_recorder": SimpleNamespace(checkpoints=SimpleNamespace(records=records), settled=[]),
+        "_state": SimpleNamespace(first_step=1),
         "_ended": None,
     }
     for name, part in parts.items():
@@ -235,20 +234,6 @@ class Terminates:
     def reached(self, phase: Phase, index: int, engine: Any) -> None:
         if (engine.worker, engine.step, phase, index) == (0, 3, "backward", 0):
             os.kill(self._pid, signal.SIGTERM)
-
-
-def test_steps_that_come_before_the_agent_are_shown_when_it_comes() -> None:
-    """A new coordinator may be found by the workers first."""
-    sent: list[object] = []
-    process = CoordinatorProcess.__new__(CoordinatorProcess)
-    process._unsaid, process._ended, process._detector = deque(), None, Detector()
-    process._server = SimpleNamespace(send=lambda peer, message: False)  # type: ignore[assignment]
-    shown = [ShowEvaluation(step=4, loss=2.0), ShowText(text="worker 2 is lost")]
-    for message in shown:
-        process._show(message)
-    process._server = SimpleNamespace(send=lambda peer, message: sent.append(message))  # type: ignore[assignment]
-    process._on_connected(AGENT)
-    assert sent[-2:] == shown and not process._unsaid
 
 
 def test_a_worker_and_the_coordinator_lost_together_are_reported_with_their_step(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The coordinator's process: the core machine, the detector and the books on an asyncio control server.
+"""The coordinator's process: the machine, the detector and the recorder on an asyncio control server.
 
 Training does not need it between events. It persists what it decides before it says so; when it dies, the agent starts
 another one, which reads the journal and goes on where this one stood.
@@ -11,11 +11,9 @@ import logging
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -25,11 +23,10 @@ from elaswave.control.agent_messages import (
     CpuTimes,
     Ended,
     Exited,
-    ShowText,
     StopJob,
-    ToAgent,
     ToCoordinator,
 )
+from elaswave.control.background import Background, in_thread
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.journal import JournalRecord, core_records
 from elaswave.control.recorder import RunRecorder
@@ -37,7 +34,7 @@ from elaswave.control.recoveries import RecoveryLog
 from elaswave.control.run_planner import LayoutSearch, RunPlanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import FileStore, Store
-from elaswave.control.wire import agent_id
+from elaswave.control.terminal import AGENT, Terminal
 from elaswave.errors import ElaswaveError, RunFolderError, StateError
 from elaswave.faults.injection import (
     FAULTS_FILE,
@@ -75,19 +72,14 @@ from elaswave.worker.messages import (
 )
 from elaswave.worker.run_plan import RunPlan
 
-AGENT = agent_id(0)
 JOURNAL_FILE = "journal"
 LINGER_S = 5.0
 """After the end, how long workers and agent may take to hear of it."""
-UNSAID_MAX = 10_000
-"""Most lines for the terminal that are kept while there is no agent; of more, the oldest are dropped."""
 SWITCH_INTERVAL_S = 0.001
 """How long a planning thread may hold the interpreter while a message waits."""
 
 PLAN_TIMEOUT_S = 10.0
 """Within this time a recovery must be planned; else survivors keep their stages."""
-
-_T = TypeVar("_T")
 
 _log = logging.getLogger("elaswave.control")
 
@@ -127,21 +119,20 @@ class CoordinatorProcess(CoordinatorDriver):
             setup.control_dir / JOURNAL_FILE, JournalRecord, lock_timeout_s=5.0, outlives_machine=False
         )
         records = self._store.records()
-        self._unsaid: deque[ToAgent] = deque(maxlen=UNSAID_MAX)
-        """What is to be shown on the terminal and waits for the agent."""
-        self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._say_trouble)
         self._server: ControlServer[ToCoordinator] = ControlServer()
+        self._terminal = Terminal(self._server)
+        self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._terminal.say_trouble)
         self._recorder = RunRecorder(
             plan,
             setup.run_dir,
             checkpoint=setup.checkpoint,
+            store=self._store,
             events=self._events,
-            persist=self._store.append,
+            terminal=self._terminal,
             records=records or None,
-            show=self._show,
-            settled=self._on_settled,
             started_s=setup.started_s,
         )
+        self._state = self._recorder.state
         elastic = plan.config.elastic
         self._planner = RunPlanner(plan)
         self.core = Coordinator(
@@ -151,7 +142,7 @@ class CoordinatorProcess(CoordinatorDriver):
             num_followers=elastic.num_followers,
             bounds=Bounds(elastic.min_workers, elastic.max_failures_per_hour),
             restarts=self._planner.restarts,
-            first_step=self._recorder.first_step,
+            first_step=self._state.first_step,
             records=core_records(records),
             execution=plan.execution,
         )
@@ -166,18 +157,16 @@ class CoordinatorProcess(CoordinatorDriver):
         """When the newest recovery began to be planned."""
         self._plan_s = 0.0
         """How long that took."""
-        self._tasks: set[asyncio.Future[None]] = set()
+        self._background = Background()
         """Planning, and looking for checkpoints."""
         self._stop: Stop | None = None
         self._start: Start | None = None
         self._failures: dict[int, Failed] = {}
-        self._unreported_ends_s = setup.coordinator_ends_s[self._recorder.num_restarts :]
+        self._unreported_ends_s = setup.coordinator_ends_s[self._state.num_restarts :]
         """Of coordinators, as far as nobody has reported them."""
         self._watched: set[int] = set()
         """Workers for whose end a thread waits."""
         self._over = asyncio.Event()
-        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets what a turn has raised that no message has brought about."""
         self._ended: Ended | None = None
         self._informed: set[int] = set()
         """Who has been told of the end, or has ended itself."""
@@ -193,11 +182,11 @@ class CoordinatorProcess(CoordinatorDriver):
             self._answer(question, _result_of(plan))
         else:
             self._detector.pause(now_s)
-            self._begin(self._plan_slowly(question, plan))
+            self._background.begin(self._plan_slowly(question, plan))
 
     async def _plan_slowly(self, question: events.PlanRecovery, plan: Callable[[], events.RecoveryPlan]) -> None:
         try:
-            answer = await asyncio.wait_for(_in_thread(lambda: _result_of(plan)), PLAN_TIMEOUT_S)
+            answer = await asyncio.wait_for(in_thread(lambda: _result_of(plan)), PLAN_TIMEOUT_S)
         except TimeoutError:
             answer = f"no recovery is planned within {PLAN_TIMEOUT_S:g} s"
         self._answer(question, answer)
@@ -222,16 +211,16 @@ class CoordinatorProcess(CoordinatorDriver):
         if decision is None or self._ended is not None or core.state is not State.TRAINING:
             return
         if core.epoch == decision.epoch and not core.has_planned:
-            self._begin_search(self._planner.search(decision, self._recorder.layout_before(decision.epoch)))
+            self._begin_search(self._planner.search(decision, self._state.layout_before(decision.epoch)))
 
     def _begin_search(self, search: Callable[[], LayoutSearch] | None) -> None:
         if search is not None:
-            self._begin(self._search(self.core.decision, search))
+            self._background.begin(self._search(self.core.decision, search))
 
     async def _search(self, decision: Decision | None, search: Callable[[], LayoutSearch]) -> None:
         """Looks for a better layout. A job can go on without one."""
         try:
-            found = await _in_thread(search)
+            found = await in_thread(search)
         except Exception:
             _log.exception("planning has failed; the layout stays as it is")
             return
@@ -245,17 +234,6 @@ class CoordinatorProcess(CoordinatorDriver):
                     decision.epoch, better.layout, better.execution, better.reason, better.predicted_step_s
                 )
             )
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Lets something be done beside; what it raises ends this coordinator."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._end_task)
-
-    def _end_task(self, task: asyncio.Future[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            self._guarded(task.result)
 
     # -------------------------------------------------------------------------------------------------------- running
 
@@ -276,10 +254,10 @@ class CoordinatorProcess(CoordinatorDriver):
             try:
                 self._begin_or_take_over()
                 over = asyncio.ensure_future(self._over.wait())
-                ends: list[asyncio.Future[Any]] = [over, serving, self._broken]
+                ends: list[asyncio.Future[Any]] = [over, serving, self._background.broken]
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 over.cancel()
-                for ended in (serving, self._broken):
+                for ended in (serving, self._background.broken):
                     if ended.done():
                         ended.result()
             except ElaswaveError as error:
@@ -294,9 +272,7 @@ class CoordinatorProcess(CoordinatorDriver):
         finally:
             if self._ticker is not None:
                 self._ticker.cancel()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._background.close()
             await self._server.close()
             serving.cancel()
             self._events.close()
@@ -304,15 +280,15 @@ class CoordinatorProcess(CoordinatorDriver):
 
     def _begin_or_take_over(self) -> None:
         """Begins the job, or goes on where earlier coordinators stood."""
-        if self._recorder.outcome is not None:
+        if self._state.outcome is not None:
             # An earlier coordinator has ended the job and died before it could tell everybody.
-            outcome = "stopped" if self._recorder.outcome == "interrupted" else self._recorder.outcome
-            self._end(Ended(outcome=outcome, reason=self._recorder.reason), write=False)
+            outcome = "stopped" if self._state.outcome == "interrupted" else self._state.outcome
+            self._end(Ended(outcome=outcome, reason=self._state.reason), write=False)
         if self.core.state is not State.STARTING:
             self._recorder.catch_up(self.core.epoch, self.core.decision)
             self._restore_recoveries()
             if self.core.state is State.COLLECTING:
-                self._recoveries.new_epoch(self.core.undecided, self._recorder.layout, time.monotonic())
+                self._recoveries.new_epoch(self.core.undecided, self._state.layout, time.monotonic())
         for worker in self.core.members:
             if self._has_begun:
                 # A member that does not find this coordinator is lost, however it was to its predecessors.
@@ -326,20 +302,13 @@ class CoordinatorProcess(CoordinatorDriver):
         """Takes over decisions of which earlier coordinators have not seen, or not entered, that training went on."""
         now_s = time.monotonic()
         for decision in self._decisions:
-            unreported = self._recorder.unreported(decision)
+            unreported = self._state.unreported(decision)
             if unreported:
                 suspicions = tuple(events.Suspected(worker, "exit", decision.reason) for worker in unreported)
-                layout = self._recorder.layout_before(decision.epoch)
+                layout = self._state.layout_before(decision.epoch)
                 self._recoveries.new_epoch(events.NewEpoch(decision.epoch, suspicions), layout, now_s)
                 self._recoveries.decided(decision, now_s, 0.0)
                 self._recoveries.resumed(now_s)
-
-    def _show(self, message: ToAgent) -> None:
-        if not self._server.send(AGENT, message):
-            self._unsaid.append(message)
-
-    def _say_trouble(self, text: str) -> None:
-        self._show(ShowText(text=text, is_error=True))
 
     def _everybody_knows(self) -> bool:
         """Whether all have heard of the end and are gone. A new coordinator may first have to be found by them."""
@@ -348,9 +317,7 @@ class CoordinatorProcess(CoordinatorDriver):
     def _on_connected(self, peer: int) -> None:
         if peer == AGENT:
             self._ask_agent(self._detector.awaited)
-            for message in self._unsaid:
-                self._server.send(AGENT, message)
-            self._unsaid.clear()
+            self._terminal.agent_came()
         if self._ended is not None:
             self._server.send(peer, self._ended if peer == AGENT else Exit())
             self._informed.add(peer)
@@ -358,15 +325,6 @@ class CoordinatorProcess(CoordinatorDriver):
     def _on_closed(self, peer: int) -> None:
         if peer != AGENT:
             self._detector.disconnected(peer, time.monotonic())
-
-    def _guarded(self, turn: Callable[[], None]) -> None:
-        """A turn that no message has brought about. What it raises ends this coordinator, as what a message's turn
-        raises does; asyncio would log it and go on with a core that has changed and has told nobody."""
-        try:
-            turn()
-        except Exception as error:
-            if not self._broken.done():
-                self._broken.set_exception(error)
 
     def _ask_agent(self, workers: tuple[int, ...]) -> None:
         """Asks how the processes of workers get on that have not registered; of none once all have."""
@@ -380,7 +338,7 @@ class CoordinatorProcess(CoordinatorDriver):
         if self._asked_of_agent and not self._detector.awaited:
             self._ask_agent(())
         wait_s = max(0.005, min(0.2, self._detector.next_tick_s(now_s) - now_s))
-        self._ticker = asyncio.get_running_loop().call_later(wait_s, self._guarded, self._tick)
+        self._ticker = asyncio.get_running_loop().call_later(wait_s, self._background.guarded, self._tick)
 
     def _suspect(self, suspicions: Iterable[Suspicion]) -> None:
         found = [events.Suspected(s.worker, s.detected_by, s.reason) for s in suspicions]
@@ -420,7 +378,7 @@ class CoordinatorProcess(CoordinatorDriver):
         elif isinstance(message, Timings):
             self._recorder.timings(message.step, self._planner.measurements.add(message, len(self.core.members)))
         else:
-            self._to_books(message, now_s)
+            self._to_recorder(message, now_s)
 
     def _tick_soon(self) -> None:
         if self._ticker is not None:
@@ -456,7 +414,9 @@ class CoordinatorProcess(CoordinatorDriver):
         def wait() -> None:
             if self._setup.deaths.wait(worker):
                 with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
-                    loop.call_soon_threadsafe(self._guarded, lambda: self._on_end_of_process(worker, "has ended"))
+                    loop.call_soon_threadsafe(
+                        self._background.guarded, lambda: self._on_end_of_process(worker, "has ended")
+                    )
 
         threading.Thread(target=wait, name=f"end of worker {worker}", daemon=True).start()
 
@@ -485,10 +445,10 @@ class CoordinatorProcess(CoordinatorDriver):
             return
         ends_s, self._unreported_ends_s = self._unreported_ends_s, ()
         for ended_s in ends_s:
-            step = min(self._recorder.last_step + 1, self._setup.plan.config.run.steps)
+            step = min(self._state.last_step + 1, self._setup.plan.config.run.steps)
             recovery = self._recoveries.restarted(ended_s, now_s, step, self.core.epoch)
             self._recorder.recovered(recovery)
-            self._recorder.say(
+            self._terminal.say(
                 f"the coordinator was lost in step {recovery.step}: a new one took over after "
                 f"{recovery.total_s * 1e3:.0f} ms, training went on meanwhile"
             )
@@ -519,7 +479,7 @@ class CoordinatorProcess(CoordinatorDriver):
         if due is not None:
             strike_coordinator(due, step=step, record=record)
 
-    def _to_books(
+    def _to_recorder(
         self,
         message: Ready | StepReport | EvaluationReport | ShardWritten | ShardFailed | Finished,
         now_s: float,
@@ -552,17 +512,20 @@ class CoordinatorProcess(CoordinatorDriver):
                     self._server.send(message.worker, Settled(step=step))
             else:
                 self._recorder.finish(message)
+            self._tell_settled()
             self._finish_if_complete()
         except StateError as error:
             self._end(Ended(outcome="failed", reason=str(error), is_state_error=True))
 
-    def _on_settled(self, step: int) -> None:
-        """A checkpoint is durable or given up: nobody need say again what became of its parts."""
-        self._server.send_all(self.core.members, Settled(step=step))
+    def _tell_settled(self) -> None:
+        """Checkpoints are durable or given up: no worker need say again what became of its parts."""
+        steps, self._recorder.settled[:] = tuple(self._recorder.settled), []
+        for step in steps:
+            self._server.send_all(self.core.members, Settled(step=step))
 
     def _report(self, recovery: Recovery) -> None:
         # The line first: a coordinator that dies in between leaves a successor that says it again, not nobody.
-        self._recorder.say(self._recoveries.describe(recovery))
+        self._terminal.say(self._recoveries.describe(recovery))
         self._recorder.recovered(recovery)
 
     def _after_step(self, message: StepReport) -> None:
@@ -574,13 +537,14 @@ class CoordinatorProcess(CoordinatorDriver):
         self._look_for_better()
 
     def _finish_if_complete(self) -> None:
-        if self._ended is not None or self.core.state is not State.TRAINING or not self._recorder.all_finished:
+        if self._ended is not None or self.core.state is not State.TRAINING or not self._state.all_finished:
             return
         self._recorder.checkpoints.end()
+        self._tell_settled()
         for recovery in self._recoveries.flush():
             self._report(recovery)
-        if self._recorder.was_stopped:
-            self._end(Ended(outcome="stopped", reason=f"stopped after step {self._recorder.last_step}"))
+        if self._state.was_stopped:
+            self._end(Ended(outcome="stopped", reason=f"stopped after step {self._state.last_step}"))
             return
         result, digests = self._recorder.result()
         try:
@@ -592,15 +556,15 @@ class CoordinatorProcess(CoordinatorDriver):
             return
         for fault in never_struck(self._setup.faults, read_fault_records(self._setup.run_dir / FAULTS_FILE)):
             why = f"its worker was gone, or had no such action in step {fault.step} of this run"
-            self._recorder.say(f"--fault {fault} never struck: {why}")
+            self._terminal.say(f"--fault {fault} never struck: {why}")
         self._end(Ended(outcome="finished"))
 
     def _end(self, ended: Ended, *, write: bool = True) -> None:
         """The job is over: everybody may go."""
         if self._ended is not None:
             return
-        lost = sorted(set(self._setup.plan.layout.workers) - set(self.core.members))
-        self._ended = msgspec.structs.replace(ended, lost=lost)
+        lost_workers = sorted(set(self._setup.plan.layout.workers) - set(self.core.members))
+        self._ended = msgspec.structs.replace(ended, lost=lost_workers)
         if write:
             outcome: Literal["finished", "failed", "interrupted"] = "failed"
             if ended.outcome == "finished":
@@ -611,13 +575,20 @@ class CoordinatorProcess(CoordinatorDriver):
                 self._recorder.error(ended.reason, ended.worker, ended.traceback_text)
             self._recorder.close(outcome, ended.reason)
             if self._events.num_lost:
-                self._say_trouble(f"{self._events.path} lacks the last {self._events.num_lost} events of the run")
+                self._terminal.say_trouble(
+                    f"{self._events.path} lacks the last {self._events.num_lost} events of the run"
+                )
         for peer in self._server.peers:
             self._server.send(peer, self._ended if peer == AGENT else Exit())
             self._informed.add(peer)
         self._over.set()
 
     # --------------------------------------------------------------------------------------------------------- effects
+
+    def carry_out(self, effects: Sequence[events.CoordinatorEffect]) -> None:
+        """Carries out effects in their order."""
+        super().carry_out(effects)
+        self._tell_settled()
 
     def carry_out_one(self, effect: events.CoordinatorEffect) -> None:
         """Carries out one effect."""
@@ -643,7 +614,7 @@ class CoordinatorProcess(CoordinatorDriver):
 
     def find_checkpoint(self) -> None:
         """In a thread: checksums of large files take longer than this process may be silent."""
-        self._begin(self._find_checkpoint())
+        self._background.begin(self._find_checkpoint())
 
     async def _find_checkpoint(self) -> None:
         """Looks for the newest checkpoint; under a policy of restarting only when a restart would have got there."""
@@ -660,7 +631,7 @@ class CoordinatorProcess(CoordinatorDriver):
         if self.core.epoch != epoch or self._ended is not None:
             return
         step = None if newest is None else newest.step
-        if step is None and restarts and self._recorder.first_step == 1:
+        if step is None and restarts and self._state.first_step == 1:
             step = 0  # from the seed, as a job without a checkpoint begins again
         self.answer_checkpoint(step)
 
@@ -668,11 +639,11 @@ class CoordinatorProcess(CoordinatorDriver):
         """Shows that workers were lost."""
         now_s = time.monotonic()
         self._detector.resume(now_s)
-        self._recorder.new_epoch(effect.epoch)
+        self._state.new_epoch(effect.epoch)
         for suspicion in effect.suspicions:
             self._detector.left(suspicion.worker)
             _log.warning("epoch %d: %s", effect.epoch, suspicion.reason)
-        self._recoveries.new_epoch(effect, self._recorder.layout, now_s)
+        self._recoveries.new_epoch(effect, self._state.layout, now_s)
 
     def on_decided(self, effect: events.Decided) -> None:
         """Shows how survivors go on."""
@@ -685,7 +656,7 @@ class CoordinatorProcess(CoordinatorDriver):
             self._recorder.predicted(effect.predicted_step_s)
         if decision.rollback is not None:
             where = f"goes back to the checkpoint of step {decision.rollback}"
-            self._recorder.say(
+            self._terminal.say(
                 f"{decision.reason}: everybody {where if decision.rollback else 'begins again from the seed'}"
             )
 
@@ -719,28 +690,6 @@ def _result_of(plan: Callable[[], events.RecoveryPlan]) -> events.RecoveryPlan |
     except Exception as error:
         _log.exception("planning a recovery has failed")
         return f"planning has failed ({error})"
-
-
-def _in_thread(function: Callable[[], _T]) -> "asyncio.Future[_T]":
-    """Calls a pure function in a thread of its own. An end of the process does not wait for it."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[_T] = loop.create_future()
-
-    def settle(call: Callable[[], None]) -> None:
-        if not future.done():
-            call()
-
-    def work() -> None:
-        try:
-            result = function()
-            call = partial(future.set_result, result)
-        except Exception as error:
-            call = partial(future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
-            loop.call_soon_threadsafe(settle, call)
-
-    threading.Thread(target=work, name="planner", daemon=True).start()
-    return future
 
 
 def run_coordinator(setup: CoordinatorSetup) -> int:

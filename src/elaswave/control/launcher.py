@@ -34,12 +34,13 @@ from elaswave.control.agent_messages import (
     ToAgent,
 )
 from elaswave.control.client import ControlClient
-from elaswave.control.coordinator import AGENT, JOURNAL_FILE, CoordinatorSetup, run_coordinator
+from elaswave.control.coordinator import JOURNAL_FILE, CoordinatorSetup, run_coordinator
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.descriptors import provide_descriptors
 from elaswave.control.job_folder import JobFolder, refused, sweep_dead
 from elaswave.control.memory_pressure import offer_to_kernel
 from elaswave.control.parent_death import end_with_parent
+from elaswave.control.terminal import AGENT
 from elaswave.data.fingerprint import check_same_data, fingerprint_in, fingerprint_of
 from elaswave.errors import (
     CheckpointError,

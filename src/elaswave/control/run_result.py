@@ -1,0 +1,114 @@
+"""The result of a run and the description of a checkpoint, made from what the coordinator knows of the run. No IO."""
+
+from collections.abc import Sequence
+
+import elaswave
+from elaswave.control.run_state import RunState
+from elaswave.data.sampler import Sampler
+from elaswave.errors import StateError
+from elaswave.hashing import MASK64
+from elaswave.observability.result import CheckpointRecord, Result, WorkerMemory
+from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo, stored_name
+from elaswave.state.digests import add_digests, state_digest
+from elaswave.worker.messages import Standing
+from elaswave.worker.run_plan import RunPlan
+
+
+def tokens_per_microbatch(plan: RunPlan) -> int:
+    """Tokens of one micro-batch."""
+    return plan.config.batch.microbatch_size * plan.config.model.context_length
+
+
+def describe_checkpoint(
+    plan: RunPlan, state: RunState, sampler: Sampler, standing: Standing, facts: dict[str, object]
+) -> CheckpointMeta:
+    """The run at the step of a standing, the losses up to which are known.
+
+    Args:
+        plan, state, sampler: of the run.
+        standing: of the workers that have written the checkpoint.
+        facts: about the data.
+    """
+    step = standing.step
+    tensors = plan.tensors
+    val = [(at, loss) for at, loss in state.val_losses.items() if at <= step]
+    return CheckpointMeta(
+        step=step,
+        losses=[loss if loss - loss == 0 else "nan" for loss in state.losses[:step]],
+        grids={slot.name: exponent for slot, exponent in zip(tensors, standing.exponents, strict=True)},
+        seed=plan.config.run.seed,
+        data_cursor=sampler.cursor(step),
+        config=plan.config.to_dict(),
+        tensors={stored_name(name, slot.name): TensorInfo(slot.shape) for name in plan.state.slots for slot in tensors},
+        elaswave_version=elaswave.__version__,
+        extra={
+            "num_updates": standing.num_updates,
+            "calibrated": standing.calibrated,
+            "val_steps": [at for at, _ in val],
+            "val_losses": [loss for _, loss in val],
+            "data": facts,
+        },
+    )
+
+
+def make_result(
+    plan: RunPlan, state: RunState, sampler: Sampler, checkpoints: Sequence[CheckpointRecord], duration_s: float
+) -> tuple[Result, dict[str, str]]:
+    """The result of the run and its digest per tensor, once every member has finished.
+
+    Args:
+        plan, state, sampler: of the run.
+        checkpoints: those that are on the disk.
+        duration_s: of the whole run.
+    Raises:
+        StateError: the followers' state is not the owners'.
+    """
+    assert state.all_finished
+    reports = [state.finished[worker] for worker in state.members]
+    standing = reports[0].standing
+    digests = add_digests(report.owner_digests for report in reports)
+    if all(report.complete for report in reports):
+        num_followers = min(plan.config.elastic.num_followers, len(state.members) - 1)
+        check_followers(digests, add_digests(report.follower_digests for report in reports), num_followers)
+    step = standing.step
+    result = Result(
+        steps=step,
+        losses=list(state.losses),
+        state_digest=state_digest(
+            step=step,
+            num_updates=standing.num_updates,
+            data_cursor=sampler.cursor(step),
+            grids=standing.exponents,
+            tensor_digests=digests,
+        ),
+        throughput_tokens_per_s=state.tokens_per_s(tokens_per_microbatch(plan)),
+        epochs=list(state.epochs),
+        recoveries=list(state.recoveries),
+        val_losses=list(state.val_losses.values()),
+        val_steps=list(state.val_losses),
+        memory={
+            report.worker: WorkerMemory(peak_bytes=report.peak_bytes, optimizer_bytes=report.optimizer_bytes)
+            for report in sorted(reports, key=lambda report: report.worker)
+        },
+        checkpoints=list(checkpoints),
+        start_up_s=state.start_up_s,
+        duration_s=duration_s,
+        config=plan.config.to_dict(),
+    )
+    return result, {name: f"{value:016x}" for name, value in digests.items()}
+
+
+def check_followers(owners: dict[str, int], followers: dict[str, int], num_followers: int) -> None:
+    """The sum over followers must be (number of followers) times the owners' digest, tensor by tensor.
+
+    Raises:
+        StateError: it is not.
+    """
+    if num_followers == 0:
+        return
+    for name, value in owners.items():
+        if followers.get(name) != value * num_followers & MASK64:
+            raise StateError(
+                f"the followers' copy of {name} is not the owners' after the last step; the result is not to be "
+                "trusted. Resume from the last checkpoint, and look at the hardware"
+            )

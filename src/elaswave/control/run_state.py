@@ -1,0 +1,252 @@
+"""What a coordinator knows of the run, as a fold: records and reports go in one by one, questions are answered. No IO.
+
+A live coordinator and one that takes over fold the same records with `apply`: what the first makes durable is all that
+the second knows. Beside them stand reports that every worker repeats to each new coordinator (`ready`, `finished`).
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Literal
+
+import msgspec
+
+from elaswave.control.journal import CheckpointGivenUp, Entered, Published, RecorderRecord
+from elaswave.errors import StateError
+from elaswave.observability.events import (
+    AnyEvent,
+    Evaluated,
+    Holdings,
+    LayoutChosen,
+    Recovered,
+    RunFinished,
+    StepTimeMeasured,
+    StepTimePredicted,
+)
+from elaswave.observability.result import EpochRecord, Recovery, from_json_float
+from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.messages import Decision
+from elaswave.types import Layout
+from elaswave.worker.messages import Finished, StepReport
+
+STEPS_LEFT_OUT = 3
+"""First steps of a process that do not count for its throughput."""
+
+
+class RunState:
+    """The state of one run.
+
+    Args:
+        layout: of the start.
+        losses: of the steps before the first one, if the run resumes from a checkpoint.
+        val_losses: step -> validation loss, of the same steps.
+        repeats_exactly: whether a step that is run again must have the same loss.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        losses: Sequence[float] = (),
+        val_losses: Mapping[int, float] | None = None,
+        repeats_exactly: bool = True,
+    ) -> None:
+        self.first_step = len(losses) + 1
+        self.losses = list(losses)
+        """Of all steps from the first on."""
+        self.val_losses = dict(val_losses or {})
+        """Step -> validation loss, in the order in which they came."""
+        self.finished_s: dict[int, float] = {}
+        """Step -> monotonic time at which it was done."""
+        self.epochs: list[EpochRecord] = []
+        """Layouts that were chosen, in order."""
+        self.recoveries: list[Recovery] = []
+        self.holdings: dict[int, Holdings] = {}
+        """What each worker holds."""
+        self.finished: dict[int, Finished] = {}
+        """Workers that have made their last step in the present epoch."""
+        self.epoch = Coordinator.FIRST_EPOCH
+        self.members: tuple[int, ...] = layout.workers
+        self.start_up_s = 0.0
+        self.outcome: Literal["finished", "failed", "interrupted"] | None = None
+        """How the job has ended, or None."""
+        self.reason = ""
+        """Why it has."""
+        self._first_layout = layout
+        self._repeats_exactly = repeats_exactly
+        self._steps_s: list[float] = []
+        """Seconds of the steps under the present layout."""
+
+    # ------------------------------------------------------------------------------------------------------- the fold
+
+    def apply(self, record: RecorderRecord) -> None:
+        """Takes a durable record."""
+        if isinstance(record, Published):
+            if record.step <= len(self.losses):
+                self.losses[record.step - 1] = record.loss
+            else:
+                self.losses.append(record.loss)
+            self.finished_s[record.step] = record.finished_s
+        elif not isinstance(record, CheckpointGivenUp):  # of checkpoints `control.checkpoints` keeps account
+            self._apply_event(record)
+
+    def _apply_event(self, record: Entered) -> None:
+        event: AnyEvent = record.event
+        if isinstance(event, Evaluated):
+            self.val_losses[event.step] = from_json_float(event.loss)
+        elif isinstance(event, LayoutChosen):
+            self.epochs.append(event.record)
+            self._steps_s.clear()
+            self.holdings = dict(event.holdings)
+            self.start_up_s = event.start_up_s or self.start_up_s
+            if event.epoch >= self.epoch:  # a change of the last epoch may be heard of in the next one
+                self.epoch, self.members = event.epoch, event.layout.workers
+        elif isinstance(event, StepTimePredicted):
+            self._amend(predicted_step_s=event.predicted_step_s)
+        elif isinstance(event, StepTimeMeasured):
+            self._steps_s.clear()
+            self._amend(predicted_step_s=event.predicted_step_s, measured_step_s=event.measured_step_s)
+        elif isinstance(event, Recovered):
+            self.recoveries.append(event.recovery)
+        elif isinstance(event, RunFinished):
+            self.outcome, self.reason = event.outcome, event.reason
+
+    def _amend(self, **values: float | None) -> None:
+        if self.epochs:
+            self.epochs[-1] = msgspec.structs.replace(self.epochs[-1], **values)
+
+    def new_epoch(self, epoch: int) -> None:
+        """A new epoch has begun: what was reported for the end no longer counts."""
+        self.epoch = epoch
+        self.finished.clear()
+
+    def ready(self, worker: int, holdings: Holdings) -> bool:
+        """A worker begins to train.
+
+        Returns:
+            Whether every member has been heard for the first time, so that the first layout can be shown.
+        """
+        self.holdings[worker] = holdings
+        return len(self.holdings) >= len(self.members) and not self.epochs
+
+    def finish(self, message: Finished) -> None:
+        """A worker has made its last step; one of an older epoch does not count."""
+        if message.standing.epoch == self.epoch:
+            self.finished[message.worker] = message
+
+    def time_step(self, report: StepReport) -> None:
+        """Counts how long a published step took, from one step's end to the next one's: what is done between steps
+        belongs to them. A layout's first step, and one that was tried again, do not count."""
+        if self.epochs and self.epochs[-1].first_step < report.step and report.attempt == 1:
+            begin_s = self.finished_s.get(report.step - 1)
+            if begin_s is not None:
+                self._steps_s.append(report.finished_s - begin_s)
+
+    # ------------------------------------------------------------------------------------------------------- is it new
+
+    def is_new_loss(self, step: int, loss: float) -> bool:
+        """Whether it is the next step's, or a repeated one's that is another one, where that may be.
+
+        Raises:
+            StateError: it must be the same, and is not; or a step before it is missing.
+        """
+        if step == len(self.losses) + 1:
+            return True
+        if step > len(self.losses):
+            raise StateError(
+                f"step {step} was reported, but step {len(self.losses) + 1} never was: the worker that should have "
+                "told of it is gone, and the others keep only their newest reports. Resume from the last checkpoint"
+            )
+        known = self.losses[step - 1]
+        if known == loss or (known != known and loss != loss):
+            return False
+        if self._repeats_exactly:
+            raise StateError(
+                f"step {step} had the loss {known!r} and, repeated, {loss!r}; in bitwise mode they must be equal. "
+                "Are the workers' processors and library versions the same?"
+            )
+        return True
+
+    def is_new_validation(self, step: int, loss: float) -> bool:
+        """Whether it is a new one, or another one of a step that need not repeat its loss."""
+        return step not in self.val_losses or (not self._repeats_exactly and self.val_losses[step] != loss)
+
+    def lacks_prediction(self) -> bool:
+        """Whether it is not known yet what a step of the present layout should take, and would still be of interest."""
+        return self.outcome is None and bool(self.epochs) and self.epochs[-1].predicted_step_s is None
+
+    # ------------------------------------------------------------------------------------------------------- questions
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that has been published."""
+        return len(self.losses)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the present epoch."""
+        return self.epochs[-1].layout if self.epochs else self._first_layout
+
+    @property
+    def newest_change(self) -> int:
+        """The newest planned change that has come into force; 0 for none."""
+        return max((record.change for record in self.epochs), default=0)
+
+    @property
+    def num_restarts(self) -> int:
+        """How many ends of coordinators have been reported."""
+        return sum(recovery.kind == "coordinator" for recovery in self.recoveries)
+
+    @property
+    def all_finished(self) -> bool:
+        """Every member has made its last step and reported its state, and every step's loss is known."""
+        return set(self.members) <= set(self.finished) and all(
+            self.finished[worker].standing.step <= self.last_step for worker in self.members
+        )
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the workers have ended before the run's last step, because they were asked to."""
+        return any(report.stopped for report in self.finished.values())
+
+    def unreported(self, decision: Decision) -> list[int]:
+        """Workers that a decision goes on without and whose loss has no entry yet."""
+        reported = {recovery.worker for recovery in self.recoveries if recovery.kind == "lost"}
+        return [worker for worker in decision.lost if worker not in reported]
+
+    def layout_before(self, epoch: int) -> Layout:
+        """The layout that an epoch has replaced."""
+        earlier = [record.layout for record in self.epochs if record.epoch < epoch]
+        return earlier[-1] if earlier else self._first_layout
+
+    def layout_of(self, step: int, epoch: int | None = None) -> Layout:
+        """The layout in which a step was committed; a newer one may have been decided before its report came.
+
+        Args:
+            step: which.
+            epoch: in which it was committed; None if that is not known.
+        """
+        for record in reversed(self.epochs):
+            if record.first_step <= step and (epoch is None or record.epoch <= epoch):
+                return record.layout
+        return self._first_layout if epoch is None else self.layout
+
+    def step_time_measured(self) -> StepTimeMeasured | None:
+        """What the steps of the present layout took, if any were measured."""
+        if not self._steps_s or not self.epochs:
+            return None
+        record = self.epochs[-1]
+        return StepTimeMeasured(
+            epoch=record.epoch,
+            change=record.change,
+            predicted_step_s=record.predicted_step_s,
+            measured_step_s=median(self._steps_s),
+            num_steps=len(self._steps_s),
+        )
+
+    def tokens_per_s(self, tokens_per_microbatch: int) -> float | None:
+        """Throughput without start-up and the first steps; None before there are others."""
+        begin, end = self.first_step + STEPS_LEFT_OUT - 1, self.last_step
+        if end <= begin or begin not in self.finished_s:
+            return None
+        num_microbatches = sum(self.layout_of(step).num_microbatches for step in range(begin + 1, end + 1))
+        return num_microbatches * tokens_per_microbatch / (self.finished_s[end] - self.finished_s[begin])

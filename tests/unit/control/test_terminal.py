@@ -1,0 +1,50 @@
+"""What is shown on the terminal, with and without an agent that has it."""
+
+from elaswave.control import terminal
+from elaswave.control.agent_messages import ShowEvaluation, ShowText
+from elaswave.control.terminal import AGENT, Terminal
+
+
+class Server:
+    """Has a connection to the agent, or not."""
+
+    def __init__(self) -> None:
+        self.is_connected = False
+        self.sent: list[object] = []
+
+    def send(self, peer, message) -> bool:
+        assert peer == AGENT
+        if self.is_connected:
+            self.sent.append(message)
+        return self.is_connected
+
+
+def test_lines_that_come_before_the_agent_are_shown_when_it_comes():
+    """A new coordinator may be found by the workers first."""
+    server = Server()
+    shown = Terminal(server)
+    shown.show(ShowEvaluation(step=4, loss=2.0))
+    shown.say("worker 2 is lost")
+    shown.say_trouble("the disk is full")
+    server.is_connected = True
+    shown.agent_came()
+    assert server.sent == [
+        ShowEvaluation(step=4, loss=2.0),
+        ShowText(text="worker 2 is lost"),
+        ShowText(text="the disk is full", is_error=True),
+    ]
+    shown.agent_came()
+    assert len(server.sent) == 3, "each once"
+    shown.say("now")
+    assert server.sent[3:] == [ShowText(text="now")]
+
+
+def test_of_too_many_lines_the_oldest_are_dropped(monkeypatch):
+    monkeypatch.setattr(terminal, "UNSAID_MAX", 3)
+    server = Server()
+    shown = Terminal(server)
+    for number in range(5):
+        shown.say(str(number))
+    server.is_connected = True
+    shown.agent_came()
+    assert [message.text for message in server.sent] == ["2", "3", "4"]
