@@ -2,7 +2,7 @@
 machine.
 
 A test decides at which instant a worker dies and what each worker has heard by then, which processes and sockets leave
-to chance. The coordinator's own process (books, detector, journal) is not here: an end of a worker is told to the
+to chance. The coordinator's own process (recorder, detector, journal) is not here: an end of a worker is told to the
 machine at once, and a broken link when a worker reports it.
 """
 

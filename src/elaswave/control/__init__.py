@@ -1,1 +1,1 @@
-"""The control plane: starting workers, watching them, and keeping the books of a run."""
+"""The control plane: starting workers, watching them, and keeping the records of a run."""

@@ -1,4 +1,4 @@
-"""What a coordinator makes durable, in one journal: the records of the protocol's core, and those of the run's books.
+"""What a coordinator makes durable, in one journal: the records of the protocol's machine and of the run recorder.
 
 `events.jsonl` is for people and tools; it may be incomplete (a full disk, a death between two writes). Whatever a new
 coordinator must know to go on, and to write the result, stands here. A published step takes some 90 bytes and 5 us of
@@ -33,7 +33,7 @@ class CheckpointGivenUp(msgspec.Struct, frozen=True, kw_only=True, tag="given up
 
 
 RecorderRecord = Published | Entered | CheckpointGivenUp
-"""Records of the run's books."""
+"""Records of the run recorder."""
 JournalRecord = events.Record | RecorderRecord
 """All records."""
 
