@@ -3,7 +3,7 @@
     python benchmarks/simulate.py [--workers 100000] [--days 7] [--rate llama3] [--stragglers 0.0] [--seeds 1]
         [--model llama-2-70b] [--device h100] [--stages 16] [--microbatches 8] [--policies ...] [--json]
 
-Every policy meets the same scenarios, begins with the same job (split backwards, so that no policy gains by the schedule
+Every policy meets the same scenarios, begins with the same job (split backwards, so that none gains by the schedule
 alone), and checkpoints as often as is best for the failures that come. Needed: at most 60 s for each policy and
 scenario of 100,000 workers and a week, on two cores; the simulation uses one, so what is judged is its CPU time.
 """
