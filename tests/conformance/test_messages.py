@@ -1,7 +1,5 @@
 """Every transport: messages arrive whole, in order, where they belong, and what does not fit is refused."""
 
-import os
-
 import pytest
 import torch
 from tests.conformance.worlds import PATIENCE_S, World, finish, settle, until
@@ -286,55 +284,6 @@ def test_bytes_are_counted_by_peer_and_survive_the_link(world):
     b.close()
     until(lambda: a.peers == {2}, a, c)
     assert dict(a.bytes_sent).get(1) == HEADER_BYTES + 40
-
-
-def test_watched_descriptors_are_served_while_waiting(world):
-    a, _ = world.linked(2)
-    reader, writer = os.pipe()
-    seen = []
-
-    def on_readable() -> None:
-        seen.append(os.read(reader, 10))
-        a.interrupt("a message has come")
-
-    try:
-        a.watch(reader, on_readable)
-        a.poll()
-        assert seen == []
-        os.write(writer, b"hello")
-        with pytest.raises(InterruptedWaitError, match="a message has come"):
-            a.wait(a.recv(1, TAG), PATIENCE_S)
-        assert seen == [b"hello"]
-        a.watch(reader, lambda: seen.append(os.read(reader, 10).upper()))  # replaces
-        os.write(writer, b"again")
-        a.poll()
-        assert seen == [b"hello", b"AGAIN"]
-        a.watch(reader, None)
-        a.watch(reader, None)
-        os.write(writer, b"unheard")
-        a.poll()
-        assert seen == [b"hello", b"AGAIN"]
-    finally:
-        os.close(reader)
-        os.close(writer)
-
-
-def test_what_a_callback_raises_comes_out_of_the_wait(world):
-    a, _ = world.linked(2)
-    reader, writer = os.pipe()
-
-    def on_readable() -> None:
-        raise LookupError("from the callback")
-
-    try:
-        a.watch(reader, on_readable)
-        os.write(writer, b"x")
-        with pytest.raises(LookupError, match="from the callback"):
-            a.wait(a.recv(1, TAG), PATIENCE_S)
-        a.watch(reader, None)
-    finally:
-        os.close(reader)
-        os.close(writer)
 
 
 def test_after_close_everything_fails_and_nothing_hangs(world):

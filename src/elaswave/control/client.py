@@ -277,19 +277,9 @@ class ControlClient(Generic[_T]):
         return self._phase is _Phase.OPEN
 
     @property
-    def last_connected(self) -> float | None:
-        """Monotonic time at which there was a connection last; None if there has been none."""
-        return time.monotonic() if self._phase is _Phase.OPEN else self._last_connected
-
-    @property
     def disconnected_s(self) -> float:
         """Seconds without a connection; 0 while there is one."""
         return self._disconnected_s()
-
-    @property
-    def num_unacknowledged(self) -> int:
-        """Durable messages that are kept."""
-        return len(self._unacknowledged)
 
     # ------------------------------------------------------------------------------------------------ the own thread
 

@@ -1,7 +1,8 @@
 """One end of a control connection as bytes in, messages out. No sockets, threads or clocks here.
 
-From the outside in: TLS where a certificate is configured; the handshake of ``elaswave.transport.handshake``,
-in which both sides prove that they hold the job's key; then frames:
+From the outside in: TLS where its files are given (no key of the configuration names them yet: jobs run on one machine,
+over Unix sockets); the handshake of ``elaswave.transport.handshake``, in which both sides prove that they hold the
+job's key; then frames:
 
     version 1 | kind 1 | length 4 | number 8 | payload | mac 16
 
@@ -10,8 +11,8 @@ and its direction, under secrets of this connection alone, so that a frame that 
 ends the connection. Nothing is decoded before its mac is right, and nothing is ever pickled. Before a peer has
 proved anything, we hold a few hundred bytes for it.
 
-With TLS the handshake's key also depends on the listener's certificate: whoever terminates TLS in the middle fails the
-handshake, also where no authority vouches for the certificate.
+With TLS the handshake's key also depends on the listener's certificate: a process that terminates TLS in the middle
+fails the handshake, also where no authority vouches for the certificate.
 """
 
 import hashlib

@@ -112,7 +112,8 @@ def place_blocks(
         layout: who runs which layer.
         blocks: of the whole model, as `make_blocks` returns them.
         num_followers: copies beside the owner; clamped to the number of workers minus one.
-        hosts: the host of each worker; None means that all are on one.
+        hosts: the host of each worker; None means that all are on one, as in every job so far: the launcher starts
+            workers on its own machine only.
     Returns:
         A placement with one entry per block; followers in the order in which they were chosen.
     Raises:

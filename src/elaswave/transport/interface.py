@@ -3,7 +3,7 @@
 No sockets, threads or clocks here. The rules by which frames meet receives are in ``inbox``.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -160,16 +160,6 @@ class Transport(Protocol):
         Args:
             reason: text of the error.
             epoch: the epoch that the interrupt asks to move to; it is void once the transport is there.
-        """
-        ...
-
-    def watch(self, fd: int, callback: Callable[[], None] | None) -> None:
-        """Call back, from inside ``wait``, ``connect`` and ``poll``, whenever a file descriptor is readable.
-
-        Args:
-            fd: the descriptor; stays the caller's to close, after ``watch(fd, None)``.
-            callback: may call ``interrupt`` and ``send``, never ``wait``, ``poll`` or ``connect``; what it raises
-                comes out of the call it runs in. None stops watching.
         """
         ...
 

@@ -7,7 +7,7 @@ done when it returns.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -159,7 +159,7 @@ class MemoryTransport:
         self._waiter.wait(handles, timeout_s, self.epoch)
 
     def poll(self) -> None:
-        """Serve the watched descriptors; bytes have moved when they were sent."""
+        """Bytes have moved when they were sent; only signals and interrupts are looked for."""
         self._waiter.turn(0)
 
     def rest(self, until_s: float) -> None:
@@ -169,14 +169,6 @@ class MemoryTransport:
     def interrupt(self, reason: str, epoch: int | None = None) -> None:
         """Wake the wait that is blocked, or the next one that would block; thread-safe. See ``Transport.interrupt``."""
         self._waiter.interrupt(reason, epoch)
-
-    def watch(self, fd: int, callback: Callable[[], None] | None) -> None:
-        """Call back whenever a file descriptor is readable; see ``Transport.watch``."""
-        if callback is None:
-            self._waiter.unregister(fd)
-        else:
-            watched = callback
-            self._waiter.register(fd, lambda event: watched())
 
     def advance_epoch(self, epoch: int, members: Iterable[int]) -> None:
         """Edit the membership in place; see ``Transport.advance_epoch``."""

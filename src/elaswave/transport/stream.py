@@ -1,8 +1,8 @@
 """The socket transport: Unix-domain sockets on one host, TCP between hosts, for CPU tensors.
 
 One thread does everything: bytes move inside the calls of the worker's own thread (handing frames through an I/O thread
-halves the speed). One ``Waiter`` holds the links, the listener, the handshakes in progress, interrupts and whatever is
-watched for the caller, so every wait wakes for each of them.
+halves the speed). One ``Waiter`` holds the links, the listener, the handshakes in progress and interrupts, so every
+wait wakes for each of them.
 
 Deliberately absent: deciding who is alive. A link that ends is reported to the calls that need
 it; the control plane decides.
@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -173,14 +173,6 @@ class StreamTransport:
     def interrupt(self, reason: str, epoch: int | None = None) -> None:
         """Wake the wait that is blocked, or the next one that would block; thread-safe. See ``Transport.interrupt``."""
         self._waiter.interrupt(reason, epoch)
-
-    def watch(self, fd: int, callback: Callable[[], None] | None) -> None:
-        """Call back whenever a file descriptor is readable; see ``Transport.watch``."""
-        if callback is None:
-            self._waiter.unregister(fd)
-        else:
-            watched = callback
-            self._waiter.register(fd, lambda event: watched())
 
     def connect(self, addresses: Mapping[int, str], timeout_s: float) -> None:
         """Make the links that are missing; see ``Transport.connect``."""

@@ -1,7 +1,7 @@
 """A transport that records its transfers for the trace; used only with ``--profile``."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -79,10 +79,6 @@ class TracedTransport:
     def interrupt(self, reason: str, epoch: int | None = None) -> None:
         """See `Transport.interrupt`."""
         self._inner.interrupt(reason, epoch)
-
-    def watch(self, fd: int, callback: Callable[[], None] | None) -> None:
-        """See `Transport.watch`."""
-        self._inner.watch(fd, callback)
 
     def advance_epoch(self, epoch: int, members: Iterable[int]) -> None:
         """See `Transport.advance_epoch`."""
