@@ -5,7 +5,8 @@ beside it.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from elaswave.control.measurements import Measurements
 from elaswave.control.replanning import ELASWAVE, Replanned, Replanner
@@ -54,29 +55,33 @@ class RunPlanner:
     def recovery(self, question: PlanRecovery) -> Callable[[], RecoveryPlan]:
         """How the members go on after a loss: survivors keep their stages, or as the run's policy has it."""
         self._struck = (question.layout, question.lost)
-        blocks, num_followers = self._plan.blocks, self._plan.config.elastic.num_followers
-        costs = self.measurements.known_or_estimated()
+        return partial(self._survivors, question) if self.is_quick(question) else self._rival(question)
+
+    def _survivors(self, question: PlanRecovery) -> RecoveryPlan:
+        layout, execution = question.layout, question.execution
+        if question.lost:
+            layout = survivor_layout(layout, question.lost)
+            execution = self._replanner.within_memory(layout, execution)
+        return self._with_placement(question, layout, execution=execution)
+
+    def _rival(self, question: PlanRecovery) -> Callable[[], RecoveryPlan]:
+        costs = self.measurements.known_or_estimated()  # takes too long where nothing needs it
         replanner = self._replanner.at(self.measurements.speeds())
 
         def plan() -> RecoveryPlan:
-            layout, execution = question.layout, question.execution
-            reason, predicted_s = "", None
-            if question.lost and replanner.policy != ELASWAVE:
-                layout, execution, reason, predicted_s = replanner.rival(layout, execution, question.lost, costs)
-            elif question.lost:
-                layout = survivor_layout(layout, question.lost)
-                execution = replanner.within_memory(layout, execution)
-            return plan_with(
+            found = replanner.rival(question.layout, question.execution, question.lost, costs)
+            return self._with_placement(
                 question,
-                layout,
-                blocks,
-                num_followers,
-                execution=execution,
-                reason=reason,
-                predicted_step_s=predicted_s,
+                found.layout,
+                execution=found.execution,
+                reason=found.reason,
+                predicted_step_s=found.predicted_step_s,
             )
 
         return plan
+
+    def _with_placement(self, question: PlanRecovery, layout: Layout, **values: Any) -> RecoveryPlan:
+        return plan_with(question, layout, self._plan.blocks, self._plan.config.elastic.num_followers, **values)
 
     def first_prediction(self) -> Callable[[], LayoutSearch] | None:
         """What a step of the first layout should take; None before costs are known, and afterwards: once is enough."""
