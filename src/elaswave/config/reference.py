@@ -27,8 +27,8 @@ The number says what two keys mean. What is now `model.hidden_size` and `model.i
 configurations, was `model.width` and `model.hidden_size` before there was a number.
 
 - The configurations that a run saves carry it: `config.toml`, and those in `result.json`, `events.jsonl`, checkpoints
-  and exports. Without it they are read as they were meant: by `--resume`, which then saves `config.toml` with it, by
-  `inspect`, `export` and `plan`.
+  and exports. `--resume` (which then saves `config.toml` with it), `inspect`, `export` and `plan` read configurations
+  without it in the old meaning.
 - A file without it that sets `model.width` or `model.hidden_size` is refused by `elaswave train`, except beside
   `--resume`; one that sets neither means the same with and without it.
 
@@ -46,35 +46,11 @@ a command line, uses one of them, and a command line may replace what the file s
 - Each block of state has an owner and `elastic.num_followers` followers (at most the number of workers - 1) that apply
   every update. The first is in the owner's stage if that has at least 2 workers, else in another; further ones outside.
 
-None of it shows in the result.
+The layout does not change the result.
 
 ## Terms of other frameworks
 
-| torchtitan | Lightning | Megatron-LM | here |
-|---|---|---|---|
-| global batch size / micro-batch size | `Trainer(accumulate_grad_batches)` x devices | `--global-batch-size` / \
-`--micro-batch-size` | `batch.num_microbatches`: **gradient accumulation**, \
-counted over all replicas, so it stays as it is when workers are lost |
-| `parallelism.pipeline_parallel_microbatch_size` | batch size of the data loader | `--micro-batch-size` | \
-`batch.microbatch_size`, in samples |
-| `parallelism.pipeline_parallel_degree` | - | `--pipeline-model-parallel-size` | `layout.stages` |
-| `parallelism.data_parallel_replicate_degree` | `Trainer(devices)` | number of processes / pipeline size | \
-`layout.replicas`; another number for each stage: `layout.widths` |
-| `parallelism.pipeline_parallel_schedule` | - | - | `layout.schedule` |
-| `training.seq_len` | of the data module | `--seq-length` | `model.context_length` |
-| `dim` of the model | of the model | `--hidden-size` | `model.hidden_size` |
-| follows from `dim` | of the model | `--ffn-hidden-size` | `model.intermediate_size` |
-| `training.steps` | `Trainer(max_steps)` | `--train-iters` | `run.steps` |
-| `training.max_norm` | `Trainer(gradient_clip_val)` | `--clip-grad` | `optimizer.grad_clip` |
-| `lr_scheduler.warmup_steps` | of the scheduler | `--lr-warmup-iters` | `optimizer.warmup_steps` |
-| `activation_checkpoint.mode` | of the model | `--recompute-granularity full` | `model.recompute` |
-| `training.mixed_precision_param` | `Trainer(precision)` | `--bf16` | `model.dtype` |
-| `checkpoint.interval` | `ModelCheckpoint(every_n_train_steps)` | `--save-interval` | `run.checkpoint_every` |
-| `checkpoint.keep_latest_k` | `ModelCheckpoint(save_top_k)` | - | `run.keep_checkpoints` |
-| `validation.freq` | `Trainer(val_check_interval)` | `--eval-interval` | `run.eval_every` |
-
-A step trains `batch.num_microbatches` x `batch.microbatch_size` samples, whatever the layout: that product is the
-global batch size of the others.
+The [glossary](glossary.md#keys-of-other-frameworks) has what torchtitan, Lightning and Megatron-LM call these keys.
 """
 
 

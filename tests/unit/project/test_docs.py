@@ -184,3 +184,11 @@ def test_the_python_on_the_page_about_numerics_prints_what_stands_there(capsys: 
     (output,) = re.findall(r"^```text\n(.*?)^```$", text, re.M | re.S)
     exec(compile(code, "numerics.md", "exec"), {})
     assert capsys.readouterr().out == output
+
+
+def test_the_glossary_has_each_term_once_in_order() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    terms = [term.lower().replace("-", "") for term in re.findall(r"^\| ([^|`]+?) \| ", text, re.M)][1:]
+    assert len(terms) > 50
+    terms = terms[: terms.index("worker") + 1]
+    assert terms == sorted(set(terms))
