@@ -176,7 +176,7 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     policy: Literal[
         "elaswave", "recycle", "recycle_normalized", "torchft", "torchft_batch_kept", "oobleck", "full_restart"
     ] = "elaswave"
-    """How a run goes on after a loss. The others are rivals, for comparison. With ``torchft`` the batch shrinks, so
+    """How a run goes on after a loss. The others are baselines, for comparison. With ``torchft`` the batch shrinks, so
     losses and state are others; with ``full_restart`` all workers go back to the last durable checkpoint, or to
     the start."""
     rebalance: bool = True
