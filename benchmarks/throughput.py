@@ -28,11 +28,11 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.fault_free import fastest_fault_free
-from elaswave.planning.memory_limits import time_within_memory
 from elaswave.planning.options import AXES, Options
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.planner import plan
 from elaswave.planning.policies import POLICIES
+from elaswave.planning.prediction import time_within_memory
 
 NUM_WORKERS = 96
 NEEDED_CAPACITY = 0.97

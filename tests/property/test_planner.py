@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.property.clusters import LEVELS, layer_seconds, make_cluster, make_costs, speeds
+from tests.unit.planning_cases import predict
 
 from elaswave.costs.machines import ClusterEvent
 from elaswave.costs.schedules import SCHEDULES, bounds_within
@@ -27,8 +28,9 @@ from elaswave.planning.partition import (
     split_layers_and_workers,
     widen_cuts,
 )
+from elaswave.planning.plan import levels_of
 from elaswave.planning.planner import plan
-from elaswave.planning.prediction import estimate, held_state, levels_of, predict
+from elaswave.planning.prediction import estimate
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import allocation_of, make_routes
 from elaswave.planning.shapes import Shape, build
@@ -361,12 +363,20 @@ def test_a_plan_fits_into_memory_or_says_what_is_missing(job, room):
         durations=durations_of(costs.layer_s, left.speed_of(levels_of(found.allocation))),
     )
     validate_programs(layout, programs, max_in_flight=bounds)
-    state = costs.prefix["parameter_bytes"] + costs.prefix["accumulator_bytes"] + held_state(costs, layout.stages, 1)
+    holders = [
+        sum(stage.width for stage in layout.stages if stage.start <= layer < stage.stop)
+        for layer in range(costs.num_layers)
+    ]
+    copies = min(2, len(layout.workers))
+    fixed = [
+        each.parameter_bytes + each.accumulator_bytes + each.optimizer_bytes * copies / number
+        for each, number in zip(costs.layers, holders, strict=True)
+    ]
     for stage in layout.stages:
         activations = costs.between("activation_bytes", stage.start, stage.stop)
         for worker in stage.workers:
             peak = most_held(programs[worker])
-            assert state[stage.stop] - state[stage.start] + peak * activations <= room * CLOSE
+            assert sum(fixed[stage.start : stage.stop]) + peak * activations <= room * CLOSE
 
 
 def most_held(program):

@@ -1,7 +1,11 @@
 """Small clusters and costs for tests of planners."""
 
+from collections.abc import Mapping
+
 from elaswave.costs.layers import Costs, LayerCosts
 from elaswave.costs.machines import Cluster, Device, FrequencyLevel, NetworkLink
+from elaswave.planning.plan import Allocation
+from elaswave.planning.prediction import EXACT_ACTIONS, fidelity_for, step_s
 
 LINK = NetworkLink(bandwidth_bytes_per_s=1e9, latency_s=1e-5)
 
@@ -40,3 +44,15 @@ def layers(*seconds: float, activation_bytes: float = 1e6) -> Costs:
             for index, each in enumerate(seconds)
         )
     )
+
+
+def predict(
+    cluster: Cluster,
+    costs: Costs,
+    allocation: Allocation,
+    *,
+    exact_actions: int = EXACT_ACTIONS,
+    max_in_flight: Mapping[int, int] | None = None,
+) -> float:
+    """Seconds of a step: exact where there are few enough actions, else the bound."""
+    return step_s(cluster, costs, allocation, fidelity_for(allocation, exact_actions), max_in_flight=max_in_flight)

@@ -17,15 +17,15 @@ from elaswave.config.presets import catalog, device_preset, link_preset, model_s
 from elaswave.costs.analytic import analytic_costs, preset_cluster
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.costs.schedules import SCHEDULES, Schedule
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.planning.fault_free import fastest_fault_free, fault_free
-from elaswave.planning.memory_limits import time_as_it_is
 from elaswave.planning.options import Options
 from elaswave.planning.plan import Allocation
 from elaswave.planning.planner import plan
 from elaswave.planning.policies import POLICIES
-from elaswave.planning.prediction import DEFAULT_FOLLOWERS
+from elaswave.planning.prediction import time_as_it_is
 
 DEFAULT_MODEL = "llama-2-13b"
 DEFAULT_DEVICE = "ascend-910b"

@@ -8,9 +8,9 @@ import numpy as np
 from elaswave.cli.tables import format_bytes, format_seconds, render_table
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
-from elaswave.planning.memory_limits import time_as_it_is
+from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.plan import Allocation, StageShare
-from elaswave.planning.prediction import DEFAULT_FOLLOWERS
+from elaswave.planning.prediction import time_as_it_is
 
 _MAX_LISTED = 8
 """Workers of a stage that are named one by one."""

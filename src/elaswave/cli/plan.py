@@ -100,8 +100,8 @@ def plan_command(
 def _traced(path: Path, setting: Setting, left: Cluster, plan: Plan | None) -> "SimulatedStep":
     """Simulates one step of what was planned, or of the job as it is, and writes its trace."""
     from elaswave.observability.step_trace import write_step_trace
-    from elaswave.planning.memory_limits import simulate_allocation
-    from elaswave.planning.prediction import num_actions
+    from elaswave.planning.plan import num_actions
+    from elaswave.planning.prediction import simulate_allocation
 
     allocation = setting.allocation if plan is None else plan.allocation
     if (number := num_actions(allocation)) > MAX_TRACED_ACTIONS:

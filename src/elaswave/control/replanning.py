@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from elaswave.config.devices import cluster_of, device_of, emulated_costs
@@ -23,20 +22,15 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.costs.schedules import Schedule
-from elaswave.costs.step_time.exact import time_programs
-from elaswave.costs.step_time.work import Durations, durations_of
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.execution import execution_of, programs_of
-from elaswave.planning.layout import validate_layout
-from elaswave.planning.memory_limits import layout_limits
 from elaswave.planning.options import AXES, Options
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.planner import plan as elaswave_plan
 from elaswave.planning.policies import ROLL_BACK, make_policies
-from elaswave.planning.prediction import levels_of
 from elaswave.planning.recovery import survivor_layout
-from elaswave.planning.routes import allocation_of, make_routes
-from elaswave.types import ExecutionParameters, Hop, Layout, Stage
+from elaswave.planning.routes import allocation_of
+from elaswave.planning.to_layout import JobModel, to_layout, without_idle
+from elaswave.types import ExecutionParameters, Layout
 
 ELASWAVE = "elaswave"
 GAIN_MIN = {"emulated": 0.005, "cpu": 0.03}
@@ -99,7 +93,12 @@ class Replanner:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.policy = config.elastic.policy
-        self._cluster = cluster_of(config)
+        self._job = JobModel(
+            cluster_of(config),
+            config.layout.schedule,
+            config.elastic.num_followers,
+            emulated_costs(config) if config.device.kind == "emulated" else None,
+        )
         self._device = device_of(config)
         self._policies = planners_of(config)
 
@@ -112,8 +111,9 @@ class Replanner:
         if not speeds:
             return self
         other = copy.copy(self)
-        slowed = [speeds.get(worker, 1.0) for worker in self._cluster.ids.tolist()]
-        other._cluster = dataclasses.replace(self._cluster, speed=self._cluster.speed * np.array(slowed))
+        cluster = self._job.cluster
+        slowed = [speeds.get(worker, 1.0) for worker in cluster.ids.tolist()]
+        other._job = self._job._replace(cluster=dataclasses.replace(cluster, speed=cluster.speed * np.array(slowed)))
         return other
 
     @property
@@ -128,9 +128,7 @@ class Replanner:
             layout, execution: in force.
             costs: of the layers.
         """
-        programs = programs_of(layout, execution, self._config.layout.schedule)
-        durations = self._durations(layout.workers, execution.levels, costs)
-        return time_programs(layout, programs, durations).step_s + costs.step_overhead_s
+        return self._job.step_s(layout, execution, costs)
 
     def within_memory(self, layout: Layout, execution: ExecutionParameters) -> ExecutionParameters:
         """The execution with what emulated devices have room for under another layout, as far as it fits at all.
@@ -139,18 +137,7 @@ class Replanner:
             layout: from now on.
             execution: before.
         """
-        if self._config.device.kind != "emulated":
-            return execution
-        schedule: Schedule = execution.schedule or self._config.layout.schedule  # type: ignore[assignment]
-        limits = layout_limits(
-            self._cluster,
-            emulated_costs(self._config),
-            layout,
-            schedule,
-            followers=self._config.elastic.num_followers,
-            must_fit=False,
-        )
-        return msgspec.structs.replace(execution, in_flight=limits)
+        return self._job.within_memory(layout, execution)
 
     def rival(self, layout: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs) -> Replanned:
         """What the run's policy, a rival's, does after a loss.
@@ -166,7 +153,7 @@ class Replanner:
         interim = survivor_layout(layout, lost)
         try:
             plan = self._ask(self.policy, layout, execution, lost, costs)
-            return self._replanned(plan, interim, execution, costs)
+            return self._replanned(plan, interim, costs)
         except Exception as error:  # whatever is wrong with a rival must not end a job that can go on
             is_answer = isinstance(error, InfeasiblePlan | ValueError)
             _log.warning("%s has no plan: %s", self.policy, error, exc_info=not is_answer)
@@ -193,7 +180,7 @@ class Replanner:
             return now_s, None
         try:
             plan = self._ask(ELASWAVE, before, execution, lost, costs)
-            found = self._replanned(plan, present, execution, costs)
+            found = self._replanned(plan, present, costs)
         except (InfeasiblePlan, ValueError) as error:
             _log.warning("no better layout is planned: %s", error)
             return now_s, None
@@ -204,79 +191,16 @@ class Replanner:
         self, policy: str, layout: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs
     ) -> Plan:
         gone = set(lost) & set(layout.workers)
-        absent = [int(worker) for worker in self._cluster.ids if worker not in layout.workers or worker in gone]
+        absent = [int(worker) for worker in self._job.cluster.ids if worker not in layout.workers or worker in gone]
         schedule: Schedule = execution.schedule or self._config.layout.schedule  # type: ignore[assignment]
         levels = {worker: execution.levels.get(worker, self._device.base_level) for worker in layout.workers}
         if policy != ELASWAVE:
             layout = without_idle(layout)  # what is idle is out of the rivals' sight until somebody joins
         allocation = allocation_of(layout, schedule, levels)
         event = ClusterEvent(kind="lost", workers=tuple(sorted(gone)))
-        return self._policies[policy](self._cluster.without(absent), costs, allocation, event)
+        return self._policies[policy](self._job.cluster.without(absent), costs, allocation, event)
 
-    def _replanned(self, plan: Plan, present: Layout, execution: ExecutionParameters, costs: Costs) -> Replanned:
+    def _replanned(self, plan: Plan, present: Layout, costs: Costs) -> Replanned:
         """A plan as a layout of the present members."""
-        allocation = plan.allocation
-        same_batch = allocation.num_microbatches == present.num_microbatches
-        # Micro-batches that stay with their workers are no faster for it, and now and then much slower: they meet in
-        # another order than in pipelines made anew.
-        layouts = [make_routes(allocation, costs, self._cluster)]
-        if same_batch:
-            layouts.insert(0, make_routes(allocation, costs, self._cluster, previous=present))
-        base = self._device.base_level
-        levels = {worker: level for worker, level in levels_of(allocation).items() if level != base}
-        execution = execution_of(costs, self._speeds(levels), schedule=allocation.schedule, levels=levels)
-        found = []
-        for layout in (with_idle(each, present) for each in layouts):
-            own = self.within_memory(layout, execution)
-            found.append((self.predict(layout, own, costs), layout, own))
-        seconds, layout, execution = min(found, key=lambda each: each[0])
-        validate_layout(layout)
-        return Replanned(layout, execution, f"{plan.policy}: {plan.reason}", seconds)
-
-    def _speeds(self, levels: Mapping[int, int]) -> dict[int, float]:
-        base = self._device.base_level
-        return {
-            worker: speed * self._device.levels[levels.get(worker, base)].speed
-            for worker, speed in enumerate(self._cluster.speed.tolist())
-        }
-
-    def _durations(self, workers: Collection[int], levels: Mapping[int, int], costs: Costs) -> Durations:
-        known = {worker: levels.get(worker, self._device.base_level) for worker in workers}
-        return durations_of(costs.layer_s, self._cluster.speed_of(known))
-
-
-def without_idle(layout: Layout) -> Layout:
-    """A layout without the workers that no route passes; stages that nobody is left in stay out, too."""
-    busy = {hop.worker for route in layout.routes for hop in route}
-    members = [tuple(worker for worker in stage.workers if worker in busy) for stage in layout.stages]
-    numbers = {stage: number for number, stage in enumerate(index for index, each in enumerate(members) if each)}
-    stages = tuple(
-        Stage(start=layout.stages[stage].start, stop=layout.stages[stage].stop, workers=members[stage])
-        for stage in numbers
-    )
-    routes = tuple(
-        tuple(Hop(hop.worker, numbers[hop.stage], hop.start, hop.stop) for hop in route) for route in layout.routes
-    )
-    return Layout(stages=stages, routes=routes)
-
-
-def with_idle(layout: Layout, present: Layout) -> Layout:
-    """A layout with the workers that it has nothing for: they join the stage that is nearest to where they were.
-
-    Args:
-        layout: as planned.
-        present: of all members.
-    """
-    idle = sorted(set(present.workers) - set(layout.workers))
-    if not idle:
-        return layout
-    middles = np.array([(stage.start + stage.stop) / 2 for stage in layout.stages])
-    members = [list(stage.workers) for stage in layout.stages]
-    for worker in idle:
-        stage = present.stages[present.stage_of(worker)]
-        members[int(np.argmin(abs(middles - (stage.start + stage.stop) / 2)))].append(worker)
-    stages = tuple(
-        Stage(start=stage.start, stop=stage.stop, workers=tuple(sorted(workers)))
-        for stage, workers in zip(layout.stages, members, strict=True)
-    )
-    return Layout(stages=stages, routes=layout.routes)
+        found = to_layout(plan.allocation, self._job, costs, present)
+        return Replanned(found.layout, found.execution, f"{plan.policy}: {plan.reason}", found.predicted_step_s)

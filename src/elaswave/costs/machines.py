@@ -169,12 +169,24 @@ class Cluster:
             KeyError: a worker that is not in the cluster.
         """
         wanted = np.asarray(workers, dtype=np.int64)
+        if len(self.ids) and len(wanted) and self.ids[-1] - self.ids[0] == len(self.ids) - 1:  # no gaps to search
+            where = wanted - self.ids[0]
+            if where.min() >= 0 and where.max() < len(self.ids):
+                return where
         found = np.searchsorted(self.ids, wanted)
         if len(wanted) and (
             not len(self.ids) or bool(np.any(self.ids[np.minimum(found, len(self.ids) - 1)] != wanted))
         ):
             raise KeyError(f"not all of the workers {wanted[:8].tolist()} ... are in the cluster")
         return found
+
+    def base_level(self, worker: int) -> int:
+        """Index of the frequency level of speed 1.0 of a worker's device.
+
+        Raises:
+            KeyError: a worker that is not in the cluster.
+        """
+        return self.devices[int(self.device[self.index_of([worker])[0]])].base_level
 
     def speed_of(self, levels: Mapping[int, int] | None = None) -> Callable[[int], float]:
         """Looks up the speed of single workers, by id.
@@ -229,6 +241,22 @@ class Cluster:
             between_nodes=read.between_nodes,
             power_limit_w=read.power_limit_w,
         )
+
+
+def worker_speeds(cluster: Cluster, where: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Speed, draw while computing and draw while idle, in watts, of workers at these positions and levels."""
+    if len(cluster.devices) == 1:
+        known = cluster.devices[0]
+        speed = np.array([level.speed for level in known.levels])[levels]
+        draw = np.array([level.power_w for level in known.levels])[levels]
+        return cluster.speed[where] * speed, draw, np.full(len(where), known.idle_power_w)
+    most = max(len(device.levels) for device in cluster.devices)
+    table = np.zeros((len(cluster.devices), most, 2))
+    for index, device in enumerate(cluster.devices):
+        table[index, : len(device.levels)] = [(level.speed, level.power_w) for level in device.levels]
+    own = cluster.device[where]
+    idle = np.array([device.idle_power_w for device in cluster.devices])[own]
+    return cluster.speed[where] * table[own, levels, 0], table[own, levels, 1], idle
 
 
 class _ClusterDocument(msgspec.Struct, forbid_unknown_fields=True):

@@ -6,12 +6,14 @@ import numpy as np
 
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
+from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.costs.schedules import SCHEDULES, Schedule
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.memory_limits import MemoryBudget, time_within_memory
+from elaswave.planning.frequency import check_power, common_levels
+from elaswave.planning.memory_limits import MemoryBudget
 from elaswave.planning.partition import Cut
 from elaswave.planning.plan import Allocation
-from elaswave.planning.prediction import DEFAULT_FOLLOWERS, EXACT_ACTIONS, EXACT_WORKERS, check_power, common_levels
+from elaswave.planning.prediction import EXACT_ACTIONS, EXACT_WORKERS, time_within_memory
 from elaswave.planning.shapes import Shape, build, shared_layers, whole_layers
 
 _HOLDS: Mapping[Schedule, int] = {"1f1b": 0, "zero-bubble": 1, "zero-bubble-h2": 2, "gpipe": 3}
@@ -103,7 +105,7 @@ def _best(
             try:
                 allocation = build(cluster, costs, shape, schedule, levels, followers=followers)
                 timed = time_within_memory(cluster, costs, allocation, followers=followers, exact_actions=exact)
-                check_power(cluster, timed.found)
+                check_power(cluster, timed.found.peak_power_w)
             except InfeasiblePlan as error:
                 failure = failure or error
                 continue

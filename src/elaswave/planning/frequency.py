@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from elaswave.costs.machines import Device
+from elaswave.costs.machines import Cluster, Device
 from elaswave.errors import InfeasiblePlan
 
 Goal = Literal["fastest", "energy"]
@@ -92,6 +92,50 @@ def choose_levels(
         found = cheapest(pace, 0.0)
     assert found is not None
     return found[0][inverse]
+
+
+def common_levels(cluster: Cluster, where: np.ndarray) -> np.ndarray:
+    """Levels of workers for whom nobody chooses clocks one by one: the base ones, or lower ones under a power limit.
+
+    Then all are held to one speed, the highest up to the base level's at which they keep within the limit together, as
+    an operator's cap does.
+
+    Args:
+        cluster: with the limit.
+        where: positions of the workers.
+    Returns:
+        int64, in the order of `where`; the lowest levels if even those draw too much (`check_power` refuses them).
+    """
+    devices, kind = cluster.devices, cluster.device[where]
+    number = np.bincount(kind, minlength=len(devices))
+    speeds = sorted({level.speed for device in devices for level in device.levels if level.speed <= 1.0})
+    chosen: list[int] = []
+    for speed in reversed(speeds):
+        chosen = [max(sum(level.speed <= speed for level in device.levels) - 1, 0) for device in devices]
+        draw = sum(
+            device.levels[level].power_w * int(count)
+            for device, level, count in zip(devices, chosen, number, strict=True)
+        )
+        if cluster.power_limit_w is None or draw <= cluster.power_limit_w * (1 + 1e-9):
+            break
+    return np.array(chosen, dtype=np.int64)[kind]
+
+
+def check_power(cluster: Cluster, peak_power_w: float) -> None:
+    """Refuses what draws too much.
+
+    Args:
+        cluster: with the limit.
+        peak_power_w: of all workers together while all of them compute.
+    Raises:
+        InfeasiblePlan: names the limit and by how much it is exceeded.
+    """
+    limit = cluster.power_limit_w
+    if limit is not None and peak_power_w > limit * (1 + 1e-9):
+        raise InfeasiblePlan(
+            f"power: the workers would draw {peak_power_w:.1f} W while all of them compute, but may draw "
+            f"{limit:.1f} W together: {peak_power_w - limit:.1f} W too much"
+        )
 
 
 def _level_tables(devices: tuple[Device, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,35 +1,21 @@
-"""Schedules that hold fewer micro-batches in flight than they would, because memory is short. Pure.
+"""What memory permits: layers for stages, micro-batches in flight for workers. Pure; the formula is `costs.memory`'s.
 
-A schedule wants so many micro-batches in flight (`elaswave.planning.programs.in_flight_bounds`); a worker without the
+A schedule wants so many micro-batches in flight (`elaswave.costs.schedules.in_flight_bounds`); a worker without the
 memory for them can still run it with fewer, and waits sometimes instead. A plan counts with what regular pipelines of
-its stages' widths hold; whoever compiles the programs knows the routes, and limits what these programs would hold.
+its stages' widths hold; programs are compiled for routes, and `layout_limits` says what these would hold.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
-from elaswave.costs.schedules import Schedule, bounds_within, in_flight, in_flight_bounds
-from elaswave.costs.step_time.contended import SimulatedStep, simulate_step
-from elaswave.costs.step_time.work import durations_of, transfer_of
+from elaswave.costs.memory import DEFAULT_FOLLOWERS, MemoryModel, fitting
+from elaswave.costs.schedules import Schedule, in_flight, in_flight_bounds
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.plan import Allocation
-from elaswave.planning.prediction import (
-    DEFAULT_FOLLOWERS,
-    EXACT_ACTIONS,
-    Estimate,
-    check_memory,
-    estimate,
-    held_state,
-    levels_of,
-    num_actions,
-    predict,
-)
-from elaswave.planning.programs import compile_programs
-from elaswave.planning.routes import make_routes
 from elaswave.types import Layout
 
 
@@ -39,7 +25,7 @@ class MemoryBudget:
     Args:
         cluster: the workers.
         costs: of the layers.
-        members: of each stage, as in `Shape`.
+        members: positions of each stage's workers in the cluster.
         num_microbatches: of the step.
         schedule: says how many micro-batches are in flight.
         followers: live copies of every block.
@@ -57,12 +43,12 @@ class MemoryBudget:
         *,
         short: bool = False,
     ) -> None:
-        self._prefix = costs.prefix
-        widths = np.array([len(own) for own in members], dtype=np.int64)
+        self._costs = costs
+        self._widths = np.array([len(own) for own in members], dtype=np.int64)
         self._limits = [float(cluster.memory_bytes[own].min()) for own in members]
-        most = -(-num_microbatches // widths)
-        self._in_flight = np.ones_like(most) if short else np.minimum(in_flight(widths, schedule), most)
-        self._copies = np.minimum(1 + followers, int(widths.sum())) / widths
+        most = -(-num_microbatches // self._widths)
+        self._in_flight = np.ones_like(most) if short else np.minimum(in_flight(self._widths, schedule), most)
+        self._copies = min(1 + followers, int(self._widths.sum()))
         self._totals: dict[int, list[float]] = {}
         self.was_short = False
         """Whether anything that was asked for did not fit."""
@@ -76,9 +62,8 @@ class MemoryBudget:
 
     def _held(self, stage: int) -> np.ndarray:
         """Bytes of a stage's worker, as sums over the layers before each one."""
-        prefix = self._prefix
-        held = prefix["parameter_bytes"] + prefix["accumulator_bytes"] + prefix["optimizer_bytes"] * self._copies[stage]
-        return held + prefix["activation_bytes"] * self._in_flight[stage]
+        model = MemoryModel.of_width(self._costs, int(self._widths[stage]), self._copies)
+        return model.totals(int(self._in_flight[stage]))
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
         """Whether a stage's workers can hold layers [start, stop)."""
@@ -102,8 +87,53 @@ class MemoryBudget:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class AllocatedMemory:
+    """Bytes of an allocation's workers, in the order of chains, stages, and workers within them."""
+
+    fixed_bytes: np.ndarray
+    """With nothing in flight."""
+    each_bytes: np.ndarray
+    """Of a micro-batch in flight."""
+    counts: np.ndarray
+    """int64: micro-batches of the worker."""
+    wanted: np.ndarray
+    """int64: micro-batches that the schedule wants in flight, at most `counts`."""
+
+    @property
+    def wanted_bytes(self) -> np.ndarray:
+        """With as much in flight as the schedule wants."""
+        return self.fixed_bytes + self.wanted * self.each_bytes
+
+
+def memory_of(costs: Costs, allocation: Allocation, followers: int = DEFAULT_FOLLOWERS) -> AllocatedMemory:
+    """Bytes that each worker holds: what it computes with, its part of the state, and what is in flight.
+
+    Args:
+        costs: of the layers.
+        allocation: who does how much.
+        followers: live copies of every block.
+    """
+    shares = [stage for chain in allocation.chains for stage in chain.stages]
+    counts = np.concatenate([share.num_microbatches for share in shares])
+    stage = np.repeat(np.arange(len(shares)), [share.width for share in shares])
+    starts, stops = (np.array([getattr(share, name) for share in shares]) for name in ("start", "stop"))
+    model = MemoryModel.of_stages(costs, shares, followers)
+    busy = np.maximum(1, np.bincount(stage, counts > 0, minlength=len(shares))).astype(np.int64)
+    bounds, first = [], 0
+    for chain in allocation.chains:
+        bounds.append(in_flight(busy[first : first + len(chain.stages)], allocation.schedule))
+        first += len(chain.stages)
+    return AllocatedMemory(
+        fixed_bytes=model.fixed_bytes(starts, stops)[stage],
+        each_bytes=model.activation_bytes(starts, stops)[stage],
+        counts=counts,
+        wanted=np.minimum(np.concatenate(bounds)[stage], counts),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryLimits:
-    """For each worker the most micro-batches it may hold. Arrays in the order of the allocation's estimate."""
+    """For each worker the most micro-batches it may hold. Arrays in the order of the allocation's workers."""
 
     workers: np.ndarray
     """int64 ids."""
@@ -119,118 +149,65 @@ class MemoryLimits:
         return dict(zip(self.workers.tolist(), self.bounds.tolist(), strict=True))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Timed:
-    """What a step of an allocation takes with the memory that there is."""
-
-    step_s: float
-    found: Estimate
-    """Its memory is what workers hold within their limits."""
-    num_limited: int = 0
-    """Workers that hold fewer micro-batches than the schedule would."""
-
-
-def time_within_memory(
-    cluster: Cluster,
-    costs: Costs,
-    allocation: Allocation,
-    *,
-    followers: int = DEFAULT_FOLLOWERS,
-    exact_actions: int = EXACT_ACTIONS,
-    where: np.ndarray | None = None,
-) -> Timed:
-    """What a step takes, with fewer micro-batches in flight where memory is short: how every plan is judged.
-
-    Args:
-        cluster: with all workers of the allocation.
-        costs: of the model's layers.
-        allocation: who does how much.
-        followers: live copies of every block, for memory.
-        exact_actions: the most actions for which programs are compiled and timed.
-        where: positions of the allocation's workers in the cluster, if they are known, as `estimate` takes them.
-    Raises:
-        InfeasiblePlan: it does not fit into memory even so.
-        KeyError: a worker that is not in the cluster.
-    """
-    found = estimate(cluster, costs, allocation, followers=followers, where=where)
-    limits = memory_limits(cluster, costs, allocation, found, followers=followers, where=where)
-    if limits is not None:
-        seconds, memory = predict_limited(cluster, costs, allocation, found, limits, exact_actions=exact_actions)
-        return Timed(step_s=seconds, found=replace(found, memory_bytes=memory), num_limited=limits.num_limited)
-    if num_actions(allocation) > exact_actions:
-        return Timed(step_s=found.step_s, found=found)
-    return Timed(step_s=predict(cluster, costs, allocation, exact_actions=exact_actions), found=found)
-
-
-def time_as_it_is(
-    cluster: Cluster, costs: Costs, allocation: Allocation, *, followers: int = DEFAULT_FOLLOWERS, exact: bool = True
-) -> Timed:
-    """What a step of a job takes that runs, whether the description says that it fits into memory or not.
-
-    Args:
-        cluster, costs, allocation, followers: as of `time_within_memory`.
-        exact: else the closed form will do.
-    """
-    exact_actions = EXACT_ACTIONS if exact else 0
-    try:
-        return time_within_memory(cluster, costs, allocation, followers=followers, exact_actions=exact_actions)
-    except InfeasiblePlan:
-        found = estimate(cluster, costs, allocation, followers=followers)
-        return Timed(step_s=predict(cluster, costs, allocation, exact_actions=exact_actions), found=found)
-
-
 def memory_limits(
     cluster: Cluster,
     costs: Costs,
     allocation: Allocation,
-    found: Estimate | None = None,
     *,
     followers: int = DEFAULT_FOLLOWERS,
     where: np.ndarray | None = None,
 ) -> MemoryLimits | None:
-    """What memory permits.
+    """What memory permits the workers of an allocation.
 
     Args:
         cluster: with all workers of the allocation.
         costs: of the model's layers.
         allocation: who does how much.
-        found: its estimate, if it is known.
-        followers: live copies of every block; the estimate's, if there is one.
-        where: positions of the estimate's workers in the cluster, if they are known.
+        followers: live copies of every block.
+        where: positions of the allocation's workers in the cluster, if they are known.
     Returns:
         None if memory suffices for what the schedule wants.
     Raises:
         InfeasiblePlan: a worker has no room for a single micro-batch, or gpipe, which holds all of them, does not fit.
         KeyError: a worker that is not in the cluster.
     """
-    found = found or estimate(cluster, costs, allocation, followers=followers, where=where)
-    room = cluster.memory_bytes[cluster.index_of(found.workers) if where is None else where]
-    if not bool(np.any(found.memory_bytes > room)):
+    workers = np.concatenate([stage.workers for chain in allocation.chains for stage in chain.stages])
+    memory = memory_of(costs, allocation, followers)
+    room = cluster.memory_bytes[cluster.index_of(workers) if where is None else where]
+    fixed, each, counts = memory.fixed_bytes, memory.each_bytes, memory.counts
+    if not bool(np.any(memory.wanted_bytes > room)):
         return None
-    if allocation.schedule == "gpipe":
-        check_memory(cluster, found)
-    shares = [stage for chain in allocation.chains for stage in chain.stages]
-    idle = tuple(
-        replace(chain, stages=tuple(replace(each, num_microbatches=0 * each.num_microbatches) for each in chain.stages))
-        for chain in allocation.chains
-    )
-    fixed = estimate(cluster, costs, replace(allocation, chains=idle), followers=followers, where=where).memory_bytes
-    each = np.repeat(
-        [costs.between("activation_bytes", share.start, share.stop) for share in shares],
-        [share.width for share in shares],
-    )
-    counts = np.concatenate([share.num_microbatches for share in shares])
-    held = np.divide(found.memory_bytes - fixed, each, out=counts.astype(np.float64), where=each > 0).round()
-    fits = np.floor(np.divide(room - fixed, each, out=np.full(len(each), np.inf), where=each > 0) * (1 + 1e-12))
-    if bool(np.any((fits < 1) & (counts > 0))) or bool(np.any(fixed > room)):
-        check_memory(cluster, found)
+    held = np.where(each > 0, memory.wanted, counts)  # what takes no memory is not limited
+    fits = fitting(room - fixed, each)
+    if allocation.schedule == "gpipe" or bool(np.any((fits < 1) & (counts > 0))) or bool(np.any(fixed > room)):
+        check_memory(workers, memory.wanted_bytes, room)
     bounds = np.maximum(1, np.minimum(held, fits)).astype(np.int64)
     return MemoryLimits(
-        workers=found.workers,
+        workers=workers,
         bounds=bounds,
         memory_bytes=fixed + np.minimum(bounds, counts) * each,
         num_limited=int(np.sum(fits < held)),
     )
+
+
+def check_memory(workers: np.ndarray, needed_bytes: np.ndarray, memory_bytes: np.ndarray) -> None:
+    """Refuses what does not fit.
+
+    Args:
+        workers: ids.
+        needed_bytes: of each.
+        memory_bytes: that each has.
+    Raises:
+        InfeasiblePlan: names the worst worker and how much it lacks.
+    """
+    over = needed_bytes - memory_bytes
+    worst = int(np.argmax(over))
+    if over[worst] > 0:
+        raise InfeasiblePlan(
+            f"memory: worker {workers[worst]} would hold {needed_bytes[worst] / 1e9:.2f} GB, but has "
+            f"{memory_bytes[worst] / 1e9:.2f} GB: {over[worst] / 1e9:.2f} GB too much; use more stages or workers, or "
+            "smaller micro-batches"
+        )
 
 
 def layout_limits(
@@ -247,10 +224,10 @@ def layout_limits(
     Args:
         cluster: with all workers of the layout.
         costs: of the model's layers.
-        layout: whoever is in a stage holds its layers, whether a route passes or not.
+        layout: the workers of a stage hold its layers, whether a route passes or not.
         schedule: of the programs.
         followers: live copies of every block.
-        must_fit: else whoever has no room for a single micro-batch is held to one.
+        must_fit: else a worker without room for a single micro-batch is held to one.
     Returns:
         Worker -> the most micro-batches that it may hold; empty if everything fits.
     Raises:
@@ -259,90 +236,59 @@ def layout_limits(
     """
     wanted = in_flight_bounds(layout, schedule)
     busy = {hop.worker for route in layout.routes for hop in route}
-    fixed = costs.prefix["parameter_bytes"] + costs.prefix["accumulator_bytes"]
-    fixed = fixed + held_state(costs, layout.stages, followers)
+    model = MemoryModel.of_stages(costs, layout.stages, followers)
     limits = {}
     for stage in layout.stages:
-        own = float(fixed[stage.stop] - fixed[stage.start])
-        each = costs.between("activation_bytes", stage.start, stage.stop)
-        rooms = cluster.memory_bytes[cluster.index_of(stage.workers)].tolist()
-        for worker, room in zip(stage.workers, rooms, strict=True):
-            fits = (room - own) / each * (1 + 1e-12) if each else float("inf")
-            least = wanted[worker] if schedule == "gpipe" else 1
-            needed = own + each * (least if worker in busy else 0)
-            if must_fit and needed > room * (1 + 1e-12):
-                raise InfeasiblePlan(
-                    f"memory: worker {worker} would hold {needed / 1e9:.2f} GB, but has {room / 1e9:.2f} GB: "
-                    f"{(needed - room) / 1e9:.2f} GB too much; use more stages or workers, or smaller micro-batches"
-                )
-            if worker in busy and fits < wanted[worker]:
-                limits[worker] = max(1, int(fits))
+        own = float(model.fixed_bytes(stage.start, stage.stop))
+        each = float(model.activation_bytes(stage.start, stage.stop))
+        room = cluster.memory_bytes[cluster.index_of(stage.workers)]
+        fits = model.most_in_flight(stage.start, stage.stop, room)
+        members = np.array(stage.workers)
+        working = np.array([worker in busy for worker in stage.workers])
+        wants = np.array([wanted[worker] for worker in stage.workers])
+        if must_fit:
+            least = wants if schedule == "gpipe" else np.ones_like(wants)
+            needed = own + each * np.where(working, least, 0)
+            tight = needed > room * (1 + 1e-12)
+            if tight.any():
+                check_memory(members[tight], needed[tight], room[tight])
+        for index in np.flatnonzero(working & (fits < wants)).tolist():
+            limits[stage.workers[index]] = max(1, int(fits[index]))
     return limits
 
 
-def predict_limited(
+def held_microbatches(
     cluster: Cluster,
     costs: Costs,
-    allocation: Allocation,
-    found: Estimate,
-    limits: MemoryLimits,
-    *,
-    exact_actions: int = EXACT_ACTIONS,
-) -> tuple[float, np.ndarray]:
-    """Seconds of a step within these limits, exact where there are few enough actions, and each worker's memory.
+    held: Sequence[tuple[int, int]],
+    members: Sequence[np.ndarray],
+    num_microbatches: int,
+    schedule: Schedule,
+    followers: int,
+) -> list[np.ndarray | None]:
+    """For each stage the most micro-batches that its workers can be given; None where memory does not matter.
 
-    In closed form a stage's worker is no faster than its micro-batches come back: as many as it may hold are on their
-    way to the last stage and back at a time. That is an upper bound of what the limit costs.
-
-    Args:
-        cluster: with all workers of the allocation.
-        costs: of the model's layers.
-        allocation: who does how much.
-        found: its estimate.
-        limits: from `memory_limits`.
-        exact_actions: the most actions for which programs are compiled and timed.
-    """
-    if num_actions(allocation) > exact_actions:
-        return _closed_form(costs, allocation, found, limits.bounds), limits.memory_bytes
-    bounds = limits.as_mapping()
-    seconds = predict(cluster, costs, allocation, exact_actions=exact_actions, max_in_flight=bounds)
-    return seconds, limits.memory_bytes
-
-
-def _closed_form(costs: Costs, allocation: Allocation, found: Estimate, bounds: np.ndarray) -> float:
-    slowest, first = found.step_s, 0
-    busy = costs.prefix["busy_s"]
-    for chain in allocation.chains:
-        for stage in chain.stages:
-            own = bounds[first : first + stage.width]
-            way_s = float(busy[chain.stages[-1].stop] - busy[stage.start])
-            rounds = float(np.max(stage.num_microbatches / own)) if stage.width else 0.0
-            slowest = max(slowest, rounds * way_s + costs.step_overhead_s)
-            first += stage.width
-    return slowest
-
-
-def simulate_allocation(
-    cluster: Cluster, costs: Costs, allocation: Allocation, *, followers: int = DEFAULT_FOLLOWERS
-) -> SimulatedStep:
-    """Runs a step of what a planner decided: its routes, and the programs that workers would compile for them.
+    What counts is how many a worker holds at once. gpipe holds all of them; under other schedules a worker that can
+    hold one can be given any number, with fewer in flight than it should.
 
     Args:
-        cluster: with all workers of the allocation.
-        costs: of the model's layers.
-        allocation: who does how much.
-        followers: live copies of every block: where memory is short, less is in flight.
-    Raises:
-        KeyError: a worker that the cluster lacks.
+        cluster: the workers.
+        costs: of the layers.
+        held: layers of each stage.
+        members: positions of each stage's workers in the cluster.
+        num_microbatches: of the step.
+        schedule: of the job.
+        followers: live copies of every block.
     """
-    layout = make_routes(allocation, costs, cluster)
-    levels = levels_of(allocation)
-    limits = layout_limits(cluster, costs, layout, allocation.schedule, followers=followers, must_fit=False)
-    programs = compile_programs(
-        layout,
-        allocation.schedule,
-        max_in_flight=bounds_within(layout, allocation.schedule, limits),
-        durations=durations_of(costs.layer_s, cluster.speed_of(levels)),
-        transfer_s=transfer_of(costs, cluster),
-    )
-    return simulate_step(layout, programs, costs, cluster, levels=levels)
+    widths = np.array([len(own) for own in members], dtype=np.int64)
+    copies = min(1 + followers, int(widths.sum()))
+    limits: list[np.ndarray | None] = []
+    for (start, stop), own, wanted in zip(held, members, in_flight(widths, schedule).tolist(), strict=True):
+        fits = MemoryModel.of_width(costs, len(own), copies).most_in_flight(start, stop, cluster.memory_bytes[own])
+        if float(fits.min()) >= min(wanted, num_microbatches):
+            limits.append(None)
+        elif schedule == "gpipe":
+            limits.append(np.clip(fits, 0, num_microbatches).astype(np.int64))
+        else:
+            limits.append(np.where(fits >= 1, num_microbatches, 0))
+    return limits

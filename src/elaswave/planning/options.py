@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.costs.schedules import SCHEDULES, Schedule
 from elaswave.planning.frequency import GOALS, Goal
-from elaswave.planning.prediction import DEFAULT_FOLLOWERS, EXACT_ACTIONS
+from elaswave.planning.prediction import EXACT_ACTIONS
 
 Axis = Literal["dataflow", "graph", "frequency", "randomness"]
 AXES: frozenset[Axis] = frozenset({"dataflow", "graph", "frequency", "randomness"})

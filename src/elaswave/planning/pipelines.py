@@ -19,13 +19,15 @@ from itertools import pairwise
 import numpy as np
 
 from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster
+from elaswave.costs.machines import Cluster, worker_speeds
+from elaswave.costs.memory import MemoryModel
 from elaswave.costs.schedules import Schedule, splits_backwards
+from elaswave.costs.step_time.bound import pipeline_line
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import apportion
 from elaswave.planning.memory_limits import memory_limits
 from elaswave.planning.plan import Allocation, Chain, StageShare
-from elaswave.planning.prediction import predict, worker_speeds
+from elaswave.planning.prediction import fidelity_for, step_s
 
 Ranges = tuple[tuple[int, int], ...]
 """Layers [start, stop) of each stage."""
@@ -130,25 +132,26 @@ class _Ideal:
     """Pipelines whose layers are split at will: for ranking."""
 
     def __init__(self, cluster: Cluster, costs: Costs, schedule: Schedule, followers: int) -> None:
-        self._total = {name: float(sums[-1]) for name, sums in costs.prefix.items()}
-        self._room = float(cluster.memory_bytes.min())
+        self._costs = costs
+        self._seconds = [
+            float(costs.prefix[f"{name}_s"][-1]) for name in ("forward", "input_gradient", "weight_gradient")
+        ]
+        self._memory_bytes = cluster.memory_bytes.min(keepdims=True)
         self._num_workers = cluster.num_workers
         self._copies = min(1 + followers, cluster.num_workers)
         self._schedule: Schedule = schedule
 
     def linear(self, depth: int) -> tuple[float, float]:
         """A pipeline with m micro-batches takes first + m x second seconds; infinitely long if it does not fit."""
-        total = self._total
-        fixed = (total["parameter_bytes"] + total["accumulator_bytes"]) / depth
-        fixed += total["optimizer_bytes"] * self._copies / self._num_workers
-        each = total["activation_bytes"] / depth
-        room = (self._room - fixed) / each if each else float("inf")
-        if fixed > self._room or room < 1:
+        # A stage is a depth-th of all layers, which are held by as many workers as there are pipelines.
+        model = MemoryModel.of_width(self._costs, self._num_workers / depth, self._copies)
+        fits = float(model.most_in_flight(0, self._costs.num_layers, self._memory_bytes * depth)[0])
+        if fits < 1:
             return float("inf"), float("inf")
-        way = total["busy_s"]
-        if splits_backwards(self._schedule) and room >= depth:
-            way = max(0.0, total["forward_s"] + total["input_gradient_s"] - total["weight_gradient_s"])
-        return way * (depth - 1) / depth, total["busy_s"] / depth or 1e-12  # layers may cost nothing
+        forward, first, second = (seconds / depth for seconds in self._seconds)
+        return pipeline_line(
+            ((forward, first, second),) * depth, split=splits_backwards(self._schedule) and fits >= depth
+        )
 
     def step_s(self, mix: _Mix, num_microbatches: int) -> float:
         """Of a mix, if micro-batches could be dealt out in parts."""
@@ -236,22 +239,15 @@ def _one_of_each_s(cluster: Cluster, costs: Costs, allocation: Allocation, follo
         )
         one = replace(chain, stages=stages, num_microbatches=most, cuts=tuple({min(cut): most} for cut in chain.cuts))
         alone = replace(allocation, chains=(one,))
-        slowest = max(slowest, predict(cluster, costs, alone, max_in_flight=bounds))
+        slowest = max(slowest, step_s(cluster, costs, alone, fidelity_for(alone), max_in_flight=bounds))
     return slowest
 
 
 def linear_s(costs: Costs, ranges: Ranges, schedule: Schedule) -> tuple[float, float]:
     """Seconds of a pipeline beside its micro-batches, and of each of them at the slowest stage."""
-    ways, paces = [], []
-    for start, stop in ranges:
-        forward, first, second = (
-            costs.between(field, start, stop) for field in ("forward_s", "input_gradient_s", "weight_gradient_s")
-        )
-        split = splits_backwards(schedule)
-        ways.append(max(0.0, forward + first - second) if split else forward + first + second)
-        paces.append(forward + first + second)
-    slowest = int(np.argmax(paces))
-    return sum(ways) - ways[slowest], paces[slowest] or 1e-12  # layers that cost nothing are dealt evenly
+    fields = ("forward_s", "input_gradient_s", "weight_gradient_s")
+    stages = [tuple(costs.between(field, start, stop) for field in fields) for start, stop in ranges]
+    return pipeline_line(stages, split=splits_backwards(schedule))  # type: ignore[arg-type]  # three fields each
 
 
 def deal(num_microbatches: int, numbers: Sequence[int], times: Sequence[tuple[float, float]]) -> list[int]:

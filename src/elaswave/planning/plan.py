@@ -8,7 +8,7 @@ Every policy is a `Planner`: ElasWave's own and its rivals share the signature.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -16,7 +16,7 @@ import numpy as np
 
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
-from elaswave.costs.schedules import SCHEDULES, Schedule
+from elaswave.costs.schedules import SCHEDULES, Schedule, splits_backwards
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,6 +94,35 @@ class Allocation:
             problems.append(f"the schedule is {self.schedule!r}, needed: one of {', '.join(SCHEDULES)}")
         if problems:
             raise ValueError("the allocation is impossible: " + "; ".join(problems))
+
+
+def num_actions(allocation: Allocation) -> int:
+    """Actions of a step."""
+    kinds = 3 if splits_backwards(allocation.schedule) else 2
+    return kinds * sum(chain.num_microbatches * len(chain.stages) for chain in allocation.chains)
+
+
+def levels_of(allocation: Allocation) -> dict[int, int]:
+    """Worker -> index of its frequency level."""
+    return {
+        worker: level
+        for chain in allocation.chains
+        for stage in chain.stages
+        for worker, level in zip(stage.workers.tolist(), stage.levels.tolist(), strict=True)
+    }
+
+
+def at_levels(allocation: Allocation, levels: np.ndarray) -> Allocation:
+    """The same allocation with these levels, in the order of chains, stages and workers."""
+    first = 0
+    chains = []
+    for chain in allocation.chains:
+        stages: list[StageShare] = []
+        for share in chain.stages:
+            stages.append(replace(share, levels=levels[first : first + share.width]))
+            first += share.width
+        chains.append(replace(chain, stages=tuple(stages)))
+    return replace(allocation, chains=tuple(chains))
 
 
 @dataclass(frozen=True, kw_only=True)

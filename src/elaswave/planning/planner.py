@@ -17,26 +17,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.machines import Cluster, ClusterEvent, worker_speeds
 from elaswave.costs.schedules import IN_FLIGHT, Schedule, splits_backwards
+from elaswave.costs.step_time.bound import StageTable
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import apportion
-from elaswave.planning.frequency import choose_levels
-from elaswave.planning.memory_limits import MemoryBudget, time_within_memory
+from elaswave.planning.frequency import check_power, choose_levels, common_levels
+from elaswave.planning.memory_limits import MemoryBudget
 from elaswave.planning.options import AXES, Axis, Options
 from elaswave.planning.partition import Cut, choose_widths, held_ranges
 from elaswave.planning.pipelines import Crew, mixed_pipelines, ranges_of
-from elaswave.planning.plan import Allocation, Plan, Planner, StateTransfer
-from elaswave.planning.prediction import (
-    EXACT_WORKERS,
-    Estimate,
-    StageTable,
-    at_levels,
-    check_power,
-    common_levels,
-    estimate,
-    worker_speeds,
-)
+from elaswave.planning.plan import Allocation, Plan, Planner, StateTransfer, at_levels
+from elaswave.planning.prediction import EXACT_WORKERS, Estimate, estimate, time_within_memory
 from elaswave.planning.randomness import KEYS
 from elaswave.planning.shapes import (
     Shape,
@@ -445,7 +437,7 @@ class _Planning:
                 np.concatenate([share.workers for chain in allocation.chains for share in chain.stages])
             )
         step_s, found = self._timed(allocation, where)
-        check_power(self._cluster, found)
+        check_power(self._cluster, found.peak_power_w)
         transfers, seconds = needed_transfers(
             self._cluster,
             self._costs,

@@ -13,11 +13,13 @@ from math import comb
 import numpy as np
 
 from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster
-from elaswave.costs.schedules import Schedule, in_flight
+from elaswave.costs.machines import Cluster, worker_speeds
+from elaswave.costs.memory import DEFAULT_FOLLOWERS
+from elaswave.costs.schedules import Schedule
+from elaswave.costs.step_time.bound import StageTable, busiest_s, step_per_stage, travel_s
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import apportion
-from elaswave.planning.memory_limits import MemoryBudget
+from elaswave.planning.memory_limits import MemoryBudget, held_microbatches
 from elaswave.planning.partition import (
     Cut,
     choose_widths,
@@ -29,7 +31,6 @@ from elaswave.planning.partition import (
     widen_cuts,
 )
 from elaswave.planning.plan import Allocation, Chain, StageShare
-from elaswave.planning.prediction import DEFAULT_FOLLOWERS, StageTable, step_per_stage, travel_s, worker_speeds
 
 ALL_SHAPES = 200
 """Where there are at most so many ways to divide layers and workers over the stages, all of them are looked at."""
@@ -230,7 +231,10 @@ def build(
     """
     held = shape.held(costs.num_layers)
     shares = []
-    limits = _held_microbatches(cluster, costs, shape, schedule, held, followers) if by_speed else None
+    limits = None
+    if by_speed:
+        number = shape.num_microbatches
+        limits = held_microbatches(cluster, costs, held, shape.members, number, schedule, followers)
     for stage, ((start, stop), own) in enumerate(zip(held, shape.members, strict=True)):
         if by_speed:
             speeds = worker_speeds(cluster, own, levels[own])[0]
@@ -245,58 +249,9 @@ def build(
     return Allocation(chains=(chain,), schedule=schedule)
 
 
-def _held_microbatches(
-    cluster: Cluster,
-    costs: Costs,
-    shape: Shape,
-    schedule: Schedule,
-    held: Sequence[tuple[int, int]],
-    followers: int,
-) -> list[np.ndarray | None]:
-    """For each stage the most micro-batches that its workers can be given; None where memory does not matter.
-
-    What counts is how many a worker holds at once. gpipe holds all of them; under other schedules a worker that can
-    hold one can be given any number, with fewer in flight than it should (`elaswave.planning.memory_limits`).
-    """
-    widths = shape.widths
-    bounds = in_flight(widths, schedule)
-    copies = min(1 + followers, int(widths.sum()))
-    limits: list[np.ndarray | None] = []
-    for (start, stop), own, width, bound in zip(held, shape.members, widths.tolist(), bounds.tolist(), strict=True):
-        fixed = sum(costs.between(name, start, stop) for name in ("parameter_bytes", "accumulator_bytes"))
-        fixed += costs.between("optimizer_bytes", start, stop) * copies / width
-        each = costs.between("activation_bytes", start, stop)
-        room = cluster.memory_bytes[own]
-        if float(room.min()) >= fixed + each * min(bound, shape.num_microbatches):
-            limits.append(None)
-            continue
-        # Without activations to hold, whoever has room for the rest has room for any number.
-        able = np.where(room >= fixed, shape.num_microbatches, 0)
-        if each > 0:
-            able = np.floor(np.maximum(0.0, room - fixed) / each).astype(np.int64)
-        most = able if schedule == "gpipe" else np.where(able >= 1, shape.num_microbatches, 0)
-        limits.append(np.minimum(most, shape.num_microbatches))
-    return limits
-
-
 def score(cluster: Cluster, costs: Costs, shape: Shape, schedule: Schedule) -> float:
     """Seconds of a step in closed form, from what stages have in common: for choosing between shapes."""
     table = StageTable.of(shape.held(costs.num_layers), shape.cuts, shape.num_microbatches, costs)
-    speeds = [cluster.speed[own] for own in shape.members]
-    capacity = np.array([float(own.sum()) for own in speeds])
-    mean = capacity / shape.widths
-    slowest = np.array([float(own.min()) for own in speeds])
-    end = table.work / capacity
-    # A worker has whole micro-batches; where speeds differ they are dealt by speed, which is about as even.
-    whole = np.ceil(shape.num_microbatches / shape.widths)
-    by_speed = (mean > slowest * (1 + 1e-9)) & (table.longest > 0)
-    most = np.where(by_speed, end / np.where(by_speed, table.longest, 1.0) * mean, whole)
-    least = most * table.shortest / mean
-    rounded = np.where(
-        table.quantum > 0,
-        least + np.ceil((end - least) * mean / np.where(table.quantum > 0, table.quantum, 1.0) - 1e-9)
-        * table.quantum / mean,
-        least,
-    )  # fmt: skip
-    ends = step_per_stage(table, np.maximum(rounded, least), mean, schedule, travel_s(cluster, costs, table))
+    busiest_each_s, mean = busiest_s(table, shape.num_microbatches, [cluster.speed[own] for own in shape.members])
+    ends = step_per_stage(table, busiest_each_s, mean, schedule, travel_s(cluster, costs, table))
     return float(ends.max()) + costs.step_overhead_s

@@ -10,8 +10,8 @@ import numpy as np
 
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
+from elaswave.costs.memory import DEFAULT_FOLLOWERS, MemoryModel
 from elaswave.planning.plan import Allocation, StateTransfer
-from elaswave.planning.prediction import DEFAULT_FOLLOWERS, held_state
 
 
 def needed_transfers(
@@ -41,7 +41,7 @@ def needed_transfers(
     longest = 0.0
     link = cluster.between_nodes
     shares = [share for chain in allocation.chains for share in chain.stages]
-    size = costs.prefix["parameter_bytes"] + held_state(costs, shares, followers)
+    memory = MemoryModel.of_stages(costs, shares, followers)
     base = costs.num_layers + 1
     all_starts, all_stops, last = held_start[where], held_stop[where], 0
     for share in shares:
@@ -56,7 +56,7 @@ def needed_transfers(
             own = tuple(workers[keys == key].tolist())
             each = 0.0
             for start, stop in _without((share.start, share.stop), divmod(key, base)):
-                num_bytes = float(size[stop] - size[start])
+                num_bytes = memory.sent_bytes(start, stop)
                 each += num_bytes
                 transfers.append(StateTransfer(start=start, stop=stop, workers=own, num_bytes=num_bytes * len(own)))
             longest = max(longest, link.transfer_s(each))

@@ -11,7 +11,7 @@ from msgspec.structs import replace as replace_struct
 from elaswave.config.devices import emulated_costs, estimated_costs
 from elaswave.config.load import build_config
 from elaswave.control import replanning
-from elaswave.control.replanning import Replanner, with_idle, without_idle
+from elaswave.control.replanning import Replanner
 from elaswave.costs.schedules import bounds_within, in_flight_bounds
 from elaswave.errors import ConfigError, InvalidProgramError
 from elaswave.planning.execution import programs_of
@@ -19,6 +19,7 @@ from elaswave.planning.layout import validate_layout
 from elaswave.planning.prediction import estimate
 from elaswave.planning.recovery import survivor_layout
 from elaswave.planning.routes import allocation_of, make_routes
+from elaswave.planning.to_layout import JobModel, with_idle, without_idle
 from elaswave.planning.validation import validate_programs
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.events import Record
@@ -26,6 +27,10 @@ from elaswave.protocol.messages import Decision
 from elaswave.state.placement import place_blocks
 from elaswave.types import ExecutionParameters, Hop, Layout, Stage, struct_hash
 from elaswave.worker.blueprint import Blueprint
+
+
+def with_memory(job: JobModel, memory_bytes: np.ndarray) -> JobModel:
+    return job._replace(cluster=replace(job.cluster, memory_bytes=memory_bytes))
 
 
 def config(policy: str = "elaswave", name: str = "a100", **device: Any):
@@ -167,13 +172,13 @@ def test_an_emulated_run_begins_and_goes_on_within_its_memory():
     after = survivor_layout(layout, [1])
     wanted = in_flight_bounds(after, given.layout.schedule)
     for share in np.linspace(1.0, 0.01, 200):
-        replanner._cluster = replace(replanner._cluster, memory_bytes=np.full(6, 4e9 * share))
+        replanner._job = with_memory(replanner._job, np.full(6, 4e9 * share))
         held = replanner.within_memory(after, execution)
         if held.in_flight:
             break
     assert all(1 <= bound < wanted[worker] for worker, bound in held.in_flight.items())
     assert replace_struct(held, in_flight={}) == execution
-    replanner._cluster = replace(replanner._cluster, memory_bytes=np.full(6, 1.0))
+    replanner._job = with_memory(replanner._job, np.full(6, 1.0))
     assert set(replanner.within_memory(after, execution).in_flight.values()) == {1}
 
 
@@ -252,9 +257,11 @@ def test_programs_hold_no_more_in_flight_than_was_planned():
     replanner = Replanner(given)
     roomy = replanner.rival(layout, execution, [1], costs)
     assert roomy.execution.in_flight == {}
-    lowest = estimate(replanner._cluster.without([1]), costs, allocation_of(roomy.layout, "gpipe")).memory_bytes.min()
+    lowest = estimate(
+        replanner._job.cluster.without([1]), costs, allocation_of(roomy.layout, "gpipe")
+    ).memory_bytes.min()
     for share in np.linspace(0.3, 1.0, 50):
-        replanner._cluster = replace(replanner._cluster, memory_bytes=np.full(6, lowest * share))
+        replanner._job = with_memory(replanner._job, np.full(6, lowest * share))
         tight = replanner.rival(layout, execution, [1], costs)
         if tight.reason.startswith("recycle: "):
             break
@@ -349,8 +356,8 @@ def test_microbatches_keep_their_workers_only_where_that_is_no_slower():
     present = survivor_layout(layout, lost)
     found = replanner.rival(layout, execution, lost, costs)
     allocation = allocation_of(found.layout, "zero-bubble")
-    kept = make_routes(allocation, costs, replanner._cluster, previous=present)
-    anew = make_routes(allocation, costs, replanner._cluster)
+    kept = make_routes(allocation, costs, replanner._job.cluster, previous=present)
+    anew = make_routes(allocation, costs, replanner._job.cluster)
     seconds = [replanner.predict(each, found.execution, costs) for each in (kept, anew)]
     assert seconds[0] != seconds[1], "the case does not tell them apart"
     assert found.predicted_step_s == pytest.approx(min(seconds))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.planning_cases import layers, machines
+from tests.unit.planning_cases import layers, machines, predict
 
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent, FrequencyLevel
@@ -21,7 +21,7 @@ from elaswave.planning.layout import validate_layout
 from elaswave.planning.pipelines import deal, ranges_of
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.policies import make_policies
-from elaswave.planning.prediction import estimate, predict
+from elaswave.planning.prediction import estimate
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import make_routes
 from elaswave.planning.validation import validate_programs

@@ -12,10 +12,10 @@ from tests.property.clusters import make_cluster, make_costs
 from elaswave.costs.machines import ClusterEvent
 from elaswave.planning.fault_free import fault_free
 from elaswave.planning.layout import validate_layout
-from elaswave.planning.memory_limits import time_within_memory
 from elaswave.planning.options import Options
 from elaswave.planning.pipelines import Crew, deal, mixed_pipelines, ranges_of, template_beside
 from elaswave.planning.planner import plan
+from elaswave.planning.prediction import time_within_memory
 from elaswave.planning.routes import make_routes
 
 

@@ -7,30 +7,22 @@ import numpy as np
 import pytest
 from msgspec.structs import replace as replace_struct
 from tests.property.clusters import LEVELS, make_cluster, make_costs
+from tests.unit.planning_cases import predict
 
-from elaswave.costs.machines import ClusterEvent, Device, FrequencyLevel
+from elaswave.costs.machines import ClusterEvent, Device, FrequencyLevel, worker_speeds
 from elaswave.costs.schedules import SCHEDULES, in_flight, in_flight_bounds
 from elaswave.costs.step_time.exact import time_programs
 from elaswave.costs.step_time.work import durations_of
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import apportion
 from elaswave.planning.fault_free import fastest_fault_free, fault_free
-from elaswave.planning.frequency import choose_levels
-from elaswave.planning.memory_limits import MemoryBudget, layout_limits, time_as_it_is, time_within_memory
+from elaswave.planning.frequency import check_power, choose_levels, common_levels
+from elaswave.planning.memory_limits import MemoryBudget, check_memory, layout_limits
 from elaswave.planning.options import AXES, Options
 from elaswave.planning.partition import choose_widths, cuts_of, share_layers, split_layers, widen_cuts
-from elaswave.planning.plan import Plan
+from elaswave.planning.plan import Plan, levels_of, num_actions
 from elaswave.planning.planner import plan
-from elaswave.planning.prediction import (
-    check_memory,
-    check_power,
-    common_levels,
-    estimate,
-    levels_of,
-    num_actions,
-    predict,
-    worker_speeds,
-)
+from elaswave.planning.prediction import estimate, time_as_it_is, time_within_memory
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import allocation_of, make_routes
 from elaswave.planning.shapes import Shape, all_whole, balanced_widths, build, move_workers, score, whole_layers
@@ -182,9 +174,9 @@ def test_a_worker_holds_parameters_state_and_what_is_in_flight():
     assert in_flight(np.array([1, 3, 1]), "zero-bubble").tolist() == [7, 7, 7]
     assert in_flight(np.array([1, 3, 1]), "zero-bubble-h2").tolist() == [14, 14, 14]
     with pytest.raises(InfeasiblePlan, match=re.escape("worker 0 would hold 0.00 GB, but has 0.00 GB")):
-        check_memory(make_cluster([1.0] * 4, memory_bytes=100.0), found)
+        check_memory(found.workers, found.memory_bytes, np.full(4, 100.0))
     with pytest.raises(InfeasiblePlan, match=re.escape("would draw 400.0 W while all of them compute, but may draw")):
-        check_power(make_cluster([1.0] * 4, power_limit_w=300.0), found)
+        check_power(make_cluster([1.0] * 4, power_limit_w=300.0), found.peak_power_w)
     assert found.energy_j == found.power_w * found.step_s
 
 
@@ -211,7 +203,7 @@ def test_an_undisturbed_job_holds_fewer_micro_batches_where_memory_is_short():
     for cluster in (roomy, tight):
         allocation = fault_free(cluster, costs, 4, 1, 8)
         timed = time_within_memory(cluster, costs, allocation)
-        check_memory(cluster, timed.found)
+        check_memory(timed.found.workers, timed.found.memory_bytes, cluster.memory_bytes)
         taken[cluster] = timed.step_s
         assert timed.num_limited == (2 if cluster is tight else 0)
     assert taken[tight] > taken[roomy] * 1.2

@@ -13,13 +13,14 @@ import numpy as np
 
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.memory import MemoryModel
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.frequency import check_power, common_levels
 from elaswave.planning.layout import partition_layers
-from elaswave.planning.memory_limits import time_within_memory
 from elaswave.planning.pipelines import Ranges
-from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, StateTransfer
-from elaswave.planning.prediction import at_levels, check_power, common_levels
+from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, StateTransfer, at_levels
+from elaswave.planning.prediction import time_within_memory
 
 
 def gone_from(event: ClusterEvent) -> np.ndarray:
@@ -132,11 +133,6 @@ def rectangle(
     return Allocation(chains=(chain_of(cluster, chosen, columns, even(num_microbatches, width)),), schedule=schedule)
 
 
-def state_bytes(costs: Costs, start: int, stop: int, num_shards: int = 1) -> float:
-    """What a worker has to be sent to run layers [start, stop): their parameters and its shard of optimizer state."""
-    return costs.between("parameter_bytes", start, stop) + costs.between("optimizer_bytes", start, stop) / num_shards
-
-
 def fetch(
     costs: Costs, missing: Mapping[tuple[int, int], Collection[int]], shards: Mapping[tuple[int, int], int]
 ) -> tuple[StateTransfer, ...]:
@@ -150,7 +146,8 @@ def fetch(
     return tuple(
         StateTransfer(
             start=start, stop=stop, workers=tuple(sorted(workers)),
-            num_bytes=len(workers) * state_bytes(costs, start, stop, shards.get((start, stop), 1)),
+            num_bytes=len(workers)
+            * MemoryModel.of_width(costs, shards.get((start, stop), 1), copies=1).sent_bytes(start, stop),
         )
         for (start, stop), workers in sorted(missing.items())
         if workers
@@ -193,7 +190,7 @@ def make_plan(
         allocation = at_levels(allocation, common_levels(cluster, cluster.index_of(workers)))
     timed = time_within_memory(cluster, costs, allocation)
     found, step_s = timed.found, timed.step_s
-    check_power(cluster, found)
+    check_power(cluster, found.peak_power_w)
     if timed.num_limited:
         reason += f", {timed.num_limited} workers with fewer micro-batches in flight since memory is short"
     if without_barrier:

@@ -34,6 +34,7 @@ import numpy as np
 
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.memory import MemoryModel
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines import full_restart
@@ -46,7 +47,6 @@ from elaswave.planning.baselines.common import (
     is_in,
     make_plan,
     renamed,
-    state_bytes,
     unused,
 )
 from elaswave.planning.pipelines import Ranges, deal, linear_s, ranges_of, template_beside
@@ -133,6 +133,7 @@ class _Fleet:
     def __init__(self, cluster: Cluster, costs: Costs, allocation: Allocation) -> None:
         self._cluster, self._costs, self._before = cluster, costs, allocation
         self._num_microbatches = allocation.num_microbatches
+        self._memory = MemoryModel.of_width(costs, 1, copies=1)
         usual = max(
             allocation.chains, key=lambda chain: (sum(stage.width for stage in chain.stages), len(chain.stages))
         )
@@ -285,7 +286,7 @@ class _Fleet:
                 start=start,
                 stop=stop,
                 workers=tuple(sorted(workers)),
-                num_bytes=len(workers) * state_bytes(self._costs, start, stop),
+                num_bytes=len(workers) * self._memory.sent_bytes(start, stop),
             )
             for (start, stop), workers in sorted(lacking.items())
         )
@@ -305,7 +306,7 @@ class _Fleet:
         for place in range(len(pipeline.workers) + 1):
             order = [*pipeline.workers[:place], -1, *pipeline.workers[place:]]
             sent = sum(
-                state_bytes(self._costs, *missing)
+                self._memory.sent_bytes(*missing)
                 for member, layers in zip(order, ranges, strict=True)
                 if member >= 0
                 for missing in _difference(layers, held.get(member))
@@ -348,14 +349,10 @@ class _Fleet:
     def _fewest_workers(self) -> int:
         """n0: stages of the shortest pipeline whose workers' memory holds the model and what is in flight."""
         room = float(self._cluster.memory_bytes.min())
-        copies = 2 / max(1, self.num_pipelines)
+        model = MemoryModel.of_width(self._costs, max(1, self.num_pipelines), copies=2)
         depth = self.depth
         while depth > 1 and all(
-            self._costs.between("parameter_bytes", start, stop)
-            + self._costs.between("accumulator_bytes", start, stop)
-            + self._costs.between("optimizer_bytes", start, stop) * copies
-            + min(depth - 1, self._num_microbatches) * self._costs.between("activation_bytes", start, stop)
-            <= room
+            model.parts(start, stop, min(depth - 1, self._num_microbatches)).total <= room
             for start, stop in _balanced(self._costs, depth - 1)
         ):
             depth -= 1
