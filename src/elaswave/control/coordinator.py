@@ -29,23 +29,18 @@ from elaswave.control.agent_messages import (
 from elaswave.control.background import Background, in_thread
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.journal import JournalRecord, core_records
+from elaswave.control.own_faults import OwnFaults
 from elaswave.control.recorder import RunRecorder
 from elaswave.control.recoveries import RecoveryLog
+from elaswave.control.recovery_reports import RecoveryReports
 from elaswave.control.run_planner import LayoutSearch, RunPlanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import FileStore, Store
 from elaswave.control.terminal import AGENT, Terminal
 from elaswave.errors import ElaswaveError, RunFolderError, StateError
-from elaswave.faults.injection import (
-    FAULTS_FILE,
-    Fault,
-    coordinator_fault,
-    never_struck,
-    read_fault_records,
-    strike_coordinator,
-)
+from elaswave.faults.injection import Fault
 from elaswave.observability.events import EventLog
-from elaswave.observability.result import EVENTS_FILE, Recovery, write_digests, write_result
+from elaswave.observability.result import EVENTS_FILE, write_digests, write_result
 from elaswave.protocol import events
 from elaswave.protocol.coordinator import Bounds, Coordinator
 from elaswave.protocol.coordinator_table import State
@@ -151,7 +146,14 @@ class CoordinatorProcess(CoordinatorDriver):
         self._asked_of_agent: tuple[int, ...] = ()
         """The workers of whose processes the agent tells."""
         self._decisions = [record for record in records if isinstance(record, Decision)]
-        self._recoveries = RecoveryLog(setup.run_dir, plan.config.run.steps)
+        self._recoveries = RecoveryReports(
+            RecoveryLog(setup.run_dir, plan.config.run.steps),
+            self._recorder,
+            self._terminal,
+            num_steps=plan.config.run.steps,
+            coordinator_ends_s=setup.coordinator_ends_s[self._state.num_restarts :],
+        )
+        self._faults = OwnFaults(setup.faults, setup.run_dir)
         self._detector = Detector(takes_over=self._has_begun)
         self._asked_planner_s = 0.0
         """When the newest recovery began to be planned."""
@@ -162,8 +164,6 @@ class CoordinatorProcess(CoordinatorDriver):
         self._stop: Stop | None = None
         self._start: Start | None = None
         self._failures: dict[int, Failed] = {}
-        self._unreported_ends_s = setup.coordinator_ends_s[self._state.num_restarts :]
-        """Of coordinators, as far as nobody has reported them."""
         self._watched: set[int] = set()
         """Workers for whose end a thread waits."""
         self._over = asyncio.Event()
@@ -286,9 +286,8 @@ class CoordinatorProcess(CoordinatorDriver):
             self._end(Ended(outcome=outcome, reason=self._state.reason), write=False)
         if self.core.state is not State.STARTING:
             self._recorder.catch_up(self.core.epoch, self.core.decision)
-            self._restore_recoveries()
-            if self.core.state is State.COLLECTING:
-                self._recoveries.new_epoch(self.core.undecided, self._state.layout, time.monotonic())
+            undecided = self.core.undecided if self.core.state is State.COLLECTING else None
+            self._recoveries.restore(self._decisions, undecided, time.monotonic())
         for worker in self.core.members:
             if self._has_begun:
                 # A member that does not find this coordinator is lost, however it was to its predecessors.
@@ -297,18 +296,6 @@ class CoordinatorProcess(CoordinatorDriver):
                 self._detector.expect(worker, time.monotonic())
         self.carry_out(self.core.begin())
         self._tick()
-
-    def _restore_recoveries(self) -> None:
-        """Takes over decisions of which earlier coordinators have not seen, or not entered, that training went on."""
-        now_s = time.monotonic()
-        for decision in self._decisions:
-            unreported = self._state.unreported(decision)
-            if unreported:
-                suspicions = tuple(events.Suspected(worker, "exit", decision.reason) for worker in unreported)
-                layout = self._state.layout_before(decision.epoch)
-                self._recoveries.new_epoch(events.NewEpoch(decision.epoch, suspicions), layout, now_s)
-                self._recoveries.decided(decision, now_s, 0.0)
-                self._recoveries.resumed(now_s)
 
     def _everybody_knows(self) -> bool:
         """Whether all have heard of the end and are gone. A new coordinator may first have to be found by them."""
@@ -363,7 +350,7 @@ class CoordinatorProcess(CoordinatorDriver):
             self._on_registered(message, now_s)
         elif isinstance(message, Report | Installed):
             if isinstance(message, Installed):
-                self._recoveries.installed(message)
+                self._recoveries.log.installed(message)
             self.feed(message)
         elif isinstance(message, LinkLost):
             if message.epoch == self.core.epoch and message.peer in self.core.members:
@@ -441,17 +428,8 @@ class CoordinatorProcess(CoordinatorDriver):
 
     def _report_restart(self, now_s: float) -> None:
         """Says that this coordinator follows others, once all members have found it."""
-        if not set(self._server.peers) >= set(self.core.members):
-            return
-        ends_s, self._unreported_ends_s = self._unreported_ends_s, ()
-        for ended_s in ends_s:
-            step = min(self._state.last_step + 1, self._setup.plan.config.run.steps)
-            recovery = self._recoveries.restarted(ended_s, now_s, step, self.core.epoch)
-            self._recorder.recovered(recovery)
-            self._terminal.say(
-                f"the coordinator was lost in step {recovery.step}: a new one took over after "
-                f"{recovery.total_s * 1e3:.0f} ms, training went on meanwhile"
-            )
+        if set(self._server.peers) >= set(self.core.members):
+            self._recoveries.coordinator_found(now_s, self.core.epoch)
 
     def _on_heartbeat(self, message: Heartbeat, now_s: float) -> None:
         if message.worker not in self.core.members:
@@ -466,18 +444,8 @@ class CoordinatorProcess(CoordinatorDriver):
             since_s=message.since_s,
         )
         self._detector.heartbeat(message.worker, position, now_s)
-        self._recoveries.seen(message.worker, position)
-        self._strike(message.step)
-
-    def _strike(self, step: int) -> None:
-        """Carries out the coordinator's own faults that are due when a step begins."""
-        if not self._setup.faults:
-            return
-        record = self._setup.run_dir / FAULTS_FILE
-        struck = {entry.position for entry in read_fault_records(record)}
-        due = coordinator_fault(self._setup.faults, step, struck)
-        if due is not None:
-            strike_coordinator(due, step=step, record=record)
+        self._recoveries.log.seen(message.worker, position)
+        self._faults.strike(message.step)
 
     def _to_recorder(
         self,
@@ -497,12 +465,11 @@ class CoordinatorProcess(CoordinatorDriver):
                     checkpoint=message.checkpoint,
                 )
                 self.feed(events.EvidenceSeen(evidence, message.epoch))
-                for recovery in self._recoveries.committed(message):
-                    self._report(recovery)  # before the step: its line shows the new layout
+                self._recoveries.committed(message)
                 if self._recorder.step(message):
                     self._planner.measurements.add_step(message)
                     self._after_step(message)
-                    self._strike(message.step + 1)  # a step may be over before a heartbeat tells of it
+                    self._faults.strike(message.step + 1)  # a step may be over before a heartbeat tells of it
             elif isinstance(message, EvaluationReport):
                 self._recorder.evaluation(message)
             elif isinstance(message, ShardWritten | ShardFailed):
@@ -523,11 +490,6 @@ class CoordinatorProcess(CoordinatorDriver):
         for step in steps:
             self._server.send_all(self.core.members, Settled(step=step))
 
-    def _report(self, recovery: Recovery) -> None:
-        # The line first: a coordinator that dies in between leaves a successor that says it again, not nobody.
-        self._terminal.say(self._recoveries.describe(recovery))
-        self._recorder.recovered(recovery)
-
     def _after_step(self, message: StepReport) -> None:
         """Looks at what a published step says of layouts."""
         change = self.core.change_in_force(message.change)
@@ -541,8 +503,7 @@ class CoordinatorProcess(CoordinatorDriver):
             return
         self._recorder.checkpoints.end()
         self._tell_settled()
-        for recovery in self._recoveries.flush():
-            self._report(recovery)
+        self._recoveries.flush()
         if self._state.was_stopped:
             self._end(Ended(outcome="stopped", reason=f"stopped after step {self._state.last_step}"))
             return
@@ -554,9 +515,8 @@ class CoordinatorProcess(CoordinatorDriver):
             what = f"all {result.steps} steps are trained, but their result cannot be written: {error}"
             self._end(Ended(outcome="failed", reason=what + self._recorder.advice()))
             return
-        for fault in never_struck(self._setup.faults, read_fault_records(self._setup.run_dir / FAULTS_FILE)):
-            why = f"its worker was gone, or had no such action in step {fault.step} of this run"
-            self._terminal.say(f"--fault {fault} never struck: {why}")
+        for line in self._faults.never_struck():
+            self._terminal.say(line)
         self._end(Ended(outcome="finished"))
 
     def _end(self, ended: Ended, *, write: bool = True) -> None:
@@ -643,14 +603,14 @@ class CoordinatorProcess(CoordinatorDriver):
         for suspicion in effect.suspicions:
             self._detector.left(suspicion.worker)
             _log.warning("epoch %d: %s", effect.epoch, suspicion.reason)
-        self._recoveries.new_epoch(effect, self._state.layout, now_s)
+        self._recoveries.new_epoch(effect, now_s)
 
     def on_decided(self, effect: events.Decided) -> None:
         """Shows how survivors go on."""
         decision = effect.decision
         self._detector.resume(time.monotonic())
         self._report_restart(time.monotonic())  # whoever was still missing is no member any more
-        self._recoveries.decided(decision, time.monotonic(), self._plan_s)
+        self._recoveries.log.decided(decision, time.monotonic(), self._plan_s)
         self._recorder.decided(decision)
         if effect.predicted_step_s is not None:
             self._recorder.predicted(effect.predicted_step_s)
@@ -662,8 +622,7 @@ class CoordinatorProcess(CoordinatorDriver):
 
     def on_resumed(self, effect: events.Resumed) -> None:
         """Shows that all members compute again."""
-        for recovery in self._recoveries.resumed(time.monotonic()):
-            self._report(recovery)
+        self._recoveries.resumed(time.monotonic())
         self._look_for_better()
 
     def note(self, effect: events.Note) -> None:

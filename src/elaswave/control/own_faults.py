@@ -1,0 +1,42 @@
+"""Faults that are to strike the coordinator itself, and what is said of those that never struck anything."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from elaswave.faults.injection import (
+    FAULTS_FILE,
+    Fault,
+    coordinator_fault,
+    never_struck,
+    read_fault_records,
+    strike_coordinator,
+)
+
+
+class OwnFaults:
+    """The injected faults of one run, as a coordinator sees them.
+
+    Args:
+        faults: all that were asked for.
+        run_dir: where those that have struck leave a record, for every later coordinator too.
+    """
+
+    def __init__(self, faults: Sequence[Fault], run_dir: Path) -> None:
+        self._faults = faults
+        self._record = run_dir / FAULTS_FILE
+
+    def strike(self, step: int) -> None:
+        """Carries out the coordinator's own faults that are due when a step begins."""
+        if not self._faults:
+            return
+        struck = {entry.position for entry in read_fault_records(self._record)}
+        due = coordinator_fault(self._faults, step, struck)
+        if due is not None:
+            strike_coordinator(due, step=step, record=self._record)
+
+    def never_struck(self) -> list[str]:
+        """One line for each that has not struck."""
+        return [
+            f"--fault {fault} never struck: its worker was gone, or had no such action in step {fault.step} of this run"
+            for fault in never_struck(self._faults, read_fault_records(self._record))
+        ]
