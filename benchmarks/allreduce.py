@@ -164,7 +164,7 @@ def run_worker(
 
 
 def timed(run: Callable[[], None], repeats: int, group: Group, step: int) -> float:
-    """Seconds of one call, after everybody has arrived."""
+    """Seconds of one call, after all processes have arrived."""
     group.barrier(step=step, sub=1, timeout_s=TIMEOUT_S)
     started = time.perf_counter()
     for _ in range(repeats):

@@ -329,7 +329,7 @@ def kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens at; closed without having been connected, so that it can be listened at again."""
+    """A port without a listener; closed without having been connected, so that it can be listened at again."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Control connections over every kind of socket: nothing that matters is lost, whoever dies and returns."""
+"""Control connections over every kind of socket: nothing that matters is lost, whichever side dies and returns."""
 
 import asyncio
 import os

@@ -1,4 +1,5 @@
-"""Whoever has no key, sends garbage, repeats others or never finishes is refused, logged, and disturbs nobody."""
+"""A peer that has no key, sends garbage, repeats others or never finishes is refused, logged, and disturbs no
+member."""
 
 import os
 import struct
@@ -55,7 +56,7 @@ def _world(town, **options):
 
 
 def reasons(coordinator, text: str) -> None:
-    """Waits until somebody was turned away for a reason."""
+    """Waits until a peer was turned away for a reason."""
     until(lambda: any(text in reason for reason in coordinator.refusals))
 
 
@@ -67,7 +68,7 @@ def test_a_wrong_key(world, caplog):
     town, coordinator = world
     with pytest.raises(Exception, match="does not hold this job's key"):
         town.raw_peer(key=b"another key of enough bytes").authenticate()
-    # One that goes on without checking the coordinator's proof, as somebody without the key would.
+    # One that goes on without checking the coordinator's proof, as a peer without the key would.
     raw_peer = town.raw_peer()
     guessing = raw_peer.session
     raw_peer.flush()

@@ -1,4 +1,5 @@
-"""Sockets only: whoever has no key, sends garbage or never finishes a sentence is refused and disturbs nobody."""
+"""Sockets only: a peer that has no key, sends garbage or never finishes a sentence is refused and disturbs no
+worker."""
 
 import logging
 import os
@@ -79,11 +80,11 @@ def refused(sock: socket.socket, *transports) -> bool:
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100),
         bytes(200),
         b"\xff" * 200,
-        Dialler(KEY, 0, 9, bytes(32)).opening(),  # wants somebody else
+        Dialler(KEY, 0, 9, bytes(32)).opening(),  # wants another worker
         Dialler(KEY, 0, 1, bytes(32)).opening() + bytes(32),  # a wrong answer to the challenge
         Dialler(KEY, 0, 1, bytes(32)).opening().replace(b"ELWLINK\n\x01", b"ELWLINK\n\x09"),  # another version
     ],
-    ids=["http", "zeros", "ones", "somebody-else", "wrong-answer", "version"],
+    ids=["http", "zeros", "ones", "another-worker", "wrong-answer", "version"],
 )
 def test_garbage_instead_of_a_handshake(stream_world, garbage, caplog):
     a, b = stream_world.linked(2)

@@ -1,4 +1,4 @@
-"""Sockets only, real processes: a worker is killed in the middle of a 64 MiB transfer. Nobody may hang.
+"""Sockets only, real processes: a worker is killed in the middle of a 64 MiB transfer. No worker may hang.
 
 Three workers stream to each other without end. One is killed by SIGKILL at a random moment; the survivors must see
 PeerLostError, advance the epoch, and exchange checked data among themselves. The quick suite does a few rounds; all
@@ -59,7 +59,7 @@ def work(worker: int, listen: str, pipe: Connection) -> None:
         assert outs[peer][: 1 << 20].unique().tolist() == [100 + peer]
     assert not outs[peer][1 << 20 :].any()
     pipe.send((lost, woke_at))
-    pipe.recv()  # nobody leaves before the other is through
+    pipe.recv()  # neither leaves before the other is through
     transport.close()
 
 

@@ -318,7 +318,7 @@ def test_the_lock_ends_with_its_holder_and_can_be_waited_for(tmp_path):
         with pytest.raises(StoreError, match="another coordinator holds"):
             FileStore(path, Record)
         holder.send_signal(signal.SIGKILL)
-        # Not reaped yet: whoever takes over waits until the kernel has let go.
+        # Not reaped yet: the next coordinator waits until the kernel has let go.
         store: FileStore[Record] = FileStore(path, Record, lock_timeout_s=20)
         assert store.records() == [Raised(7)]
         with path.open("rb") as other, pytest.raises(BlockingIOError):

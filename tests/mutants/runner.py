@@ -1,7 +1,7 @@
 """Applies each mutant of the list to a copy of the checkout and runs the tests that must notice it.
 
 The tools of the ecosystem (mutmut, cosmic-ray) make mutants of their own, by the thousand, and run a whole suite on
-each. Here a mutant is a bug that somebody could make, chosen and named, with the quickest tests that must notice it;
+each. Here a mutant is a bug that a developer could make, chosen and named, with the quickest tests that must notice it;
 the suite takes ten minutes, so anything else would take days. Hence a runner of our own, which is small.
 
 Copies are made of what git tracks or would track; the working tree is never touched. The tests are first run without

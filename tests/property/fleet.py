@@ -81,10 +81,10 @@ class Fleet:
         self._step = 0
         self._step_end_s = 1.0
         self.standstill = False
-        """Nobody can end the present step any more."""
+        """No worker can end the present step any more."""
 
     def _plan_step(self) -> None:
-        """The stays of everybody's next step."""
+        """The stays of all workers' next step."""
         rng, noise = self._rng, self._noise
         self._step += 1
         start_s, step = self._step_end_s, self._step
@@ -135,7 +135,7 @@ class Fleet:
     def run(self, duration_s: float) -> Iterator[tuple[float, Suspicion]]:
         """Suspicions and their times, until there is one or the time is over."""
         detector, rng, noise = self.detector, self._rng, self._noise
-        # (time of arrival, worker, time of sending); nobody's heartbeats overtake each other
+        # (time of arrival, worker, time of sending); no worker's heartbeats overtake each other
         beats: list[tuple[float, int, float]] = []
         for worker in self._workers:
             detector.joined(worker, 0.0)

@@ -1,4 +1,4 @@
-"""The detector in simulated jobs: in hours of noise nobody alive is lost, whoever stops is; and in any script."""
+"""The detector in simulated jobs: in hours of noise no live worker is lost, each stopped one is; and in any script."""
 
 import itertools
 import math
@@ -96,7 +96,7 @@ def test_whoever_stops_is_found_on_a_quiet_machine(how: str, seed: int):
 @pytest.mark.parametrize("how", LATEST_S)
 @pytest.mark.parametrize("action_s", [0.03, 1.0])
 def test_whoever_stops_is_found_in_noise(noise: str, how: str, action_s: float):
-    """Later, but the right one and nobody else."""
+    """Later, but the right one and no other."""
     fleet = Fleet(4, 5, NOISES[noise], action_s=action_s, stops={2: Stop(100.0, how)})
     seen_s, suspicion = next(iter(fleet.run(900.0)))
     assert suspicion.worker == 2
@@ -197,7 +197,7 @@ def test_blame_names_an_end_of_the_chains(positions: list[Position]):
         return
     worker = blame(workers)
     assert worker == blame(dict(reversed(workers.items())))
-    # Whoever can be reached from the one named can also reach it: it waits for nobody but its own circle.
+    # A worker that can be reached from the one named can also reach it: that one waits only for its own circle.
     edges = {
         own: {other for other in position.waiting_on if other in workers and other != own}
         for own, position in workers.items()

@@ -45,7 +45,7 @@ def runs_to_the_end(layout, programs, pick):
             return not any(rest.values())
         action = rest[pick(ready)].pop(0)
         done.add(action)
-        if action.kind == "I":  # as good as a B for whoever waits for the gradient
+        if action.kind == "I":  # as good as a B for the worker that waits for the gradient
             done.add(Action(action.stage, "B", action.microbatch))
 
 

@@ -83,7 +83,7 @@ def test_lost_microbatches_are_spread_as_evenly_as_possible(case):
     carried = Counter(hop.worker for route in new.routes for hop in route)
     for stage in new.stages:
         for worker in stage.workers:
-            # Whoever got something has at most one more than anybody else: no other deal has a lower peak.
+            # A worker that got something has at most one more than any other: no other deal has a lower peak.
             if carried[worker] > kept[worker]:
                 assert all(carried[worker] <= carried[other] + 1 for other in stage.workers)
 
@@ -264,5 +264,5 @@ def test_rounds_of_refilling_end_with_every_copy_in_place(case, num_followers, m
 
 @given(layouts)
 def test_losing_everybody_is_refused(layout):
-    with pytest.raises(ValueError, match="nobody can go on"):
+    with pytest.raises(ValueError, match="no worker can go on"):
         survivor_layout(layout, layout.workers)

@@ -127,7 +127,7 @@ class ControlClient(Generic[_T]):
         self._silence_timeout_s = silence_timeout_s
         self._identity = secrets.randbits(64)
 
-        # Guards everything below; whoever waits for acknowledgements waits on it. Only `turn` changes the phase.
+        # Guards everything below; threads that wait for acknowledgements wait on it. Only `turn` changes the phase.
         self._changed = threading.Condition(threading.Lock())
         self._phase = _Phase.DOWN
         self._session: Session[_T] | None = None

@@ -3,10 +3,10 @@
 The kernel gives a dead child to its parent, and closes its sockets, only after it has released all its memory: 20 ms
 for a small worker on a quiet machine, 100 to 240 ms when all cores are busy, because the dying process does that work
 itself, in its turn. Robust mutexes it releases first. So every worker holds one, in memory that it shares with the
-coordinator, and whoever waits for it learns within 1 to 3 ms (3 to 20 on busy cores) that its owner is dying.
+coordinator, and a thread that waits for it learns within 1 to 3 ms (3 to 20 on busy cores) that its owner is dying.
 
 The memory is an anonymous mapping inherited through fork: it has no name and leaves nothing behind. Where the C
-library has no robust mutexes, nobody is told anything here, and the ends of processes are seen later, by the agent.
+library has no robust mutexes, this class reports nothing, and only the agent sees, later, that a process has ended.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ _DEAD = (errno.EOWNERDEAD, errno.ENOTRECOVERABLE)
 
 
 class DeathWatch:
-    """One robust mutex for each worker. Made before anybody is forked.
+    """One robust mutex for each worker. Made before any worker is forked.
 
     Args:
         workers: ids of the workers.

@@ -1,7 +1,7 @@
 """The private temporary folder of a job (sockets, journal), and those that dead launchers have left.
 
 The folder's lock file is held by the launcher and all processes that it forks, and the kernel lets go of it when the
-last of them has ended. So a folder whose lock can be had belongs to nobody any more. (Programs that tidy up temporary
+last of them has ended. So a folder whose lock is free belongs to no running job. (Programs that tidy up temporary
 folders by age leave one alone whose lock is held, if they are as careful as systemd's.)
 """
 
@@ -32,7 +32,7 @@ class JobFolder:
             unnamed = self.path / f"{_LOCK_FILE}.new"
             self._lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            unnamed.rename(self.path / _LOCK_FILE)  # named only now that it is held: nobody else can have had it
+            unnamed.rename(self.path / _LOCK_FILE)  # named only now that it is held: no other process can have had it
         except OSError as error:
             raise LaunchError(
                 f"no folder for the job's sockets and journal can be made in {tempfile.gettempdir()}: "

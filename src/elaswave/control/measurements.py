@@ -18,7 +18,7 @@ from elaswave.worker.messages import StepReport, Timings
 
 _KEPT_STEPS = 16
 SLOW_SPEED = 0.85
-"""Whoever is nearer to the others' speed is taken to be as fast as they: processes on one machine differ by chance."""
+"""A worker nearer to the others' speed counts as equally fast: processes on one machine differ by chance."""
 
 
 class Measurements:
@@ -35,7 +35,7 @@ class Measurements:
         self._speeds = cluster_of(config).speed.tolist()
         self._levels = device_of(config).levels
         self._waiting: dict[int, Timings] = {}
-        """Of a round that not everybody has reported in."""
+        """Of a round in which some workers have not reported."""
         self._overheads_s: deque[float] = deque(maxlen=_KEPT_STEPS)
 
     def add(self, timings: Timings, num_members: int) -> list[ActionTiming]:
@@ -80,7 +80,7 @@ class Measurements:
         return median(self._overheads_s) if self._overheads_s else 0.0
 
     def costs(self) -> Costs | None:
-        """The planner's costs; None on a real device before everybody has reported."""
+        """The planner's costs; None on a real device before all workers have reported."""
         costs = self._described
         if not self._is_emulated:
             if not self._meter.num_reports:

@@ -121,7 +121,7 @@ class RecoveryLog:
         """The next step is done: recoveries that it completes."""
         pending = self._open
         if pending is not None and not pending.redone_s and _is_redo(pending, report):
-            # Its vote needed everybody, so everybody had gone on; what they have to say of it is still on its way.
+            # Its vote needed all members, so all had gone on; their reports of it are still on their way.
             pending.redone_s, pending.resumed_s = report.finished_s, report.finished_s - report.duration_s
         for waiting in self._waiting:
             if not waiting.redone_s and _is_redo(waiting, report):
@@ -129,7 +129,7 @@ class RecoveryLog:
         return self._done([waiting for waiting in self._waiting if waiting.redone_s])
 
     def flush(self) -> list[Recovery]:
-        """The job ends: recoveries after which no step was left to run, or of which not everybody has been heard."""
+        """The job ends: recoveries after which no step was left to run, or of which some members have not reported."""
         if self._open is not None:
             self._go_on(self._open.resumed_s or self._open.decided_s)
         return self._done(list(self._waiting))
@@ -213,7 +213,7 @@ class RecoveryLog:
 
 
 def _is_redo(pending: _OpenRecovery, report: StepReport) -> bool:
-    """Whether a step was committed after a recovery's decision, and so by everybody who has carried it out."""
+    """Whether a step was committed after a recovery's decision, and so by members that have all carried it out."""
     decision = pending.decision
     return decision is not None and report.epoch >= pending.epochs[-1] and report.step >= decision.resume_step
 

@@ -195,7 +195,7 @@ class Replanner:
         schedule: Schedule = execution.schedule or self._config.layout.schedule  # type: ignore[assignment]
         levels = {worker: execution.levels.get(worker, self._device.base_level) for worker in layout.workers}
         if policy != ELASWAVE:
-            layout = without_idle(layout)  # what is idle is out of the rivals' sight until somebody joins
+            layout = without_idle(layout)  # baselines do not see idle workers until one joins
         allocation = allocation_of(layout, schedule, levels)
         event = ClusterEvent(kind="lost", workers=tuple(sorted(gone)))
         return self._policies[policy](self._job.cluster.without(absent), costs, allocation, event)

@@ -1,8 +1,8 @@
-"""What a coordinator has decided, on stable storage before anybody hears of it: an append-only journal.
+"""What a coordinator has decided, on stable storage before it sends it: an append-only journal.
 
 A store holds records of one typed union in the order in which they were appended. `append` returns when they will
-survive the machine's crash (or, where a file store is told so, the process's). Whoever opens a store is its only
-writer until it ends or closes it. Journals are never rewritten, so no step of the storage's work can lose an old
+survive the machine's crash (or, where a file store is told so, the process's). The process that opens a store is its
+only writer until it ends or closes it. Journals are never rewritten, so no step of the storage's work can lose an old
 record.
 
 A journal is a magic of 8 bytes, then one entry per append:
@@ -59,7 +59,7 @@ class Store(Protocol[_T]):
         """All records, oldest first: those found at the opening and those appended since."""
 
     def close(self) -> None:
-        """Gives up the store; somebody else may open it."""
+        """Gives up the store; another process may open it."""
 
 
 # ---------------------------------------------------------------------------------------------------------- the bytes
@@ -197,7 +197,7 @@ class FileStore(Generic[_T]):
         record_type: union of the records' types.
         lock_timeout_s: how long another coordinator that still holds the journal is waited for.
         outlives_machine: False: records outlive this process, not a crash of the machine. That is enough, and saves
-            the disk's time (2 to 25 ms an append), where nobody who acts on a record outlives the machine either.
+            the disk's time (2 to 25 ms an append), where no process that acts on a record outlives the machine either.
     Raises:
         StoreError: another coordinator holds the journal, it is damaged, or the system refuses.
     """

@@ -178,7 +178,7 @@ class _TlsLayer:
 class Session(Generic[_T]):
     """One end of a control connection.
 
-    Made by `dialling` or `listening`. Whoever owns the socket passes what arrives to `feed` and writes what `take`
+    Made by `dialling` or `listening`. The owner of the socket passes received bytes to `feed` and writes what `take`
     returns, after each call.
     """
 

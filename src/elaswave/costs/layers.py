@@ -17,7 +17,7 @@ class LayerCosts(msgspec.Struct, frozen=True, kw_only=True):
     input_gradient_s: float
     """The half of the backward (`I`) that earlier stages wait for."""
     weight_gradient_s: float
-    """The half of the backward (`W`) that nobody waits for. B is I and W together."""
+    """The half of the backward (`W`) that no other stage waits for. B is I and W together."""
     parameter_bytes: float
     """Of the parameters that a worker holds to compute with."""
     accumulator_bytes: float

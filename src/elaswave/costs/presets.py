@@ -2,7 +2,7 @@
 
 The figures themselves, each with where it is published, are data: ``src/elaswave/presets/``, read by
 `elaswave.config.presets`. A figure of a device is a vendor's peak, an efficiency is what others have reported to reach
-of it, and a level's power is modelled, since nobody publishes draw over clock: ``idle + (board - idle) * speed *
+of it, and a level's power is modelled, since no vendor publishes draw over clock: ``idle + (board - idle) * speed *
 voltage**2``, where voltage falls and rises by half as much as the clock, and by no more than a fifth. Plans made from
 presets are therefore good for comparisons on one machine; a running job measures instead (`elaswave.costs.profiled`).
 

@@ -58,7 +58,7 @@ def apportion(num_microbatches: int, seconds: np.ndarray, caps: np.ndarray | Non
 
 
 def _divisible_end(num_microbatches: int, seconds: np.ndarray, caps: np.ndarray | None) -> float:
-    """When all workers end if micro-batches can be divided and nobody takes more than its cap."""
+    """When all workers end if micro-batches can be divided and no worker takes more than its cap."""
     rates = 1.0 / seconds
     if caps is None:
         return num_microbatches / float(rates.sum())

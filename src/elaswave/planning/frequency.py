@@ -6,7 +6,7 @@ keep it, the one that draws least: the bottleneck is lifted, slack is lowered. W
 energy at equal step time).
 
 That is exact for the pace. A pipeline's step also contains the way of a micro-batch through all stages, on which slow
-workers count even if they have slack; whoever composes a plan therefore times the result and keeps it only if it helps.
+workers count even if they have slack; the planner therefore times the whole plan and keeps it only if it helps.
 """
 
 from typing import Literal

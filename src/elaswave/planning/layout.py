@@ -216,7 +216,7 @@ def evaluation_layout(layout: Layout, num_microbatches: int) -> Layout:
 
 
 def validate_layout(layout: Layout) -> None:
-    """Checks that a layout is well formed, whoever made it.
+    """Checks that a layout is well formed, wherever it comes from.
 
     The stages' first layers never descend, nor do their last ones, and together they hold every layer. They may
     overlap: neighbours that share a boundary layer, or the stages of pipelines of different depth. A worker is in one
@@ -273,7 +273,9 @@ def _stage_faults(layout: Layout) -> list[str]:
                 f"{index}, [{before.start}, {before.stop}): stages must ascend in their first and in their last layer"
             )
         elif after.start > before.stop:
-            faults.append(f"nobody holds layers [{before.stop}, {after.start}), between stages {index} and {index + 1}")
+            faults.append(
+                f"no stage holds layers [{before.stop}, {after.start}), between stages {index} and {index + 1}"
+            )
     workers = layout.workers
     for worker, following in pairwise(workers):
         if worker == following:
@@ -282,7 +284,7 @@ def _stage_faults(layout: Layout) -> list[str]:
 
 
 def peers_of(layout: Layout, placement: Placement | None = None, blocks: Sequence[Block] = ()) -> dict[int, set[int]]:
-    """The workers that each worker exchanges tensors with, apart from the vote. Symmetric; nobody is its own peer.
+    """The workers that each worker exchanges tensors with, apart from the vote. Symmetric; no worker is its own peer.
 
     Args:
         layout: routes join the workers of neighbouring hops; the workers that run a layer exchange its gradients.

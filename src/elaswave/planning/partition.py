@@ -192,7 +192,7 @@ def choose_widths(
     """Workers for each stage, all equally fast, such that the busiest is done as early as possible.
 
     A worker runs whole micro-batches: at a pace T, n = floor(T / seconds) of them, so a stage needs M / n workers,
-    rounded up. Whoever is not needed stays where it is, so that few workers change stage.
+    rounded up. Workers that are not needed elsewhere stay in their stage, so that few change stage.
 
     Args:
         seconds: of one micro-batch in each stage, on one worker, shape [stages].
@@ -220,7 +220,7 @@ def choose_widths(
     assert least is not None
     widths = least.astype(np.int64)
     spare = num_workers - int(widths.sum())
-    # First whoever is there already stays; then the stages with the most to do per worker are helped.
+    # First the workers of a stage stay there; then the stages with the most work per worker get more.
     keep = np.maximum(0, np.asarray(current, dtype=np.int64) - widths)
     for stage in np.argsort(-(seconds / widths), kind="stable"):
         kept = min(spare, int(keep[stage]))

@@ -1,8 +1,9 @@
 """Pipelines of several depths beside each other: what a planner may make of a number of workers that is no rectangle.
 
-With few micro-batches per pipeline a stage cannot share out a lost worker's part evenly: somebody gets one micro-batch
-more, which is much. Then it may be better to let most pipelines go on as they are, and to make of all other workers
-pipelines that are a stage longer or shorter. Deeper ones also need less memory per worker, so that more fits in flight.
+With few micro-batches per pipeline a stage cannot share out a lost worker's part evenly: one worker gets one
+micro-batch more, which is much. Then it may be better to let most pipelines go on as they are, and to make of all other
+workers pipelines that are a stage longer or shorter. Deeper ones also need less memory per worker, so that more fits in
+flight.
 
 Mixes are ranked by what a pipeline of each depth would take if layers could be split at will; the best ones get real
 stages (`template_beside`) and micro-batches (`deal`), and one pipeline of each depth is compiled and timed. Pure.
@@ -197,7 +198,7 @@ def _allocation(
 
 
 def _columns(mix: _Mix, templates: dict[int, Ranges], crew: Crew) -> dict[int, list[np.ndarray]]:
-    """Positions of each depth's workers, stage by stage: whoever held early layers gets early ones again.
+    """Positions of each depth's workers, stage by stage: workers that held early layers get early ones again.
 
     Pipelines of the usual depth keep their workers as long as there are enough in every stage.
     """

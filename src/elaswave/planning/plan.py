@@ -144,7 +144,7 @@ class Plan:
     allocation: Allocation
     predicted_step_s: float
     predicted_pause_s: float
-    """Of training, from the event until everybody computes again."""
+    """Of training, from the event until all workers compute again."""
     lost_work_s: float = 0.0
     """Computation that is thrown away and done again, in seconds of the steps that this plan predicts."""
     from_checkpoint: bool = False

@@ -40,7 +40,7 @@ from elaswave.planning.shapes import (
     shared_layers,
     whole_layers,
 )
-from elaswave.planning.transfers import needed_transfers, nobody_holds
+from elaswave.planning.transfers import any_layer_unheld, needed_transfers
 
 FINALISTS = 8
 """Candidates that are built worker by worker and timed, beside leaving everything as it is and the rivals'."""
@@ -163,12 +163,12 @@ class _Planning:
 
     def _start_levels(self) -> np.ndarray:
         """Levels before the frequency axis: common ones; without that axis workers keep theirs, if power permits."""
-        cluster, everybody = self._cluster, np.arange(self._cluster.num_workers)
-        common = common_levels(cluster, everybody)
+        cluster, all_workers = self._cluster, np.arange(self._cluster.num_workers)
+        common = common_levels(cluster, all_workers)
         if "frequency" in self._options.axes:
             return common
         kept = np.where(self._old_levels >= 0, self._old_levels, common)
-        draw = float(worker_speeds(cluster, everybody, kept)[1].sum())
+        draw = float(worker_speeds(cluster, all_workers, kept)[1].sum())
         return kept if cluster.power_limit_w is None or draw <= cluster.power_limit_w * (1 + 1e-9) else common
 
     # -------------------------------------------------------------------------------------------------- candidates
@@ -231,7 +231,8 @@ class _Planning:
             return None
 
     def _stay(self) -> Shape | None:
-        """Everybody stays where it is, in one chain, less stages that have lost everybody; None if that cannot be."""
+        """All workers stay where they are, in one chain, without stages that have lost all theirs; None if
+        impossible."""
         kept = tuple(own for own in self._stages if len(own)) or (self._free,)
         chains = self._before.chains
         if len(kept) == len(self._stages) and len(chains) == 1:
@@ -507,7 +508,7 @@ class _Planning:
 
     def _plan(self, tuned: _Candidate, best: _Candidate, staying: _Candidate | None, stay: Shape | None) -> Plan:
         order = np.argsort(tuned.found.workers, kind="stable")
-        must_fetch = tuned.transfers and nobody_holds(self._costs, self._old_start, self._old_stop)
+        must_fetch = tuned.transfers and any_layer_unheld(self._costs, self._old_start, self._old_stop)
         fetch_s = tuned.transfer_s if must_fetch else 0.0
         return Plan(
             policy="elaswave",

@@ -48,7 +48,7 @@ class Estimate:
     power_w: float
     """Mean draw of all workers together."""
     peak_power_w: float
-    """Draw while everybody computes: what a power limit is about."""
+    """Draw while all workers compute: what a power limit bounds."""
     bottleneck_chain: int
     bottleneck_stage: int
     bottleneck_worker: int

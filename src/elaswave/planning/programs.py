@@ -16,7 +16,7 @@ and 1 % with forwards first and the same bounds (all in virtual time).
 
 ``zero-bubble`` splits backwards: the gradient of the input (I), which earlier stages wait for, comes first; that of the
 weights (W) fills gaps. A W is begun when there is nothing else to do, or when no forward fits before it has freed its
-place: a micro-batch is held until its W. Everybody may hold what the fullest worker holds under ``1f1b`` (the paper's
+place: a micro-batch is held until its W. Every worker may hold what the fullest one holds under ``1f1b`` (the paper's
 ZB-H1, for equal widths). Two preferences and ``1f1b`` with each backward split in place are tried in
 virtual time, and the best is taken, so that in virtual time ``zero-bubble`` is never slower than ``1f1b``.
 
@@ -128,7 +128,7 @@ def _zero_bubble(flow: Flow, open_: Sequence[int], tried: Sequence[Sequence[int]
     whole = _Compiler(flow, open_).run()
     best = [[half for code in own for half in _halves(code)] for own in whole]
     shortest = run_in_order(flow, best).makespan
-    # With few micro-batches open, alternating starves nobody; with as many open as fit, forwards must give way.
+    # With few micro-batches open, alternating starves no worker; with as many open as fit, forwards must give way.
     for held in tried:
         for limits, prefers_backward in ((open_, False), (held, True)):
             compiler = _Compiler(flow, held, open_=limits, split=True, prefers_backward=prefers_backward)

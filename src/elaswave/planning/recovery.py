@@ -5,7 +5,7 @@ keeps its stage and its micro-batches, a block stays where a valid copy of it is
 lost copies afterwards, round by round, while training goes on. Every survivor computes all of this by itself, so
 everything is a deterministic function of its arguments.
 
-Deliberately absent: rebalancing of layers among stages that all have somebody left. That is a planned change.
+Deliberately absent: rebalancing of layers among stages that all have a survivor. That is a planned change.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from elaswave.types import Hop, Layout, Stage
 def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence[float] | None = None) -> Layout:
     """The layout without the lost workers; survivors stay in their stage and keep their micro-batches.
 
-    A stage that has lost everybody is dissolved: its layers go to the remaining stages beside it, cut so that the
+    A stage that has lost all its workers is dissolved: its layers go to the remaining stages beside it, cut so that the
     slowest of those (cost of its layers over its width) is as fast as possible; among equal cuts so that the fewest
     (worker, layer) pairs move, then to the later stage. All other boundaries stay, and stages are numbered anew.
     Micro-batches of lost workers go one by one to the survivor of the stage with the fewest, then the lowest id.
@@ -35,15 +35,15 @@ def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence
     Returns:
         A valid layout of the same layers and micro-batches.
     Raises:
-        ValueError: nobody is left, or the costs are not one finite non-negative number per layer.
+        ValueError: no worker is left, or the costs are not one finite non-negative number per layer.
     """
     gone = frozenset(lost)
     survivors = [tuple(worker for worker in stage.workers if worker not in gone) for stage in layout.stages]
     kept = [index for index, workers in enumerate(survivors) if workers]
     if not kept:
         raise ValueError(
-            f"all workers of the layout are lost ({_show(layout.workers)}): nobody can go on; start the job again from "
-            "its last durable checkpoint"
+            f"all workers of the layout are lost ({_show(layout.workers)}): no worker can go on; start the job "
+            "again from its last durable checkpoint"
         )
     if layer_costs is not None and len(layer_costs) != layout.num_layers:
         raise ValueError(f"{len(layer_costs)} layer costs are given for {layout.num_layers} layers: give one for each")
@@ -261,7 +261,7 @@ def choose_followers(
     """The next placement on the way back to full redundancy: one more follower for some of the blocks that lack one.
 
     Blocks with the fewest followers come first. Whom a block gets is decided as in `place_blocks`; a block waits for
-    a later round when its owner, or everybody of the best kind, has no room left in this one. Some block always gets
+    a later round when its owner, or every worker of the best kind, has no room left in this one. Some block always gets
     a follower if one is lacking, however large it is, so repeated rounds come to an end.
 
     Args:

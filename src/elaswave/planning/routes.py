@@ -1,9 +1,9 @@
 """Explicit routes for an allocation, and the allocation of a layout: the way from a plan to programs and back. Pure.
 
-An allocation says how many micro-batches each worker runs and how many are cut where; routes say which ones. Whoever
-meets whom does not change what anybody has to compute, except where neighbouring stages share layers: there the cuts
-are dealt such that the workers of a stage end together. A worker with one micro-batch more than the others then runs
-its micro-batches with fewer layers.
+An allocation says how many micro-batches each worker runs and how many are cut where; routes say which ones. Which
+workers share a route does not change what each has to compute, except where neighbouring stages share layers: there the
+cuts are dealt such that the workers of a stage end together. A worker with one micro-batch more than the others then
+runs its micro-batches with fewer layers.
 
 Stages are gone through in order. What a micro-batch starts with in a stage was decided by the stage before; a worker
 is given micro-batches that leave it room to even out with the cuts at the stage's other end, which are dealt last.
@@ -226,7 +226,7 @@ def _deal_microbatches(
         passed = []
         while queue and room[queue[0][1]] <= 0:
             passed.append(heapq.heappop(queue))
-        # If nobody has room for one of this kind, the worker whose turn it is takes it all the same.
+        # If no worker has room for one of this kind, the worker whose turn it is takes it all the same.
         _, worker = heapq.heappop(queue) if queue else passed.pop(0)
         take(microbatch, worker)
         for entry in passed:

@@ -180,7 +180,7 @@ def all_whole(
     Args:
         costs: of the layers.
         members: of each stage, as in `Shape`.
-        num_workers: to be divided; None means that everybody stays where it is.
+        num_workers: to be divided; None means that every worker stays in its stage.
         num_microbatches: of the step.
     Returns:
         (widths of the stages, cuts); empty if there are more than `ALL_SHAPES`.

@@ -26,7 +26,7 @@ def needed_transfers(
 ) -> tuple[tuple[StateTransfer, ...], float]:
     """State that workers lack for an allocation, and the seconds until all of them have it.
 
-    The seconds are those of the worker that lacks most, or of everything over everybody's links, whichever is more.
+    The seconds are those of the worker that lacks most, or of all bytes over all workers' links, whichever is more.
 
     Args:
         cluster: the workers.
@@ -64,8 +64,9 @@ def needed_transfers(
     return tuple(transfers), max(longest, total / link.bandwidth_bytes_per_s / cluster.num_workers)
 
 
-def nobody_holds(costs: Costs, held_start: np.ndarray, held_stop: np.ndarray) -> bool:
-    """Whether there is a layer that no worker has computed with, so that somebody has to fetch it before going on.
+def any_layer_unheld(costs: Costs, held_start: np.ndarray, held_stop: np.ndarray) -> bool:
+    """Whether there is a layer that no worker has computed with, so that a worker has to fetch it before training goes
+    on.
 
     Args:
         costs: of the layers.

@@ -141,7 +141,7 @@ def _too_many_in_flight(programs: Mapping[int, Program], max_in_flight: Mapping[
 
 
 def _deadlock(layout: Layout, programs: Mapping[int, Program], where: Mapping[Action, int]) -> Iterator[_Fault]:
-    """Runs the programs without clock: each worker goes on until an input is missing, until nobody can go on."""
+    """Runs the programs without clock: each worker goes on until an input is missing, until no worker can go on."""
     done: set[Action] = set()
     position = dict.fromkeys(programs, 0)
     waiting: dict[Action, list[int]] = defaultdict(list)

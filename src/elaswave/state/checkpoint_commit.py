@@ -1,8 +1,8 @@
 """Makes a checkpoint of the shards that the workers have written. Needs torch, for DCP's index.
 
 The order of a commit is the contract: shards are on the disk before their items are reported; then ``meta.json`` and
-the manifest; then ``.metadata``; then the folder gets its final name in one rename. So whoever commits may be killed
-at any point.
+the manifest; then ``.metadata``; then the folder gets its final name in one rename. So the committing process may be
+killed at any point.
 """
 
 import os

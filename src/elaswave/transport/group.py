@@ -134,7 +134,7 @@ class Group:
         sub: int = 0,
         timeout_s: float,
     ) -> list[Tensor]:
-        """Everybody's tensor, in the order of ``workers``; shapes and dtypes may differ.
+        """All workers' tensors, in the order of ``workers``; shapes and dtypes may differ.
 
         Args:
             tensor: this worker's contribution; contiguous.

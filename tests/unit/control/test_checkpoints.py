@@ -1,4 +1,4 @@
-"""How a job collects its checkpoints: parts that count no more, and files that nobody needs."""
+"""How a job collects its checkpoints: parts that count no more, and files that are not needed."""
 
 from collections.abc import Callable
 from pathlib import Path

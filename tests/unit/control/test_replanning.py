@@ -75,7 +75,7 @@ def test_a_torchft_group_that_has_lost_a_worker_stays_out():
     first = replanner.rival(layout, execution, [1], costs)
     assert len(busy(first.layout)) == 4
     (idle,) = set(first.layout.workers) - busy(first.layout)
-    # The idle one dies: whoever computes goes on as before.
+    # The idle one dies: those that compute go on as before.
     second = replanner.rival(first.layout, first.execution, [idle], costs)
     assert busy(second.layout) == busy(first.layout)
 
@@ -91,14 +91,14 @@ def test_a_policy_without_a_plan_falls_back_and_says_so():
 
 def test_a_rival_that_fails_does_not_end_the_job(monkeypatch, caplog):
     def fail(*arguments):
-        raise KeyError("a worker that nobody knows")
+        raise KeyError("an unknown worker")
 
     monkeypatch.setattr(replanning, "make_policies", lambda pauses: {"recycle": fail})
     given = config("recycle")
     layout, execution, costs = start(given)
     found = Replanner(given).rival(layout, execution, [1], costs)
     assert found.layout == survivor_layout(layout, [1])
-    assert "a worker that nobody knows" in found.reason
+    assert "an unknown worker" in found.reason
     assert "Traceback" in caplog.text
 
 
@@ -126,7 +126,7 @@ def test_no_change_is_planned_that_brings_nothing():
     replanner = Replanner(given)
     _, found = replanner.improve(layout, survivor_layout(layout, [1]), execution, [1], costs)
     assert found is not None
-    # Where the better layout is in force already, nobody has to move.
+    # Where the better layout is in force already, no worker has to move.
     _, again = replanner.improve(layout, found.layout, found.execution, [1], costs)
     assert again is None
 

@@ -83,7 +83,7 @@ def test_transfers_of_one_sender_share_its_link():
     # The first has the link for 0.5 s, both share it for 1 s, the second one ends alone after 0.5 s more.
     assert [(each.target, each.start_s, each.sent_s) for each in step.transfers[:2]] == [(1, 0.5, 2.0), (2, 1.0, 2.5)]
     assert step.timeline.start_s[1][0] == 2.0 and step.timeline.start_s[2][0] == 2.5
-    # The gradients come from two senders: nobody shares.
+    # The gradients come from two senders: no link is shared.
     assert [(each.source, each.sent_s - each.start_s) for each in step.transfers[2:]] == [(2, 1.0), (1, 1.0)]
     # Worker 0 waits for the first one although the second one is there: its program says so.
     assert step.timeline.start_s[0][2:] == [33.0, 34.0]

@@ -43,7 +43,7 @@ def test_every_case_is_possible() -> None:
         assert 1 <= len(widths) <= 3 and 2 <= sum(widths) <= MAX_WORKERS and max(widths) <= 4
         faults = parse_faults(case.faults, seed=1, workers=range(sum(widths)), num_steps=NUM_STEPS)
         assert 1 <= len(faults) <= 3
-        assert sum(isinstance(fault.worker, int) for fault in faults) < sum(widths), "somebody is left"
+        assert sum(isinstance(fault.worker, int) for fault in faults) < sum(widths), "a worker is left"
 
 
 def test_cases_are_varied() -> None:

@@ -296,6 +296,6 @@ def test_help_shows_both_spellings() -> None:
 
 
 def test_looking_needs_no_torch(run: Path) -> None:
-    """It takes seconds to import, and whoever looks into a run wants to see something at once."""
+    """It takes seconds to import, and a user who looks into a run wants to see something at once."""
     program = "import sys; from elaswave.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program, "inspect", str(run)], check=True, capture_output=True, timeout=60)

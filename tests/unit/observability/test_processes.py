@@ -55,7 +55,7 @@ def test_a_signal_never_hits_another_process_with_the_same_id(sleeper: subproces
     assert facts is not None and facts.state == "T" and facts.parent == os.getpid()
     assert signal_process(meant, signal.SIGKILL)
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
-    assert not lives(meant), "it has ended, though nobody has reaped it"
+    assert not lives(meant), "it has ended, though it has not been reaped"
     sleeper.wait()
     assert facts_of(sleeper.pid) is None
     assert not signal_process(meant, signal.SIGKILL)

@@ -192,7 +192,7 @@ def test_recycle_fills_bubbles():
     assert counts(plan)[1] == [6, 6]
     rerouted = predict(cluster.without([4]), costs, replace(plan.allocation, schedule="1f1b"))
     assert plan.predicted_step_s < rerouted
-    # A worker with 6 micro-batches of 3 s computes 18 s; less than everybody's way through the bubbles before.
+    # A worker with 6 micro-batches of 3 s computes 18 s; less than the way of all through the bubbles before.
     assert 18 < plan.predicted_step_s <= undisturbed * 1.12
 
 
@@ -266,7 +266,7 @@ def test_recycle_puts_a_straggler_out_if_that_is_faster():
     assert out.lost_work_s == 0
     kept = recycle.plan(*_pair(slower(cluster, 1, 0.95), costs, before))
     assert 1 in kept.allocation.workers
-    # Still slow, it is not taken back when somebody else is lost; as fast as before, it is.
+    # Still slow, it is not taken back when another worker is lost; as fast as before, it is.
     lost = recycle.plan(*_after(slow, costs, out.allocation, 0))
     assert 1 not in lost.allocation.workers
     back = recycle.plan(cluster, costs, out.allocation, ClusterEvent(kind="slowed", workers=(1,), speed=1.0))

@@ -164,7 +164,7 @@ def test_pipelines_of_different_depth_fit_into_one_layout():
     many = Layout(stages=layout.stages, routes=layout.routes * 4)
     assert in_flight_bounds(many, "1f1b") == {0: 3, 1: 2, 2: 2, 3: 1, 4: 1}
     assert in_flight_bounds(many, "zero-bubble") == {0: 3, 1: 2, 2: 3, 3: 2, 4: 3}
-    assert in_flight_bounds(many, "zero-bubble-h2") == dict.fromkeys(range(5), 4)  # nobody is given more
+    assert in_flight_bounds(many, "zero-bubble-h2") == dict.fromkeys(range(5), 4)  # no worker is given more
 
 
 STAGES = (Stage(start=0, stop=2, workers=(0,)), Stage(start=2, stop=4, workers=(1, 2)))
@@ -183,7 +183,7 @@ ROUTE = (Hop(0, 0, 0, 2), Hop(1, 1, 2, 4))
         (
             (STAGES[0], Stage(start=3, stop=4, workers=(1,))),
             (ROUTE,),
-            "nobody holds layers [2, 3), between stages 0",
+            "no stage holds layers [2, 3), between stages 0",
         ),
         ((STAGES[0], Stage(start=0, stop=1, workers=(1,))), (ROUTE,), "do not come after those of stage 0, [0, 2)"),
         ((STAGES[1], Stage(start=0, stop=4, workers=(0,))), (ROUTE,), "do not come after those of stage 0, [2, 4)"),

@@ -1,4 +1,4 @@
-"""Pipelines of several depths beside each other: everybody has a place, and few have to move."""
+"""Pipelines of several depths beside each other: each worker has a place, and few have to move."""
 
 from dataclasses import replace
 from typing import Any

@@ -26,7 +26,7 @@ from elaswave.planning.prediction import estimate, time_as_it_is, time_within_me
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import allocation_of, make_routes
 from elaswave.planning.shapes import Shape, all_whole, balanced_widths, build, move_workers, score, whole_layers
-from elaswave.planning.transfers import needed_transfers, nobody_holds
+from elaswave.planning.transfers import any_layer_unheld, needed_transfers
 from elaswave.types import Hop, Layout, Stage
 
 
@@ -82,7 +82,7 @@ def test_memory_moves_shared_boundaries():
 
 
 def test_cuts_are_spread_where_workers_have_unequal_numbers():
-    """Five micro-batches on four and three workers: whoever has two of them should run fewer layers of each."""
+    """Five micro-batches on four and three workers: a worker with two of them should run fewer layers of each."""
     prefix = np.arange(13.0)
     counts, speeds = [np.array([2, 1, 1, 1]), np.array([2, 2, 1])], [np.ones(4), np.ones(3)]
     cuts = share_layers(prefix, np.array([4.0, 3.0]), 5)
@@ -490,10 +490,10 @@ def test_stages_that_cost_nothing_are_planned_too():
 
 def test_a_limit_of_power_holds_all_to_one_speed():
     powered = make_cluster([1.0] * 12, levels=LEVELS)
-    everybody = np.arange(12)
+    all_workers = np.arange(12)
     for limit_w, level in ((None, 1), (1200.0, 1), (1199.0, 0), (480.0, 0), (100.0, 0)):
-        assert common_levels(replace(powered, power_limit_w=limit_w), everybody).tolist() == [level] * 12
-    assert common_levels(replace(powered, power_limit_w=1199.0), everybody[:11]).tolist() == [1] * 11
+        assert common_levels(replace(powered, power_limit_w=limit_w), all_workers).tolist() == [level] * 12
+    assert common_levels(replace(powered, power_limit_w=1199.0), all_workers[:11]).tolist() == [1] * 11
     (device,) = powered.devices
     mixed = replace(
         powered,
@@ -502,8 +502,8 @@ def test_a_limit_of_power_holds_all_to_one_speed():
         power_limit_w=3300.0,
     )
     # The second kind has no lower level.
-    assert common_levels(mixed, everybody).tolist() == [0, 0] * 6
-    assert common_levels(replace(mixed, power_limit_w=3600.0), everybody).tolist() == [1, 0] * 6
+    assert common_levels(mixed, all_workers).tolist() == [0, 0] * 6
+    assert common_levels(replace(mixed, power_limit_w=3600.0), all_workers).tolist() == [1, 0] * 6
 
 
 def test_less_energy_at_the_same_step_time():
@@ -530,5 +530,5 @@ def test_transfers_are_what_workers_lack():
     found = sorted((each.start, each.stop, each.workers) for each in transfers)
     assert found == [(1, 2, (2,)), (1, 4, (3,)), (2, 4, (1,))]
     assert seconds > 0
-    assert not nobody_holds(costs, start, stop)
-    assert nobody_holds(costs, start[:2], stop[:2])
+    assert not any_layer_unheld(costs, start, stop)
+    assert any_layer_unheld(costs, start[:2], stop[:2])

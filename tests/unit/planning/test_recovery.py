@@ -139,7 +139,7 @@ def test_a_route_that_skipped_a_stage_gets_one_of_its_workers_when_it_must_pass(
 @pytest.mark.parametrize(
     ("lost", "costs", "message"),
     [
-        ({0, 1, 2, 3}, None, "all workers of the layout are lost (0, 1, 2, 3): nobody can go on"),
+        ({0, 1, 2, 3}, None, "all workers of the layout are lost (0, 1, 2, 3): no worker can go on"),
         ({0}, [1.0], "1 layer costs are given for 2 layers"),
         ({0, 1}, [1.0, -1.0], "each must be finite and at least 0"),
     ],

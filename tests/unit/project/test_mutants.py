@@ -133,5 +133,5 @@ def test_a_mutant_is_judged_by_its_tests(
 
 
 def test_an_equivalent_mutant_is_not_run(root: Path) -> None:
-    verdict = TreeOfCode(root).judge(mutant(equivalent="nobody can tell"))
-    assert verdict == (mutant(equivalent="nobody can tell"), True, "equivalent: nobody can tell", "")
+    verdict = TreeOfCode(root).judge(mutant(equivalent="no test can tell"))
+    assert verdict == (mutant(equivalent="no test can tell"), True, "equivalent: no test can tell", "")

@@ -338,7 +338,7 @@ def test_the_bound_is_four_times_the_longest_gap_that_turned_out_harmless():
     gap_s = 0.6 * detection.SILENCE_FLOOR_S
     job.have_a_gap(1, gap_s)
     assert job.detector.silence_bound_s(1) == pytest.approx(4 * gap_s, rel=0.01)
-    assert job.detector.silence_bound_s(0) == detection.SILENCE_FLOOR_S  # nobody else has had such a gap
+    assert job.detector.silence_bound_s(0) == detection.SILENCE_FLOOR_S  # no other worker has had such a gap
     assert job.go_on(3.8 * gap_s, silent=[1]) == []
     [suspicion] = job.go_on(0.4 * gap_s, silent=[1])
     assert f"bound {4 * gap_s:.2f} s; its longest gap lately was {gap_s:.2f} s" in suspicion.reason
@@ -711,7 +711,7 @@ def test_an_idle_worker_that_another_one_needs():
 
 
 def test_a_standstill_is_what_all_have_said():
-    """While somebody is not heard, nobody knows whether anything moves."""
+    """While a worker is not heard, the coordinator does not know whether anything moves."""
     job = Job(4, learned_steps=3)
     job.do_all(position("vote", step=5))
     assert job.go_on(20.0, silent=job.workers) == []
@@ -732,7 +732,7 @@ BLAMED = {
         3,
     ),
     "in a circle, whom most wait for": ({0: ("reduce", [1]), 1: ("1B0", [2]), 2: ("1F0", [1])}, 1),
-    "the one that nobody waits for is not blamed": ({0: ("vote", []), 1: ("vote", [0]), 2: ("1F0", [])}, 0),
+    "the one that no worker waits for is not blamed": ({0: ("vote", []), 1: ("vote", [0]), 2: ("1F0", [])}, 0),
     "nothing known: the one furthest behind": ({0: ("vote", []), 1: ("reduce", []), 2: ("vote", [])}, 1),
     "actions come before phases": ({0: ("reduce", []), 1: ("0W3", []), 2: ("reduce", [])}, 1),
     "forward or backward is no order": ({0: ("0F3", []), 1: ("0B0", []), 2: ("vote", [])}, 1),

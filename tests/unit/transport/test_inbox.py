@@ -1,4 +1,4 @@
-"""The bookkeeping of frames that nobody has asked for yet: what is counted against the bound, and until when."""
+"""The bookkeeping of frames that no receive has asked for yet: what is counted against the bound, and until when."""
 
 import pytest
 import torch

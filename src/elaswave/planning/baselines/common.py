@@ -169,8 +169,8 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """The plan around an allocation: timed as ElasWave's own are, within the workers' memory and power.
 
-    Rivals choose no clocks, but nobody may draw more than there is: where all of them at the base level would, they
-    are held to one lower speed.
+    Baselines choose no clocks, but have to keep within the power limit: where all workers at the base level would
+    exceed it, they are held to one lower speed.
 
     Args:
         policy: its name.

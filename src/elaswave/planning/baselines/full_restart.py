@@ -79,7 +79,7 @@ def restart(
     cluster: Cluster, costs: Costs, allocation: Allocation, pauses: RecoveryTimes, *, planned: bool,
     shunned: tuple[int, ...] = (),
 ) -> Plan:  # fmt: skip
-    """Begins again with everybody who is there.
+    """Begins again with all workers that are there.
 
     Args:
         cluster: after the event.
@@ -122,7 +122,7 @@ def restart(
 
 
 def _usable(cluster: Cluster, allocation: Allocation) -> np.ndarray:
-    """Everybody who is there, but those who were put out and are still slow."""
+    """All workers that are there, except those that were excluded and are still slow."""
     used = allocation.workers
     return np.union1d(used[np.isin(used, cluster.ids, assume_unique=True)], unused(cluster, allocation))
 

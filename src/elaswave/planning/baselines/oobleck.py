@@ -21,7 +21,7 @@ SOSP 2023 (arXiv 2309.08125). What of it is modelled, and how:
   training stands.
 
 Simplified: workers that come, or are left over, first fill pipelines that are short (shortest first), then make new
-ones, then lengthen others by one each, so that nobody idles (the paper's guarantee); the paper generates all
+ones, then lengthen others by one each, so that no worker idles (the paper's guarantee); the paper generates all
 combinations anew. All of that happens in the background. Which pipeline a worker of many equal ones is in is told by
 its place among its stage's ids. Half a step is lost to a failure. A straggler is put out if that is faster.
 """
@@ -104,9 +104,9 @@ def plan(
 def _slowed(
     cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, pauses: RecoveryTimes, num_faults: int
 ) -> Plan:
-    """Everybody waits for a straggler, or its pipeline goes on without it, whichever is faster."""
+    """All pipelines wait for a straggler, or its pipeline goes on without it, whichever is faster."""
     now = make_plan(
-        NAME, cluster, costs, allocation, pause_s=0.0, lost_steps=0.0, reason="everybody waits for the straggler"
+        NAME, cluster, costs, allocation, pause_s=0.0, lost_steps=0.0, reason="all pipelines wait for the straggler"
     )
     loss = ClusterEvent(kind="drained", workers=event.workers)
     try:
@@ -183,7 +183,7 @@ class _Fleet:
         self._spare = [worker for worker in self._spare if worker not in lost]
 
     def covers_model(self) -> bool:
-        """Whether somebody is left who holds each layer."""
+        """Whether a worker is left that holds each layer."""
         if len(self._columns[0]):
             return True
         held = self._held([worker for pipeline in self._odd for worker in pipeline.workers] + self._spare)
@@ -217,7 +217,7 @@ class _Fleet:
         spare = sorted({*self._spare, *workers})
         self._spare = []
         if not self.num_pipelines:
-            self._ranges.clear()  # nobody is left beside whom a template would have to fit
+            self._ranges.clear()  # no pipeline is left beside which a template would have to fit
             if len(spare) < (shortest := self._fewest_workers()):
                 raise InfeasiblePlan(
                     f"oobleck: a pipeline needs {shortest} workers to hold the model, but {len(spare)} are left: "

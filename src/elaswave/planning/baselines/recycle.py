@@ -3,23 +3,23 @@
 Gandhi, Zhao, Skiadopoulos, Kozyrakis: ReCycle: Resilient Training of Large DNNs using Pipeline Adaptation, SOSP 2024
 (arXiv 2405.14009). What of it is modelled, and how:
 
-- *Adaptive pipelining* (section 3): a lost worker's micro-batches are dealt to the live workers of its stage, to
-  whoever has fewest. Nobody's layers change.
+- *Adaptive pipelining* (section 3): a lost worker's micro-batches are dealt to the live workers of its stage, to those
+  with the fewest. No worker's layers change.
 - *Decoupled back-propagation* (section 3): backward is split into input and weight gradients, weight gradients are
   deferred into bubbles. Those are our ``zero-bubble`` schedules, compiled for these very micro-batches, durations and
   memory by the same list scheduler as ElasWave's plans, and timed by the same code. Where splitting does not pay, the
   schedule of before is kept, as the paper decouples only where it has to.
 - *Staggered optimizer* (section 3): stages update without waiting for each other, so bubbles at the end of one step
   and the beginning of the next can be filled too. It does not apply on this engine: a step is committed by a vote of
-  everybody (global gradient norm, coverage, equal copies), which is a barrier, and the paper's way around it is to
-  undo a step whose check fails later. ``staggered_optimizer=True`` tells what it would bring without that barrier, as
-  a bound no schedule can beat: the step takes as long as its busiest worker computes. Such a plan is a prediction
-  only; nothing here can run it.
+  all workers (global gradient norm, coverage, equal copies), which is a barrier, and the paper's way around it is to
+  undo a step whose check fails later. ``staggered_optimizer=True`` tells what it would bring without that barrier, as a
+  bound no schedule can beat: the step takes as long as its busiest worker computes. Such a plan is a prediction only;
+  nothing here can run it.
 - *Failure normalization* (section 4, its Planner): ReCycle plans for a number of failures, not for their places, and
   moves workers' roles so that failures are spread over stages as evenly as is best. ``normalize=True`` does that: a
   worker of a stage that can spare it takes over a stage that cannot, as long as the slowest stage gains; it has to be
-  sent that stage's parameters and its share of the optimizer's state, while training stands. Off, nobody changes
-  stage: what rerouting alone gives.
+  sent that stage's parameters and its share of the optimizer's state, while training stands. Without it no worker
+  changes stage: what rerouting alone gives.
 
 Simplified: the paper finds schedules by mixed-integer programming, offline, for each number of failures; here it is
 list scheduling by priorities, at the time of the failure. A loss throws the step in flight away (half a step is
@@ -70,7 +70,7 @@ def plan(
         staggered_optimizer: predict the step without a barrier between steps; see the module.
         name: of the policy.
     Raises:
-        InfeasiblePlan: a stage is lost with everybody in it and too few workers are left to begin again, or memory.
+        InfeasiblePlan: a stage is lost with all its workers and too few workers are left to begin again, or memory.
     """
     pauses = pauses or RecoveryTimes()
     if event.kind == "slowed":
@@ -175,7 +175,7 @@ def _without(chain: Chain, gone: np.ndarray) -> Chain | None:
 
 
 def dealt(counts: np.ndarray, extra: int) -> np.ndarray:
-    """Deals micro-batches one by one to whoever has fewest, then to the first: who has many gets none.
+    """Deals micro-batches one by one to the worker with the fewest, among equals to the first; one with many gets none.
 
     Args:
         counts: of each worker before, int64 [workers].

@@ -9,9 +9,9 @@ does not do, but which compares throughput at equal training.
 Simplified, all in torchft's favour:
 
 - A replica group is one pipeline; group number j is the j-th worker of every stage.
-- The workers that are left of a broken group wait, and as soon as somebody joins, any of those who wait and who
-  joined form whole groups together, without the minutes in which a scheduler starts them. Between joins they do not:
-  nobody regroups hosts by themselves.
+- The workers that are left of a broken group wait, and as soon as a worker joins, waiting and joining workers form
+  whole groups together, without the minutes in which a scheduler starts them. Between joins they do not: hosts are not
+  regrouped without a join.
 - A group that comes back heals while the others go on.
 - Half a step is lost to a failure; in truth the survivors notice only at the all-reduce at the step's end.
 - The quorum itself costs nothing beyond `RecoveryTimes.torchft_recover_s`.
@@ -67,7 +67,7 @@ def plan(
     formed = groups.form(unused(cluster, allocation)) if comes else 0
     if not groups.number:
         raise InfeasiblePlan(
-            f"{name}: every replica group of {groups.depth} workers has lost one, so nobody holds a whole model; "
+            f"{name}: every replica group of {groups.depth} workers has lost one, so no group holds a whole model; "
             "1 whole group is needed: begin again from a checkpoint"
         )
     pause_s = pauses.torchft_recover_s if event.kind == "lost" and broken else pauses.join_s
@@ -95,9 +95,9 @@ def _slowed(
     keep_batch: bool,
     name: str,
 ) -> Plan:
-    """Everybody waits for a straggler, or its group leaves, whichever does more per second."""
+    """All groups wait for a straggler, or its group leaves, whichever does more per second."""
     now = make_plan(
-        name, cluster, costs, allocation, pause_s=0.0, lost_steps=0.0, reason="everybody goes on, at the slowest's pace"
+        name, cluster, costs, allocation, pause_s=0.0, lost_steps=0.0, reason="all groups go on, at the slowest's pace"
     )
     loss = ClusterEvent(kind="lost", workers=event.workers)
     try:
