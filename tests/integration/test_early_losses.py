@@ -52,7 +52,7 @@ def test_workers_that_stand_still_before_they_register_are_left_behind_and_made_
     assert {each.detected_by for each in lost} == {"heartbeat"}
     text = "\n".join(reporter.messages)
     assert "has not registered, and its process has used no processor time for" in text
-    assert "everybody begins again from the seed" in text
+    assert "the job begins again from the seed" in text
     assert job.computation == reference.computation
 
 

@@ -209,7 +209,7 @@ def test_reports_that_nobody_awaits():
     machine.handle(suspicion(1), 0.0)
     assert shown(machine.handle(report(0, 1), 0.0)) == ["note: a report of worker 0 for epoch 1 is not awaited"]
     assert shown(machine.handle(report(1, 2), 0.0)) == ["to 1: fenced at 2"]
-    assert shown(machine.handle(CheckpointFound(3), 0.0)) == ["note: a checkpoint that nobody waits for"]
+    assert shown(machine.handle(CheckpointFound(3), 0.0)) == ["note: a checkpoint is not waited for"]
     assert shown(started().handle(registered(0, 2), 0.0))[-1] == (
         "note: worker 0 registers in epoch 2, the newest is 1"
     )
@@ -307,7 +307,7 @@ def test_a_return_to_a_checkpoint_that_somebody_missed_is_repeated():
     effects = machine.handle(CheckpointFound(4), 0.0)
     assert shown(effects)[0] == "persist decision 3 of term 1: [0, 3] resume 5.1, back to 4"
     assert decision_of(effects).reason == (
-        "worker 4 was killed; workers [4] were lost before everybody had gone back to the last checkpoint"
+        "worker 4 was killed; workers [4] were lost before all members had gone back to the last checkpoint"
     )
 
 
@@ -341,7 +341,7 @@ def test_a_second_loss_while_a_checkpoint_is_sought():
     lose_everything_of_a_block(machine, version=0)
     assert shown(machine.handle(suspicion(4), 0.0))[0] == "persist new epoch 3"
     assert machine.state is State.COLLECTING
-    assert shown(machine.handle(CheckpointFound(2), 0.0)) == ["note: a checkpoint that nobody waits for"]
+    assert shown(machine.handle(CheckpointFound(2), 0.0)) == ["note: a checkpoint is not waited for"]
 
 
 def test_losses_that_follow_each_other_before_a_decision_are_all_named_in_it():

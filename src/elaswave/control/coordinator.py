@@ -615,9 +615,9 @@ class CoordinatorProcess(CoordinatorDriver):
         if effect.predicted_step_s is not None:
             self._recorder.predicted(effect.predicted_step_s)
         if decision.rollback is not None:
-            where = f"goes back to the checkpoint of step {decision.rollback}"
+            where = f"the job goes back to the checkpoint of step {decision.rollback}"
             self._terminal.say(
-                f"{decision.reason}: everybody {where if decision.rollback else 'begins again from the seed'}"
+                f"{decision.reason}: {where if decision.rollback else 'the job begins again from the seed'}"
             )
 
     def on_resumed(self, effect: events.Resumed) -> None:

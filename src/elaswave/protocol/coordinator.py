@@ -535,10 +535,10 @@ class Coordinator:
     def _seek_checkpoint(self, cause: Cause, base: int, orphans: tuple[int, ...] = ()) -> list[CoordinatorEffect]:
         self._orphans = orphans
         if cause is Cause.RESTART_POLICY:
-            self._why_back = "everybody starts over, as the policy is"
+            self._why_back = "all members start over, as the policy is"
         elif cause is Cause.ROLLBACK_MISSED:
             self._why_back = (
-                f"workers {list(self._lost)} were lost before everybody had gone back to the last checkpoint"
+                f"workers {list(self._lost)} were lost before all members had gone back to the last checkpoint"
             )
         else:
             self._why_back = what_is_lost(orphans, len(self._blocks), self._lost)
@@ -547,7 +547,7 @@ class Coordinator:
 
     def _on_checkpoint(self, event: CheckpointFound) -> list[CoordinatorEffect]:
         if self.state is not State.ROLLING_BACK:
-            return [Note("a checkpoint that nobody waits for")]
+            return [Note("a checkpoint is not waited for")]
         what = self._why_back
         step = 0 if event.step is None and self._seed_is_enough else event.step
         if step is None:

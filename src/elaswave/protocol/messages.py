@@ -71,14 +71,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
-    """The epoch rises: leave the old one, report, and wait for the decision."""
+    """A new epoch begins: leave the old one, report, and wait for the decision."""
 
     term: int
     epoch: int
     members: tuple[int, ...]
-    """Workers of the new epoch; whoever is not one of them is fenced."""
+    """Workers of the new epoch; all others are fenced."""
     lost: tuple[int, ...]
-    """Workers that this rise leaves behind."""
+    """Workers that the new epoch leaves behind."""
     reason: str
 
 

@@ -1,6 +1,6 @@
 """When a durable checkpoint is complete, and when it never will be. No IO.
 
-Every worker writes the blocks that it owns, in the background, while training goes on; the epoch may rise meanwhile.
+Every worker writes the blocks that it owns, in the background, while training goes on; a new epoch may begin meanwhile.
 All copies of a block are equal after a step, so it does not matter in which epoch, or by whom, a piece was written:
 a checkpoint is complete as soon as every piece is there, and of a piece that is there twice the first one counts. It
 is given up as soon as every member has said what became of its part and pieces are still missing: their owner was
@@ -78,7 +78,7 @@ class Shards(Generic[K, V]):
         return step in self._settled
 
     def is_void(self, step: int, epoch: int) -> bool:
-        """Whether everybody has gone back behind a step after a part of it was begun in this epoch."""
+        """Whether all members have gone back behind a step after a part of it was begun in this epoch."""
         return any(epoch < newer and step > kept for newer, kept in self._rollbacks)
 
     def settle(self, step: int) -> None:
@@ -151,7 +151,7 @@ class Shards(Generic[K, V]):
             epoch: of the decision.
             members: of this epoch.
             again: the step whose checkpoint all members write again, because they are still at it.
-            rollback: the step that everybody goes back to.
+            rollback: the step that all members go back to.
         Returns:
             What became of checkpoints that waited for those who were lost.
         """
