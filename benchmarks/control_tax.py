@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from harness import configuration, machine, print_header
 
 from elaswave.control.launcher import train
+from elaswave.observability.processes import read_processes
 from elaswave.observability.progress import make_reporter
 
 MOST_TAX = 0.01
@@ -36,6 +37,7 @@ class CpuTimes(NamedTuple):
     """Monotonic seconds."""
     coordinator: float
     launcher: float
+    """The template's and the committers' with it."""
     worker_control: float
     """All threads of the workers but the main ones."""
     worker_main: float
@@ -44,8 +46,8 @@ class CpuTimes(NamedTuple):
 class Watch:
     """A reporter that notes the job's CPU times at the first measured step and at the last one."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, run_dir: Path) -> None:
+        self._inner, self._run_dir = inner, run_dir
         self.noted: dict[int, CpuTimes] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -54,28 +56,21 @@ class Watch:
     def step(self, step: int, total_steps: int, *rest: Any) -> None:
         """See `elaswave.observability.progress.Reporter`; called in the launcher's process."""
         if step in (FIRST_STEP, total_steps - 1):
-            self.noted[step] = cpu_times()
+            self.noted[step] = cpu_times(self._run_dir)
         self._inner.step(step, total_steps, *rest)
 
 
-def cpu_times() -> CpuTimes:
-    """The CPU times of this process's job, read from the kernel."""
+def cpu_times(run_dir: Path) -> CpuTimes:
+    """The CPU times of a job, read from the kernel."""
     totals = dict.fromkeys(CpuTimes._fields, 0.0) | {"wall": time.monotonic()}
-    for folder in Path("/proc").glob("[0-9]*"):
+    for process in read_processes(run_dir):
         try:
-            pid = int(folder.name)
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if pid != os.getpid() and parent != os.getpid():
-                continue
-            log = os.readlink(folder / "fd" / "1")
-            for task in (folder / "task").iterdir():
-                seconds = _thread_s(task)
-                if pid == os.getpid():
-                    totals["launcher"] += seconds
-                elif log.endswith("coordinator.log"):
-                    totals["coordinator"] += seconds
+            for task in Path(f"/proc/{process.pid}/task").iterdir():
+                if process.role == "worker":
+                    name = "worker_main" if int(task.name) == process.pid else "worker_control"
                 else:
-                    totals["worker_main" if int(task.name) == pid else "worker_control"] += seconds
+                    name = "coordinator" if process.role == "coordinator" else "launcher"
+                totals[name] += _thread_s(task)
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return CpuTimes(**totals)
@@ -95,7 +90,7 @@ def main() -> int:
 
     where = machine()
     folder = Path(tempfile.mkdtemp(prefix="elaswave-bench-"))
-    watch = Watch(make_reporter(json_mode=True, stream=io.StringIO()))
+    watch = Watch(make_reporter(json_mode=True, stream=io.StringIO()), folder)
     try:
         config = configuration(
             "layout.stages=2",

@@ -15,6 +15,7 @@ from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.control import launcher
 from elaswave.faults.injection import parse_faults
+from elaswave.observability.processes import read_processes
 from elaswave.observability.result import Result, read_digests
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.types import Layout
@@ -170,10 +171,9 @@ def _traces() -> dict[str, object]:
     }
 
 
-def coordinator_of(launcher_pid: int) -> int:
-    """The process id of a job's first coordinator, which is forked before all workers."""
-    children = Path(f"/proc/{launcher_pid}/task/{launcher_pid}/children").read_text()
-    return min(map(int, children.split()))
+def coordinator_of(run_dir: Path) -> int:
+    """The process id of a job's coordinator, as its run folder has it."""
+    return next(process.pid for process in read_processes(run_dir) if process.role == "coordinator")
 
 
 def as_toml(value: Any) -> str:

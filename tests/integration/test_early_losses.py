@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 from tests.integration.jobs import QuietReporter, run_job
 
-from elaswave.control import launcher
+from elaswave.control import local_job, worker_life
 from elaswave.protocol import detection
 from elaswave.worker.process import WorkerSetup
 
 
 def strike(monkeypatch: pytest.MonkeyPatch, victims: tuple[int, ...], number: signal.Signals) -> None:
     """Workers get a signal before they have done anything."""
-    run = launcher.run_worker
+    run = worker_life.run_worker
 
     def be_struck_or_run(setup: WorkerSetup, *arguments: object) -> int:
         if setup.worker in victims:
             os.kill(os.getpid(), number)
         return run(setup, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(launcher, "run_worker", be_struck_or_run)
+    monkeypatch.setattr(worker_life, "run_worker", be_struck_or_run)
 
 
 @pytest.mark.parametrize("victims", [(0,), (3,), (1, 2)])
@@ -44,7 +44,7 @@ def test_workers_that_stand_still_before_they_register_are_left_behind_and_made_
     reference = run_job(tmp_path / "reference", {"run.steps": 4, "layout.widths": [1]})
     strike(monkeypatch, (0, 2, 3), signal.SIGSTOP)
     monkeypatch.setattr(detection, "SILENCE_STARTING_S", 4.0)
-    monkeypatch.setattr(launcher, "LOOK_S", 0.25)
+    monkeypatch.setattr(local_job, "LOOK_S", 0.25)
     reporter = QuietReporter()
     job = run_job(tmp_path / "run", {"run.steps": 4}, reporter=reporter)
     lost = [each for each in job.result.recoveries if each.kind == "lost"]

@@ -40,6 +40,7 @@ class FillsTheDisk:
 
     def __init__(self, folder: Path, until: int) -> None:
         self._file, self._until = folder / "filler", until
+        self._run_dir = folder / "run"
 
     def reached(self, phase: Phase, index: int, engine: Any) -> None:
         if (engine.worker, phase, index) != (0, "forward", 0):
@@ -51,7 +52,7 @@ class FillsTheDisk:
                         while True:
                             file.write(b"x" * size)
         elif engine.step == 14 and self._until > 14:
-            os.kill(coordinator_of(os.getppid()), signal.SIGKILL)
+            os.kill(coordinator_of(self._run_dir), signal.SIGKILL)
         elif engine.step == self._until:
             self._file.unlink()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.integration.jobs import QuietReporter, nothing_left, small_config
 
-from elaswave.control import descriptors, launcher
+from elaswave.control import descriptors, forking, launcher, local_job
 from elaswave.control.descriptors import needed_descriptors, provide_descriptors
 from elaswave.control.job_folder import JobFolder, sweep_dead
 from elaswave.errors import LaunchError, RecoveryError, UsageError
@@ -79,14 +79,14 @@ def test_the_limit_of_open_files_is_raised_as_far_as_a_job_needs(monkeypatch: py
 
 
 def test_a_start_that_lasts_is_told_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "STARTING_S", 0.1)
+    monkeypatch.setattr(local_job, "STARTING_S", 0.1)
     reporter = QuietReporter()
     launcher.train(small_config({"run.steps": 1}), tmp_path, reporter=reporter)
     told = [text for text in reporter.messages if "workers are starting, and making the first step: " in text]
     assert told and all(text.endswith(" s so far") for text in told)
 
 
-@pytest.mark.parametrize(("refused", "who"), [(0, "the coordinator"), (2, "worker 1")])
+@pytest.mark.parametrize(("refused", "who"), [(0, "the template"), (1, "the coordinator"), (2, "worker 1")])
 def test_a_process_that_the_system_refuses_ends_the_job_with_a_clear_error(
     refused: int, who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +98,7 @@ def test_a_process_that_the_system_refuses_ends_the_job_with_a_clear_error(
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return fork()
 
-    monkeypatch.setattr(launcher.os, "fork", fork_or_fail)
+    monkeypatch.setattr(forking.os, "fork", fork_or_fail)
     with nothing_left(), pytest.raises(LaunchError) as raised:
         launcher.train(small_config(), tmp_path, reporter=QuietReporter())
     assert str(raised.value).startswith(
@@ -108,15 +108,15 @@ def test_a_process_that_the_system_refuses_ends_the_job_with_a_clear_error(
 
 def test_a_control_folder_that_was_deleted_is_never_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second journal would know nothing of what the job has decided."""
-    on_exit = launcher._Job._on_exit
+    on_exit = local_job.LocalJob._on_coordinator_exit
 
-    def delete_first(job: launcher._Job, name: int) -> None:
+    def delete_first(job: local_job.LocalJob) -> None:
         for file in job._folder.iterdir():
             file.unlink()
         job._folder.rmdir()
-        on_exit(job, name)
+        on_exit(job)
 
-    monkeypatch.setattr(launcher._Job, "_on_exit", delete_first)
+    monkeypatch.setattr(local_job.LocalJob, "_on_coordinator_exit", delete_first)
     with nothing_left(), pytest.raises(RecoveryError) as raised:
         launcher.train(
             small_config({"run.steps": 400}),

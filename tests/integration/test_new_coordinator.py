@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.integration.jobs import coordinator_of, run_job
 
-from elaswave.control import coordinator, launcher
+from elaswave.control import coordinator, local_job
 from elaswave.control.checkpoints import Checkpoints
 from elaswave.control.coordinator import CoordinatorProcess, CoordinatorSetup
 from elaswave.control.recorder import RunRecorder
@@ -35,13 +35,13 @@ class StopsWithItsCoordinator:
 
 
 def test_a_worker_that_never_finds_the_new_coordinator_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, pid = launcher.run_coordinator, tmp_path / "pid"
+    run, pid = local_job.run_coordinator, tmp_path / "pid"
 
     def run_known(setup: CoordinatorSetup) -> int:
         pid.write_text(str(os.getpid()))
         return run(setup)
 
-    monkeypatch.setattr(launcher, "run_coordinator", run_known)
+    monkeypatch.setattr(local_job, "run_coordinator", run_known)
     job = run_job(tmp_path / "run", {"run.steps": 4}, probe=StopsWithItsCoordinator(pid))
     assert [recovery.worker for recovery in job.result.recoveries if recovery.kind == "lost"] == [1]
     assert job.computation == run_job(tmp_path / "reference", {"run.steps": 4}).computation
@@ -83,8 +83,8 @@ def test_a_loss_is_reported_though_the_coordinator_that_dealt_with_it_is_gone(tm
 
 def test_a_coordinator_that_hangs_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hung = tmp_path / "hung"
-    monkeypatch.setattr(launcher, "COORDINATOR_SILENCE_S", 1.0)
-    monkeypatch.setattr(launcher, "COORDINATOR_HUNG_S", 2.0)
+    monkeypatch.setattr(local_job, "COORDINATOR_SILENCE_S", 1.0)
+    monkeypatch.setattr(local_job, "COORDINATOR_HUNG_S", 2.0)
 
     def hang(effect: events.CoordinatorEffect) -> None:
         if isinstance(effect, events.Decided) and not hung.exists():
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
     parts: dict[str, Any] = {
         "core": SimpleNamespace(epoch=2, restarts=False, handle=lambda event, now_s: found.append(event) or ()),
         "_setup": SimpleNamespace(run_dir=tmp_path),
-        "_recorder": SimpleNamespace(checkpoints=SimpleNamespace(records=records), settled=[]),
+        "_recorder": SimpleNamespace(checkpoints=SimpleNamespace(records=records, is_committing=False), settled=[]),
         "_state": SimpleNamespace(first_step=1),
         "_ended": None,
     }
@@ -239,7 +239,7 @@ class Terminates:
 def test_a_worker_and_the_coordinator_lost_together_are_reported_with_their_step(tmp_path: Path) -> None:
     """The new coordinator has never heard of that worker."""
     settings = {"run.steps": 5}
-    job = run_job(tmp_path / "run", settings, probe=TakesTheCoordinatorAlong(tmp_path, 1, 3))
+    job = run_job(tmp_path / "run", settings, probe=TakesTheCoordinatorAlong(tmp_path / "run", 1, 3))
     lost, restart = (next(r for r in job.result.recoveries if r.kind == kind) for kind in ("lost", "coordinator"))
     assert (lost.worker, lost.step, lost.outcome) == (1, 3, "retried")
     assert restart.step <= 5
@@ -248,12 +248,12 @@ def test_a_worker_and_the_coordinator_lost_together_are_reported_with_their_step
 
 
 class TakesTheCoordinatorAlong:
-    """A worker finds the coordinator among its parent's children, and kills it and itself."""
+    """A worker finds the coordinator in the run folder, and kills it and itself."""
 
-    def __init__(self, folder: Path, worker: int, step: int) -> None:
-        self._worker, self._step = worker, step
+    def __init__(self, run_dir: Path, worker: int, step: int) -> None:
+        self._run_dir, self._worker, self._step = run_dir, worker, step
 
     def reached(self, phase: Phase, index: int, engine: Any) -> None:
         if (engine.worker, engine.step, phase, index) == (self._worker, self._step, "backward", 0):
-            os.kill(coordinator_of(os.getppid()), signal.SIGKILL)
+            os.kill(coordinator_of(self._run_dir), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)

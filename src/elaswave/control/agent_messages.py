@@ -24,6 +24,16 @@ class StopJob(Message, frozen=True, kw_only=True):
     """A person wants the job to end after the step in hand, with a checkpoint of it."""
 
 
+class CheckpointCommitted(Message, frozen=True, kw_only=True):
+    """What became of the commit that `CommitCheckpoint` asks for."""
+
+    number: int
+    error: str | None
+    """None: the checkpoint is durable. Else why it is not."""
+    again: bool
+    """Whether it is worth another try: not the checkpoint, but the process that committed it was to blame."""
+
+
 class AgentHello(Message, frozen=True, kw_only=True):
     """The agent has connected; what every coordinator must know, the first as well as its successors."""
 
@@ -36,6 +46,15 @@ class Awaited(Message, frozen=True, kw_only=True):
     """These workers have not registered: until it is said otherwise, say how their processes get on."""
 
     workers: tuple[int, ...]
+
+
+class CommitCheckpoint(Message, frozen=True, kw_only=True):
+    """Have a checkpoint committed: by a process with torch, which the coordinator is none of."""
+
+    number: int
+    """Of the request; said again when the agent has connected again."""
+    request: bytes
+    """An encoded `elaswave.control.template_messages.CommitRequest`."""
 
 
 class ShowStep(Message, frozen=True, kw_only=True):
@@ -79,6 +98,6 @@ class Ended(Message, frozen=True, kw_only=True):
     """Workers that are no members any more: whatever they still do counts for nothing."""
 
 
-FromAgent = AgentHello | Exited | StopJob | CpuTimes
-ToAgent = Awaited | ShowStep | ShowEvaluation | ShowText | Ended
+FromAgent = AgentHello | Exited | StopJob | CpuTimes | CheckpointCommitted
+ToAgent = Awaited | CommitCheckpoint | ShowStep | ShowEvaluation | ShowText | Ended
 ToCoordinator = FromWorker | FromAgent

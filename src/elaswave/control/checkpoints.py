@@ -1,26 +1,49 @@
-"""The durable checkpoints of a job: collects what workers have written, commits what is complete, prunes.
+"""The durable checkpoints of a job: collects what workers have written, has committed what is complete, prunes.
 
-Which parts make a checkpoint complete, and when one is given up, `protocol.shards` decides. Here is what touches
-files. Nothing that goes wrong with a checkpoint ends a job.
+Which parts make a checkpoint complete, and when one is given up, `protocol.shards` decides. A commit needs torch, for
+DCP's index, so another process makes it and its answer comes later; one at a time. What is lost with such a process is
+tried once more. Nothing that goes wrong with a checkpoint ends a job.
 """
 
+import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
+
+from elaswave.control.template_messages import CommitRequest
+from elaswave.control.wire import MAX_MESSAGE_BYTES
 from elaswave.errors import CheckpointError
 from elaswave.observability.result import CheckpointRecord
 from elaswave.protocol.messages import Decision
 from elaswave.protocol.shards import Complete, GivenUp, Shards
-from elaswave.state.checkpoint import discard_checkpoint, prune, shard_name, temporary_folder
-from elaswave.state.checkpoint_commit import commit_checkpoint
+from elaswave.state.checkpoint import discard_checkpoint, folder_of, prune, shard_name, temporary_folder
 from elaswave.state.checkpoint_format import SHARD_SUFFIX, CheckpointMeta, WrittenItem
 from elaswave.worker.messages import ShardFailed, ShardWritten, Standing
 from elaswave.worker.run_plan import RunPlan
 
+COMMIT_S_MAX = 600.0
+"""A commit that has not been answered after so long is given up."""
+COMMIT_TRIES = 2
+REQUEST_BYTES_MAX = MAX_MESSAGE_BYTES - 1024
+"""Of what describes a checkpoint; some 250 bytes for each of its pieces."""
+
 _Key = tuple[str, tuple[int, ...]]
 """Tensor and first index of a piece: the same for the same piece, whichever worker has written it."""
+
+
+class _Commit(NamedTuple):
+    """A checkpoint that is complete and waits to be committed, or for the answer."""
+
+    number: int
+    step: int
+    request: bytes
+    num_bytes: int
+    tries: int = 1
 
 
 class Checkpoints:
@@ -31,6 +54,7 @@ class Checkpoints:
         run_dir: its folder.
         describe: the run at the step of a standing, for the checkpoint's description; None while the losses up to it
             are not all known.
+        commit: asks for a commit, by number and encoded `CommitRequest`; `committed` takes the answer.
         begun_s: monotonic time at which a step was done, or None.
         on_written: called with a checkpoint that is durable.
         on_given_up: called with step, worker (or None) and reason when one never will be.
@@ -43,6 +67,7 @@ class Checkpoints:
         run_dir: Path,
         *,
         describe: Callable[[Standing], CheckpointMeta | None],
+        commit: Callable[[int, bytes], None],
         begun_s: Callable[[int], float | None],
         on_written: Callable[[CheckpointRecord], None],
         on_given_up: Callable[[int, int | None, str], None],
@@ -52,12 +77,17 @@ class Checkpoints:
         """Those that are durable and have not been pruned, in the order in which they were made."""
         self._run_dir = run_dir
         self._keep = plan.config.run.keep_checkpoints
-        self._describe, self._begun_s = describe, begun_s
+        self._describe, self._ask, self._begun_s = describe, commit, begun_s
         self._on_written, self._on_given_up, self._say = on_written, on_given_up, say
         num_elements = len(plan.state.slots) * sum(slot.numel for slot in plan.tensors)
         self._shards: Shards[_Key, WrittenItem] = Shards(num_elements, _num_elements, plan.layout.workers)
         self._standings: dict[int, Standing] = {}
         """Of steps whose checkpoints are being written."""
+        self._commits: deque[_Commit] = deque()
+        """The first one has been asked for."""
+        # Not repeated by the next coordinator: what has been answered to one says nothing to another.
+        self._numbers = itertools.count(time.monotonic_ns())
+        self._asked_s = 0.0
 
     def restore(self, record: CheckpointRecord) -> None:
         """Takes over a checkpoint that an earlier coordinator has made durable, and perhaps pruned since."""
@@ -77,7 +107,15 @@ class Checkpoints:
 
     def is_settled(self, step: int) -> bool:
         """Whether a step's checkpoint is durable or given up."""
-        return self._shards.is_settled(step)
+        return self._shards.is_settled(step) and not self._is_being_committed(step)
+
+    def _is_being_committed(self, step: int) -> bool:
+        return any(commit.step == step for commit in self._commits)
+
+    @property
+    def is_committing(self) -> bool:
+        """Whether an answer to a commit is waited for."""
+        return bool(self._commits)
 
     def is_written(self, step: int) -> bool:
         """Whether a step's checkpoint is durable."""
@@ -87,6 +125,8 @@ class Checkpoints:
         """A worker's part of a checkpoint; may be said again."""
         step = message.step if isinstance(message, ShardFailed) else message.standing.step
         epoch = message.epoch if isinstance(message, ShardFailed) else message.standing.epoch
+        if self._is_being_committed(step):
+            return  # all that is needed of it is there
         if self._shards.is_settled(step):
             # It was to be written again when a part that was still under way completed it.
             self._discard(step)
@@ -139,18 +179,64 @@ class Checkpoints:
     def _commit(self, complete: Complete[_Key, WrittenItem], meta: CheckpointMeta) -> None:
         step, items = complete.step, list(complete.pieces.values())
         sizes = {f"{shard_name(*part)}{SHARD_SUFFIX}": num_bytes for part, num_bytes in complete.files.items()}
-        try:
-            done = commit_checkpoint(temporary_folder(self._run_dir, step), items, meta, sizes=sizes)
-        except CheckpointError as error:
-            self._give_up(step, None, str(error))
+        folder = temporary_folder(self._run_dir, step)
+        request = msgspec.msgpack.encode(CommitRequest(folder=str(folder), items=items, meta=meta, sizes=sizes))
+        if len(request) > REQUEST_BYTES_MAX:
+            what = f"its description of {len(items)} pieces has {len(request)} bytes"
+            self._give_up(step, None, f"{what}, and at most {REQUEST_BYTES_MAX} can be sent; use larger blocks")
             return
-        self._settle(step)
+        self._shards.settle(step)
+        num_bytes = sum(item.length for item in items)
+        self._commits.append(_Commit(next(self._numbers), step, request, num_bytes))
+        if len(self._commits) == 1:
+            self._ask_first()
+
+    def _ask_first(self) -> None:
+        """Asks for the next commit, if there is one."""
+        if self._commits:
+            self._asked_s = time.monotonic()
+            self._ask(self._commits[0].number, self._commits[0].request)
+
+    def ask_again(self) -> None:
+        """Repeats what has been asked for and not answered: question or answer may have been lost on the way."""
+        if self._commits:
+            self._ask(self._commits[0].number, self._commits[0].request)
+
+    def tick(self, now_s: float) -> bool:
+        """Gives up a commit whose answer does not come; returns whether it has."""
+        if not self._commits or now_s - self._asked_s <= COMMIT_S_MAX:
+            return False
+        reason = f"its commit has not ended within {COMMIT_S_MAX:.0f} s; is the disk too slow, or gone?"
+        self.committed(self._commits[0].number, reason, again=False)
+        return True
+
+    def committed(self, number: int, error: str | None, *, again: bool) -> None:
+        """Takes the answer to a commit; may come twice.
+
+        Args:
+            number: of the request.
+            error: why there is no checkpoint; None if it is durable.
+            again: whether another try may end better.
+        """
+        if not self._commits or self._commits[0].number != number:
+            return
+        commit = self._commits.popleft()
+        if error is None:
+            self._on_durable(commit)
+        elif again and commit.tries < COMMIT_TRIES:
+            self._commits.appendleft(commit._replace(number=next(self._numbers), tries=commit.tries + 1))
+        else:
+            self._give_up(commit.step, None, error)
+        self._ask_first()
+
+    def _on_durable(self, commit: _Commit) -> None:
+        self._settle(commit.step)
         now_s = time.monotonic()
         record = CheckpointRecord(
-            step=step,
-            path=str(done.folder.relative_to(self._run_dir)),
-            num_bytes=sum(item.length for item in items),
-            duration_s=max(0.0, now_s - (self._begun_s(step) or now_s)),
+            step=commit.step,
+            path=str(folder_of(self._run_dir, commit.step).relative_to(self._run_dir)),
+            num_bytes=commit.num_bytes,
+            duration_s=max(0.0, now_s - (self._begun_s(commit.step) or now_s)),
         )
         self.records.append(record)
         self._on_written(record)

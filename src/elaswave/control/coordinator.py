@@ -6,7 +6,6 @@ another one, which reads the journal and goes on where this one stood.
 
 import asyncio
 import contextlib
-import importlib
 import logging
 import sys
 import threading
@@ -20,6 +19,8 @@ import msgspec
 from elaswave.control.agent_messages import (
     AgentHello,
     Awaited,
+    CheckpointCommitted,
+    CommitCheckpoint,
     CpuTimes,
     Ended,
     Exited,
@@ -125,6 +126,7 @@ class CoordinatorProcess(CoordinatorDriver):
             events=self._events,
             terminal=self._terminal,
             records=records or None,
+            commit=self._ask_to_commit,
             started_s=setup.started_s,
         )
         self._state = self._recorder.state
@@ -322,6 +324,9 @@ class CoordinatorProcess(CoordinatorDriver):
         """Asks the detector whom it suspects, and when to ask again."""
         now_s = time.monotonic()
         self._suspect(self._detector.tick(now_s))
+        if self._recorder.checkpoints.tick(now_s):
+            self._tell_settled()
+            self._finish_if_complete()
         if self._asked_of_agent and not self._detector.awaited:
             self._ask_agent(())
         wait_s = max(0.005, min(0.2, self._detector.next_tick_s(now_s) - now_s))
@@ -337,7 +342,7 @@ class CoordinatorProcess(CoordinatorDriver):
 
     def _on_message(self, peer: int, message: ToCoordinator) -> None:
         now_s = time.monotonic()
-        if isinstance(message, AgentHello | Exited | StopJob | CpuTimes):
+        if isinstance(message, AgentHello | Exited | StopJob | CpuTimes | CheckpointCommitted):
             if peer == AGENT:
                 self._on_agent(message)
         elif message.worker != peer:
@@ -372,15 +377,18 @@ class CoordinatorProcess(CoordinatorDriver):
             self._ticker.cancel()
         self._tick()
 
-    def _on_agent(self, message: AgentHello | Exited | StopJob | CpuTimes) -> None:
+    def _on_agent(self, message: AgentHello | Exited | StopJob | CpuTimes | CheckpointCommitted) -> None:
         if isinstance(message, AgentHello):
             for exited in message.exited:
                 self._on_end_of_process(exited.worker, exited.text)
             if message.stop:
                 self._stop_workers()
+            self._recorder.checkpoints.ask_again()
         elif isinstance(message, CpuTimes):
             for worker, cpu_s in message.cpu_s.items():
                 self._detector.used(worker, cpu_s, time.monotonic())
+        elif isinstance(message, CheckpointCommitted):
+            self._on_committed(message)
         elif isinstance(message, Exited):
             _log.info("worker %d %s", message.worker, message.text)
             self._on_end_of_process(message.worker, message.text)
@@ -484,6 +492,20 @@ class CoordinatorProcess(CoordinatorDriver):
         except StateError as error:
             self._end(Ended(outcome="failed", reason=str(error), is_state_error=True))
 
+    def _ask_to_commit(self, number: int, request: bytes) -> None:
+        """Without an agent it is asked when one has connected."""
+        self._server.send(AGENT, CommitCheckpoint(number=number, request=request))
+
+    def _on_committed(self, message: CheckpointCommitted) -> None:
+        if self._ended is not None:
+            return
+        try:
+            self._recorder.checkpoints.committed(message.number, message.error, again=message.again)
+            self._tell_settled()
+            self._finish_if_complete()
+        except StateError as error:
+            self._end(Ended(outcome="failed", reason=str(error), is_state_error=True))
+
     def _tell_settled(self) -> None:
         """Checkpoints are durable or given up: no worker need say again what became of its parts."""
         steps, self._recorder.settled[:] = tuple(self._recorder.settled), []
@@ -503,6 +525,8 @@ class CoordinatorProcess(CoordinatorDriver):
             return
         self._recorder.checkpoints.end()
         self._tell_settled()
+        if self._recorder.checkpoints.is_committing:
+            return  # the answer leads here again
         self._recoveries.flush()
         if self._state.was_stopped:
             self._end(Ended(outcome="stopped", reason=f"stopped after step {self._state.last_step}"))
@@ -582,9 +606,12 @@ class CoordinatorProcess(CoordinatorDriver):
         if restarts:
             self._detector.pause(time.monotonic())
             await asyncio.sleep(self._setup.plan.config.elastic.restart_s)
+        checkpoints = self._recorder.checkpoints
         known: object = None
-        while known != self._recorder.checkpoints.records:  # a newer one may be completed meanwhile
-            known = list(self._recorder.checkpoints.records)
+        while known != checkpoints.records or checkpoints.is_committing:  # a newer one may be completed meanwhile
+            while checkpoints.is_committing:
+                await asyncio.sleep(0.01)
+            known = list(checkpoints.records)
             search = await asyncio.to_thread(find_newest_checkpoint, self._setup.run_dir)
             put_aside(search)
         newest = search.newest
@@ -661,10 +688,6 @@ def run_coordinator(setup: CoordinatorSetup) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
     )
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # The first checkpoint's index needs it; loading it then would keep everybody waiting for half a second.
-    threading.Thread(
-        target=importlib.import_module, args=("torch.distributed.checkpoint.filesystem",), daemon=True
-    ).start()
     try:
         asyncio.run(_run(setup))
         return 0

@@ -1,10 +1,14 @@
-"""A child process ends with its parent, however the parent dies: the kernel kills it."""
+"""Families of processes: a child ends with its parent, however that dies, and a grandparent can reap what it leaves."""
 
+import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 
 
 def end_with_parent(parent: int) -> None:
@@ -19,3 +23,27 @@ def end_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)  # the parent died before the kernel knew that we want to know
+
+
+@contextlib.contextmanager
+def parent_of_orphans() -> Iterator[None]:
+    """While inside, the kernel gives this process the orphans among its descendants.
+
+    Not a moment longer: orphans of something else would stay zombies, since this process does not wait for them.
+    """
+    libc = ctypes.CDLL(None)
+    before = ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def end_orphan(pid: int) -> None:
+    """Kills and reaps a process whose parent has ended, if this process is its parent now; else does nothing."""
+    with contextlib.suppress(ChildProcessError):
+        if os.waitpid(pid, os.WNOHANG)[0] == 0:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)

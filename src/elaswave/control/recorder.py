@@ -7,7 +7,7 @@ incomplete. A repeated step must have the same loss.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -64,6 +64,7 @@ class RunRecorder:
         events: the run's log.
         terminal: what is shown.
         records: what earlier coordinators of this job have made durable, in order; None for its first one.
+        commit: asks another process to commit a checkpoint, see `Checkpoints`.
         started_s: monotonic time at which the command began.
     """
 
@@ -77,6 +78,7 @@ class RunRecorder:
         events: EventLog,
         terminal: Terminal,
         records: Sequence[JournalRecord] | None,
+        commit: Callable[[int, bytes], None],
         started_s: float,
     ) -> None:
         self._plan = plan
@@ -105,6 +107,7 @@ class RunRecorder:
             plan,
             run_dir,
             describe=self._describe,
+            commit=commit,
             begun_s=self.state.finished_s.get,
             on_written=self._on_checkpoint,
             on_given_up=self._on_given_up,

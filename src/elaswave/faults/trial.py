@@ -5,7 +5,6 @@ gives orphans to this process: whatever a job leaves running is found, named and
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import select
@@ -15,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +23,7 @@ import msgspec
 
 from elaswave.config.schema import Config
 from elaswave.control.launcher import train
-from elaswave.control.parent_death import end_with_parent
+from elaswave.control.parent_death import end_with_parent, parent_of_orphans
 from elaswave.errors import CheckpointError
 from elaswave.faults.chaos import Ending, Placed
 from elaswave.faults.injection import FAULTS_FILE, Fault, read_fault_records
@@ -41,8 +40,6 @@ CONSOLE_FILE = "console.log"
 _ERROR_FILE = "error"
 _SHARED_MEMORY = Path("/dev/shm")
 _STACKS_GRACE_S = 1.0
-_PR_SET_CHILD_SUBREAPER = 36
-_PR_GET_CHILD_SUBREAPER = 37
 
 
 class Meanwhile(Protocol):
@@ -119,24 +116,8 @@ def run_command(
 def _supervise(folder: Path, start: Callable[[Path], int], timeout_s: float, meanwhile: Meanwhile | None) -> Ending:
     """Starts a process, stays until it has ended or the time is over, and collects what it has left."""
     folder.mkdir(parents=True)
-    with _parent_of_orphans():
+    with parent_of_orphans():
         return _supervise_family(folder, start, timeout_s, meanwhile)
-
-
-@contextlib.contextmanager
-def _parent_of_orphans() -> Iterator[None]:
-    """While inside, the kernel gives this process the orphans among its descendants.
-
-    Not a moment longer: orphans of something else would stay zombies, since this process does not wait for them.
-    """
-    libc = ctypes.CDLL(None)
-    before = ctypes.c_int()
-    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 def _supervise_family(

@@ -130,15 +130,16 @@ class CgroupFrequency:
             self._group.rmdir()
 
 
-def remove_groups(parent: int, *, root: Path = CGROUP_ROOT, proc: Path = PROC) -> None:
+def remove_groups(parent: int, beside: int, *, root: Path = CGROUP_ROOT, proc: Path = PROC) -> None:
     """Removes the groups that workers have left behind who were killed.
 
     Args:
-        parent: the process that has started them, and is in the group that theirs lie in.
+        parent: the process that has started them; it may have ended.
+        beside: a process in the group that theirs lie in.
         root, proc: where the control groups and the processes are mounted.
     """
     with contextlib.suppress(FrequencyError):  # then none was made
-        for group in _group_of(parent, root, proc).glob(f"{_prefix(parent)}*"):
+        for group in _group_of(beside, root, proc).glob(f"{_prefix(parent)}*"):
             with contextlib.suppress(OSError):  # somebody is still in it
                 group.rmdir()
 

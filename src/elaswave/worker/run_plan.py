@@ -96,26 +96,37 @@ class RunPlan:
         return programs
 
     def open_source(self, cache_dir: Path) -> TokenSource:
-        """The tokens of the run.
-
-        Args:
-            cache_dir: where generated text is kept.
-        Raises:
-            DataError: see `elaswave.data.sources.open_source`.
-        """
-        data = self.config.data
-        source = open_source(
-            data.source,
-            vocab_size=data.vocab_size,
-            context_length=self.config.model.context_length,
-            validation_fraction=data.validation_fraction,
-            cache_dir=cache_dir,
-        )
-        if self.config.run.eval_every:
-            source.require_sample("validation")
-        return source
+        """See `open_data`."""
+        return open_data(self.config, cache_dir)
 
     def sampler(self, source: TokenSource) -> Sampler:
-        """Which samples make up which micro-batch of training."""
-        batch = self.config.batch
-        return Sampler(self.config.run.seed, source.num_samples("train"), batch.microbatch_size, batch.num_microbatches)
+        """See `sampler_of`."""
+        return sampler_of(self.config, source)
+
+
+def open_data(config: Config, cache_dir: Path) -> TokenSource:
+    """The tokens of a run.
+
+    Args:
+        config: of the run.
+        cache_dir: where generated text is kept.
+    Raises:
+        DataError: see `elaswave.data.sources.open_source`.
+    """
+    data = config.data
+    source = open_source(
+        data.source,
+        vocab_size=data.vocab_size,
+        context_length=config.model.context_length,
+        validation_fraction=data.validation_fraction,
+        cache_dir=cache_dir,
+    )
+    if config.run.eval_every:
+        source.require_sample("validation")
+    return source
+
+
+def sampler_of(config: Config, source: TokenSource) -> Sampler:
+    """Which samples make up which micro-batch of a run's training."""
+    batch = config.batch
+    return Sampler(config.run.seed, source.num_samples("train"), batch.microbatch_size, batch.num_microbatches)

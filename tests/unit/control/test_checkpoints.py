@@ -4,10 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
+import pytest
+
 from elaswave.config.load import load_config
-from elaswave.control.checkpoints import Checkpoints
+from elaswave.control import checkpoints
+from elaswave.control.checkpoints import COMMIT_S_MAX, Checkpoints
+from elaswave.control.template_messages import CommitRequest
 from elaswave.observability.result import CheckpointRecord
 from elaswave.state.checkpoint import shard_folder, shard_name
+from elaswave.state.checkpoint_commit import commit_checkpoint
 from elaswave.state.checkpoint_format import MASTER, CheckpointMeta, TensorInfo, stored_name
 from elaswave.state.checkpoint_shards import write_shard
 from elaswave.worker.blueprint import Blueprint
@@ -26,13 +32,17 @@ class Job:
         self.blueprint = Blueprint(load_config(None, list(SMALL)))
         self.optimizer = OPTIMIZERS["adamw"](self.blueprint.config.optimizer)
         self.written: list[CheckpointRecord] = []
+        self.given_up: list[tuple[int, str]] = []
+        self.asked: list[tuple[int, bytes]] = []
+        """Commits that have been asked for, as far as `answer` has not made them."""
         self.checkpoints = Checkpoints(
             self.blueprint,
             run_dir,
             describe=describe or self.meta,
+            commit=lambda number, request: self.asked.append((number, request)),
             begun_s=lambda step: None,
             on_written=self.written.append,
-            on_given_up=lambda step, worker, reason: None,
+            on_given_up=lambda step, worker, reason: self.given_up.append((step, reason)),
             say=lambda text: None,
         )
 
@@ -69,6 +79,14 @@ class Job:
         )
         self.checkpoints.decided(decision)  # type: ignore[arg-type]
 
+    def answer(self) -> None:
+        """Makes the commits that have been asked for, as a committer does."""
+        while self.asked:
+            number, request = self.asked.pop(0)
+            asked = msgspec.msgpack.decode(request, type=CommitRequest)
+            commit_checkpoint(Path(asked.folder), asked.items, asked.meta, sizes=asked.sizes)
+            self.checkpoints.committed(number, None, again=False)
+
     def folders(self) -> list[str]:
         return sorted(folder.name for folder in (self.run_dir / "checkpoints").iterdir())
 
@@ -91,6 +109,7 @@ def test_what_is_written_again_beside_a_checkpoint_that_is_complete_does_not_sta
     job.checkpoints.part(first)
     job.decide(2, resume_step=5, again=True)
     job.checkpoints.part(second)  # it was under way when the epoch rose
+    job.answer()
     assert [record.step for record in job.written] == [4]
     again = [job.write(4, 2, worker) for worker in (0, 1)]
     assert job.folders() == ["step-00000004", "step-00000004.tmp"]
@@ -98,3 +117,75 @@ def test_what_is_written_again_beside_a_checkpoint_that_is_complete_does_not_sta
         job.checkpoints.part(part)
     assert job.folders() == ["step-00000004"]
     assert [record.step for record in job.written] == [4]
+
+
+def complete(job: Job, *steps: int) -> None:
+    for step in steps:
+        for worker in (0, 1):
+            job.checkpoints.part(job.write(step, 1, worker))
+
+
+def test_checkpoints_are_committed_one_after_the_other_and_are_settled_only_then(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    complete(job, 2, 4)
+    assert len(job.asked) == 1 and job.checkpoints.is_committing
+    assert not job.checkpoints.is_settled(2) and not job.checkpoints.is_written(2)
+    job.checkpoints.part(job.write(2, 2, 0))  # said again: it must not disturb the commit
+    job.answer()
+    assert [record.step for record in job.written] == [2, 4] and not job.checkpoints.is_committing
+    assert job.checkpoints.is_settled(2) and job.checkpoints.is_written(4)
+    assert job.folders() == ["step-00000002", "step-00000004"]
+
+
+def test_a_question_whose_answer_is_lost_is_repeated_and_two_answers_count_once(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    complete(job, 2)
+    job.checkpoints.ask_again()
+    assert job.asked[0] == job.asked[1]
+    job.answer()
+    assert [record.step for record in job.written] == [2]
+    job.checkpoints.ask_again()
+    assert job.asked == []
+
+
+def test_a_commit_whose_process_is_lost_is_tried_again_once(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    complete(job, 2)
+    first, _ = job.asked.pop()
+    job.checkpoints.committed(first, "the process that committed it was lost", again=True)
+    assert job.given_up == [] and len(job.asked) == 1
+    job.checkpoints.committed(first, "late", again=False)  # counts for nothing
+    second, _ = job.asked.pop()
+    assert second != first
+    job.checkpoints.committed(second, "the process that committed it was lost", again=True)
+    assert job.given_up == [(2, "the process that committed it was lost")]
+    assert job.folders() == [] and job.checkpoints.is_settled(2)
+
+
+def test_a_commit_that_fails_is_given_up_and_the_next_one_made(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    complete(job, 2, 4)
+    number, _ = job.asked.pop()
+    job.checkpoints.committed(number, "cannot write", again=False)
+    assert job.given_up == [(2, "cannot write")]
+    job.answer()
+    assert [record.step for record in job.written] == [4]
+
+
+def test_a_commit_that_is_never_answered_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints.time, "monotonic", lambda: 100.0)
+    job = Job(tmp_path)
+    complete(job, 2)
+    assert not job.checkpoints.tick(100.0 + COMMIT_S_MAX)
+    assert job.given_up == []
+    assert job.checkpoints.tick(100.1 + COMMIT_S_MAX)
+    assert job.given_up == [(2, "its commit has not ended within 600 s; is the disk too slow, or gone?")]
+
+
+def test_a_description_that_is_too_long_to_be_sent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "REQUEST_BYTES_MAX", 1000)
+    job = Job(tmp_path)
+    complete(job, 2)
+    (given_up,) = job.given_up
+    assert "bytes, and at most 1000 can be sent; use larger blocks" in given_up[1]
+    assert job.asked == []

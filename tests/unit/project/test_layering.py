@@ -121,6 +121,20 @@ def test_pure_modules_load_nothing_impure():
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], "")
 
 
+SLIM = ("control.launcher", "control.local_job", "control.job_processes", "control.template", "control.coordinator",
+        "control.recorder", "control.checkpoints", "control.client", "control.server", "state.checkpoint",
+        "worker.messages", "worker.run_plan", "data.sources", "faults.injection")  # fmt: skip
+"""What launcher and coordinator import: the template process loads torch, for those who compute."""
+
+
+@pytest.mark.parametrize("module", SLIM)
+def test_launcher_and_coordinator_load_no_torch(module):
+    code = f"import elaswave.{module}, sys; print('torch' in sys.modules)"
+    path = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r})\n"
+    done = subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "False", "")
+
+
 PLANTED = {
     "planning/cost.py": [
         ("import numpy as np\nnp.random.default_rng(1)", "2: elaswave.planning.cost uses numpy.random.default_rng"),

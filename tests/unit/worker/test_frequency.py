@@ -110,9 +110,9 @@ def test_groups_of_killed_workers_are_removed(system):
     _, home, places = system
     for name in ("elaswave-7-worker-0", "elaswave-7-worker-12", "elaswave-70-worker-0"):
         CgroupFrequency(7, name, **places)
-    frequency.remove_groups(7, **places)
+    frequency.remove_groups(7, 7, **places)
     assert [path.name for path in home.iterdir() if path.is_dir()] == ["elaswave-70-worker-0"]
-    frequency.remove_groups(8, **places)  # there is no such process: nothing was made
+    frequency.remove_groups(7, 8, **places)  # there is no such process: nothing was made
 
 
 def test_a_used_name_is_refused(system):

@@ -1,0 +1,128 @@
+"""Forks the processes of a job: what a child inherits, where its output goes, how its end is told."""
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from elaswave.control.job_folder import refused
+from elaswave.control.parent_death import end_with_parent
+from elaswave.control.stop_signals import STOP_SIGNALS
+
+
+class Child:
+    """A process that this one has forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.pid_fd = os.pidfd_open(pid)
+
+    def reap(self) -> int:
+        """Collects it after its end.
+
+        Returns:
+            Its status, as `os.waitpid` gives it.
+        """
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self.pid_fd)
+        return status
+
+
+def how_it_ended(status: int) -> str:
+    """What a status of `os.waitpid` means: "was killed by SIGKILL"."""
+    if os.WIFSIGNALED(status):
+        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"ended with status {os.WEXITSTATUS(status)}"
+
+
+def fork(what: str, log: Path, body: Callable[[], int], *, let_go: Callable[[], None]) -> Child:
+    """Runs a function in a new process, which ends with this one. This process must have one thread only.
+
+    Args:
+        what: the process as a person knows it.
+        log: takes its output.
+        body: its result is the exit status.
+        let_go: called first in the child: closes what it must not hold.
+    Raises:
+        LaunchError: the system refuses another process.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        raise refused(
+            error,
+            f"the process of {what} cannot be started",
+            "raise the limit of processes (ulimit -u, or the container's), free memory, or use fewer workers",
+        ) from error
+    if pid == 0:
+        _be_child(parent, log, body, let_go)
+    return Child(pid)
+
+
+def _be_child(parent: int, log: Path, body: Callable[[], int], let_go: Callable[[], None]) -> None:
+    """The rest of a child's life; never returns."""
+    status = 1
+    try:
+        end_with_parent(parent)
+        # The launcher decides what a signal to the whole process group means.
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+        let_go()
+        _redirect_output(log)
+        status = body()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _redirect_output(path: Path) -> None:
+    """Points standard output and error at a log file and standard input at nothing."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.close(nothing)
+    # The inherited text layers may hold a parent's state.
+    sys.stdout, sys.stderr = _LogStream(1), _LogStream(2)
+
+
+class _LogStream(io.TextIOBase):
+    """Text that goes to a log file at once. What the file does not take (a full disk) is dropped: no process of a job
+    ends because it could not print.
+
+    Args:
+        fd: of the file.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def write(self, text: str) -> int:
+        rest = memoryview(text.encode("utf-8", "backslashreplace"))
+        with contextlib.suppress(OSError):
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        return len(text)

@@ -1,0 +1,201 @@
+"""The processes of a job on this machine: begun, named in `processes.json`, reaped, ended. Nothing is decided here.
+
+This process is the launcher. It forks the template, which forks the workers, and the coordinators. Whatever happens,
+no process outlives the job: children ask the kernel to be killed when their parent dies, and this process kills and
+reaps whoever is left, also the orphans of a template that was killed. It has no threads, so it may fork at any time,
+and no torch.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterable
+
+from elaswave.control.forking import Child, fork, how_it_ended
+from elaswave.control.parent_death import end_orphan, parent_of_orphans
+from elaswave.control.template import TemplateSetup
+from elaswave.control.template_link import TemplateProcess
+from elaswave.control.template_messages import ChildGone, CommitDone, FromTemplate, Spawned, ToTemplate
+from elaswave.observability.processes import (
+    ProcessFacts,
+    RunProcess,
+    described,
+    facts_of,
+    remove_processes,
+    write_processes,
+)
+from elaswave.protocol.template import COMMITTER
+
+TEMPLATE_GRACE_S = 2.0
+"""At the end, how long the template may take to reap what it has killed, and a commit in hand to be finished."""
+TICK_S = 0.2
+TEMPLATE = "template"
+TEMPLATE_EXIT = "template exit"
+COORDINATOR_EXIT = "coordinator exit"
+"""What `JobProcesses.selector` tells by a key's data."""
+_LAUNCHER, _TEMPLATE, _COORDINATOR = -4, -3, -2
+"""Names of processes, beside workers' ids and `COMMITTER`."""
+
+
+class JobProcesses:
+    """The processes of one job; begins with the template.
+
+    Args:
+        setup: what the template is started with.
+    Raises:
+        LaunchError: the system refuses the template's process.
+    """
+
+    def __init__(self, setup: TemplateSetup) -> None:
+        self._run_dir = setup.run_dir
+        self.selector = selectors.DefaultSelector()
+        self._coordinator: Child | None = None
+        self._pids: dict[int, int] = {}
+        """Of the template's children that live."""
+        self._processes = {_LAUNCHER: described("launcher", 0, os.getpid())}
+        self._has_changed = True
+        self._orphans = contextlib.ExitStack()
+        self._orphans.enter_context(parent_of_orphans())
+        try:
+            self._template = TemplateProcess(setup, self.selector.close)
+        except BaseException:
+            self.selector.close()
+            self._orphans.close()
+            raise
+        self.template_pid = self._template.pid
+        self.selector.register(self._template, selectors.EVENT_READ, TEMPLATE)
+        self.selector.register(self._template.pid_fd, selectors.EVENT_READ, TEMPLATE_EXIT)
+        self._note(_TEMPLATE, described("template", 0, self._template.pid))
+        self.show()
+
+    # -------------------------------------------------------------------------------------------------------- template
+
+    def ask_template(self, message: ToTemplate) -> None:
+        """Asks the template for something; never waits."""
+        self._template.ask(message)
+        self._watch_room()
+
+    def _watch_room(self) -> None:
+        """Waits for room in the template's socket only while something is to be sent."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._template.has_unsent else 0)
+        if self.selector.get_key(self._template).events != events:
+            self.selector.modify(self._template, events, TEMPLATE)
+
+    def hear_template(self) -> list[FromTemplate]:
+        """What the template has said; the processes that it tells of are noted already."""
+        self._template.flush()
+        self._watch_room()
+        messages = self._template.hear()
+        for message in messages:
+            if isinstance(message, Spawned):
+                role, number = ("committer", 0) if message.child == COMMITTER else ("worker", message.child)
+                self._pids[message.child] = message.pid
+                self._note(message.child, described(role, number, message.pid))  # type: ignore[arg-type]
+            elif isinstance(message, ChildGone | CommitDone):
+                child = message.child if isinstance(message, ChildGone) else COMMITTER
+                self._pids.pop(child, None)
+                self._note(child, None)
+        return messages
+
+    def template_end(self) -> str | None:
+        """How the template has ended, if it has: "was killed by SIGKILL". Its workers have then ended, or will."""
+        text = self._template.ended()
+        if text is not None:
+            self.selector.unregister(self._template.pid_fd)
+            self._note(_TEMPLATE, None)
+        return text
+
+    # ----------------------------------------------------------------------------------------------------- coordinator
+
+    def start_coordinator(self, number: int, body: Callable[[], int]) -> None:
+        """Forks a coordinator.
+
+        Args:
+            number: how many there have been, this one included.
+            body: its life.
+        Raises:
+            LaunchError: the system refuses its process.
+        """
+        log = self._run_dir / "logs" / "coordinator.log"
+        self._coordinator = fork("the coordinator", log, body, let_go=self._let_go)
+        self.selector.register(self._coordinator.pid_fd, selectors.EVENT_READ, COORDINATOR_EXIT)
+        self._note(_COORDINATOR, described("coordinator", number, self._coordinator.pid))
+
+    def _let_go(self) -> None:
+        """In a coordinator: closes what is the launcher's."""
+        self.selector.close()
+        self._template.let_go()
+
+    def reap_coordinator(self) -> str:
+        """Reaps a coordinator that has ended.
+
+        Returns:
+            How it did: "ended with status 0".
+        """
+        child, self._coordinator = self._coordinator, None
+        assert child is not None
+        self.selector.unregister(child.pid_fd)
+        self._note(_COORDINATOR, None)
+        return how_it_ended(child.reap())
+
+    def kill_coordinator(self) -> None:
+        """Kills a coordinator that may have ended already; it is reaped as any other."""
+        if self._coordinator is not None:
+            os.kill(self._coordinator.pid, signal.SIGKILL)
+
+    # ------------------------------------------------------------------------------------------------------------- all
+
+    def facts_of(self, workers: Iterable[int]) -> dict[int, ProcessFacts]:
+        """What the kernel says of those workers that live."""
+        found = {worker: facts_of(self._pids[worker]) for worker in workers if worker in self._pids}
+        return {worker: facts for worker, facts in found.items() if facts is not None}
+
+    def _note(self, name: int, process: RunProcess | None) -> None:
+        """A process has begun, or ended (None)."""
+        self._has_changed = True
+        if process is None:
+            self._processes.pop(name, None)
+        else:
+            self._processes[name] = process
+
+    def show(self) -> None:
+        """Brings `processes.json` up to date, if it is not."""
+        if self._has_changed:
+            self._has_changed = False
+            write_processes(self._run_dir, list(self._processes.values()))
+
+    def reap_all(self, timeout_s: float) -> None:
+        """Waits until coordinator and workers have ended, but not for ever, nor for those that are stopped."""
+        deadline_s = time.monotonic() + timeout_s
+        while (self._pids or self._coordinator) and time.monotonic() < deadline_s and not self._only_stopped():
+            for key, _ in self.selector.select(TICK_S):
+                if key.data == TEMPLATE_EXIT:
+                    return
+                if key.data == COORDINATOR_EXIT:
+                    self.reap_coordinator()
+                elif key.data == TEMPLATE:
+                    self.hear_template()
+
+    def _only_stopped(self) -> bool:
+        """Whether all that are left are stopped (a hung worker): nothing to wait for."""
+        pids = [*self._pids.values(), *([self._coordinator.pid] if self._coordinator is not None else [])]
+        for pid in pids:
+            facts = facts_of(pid)
+            if facts is not None and facts.state != "T":
+                return False
+        return True
+
+    def end(self) -> None:
+        """Kills and reaps whoever is left. To be called once."""
+        self.kill_coordinator()
+        self._template.end(TEMPLATE_GRACE_S)
+        if self._coordinator is not None:
+            self._coordinator.reap()
+            self._coordinator = None
+        for pid in self._pids.values():
+            end_orphan(pid)
+        self.selector.close()
+        self._orphans.close()
+        remove_processes(self._run_dir)

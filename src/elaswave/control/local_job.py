@@ -1,0 +1,435 @@
+"""The agent's side of a job on this machine: what the launcher does while its job runs.
+
+It is told at once when a process ends: a worker's end it reports to the coordinator, a coordinator's end it answers
+with a new coordinator, the template's end is the job's. It passes signals on, shows what the coordinator has to say,
+and has checkpoints committed. The processes themselves are `elaswave.control.job_processes`'.
+"""
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from elaswave.config.schema import Config
+from elaswave.control.agent_messages import (
+    AgentHello,
+    Awaited,
+    CheckpointCommitted,
+    CommitCheckpoint,
+    CpuTimes,
+    Ended,
+    Exited,
+    ShowEvaluation,
+    ShowStep,
+    ShowText,
+    StopJob,
+    ToAgent,
+)
+from elaswave.control.client import ControlClient
+from elaswave.control.coordinator import JOURNAL_FILE, CoordinatorSetup, run_coordinator
+from elaswave.control.death_watch import DeathWatch
+from elaswave.control.forking import how_it_ended
+from elaswave.control.job_folder import JobFolder
+from elaswave.control.job_processes import COORDINATOR_EXIT, TEMPLATE, TEMPLATE_EXIT, TICK_S, JobProcesses
+from elaswave.control.stop_signals import STOP_SIGNALS, stop_signals
+from elaswave.control.template import TemplateSetup
+from elaswave.control.template_link import TEMPLATE_LOG
+from elaswave.control.template_messages import (
+    AbandonCommits,
+    ChildGone,
+    CommitDone,
+    CommitShards,
+    KillWorkers,
+    Prepared,
+    Spawned,
+    SpawnRefused,
+    SpawnWorkers,
+    StartingPoint,
+    Unprepared,
+)
+from elaswave.control.terminal import AGENT
+from elaswave.errors import LaunchError, RecoveryError, StoppedBySignalError
+from elaswave.faults.injection import Fault
+from elaswave.observability.progress import Reporter
+from elaswave.protocol.agent import (
+    Agent,
+    AgentEvent,
+    CoordinatorEnded,
+    JobEnded,
+    ReportEnd,
+    StartCoordinator,
+    WorkerEnded,
+)
+from elaswave.protocol.events import CoordinatorEffect
+from elaswave.state.shapes import StateShapes
+from elaswave.worker.probe import Probe
+from elaswave.worker.run_plan import RunPlan
+
+LOOK_S = 1.0
+"""Between two looks at the processes of workers that have not registered."""
+PREPARE_S_MAX = 600.0
+"""How long the template may take to load torch and the model."""
+STARTING_S = 10.0
+"""Between two lines about a start that lasts."""
+STOP_GRACE_S = 300.0
+"""After the first signal, how long the step in hand and its checkpoint may take."""
+EXIT_GRACE_S = 10.0
+"""After the end of the job, how long its processes may take to end."""
+FAILED_GRACE_S = 0.5
+"""The same after a failure: who is ending by itself may say so in its log; the others wait for what will not come."""
+COORDINATOR_SILENCE_S = 10.0
+"""A coordinator that has not answered the agent for this long gets a new connection."""
+COORDINATOR_HUNG_S = 6.0
+"""One that has not accepted it after this much more is killed, and followed by another as if it had died."""
+
+
+class LocalJob:
+    """A job on this machine: its processes, its socket folder, its agent. `end` leaves none of them behind.
+
+    Args:
+        config: with its layout resolved.
+        run_dir: the run's folder.
+        profile: also write a trace.
+        reporter: shows progress.
+        probe: told of every point of every step in every worker.
+        faults: injected into workers and coordinator.
+        before_effect: called in the coordinator before each effect of the protocol's core.
+        started_s: monotonic time at which the command began.
+    Raises:
+        LaunchError: the system refuses a process or a folder.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        profile: bool,
+        reporter: Reporter,
+        probe: Probe | None,
+        faults: tuple[Fault, ...],
+        before_effect: Callable[[CoordinatorEffect], None],
+        started_s: float,
+    ) -> None:
+        self.stop_signal: int | None = None
+        self._config = config
+        self._run_dir = run_dir
+        self._reporter = reporter
+        self._faults = faults
+        self._before_effect = before_effect
+        self._started_s = started_s
+        self._has_stepped = False
+        self._say_at_s = STARTING_S
+        """Seconds after the beginning at which the terminal hears again of a start that lasts."""
+        self._agent = Agent()
+        self._client: ControlClient[ToAgent] | None = None
+        self._ended: Ended | None = None
+        self._is_over = False
+        self._awaited: tuple[int, ...] = ()
+        """Workers that the coordinator waits for."""
+        self._looked_s = 0.0
+        self._coordinator_since_s = 0.0
+        self._patience_s = COORDINATOR_HUNG_S
+        """With a coordinator that does not accept the agent."""
+        self._committing: int | None = None
+        """Number of the commit that the template has been asked for and has not answered."""
+        self._starts_after_commit = False
+        """Whether a coordinator is to be started once the one before has no commit in hand any more."""
+        self._key = secrets.token_bytes(32)
+        self._job_folder = JobFolder()
+        self._folder = self._job_folder.path
+        # Made here, so that a coordinator that follows another one knows whether it is still there.
+        (self._folder / JOURNAL_FILE).touch(0o600)
+        self._listen = f"unix:{self._folder / 'control.sock'}"
+        self._deaths = DeathWatch(range(sum(config.widths)))
+        setup = TemplateSetup(
+            config=config,
+            run_dir=run_dir,
+            control_dir=self._folder,
+            listen=self._listen,
+            key=self._key,
+            deaths=self._deaths,
+            faults=faults,
+            probe=probe,
+            profile=profile,
+        )
+        try:
+            self._processes = JobProcesses(setup)
+        except BaseException:
+            self._job_folder.close()
+            raise
+        self.template_pid = self._processes.template_pid
+        self._selector = self._processes.selector
+
+    def await_template(self) -> StateShapes:
+        """Waits until workers can be forked.
+
+        Returns:
+            The shapes of model and optimizer.
+        Raises:
+            LaunchError: torch or the model cannot be loaded.
+        """
+        while time.monotonic() - self._started_s < PREPARE_S_MAX:
+            self._selector.select(TICK_S)
+            for message in self._processes.hear_template():
+                if isinstance(message, Prepared):
+                    return message.state
+                assert isinstance(message, Unprepared), message
+                raise LaunchError(self._unprepared(message.text))
+            ended = self._processes.template_end()
+            if ended is not None:
+                raise LaunchError(self._unprepared(f"it {ended}"))
+            self._say_starting()
+        raise LaunchError(self._unprepared(f"not done after {PREPARE_S_MAX:.0f} s"))
+
+    def _unprepared(self, text: str) -> str:
+        log = self._run_dir / "logs" / TEMPLATE_LOG
+        return (
+            f"the template process, from which workers are forked, cannot load torch and the model: {text}; see {log}"
+        )
+
+    # --------------------------------------------------------------------------------------------------------- running
+
+    def run(self, plan: RunPlan, checkpoint: StartingPoint | None, way_on: Callable[[], str]) -> Ended:
+        """Starts coordinator and workers, and stays until the job is over.
+
+        Args:
+            plan: of the run.
+            checkpoint: where workers begin; None: at the seed.
+            way_on: says how the run can go on after its end.
+        Raises:
+            RecoveryError: the job cannot go on, for a reason that the coordinator could not say.
+            LaunchError: the system refuses a process.
+            StoppedBySignalError: a second signal has come, or too much time has passed after the first.
+        """
+        self._plan, self._checkpoint, self._way_on = plan, checkpoint, way_on
+        self._start_coordinator()
+        self._processes.ask_template(SpawnWorkers(workers=plan.layout.workers, checkpoint=checkpoint))
+        self._client = ControlClient(
+            self._listen,
+            self._key,
+            AGENT,
+            ToAgent,
+            self._on_message,
+            self._hello,
+            silence_timeout_s=COORDINATOR_SILENCE_S,
+        )
+        self._selector.register(self._client.fileno(), selectors.EVENT_READ, "control")
+        with stop_signals(self._on_signal) as wake_fd:
+            if wake_fd is not None:
+                self._selector.register(wake_fd, selectors.EVENT_READ, "signal")
+            try:
+                self._loop()
+            finally:
+                if wake_fd is not None:
+                    self._selector.unregister(wake_fd)
+        assert self._ended is not None
+        if self._ended.outcome == "failed":
+            self._check_template()  # its end may be the reason: then the workers have ended only after it
+        self._selector.unregister(self._client.fileno())
+        self._client.close(1.0)
+        self._client = None
+        self._processes.ask_template(
+            KillWorkers(workers=tuple(self._ended.lost))
+        )  # who is cut off does not hear that it may go
+        self._processes.reap_all(FAILED_GRACE_S if self._ended.outcome == "failed" else EXIT_GRACE_S)
+        return self._ended
+
+    def _loop(self) -> None:
+        assert self._client is not None
+        kill_at_s: float | None = None
+        wait_s = 0.0
+        while self._ended is None:
+            self._processes.show()
+            for key, _ in self._selector.select(max(0.0, min(TICK_S, wait_s))):
+                if key.data == "signal":
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(key.fd, 4096)
+                elif key.data == TEMPLATE_EXIT:
+                    self._check_template()
+                elif key.data == COORDINATOR_EXIT:
+                    self._on_coordinator_exit()
+                elif key.data == TEMPLATE:
+                    self._hear_template()
+            wait_s = self._client.turn()
+            self._look_at_awaited()
+            age_s = time.monotonic() - self._coordinator_since_s
+            if min(age_s, self._client.disconnected_s) > self._patience_s:
+                self._patience_s *= 2  # where none is ready in time, not one after the other is to be killed
+                self._processes.kill_coordinator()
+            self._reporter.refresh()
+            self._say_starting()
+            if self.stop_signal is not None:
+                now_s = time.monotonic()
+                if kill_at_s is None:
+                    kill_at_s = now_s + STOP_GRACE_S
+                    self._ask_to_stop()
+                elif now_s > kill_at_s:
+                    raise StoppedBySignalError(self.stop_signal, "killed: it did not end in time after the signal")
+
+    def _look_at_awaited(self) -> None:
+        """Tells the coordinator now and then how the workers get on that it waits for."""
+        now_s = time.monotonic()
+        if not self._awaited or now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        assert self._client is not None
+        cpu_s = {worker: facts.cpu_s for worker, facts in self._processes.facts_of(self._awaited).items()}
+        self._client.send(CpuTimes(cpu_s=cpu_s))
+
+    def _say_starting(self) -> None:
+        """Until the first step has been made, says now and then that the job is at it: a large model takes its time."""
+        waited_s = time.monotonic() - self._started_s
+        if not self._has_stepped and waited_s >= self._say_at_s:
+            self._say_at_s = waited_s + STARTING_S
+            workers = sum(self._config.widths)
+            self._reporter.message(
+                f"{workers} workers are starting, and making the first step: {waited_s:.0f} s so far"
+            )
+
+    def _ask_to_stop(self) -> None:
+        """Passes a signal on; later coordinators are told with the hello."""
+        assert self._client is not None and self.stop_signal is not None
+        name = STOP_SIGNALS[self.stop_signal]
+        self._reporter.message(f"{name}: ending after this step, with a checkpoint; Ctrl-C ends at once")
+        self._client.send(StopJob())
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The first signal asks for a clean end; another one ends at once, unless it is SIGHUP, which a terminal that
+        closes may send twice, itself and by its shell."""
+        if self.stop_signal is not None and number == signal.SIGHUP:
+            return
+        if self.stop_signal is not None:
+            raise StoppedBySignalError(number, "stopped at once by a second signal")
+        self.stop_signal = number
+
+    # ----------------------------------------------------------------------------------------------------- coordinator
+
+    def _hello(self) -> AgentHello:
+        exited = [Exited(worker=end.worker, text=end.text, at_s=end.at_s) for end in self._agent.worker_ends]
+        return AgentHello(exited=exited, stop=self.stop_signal is not None)
+
+    def _on_message(self, message: ToAgent) -> None:
+        if isinstance(message, ShowStep):
+            self._has_stepped = True
+            self._reporter.step(
+                message.step,
+                message.total_steps,
+                message.loss,
+                message.tokens_per_s,
+                message.data_pass,
+                message.epoch,
+                message.layout_name,
+            )
+        elif isinstance(message, ShowEvaluation):
+            self._reporter.evaluation(message.step, message.loss)
+        elif isinstance(message, ShowText):
+            (self._reporter.error if message.is_error else self._reporter.message)(message.text)
+        elif isinstance(message, Awaited):
+            self._awaited = message.workers
+        elif isinstance(message, CommitCheckpoint):
+            self._committing = message.number
+            self._processes.ask_template(CommitShards(number=message.number, request=message.request))
+        else:
+            self._ended = message
+            self._agent.handle(JobEnded())
+
+    def _start_coordinator(self) -> None:
+        """Starts a coordinator.
+
+        Raises:
+            RecoveryError: the journal of the one before is gone, and with it what the job has decided.
+        """
+        if not (self._folder / JOURNAL_FILE).exists():
+            raise RecoveryError(
+                f"the coordinator is lost, and so is its journal: somebody has removed {self._folder} while the job "
+                f"ran; keep what cleans temporary folders away from there; {self._way_on()}"
+            )
+        setup = CoordinatorSetup(
+            plan=self._plan,
+            run_dir=self._run_dir,
+            control_dir=self._folder,
+            listen=self._listen,
+            key=self._key,
+            checkpoint=None if self._checkpoint is None else (Path(self._checkpoint.folder), self._checkpoint.meta),
+            started_s=self._started_s,
+            deaths=self._deaths,
+            faults=self._faults,
+            coordinator_ends_s=tuple(self._agent.coordinator_ends_s),
+            before_effect=self._before_effect,
+        )
+        self._coordinator_since_s = time.monotonic()
+        number = 1 + len(self._agent.coordinator_ends_s)
+        self._processes.start_coordinator(number, lambda: run_coordinator(setup))
+
+    def _on_coordinator_exit(self) -> None:
+        assert self._client is not None
+        at_s = time.monotonic()
+        text = self._processes.reap_coordinator()
+        self._client.turn()  # its last words
+        for effect in self._agent.handle(CoordinatorEnded(text, text.endswith("with status 1"), at_s)):
+            if not isinstance(effect, StartCoordinator):
+                assert not isinstance(effect, ReportEnd)
+                raise RecoveryError(f"{effect.reason}; see {self._run_dir / 'logs' / 'coordinator.log'}")
+            if self._committing is None:
+                self._start_coordinator()
+            else:
+                # The next one may go back behind that checkpoint: it must not appear when it has looked.
+                self._starts_after_commit = True
+                self._processes.ask_template(AbandonCommits())
+
+    # -------------------------------------------------------------------------------------------------------- template
+
+    def _hear_template(self) -> None:
+        for message in self._processes.hear_template():
+            if isinstance(message, ChildGone):
+                self._on_worker_end(WorkerEnded(message.child, how_it_ended(message.status), message.at_s))
+            elif isinstance(message, CommitDone):
+                self._on_commit_done(message)
+            elif isinstance(message, SpawnRefused):
+                raise LaunchError(message.text)
+            else:
+                assert isinstance(message, Spawned), message
+
+    def _on_worker_end(self, event: AgentEvent) -> None:
+        for effect in self._agent.handle(event):
+            assert isinstance(effect, ReportEnd)
+            if self._client is not None:
+                self._client.send(Exited(worker=effect.end.worker, text=effect.end.text, at_s=effect.end.at_s))
+
+    def _on_commit_done(self, message: CommitDone) -> None:
+        if message.number == self._committing:
+            self._committing = None
+        if self._starts_after_commit:
+            self._starts_after_commit = False
+            self._start_coordinator()
+        elif self._client is not None:
+            self._client.send(CheckpointCommitted(number=message.number, error=message.error, again=message.again))
+
+    def _check_template(self) -> None:
+        """Ends the job if the template has ended.
+
+        Raises:
+            RecoveryError: it has.
+        """
+        text = self._processes.template_end()
+        if text is not None:
+            raise RecoveryError(
+                f"the template process, from which the workers are forked, {text}, and all workers have ended with it "
+                f"(see {self._run_dir / 'logs' / TEMPLATE_LOG}); {self._way_on()}"
+            )
+
+    def end(self) -> None:
+        """Ends all processes and removes the temporary files. May be called twice."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._processes.end()
+        if self._client is not None:
+            self._client.close(0.0)
+        self._job_folder.close()

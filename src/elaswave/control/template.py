@@ -1,0 +1,263 @@
+"""The template process: it loads torch once, and forks what needs it: workers, and the committers of checkpoints.
+
+So launcher and coordinator hold no torch. The launcher forks the template, asks, and is told; what is done when stands
+in `elaswave.protocol.template`. Only a parent learns at once, and surely, how a process has ended, so the template
+watches its children and tells the launcher. All of it hangs together: the template ends with the launcher, workers and
+committer end with the template (`parent_death`).
+
+A process that forks may have one thread only. The template has a second one for half a second, when workers have been
+forked: it loads what commits need; until it has ended nobody is forked.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from elaswave.config.schema import Config
+from elaswave.control.death_watch import DeathWatch
+from elaswave.control.forking import Child, fork
+from elaswave.control.template_messages import (
+    AbandonCommits,
+    ChildGone,
+    CommitDone,
+    CommitRequest,
+    CommitShards,
+    FromTemplate,
+    KillWorkers,
+    Prepared,
+    Spawned,
+    SpawnRefused,
+    SpawnWorkers,
+    StartingPoint,
+    ToTemplate,
+    Unpacker,
+    Unprepared,
+    pack,
+)
+from elaswave.errors import CheckpointError, LaunchError
+from elaswave.faults.injection import Fault
+from elaswave.protocol.template import (
+    COMMITTER,
+    ChildEnded,
+    CommitAsked,
+    CommitsAbandoned,
+    EndAsked,
+    ForkCommitter,
+    ForkWorker,
+    KillAsked,
+    KillChild,
+    SpawnAsked,
+    TellCommit,
+    TellEnd,
+    Template,
+    TemplateEffect,
+    TemplateEvent,
+)
+from elaswave.worker.probe import Probe
+
+_ANSWER_BYTES_MAX = 1 << 15
+"""Of what a committer may say; a pipe holds more, so it never waits for a reader."""
+
+
+class TemplateSetup(NamedTuple):
+    """What the template and the workers are started with."""
+
+    config: Config
+    run_dir: Path
+    control_dir: Path
+    """Private folder of the job: the workers listen in it."""
+    listen: str
+    """Where the coordinator listens."""
+    key: bytes
+    deaths: DeathWatch
+    faults: tuple[Fault, ...]
+    """Those of workers are carried out in them."""
+    probe: Probe | None
+    profile: bool
+
+
+def run_template(setup: TemplateSetup, link: socket.socket) -> int:
+    """The template process from its start to the end of the launcher, or of the job.
+
+    Args:
+        setup: what it is started with.
+        link: to the launcher.
+    Returns:
+        Exit status.
+    """
+    try:
+        from elaswave.control import worker_life  # late: it loads torch, and the launcher imports this module
+        from elaswave.worker.blueprint import Blueprint
+
+        state = Blueprint(setup.config).state
+    except BaseException as error:
+        traceback.print_exc()
+        link.sendall(pack(Unprepared(text=f"{type(error).__name__}: {error}")))
+        return 1
+    link.sendall(pack(Prepared(state=state)))
+    serving = _Serving(setup, link, worker_life.live)
+    return serving.run()
+
+
+class _Serving:
+    """Carries out what the template's machine decides."""
+
+    def __init__(
+        self, setup: TemplateSetup, link: socket.socket, live: Callable[[TemplateSetup, int, StartingPoint | None], int]
+    ) -> None:
+        self._setup = setup
+        self._link = link
+        self._live = live
+        self._machine = Template()
+        self._unpacker: Unpacker[ToTemplate] = Unpacker(ToTemplate)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(link, selectors.EVENT_READ, None)
+        self._children: dict[int, Child] = {}
+        self._checkpoint: StartingPoint | None = None
+        self._answer_fd = -1
+        """Gives what the committer says."""
+        self._loading: threading.Thread | None = None
+        self._is_over = False
+
+    def run(self) -> int:
+        while not self._is_over:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    self._hear()
+                elif key.data in self._children:
+                    self._reap(key.data)
+        return 0
+
+    def _hear(self) -> None:
+        """Takes what the launcher says; the end of its link is the end."""
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            data = self._link.recv(1 << 20)
+        if not data:
+            self._selector.unregister(self._link)
+            self._handle(EndAsked())
+            return
+        for message in self._unpacker.feed(data):
+            if isinstance(message, SpawnWorkers):
+                self._checkpoint = message.checkpoint
+                self._handle(SpawnAsked(message.workers))
+                self._load_for_commits()
+            elif isinstance(message, KillWorkers):
+                self._handle(KillAsked(message.workers))
+            elif isinstance(message, CommitShards):
+                self._handle(CommitAsked(message.number, message.request))
+            else:
+                assert isinstance(message, AbandonCommits), message
+                self._handle(CommitsAbandoned())
+
+    def _reap(self, name: int) -> None:
+        child = self._children.pop(name)
+        self._selector.unregister(child.pid_fd)
+        at_s = time.monotonic()
+        status = child.reap()
+        answer = ""
+        if name == COMMITTER:
+            answer = os.read(self._answer_fd, _ANSWER_BYTES_MAX).decode("utf-8", "replace")
+            os.close(self._answer_fd)
+        self._handle(ChildEnded(name, status, at_s, answer))
+
+    def _handle(self, event: TemplateEvent) -> None:
+        for effect in self._machine.handle(event):
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: TemplateEffect) -> None:
+        if isinstance(effect, ForkWorker):
+            worker, checkpoint = effect.worker, self._checkpoint
+            what, log = f"worker {worker}", f"worker-{worker}.log"
+            self._fork(worker, what, log, lambda: self._live(self._setup, worker, checkpoint))
+        elif isinstance(effect, ForkCommitter):
+            self._fork_committer(effect.request)
+        elif isinstance(effect, KillChild):
+            if effect.child in self._children:
+                os.kill(self._children[effect.child].pid, signal.SIGKILL)
+        elif isinstance(effect, TellEnd):
+            self._say(ChildGone(child=effect.worker, status=effect.status, at_s=effect.at_s))
+        elif isinstance(effect, TellCommit):
+            self._say(CommitDone(number=effect.number, error=effect.error, again=effect.again))
+        else:
+            self._is_over = True
+
+    def _say(self, message: FromTemplate) -> None:
+        with contextlib.suppress(ConnectionError):  # then the link's end is heard too
+            self._link.sendall(pack(message))
+
+    # --------------------------------------------------------------------------------------------------------- forking
+
+    def _fork(self, name: int, what: str, log: str, body: Callable[[], int]) -> bool:
+        """Forks a child and tells the launcher; returns whether the system has let it."""
+        if self._loading is not None:
+            self._loading.join()
+            self._loading = None
+        try:
+            child = fork(what, self._setup.run_dir / "logs" / log, body, let_go=self._let_go)
+        except LaunchError as error:
+            if name != COMMITTER:
+                self._say(SpawnRefused(text=str(error)))
+            else:
+                self._handle(ChildEnded(COMMITTER, 1 << 8, time.monotonic(), str(error)))
+            return False
+        self._children[name] = child
+        self._selector.register(child.pid_fd, selectors.EVENT_READ, name)
+        self._say(Spawned(child=name, pid=child.pid))
+        return True
+
+    def _let_go(self) -> None:
+        """In a child: closes what is the template's."""
+        self._link.close()
+        self._selector.close()
+        for child in self._children.values():
+            os.close(child.pid_fd)
+
+    def _load_for_commits(self) -> None:
+        """Loads what commits need, beside: that takes half a second of work, and ends must be told meanwhile."""
+        if self._loading is None:
+            self._loading = threading.Thread(target=_load_committing, daemon=True)
+            self._loading.start()
+
+    def _fork_committer(self, request: bytes) -> None:
+        self._answer_fd, answer = os.pipe2(os.O_CLOEXEC)
+        is_forked = self._fork(
+            COMMITTER, "the committer of a checkpoint", "committer.log", lambda: commit(request, answer)
+        )
+        os.close(answer)
+        if not is_forked:
+            os.close(self._answer_fd)
+
+
+def _load_committing() -> None:
+    from elaswave.state import checkpoint_commit  # noqa: F401  # late, as it takes so long
+
+
+def commit(request: bytes, answer: int) -> int:
+    """The life of a committer.
+
+    Args:
+        request: a `CommitRequest`.
+        answer: descriptor for the reason why there is no checkpoint.
+    Returns:
+        0 if the checkpoint is durable.
+    """
+    from elaswave.state.checkpoint_commit import commit_checkpoint  # loaded by the template
+
+    asked = msgspec.msgpack.decode(request, type=CommitRequest)
+    try:
+        commit_checkpoint(Path(asked.folder), asked.items, asked.meta, sizes=asked.sizes)
+    except CheckpointError as error:
+        os.write(answer, str(error).encode()[:_ANSWER_BYTES_MAX])
+        return 1
+    return 0

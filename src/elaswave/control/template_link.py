@@ -1,0 +1,115 @@
+"""The launcher's end of the template process: forks it, asks it, hears it, ends it. Nothing here waits but the end."""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+
+from elaswave.control.forking import Child, fork, how_it_ended
+from elaswave.control.template import TemplateSetup, run_template
+from elaswave.control.template_messages import FromTemplate, ToTemplate, Unpacker, pack
+
+TEMPLATE_LOG = "template.log"
+
+
+class TemplateProcess:
+    """The template of a job.
+
+    Args:
+        setup: what it is started with.
+        let_go: called in the template: closes what is the launcher's.
+    Raises:
+        LaunchError: the system refuses the process.
+    """
+
+    def __init__(self, setup: TemplateSetup, let_go: Callable[[], None]) -> None:
+        self._link, theirs = socket.socketpair()
+        self._link.setblocking(False)
+        self._unpacker: Unpacker[FromTemplate] = Unpacker(FromTemplate)
+        self._unsent = bytearray()
+
+        def release() -> None:
+            self._link.close()
+            let_go()
+
+        try:
+            self._child: Child | None = fork(
+                "the template",
+                setup.run_dir / "logs" / TEMPLATE_LOG,
+                lambda: run_template(setup, theirs),
+                let_go=release,
+            )
+        except BaseException:
+            self._link.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid = self._child.pid
+        self.pid_fd = self._child.pid_fd
+
+    def fileno(self) -> int:
+        """Readable when `hear` has something to do."""
+        return self._link.fileno()
+
+    def ask(self, message: ToTemplate) -> None:
+        """Sends a message, or as much of it as there is room for; `flush` sends the rest."""
+        self._unsent += pack(message)
+        self.flush()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something waits for room."""
+        return bool(self._unsent)
+
+    def flush(self) -> None:
+        """Sends what waits, as far as there is room. To a template that has ended, nothing is sent."""
+        try:
+            while self._unsent:
+                del self._unsent[: self._link.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent.clear()
+
+    def hear(self) -> list[FromTemplate]:
+        """What has come."""
+        messages: list[FromTemplate] = []
+        with contextlib.suppress(OSError):
+            while data := self._link.recv(1 << 20):
+                messages += self._unpacker.feed(data)
+        return messages
+
+    def ended(self) -> str | None:
+        """How it has ended, if it has ended by itself: "was killed by SIGKILL". It is reaped then."""
+        if self._child is None or not _has_ended(self._child, 0.0):
+            return None
+        child, self._child = self._child, None
+        return how_it_ended(child.reap())
+
+    def let_go(self) -> None:
+        """In another child: closes what is the launcher's."""
+        self._link.close()
+        if self._child is not None:
+            os.close(self.pid_fd)
+
+    def end(self, timeout_s: float) -> None:
+        """Ends it, and with it all that it has forked: it kills and reaps them itself, or is killed after a time.
+
+        May be called again.
+        """
+        self._link.close()
+        if self._child is None:
+            return
+        child, self._child = self._child, None
+        if not _has_ended(child, timeout_s):
+            os.kill(child.pid, signal.SIGKILL)
+        child.reap()
+
+
+def _has_ended(child: Child, timeout_s: float) -> bool:
+    """Whether a process ends within a time."""
+    poll = select.poll()
+    poll.register(child.pid_fd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1e3))

@@ -1,0 +1,135 @@
+"""What launcher and template process say to each other, and how it lies in their socket: a length, then msgpack."""
+
+import struct
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from elaswave.state.checkpoint_format import CheckpointMeta, WrittenItem
+from elaswave.state.shapes import StateShapes
+from elaswave.worker.messages import Message
+
+
+class StartingPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint from which workers begin."""
+
+    folder: str
+    meta: CheckpointMeta
+
+
+class SpawnWorkers(Message, frozen=True, kw_only=True):
+    """Fork these workers."""
+
+    workers: tuple[int, ...]
+    checkpoint: StartingPoint | None
+    """None: they begin from the seed."""
+
+
+class KillWorkers(Message, frozen=True, kw_only=True):
+    """Kill these workers, as far as they live."""
+
+    workers: tuple[int, ...]
+
+
+class CommitShards(Message, frozen=True, kw_only=True):
+    """Commit a checkpoint, in a process of its own."""
+
+    number: int
+    request: bytes
+    """A `CommitRequest`."""
+
+
+class AbandonCommits(Message, frozen=True, kw_only=True):
+    """Whoever has asked for commits is gone: break them off."""
+
+
+class CommitRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a committer needs to know; see `elaswave.state.checkpoint_commit.commit_checkpoint`."""
+
+    folder: str
+    items: list[WrittenItem]
+    meta: CheckpointMeta
+    sizes: dict[str, int]
+
+
+class Prepared(Message, frozen=True, kw_only=True):
+    """The template has loaded torch and built the model: workers can be forked."""
+
+    state: StateShapes
+
+
+class Unprepared(Message, frozen=True, kw_only=True):
+    """It cannot: what has happened, in one line; the rest stands in its log."""
+
+    text: str
+
+
+class Spawned(Message, frozen=True, kw_only=True):
+    """A process has been forked."""
+
+    child: int
+    """A worker's id, or `elaswave.protocol.template.COMMITTER`."""
+    pid: int
+
+
+class SpawnRefused(Message, frozen=True, kw_only=True):
+    """The system refuses a process."""
+
+    text: str
+
+
+class ChildGone(Message, frozen=True, kw_only=True):
+    """A forked process has ended, and is reaped."""
+
+    child: int
+    status: int
+    """As `os.waitpid` gives it."""
+    at_s: float
+    """Monotonic time."""
+
+
+class CommitDone(Message, frozen=True, kw_only=True):
+    """What became of a commit."""
+
+    number: int
+    error: str | None
+    """None: the checkpoint is durable."""
+    again: bool = False
+    """Whether it is worth another try."""
+
+
+ToTemplate = SpawnWorkers | KillWorkers | CommitShards | AbandonCommits
+FromTemplate = Prepared | Unprepared | Spawned | SpawnRefused | ChildGone | CommitDone
+
+_T = TypeVar("_T")
+_LENGTH = struct.Struct("<Q")
+
+
+def pack(message: ToTemplate | FromTemplate) -> bytes:
+    """A message as it lies in the socket."""
+    payload = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class Unpacker(Generic[_T]):
+    """Messages from the bytes of a socket, however they are cut.
+
+    Args:
+        receives: union of the messages' types.
+    """
+
+    def __init__(self, receives: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[_T] = msgspec.msgpack.Decoder(receives)
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[_T]:
+        """The messages that are whole with these bytes."""
+        self._data += data
+        while len(self._data) >= _LENGTH.size:
+            stop = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
+            if len(self._data) < stop:
+                return
+            payload = bytes(self._data[_LENGTH.size : stop])
+            del self._data[:stop]
+            yield self._decoder.decode(payload)

@@ -1,0 +1,83 @@
+"""The life of a worker's process, from the fork to its end: its connection to the coordinator, its faults, its steps.
+
+Loads torch; only the template process and its children import this.
+"""
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from elaswave.control.client import ControlClient
+from elaswave.control.memory_pressure import offer_to_kernel
+from elaswave.control.template import TemplateSetup
+from elaswave.control.template_messages import StartingPoint
+from elaswave.faults.injection import FAULTS_FILE, FaultProbe
+from elaswave.worker.messages import ToWorker
+from elaswave.worker.probe import NoProbe, Probe, Probes
+from elaswave.worker.process import Mailbox, WorkerSetup, run_worker
+from elaswave.worker.step import StepEngine
+
+HEARTBEAT_S = 0.25
+COMPUTE_NICENESS = 5
+"""Computing yields to the threads and processes that keep the job together, which need little and need it at once."""
+SWITCH_INTERVAL_S = 0.001
+"""How long a worker's main thread may hold the interpreter while its control thread wants it."""
+
+
+def live(setup: TemplateSetup, worker: int, checkpoint: StartingPoint | None) -> int:
+    """Runs one worker in this process.
+
+    Args:
+        setup: of the job.
+        worker: its id.
+        checkpoint: where it begins; None: at the seed.
+    Returns:
+        Exit status.
+    """
+    clients: list[ControlClient[ToWorker]] = []
+
+    def silence(engine: StepEngine, *, close_links: bool) -> None:
+        """The `cut` faults: from now on nothing goes in or out of this worker."""
+        clients[0].silence(True)
+        if close_links:
+            engine.transport.close()
+        threading.Event().wait()
+
+    probe: Probe = setup.probe or NoProbe()
+    if setup.faults:
+        seed = setup.config.run.seed
+        faults = FaultProbe(setup.faults, seed=seed, record=setup.run_dir / FAULTS_FILE, silence=silence)
+        probe = Probes(probe, faults)
+    worker_setup = WorkerSetup(
+        config=setup.config,
+        worker=worker,
+        run_dir=setup.run_dir,
+        key=setup.key,
+        listen=f"unix:{setup.control_dir}",
+        checkpoint=None if checkpoint is None else (Path(checkpoint.folder), checkpoint.meta),
+        probe=probe,
+        profile=setup.profile,
+    )
+
+    def make_client(mailbox: Mailbox) -> ControlClient[ToWorker]:
+        setup.deaths.live(worker)
+        client: ControlClient[ToWorker] = ControlClient(
+            setup.listen,
+            setup.key,
+            worker,
+            ToWorker,
+            mailbox.receive,
+            mailbox.hello,
+            facts=mailbox.standing,
+            heartbeat=mailbox.heartbeat,
+            interval_s=HEARTBEAT_S,
+        )
+        clients.append(client)
+        client.start()
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPUTE_NICENESS)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        return client
+
+    offer_to_kernel()
+    return run_worker(worker_setup, make_client)

@@ -1,0 +1,161 @@
+"""The template process as a machine: whom it forks, and what it tells the launcher of their ends. No IO.
+
+The launcher asks, the template answers. A worker's id is forked once. One checkpoint is committed at a time, by a
+process of its own, the committer; a request that is repeated is answered again, since its answer may have been lost.
+When the launcher is gone, or wants the end, the workers are killed at once and a commit in hand is finished.
+"""
+
+from typing import NamedTuple
+
+COMMITTER = -1
+"""Names the process that commits a checkpoint, among the ids of workers."""
+
+
+class SpawnAsked(NamedTuple):
+    """Workers are to be forked."""
+
+    workers: tuple[int, ...]
+
+
+class KillAsked(NamedTuple):
+    """Workers are to be killed; those that have ended already are passed over."""
+
+    workers: tuple[int, ...]
+
+
+class CommitAsked(NamedTuple):
+    """A checkpoint is to be committed."""
+
+    number: int
+    """Of the request; a repetition has the same one."""
+    request: bytes
+    """What the committer needs to know."""
+
+
+class CommitsAbandoned(NamedTuple):
+    """The coordinator that has asked for a commit is gone: it is to be broken off."""
+
+
+class ChildEnded(NamedTuple):
+    """A forked process has ended, and is reaped."""
+
+    child: int
+    """A worker's id, or `COMMITTER`."""
+    status: int
+    """As `os.waitpid` gives it."""
+    at_s: float
+    """Monotonic time."""
+    answer: str = ""
+    """Of the committer: why it has not committed; empty if it said nothing."""
+
+
+class EndAsked(NamedTuple):
+    """The launcher is gone, or wants the end."""
+
+
+TemplateEvent = SpawnAsked | KillAsked | CommitAsked | CommitsAbandoned | ChildEnded | EndAsked
+
+
+class ForkWorker(NamedTuple):
+    """Fork a worker."""
+
+    worker: int
+
+
+class ForkCommitter(NamedTuple):
+    """Fork the process that commits."""
+
+    request: bytes
+
+
+class KillChild(NamedTuple):
+    """Kill a forked process; its end comes as an event."""
+
+    child: int
+
+
+class TellEnd(NamedTuple):
+    """Tell the launcher that a worker's process has ended."""
+
+    worker: int
+    status: int
+    at_s: float
+
+
+class TellCommit(NamedTuple):
+    """Tell the launcher what became of a commit."""
+
+    number: int
+    error: str | None
+    """None: the checkpoint is durable. Else why it is not."""
+    again: bool = False
+    """Whether it is worth another try: not the checkpoint, but its committer was to blame."""
+
+
+class EndTemplate(NamedTuple):
+    """Nothing is left: end."""
+
+
+TemplateEffect = ForkWorker | ForkCommitter | KillChild | TellEnd | TellCommit | EndTemplate
+
+
+class Template:
+    """The template's machine."""
+
+    def __init__(self) -> None:
+        self._living: set[int] = set()
+        self._forked: set[int] = set()
+        self._committing: CommitAsked | None = None
+        self._answer: TellCommit | None = None
+        self._is_ending = False
+
+    def handle(self, event: TemplateEvent) -> list[TemplateEffect]:
+        """Takes one event; returns effects in their order."""
+        if isinstance(event, ChildEnded):
+            return self._ended(event)
+        if isinstance(event, EndAsked):
+            self._is_ending = True
+            killed: list[TemplateEffect] = [KillChild(child) for child in sorted(self._living - {COMMITTER})]
+            return killed or self._exit()
+        if self._is_ending:
+            return []
+        if isinstance(event, SpawnAsked):
+            new = [worker for worker in event.workers if worker not in self._forked]
+            self._forked.update(new)
+            self._living.update(new)
+            return [ForkWorker(worker) for worker in new]
+        if isinstance(event, KillAsked):
+            return [KillChild(worker) for worker in event.workers if worker in self._living]
+        if isinstance(event, CommitsAbandoned):
+            return [KillChild(COMMITTER)] if self._committing is not None else []
+        return self._commit(event)
+
+    def _commit(self, asked: CommitAsked) -> list[TemplateEffect]:
+        if self._answer is not None and self._answer.number == asked.number:
+            return [self._answer]
+        if self._committing is None:
+            self._committing, self._answer = asked, None
+            self._living.add(COMMITTER)
+            return [ForkCommitter(asked.request)]
+        if self._committing.number != asked.number:
+            return [TellCommit(asked.number, "the checkpoint before it is still being committed")]
+        return []
+
+    def _ended(self, event: ChildEnded) -> list[TemplateEffect]:
+        self._living.discard(event.child)
+        effects: list[TemplateEffect] = []
+        if event.child != COMMITTER:
+            effects.append(TellEnd(event.child, event.status, event.at_s))
+        elif self._committing is not None:
+            number, self._committing = self._committing.number, None
+            if event.status == 0:
+                self._answer = TellCommit(number, None)
+            elif event.answer:
+                self._answer = TellCommit(number, event.answer)
+            else:
+                self._answer = TellCommit(number, "the process that committed it was lost", again=True)
+            effects.append(self._answer)
+        return effects + self._exit()
+
+    def _exit(self) -> list[TemplateEffect]:
+        return [EndTemplate()] if self._is_ending and not self._living else []

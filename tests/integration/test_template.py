@@ -1,0 +1,255 @@
+"""The template process: who holds torch, what its end means, and how checkpoints are committed by its children."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.jobs import QuietReporter, nothing_left, run_job, small_config
+
+from elaswave.control import coordinator, launcher
+from elaswave.errors import LaunchError, RecoveryError
+from elaswave.observability.events import RunFinished, read_events
+from elaswave.observability.processes import RunProcess, lives, read_processes
+from elaswave.protocol.events import CoordinatorEffect, FindCheckpoint
+from elaswave.state import checkpoint_commit
+from elaswave.state.checkpoint import CheckpointSearch, find_newest_checkpoint
+from elaswave.worker import blueprint
+from elaswave.worker.probe import Phase
+
+WAIT_S = 120.0
+PATIENT = ["run.steps=100000", "model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "layout.widths=[2]"]
+SETTINGS = {"run.steps": 6, "run.checkpoint_every": 2, "layout.widths": "[1, 1]"}
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    """A job that goes on until it is ended, as a person starts it."""
+    (folder / "tmp").mkdir()
+    settings = [word for pair in PATIENT for word in ("--set", pair)]
+    command = [sys.executable, "-m", "elaswave", "train", "--run-dir", str(folder / "run"), *settings]
+    environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def wait_for(what: Callable[[], Any]) -> Any:
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        found = what()
+        if found:
+            return found
+        time.sleep(0.01)
+    raise AssertionError("it never came")
+
+
+def roles(run_dir: Path, *wanted: str) -> dict[str, RunProcess]:
+    """One process of each role, once all roles are there."""
+    found = {process.role: process for process in read_processes(run_dir)}
+    return found if set(wanted) <= set(found) else {}
+
+
+def maps_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def status_of(pid: int, field: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def test_launcher_and_coordinator_hold_no_torch(tmp_path: Path) -> None:
+    job = start(tmp_path)
+    try:
+        log = tmp_path / "run" / "events.jsonl"
+        wait_for(lambda: log.exists() and '"kind":"step"' in log.read_text())
+        found = roles(tmp_path / "run", "launcher", "template", "coordinator", "worker")
+        assert {role: maps_torch(process.pid) for role, process in found.items()} == {
+            "launcher": False,
+            "template": True,
+            "coordinator": False,
+            "worker": True,
+        }
+        resident_kb = {role: status_of(process.pid, "VmRSS") for role, process in found.items()}
+        assert max(resident_kb["launcher"], resident_kb["coordinator"]) < resident_kb["template"] / 2, resident_kb
+        wait_for(lambda: status_of(found["template"].pid, "Threads") == 1)
+        assert status_of(found["launcher"].pid, "Threads") == 1, "they fork"
+    finally:
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=WAIT_S)
+    assert job.returncode == 130
+    assert os.listdir(tmp_path / "tmp") == []
+
+
+@pytest.mark.parametrize("moment", ["template", "coordinator", "step"])
+@pytest.mark.parametrize("victim", ["launcher", "template"])
+def test_the_end_of_launcher_or_template_is_the_end_of_all(victim: str, moment: str, tmp_path: Path) -> None:
+    job = start(tmp_path)
+    run_dir = tmp_path / "run"
+    try:
+        seen: list[RunProcess] = []
+        if moment == "step":
+            log = run_dir / "events.jsonl"
+            wait_for(lambda: log.exists() and '"kind":"step"' in log.read_text())
+        else:
+            wait_for(lambda: roles(run_dir, moment))
+        seen = read_processes(run_dir)
+        os.kill(roles(run_dir, victim)[victim].pid, signal.SIGKILL)
+        _, shown = job.communicate(timeout=WAIT_S)
+        wait_for(lambda: not any(lives(process) for process in [*seen, *read_processes(run_dir)]))
+    finally:
+        job.kill()
+        job.wait()
+    if victim == "launcher":
+        assert job.returncode == -signal.SIGKILL
+        return
+    assert job.returncode == 1
+    error = shown.splitlines()[-1]
+    assert "error: the template process, from which" in error and "was killed by SIGKILL" in error, shown
+    assert "Traceback" not in shown
+    assert os.listdir(tmp_path / "tmp") == []
+    assert not read_processes(run_dir)
+    if moment == "step":
+        last = read_events(run_dir / "events.jsonl")[-1]
+        assert isinstance(last, RunFinished) and last.outcome == "failed"
+
+
+class KillsTheTemplate:
+    """Worker 0 kills the process that it was forked from in step 5, when a checkpoint is durable."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def reached(self, phase: Phase, index: int, engine: Any) -> None:
+        if (engine.worker, engine.step, phase, index) == (0, 5, "forward", 0):
+            wait_for(lambda: list(self._run_dir.glob("checkpoints/step-????????")))
+            os.kill(os.getppid(), signal.SIGKILL)
+
+
+def test_a_job_whose_template_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(RecoveryError, match="was killed by SIGKILL, and all workers have ended with it") as raised:
+        run_job(run_dir, SETTINGS, probe=KillsTheTemplate(run_dir))
+    assert "to go on from there: elaswave train --resume" in str(raised.value)
+    job = run_job(run_dir, SETTINGS, resume=True)
+    assert job.computation == run_job(tmp_path / "reference", SETTINGS).computation
+
+
+def test_a_template_that_cannot_load_what_workers_need_ends_the_job_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object, **keywords: object) -> None:
+        raise ImportError("libtorch_cpu.so: cannot open shared object file")
+
+    monkeypatch.setattr(blueprint, "build_model", broken)
+    with nothing_left(), pytest.raises(LaunchError) as raised:
+        launcher.train(small_config(), tmp_path, reporter=QuietReporter())
+    assert "cannot load torch and the model: ImportError: libtorch_cpu.so: cannot open" in str(raised.value)
+    assert "ImportError" in (tmp_path / "logs" / "template.log").read_text()
+
+
+class Unlucky:
+    """In place of `commit_checkpoint`: the first committers of the job are killed."""
+
+    def __init__(self, folder: Path, times: int, also: Callable[[], None] = lambda: None) -> None:
+        self._commit, self._folder, self._times, self._also = checkpoint_commit.commit_checkpoint, folder, times, also
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> object:
+        mark = self._folder / f"lost-{len(list(self._folder.glob('lost-*')))}"
+        if mark.name == f"lost-{self._times}":
+            return self._commit(*arguments, **keywords)
+        mark.touch()
+        self._also()
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+
+@pytest.mark.parametrize(("lost", "durable"), [(1, [2, 4, 6]), (2, [4, 6])])
+def test_a_lost_committer_costs_at_most_its_checkpoint(
+    lost: int, durable: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_commit, "commit_checkpoint", Unlucky(tmp_path, lost))
+    reporter = QuietReporter()
+    job = run_job(tmp_path / "run", SETTINGS | {"run.keep_checkpoints": 9}, reporter=reporter)
+    assert [record.step for record in job.result.checkpoints] == durable
+    told = [text for text in reporter.errors if "the process that committed it was lost" in text]
+    assert len(told) == lost - 1
+    assert len(list(tmp_path.glob("lost-*"))) == lost
+    monkeypatch.undo()
+    assert job.computation == run_job(tmp_path / "reference", SETTINGS).computation
+
+
+def test_a_coordinator_that_is_lost_during_a_commit_leaves_it_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+
+    def take_the_coordinator_along() -> None:
+        os.kill(roles(run_dir, "coordinator")["coordinator"].pid, signal.SIGKILL)
+
+    monkeypatch.setattr(checkpoint_commit, "commit_checkpoint", Unlucky(tmp_path, 1, take_the_coordinator_along))
+    job = run_job(run_dir, SETTINGS | {"run.keep_checkpoints": 9})
+    assert [record.step for record in job.result.checkpoints] == [2, 4, 6]
+    assert [recovery.kind for recovery in job.result.recoveries] == ["coordinator"]
+    assert list((run_dir / "checkpoints").glob("*.tmp")) == []
+
+
+def test_a_system_that_refuses_the_committer_costs_checkpoints_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork, forks = os.fork, []
+
+    def fork_or_fail() -> int:
+        forks.append(1)
+        if len(forks) > 3:  # of the template itself, and of its two workers
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", fork_or_fail)
+    reporter = QuietReporter()
+    job = run_job(tmp_path, SETTINGS, reporter=reporter)
+    assert job.result.steps == 6 and job.result.checkpoints == []
+    told = [
+        text for text in reporter.errors if "the process of the committer of a checkpoint cannot be started" in text
+    ]
+    assert len(told) == 3
+
+
+def test_a_coordinator_that_looks_for_checkpoints_waits_for_one_in_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody would go back to an older one, and the newer one would appear behind their backs."""
+    commit, mark, begun, early = checkpoint_commit.commit_checkpoint, *(tmp_path / name for name in ("a", "b", "c"))
+    run_dir = tmp_path / "run"
+
+    def slow(*arguments: Any, **keywords: Any) -> object:
+        if arguments[0].name.startswith("step-00000004"):
+            begun.touch()
+            wait_for(mark.exists)
+        return commit(*arguments, **keywords)
+
+    def note(effect: CoordinatorEffect) -> None:
+        if isinstance(effect, FindCheckpoint):
+            mark.touch()
+
+    def look(folder: Path) -> CheckpointSearch:
+        if list(folder.glob("checkpoints/step-00000004.tmp")):
+            early.touch()
+        return find_newest_checkpoint(folder)
+
+    class KillsItself:
+        def reached(self, phase: Phase, index: int, engine: Any) -> None:
+            if (engine.worker, engine.step, phase, index) == (1, 5, "backward", 0):
+                wait_for(begun.exists)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(checkpoint_commit, "commit_checkpoint", slow)
+    monkeypatch.setattr(coordinator, "find_newest_checkpoint", look)
+    settings = SETTINGS | {"elastic.num_followers": 0, "layout.widths": "[2]"}
+    job = run_job(run_dir, settings, probe=KillsItself(), before_effect=note)
+    assert mark.exists() and not early.exists()
+    assert any("goes back to the checkpoint of step 4" in text for text in job.messages), job.messages
+    assert job.result.steps == 6

@@ -1,0 +1,85 @@
+"""The template's machine, event by event."""
+
+import signal
+
+from elaswave.protocol.template import (
+    COMMITTER,
+    ChildEnded,
+    CommitAsked,
+    CommitsAbandoned,
+    EndAsked,
+    EndTemplate,
+    ForkCommitter,
+    ForkWorker,
+    KillAsked,
+    KillChild,
+    SpawnAsked,
+    TellCommit,
+    TellEnd,
+    Template,
+)
+
+KILLED = int(signal.SIGKILL)
+FAILED = 1 << 8
+
+
+def test_a_workers_id_is_forked_once_and_its_end_told() -> None:
+    template = Template()
+    assert template.handle(SpawnAsked((0, 1))) == [ForkWorker(0), ForkWorker(1)]
+    assert template.handle(SpawnAsked((1, 2))) == [ForkWorker(2)]
+    assert template.handle(ChildEnded(1, KILLED, 5.0)) == [TellEnd(1, KILLED, 5.0)]
+    assert template.handle(SpawnAsked((1,))) == [], "also after its end"
+
+
+def test_only_workers_that_live_are_killed() -> None:
+    template = Template()
+    template.handle(SpawnAsked((0, 1)))
+    template.handle(ChildEnded(0, 0, 5.0))
+    assert template.handle(KillAsked((0, 1, 7))) == [KillChild(1)]
+
+
+def test_a_commit_is_answered_and_its_repetition_again() -> None:
+    template = Template()
+    asked = CommitAsked(3, b"what")
+    assert template.handle(asked) == [ForkCommitter(b"what")]
+    assert template.handle(asked) == [], "it is in hand"
+    assert template.handle(ChildEnded(COMMITTER, 0, 5.0)) == [TellCommit(3, None)]
+    assert template.handle(asked) == [TellCommit(3, None)]
+    assert template.handle(CommitAsked(4, b"next")) == [ForkCommitter(b"next")]
+
+
+def test_one_checkpoint_is_committed_at_a_time() -> None:
+    template = Template()
+    template.handle(CommitAsked(3, b"what"))
+    (told,) = template.handle(CommitAsked(4, b"next"))
+    assert isinstance(told, TellCommit) and told.number == 4 and not told.again
+    assert template.handle(ChildEnded(COMMITTER, 0, 5.0)) == [TellCommit(3, None)]
+
+
+def test_why_there_is_no_checkpoint_and_whether_another_try_may_help() -> None:
+    template = Template()
+    template.handle(CommitAsked(3, b"what"))
+    assert template.handle(ChildEnded(COMMITTER, FAILED, 5.0, "disk full")) == [TellCommit(3, "disk full")]
+    template.handle(CommitAsked(4, b"what"))
+    (told,) = template.handle(ChildEnded(COMMITTER, KILLED, 5.0))
+    assert told == TellCommit(4, "the process that committed it was lost", again=True)
+
+
+def test_a_commit_whose_coordinator_is_gone_is_broken_off() -> None:
+    template = Template()
+    assert template.handle(CommitsAbandoned()) == []
+    template.handle(CommitAsked(3, b"what"))
+    assert template.handle(CommitsAbandoned()) == [KillChild(COMMITTER)]
+    assert template.handle(ChildEnded(COMMITTER, KILLED, 5.0))[0][:1] == (3,)
+
+
+def test_the_end_kills_workers_and_waits_for_all_also_for_a_commit() -> None:
+    template = Template()
+    assert Template().handle(EndAsked()) == [EndTemplate()]
+    template.handle(SpawnAsked((0, 1)))
+    template.handle(CommitAsked(3, b"what"))
+    assert template.handle(EndAsked()) == [KillChild(0), KillChild(1)]
+    assert template.handle(SpawnAsked((2,))) == template.handle(CommitAsked(4, b"")) == []
+    assert template.handle(ChildEnded(0, KILLED, 5.0)) == [TellEnd(0, KILLED, 5.0)]
+    assert template.handle(ChildEnded(1, KILLED, 5.0)) == [TellEnd(1, KILLED, 5.0)]
+    assert template.handle(ChildEnded(COMMITTER, 0, 6.0)) == [TellCommit(3, None), EndTemplate()]
