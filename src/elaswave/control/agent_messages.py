@@ -39,7 +39,8 @@ class AgentHello(Message, frozen=True, kw_only=True):
 
     exited: list[Exited]
     stop: bool
-    """Whether a person wants the job to end; an earlier coordinator may have been told, and have told nobody."""
+    """Whether the user wants the job to end; an earlier coordinator may have learned it and died before telling any
+    member."""
 
 
 class Awaited(Message, frozen=True, kw_only=True):
@@ -84,7 +85,7 @@ class ShowText(Message, frozen=True, kw_only=True):
 
 
 class Ended(Message, frozen=True, kw_only=True):
-    """The job is over; the agent ends whoever is left."""
+    """The job is over; the agent ends the processes that are left."""
 
     outcome: str
     """finished, stopped or failed."""

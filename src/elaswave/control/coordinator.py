@@ -110,7 +110,8 @@ class CoordinatorProcess(CoordinatorDriver):
     def __init__(self, setup: CoordinatorSetup) -> None:
         self._setup = setup
         plan = setup.plan
-        # All of a job's processes run on this machine: after its crash nobody is left who could act on the journal.
+        # All of a job's processes run on this machine: after its crash no process is left that could act on the
+        # journal.
         self._store: Store[JournalRecord] = FileStore(
             setup.control_dir / JOURNAL_FILE, JournalRecord, lock_timeout_s=5.0, outlives_machine=False
         )
@@ -267,7 +268,7 @@ class CoordinatorProcess(CoordinatorDriver):
                 failure = error
                 self._end(Ended(outcome="failed", reason=str(error)), write=False)
             deadline_s = time.monotonic() + LINGER_S
-            while not self._everybody_knows() and time.monotonic() < deadline_s:
+            while not self._all_know() and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.01)
             if failure is not None:
                 raise failure
@@ -283,7 +284,7 @@ class CoordinatorProcess(CoordinatorDriver):
     def _begin_or_take_over(self) -> None:
         """Begins the job, or goes on where earlier coordinators stood."""
         if self._state.outcome is not None:
-            # An earlier coordinator has ended the job and died before it could tell everybody.
+            # An earlier coordinator has ended the job and died before it could tell all members.
             outcome = "stopped" if self._state.outcome == "interrupted" else self._state.outcome
             self._end(Ended(outcome=outcome, reason=self._state.reason), write=False)
         if self.core.state is not State.STARTING:
@@ -299,7 +300,7 @@ class CoordinatorProcess(CoordinatorDriver):
         self.carry_out(self.core.begin())
         self._tick()
 
-    def _everybody_knows(self) -> bool:
+    def _all_know(self) -> bool:
         """Whether all have heard of the end and are gone. A new coordinator may first have to be found by them."""
         return not self._server.peers and self._informed >= {AGENT, *self.core.members}
 
@@ -544,7 +545,7 @@ class CoordinatorProcess(CoordinatorDriver):
         self._end(Ended(outcome="finished"))
 
     def _end(self, ended: Ended, *, write: bool = True) -> None:
-        """The job is over: everybody may go."""
+        """The job is over: all processes may end."""
         if self._ended is not None:
             return
         lost_workers = sorted(set(self._setup.plan.layout.workers) - set(self.core.members))
@@ -636,7 +637,7 @@ class CoordinatorProcess(CoordinatorDriver):
         """Shows how survivors go on."""
         decision = effect.decision
         self._detector.resume(time.monotonic())
-        self._report_restart(time.monotonic())  # whoever was still missing is no member any more
+        self._report_restart(time.monotonic())  # workers that were still missing are no members any more
         self._recoveries.log.decided(decision, time.monotonic(), self._plan_s)
         self._recorder.decided(decision)
         if effect.predicted_step_s is not None:

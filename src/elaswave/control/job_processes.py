@@ -2,8 +2,8 @@
 
 This process is the launcher. It forks the template, which forks the workers, and the coordinators. Whatever happens,
 no process outlives the job: children ask the kernel to be killed when their parent dies, and this process kills and
-reaps whoever is left, also the orphans of a template that was killed. It has no threads, so it may fork at any time,
-and no torch.
+reaps those that are left, also the orphans of a template that was killed. It has no threads, so it may fork at any
+time, and no torch.
 """
 
 import contextlib
@@ -188,7 +188,7 @@ class JobProcesses:
         return True
 
     def end(self) -> None:
-        """Kills and reaps whoever is left. To be called once."""
+        """Kills and reaps the processes that are left. To be called once."""
         self.kill_coordinator()
         self._template.end(TEMPLATE_GRACE_S)
         if self._coordinator is not None:

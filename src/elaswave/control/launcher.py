@@ -101,7 +101,7 @@ def train(
         ended = job.run(plan, checkpoint, lambda: _way_on(run_dir))
         result = _outcome(ended, job.stop_signal, run_dir)
     except StoppedBySignalError as error:
-        job.end()  # from now on nobody writes checkpoints
+        job.end()  # from now on no process writes checkpoints
         raise StoppedBySignalError(error.signal_number, f"{error}; {_way_on(run_dir)}") from None
     finally:
         job.end()

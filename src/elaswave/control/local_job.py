@@ -347,7 +347,7 @@ class LocalJob:
         """
         if not (self._folder / JOURNAL_FILE).exists():
             raise RecoveryError(
-                f"the coordinator is lost, and so is its journal: somebody has removed {self._folder} while the job "
+                f"the coordinator is lost, and so is its journal: {self._folder} was removed while the job "
                 f"ran; keep what cleans temporary folders away from there; {self._way_on()}"
             )
         setup = CoordinatorSetup(

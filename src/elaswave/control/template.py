@@ -6,7 +6,7 @@ watches its children and tells the launcher. All of it hangs together: the templ
 committer end with the template (`parent_death`).
 
 A process that forks may have one thread only. The template has a second one for half a second, when workers have been
-forked: it loads what commits need; until it has ended nobody is forked.
+forked: it loads what commits need; until it has ended no process is forked.
 """
 
 import contextlib

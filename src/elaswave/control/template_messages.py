@@ -41,7 +41,7 @@ class CommitShards(Message, frozen=True, kw_only=True):
 
 
 class AbandonCommits(Message, frozen=True, kw_only=True):
-    """Whoever has asked for commits is gone: break them off."""
+    """The coordinator that asked for commits has ended: break them off."""
 
 
 class CommitRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -95,7 +95,7 @@ def choose_levels(
 
 
 def common_levels(cluster: Cluster, where: np.ndarray) -> np.ndarray:
-    """Levels of workers for whom nobody chooses clocks one by one: the base ones, or lower ones under a power limit.
+    """Levels of workers whose clocks are not chosen one by one: the base ones, or lower ones under a power limit.
 
     Then all are held to one speed, the highest up to the base level's at which they keep within the limit together, as
     an operator's cap does.

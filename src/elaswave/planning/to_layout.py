@@ -106,7 +106,7 @@ def to_layout(allocation: Allocation, job: JobModel, costs: Costs, present: Layo
 
 
 def without_idle(layout: Layout) -> Layout:
-    """A layout without the workers that no route passes; stages that nobody is left in stay out, too."""
+    """A layout without the workers that no route passes; stages without any worker left are left out too."""
     busy = {hop.worker for route in layout.routes for hop in route}
     members = [tuple(worker for worker in stage.workers if worker in busy) for stage in layout.stages]
     numbers = {stage: number for number, stage in enumerate(index for index, each in enumerate(members) if each)}

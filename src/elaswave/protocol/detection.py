@@ -10,11 +10,11 @@ turned out to be harmless, and has a floor:
                                                                          4 times that while most are silent together
                 it has not registered, and uses no processor time        20 s
     progress    it computes one action far longer than any took          10 x the longest one, at least 2 s
-                everybody waits and nothing moves                        10 x the longest standstill, one step, 3 s
+                all workers wait and nothing moves                       10 x the longest standstill, one step, 3 s
 
 What keeps a slow machine from looking like a dead worker: time in which the coordinator itself was not scheduled does
-not count; a step that is committed is a sign of life of everybody, since the vote needs everybody; when nobody at all
-is heard, nobody is suspected (for half a minute: then there is nobody left to go on with).
+not count; a committed step is a sign of life of all members, since the vote needs all of them; when no worker at all is
+heard, none is suspected (for half a minute: then no worker is left to go on with).
 
 Durations are compared, never times of different machines. The same calls with the same times give the same answers.
 """
@@ -38,12 +38,12 @@ SILENCE_FACTOR = 4.0
 SILENCE_MARGIN_S = 5.0
 """A bound on silence is never more than this above the longest gap."""
 NO_HURRY = 2.0
-"""Factor on a bound on silence while somebody else still computes: so far the silent one holds nobody up."""
+"""Factor on a bound on silence while another worker still computes: so far the silent one delays no other."""
 SILENCE_STARTING_S = 20.0
 """Bound on silence of a worker that has not begun its first step, and on standing still of one that has not registered:
 it says nothing yet, but as long as its process uses processor time it gets on, however slowly."""
 UNSEEN_START_S = 120.0
-"""A worker that has not registered, and whose process nobody can see, is given so long."""
+"""Bound for a worker that has not registered and whose process the agent cannot see."""
 SILENCE_UNLEARNED_S = 5.0
 """Least bound on silence until `LEARNED_GAPS` heartbeats have come (`LEARNED_GAPS_AGAIN` to a successor), and while a
 worker is in one of `BESIDE_STEPS`."""
@@ -174,7 +174,7 @@ class Detector:
         self._overslept = False
         self._nobody_heard = False
         self._front = (-1, 0, 0)
-        """The newest (epoch, step, attempt) that anybody has begun."""
+        """The newest (epoch, step, attempt) that any worker has begun."""
         self._front_s = 0.0
         self._num_computing = 0
         self._moved_s = 0.0
@@ -182,7 +182,7 @@ class Detector:
         self._paused = False
         """Whether everybody waits for the coordinator."""
         self._busy: dict[str, _LongestLately] = {}
-        """By what is done: how long it took anybody."""
+        """By kind of action: how long it took any worker."""
         self._standstills = _LongestLately(DURATION_HALF_LIFE_S)
         self._steps = _LongestLately(DURATION_HALF_LIFE_S)
 
@@ -263,7 +263,7 @@ class Detector:
             self._exits.setdefault(worker, text)
 
     def pause(self, now_s: float) -> None:
-        """Everybody waits for the coordinator, until `resume`: nobody is to blame for this standstill."""
+        """All workers wait for the coordinator, until `resume`: none is suspected for this standstill."""
         self._advance(now_s)
         self._paused = True
 
@@ -372,10 +372,10 @@ class Detector:
     # ------------------------------------------------------------------------------------------------------ heartbeat
 
     def _never_begun(self) -> list[Suspicion]:
-        """Of those that have not registered: whose process was seen to stand still, and whose nobody has seen."""
+        """Of those that have not registered: whose process was seen to stand still, and whose was not seen."""
         suspicions = []
         for _, awaited in sorted(self._awaited.items()):
-            still_s = awaited.seen_s - awaited.moved_s  # as it was seen: that nobody looks is another matter
+            still_s = awaited.seen_s - awaited.moved_s  # as it was seen: time without a look is another matter
             unseen_s = self._now_s - awaited.seen_s
             who = f"worker {awaited.worker} has not registered, and "
             if still_s > SILENCE_STARTING_S:
@@ -416,7 +416,7 @@ class Detector:
             (watched, self._now_s - watched.alive_s, self._bound_of(watched, common_gap_s))
             for watched in self._watched.values()
         ]
-        # Of all by the same measure, whoever computes.
+        # Of all by the same measure, whichever worker computes.
         num_hushed = sum(silence_s > bound_s / 2 for _, silence_s, bound_s in known)
         shortest_s = min((silence_s for _, silence_s, _ in known), default=float("inf"))
         crowd = CROWD_FACTOR if num_hushed >= CROWD and 2 * num_hushed > len(known) else 1.0

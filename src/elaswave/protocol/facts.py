@@ -52,7 +52,7 @@ class Facts:
         self._keep_parts(lambda part: part != step)
 
     def rolled_back(self, step: int) -> None:
-        """Everybody goes back to a checkpoint: parts of later ones are void."""
+        """All members go back to a checkpoint: parts of later ones are void."""
         self._keep_parts(lambda part: part <= step)
 
     def _keep_parts(self, wanted: Callable[[int], bool]) -> None:

@@ -79,8 +79,8 @@ class Ledger:
         Args:
             vector: the whole merged vote.
             commits: whether it commits the step.
-            change: number of the planned change that everybody held in it, and that is in force from now on.
-            asks_checkpoint: whether it commits the step and somebody asked in it for a durable checkpoint.
+            change: number of the planned change that all workers held in it, and that is in force from now on.
+            asks_checkpoint: whether it commits the step and a ballot asked in it for a durable checkpoint.
         """
         self._refuse_if_promised("learn a vote")
         if not self.prepared:

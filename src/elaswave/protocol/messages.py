@@ -1,6 +1,6 @@
 """What coordinator and workers say to each other about membership and commits. Plain typed data.
 
-Every message carries an epoch; whoever receives one of another epoch than it expects drops it or answers with its own.
+Every message carries an epoch; a receiver of one of an unexpected epoch drops it or answers with its own epoch.
 Coordinators carry a term, which grows with every start of one.
 """
 
@@ -14,7 +14,7 @@ PROTOCOL_VERSION = 3
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """A completed vote, as whoever learned its result can pass it on."""
+    """A completed vote, as a worker that learned its result can pass it on."""
 
     step: int
     attempt: int
@@ -85,8 +85,8 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
 class LayoutChange(msgspec.Struct, frozen=True, kw_only=True, tag="change"):
     """A planned change of layout. Persisted before it is sent.
 
-    A worker that holds it says so in its vote; with the first vote that commits a step and in which everybody holds it,
-    it is in force: the step's GATHER already runs under it.
+    A worker that holds it says so in its vote; with the first vote that commits a step and in which all workers hold
+    it, it is in force: the step's GATHER already runs under it.
     """
 
     term: int
@@ -110,7 +110,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
     lost: tuple[int, ...]
     """Workers lost since the last decision."""
     evidence: Evidence | None
-    """The newest vote that anybody knows; members that have not seen it act on it now."""
+    """The newest vote that a member or the coordinator knows; members that have not seen it act on it now."""
     resume_step: int
     """The step to run next."""
     resume_attempt: int
@@ -118,15 +118,15 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
     layout: Layout
     placement: Placement
     deliver: tuple[tuple[int, int], ...]
-    """(worker, layer): parameters that must be sent before anybody computes."""
+    """(worker, layer): parameters that must be sent before any worker computes."""
     rollback: int | None
-    """The checkpoint's step, if everybody starts over from it; None if no state was lost."""
+    """The checkpoint's step, if all members start over from it; None if no state was lost."""
     evaluate: bool
     """The evaluation of the step before `resume_step` is still to be made."""
     checkpoint: bool
     """The checkpoint of the step before `resume_step` is still to be written."""
     published: int
-    """The newest step whose loss the coordinator has; whoever knows later ones sends them again."""
+    """The newest step whose loss the coordinator has; a member that knows later ones sends them again."""
     promoted: int
     """Number of blocks that got a new owner."""
     reason: str

@@ -56,8 +56,8 @@ def kind_of(label: str) -> str:
 def blame(positions: Mapping[int, Position]) -> int:
     """Whom a standstill goes back to.
 
-    The chains of who waits for whom end in a worker that waits for nobody (that is known), or in a circle. Of those at
-    the ends the one is named that most workers wait for; then the one that is furthest behind; then the largest id.
+    The chains of who waits for whom end in a worker that waits for no other (that is known), or in a circle. Of those
+    at the ends the one is named that most workers wait for; then the one that is furthest behind; then the largest id.
 
     Args:
         positions: of all workers, none of which computes; at least one is not idle.

@@ -140,7 +140,7 @@ def remove_groups(parent: int, beside: int, *, root: Path = CGROUP_ROOT, proc: P
     """
     with contextlib.suppress(FrequencyError):  # then none was made
         for group in _group_of(beside, root, proc).glob(f"{_prefix(parent)}*"):
-            with contextlib.suppress(OSError):  # somebody is still in it
+            with contextlib.suppress(OSError):  # a process is still in it
                 group.rmdir()
 
 
