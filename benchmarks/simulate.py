@@ -21,7 +21,7 @@ from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.planning.planner import plan
 from elaswave.planning.policies import POLICIES
 from elaswave.sim.cluster.failures import DAY_S, draw, rates_named
-from elaswave.sim.cluster.job import Outcome, simulate, summarize
+from elaswave.sim.cluster.job import PolicyOutcome, simulate, summarize
 
 SECONDS_ALLOWED = 60.0
 """For one policy and one scenario."""
@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     ]
     rows = []
     for policy in options.policies:
-        outcomes: list[Outcome] = []
+        outcomes: list[PolicyOutcome] = []
         begin, begin_cpu = time.perf_counter(), time.process_time()
         for scenario in scenarios:
             outcomes.append(

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.property.clusters import LEVELS, layer_seconds, make_cluster, make_costs, speeds
-from tests.unit.planning_cases import predict
+from tests.unit.planning_cases import plan, predict
 
 from elaswave.costs.machines import ClusterEvent
 from elaswave.costs.schedules import SCHEDULES, bounds_within
@@ -19,21 +19,13 @@ from elaswave.planning.frequency import choose_levels
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.memory_limits import layout_limits
 from elaswave.planning.options import Options
-from elaswave.planning.partition import (
-    choose_widths,
-    cuts_of,
-    held_ranges,
-    share_layers,
-    split_layers,
-    split_layers_and_workers,
-    widen_cuts,
-)
+from elaswave.planning.partition import choose_widths, split_layers, split_layers_and_workers
 from elaswave.planning.plan import levels_of
-from elaswave.planning.planner import plan
 from elaswave.planning.prediction import estimate
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import allocation_of, make_routes
 from elaswave.planning.shapes import Shape, build
+from elaswave.planning.shared_layers import cuts_of, held_ranges, share_layers, widen_cuts
 from elaswave.planning.validation import validate_programs
 
 CLOSE = 1 + 1e-9

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.property.layouts import layouts
+from tests.unit.planning_cases import moved_layers
 
 from elaswave.costs.schedules import in_flight_bounds
 from elaswave.planning.layout import peers_of, validate_layout
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.recovery import (
     choose_followers,
-    moved_layers,
     promote,
     survivor_layout,
 )

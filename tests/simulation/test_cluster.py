@@ -14,7 +14,7 @@ from elaswave.planning.baselines.common import make_plan, rectangle
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.policies import POLICIES
 from elaswave.sim.cluster.failures import DAY_S, ClusterChange, Rates, Scenario, draw
-from elaswave.sim.cluster.job import Outcome, interval_of, simulate, summarize
+from elaswave.sim.cluster.job import PolicyOutcome, interval_of, simulate, summarize
 
 COSTS = layers(1, 1, 1, 1)
 HOUR_S = 3600.0
@@ -35,13 +35,15 @@ def joined(at_s: float, *workers: int) -> ClusterChange:
     return ClusterChange(at_s=at_s, event=ClusterEvent(kind="joined", workers=workers), nodes=(0,) * len(workers))
 
 
-def run(life: Scenario, policy: str, pauses: RecoveryTimes = NO_STALL, num_microbatches: int = 16, **more) -> Outcome:
+def run(
+    life: Scenario, policy: str, pauses: RecoveryTimes = NO_STALL, num_microbatches: int = 16, **more
+) -> PolicyOutcome:
     return simulate(
         life, machines(1), COSTS, policy, num_stages=2, num_microbatches=num_microbatches, pauses=pauses, **more
     )
 
 
-def parts(outcome: Outcome) -> float:
+def parts(outcome: PolicyOutcome) -> float:
     return (
         outcome.useful_s + outcome.lost_work_s + sum(outcome.pauses_s.values()) + outcome.waiting_s + outcome.slower_s
     )
@@ -140,7 +142,7 @@ def test_time_adds_up_and_is_the_same_every_time(policy, seed):
     assert min(outcome.lost_work_s, outcome.waiting_s, outcome.energy_j, *outcome.pauses_s.values()) >= 0
     assert all(sample.throughput >= 0 for sample in outcome.timeline)
     assert outcome == run(life, policy, RecoveryTimes().for_mtbf(life.mtbf_s))
-    assert msgspec.json.decode(msgspec.json.encode(outcome), type=Outcome) == outcome
+    assert msgspec.json.decode(msgspec.json.encode(outcome), type=PolicyOutcome) == outcome
 
 
 def by_steps(life: Scenario, policy: str, pauses: RecoveryTimes) -> float:

@@ -1,11 +1,16 @@
 """Small clusters and costs for tests of planners."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from elaswave.costs.layers import Costs, LayerCosts
 from elaswave.costs.machines import Cluster, Device, FrequencyLevel, NetworkLink
-from elaswave.planning.plan import Allocation
+from elaswave.planning import planner
+from elaswave.planning.options import Axis, Options
+from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.prediction import EXACT_ACTIONS, fidelity_for, step_s
+from elaswave.types import Layout
 
 LINK = NetworkLink(bandwidth_bytes_per_s=1e9, latency_s=1e-5)
 
@@ -56,3 +61,35 @@ def predict(
 ) -> float:
     """Seconds of a step: exact where there are few enough actions, else the bound."""
     return step_s(cluster, costs, allocation, fidelity_for(allocation, exact_actions), max_in_flight=max_in_flight)
+
+
+def moved_layers(old: Layout, new: Layout) -> dict[int, list[int]]:
+    """The layers that workers hold as members of a stage under one layout, but did not under another.
+
+    Args:
+        old: the layout before.
+        new: the layout after.
+    Returns:
+        Worker -> layers, ascending; only workers with such layers. For a worker that is new these are all of its stage.
+    """
+    before = {worker: range(stage.start, stage.stop) for stage in old.stages for worker in stage.workers}
+    moved: dict[int, list[int]] = {}
+    for stage in new.stages:
+        for worker in stage.workers:
+            held = before.get(worker, range(0))
+            if layers := [layer for layer in range(stage.start, stage.stop) if layer not in held]:
+                moved[worker] = layers
+    return moved
+
+
+def plan(
+    *arguments: Any,
+    options: Options | None = None,
+    axes: Collection[Axis] | None = None,
+    horizon_s: float | None = None,
+    rivals: Sequence[Planner] = (),
+) -> Plan:
+    """ElasWave's plan, with these axes and this horizon instead of the options'."""
+    given = {"axes": None if axes is None else frozenset(axes), "horizon_s": horizon_s}
+    changed = {name: value for name, value in given.items() if value is not None}
+    return planner.plan(*arguments, options=replace(options or Options(), **changed), rivals=rivals)

@@ -9,7 +9,7 @@ from elaswave.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from elaswave.sim.cluster.job import Outcome
+    from elaswave.sim.cluster.job import PolicyOutcome
 
 SUFFIXES = (".png", ".svg")
 
@@ -74,7 +74,7 @@ def save(figure: "Figure", path: Path) -> None:
         raise UsageError(f"--plot: cannot write {path}: {error.strerror or error}") from error
 
 
-def plot_timelines(path: Path, title: str, outcomes: Sequence["Outcome"]) -> None:
+def plot_timelines(path: Path, title: str, outcomes: Sequence["PolicyOutcome"]) -> None:
     """Draws throughput over time, one line per outcome, and the workers that are there.
 
     Args:

@@ -36,7 +36,7 @@ from elaswave.planning.fault_free import fastest_fault_free
 from elaswave.planning.planner import plan
 from elaswave.planning.policies import policy_named
 from elaswave.sim.cluster.failures import CHANGES_MAX, DAY_S, RATES, Rates, Scenario, draw, rates_named
-from elaswave.sim.cluster.job import Outcome, OutcomeSummary, simulate, summarize
+from elaswave.sim.cluster.job import OutcomeSummary, PolicyOutcome, simulate, summarize
 from elaswave.sim.cluster.traces_csv import read_trace
 
 DEFAULT_DAYS = 7.0
@@ -56,7 +56,7 @@ class Life:
     schedule: Schedule
     tokens_per_microbatch: int
 
-    def tokens_per_s(self, outcome: Outcome) -> float:
+    def tokens_per_s(self, outcome: PolicyOutcome) -> float:
         """Of the undisturbed job."""
         return self.num_microbatches * self.tokens_per_microbatch / outcome.undisturbed_step_s
 
@@ -257,7 +257,7 @@ def _read_trace(path: Path, workers_per_node: int) -> Scenario:
     return read_trace(lines, name=str(path), workers_per_node=workers_per_node)
 
 
-def live(life: Life, policy: str) -> list[Outcome]:
+def live(life: Life, policy: str) -> list[PolicyOutcome]:
     """What a policy makes of every scenario.
 
     Raises:
@@ -293,7 +293,7 @@ def live(life: Life, policy: str) -> list[Outcome]:
     return outcomes
 
 
-def life_document(life: Life, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def life_document(life: Life, outcomes: Sequence[PolicyOutcome]) -> dict[str, Any]:
     """One policy's outcomes as JSON: means and intervals, and every scenario."""
     summary = summarize(outcomes)
     undisturbed = life.tokens_per_s(outcomes[0])
@@ -309,7 +309,7 @@ def life_document(life: Life, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def render_outcomes(life: Life, outcomes: Sequence[Outcome], width: int) -> list[str]:
+def render_outcomes(life: Life, outcomes: Sequence[PolicyOutcome], width: int) -> list[str]:
     """What ``elaswave simulate`` prints."""
     summary = summarize(outcomes)
     duration_s = outcomes[0].duration_s

@@ -1,8 +1,10 @@
-"""The dataflow axis: how many micro-batches each worker of a stage runs. The batch stays what it is. Pure.
+"""Micro-batches dealt out, to the workers of a stage or to pipelines. The batch stays what it is. Pure.
 
-Apportionment is exact: no other split of the micro-batches over the workers has a smaller largest time. It is also
-vectorised, since a stage may have thousands of workers.
+One rule: the last one to finish finishes as early as possible (`apportion`); the others here are cases of it. It is
+exact, no other split has a smaller largest time, and vectorised, since a stage may have thousands of workers.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,7 +14,12 @@ _TIE = 1e-11
 """Times that differ by less than this share of each other are equal: differences of rounding, not of workers."""
 
 
-def apportion(num_microbatches: int, seconds: np.ndarray, caps: np.ndarray | None = None) -> np.ndarray:
+def apportion(
+    num_microbatches: int,
+    seconds: np.ndarray,
+    caps: np.ndarray | None = None,
+    begun_s: np.ndarray | None = None,
+) -> np.ndarray:
     """Splits micro-batches over workers so that the last one to finish finishes as early as possible.
 
     Each further micro-batch goes to the worker that would have finished it first, among equals to the one that comes
@@ -22,6 +29,7 @@ def apportion(num_microbatches: int, seconds: np.ndarray, caps: np.ndarray | Non
         num_microbatches: to be split, at least 0.
         seconds: of one micro-batch on each worker, above 0, shape [workers].
         caps: the most that each worker can take (memory), int64 [workers]; None means no limit.
+        begun_s: for how long each worker is busy already, at least 0; None means not at all. Without caps.
     Returns:
         int64 [workers], adding up to num_microbatches.
     Raises:
@@ -38,22 +46,25 @@ def apportion(num_microbatches: int, seconds: np.ndarray, caps: np.ndarray | Non
             f"memory: the {len(seconds)} workers of a stage can take {room} micro-batches, but have to take "
             f"{num_microbatches}: {num_microbatches - room} too many"
         )
-    if caps is None and bool(np.all(seconds == seconds[0])):
+    if caps is None and begun_s is None and bool(np.all(seconds == seconds[0])):
         each, rest = divmod(num_microbatches, len(seconds))
         return np.full(len(seconds), each, dtype=np.int64) + (np.arange(len(seconds)) < rest)
     # If micro-batches could be divided all workers would end together, or be full; rounding up what each of them has
     # then covers the batch, and takes the slowest worker's time longer at most. The greedy rule chooses between.
-    even = _divisible_end(num_microbatches, seconds, caps)
-    counts = np.floor(even / seconds * (1 - _TIE)).astype(np.int64)
-    most = np.floor((even + seconds.max()) / seconds * (1 + _TIE)).astype(np.int64) + 1
+    begun = np.zeros(len(seconds)) if begun_s is None else np.asarray(begun_s, dtype=np.float64)
+    evenly = (
+        _divisible_end(num_microbatches, seconds, caps) if begun_s is None else _level(num_microbatches, seconds, begun)
+    )
+    counts = np.floor(np.maximum(0.0, evenly - begun) / seconds * (1 - _TIE)).astype(np.int64)
+    most = np.floor(np.maximum(0.0, evenly + seconds.max() - begun) / seconds * (1 + _TIE)).astype(np.int64) + 1
     if caps is not None:
         counts, most = np.minimum(counts, caps), np.minimum(most, caps)
     rest = num_microbatches - int(counts.sum())
     more = most - counts
     worker = np.repeat(np.arange(len(seconds)), more)
     nth = np.arange(len(worker)) - np.repeat(np.cumsum(more) - more, more) + 1
-    ends = (counts[worker] + nth) * seconds[worker]
-    chosen = np.lexsort((worker, np.round(ends / max(even, float(seconds.max())) / _TIE)))[:rest]
+    ends = begun[worker] + (counts[worker] + nth) * seconds[worker]
+    chosen = np.lexsort((worker, np.round(ends / max(evenly, float(seconds.max())) / _TIE)))[:rest]
     return counts + np.bincount(worker[chosen], minlength=len(seconds))
 
 
@@ -70,3 +81,80 @@ def _divisible_end(num_microbatches: int, seconds: np.ndarray, caps: np.ndarray 
     ends = (num_microbatches - taken) / open_rates
     first = int(np.argmax(ends <= full_at[order] * (1 + _TIE)))
     return max(0.0, float(ends[first]))
+
+
+def _level(num_microbatches: int, seconds: np.ndarray, begun_s: np.ndarray) -> float:
+    """When all workers end that take anything, if micro-batches can be divided and some are busy already."""
+    order = np.argsort(begun_s, kind="stable")
+    rates = np.cumsum(1.0 / seconds[order])
+    ends = (num_microbatches + np.cumsum(begun_s[order] / seconds[order])) / rates
+    # The k workers that are free first share everything, up to when the next one is free.
+    free_next = np.concatenate([begun_s[order][1:], [np.inf]])
+    return float(ends[int(np.argmax(ends <= free_next))])
+
+
+def evenly(total: int, width: int, before: np.ndarray | None = None) -> np.ndarray:
+    """Splits micro-batches as evenly as whole ones allow; those who had most before get the larger share.
+
+    Args:
+        total: micro-batches.
+        width: workers, equally fast.
+        before: micro-batches of each of them before, int64 [width].
+    Returns:
+        int64 [width], adding up to total.
+    """
+    counts = apportion(total, np.ones(width))
+    if before is None:
+        return counts
+    by_load = np.empty(width, dtype=np.int64)
+    by_load[np.argsort(-before, kind="stable")] = counts
+    return by_load
+
+
+def topped_up(counts: np.ndarray, extra: int) -> np.ndarray:
+    """Deals micro-batches one by one to the worker that has fewest, then to the first.
+
+    Args:
+        counts: of each worker before, int64 [workers].
+        extra: micro-batches to apportion_pipelines.
+    """
+    return counts + apportion(extra, np.ones(len(counts)), begun_s=counts)
+
+
+def apportion_pipelines(
+    num_microbatches: int, numbers: Sequence[int], times: Sequence[tuple[float, float]]
+) -> list[int]:
+    """Deals micro-batches to kinds of pipelines so that the slowest pipeline is as fast as possible.
+
+    A pipeline takes some time beside its micro-batches, and none if it has no micro-batch.
+
+    Args:
+        num_microbatches: to apportion_pipelines.
+        numbers: of pipelines of each kind, at least 1.
+        times: of each kind: a pipeline with m micro-batches takes first + m x second seconds.
+    Returns:
+        Micro-batches of all pipelines of each kind together.
+    """
+
+    def fit(seconds: float) -> list[int]:
+        return [
+            number * max(0, int((seconds - fixed) / pace * (1 + 1e-12)))
+            for number, (fixed, pace) in zip(numbers, times, strict=True)
+        ]
+
+    low, high = 0.0, max(fixed + num_microbatches * pace for fixed, pace in times)
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(fit(middle)) >= num_microbatches else (middle, high)
+    totals = fit(high)
+    surplus = sum(totals) - num_microbatches
+    while surplus:
+
+        def end(kind: int) -> float:
+            return times[kind][0] + -(-totals[kind] // numbers[kind]) * times[kind][1] if totals[kind] else 0.0
+
+        latest = max(range(len(totals)), key=end)
+        taken = min(surplus, totals[latest] % numbers[latest] or numbers[latest])
+        totals[latest] -= taken
+        surplus -= taken
+    return totals

@@ -11,10 +11,10 @@ from elaswave.costs.schedules import SCHEDULES, Schedule
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.frequency import check_power, common_levels
 from elaswave.planning.memory_limits import MemoryBudget
-from elaswave.planning.partition import Cut
 from elaswave.planning.plan import Allocation
 from elaswave.planning.prediction import EXACT_ACTIONS, EXACT_WORKERS, time_within_memory
 from elaswave.planning.shapes import Shape, build, shared_layers, whole_layers
+from elaswave.planning.shared_layers import Cut
 
 _HOLDS: Mapping[Schedule, int] = {"1f1b": 0, "zero-bubble": 1, "zero-bubble-h2": 2, "gpipe": 3}
 """Schedules by how much they hold in flight."""

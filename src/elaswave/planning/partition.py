@@ -1,23 +1,24 @@
-"""The graph axis: which layers and how many workers each stage has, and where micro-batches are cut. Pure.
+"""Whole layers, and workers, to stages: every dynamic programme over layers is here. Pure.
 
-Three moves, from coarse to fine:
+- `split_layers`: the slowest stage as fast as possible, under limits of memory;
+- `split_within`: the same where each boundary may stand in few places only, as after a loss;
+- `template_beside`: the same for a pipeline beside others, whose stages it may not cut into;
+- `choose_widths`: workers for stages, since a layer may be a quarter of a stage; `split_layers_and_workers`: both.
 
-- *whole layers* go to stages so that the slowest stage is as fast as possible (`split_layers`), under limits of memory;
-- *workers* change stage (`choose_widths`), since a layer may be a quarter of a stage;
-- *neighbours share layers* (`share_layers`): micro-batches are cut on either side of a layer, in whatever proportion
-  makes the work of stages match their workers' speed. Where workers of a stage cannot have the same number of
-  micro-batches, cuts are spread over more layers (`widen_cuts`), so that a worker with one micro-batch more can run
-  fewer layers of each.
-
-Layer splits are exact for integers (ties are ties, and every worker computes the same) and fast for hundreds of stages:
-both dynamic programmes look only at boundaries that a bound on the slowest stage leaves possible.
+How neighbouring stages share layers is `elaswave.planning.shared_layers`. `split_layers` is exact for integers (ties
+are ties, and every worker computes the same) and fast for hundreds of stages: both its dynamic programmes look only at
+boundaries that a bound on the slowest stage leaves possible.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
+
+from elaswave.costs.layers import Costs
 
 N = TypeVar("N", int, float)
 
@@ -278,170 +279,76 @@ def split_layers_and_workers(
     return tuple(reversed(bounds))
 
 
-# ------------------------------------------------------------------------------------------------------------ sharing
+def split_within(
+    starts: Sequence[Sequence[int]],
+    end: int,
+    time: Callable[[int, int, int], int],
+    cost: Callable[[int, int, int], int],
+) -> tuple[int, ...]:
+    """Boundaries between stages: the slowest stage as fast as possible, then the smallest sum of costs, then earliest.
 
-Cut = Mapping[int, int]
-
-
-def share_layers(
-    prefix: np.ndarray,
-    capacities: np.ndarray,
-    num_microbatches: int,
-    fits: Callable[[int, int, int], bool] | None = None,
-) -> tuple[dict[int, int], ...] | None:
-    """Cuts that give each stage work in proportion to the speed of its workers, neighbours sharing a boundary layer.
+    Two dynamic programmes over stages, from the last to the first, each by the layer at which a stage begins: the
+    smallest possible slowest time, then the smallest sum by boundaries that keep to it.
 
     Args:
-        prefix: seconds of the layers before each one, and of all of them, float64.
-        capacities: summed speed of each stage's workers, above 0.
-        num_microbatches: of the step.
-        fits: whether a stage, by index, may hold layers [start, stop) (memory); None means that all fit.
+        starts: for each stage the layers at which it may begin, ascending.
+        end: one past the last layer.
+        time: of a stage with layers [start, stop): (stage, start, stop).
+        cost: of the same.
     Returns:
-        For each boundary between stages: first layer of the later stage -> micro-batches, or None if nothing fits.
+        Where each stage begins, and the end.
     """
-    num_layers, num_stages = len(prefix) - 1, len(capacities)
-    if num_stages > num_layers:
-        return None
-    total = float(prefix[-1])
-    marks = np.cumsum(capacities)[:-1] / capacities.sum() * total
-    cuts = _cuts_at(prefix, marks, num_microbatches)
-    if fits is None or _all_fit(cuts, num_layers, fits):
-        return cuts
-    # Memory binds somewhere: stages are filled from the first to the last, to a pace as small as possible.
-    low, high, best = total / float(capacities.sum()), total / float(capacities.min()), None
-    for _ in range(30):
-        middle = (low + high) / 2
-        marks_or_none = _fill(prefix, capacities * middle, fits)
-        found = None if marks_or_none is None else _cuts_at(prefix, marks_or_none, num_microbatches)
-        if found is not None and _all_fit(found, num_layers, fits):
-            best, high = found, middle
-        else:
-            low = middle
-    return best
+    stops = [*starts[1:], (end,)]
+    slowest = {end: 0}
+    for stage in reversed(range(len(starts))):
+        slowest = {
+            start: min(max(time(stage, start, stop), slowest[stop]) for stop in stops[stage]) for start in starts[stage]
+        }
+    limit = slowest[starts[0][0]]
+    best: dict[int, tuple[int, tuple[int, ...]]] = {end: (0, (end,))}
+    for stage in reversed(range(len(starts))):
+        following, best = best, {}
+        for start in starts[stage]:
+            options = [
+                (cost(stage, start, stop) + following[stop][0], (start, *following[stop][1]))
+                for stop in stops[stage]
+                if stop in following and time(stage, start, stop) <= limit
+            ]
+            if options:
+                best[start] = min(options)
+    return best[starts[0][0]][1]
 
 
-def held_ranges(cuts: Sequence[Cut], num_layers: int) -> list[tuple[int, int]]:
-    """Layers that the workers of each stage hold under these cuts."""
-    starts = [0, *(min(cut) for cut in cuts)]
-    stops = [*(max(cut) for cut in cuts), num_layers]
-    return list(zip(starts, stops))
+@lru_cache(maxsize=256)
+def template_beside(costs: Costs, depth: int, others: frozenset[tuple[int, int]]) -> tuple[tuple[int, int], ...] | None:
+    """Layers of a pipeline's stages: its slowest stage as fast as may be, beside others in one `Layout`.
 
-
-def widen_cuts(
-    prefix: np.ndarray,
-    cuts: Sequence[Cut],
-    counts: Sequence[np.ndarray],
-    speeds: Sequence[np.ndarray],
-    fits: Callable[[int, int, int], bool] | None = None,
-) -> tuple[dict[int, int], ...]:
-    """Spreads cuts over more layers where a worker could otherwise not be done with the others of its stage.
-
-    A boundary is spread by moving as many micro-batches one layer up as down, so the work of both stages stays.
+    Of splits up to a layer only the best is kept: smallest slowest stage, then the most even, then earliest starts.
 
     Args:
-        prefix: seconds of the layers before each one, and of all of them, float64.
-        cuts: of all boundaries.
-        counts: micro-batches of the workers of each stage.
-        speeds: of the same workers.
-        fits: whether a stage, by index, may hold layers [start, stop); None means that all fit.
+        costs: of the layers.
+        depth: stages of the pipeline.
+        others: layers of other pipelines' stages; none may lie inside one of these or enclose it.
+    Returns:
+        None if there is no such pipeline.
     """
-    num_layers = len(prefix) - 1
-    spread = [dict(cut) for cut in cuts]
-    for stage in range(len(counts)):
-        for _ in range(4):  # each time one boundary is spread by a layer on both sides
-            lack = _lack(prefix, spread, stage, counts[stage], speeds[stage], num_layers)
-            sides = [side for side in (stage, stage - 1) if 0 <= side < len(spread)]
-            if lack <= 0 or not sides:
-                break
-            side = min(sides, key=lambda each: len(spread[each]))
-            wider = _spread_cut(spread, side, lack, prefix, num_layers)
-            if wider is None:
-                break
-            trial = [*spread[:side], wider, *spread[side + 1 :]]
-            if fits is not None and not _all_fit(trial, num_layers, fits):
-                break
-            spread = trial
-    return tuple(spread)
+    busy = costs.prefix["busy_s"]
+    last = costs.num_layers
 
+    def allowed(start: int, stop: int) -> bool:
+        return not any((a < start and stop < b) or (start < a and b < stop) for a, b in others)
 
-def _lack(
-    prefix: np.ndarray, cuts: Sequence[Cut], stage: int, counts: np.ndarray, speeds: np.ndarray, num_layers: int
-) -> float:
-    """Seconds of work that a stage's workers would have to hand to each other, but cannot with these cuts."""
-    left = cuts[stage - 1] if stage else {0: int(counts.sum())}
-    right = cuts[stage] if stage < len(cuts) else {num_layers: int(counts.sum())}
-    core = max(0.0, float(prefix[min(right)] - prefix[max(left)]))
-    longest = float(prefix[max(right)] - prefix[min(left)])
-    work = sum(float(prefix[layer]) * n for layer, n in right.items())
-    work -= sum(float(prefix[layer]) * n for layer, n in left.items())
-    end = work / float(speeds.sum())
-    too_much = float(np.sum(np.maximum(0.0, counts * core - end * speeds)))
-    too_little = float(np.sum(np.maximum(0.0, end * speeds - counts * longest)))
-    lack = max(too_much, too_little)
-    return lack if lack > 1e-6 * work else 0.0
-
-
-def _spread_cut(
-    cuts: Sequence[Cut], side: int, lack: float, prefix: np.ndarray, num_layers: int
-) -> dict[int, int] | None:
-    """A boundary's cut, spread by one layer on both sides; None if there is no layer or nothing to spread."""
-    cut = dict(cuts[side])
-    lowest, highest = min(cut), max(cut)
-    floor = max(cuts[side - 1]) if side else 0
-    ceiling = min(cuts[side + 1]) if side + 1 < len(cuts) else num_layers
-    if lowest - 1 <= floor or highest + 1 >= ceiling:
-        return None
-    down, up = float(prefix[lowest] - prefix[lowest - 1]), float(prefix[highest + 1] - prefix[highest])
-    number = int(np.ceil(lack / max(down, up, 1e-30)))
-    number = min(number, cut[lowest], cut[highest]) if lowest != highest else min(number, cut[lowest] // 2)
-    if number < 1:
-        return None
-    cut[lowest] -= number
-    cut[lowest - 1] = number
-    cut[highest] -= number
-    cut[highest + 1] = number
-    return {layer: cut[layer] for layer in sorted(cut) if cut[layer] > 0}
-
-
-def _cuts_at(prefix: np.ndarray, marks: np.ndarray, num_microbatches: int) -> tuple[dict[int, int], ...]:
-    """Cuts whose mean positions are these marks in seconds; every stage keeps a layer of every micro-batch."""
-    num_layers, num_marks = len(prefix) - 1, len(marks)
-    layer = np.clip(np.searchsorted(prefix, marks, side="right") - 1, 0, num_layers - 1)
-    seconds = prefix[layer + 1] - prefix[layer]
-    positions = layer + np.divide(marks - prefix[layer], seconds, out=np.zeros(num_marks), where=seconds > 0)
-    # In micro-batches on a layer; neighbouring boundaries are at least a layer apart, for every micro-batch.
-    index = np.arange(1, num_marks + 1) * num_microbatches
-    room = num_layers * num_microbatches - index[::-1]
-    later = np.round(positions * num_microbatches).astype(np.int64)
-    later = index + np.maximum.accumulate(np.maximum(later - index, 0))
-    later = room - np.maximum.accumulate(np.maximum(room - later, 0)[::-1])[::-1]
-    whole, part = later // num_microbatches, later % num_microbatches
-    return tuple(
-        {at: num_microbatches} if beyond == 0 else {at: num_microbatches - beyond, at + 1: beyond}
-        for at, beyond in zip(whole.tolist(), part.tolist(), strict=True)
-    )
-
-
-def _all_fit(cuts: Sequence[Cut], num_layers: int, fits: Callable[[int, int, int], bool]) -> bool:
-    return all(fits(stage, start, stop) for stage, (start, stop) in enumerate(held_ranges(cuts, num_layers)))
-
-
-def _fill(prefix: np.ndarray, seconds: np.ndarray, fits: Callable[[int, int, int], bool]) -> np.ndarray | None:
-    """Boundaries if stages take so many seconds of layers, or as many layers as they can hold; None if some remain."""
-    num_layers = len(prefix) - 1
-    at, marks = 0.0, []
-    for stage, room in enumerate(seconds.tolist()):
-        end = min(at + room, float(prefix[-1]))
-        first = int(np.searchsorted(prefix, at * (1 + 1e-12), side="right")) - 1
-        last = int(np.searchsorted(prefix, end * (1 - 1e-12), side="left"))
-        while last > first + 1 and not fits(stage, first, last):
-            last -= 1
-            end = float(prefix[last])
-        at = end
-        marks.append(at)
-    return np.array(marks[:-1]) if at >= float(prefix[-1]) * (1 - 1e-9) and last == num_layers else None
-
-
-def cuts_of(bounds: Sequence[int], num_microbatches: int) -> tuple[dict[int, int], ...]:
-    """Cuts at these boundaries, nothing shared."""
-    return tuple({bound: num_microbatches} for bound in bounds[1:-1])
+    # best[stop]: slowest stage, then sum of squares, then where the stages before begin, of the stages up to `stop`.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(depth):
+        reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        stops = [last] if stage == depth - 1 else range(stage + 1, last - (depth - stage - 1) + 1)
+        for stop in stops:
+            for start, (slowest, squares, starts) in best.items():
+                if start < stop and allowed(start, stop):
+                    own = float(busy[stop] - busy[start])
+                    found = (max(slowest, own), squares + own * own, (*starts, start))
+                    if stop not in reached or found < reached[stop]:
+                        reached[stop] = found
+        best = reached
+    return tuple(pairwise((*best[last][2], last))) if last in best else None

@@ -6,7 +6,8 @@ workers pipelines that are a stage longer or shorter. Deeper ones also need less
 flight.
 
 Mixes are ranked by what a pipeline of each depth would take if layers could be split at will; the best ones get real
-stages (`template_beside`) and micro-batches (`deal`), and one pipeline of each depth is compiled and timed. Pure.
+stages (`template_beside`) and micro-batches (`apportion_pipelines`), and one pipeline of each depth is compiled and
+timed. Pure.
 
 Source: Oobleck (Jang et al., SOSP 2023, arXiv 2309.08125, section 4), whose templates these are. Differs: chosen by
 the time of the step, after every event, among all that the workers can be made into; Oobleck mends what is broken.
@@ -14,7 +15,6 @@ the time of the step, after every event, among all that the workers can be made 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -25,8 +25,9 @@ from elaswave.costs.memory import MemoryModel
 from elaswave.costs.schedules import Schedule, splits_backwards
 from elaswave.costs.step_time.bound import pipeline_line
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.apportionment import apportion
+from elaswave.planning.apportionment import apportion, apportion_pipelines
 from elaswave.planning.memory_limits import memory_limits
+from elaswave.planning.partition import template_beside
 from elaswave.planning.plan import Allocation, Chain, StageShare
 from elaswave.planning.prediction import fidelity_for, step_s
 
@@ -180,7 +181,7 @@ def _allocation(
             templates[depth] = ranges
     columns = _columns(mix, templates, crew)
     times = [linear_s(costs, templates[depth], schedule) for depth, _ in mix.groups]
-    totals = deal(num_microbatches, [number for _, number in mix.groups], times)
+    totals = apportion_pipelines(num_microbatches, [number for _, number in mix.groups], times)
     chains = []
     for (depth, number), total in zip(mix.groups, totals, strict=True):
         if not total:
@@ -251,75 +252,7 @@ def linear_s(costs: Costs, ranges: Ranges, schedule: Schedule) -> tuple[float, f
     return pipeline_line(stages, split=splits_backwards(schedule))  # type: ignore[arg-type]  # three fields each
 
 
-def deal(num_microbatches: int, numbers: Sequence[int], times: Sequence[tuple[float, float]]) -> list[int]:
-    """Deals micro-batches to kinds of pipelines so that the slowest pipeline is as fast as possible.
-
-    Args:
-        num_microbatches: to deal.
-        numbers: of pipelines of each kind, at least 1.
-        times: of each kind: a pipeline with m micro-batches takes first + m x second seconds.
-    Returns:
-        Micro-batches of all pipelines of each kind together.
-    """
-
-    def fit(seconds: float) -> list[int]:
-        return [
-            number * max(0, int((seconds - fixed) / pace * (1 + 1e-12)))
-            for number, (fixed, pace) in zip(numbers, times, strict=True)
-        ]
-
-    low, high = 0.0, max(fixed + num_microbatches * pace for fixed, pace in times)
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (low, middle) if sum(fit(middle)) >= num_microbatches else (middle, high)
-    totals = fit(high)
-    surplus = sum(totals) - num_microbatches
-    while surplus:
-
-        def end(kind: int) -> float:
-            return times[kind][0] + -(-totals[kind] // numbers[kind]) * times[kind][1] if totals[kind] else 0.0
-
-        latest = max(range(len(totals)), key=end)
-        taken = min(surplus, totals[latest] % numbers[latest] or numbers[latest])
-        totals[latest] -= taken
-        surplus -= taken
-    return totals
-
-
 def ranges_of(chain: Chain) -> Ranges:
     """Layers that each stage runs, shared ones counted where most micro-batches run them."""
     bounds = [0, *(max(sorted(cut), key=lambda layer: cut[layer]) for cut in chain.cuts), chain.stages[-1].stop]
     return tuple(pairwise(bounds))
-
-
-@lru_cache(maxsize=256)
-def template_beside(costs: Costs, depth: int, others: frozenset[tuple[int, int]]) -> Ranges | None:
-    """Layers of a pipeline's stages: its slowest stage as fast as may be, beside others in one `Layout`.
-
-    Args:
-        costs: of the layers.
-        depth: stages of the pipeline.
-        others: layers of other pipelines' stages; none may lie inside one of these or enclose it.
-    Returns:
-        None if there is no such pipeline.
-    """
-    busy = costs.prefix["busy_s"]
-    last = costs.num_layers
-
-    def allowed(start: int, stop: int) -> bool:
-        return not any((a < start and stop < b) or (start < a and b < stop) for a, b in others)
-
-    # best[stop]: slowest stage, then sum of squares, then where the stages before begin, of the stages up to `stop`.
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for stage in range(depth):
-        reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        stops = [last] if stage == depth - 1 else range(stage + 1, last - (depth - stage - 1) + 1)
-        for stop in stops:
-            for start, (slowest, squares, starts) in best.items():
-                if start < stop and allowed(start, stop):
-                    own = float(busy[stop] - busy[start])
-                    found = (max(slowest, own), squares + own * own, (*starts, start))
-                    if stop not in reached or found < reached[stop]:
-                        reached[stop] = found
-        best = reached
-    return tuple(pairwise((*best[last][2], last))) if last in best else None

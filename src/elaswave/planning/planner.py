@@ -11,7 +11,7 @@ several layers, pipelines of several depths run side by side (`elaswave.planning
 candidates, migration is weighed against a horizon.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,8 +24,8 @@ from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import apportion
 from elaswave.planning.frequency import check_power, choose_levels, common_levels
 from elaswave.planning.memory_limits import MemoryBudget
-from elaswave.planning.options import AXES, Axis, Options
-from elaswave.planning.partition import Cut, choose_widths, held_ranges
+from elaswave.planning.options import AXES, Options
+from elaswave.planning.partition import choose_widths
 from elaswave.planning.pipelines import Crew, mixed_pipelines, ranges_of
 from elaswave.planning.plan import Allocation, Plan, Planner, StateTransfer, at_levels
 from elaswave.planning.prediction import EXACT_WORKERS, Estimate, estimate, time_within_memory
@@ -40,6 +40,7 @@ from elaswave.planning.shapes import (
     shared_layers,
     whole_layers,
 )
+from elaswave.planning.shared_layers import Cut, held_ranges
 from elaswave.planning.transfers import any_layer_unheld, needed_transfers
 
 FINALISTS = 8
@@ -75,8 +76,6 @@ def plan(
     event: ClusterEvent,
     *,
     options: Options | None = None,
-    horizon_s: float | None = None,
-    axes: Collection[Axis] | None = None,
     rivals: Sequence[Planner] = (),
 ) -> Plan:
     """Plans what to do after an event.
@@ -87,19 +86,12 @@ def plan(
         allocation: before the event.
         event: what happened.
         options: what may be done; None means everything.
-        horizon_s: if given, instead of that of the options.
-        axes: if given, instead of those of the options.
         rivals: planners whose allocations are candidates too, if they keep the batch.
     Raises:
         InfeasiblePlan: names the violated limit and by how much.
         ValueError: options that cannot be.
     """
-    chosen = options or Options()
-    if horizon_s is not None:
-        chosen = replace(chosen, horizon_s=horizon_s)
-    if axes is not None:
-        chosen = replace(chosen, axes=frozenset(axes))
-    return _Planning(cluster, costs, allocation, event, chosen, rivals).run()
+    return _Planning(cluster, costs, allocation, event, options or Options(), rivals).run()
 
 
 class _Planning:

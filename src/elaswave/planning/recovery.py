@@ -16,6 +16,7 @@ from math import lcm
 import msgspec
 
 from elaswave.planning.layout import exact_prefix
+from elaswave.planning.partition import split_within
 from elaswave.state.placement import Block, FollowerChooser, Placement, holders_of_layers
 from elaswave.types import Hop, Layout, Stage
 
@@ -84,38 +85,17 @@ def _close_gaps(
 
 
 def _best_cuts(bounds: Sequence[Sequence[int]], widths: Sequence[int], prefix: Sequence[int]) -> tuple[int, ...]:
-    """Where to cut each gap between stages: smallest slowest stage, then fewest layers moved, then earliest cuts.
-
-    Two dynamic programmes over stages, from the last to the first, each by the layer at which a stage begins: the
-    smallest possible slowest time, then the fewest (worker, layer) pairs moved by cuts that keep to it.
-    """
+    """Where to cut each gap between stages: smallest slowest stage, then fewest (worker, layer) pairs moved, then
+    earliest."""
     common = lcm(*widths)
     gaps = [range(before[1], after[0] + 1) for before, after in zip(bounds, bounds[1:])]
-    starts = [range(bounds[0][0], bounds[0][0] + 1), *gaps]
-    stops = [*gaps, range(bounds[-1][1], bounds[-1][1] + 1)]
-
-    def time(stage: int, start: int, stop: int) -> int:
-        return (prefix[stop] - prefix[start]) * (common // widths[stage])
-
-    slowest = {bounds[-1][1]: 0}
-    for stage in reversed(range(len(bounds))):
-        slowest = {
-            start: min(max(time(stage, start, stop), slowest[stop]) for stop in stops[stage]) for start in starts[stage]
-        }
-    limit = slowest[bounds[0][0]]
-
-    fewest: dict[int, tuple[int, tuple[int, ...]]] = {bounds[-1][1]: (0, ())}
-    for stage in reversed(range(len(bounds))):
-        following, fewest = fewest, {}
-        for start in starts[stage]:
-            options = [
-                (widths[stage] * (stop - start) + following[stop][0], (stop, *following[stop][1]))
-                for stop in stops[stage]
-                if stop in following and time(stage, start, stop) <= limit
-            ]
-            if options:
-                fewest[start] = min(options)
-    return fewest[bounds[0][0]][1][:-1]
+    found = split_within(
+        [(bounds[0][0],), *gaps],
+        bounds[-1][1],
+        lambda stage, start, stop: (prefix[stop] - prefix[start]) * (common // widths[stage]),
+        lambda stage, start, stop: widths[stage] * (stop - start),
+    )
+    return found[1:-1]
 
 
 def _reroute(
@@ -168,25 +148,6 @@ def _reroute(
             hops.append(Hop(worker, index, start, stop))
         routes.append(tuple(hops))
     return tuple(routes)
-
-
-def moved_layers(old: Layout, new: Layout) -> dict[int, list[int]]:
-    """The layers that workers hold as members of a stage under one layout, but did not under another.
-
-    Args:
-        old: the layout before.
-        new: the layout after.
-    Returns:
-        Worker -> layers, ascending; only workers with such layers. For a worker that is new these are all of its stage.
-    """
-    before = {worker: range(stage.start, stage.stop) for stage in old.stages for worker in stage.workers}
-    moved: dict[int, list[int]] = {}
-    for stage in new.stages:
-        for worker in stage.workers:
-            held = before.get(worker, range(0))
-            if layers := [layer for layer in range(stage.start, stage.stop) if layer not in held]:
-                moved[worker] = layers
-    return moved
 
 
 class Promotion(msgspec.Struct, frozen=True):

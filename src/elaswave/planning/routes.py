@@ -28,7 +28,7 @@ _SLACK = 1e-9
 """Relative; differences of rounding."""
 
 
-class _Piece(NamedTuple):
+class _RoutePiece(NamedTuple):
     """What a worker of some stage of a chain runs of one micro-batch."""
 
     worker: int
@@ -155,10 +155,12 @@ def _take_turns(shares: Sequence[int]) -> list[list[int]]:
     return numbers
 
 
-def _chain_routes(chain: Chain, costs: Costs, cluster: Cluster, homes: Sequence[frozenset[int]]) -> list[list[_Piece]]:
+def _chain_routes(
+    chain: Chain, costs: Costs, cluster: Cluster, homes: Sequence[frozenset[int]]
+) -> list[list[_RoutePiece]]:
     """Pieces of every micro-batch of a chain, in order of stages."""
     prefix = costs.prefix["busy_s"].tolist()
-    routes: list[list[_Piece]] = [[] for _ in range(chain.num_microbatches)]
+    routes: list[list[_RoutePiece]] = [[] for _ in range(chain.num_microbatches)]
     starts = [chain.stages[0].start] * chain.num_microbatches
     for index, share in enumerate(chain.stages):
         last = index + 1 == len(chain.stages)
@@ -169,7 +171,7 @@ def _chain_routes(chain: Chain, costs: Costs, cluster: Cluster, homes: Sequence[
         _exchange(workers, speeds, prefix, starts, stops)
         ids = share.workers.tolist()
         for route, worker, start, stop in zip(routes, workers, starts, stops, strict=True):
-            route.append(_Piece(ids[worker], start, stop))
+            route.append(_RoutePiece(ids[worker], start, stop))
         starts = stops
     return routes
 

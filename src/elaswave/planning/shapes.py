@@ -20,17 +20,9 @@ from elaswave.costs.step_time.bound import StageTable, busiest_s, step_per_stage
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import apportion
 from elaswave.planning.memory_limits import MemoryBudget, held_microbatches
-from elaswave.planning.partition import (
-    Cut,
-    choose_widths,
-    cuts_of,
-    held_ranges,
-    share_layers,
-    split_layers,
-    split_layers_and_workers,
-    widen_cuts,
-)
+from elaswave.planning.partition import choose_widths, split_layers, split_layers_and_workers
 from elaswave.planning.plan import Allocation, Chain, StageShare
+from elaswave.planning.shared_layers import Cut, cuts_of, held_ranges, share_layers, widen_cuts
 
 ALL_SHAPES = 200
 """Where there are at most so many ways to divide layers and workers over the stages, all of them are looked at."""

@@ -15,10 +15,11 @@ from elaswave.costs.machines import Cluster, ClusterEvent, FrequencyLevel
 from elaswave.costs.recovery_times import WORKER_S_BETWEEN_LOSSES, RecoveryTimes
 from elaswave.costs.schedules import splits_backwards
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.apportionment import apportion_pipelines, evenly, topped_up
 from elaswave.planning.baselines import full_restart, oobleck, recycle, torchft
-from elaswave.planning.baselines.common import balanced_ranges, even, rectangle
+from elaswave.planning.baselines.common import balanced_ranges, rectangle
 from elaswave.planning.layout import validate_layout
-from elaswave.planning.pipelines import deal, ranges_of
+from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.policies import make_policies
 from elaswave.planning.prediction import estimate
@@ -284,7 +285,7 @@ def test_dealing_one_by_one_to_the_poorest(before, extra):
     expected = list(before)
     for _ in range(extra):
         expected[expected.index(min(expected))] += 1
-    dealt = recycle.dealt(np.array(before), extra)
+    dealt = topped_up(np.array(before), extra)
     assert dealt.sum() == sum(before) + extra
     assert (dealt >= before).all()
     assert sorted(dealt.tolist()) == sorted(expected)
@@ -429,7 +430,7 @@ def test_micro_batches_over_pipelines_as_brute_force(num_microbatches, kinds):
             if total
         )
 
-    dealt = deal(num_microbatches, numbers, times)
+    dealt = apportion_pipelines(num_microbatches, numbers, times)
     assert sum(dealt) == num_microbatches
     splits = product(range(num_microbatches + 1), repeat=len(kinds))
     best = min(slowest(split) for split in splits if sum(split) == num_microbatches)
@@ -495,8 +496,8 @@ def test_memory_that_is_short_holds_micro_batches_back():
 
 
 def test_layers_and_micro_batches_are_split_evenly():
-    assert even(7, 3).tolist() == [3, 2, 2]
-    assert even(7, 3, np.array([0, 5, 1])).tolist() == [2, 3, 2]
+    assert evenly(7, 3).tolist() == [3, 2, 2]
+    assert evenly(7, 3, np.array([0, 5, 1])).tolist() == [2, 3, 2]
     assert balanced_ranges(layers(1, 1, 2, 2), 3) == ((0, 2), (2, 3), (3, 4))
     with pytest.raises(InfeasiblePlan, match="3 stages need a layer each, but there are 2 layers"):
         balanced_ranges(layers(1, 1), 3)

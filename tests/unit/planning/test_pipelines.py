@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.property.clusters import make_cluster, make_costs
+from tests.unit.planning_cases import plan
 
 from elaswave.costs.machines import ClusterEvent
+from elaswave.planning.apportionment import apportion_pipelines
 from elaswave.planning.fault_free import fault_free
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.options import Options
-from elaswave.planning.pipelines import Crew, deal, mixed_pipelines, ranges_of, template_beside
-from elaswave.planning.planner import plan
+from elaswave.planning.partition import template_beside
+from elaswave.planning.pipelines import Crew, mixed_pipelines, ranges_of
 from elaswave.planning.prediction import time_within_memory
 from elaswave.planning.routes import make_routes
 
@@ -121,4 +123,4 @@ def test_templates_run_beside_each_other():
 
 @pytest.mark.parametrize(("number", "expected"), [(0, [0, 0]), (1, [1, 0]), (7, [6, 1])])
 def test_micro_batches_are_dealt_to_the_pipelines_that_end_first(number, expected):
-    assert deal(number, [3, 1], [(1.0, 1.0), (1.0, 1.5)]) == expected
+    assert apportion_pipelines(number, [3, 1], [(1.0, 1.0), (1.0, 1.5)]) == expected

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace as replace_struct
 from tests.property.clusters import LEVELS, make_cluster, make_costs
-from tests.unit.planning_cases import predict
+from tests.unit.planning_cases import plan, predict
 
 from elaswave.costs.machines import ClusterEvent, Device, FrequencyLevel, worker_speeds
 from elaswave.costs.schedules import SCHEDULES, in_flight, in_flight_bounds
@@ -19,13 +19,13 @@ from elaswave.planning.fault_free import fastest_fault_free, fault_free
 from elaswave.planning.frequency import check_power, choose_levels, common_levels
 from elaswave.planning.memory_limits import MemoryBudget, check_memory, layout_limits
 from elaswave.planning.options import AXES, Options
-from elaswave.planning.partition import choose_widths, cuts_of, share_layers, split_layers, widen_cuts
+from elaswave.planning.partition import choose_widths, split_layers
 from elaswave.planning.plan import Plan, levels_of, num_actions
-from elaswave.planning.planner import plan
 from elaswave.planning.prediction import estimate, time_as_it_is, time_within_memory
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import allocation_of, make_routes
 from elaswave.planning.shapes import Shape, all_whole, balanced_widths, build, move_workers, score, whole_layers
+from elaswave.planning.shared_layers import cuts_of, share_layers, widen_cuts
 from elaswave.planning.transfers import any_layer_unheld, needed_transfers
 from elaswave.types import Hop, Layout, Stage
 

@@ -4,11 +4,11 @@ import re
 from collections import Counter
 
 import pytest
+from tests.unit.planning_cases import moved_layers
 
 from elaswave.planning.layout import make_layout, peers_of
 from elaswave.planning.recovery import (
     choose_followers,
-    moved_layers,
     promote,
     survivor_layout,
 )

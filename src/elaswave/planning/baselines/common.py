@@ -16,6 +16,7 @@ from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.memory import MemoryModel
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.apportionment import evenly
 from elaswave.planning.frequency import check_power, common_levels
 from elaswave.planning.layout import partition_layers
 from elaswave.planning.pipelines import Ranges
@@ -56,18 +57,6 @@ def base_levels(cluster: Cluster, workers: np.ndarray) -> np.ndarray:
         return np.full(len(workers), cluster.devices[0].base_level, dtype=np.int64)
     table = np.array([device.base_level for device in cluster.devices], dtype=np.int64)
     return table[cluster.device[cluster.index_of(workers)]]
-
-
-def even(total: int, width: int, before: np.ndarray | None = None) -> np.ndarray:
-    """Splits micro-batches as evenly as whole ones allow; those who had most before get the larger share.
-
-    Returns:
-        int64 [width], adding up to total.
-    """
-    counts = np.full(width, total // width, dtype=np.int64)
-    order = np.arange(width) if before is None else np.argsort(-before, kind="stable")
-    counts[order[: total % width]] += 1
-    return counts
 
 
 def balanced_ranges(costs: Costs, num_stages: int) -> Ranges:
@@ -130,7 +119,7 @@ def rectangle(
     width = min(width, num_microbatches)
     columns = [ids[stage * width : (stage + 1) * width] for stage in range(num_stages)]
     chosen = balanced_ranges(costs, num_stages) if ranges is None else ranges
-    return Allocation(chains=(chain_of(cluster, chosen, columns, even(num_microbatches, width)),), schedule=schedule)
+    return Allocation(chains=(chain_of(cluster, chosen, columns, evenly(num_microbatches, width)),), schedule=schedule)
 
 
 def fetch(

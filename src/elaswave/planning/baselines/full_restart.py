@@ -22,14 +22,7 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.baselines.common import (
-    fetch,
-    gone_from,
-    is_in,
-    make_plan,
-    rectangle,
-    unused,
-)
+from elaswave.planning.baselines.common import fetch, gone_from, is_in, make_plan, rectangle, unused
 from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.plan import Allocation, Plan
 

@@ -37,19 +37,20 @@ from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.memory import MemoryModel
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.apportionment import apportion_pipelines, evenly
 from elaswave.planning.baselines import full_restart
 from elaswave.planning.baselines.common import (
     balanced_ranges,
     chain_of,
     copy_s,
-    even,
     gone_from,
     is_in,
     make_plan,
     renamed,
     unused,
 )
-from elaswave.planning.pipelines import Ranges, deal, linear_s, ranges_of, template_beside
+from elaswave.planning.partition import template_beside
+from elaswave.planning.pipelines import Ranges, linear_s, ranges_of
 from elaswave.planning.plan import Allocation, Plan, StateTransfer
 
 NAME = "oobleck"
@@ -265,9 +266,9 @@ class _Fleet:
             by_depth[depth] = [np.sort(column) for column in columns]
         numbers = [len(columns[0]) for columns in by_depth.values()]
         times = [linear_s(self._costs, self._template(depth), self._before.schedule) for depth in by_depth]
-        totals = deal(self._num_microbatches, numbers, times)
+        totals = apportion_pipelines(self._num_microbatches, numbers, times)
         chains = tuple(
-            chain_of(self._cluster, self._template(depth), columns, even(total, number))
+            chain_of(self._cluster, self._template(depth), columns, evenly(total, number))
             for (depth, columns), total, number in zip(by_depth.items(), totals, numbers, strict=True)
             if total  # more pipelines than micro-batches: workers of the slowest ones are spare
         )

@@ -36,18 +36,9 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.apportionment import evenly, topped_up
 from elaswave.planning.baselines import full_restart
-from elaswave.planning.baselines.common import (
-    base_levels,
-    copy_s,
-    even,
-    fetch,
-    gone_from,
-    is_in,
-    make_plan,
-    renamed,
-    unused,
-)
+from elaswave.planning.baselines.common import base_levels, copy_s, fetch, gone_from, is_in, make_plan, renamed, unused
 from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, StateTransfer
 
@@ -167,29 +158,11 @@ def _without(chain: Chain, gone: np.ndarray) -> Chain | None:
         if len(where):
             left = np.ones(stage.width, dtype=bool)
             left[where] = False
-            counts = dealt(stage.num_microbatches[left], int(stage.num_microbatches[where].sum()))
+            counts = topped_up(stage.num_microbatches[left], int(stage.num_microbatches[where].sum()))
             stages[index] = replace(
                 stage, workers=stage.workers[left], num_microbatches=counts, levels=stage.levels[left]
             )
     return replace(chain, stages=tuple(stages))
-
-
-def dealt(counts: np.ndarray, extra: int) -> np.ndarray:
-    """Deals micro-batches one by one to the worker with the fewest, among equals to the first; one with many gets none.
-
-    Args:
-        counts: of each worker before, int64 [workers].
-        extra: micro-batches to deal.
-    """
-    ascending = np.sort(counts)
-    # Up to how high the k workers with the fewest can all be raised.
-    cost = ascending * np.arange(1, len(counts) + 1) - np.cumsum(ascending)
-    raised = int(np.searchsorted(cost, extra, side="right"))
-    level, rest = divmod(extra + int(ascending[:raised].sum()), raised)
-    after = np.maximum(counts, level)
-    lowest = np.flatnonzero(after == level)
-    after[lowest[:rest]] += 1
-    return after
 
 
 def _readmit(
@@ -232,7 +205,7 @@ def _widened(cluster: Cluster, stage: StageShare, new: np.ndarray) -> StageShare
     workers = np.concatenate([stage.workers, new])
     levels = np.concatenate([stage.levels, base_levels(cluster, new)])
     before = np.concatenate([stage.num_microbatches, np.zeros(len(new), dtype=np.int64)])
-    counts = even(int(before.sum()), len(workers), before)
+    counts = evenly(int(before.sum()), len(workers), before)
     order = np.argsort(workers, kind="stable")
     return replace(stage, workers=workers[order], num_microbatches=counts[order], levels=levels[order])
 
@@ -267,7 +240,7 @@ def _normalized(cluster: Cluster, costs: Costs, allocation: Allocation, transfer
         for index, stage in enumerate(stages):
             if (surplus := stage.width - widths[index]) > 0:
                 moving += stage.workers[-surplus:].tolist()
-                counts = dealt(stage.num_microbatches[:-surplus], int(stage.num_microbatches[-surplus:].sum()))
+                counts = topped_up(stage.num_microbatches[:-surplus], int(stage.num_microbatches[-surplus:].sum()))
                 stages[index] = replace(
                     stage, workers=stage.workers[:-surplus], num_microbatches=counts, levels=stage.levels[:-surplus]
                 )

@@ -26,15 +26,8 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan
-from elaswave.planning.baselines.common import (
-    chain_of,
-    even,
-    fetch,
-    gone_from,
-    is_in,
-    make_plan,
-    unused,
-)
+from elaswave.planning.apportionment import evenly
+from elaswave.planning.baselines.common import chain_of, fetch, gone_from, is_in, make_plan, unused
 from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.plan import Allocation, Plan, StateTransfer
 
@@ -153,5 +146,5 @@ class _Groups:
     def allocation(self, num_microbatches: int | None) -> Allocation:
         """The groups' pipelines; None means as many micro-batches as each group had."""
         total = self._per_group * self.number if num_microbatches is None else num_microbatches
-        chain = chain_of(self._cluster, self._ranges, self._columns, even(total, self.number))
+        chain = chain_of(self._cluster, self._ranges, self._columns, evenly(total, self.number))
         return Allocation(chains=(chain,), schedule=self._schedule)

@@ -44,7 +44,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Relative to the undisturbed job's; 0 while training stands."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy made of a scenario. Seconds are of the scenario's clock; see docs/simulation.md."""
 
     policy: str
@@ -95,7 +95,7 @@ def simulate(
     planner: Planner | None = None,
     best_of: Planner | None = None,
     progress: Callable[[float], None] = lambda done: None,
-) -> Outcome:
+) -> PolicyOutcome:
     """Lets a job live through a scenario.
 
     Args:
@@ -224,12 +224,12 @@ class _SimulatedJob:
             self._replan(self._plan, event)
         self._sample()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> PolicyOutcome:
         """The accounts, closed."""
         duration_s = self._scenario.duration_s
         useful_s = (self._done - self._lost) / self._rho
         lost_work_s = self._lost / self._rho
-        return Outcome(
+        return PolicyOutcome(
             policy=self._policy,
             source=self._scenario.source,
             duration_s=duration_s,
@@ -431,7 +431,7 @@ class OutcomeSummary(msgspec.Struct, frozen=True, kw_only=True):
     """By cause."""
 
 
-def summarize(outcomes: Sequence[Outcome]) -> OutcomeSummary:
+def summarize(outcomes: Sequence[PolicyOutcome]) -> OutcomeSummary:
     """Means and confidence intervals of one policy's outcomes.
 
     Raises:
@@ -441,7 +441,7 @@ def summarize(outcomes: Sequence[Outcome]) -> OutcomeSummary:
     if len(policies) != 1:
         raise ValueError(f"outcomes of policies {policies} were given: a summary is of exactly one")
 
-    def over(value: Callable[[Outcome], float]) -> Interval:
+    def over(value: Callable[[PolicyOutcome], float]) -> Interval:
         return interval_of([value(outcome) for outcome in outcomes])
 
     causes = sorted({cause for outcome in outcomes for cause in outcome.pauses_s})

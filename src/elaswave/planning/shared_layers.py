@@ -1,0 +1,176 @@
+"""Where micro-batches are cut between stages, and neighbours that share a boundary layer. Pure.
+
+Micro-batches are cut on either side of a layer, in whatever proportion makes the work of stages match their workers'
+speed (`share_layers`). Where workers of a stage cannot have the same number of micro-batches, cuts are spread over more
+layers (`widen_cuts`), so that a worker with one micro-batch more can run fewer layers of each.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+Cut = Mapping[int, int]
+
+
+def share_layers(
+    prefix: np.ndarray,
+    capacities: np.ndarray,
+    num_microbatches: int,
+    fits: Callable[[int, int, int], bool] | None = None,
+) -> tuple[dict[int, int], ...] | None:
+    """Cuts that give each stage work in proportion to the speed of its workers, neighbours sharing a boundary layer.
+
+    Args:
+        prefix: seconds of the layers before each one, and of all of them, float64.
+        capacities: summed speed of each stage's workers, above 0.
+        num_microbatches: of the step.
+        fits: whether a stage, by index, may hold layers [start, stop) (memory); None means that all fit.
+    Returns:
+        For each boundary between stages: first layer of the later stage -> micro-batches, or None if nothing fits.
+    """
+    num_layers, num_stages = len(prefix) - 1, len(capacities)
+    if num_stages > num_layers:
+        return None
+    total = float(prefix[-1])
+    marks = np.cumsum(capacities)[:-1] / capacities.sum() * total
+    cuts = _cuts_at(prefix, marks, num_microbatches)
+    if fits is None or _all_fit(cuts, num_layers, fits):
+        return cuts
+    # Memory binds somewhere: stages are filled from the first to the last, to a pace as small as possible.
+    low, high, best = total / float(capacities.sum()), total / float(capacities.min()), None
+    for _ in range(30):
+        middle = (low + high) / 2
+        marks_or_none = _fill(prefix, capacities * middle, fits)
+        found = None if marks_or_none is None else _cuts_at(prefix, marks_or_none, num_microbatches)
+        if found is not None and _all_fit(found, num_layers, fits):
+            best, high = found, middle
+        else:
+            low = middle
+    return best
+
+
+def held_ranges(cuts: Sequence[Cut], num_layers: int) -> list[tuple[int, int]]:
+    """Layers that the workers of each stage hold under these cuts."""
+    starts = [0, *(min(cut) for cut in cuts)]
+    stops = [*(max(cut) for cut in cuts), num_layers]
+    return list(zip(starts, stops))
+
+
+def widen_cuts(
+    prefix: np.ndarray,
+    cuts: Sequence[Cut],
+    counts: Sequence[np.ndarray],
+    speeds: Sequence[np.ndarray],
+    fits: Callable[[int, int, int], bool] | None = None,
+) -> tuple[dict[int, int], ...]:
+    """Spreads cuts over more layers where a worker could otherwise not be done with the others of its stage.
+
+    A boundary is spread by moving as many micro-batches one layer up as down, so the work of both stages stays.
+
+    Args:
+        prefix: seconds of the layers before each one, and of all of them, float64.
+        cuts: of all boundaries.
+        counts: micro-batches of the workers of each stage.
+        speeds: of the same workers.
+        fits: whether a stage, by index, may hold layers [start, stop); None means that all fit.
+    """
+    num_layers = len(prefix) - 1
+    spread = [dict(cut) for cut in cuts]
+    for stage in range(len(counts)):
+        for _ in range(4):  # each time one boundary is spread by a layer on both sides
+            lack = _lack(prefix, spread, stage, counts[stage], speeds[stage], num_layers)
+            sides = [side for side in (stage, stage - 1) if 0 <= side < len(spread)]
+            if lack <= 0 or not sides:
+                break
+            side = min(sides, key=lambda each: len(spread[each]))
+            wider = _spread_cut(spread, side, lack, prefix, num_layers)
+            if wider is None:
+                break
+            trial = [*spread[:side], wider, *spread[side + 1 :]]
+            if fits is not None and not _all_fit(trial, num_layers, fits):
+                break
+            spread = trial
+    return tuple(spread)
+
+
+def _lack(
+    prefix: np.ndarray, cuts: Sequence[Cut], stage: int, counts: np.ndarray, speeds: np.ndarray, num_layers: int
+) -> float:
+    """Seconds of work that a stage's workers would have to hand to each other, but cannot with these cuts."""
+    left = cuts[stage - 1] if stage else {0: int(counts.sum())}
+    right = cuts[stage] if stage < len(cuts) else {num_layers: int(counts.sum())}
+    core = max(0.0, float(prefix[min(right)] - prefix[max(left)]))
+    longest = float(prefix[max(right)] - prefix[min(left)])
+    work = sum(float(prefix[layer]) * n for layer, n in right.items())
+    work -= sum(float(prefix[layer]) * n for layer, n in left.items())
+    end = work / float(speeds.sum())
+    too_much = float(np.sum(np.maximum(0.0, counts * core - end * speeds)))
+    too_little = float(np.sum(np.maximum(0.0, end * speeds - counts * longest)))
+    lack = max(too_much, too_little)
+    return lack if lack > 1e-6 * work else 0.0
+
+
+def _spread_cut(
+    cuts: Sequence[Cut], side: int, lack: float, prefix: np.ndarray, num_layers: int
+) -> dict[int, int] | None:
+    """A boundary's cut, spread by one layer on both sides; None if there is no layer or nothing to spread."""
+    cut = dict(cuts[side])
+    lowest, highest = min(cut), max(cut)
+    floor = max(cuts[side - 1]) if side else 0
+    ceiling = min(cuts[side + 1]) if side + 1 < len(cuts) else num_layers
+    if lowest - 1 <= floor or highest + 1 >= ceiling:
+        return None
+    down, up = float(prefix[lowest] - prefix[lowest - 1]), float(prefix[highest + 1] - prefix[highest])
+    number = int(np.ceil(lack / max(down, up, 1e-30)))
+    number = min(number, cut[lowest], cut[highest]) if lowest != highest else min(number, cut[lowest] // 2)
+    if number < 1:
+        return None
+    cut[lowest] -= number
+    cut[lowest - 1] = number
+    cut[highest] -= number
+    cut[highest + 1] = number
+    return {layer: cut[layer] for layer in sorted(cut) if cut[layer] > 0}
+
+
+def _cuts_at(prefix: np.ndarray, marks: np.ndarray, num_microbatches: int) -> tuple[dict[int, int], ...]:
+    """Cuts whose mean positions are these marks in seconds; every stage keeps a layer of every micro-batch."""
+    num_layers, num_marks = len(prefix) - 1, len(marks)
+    layer = np.clip(np.searchsorted(prefix, marks, side="right") - 1, 0, num_layers - 1)
+    seconds = prefix[layer + 1] - prefix[layer]
+    positions = layer + np.divide(marks - prefix[layer], seconds, out=np.zeros(num_marks), where=seconds > 0)
+    # In micro-batches on a layer; neighbouring boundaries are at least a layer apart, for every micro-batch.
+    index = np.arange(1, num_marks + 1) * num_microbatches
+    room = num_layers * num_microbatches - index[::-1]
+    later = np.round(positions * num_microbatches).astype(np.int64)
+    later = index + np.maximum.accumulate(np.maximum(later - index, 0))
+    later = room - np.maximum.accumulate(np.maximum(room - later, 0)[::-1])[::-1]
+    whole, part = later // num_microbatches, later % num_microbatches
+    return tuple(
+        {at: num_microbatches} if beyond == 0 else {at: num_microbatches - beyond, at + 1: beyond}
+        for at, beyond in zip(whole.tolist(), part.tolist(), strict=True)
+    )
+
+
+def _all_fit(cuts: Sequence[Cut], num_layers: int, fits: Callable[[int, int, int], bool]) -> bool:
+    return all(fits(stage, start, stop) for stage, (start, stop) in enumerate(held_ranges(cuts, num_layers)))
+
+
+def _fill(prefix: np.ndarray, seconds: np.ndarray, fits: Callable[[int, int, int], bool]) -> np.ndarray | None:
+    """Boundaries if stages take so many seconds of layers, or as many layers as they can hold; None if some remain."""
+    num_layers = len(prefix) - 1
+    at, marks = 0.0, []
+    for stage, room in enumerate(seconds.tolist()):
+        end = min(at + room, float(prefix[-1]))
+        first = int(np.searchsorted(prefix, at * (1 + 1e-12), side="right")) - 1
+        last = int(np.searchsorted(prefix, end * (1 - 1e-12), side="left"))
+        while last > first + 1 and not fits(stage, first, last):
+            last -= 1
+            end = float(prefix[last])
+        at = end
+        marks.append(at)
+    return np.array(marks[:-1]) if at >= float(prefix[-1]) * (1 - 1e-9) and last == num_layers else None
+
+
+def cuts_of(bounds: Sequence[int], num_microbatches: int) -> tuple[dict[int, int], ...]:
+    """Cuts at these boundaries, nothing shared."""
+    return tuple({bound: num_microbatches} for bound in bounds[1:-1])
