@@ -22,8 +22,7 @@ from harness import SIZES, configuration, machine, print_header, quartiles, with
 from elaswave.control.launcher import train
 from elaswave.observability.progress import make_reporter
 from elaswave.state.sums import ExactAccumulator
-from elaswave.worker.exchange import Exchange
-from elaswave.worker.step import StepEngine
+from elaswave.worker.reduction import Reduction
 
 MOST_SHARE = 0.01
 """Of a step that the checksum may cost."""
@@ -57,16 +56,16 @@ class Alternating:
 
         return call
 
-    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
+    def reached(self, phase: str, index: int, machine: Any) -> None:
         """See `elaswave.worker.probe.Probe`."""
-        if (phase, index, engine.attempt) != ("forward", 0, 1 + (engine.step == 1)):
+        if (phase, index, machine.attempt) != ("forward", 0, 1 + (machine.step == 1)):
             return
         self.times.append((time.thread_time() - self.since_s, self.sums_s))
-        is_on = has_checksum(engine.step)
-        engine.exchange._checked = is_on
-        for accumulator in engine.compute.accumulators.values():
+        is_on = has_checksum(machine.step)
+        machine.engine.reduction.checked = is_on
+        for accumulator in machine.engine.compute.accumulators.values():
             accumulator._checked = is_on
-        if engine.step == self.last_step:
+        if machine.step == self.last_step:
             (self.folder / _TIMES_FILE).write_text(json.dumps(self.times[1:]))
         self.since_s, self.sums_s = time.thread_time(), 0.0
 
@@ -80,17 +79,17 @@ def measure(size: str, num_steps: int) -> dict:
     """The share that the checksum adds to a step, over neighbouring pairs."""
     config = configuration(*SIZES[size], "layout.stages=1", "layout.replicas=1")
     last = _STEPS_BEFORE + 2 * (num_steps // 2) + 1
-    add, reduce = ExactAccumulator.add, Exchange.reduce
+    add, reduce = ExactAccumulator.add, Reduction.reduce
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         probe = Alternating(folder, last)
-        ExactAccumulator.add, Exchange.reduce = probe.timed(add), probe.timed(reduce)
+        ExactAccumulator.add, Reduction.reduce = probe.timed(add), probe.timed(reduce)
         try:
             with open(folder / "progress.log", "w") as log:
                 reporter = make_reporter(json_mode=True, stream=log)
                 train(with_steps(config, last), folder / "run", reporter=reporter, probe=probe)
         finally:
-            ExactAccumulator.add, Exchange.reduce = add, reduce
+            ExactAccumulator.add, Reduction.reduce = add, reduce
         times = json.loads((folder / _TIMES_FILE).read_text())
     step_s = quartiles([step_s for step_s, _ in times[_STEPS_BEFORE:]])[1]
     sums_s, shares = [], []

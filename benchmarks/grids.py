@@ -18,6 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -30,9 +31,9 @@ from elaswave.models import registry
 from elaswave.models.gpt import gpt
 from elaswave.models.layers import LayerSpec, ModelSpec
 from elaswave.observability.progress import make_reporter
+from elaswave.state.grids import next_exponent
 from elaswave.state.shapes import LayerShape, TensorSlot
-from elaswave.state.sums import ExactAccumulator, next_exponent, offset, reduced_gradient
-from elaswave.worker.step import StepEngine
+from elaswave.state.sums import ExactAccumulator, offset, reduced_gradient
 
 SCALES = tuple(10.0**-decade for decade in range(3, 14))
 """Size of a row, as a share of the tensor's largest gradient."""
@@ -84,21 +85,21 @@ class Watch:
         self.last_step = last_step
         self.rows: Counter[int] = Counter()
 
-    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
+    def reached(self, phase: str, index: int, machine: Any) -> None:
         """See `elaswave.worker.probe.Probe`."""
         global _step
-        _step = engine.step
-        if (phase, engine.attempt) == ("vote", 1) and engine.step % SAMPLE_PERIOD == 0:
-            for accumulator in engine.compute.accumulators.values():
-                self._count(accumulator, engine)
-        if (phase, engine.step) == ("vote", self.last_step):
+        _step = machine.step
+        if (phase, machine.attempt) == ("vote", 1) and machine.step % SAMPLE_PERIOD == 0:
+            for accumulator in machine.engine.compute.accumulators.values():
+                self._count(accumulator, machine)
+        if (phase, machine.step) == ("vote", self.last_step):
             (self.folder / _ROWS_FILE).write_text(json.dumps(self.rows))
 
-    def _count(self, accumulator: ExactAccumulator, engine: StepEngine) -> None:
+    def _count(self, accumulator: ExactAccumulator, machine: Any) -> None:
         for slot in accumulator.shape.tensors:
             if len(slot.shape) < 2:
                 continue
-            constants = engine.layout.num_microbatches * offset(engine.progress.grids.exponents[slot.id])
+            constants = machine.layout.num_microbatches * offset(machine.progress.grids.exponents[slot.id])
             units = accumulator.sum[slot.offset : slot.stop] - signed64(constants)
             largest = units.double().abs().view(slot.shape).amax(dim=-1).flatten()
             for row in largest.tolist():

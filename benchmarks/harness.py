@@ -34,7 +34,6 @@ from elaswave.config.schema import Config
 from elaswave.control.launcher import train
 from elaswave.observability.progress import make_reporter
 from elaswave.protocol.detection import IDLE
-from elaswave.worker.step import StepEngine
 
 SIZES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -108,14 +107,14 @@ class _GateProbe:
         self._gate = gate
         self._step = 0
 
-    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
+    def reached(self, phase: str, index: int, machine: Any) -> None:
         """See `elaswave.worker.probe.Probe`; a step that is tried again does not count twice."""
-        if phase == "forward" and index == 0 and engine.step != self._step:
-            self._step = engine.step
-            activity = engine.activity
+        if phase == "forward" and index == 0 and machine.step != self._step:
+            self._step = machine.step
+            activity = machine.observer.activity
             label = activity.label
             activity.wait(IDLE)  # else the progress watch would take the gate for a hang
-            self._gate.before_step(engine.worker)
+            self._gate.before_step(machine.worker)
             activity.compute(label)
 
 

@@ -29,7 +29,8 @@ from elaswave.config.schema import Config
 from elaswave.control.launcher import train
 from elaswave.models.layers import build_layer
 from elaswave.observability.progress import make_reporter
-from elaswave.state.store import Role
+from elaswave.state.placement import Role
+from elaswave.state.store import BlockStore
 from elaswave.worker.blueprint import Blueprint
 
 NUM_STEPS = 3
@@ -142,27 +143,27 @@ class _Marker:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def reached(self, phase: str, index: int, engine: Any) -> None:
+    def reached(self, phase: str, index: int, machine: Any) -> None:
         """See `elaswave.worker.probe.Probe`."""
-        if (engine.step, phase, index) != (NUM_STEPS, "apply", 0):
+        if (machine.step, phase, index) != (NUM_STEPS, "apply", 0):
             return
-        store, exchange = engine.store, engine.exchange
+        store = BlockStore(machine.copies)
 
         def optimizer_of(role: Role) -> list[torch.Tensor]:
             return [values for held in store.with_role(role) for name, values in held.slots.items() if name != "master"]
 
         marks = {
             "weights": _num_bytes(
-                [layer.flat for layer in engine.layers.values()] + [held.slots["master"] for held in store]
+                [layer.flat for layer in machine.engine.layers.values()] + [held.slots["master"] for held in store]
             ),
             "optimizer": _num_bytes(optimizer_of(Role.OWNER)),
             "followed": _num_bytes(optimizer_of(Role.FOLLOWER)),
-            "sums": _num_bytes(accumulator.sum for accumulator in engine._accumulators.values()),
-            "receive": _num_bytes(buffer for buffers in exchange._buffers.values() for buffer in buffers),
+            "sums": _num_bytes(accumulator.sum for accumulator in machine.engine.reduction.accumulators.values()),
+            "receive": _num_bytes(buffer for slot in machine.engine.reduction._slots.values() for buffer in slot),
             "reduced": _num_bytes(held.gradient for held in store if held.gradient is not None),
             "steps": _peak_bytes(),
         }
-        (self._folder / f"marks-{engine.worker}.json").write_text(json.dumps(marks))
+        (self._folder / f"marks-{machine.worker}.json").write_text(json.dumps(marks))
 
 
 def _elaswave(config: Config, num_workers: int, folder: Path) -> list[Marks]:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torchft_recovery
 from harness import configuration, machine, print_header
@@ -30,8 +31,7 @@ from elaswave.control.launcher import train
 from elaswave.faults.injection import parse_faults
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import Recovery
-from elaswave.worker.probe import PHASES, Phase
-from elaswave.worker.step import StepEngine
+from elaswave.protocol.engine import PHASES, Phase
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 """Emulated time of one action beside its computation, for each worker of the job: all jobs load the machine alike."""
@@ -57,12 +57,12 @@ class Pace:
     def __init__(self, num_workers: int) -> None:
         self._seconds: dict[Phase, float] = {"forward": FORWARD_S * num_workers, "backward": BACKWARD_S * num_workers}
 
-    def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
+    def reached(self, phase: Phase, index: int, machine: Any) -> None:
         """See `elaswave.worker.probe.Probe`; sleeps layer by layer, as computing looks up between layers."""
         end_s = time.monotonic() + self._seconds.get(phase, 0.0)
         while (left_s := end_s - time.monotonic()) > 0.0:
             time.sleep(min(LAYER_S, left_s))
-            engine.check()
+            machine.links.check()
 
 
 @dataclass

@@ -112,6 +112,26 @@ def test_two_coordinators_cannot_hold_one_journal(journal):
     assert found(journal) == [Raised(1)]
 
 
+class Began(msgspec.Struct, frozen=True, tag=True):
+    term: int
+
+
+def test_a_coordinator_that_was_replaced_writes_nothing_more(journal):
+    store = journal.open(Began | Raised)
+    store.append(Began(2), Raised(1))
+    for records in ((Began(1),), (Raised(2), Began(1))):
+        with pytest.raises(StoreError, match="no record of term 1: a coordinator of term 2 has taken over"):
+            store.append(*records)
+    store.append(Raised(2), Began(2))
+    store.close()
+    store = journal.open(Began | Raised)
+    with pytest.raises(StoreError, match="takes no record of term 1"):
+        store.append(Began(1))
+    store.append(Began(3))
+    assert store.records() == [Began(2), Raised(1), Raised(2), Began(2), Began(3)]
+    store.close()
+
+
 def test_a_closed_store_takes_no_records(journal):
     store = journal.open()
     store.close()

@@ -1,4 +1,4 @@
-"""Step engines of one job as threads over the in-process transport: for layouts that no configuration can ask for."""
+"""Step loops of one job as threads over the in-process transport: for layouts that no configuration can ask for."""
 
 import threading
 from collections import Counter
@@ -12,19 +12,26 @@ from tests.integration.jobs import small_config
 
 from elaswave.observability.trace import ACTION, TraceRecorder
 from elaswave.planning.layout import validate_layout
+from elaswave.protocol.execution import Life, T
 from elaswave.protocol.ledger import Ledger
-from elaswave.state.placement import place_blocks
-from elaswave.state.store import Role
+from elaswave.protocol.member import Member
+from elaswave.protocol.step import StepLoop
+from elaswave.state.placement import Role, place_blocks
+from elaswave.state.store import BlockStore, HeldBlock
 from elaswave.transport.memory import MemoryNetwork
 from elaswave.types import Layout, Program
-from elaswave.worker.activity import Activity
 from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.links import TransportLinks
+from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.materialise import materialise
 from elaswave.worker.optimizer import OPTIMIZERS
 from elaswave.worker.pacing import ActionTimer
 from elaswave.worker.probe import NoProbe
-from elaswave.worker.step import StepEngine
-from elaswave.worker.vote import Request
+from elaswave.worker.process import terms_of
+from elaswave.worker.torch_engine import EngineContext, TorchEngine
+from elaswave.worker.watch import StepWatch
+
+Loop = StepLoop[HeldBlock]
 
 _random = threading.RLock()
 """Layers draw from torch's one default generator."""
@@ -48,7 +55,7 @@ def train(
     settings: Mapping[str, Any] | None = None,
     *,
     steps: int = 3,
-    change: Callable[[StepEngine], None] = lambda engine: None,
+    change: Callable[[Loop], None] = lambda loop: None,
 ) -> Training:
     """Trains the small model under a layout.
 
@@ -57,7 +64,7 @@ def train(
         folder: for the text.
         settings: changes to `tests.integration.jobs.SMALL`.
         steps: to train.
-        change: called with each engine before its first step.
+        change: called with each worker's loop before its first step.
     """
     validate_layout(layout)
     config = small_config(settings)
@@ -69,35 +76,45 @@ def train(
     source = blueprint.open_source(folder)
     sampler = blueprint.sampler(source)
 
-    def work(worker: int) -> tuple[StepEngine, list[float], TraceRecorder]:
+    def work(worker: int) -> tuple[Loop, list[float], TraceRecorder]:
         optimizer = OPTIMIZERS[config.optimizer.name](config.optimizer)
         layers, store, progress = locked(materialise)(blueprint, worker, optimizer, layout, placement, None)
         transport = transports[worker]
         transport.connect({peer: address for peer, address in addresses.items() if peer != worker}, 10.0)
         trace = TraceRecorder(worker)
-        engine = StepEngine(
-            blueprint,
-            worker,
-            layout=layout,
-            placement=placement,
-            execution=blueprint.execution,
-            layers=layers,
-            store=store,
-            progress=progress,
-            ledger=Ledger(worker, 0),
-            transport=transport,
-            batches=lambda step, microbatch: source.batch(sampler.microbatch(step, microbatch), "train"),
+        mailbox = Mailbox(worker, transport)
+        timer = ActionTimer(worker, None)
+        context = EngineContext(
+            blueprint=blueprint,
+            worker=worker,
             optimizer=optimizer,
-            request=lambda: Request.NONE,
+            batches=lambda step, microbatch: source.batch(sampler.microbatch(step, microbatch), "train"),
+            evaluation_batches=lambda step, microbatch: source.batch([microbatch], "validation"),
             check=lambda: None,
-            probe=NoProbe(),
-            timer=ActionTimer(worker, None),
-            activity=Activity(),
-            trace=trace,
+            timer=timer,
+            run_dir=folder,
         )
-        change(engine)
+        links = TransportLinks(worker, blueprint.blocks, transport, mailbox.activity, lambda: None)
+        watch = StepWatch(NoProbe(), mailbox, trace)
+        engine = TorchEngine(context, layers)
         one_at_a_time(engine)
-        return engine, [engine.run_step(step).loss for step in range(1, steps + 1)], trace
+        loop = StepLoop(
+            worker,
+            terms_of(blueprint),
+            engine,
+            links,
+            watch,
+            Ledger(worker, 0),
+            layout=layout,
+            execution=blueprint.execution,
+            placement=placement,
+            copies=store.held,
+            progress=progress,
+        )
+        loop.member = Member(worker, 1)  # type: ignore[attr-defined]  # whose epoch the heartbeats tell
+        watch.machine = loop  # type: ignore[assignment]
+        change(loop)
+        return loop, [complete(loop.run_step(step), links).loss for step in range(1, steps + 1)], trace
 
     try:
         with ThreadPoolExecutor(len(layout.workers)) as pool:
@@ -108,15 +125,15 @@ def train(
     losses = crew[0][1]
     assert all(each[1] == losses for each in crew), "workers disagree on the losses"
     digests: dict[Role, Counter[str]] = {role: Counter() for role in Role}
-    for engine, _, _ in crew:
+    for loop, _, _ in crew:
         for role, total in digests.items():
-            for name, part in engine.store.digest_parts(role).items():
+            for name, part in BlockStore(loop.copies).digest_parts(role).items():
                 total[name] = (total[name] + part) % 2**64
     return Training(
         losses,
         dict(digests[Role.OWNER]),
         dict(digests[Role.FOLLOWER]),
-        {engine.worker: engine.program for engine, _, _ in crew},
+        {loop.worker: loop.program for loop, _, _ in crew},
         {
             trace.worker: [
                 span[0] for span in trace._spans if span[1] == ACTION and (span[4] or {}).get("step") == steps
@@ -136,7 +153,17 @@ def locked(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def one_at_a_time(engine: StepEngine) -> None:
+def complete(life: Life[T], links: TransportLinks) -> T:
+    """Lets a worker do something to its end."""
+    while True:
+        try:
+            links.wait(next(life))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def one_at_a_time(engine: TorchEngine) -> None:
     """Keeps the layers of other threads from seeding and drawing in between."""
     compute = engine.compute
     compute._run_layer = locked(compute._run_layer)  # type: ignore[method-assign]

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.crew import train
+from tests.integration.crew import Loop, train
 from tests.integration.test_any_layout import MODELS, pipelines_of_unequal_depth, regular, shared_boundary
 
+from elaswave.protocol.engine import Committed
+from elaswave.protocol.execution import Life
 from elaswave.protocol.messages import LayoutChange
 from elaswave.types import ExecutionParameters, Hop, Layout, Stage
-from elaswave.worker.step import StepEngine, StepResult
+from elaswave.worker.torch_engine import TorchEngine
 
 START = regular(2, 3, layers=(2, 2))
 
@@ -32,7 +34,7 @@ CHANGES: dict[int, tuple[Layout, str]] = {
 
 
 class Changing:
-    """Gives every engine the changes that are planned for its steps.
+    """Gives every worker the changes that are planned for its steps.
 
     Args:
         changes: by the step in which they are held.
@@ -40,17 +42,17 @@ class Changing:
 
     def __init__(self, changes: Mapping[int, tuple[Layout, str]]) -> None:
         self._changes = changes
-        self.engines: list[StepEngine] = []
+        self.loops: list[Loop] = []
 
-    def __call__(self, engine: StepEngine) -> None:
-        run = engine.run_step
-        self.engines.append(engine)
+    def __call__(self, loop: Loop) -> None:
+        run = loop.run_step
+        self.loops.append(loop)
 
-        def run_step(step: int, attempt: int = 1) -> StepResult:
+        def run_step(step: int, attempt: int = 1) -> Life[Committed]:
             if step in self._changes:
                 layout, schedule = self._changes[step]
                 execution = ExecutionParameters(schedule=schedule)
-                engine.hold(
+                loop.hold(
                     LayoutChange(
                         term=1,
                         epoch=1,
@@ -61,12 +63,12 @@ class Changing:
                         predicted_step_s=None,
                     )
                 )
-            result = run(step, attempt)
+            result = yield from run(step, attempt)
             if step in self._changes:
-                assert engine.layout == self._changes[step][0]
+                assert loop.layout == self._changes[step][0]
             return result
 
-        engine.run_step = run_step  # type: ignore[method-assign]
+        loop.run_step = run_step  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("num_followers", [0, 1, 2])
@@ -79,9 +81,9 @@ def test_changes_do_not_show(tmp_path: Path, model: str, num_followers: int) -> 
     assert found.losses == alone.losses
     assert found.digests == alone.digests
     assert found.followers_digests == alone.followers_digests
-    for engine in changing.engines:
-        stage = engine.layout.stages[engine.layout.stage_of(engine.worker)]
-        assert sorted(engine.layers) == list(range(stage.start, stage.stop))
+    for loop in changing.loops:
+        stage = loop.layout.stages[loop.layout.stage_of(loop.worker)]
+        assert sorted(loop.engine.layers) == list(range(stage.start, stage.stop))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -89,8 +91,9 @@ def test_a_layer_that_has_gone_leaves_nothing_behind(tmp_path: Path, model: str)
     """A float32 layer's masters lie in its own storage: the whole of it must not stay for the sake of some blocks."""
     changing = Changing({2: (exchanged(), "")})
     train(START, tmp_path, MODELS[model], steps=2, change=changing)
-    for engine in changing.engines:
-        storages = {layer.flat.untyped_storage().data_ptr() for layer in engine.layers.values()}
-        for held in engine.store:
+    for loop in changing.loops:
+        assert isinstance(loop.engine, TorchEngine)
+        storages = {layer.flat.untyped_storage().data_ptr() for layer in loop.engine.layers.values()}
+        for held in loop.copies.values():
             storage = held.slots["master"].untyped_storage()
             assert storage.data_ptr() in storages or storage.nbytes() <= 2 * held.slots["master"].nbytes

@@ -15,7 +15,7 @@ from elaswave.cli.main import cli
 from elaswave.errors import ConfigError
 from elaswave.faults.injection import FaultRecord, parse_faults
 from elaswave.observability.result import read_result
-from elaswave.worker.probe import PHASES
+from elaswave.protocol.engine import PHASES
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-c", "import sys; from elaswave.cli.main import main; sys.exit(main())", "demo")

@@ -11,7 +11,6 @@ from tests.integration.unlucky import broken, make_unlucky
 
 from elaswave.cli.main import main
 from elaswave.errors import CheckpointError, RecoveryError
-from elaswave.worker.step import StepEngine
 
 LAYOUT: dict[str, Any] = {"layout.stages": 2, "layout.replicas": 2, "run.steps": 6}
 STEP = 3
@@ -24,8 +23,8 @@ class Kill:
         self.worker = worker
         self.phase = phase
 
-    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
-        if (engine.worker, engine.step, phase, index) == (self.worker, STEP, self.phase, 0):
+    def reached(self, phase: str, index: int, machine: Any) -> None:
+        if (machine.worker, machine.step, phase, index) == (self.worker, STEP, self.phase, 0):
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -16,7 +16,7 @@ from elaswave.control.journal import Entered
 from elaswave.control.store import FileStore
 from elaswave.errors import RecoveryError, RunFolderError
 from elaswave.observability.events import EventsLost, RunFinished, StepCommitted, read_events
-from elaswave.worker.probe import Phase
+from elaswave.protocol.engine import Phase
 
 SETTINGS = {"run.steps": 70, "layout.widths": "[1, 1]"}
 

@@ -5,19 +5,19 @@ The product's workers run as threads (`tests.integration.thread_jobs`). Every jo
 
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 import torch
-from tests.integration.thread_jobs import JOB_TIMEOUT_S, Killed, ThreadJob, is_change, wait_until
+from tests.integration.thread_jobs import JOB_TIMEOUT_S, Killed, Machine, ThreadJob, is_change, wait_until
 
 from elaswave.planning.layout import make_layout
+from elaswave.protocol.engine import Phase
 from elaswave.protocol.messages import Decision, Installed
-from elaswave.worker import replication as filling
+from elaswave.sim.protocol.mutants import MUTANTS
+from elaswave.state.store import HeldBlock
+from elaswave.worker import torch_engine
 from elaswave.worker.messages import FromWorker, StepReport
-from elaswave.worker.probe import Phase
-from elaswave.worker.step import StepEngine
 
 SETTINGS: dict[str, Any] = {"run.steps": 6, "run.eval_every": 3}
 BETTER = make_layout(widths=[1, 3], layers_per_stage=[1, 3], num_microbatches=5)
@@ -30,12 +30,12 @@ class Probe:
     def __init__(self) -> None:
         self.job: ThreadJob
 
-    def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
+    def reached(self, phase: Phase, index: int, machine: Machine) -> None:
         raise NotImplementedError
 
-    def die(self, engine: StepEngine) -> NoReturn:
+    def die(self, machine: Machine) -> NoReturn:
         """The worker's process ends here."""
-        self.job.kill(engine.worker)
+        self.job.kill(machine.worker)
         raise Killed
 
 
@@ -60,9 +60,9 @@ class DiesAt(Probe):
     def __init__(self, worker: int, step: int, phase: Phase) -> None:
         self.point = (worker, step, phase, 0)
 
-    def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
-        if (engine.worker, engine.step, phase, index) == self.point and not self.job.decisions:
-            self.die(engine)
+    def reached(self, phase: Phase, index: int, machine: Machine) -> None:
+        if (machine.worker, machine.step, phase, index) == self.point and not self.job.decisions:
+            self.die(machine)
 
 
 # ------------------------------------------------------------------------------------------------------ planned changes
@@ -74,13 +74,13 @@ class DiesAsAChangeComes(Probe):
     def __init__(self) -> None:
         self.step = 0
 
-    def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
-        if self.job.new_epochs or index or (phase, engine.ledger.change) != ("apply", 1) or engine.layout == BETTER:
+    def reached(self, phase: Phase, index: int, machine: Machine) -> None:
+        if self.job.new_epochs or index or (phase, machine.ledger.change) != ("apply", 1) or machine.layout == BETTER:
             return
-        self.step = engine.step
-        if engine.worker == 3:
-            self.die(engine)
-        wait_until(lambda: self.job.mailboxes[engine.worker].urgent)
+        self.step = machine.step
+        if machine.worker == 3:
+            self.die(machine)
+        wait_until(lambda: self.job.mailboxes[machine.worker].urgent)
 
 
 def plan_after_first_step(probe: Probe) -> Any:
@@ -136,9 +136,9 @@ class DiesWithItsReport(Probe):
         self.reporters = reporters
         self.begun = {epoch: threading.Event() for epoch in reporters}
 
-    def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
-        epoch = engine.transport.epoch
-        if engine.step == 5 and epoch in self.reporters and engine.worker == self.reporters[epoch][1]:
+    def reached(self, phase: Phase, index: int, machine: Machine) -> None:
+        epoch = machine.member.epoch
+        if machine.step == 5 and epoch in self.reporters and machine.worker == self.reporters[epoch][1]:
             self.begun[epoch].set()
 
     def on_message(self, message: FromWorker) -> None:
@@ -157,6 +157,17 @@ def test_what_the_lost_worker_did_not_report_is_reported_by_the_next(
     job = run(tmp_path, monkeypatch, probe, on_message=probe.on_message)
     assert [(report.worker, report.epoch) for report in job.reports if report.step == 4] == [(1, 1)]
     assert job.computation == undisturbed.computation
+
+
+def test_a_bug_that_is_planted_in_the_machine_shows_here_as_in_the_simulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same class as in the simulation: so what is found there is the product's."""
+    probe = DiesWithItsReport({1: (0, 1)})
+    bug = MUTANTS["reports-once"].build.machine
+    job = run(tmp_path, monkeypatch, probe, on_message=probe.on_message, machine_class=bug)
+    with pytest.raises(AssertionError, match=r"reported were steps \[1, 2, 3, 5, 6\]"):
+        _ = job.losses
 
 
 def test_reports_of_steps_that_are_made_again_are_forgotten(
@@ -201,8 +212,8 @@ def test_a_worker_that_only_its_peers_miss_is_lost_by_its_links(
     """No end of a process is reported: the accusation of a peer is all that the coordinator gets."""
 
     class Vanishes(DiesAt):
-        def die(self, engine: StepEngine) -> NoReturn:
-            self.job.kill(engine.worker, silently=True)
+        def die(self, machine: Machine) -> NoReturn:
+            self.job.kill(machine.worker, silently=True)
             raise Killed
 
     job = run(tmp_path, monkeypatch, Vanishes(2, 3, "backward"))
@@ -214,14 +225,14 @@ def test_a_worker_that_only_its_peers_miss_is_lost_by_its_links(
 class DiesBeforeItDelivers(DiesAt):
     """After worker 0 worker 2 dies, as soon as the others have made room for what it should deliver to them."""
 
-    def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
-        if engine.worker == 2 and engine.step == 1:
-            engine.install = self.install  # type: ignore[method-assign]
-        super().reached(phase, index, engine)
+    def reached(self, phase: Phase, index: int, machine: Machine) -> None:
+        if machine.worker == 2 and machine.step == 1:
+            machine.take_roles = self.take_roles  # type: ignore[method-assign]
+        super().reached(phase, index, machine)
 
-    def install(self, decision: Decision) -> int:
-        wait_until(lambda: all(0 in self.job.engines[worker].layers for worker in (1, 3)))
-        self.die(self.job.engines[2])
+    def take_roles(self, decision: Decision) -> NoReturn:
+        wait_until(lambda: all(0 in self.job.machines[worker].engine.layers for worker in (1, 3)))
+        self.die(self.job.machines[2])
 
 
 def test_a_loss_while_parameters_are_delivered(
@@ -243,10 +254,10 @@ class DiesBeforeItFills(DiesAt):
         super().__init__(2, 3, "backward")
         self.begun: set[int] = set()
 
-    def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
-        if self.job.decisions and engine.step == 3:
-            self.begun.add(engine.worker)
-        super().reached(phase, index, engine)
+    def reached(self, phase: Phase, index: int, machine: Machine) -> None:
+        if self.job.decisions and machine.step == 3:
+            self.begun.add(machine.worker)
+        super().reached(phase, index, machine)
 
     def on_message(self, message: FromWorker) -> None:
         if isinstance(message, Installed) and (message.worker, message.epoch) == (0, 2):
@@ -260,10 +271,15 @@ def test_a_base_copy_that_has_not_come_is_not_taken_for_parameters(
 ) -> None:
     """Worker 1 was to follow blocks of worker 0, of layers that both run: their parameters are here already."""
 
-    def spoilt(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((num_elements,), torch.nan, dtype=dtype)
+    empty_copy = torch_engine.TorchEngine.empty_copy
 
-    monkeypatch.setattr(filling, "torch", SimpleNamespace(empty=spoilt, float32=torch.float32))
+    def spoilt(engine: torch_engine.TorchEngine, block: int) -> HeldBlock:
+        copy = empty_copy(engine, block)
+        for values in copy.slots.values():
+            values.fill_(torch.nan)
+        return copy
+
+    monkeypatch.setattr(torch_engine.TorchEngine, "empty_copy", spoilt)
     probe = DiesBeforeItFills()
     settings = {"layout.widths": "[3,1]", "elastic.num_followers": 2}
     job = run(tmp_path, monkeypatch, probe, settings=settings, on_message=probe.on_message)

@@ -18,8 +18,8 @@ from elaswave.control.recorder import RunRecorder
 from elaswave.errors import RecoveryError, StoppedBySignalError
 from elaswave.protocol import events
 from elaswave.protocol.detection import Detector
+from elaswave.protocol.engine import Phase
 from elaswave.state.checkpoint import CheckpointRef, CheckpointSearch, find_newest_checkpoint
-from elaswave.worker.probe import Phase
 
 
 class StopsWithItsCoordinator:

@@ -9,62 +9,68 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integration.crew import Training, train
+from tests.integration.crew import Loop, Training, train
 
 from elaswave.planning.layout import make_layout
-from elaswave.worker import exchange as exchange_module
-from elaswave.worker.exchange import Exchange
-from elaswave.worker.step import StepEngine
+from elaswave.protocol.engine import Committed
+from elaswave.protocol.execution import Life
+from elaswave.worker import reduction as reduction_module
+from elaswave.worker.reduction import Reduction
+from elaswave.worker.torch_engine import TorchEngine
 
 STEP = 2
 LAYOUT = make_layout(widths=(2,), layers_per_stage=(4,), num_microbatches=5)
 
 
-def flip_received(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+def flip_received(reduction: Reduction, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit 40 of a word in the first frame of partial sums that worker 0 has received."""
-    exchange._buffers[0, 1][0][0] ^= 1 << 40
+    reduction._slots[0, 1][0][0] ^= 1 << 40
 
 
-def flip_total(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+def flip_total(reduction: Reduction, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next total that is made, after all have come, lacks a bit."""
-    add_up = exchange_module._add_up
+    add_up = reduction_module._add_up
 
     def wrong(parts: Any) -> torch.Tensor:
-        monkeypatch.setattr(exchange_module, "_add_up", add_up)
+        monkeypatch.setattr(reduction_module, "_add_up", add_up)
         total = add_up(parts)
         total[0] ^= 1 << 40
         return total
 
-    monkeypatch.setattr(exchange_module, "_add_up", wrong)
+    monkeypatch.setattr(reduction_module, "_add_up", wrong)
 
 
-Spoil = Callable[[Exchange, pytest.MonkeyPatch], None]
+Spoil = Callable[[Reduction, pytest.MonkeyPatch], None]
 
 
 def spoilt_training(spoil: Spoil, monkeypatch: pytest.MonkeyPatch, folder: Path, **settings: Any) -> Any:
     """A training in which one worker's REDUCE is spoilt once: what comes of it, and why steps were tried again."""
-    reduce, retries = Exchange.reduce, {}
+    reduce, retries, loops = Reduction.reduce, {}, {}
+    first_layer = LAYOUT.num_layers - 1 if spoil is flip_total else 0
 
-    def spoilt(exchange: Exchange, step: int, attempt: int, exponents: Any) -> Any:
-        if (exchange._worker, step, attempt) == (0, STEP, 1):
-            for handles in exchange._partial_handles.values():
-                exchange._wait(handles)
-            with monkeypatch.context() as patch:
-                spoil(exchange, patch)
-                return reduce(exchange, step, attempt, exponents)
-        return reduce(exchange, step, attempt, exponents)
+    def spoilt(reduction: Reduction, layer: int, *arguments: Any) -> None:
+        loop = loops.get(id(reduction))
+        here = None if loop is None else (loop.worker, loop.step, loop.attempt, layer)
+        if here != (0, STEP, 1, first_layer):
+            reduce(reduction, layer, *arguments)
+            return
+        with monkeypatch.context() as patch:
+            spoil(reduction, patch)
+            reduce(reduction, layer, *arguments)
 
-    def note(engine: StepEngine) -> None:
-        result_of = engine.result_of
+    def note(loop: Loop) -> None:
+        assert isinstance(loop.engine, TorchEngine)
+        loops[id(loop.engine.reduction)] = loop
+        run_step = loop.run_step
 
-        def noted(*arguments: Any) -> Any:
-            result = result_of(*arguments)
-            retries[engine.worker, result.step] = result.retries
-            return result
+        def noted(step: int) -> Life[Committed]:
+            committed = yield from run_step(step)
+            retries[loop.worker, step] = committed.retries
+            return committed
 
-        engine.result_of = noted  # type: ignore[method-assign]
+        loop.run_step = noted  # type: ignore[method-assign, assignment]
 
-    monkeypatch.setattr(Exchange, "reduce", spoilt)
+    monkeypatch.setattr(Reduction, "reduce", spoilt)
     training = train(LAYOUT, folder, settings, change=note)
     return training, retries
 

@@ -14,9 +14,13 @@ import torch
 from tests.integration.jobs import Job, QuietReporter, flip_bit, run_job
 
 from elaswave.errors import WorkerError
-from elaswave.state.store import HeldBlock, Role
+from elaswave.protocol.step import STATE_SAMPLE_PERIOD
+from elaswave.state.placement import Role
+from elaswave.state.store import HeldBlock
 from elaswave.types import Action
-from elaswave.worker.step import STATE_SAMPLE_PERIOD, StepEngine
+
+Machine = Any
+"""A worker's machine over the torch engine."""
 
 STEP = 3
 CHANGED_SUM = "partial sums (worker 1's partial sum of layer 1 is not what was added to it)"
@@ -40,17 +44,17 @@ class Plant:
     """
 
     def __init__(
-        self, plant: Callable[[StepEngine], None], worker: int, *, step: int = STEP, always: bool = False
+        self, plant: Callable[[Machine], None], worker: int, *, step: int = STEP, always: bool = False
     ) -> None:
         self.plant = plant
         self.worker = worker
         self.step = step
         self.always = always
 
-    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
-        here = (engine.worker, engine.step, phase) == (self.worker, self.step, "vote")
-        if here and (self.always or engine.attempt == 1):
-            self.plant(engine)
+    def reached(self, phase: str, index: int, machine: Machine) -> None:
+        here = (machine.worker, machine.step, phase) == (self.worker, self.step, "vote")
+        if here and (self.always or machine.attempt == 1):
+            self.plant(machine)
 
 
 class StaleFollower:
@@ -60,14 +64,14 @@ class StaleFollower:
         self.worker = worker
         self.before: dict[str, torch.Tensor] = {}
 
-    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
-        if (engine.worker, index) != (self.worker, 0):
+    def reached(self, phase: str, index: int, machine: Machine) -> None:
+        if (machine.worker, index) != (self.worker, 0):
             return
-        if (engine.step, phase) == (STEP, "vote"):
-            self.before = {name: values.clone() for name, values in followed(engine).slots.items()}
-        elif (engine.step, phase) == (STEP + 1, "forward"):
+        if (machine.step, phase) == (STEP, "vote"):
+            self.before = {name: values.clone() for name, values in followed(machine).slots.items()}
+        elif (machine.step, phase) == (STEP + 1, "forward"):
             for name, values in self.before.items():
-                followed(engine).slots[name].copy_(values)
+                followed(machine).slots[name].copy_(values)
 
 
 class PlantedProgram:
@@ -83,12 +87,12 @@ class PlantedProgram:
         self.always = always
         self.right: tuple[Action, ...] = ()
 
-    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
-        if (engine.step, phase, index) == (STEP - 1, "apply", 0):
-            self.right = engine.program
-            engine.program = self.change(engine.program)
-        elif (engine.step, phase) == (STEP, "vote") and not self.always:
-            engine.program = self.right
+    def reached(self, phase: str, index: int, machine: Machine) -> None:
+        if (machine.step, phase, index) == (STEP - 1, "apply", 0):
+            self.right = machine.program
+            machine.program = self.change(machine.program)
+        elif (machine.step, phase) == (STEP, "vote") and not self.always:
+            machine.program = self.right
 
 
 class CorruptedBaseCopy:
@@ -98,20 +102,20 @@ class CorruptedBaseCopy:
     def __init__(self) -> None:
         self.has_struck = False
 
-    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
-        if (engine.worker, phase) != (3, "vote") or self.has_struck:
+    def reached(self, phase: str, index: int, machine: Machine) -> None:
+        if (machine.worker, phase) != (3, "vote") or self.has_struck:
             return
-        new = set(engine.voting_store.held) - set(engine.store.held)
+        new = set(machine.voting_copies) - set(machine.copies)
         for block in sorted(new):
-            if (block + engine.step) % STATE_SAMPLE_PERIOD:
-                flip_bit(engine.voting_store[block].slots["master"], 0, 5)
+            if (block + machine.step) % STATE_SAMPLE_PERIOD:
+                flip_bit(machine.voting_copies[block].slots["master"], 0, 5)
                 self.has_struck = True
                 return
 
 
-def followed(engine: StepEngine) -> HeldBlock:
+def followed(machine: Machine) -> HeldBlock:
     """The first block that a worker follows."""
-    return next(engine.store.with_role(Role.FOLLOWER))
+    return next(copy for copy in machine.copies.values() if copy.role is Role.FOLLOWER)
 
 
 def run_twice(program: tuple[Action, ...]) -> tuple[Action, ...]:
@@ -122,32 +126,32 @@ def run_not_at_all(program: tuple[Action, ...]) -> tuple[Action, ...]:
     return tuple(action for action in program if action.microbatch != 1)
 
 
-def flip_gradient(engine: StepEngine) -> None:
-    gradient = followed(engine).gradient
+def flip_gradient(machine: Machine) -> None:
+    gradient = followed(machine).gradient
     assert gradient is not None
     flip_bit(gradient, 7, 0)
 
 
-def flip_owned_gradient(engine: StepEngine) -> None:
-    gradient = next(engine.store.with_role(Role.OWNER)).gradient
+def flip_owned_gradient(machine: Machine) -> None:
+    gradient = next(copy for copy in machine.copies.values() if copy.role is Role.OWNER).gradient
     assert gradient is not None
     flip_bit(gradient, 7, 0)
 
 
-def own_it_too(engine: StepEngine) -> None:
-    followed(engine).role = Role.OWNER
+def own_it_too(machine: Machine) -> None:
+    followed(machine).role = Role.OWNER
 
 
-def another_next_layout(engine: StepEngine) -> None:
-    engine.next_layout_hash += 1
+def another_next_layout(machine: Machine) -> None:
+    machine.agreement_hash += 1
 
 
-def flip_master(engine: StepEngine) -> None:
-    flip_bit(followed(engine).slots["master"], 100, 5)
+def flip_master(machine: Machine) -> None:
+    flip_bit(followed(machine).slots["master"], 100, 5)
 
 
-def lose_update(engine: StepEngine) -> None:
-    followed(engine).version -= 1
+def lose_update(machine: Machine) -> None:
+    followed(machine).version -= 1
 
 
 class FlippedSum:
@@ -163,14 +167,14 @@ class FlippedSum:
         self.owner = owner
         self.always = always
 
-    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
-        if (engine.worker, engine.step, phase, index) != (1, STEP, "reduce", 0):
+    def reached(self, phase: str, index: int, machine: Machine) -> None:
+        if (machine.worker, machine.step, phase, index) != (1, STEP, "reduce", 0):
             return
-        if self.always or engine.attempt == 1:
-            layer = max(engine.layers)  # whose sum is complete first
-            owners = engine.voting_placement.owner
-            block = next(each for each in engine.blocks if (each.layer, owners[each.id]) == (layer, self.owner))
-            engine.compute.accumulators[layer].sum[block.start] ^= 1 << 40
+        if self.always or machine.attempt == 1:
+            layer = max(machine.engine.layers)  # whose sum is complete first
+            owners = machine.voting.owner
+            block = next(each for each in machine.terms.blocks if (each.layer, owners[each.id]) == (layer, self.owner))
+            machine.engine.compute.accumulators[layer].sum[block.start] ^= 1 << 40
 
 
 def retries_of(job: Job, step: int = STEP) -> list[str]:

@@ -4,12 +4,12 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from tests.integration.jobs import run_job
 
 from elaswave.control.memory_pressure import WORKER_SCORE
 from elaswave.observability.processes import PROCESSES_FILE, read_processes
-from elaswave.worker.step import StepEngine
 
 WAIT_S = 60.0
 LAYOUT = {"layout.widths": [2], "run.steps": 6}
@@ -22,8 +22,8 @@ class Look:
         self.run_dir = run_dir
         self.file = run_dir.with_suffix(".json")
 
-    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
-        if (engine.worker, engine.step, phase, index) == (0, 5, "forward", 0):
+    def reached(self, phase: str, index: int, machine: Any) -> None:
+        if (machine.worker, machine.step, phase, index) == (0, 5, "forward", 0):
             deadline_s = time.monotonic() + WAIT_S
             while time.monotonic() < deadline_s:
                 processes = read_processes(self.run_dir)

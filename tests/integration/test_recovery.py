@@ -20,8 +20,7 @@ from tests.integration.jobs import Job, QuietReporter, run_job
 from elaswave.errors import RecoveryError
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
 from elaswave.protocol import events
-from elaswave.worker.probe import PHASES
-from elaswave.worker.step import StepEngine
+from elaswave.protocol.engine import PHASES
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "2x2": {"layout.stages": 2, "layout.replicas": 2},
@@ -198,10 +197,10 @@ def test_a_kill_during_a_recovery(tmp_path: Path, reference: Job) -> None:
     """Another worker dies while the survivors of the first loss install the decision."""
 
     class WritePid:
-        def reached(self, phase: str, index: int, engine: StepEngine) -> None:
-            if engine.worker == 3 and (engine.step, phase, index) == (1, "forward", 0):
+        def reached(self, phase: str, index: int, machine: Any) -> None:
+            if machine.worker == 3 and (machine.step, phase, index) == (1, "forward", 0):
                 (tmp_path / "pid").write_text(str(os.getpid()))
-            if engine.worker == 1 and (engine.step, phase, index) == (3, "backward", 1):
+            if machine.worker == 1 and (machine.step, phase, index) == (3, "backward", 1):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def kill_third(effect: events.CoordinatorEffect) -> None:
@@ -222,11 +221,11 @@ def test_a_worker_that_wakes_up_after_it_was_declared_lost_ends_itself_and_chang
     """SIGSTOP, declared lost, SIGCONT while the others go on."""
 
     class Hang:
-        def reached(self, phase: str, index: int, engine: StepEngine) -> None:
-            if engine.worker == 1 and (engine.step, phase, index) == (3, "backward", 1):
+        def reached(self, phase: str, index: int, machine: Any) -> None:
+            if machine.worker == 1 and (machine.step, phase, index) == (3, "backward", 1):
                 (tmp_path / "pid").write_text(str(os.getpid()))
                 os.kill(os.getpid(), signal.SIGSTOP)
-            elif engine.worker != 1 and engine.step == 5 and phase == "forward" and index == 0:
+            elif machine.worker != 1 and machine.step == 5 and phase == "forward" and index == 0:
                 _wait_until(lambda: "no member any more" in log.read_text())  # it must end while the others train
 
     log = tmp_path / "run" / "logs" / "worker-1.log"

@@ -12,9 +12,9 @@ from tests.integration.jobs import Job, run_job, small_config
 from tests.reference import Recipe, Reference, microbatch_gradients, reference_run
 
 from elaswave.models.layers import ModelSpec, build_layer
-from elaswave.state.store import Role
+from elaswave.state.placement import Role
+from elaswave.state.store import BlockStore
 from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.step import StepEngine
 
 RECIPE: dict[str, Any] = {
     "layout.widths": [2, 2],
@@ -95,20 +95,20 @@ class GradientRecorder:
         self.folder = folder
         self.count = 0
 
-    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
-        if (engine.step, engine.attempt, phase, index) == (1, 1, "forward", 0):
-            for layer, accumulator in engine.compute.accumulators.items():
-                self.wrap(engine, layer, accumulator)
+    def reached(self, phase: str, index: int, machine: Any) -> None:
+        if (machine.step, machine.attempt, phase, index) == (1, 1, "forward", 0):
+            for layer, accumulator in machine.engine.compute.accumulators.items():
+                self.wrap(machine, layer, accumulator)
         if (phase, index) == ("apply", 0):
-            owned = {held.block.id: held.gradient for held in engine.store.with_role(Role.OWNER)}
-            torch.save(owned, self.folder / f"mean-{engine.step}-{engine.worker}.pt")
+            owned = {held.block.id: held.gradient for held in BlockStore(machine.copies).with_role(Role.OWNER)}
+            torch.save(owned, self.folder / f"mean-{machine.step}-{machine.worker}.pt")
 
-    def wrap(self, engine: StepEngine, layer: int, accumulator: Any) -> None:
+    def wrap(self, machine: Any, layer: int, accumulator: Any) -> None:
         add = accumulator.add
 
         def recording(gradients: Sequence[torch.Tensor]) -> bool:
             self.count += 1
-            name = f"part-{engine.step}-{engine.attempt}-{layer}-{engine.worker}-{self.count}.pt"
+            name = f"part-{machine.step}-{machine.attempt}-{layer}-{machine.worker}-{self.count}.pt"
             torch.save([gradient.clone() for gradient in gradients], self.folder / name)
             return bool(add(gradients))
 

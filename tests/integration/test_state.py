@@ -9,8 +9,8 @@ from tests.integration.jobs import flip_bit, run_job
 
 from elaswave.errors import StateError
 from elaswave.state.digests import add_digests
-from elaswave.state.store import Role
-from elaswave.worker.step import StepEngine
+from elaswave.state.placement import Role
+from elaswave.state.store import BlockStore
 
 SHORT: dict[str, Any] = {"run.steps": 4}
 
@@ -25,11 +25,11 @@ class DigestWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def reached(self, phase: str, index: int, engine: StepEngine) -> None:
-        if (engine.step, engine.attempt, phase, index) == (4, 1, "forward", 0):
+    def reached(self, phase: str, index: int, machine: Any) -> None:
+        if (machine.step, machine.attempt, phase, index) == (4, 1, "forward", 0):
             for role in Role:
-                parts = json.dumps(engine.store.digest_parts(role))
-                (self.folder / f"{role.name}-{engine.worker}.json").write_text(parts)
+                parts = json.dumps(BlockStore(machine.copies).digest_parts(role))
+                (self.folder / f"{role.name}-{machine.worker}.json").write_text(parts)
 
 
 @pytest.mark.parametrize("widths", [[2, 2], [2, 1, 2]], ids=str)
@@ -50,9 +50,9 @@ def hexadecimal(digests: dict[str, int]) -> dict[str, str]:
 
 def test_a_copy_that_differs_after_the_last_step_is_found(tmp_path: Path) -> None:
     class FlipAtTheEnd:
-        def reached(self, phase: str, index: int, engine: StepEngine) -> None:
-            if (engine.worker, engine.step, phase, index) == (1, 4, "apply", len(engine.store.held) - 1):
-                flip_bit(next(engine.store.with_role(Role.FOLLOWER)).slots["exp_avg"], 0, 0)
+        def reached(self, phase: str, index: int, machine: Any) -> None:
+            if (machine.worker, machine.step, phase, index) == (1, 4, "apply", len(machine.copies) - 1):
+                flip_bit(next(BlockStore(machine.copies).with_role(Role.FOLLOWER)).slots["exp_avg"], 0, 0)
 
     with pytest.raises(
         StateError, match=r"the followers' copy of exp_avg\.embedding\.token\.weight is not the owners'"

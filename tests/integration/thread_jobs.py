@@ -22,6 +22,7 @@ from elaswave.protocol import events
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.decisions import plan_survivors
 from elaswave.protocol.driver import CoordinatorDriver
+from elaswave.protocol.engine import Phase
 from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
@@ -31,10 +32,14 @@ from elaswave.protocol.messages import (
     Registered,
     Report,
 )
+from elaswave.protocol.worker import WorkerMachine
+from elaswave.state.store import HeldBlock
 from elaswave.transport.memory import MemoryNetwork
 from elaswave.types import ExecutionParameters, Layout
 from elaswave.worker import process as worker_module
+from elaswave.worker import torch_engine
 from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.messages import (
     EvaluationReport,
     Exit,
@@ -45,9 +50,10 @@ from elaswave.worker.messages import (
     Start,
     StepReport,
 )
-from elaswave.worker.probe import NoProbe, Phase, Probe
-from elaswave.worker.process import Mailbox, Worker, WorkerSetup
-from elaswave.worker.step import StepEngine
+from elaswave.worker.probe import NoProbe, Probe
+from elaswave.worker.process import Worker, WorkerSetup
+
+Machine = WorkerMachine[HeldBlock]
 
 JOB_TIMEOUT_S = 40.0
 """Bound of a whole job, which takes about a second."""
@@ -68,6 +74,7 @@ class ThreadJob(CoordinatorDriver):
             thread. It may `kill`.
         on_effect: called before each effect of the coordinator's machine; returns whether it is to be carried out.
         restart_in: epochs whose losses lead back to the beginning, as a policy of restarting asks for.
+        machine_class: of every worker's machine; replaced to plant bugs.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class ThreadJob(CoordinatorDriver):
         on_message: Callable[[FromWorker], object] = lambda message: None,
         on_effect: Callable[[events.CoordinatorEffect], bool] = lambda effect: True,
         restart_in: Collection[int] = (),
+        machine_class: type[Machine] = WorkerMachine,
     ) -> None:
         self.config = small_config(settings)
         self.blueprint = Blueprint(self.config)
@@ -90,13 +98,14 @@ class ThreadJob(CoordinatorDriver):
         self.new_epochs: list[events.NewEpoch] = []
         self.decisions: list[Decision] = []
         self.finished: dict[int, Finished] = {}
-        self.engines: dict[int, StepEngine] = {}
-        """The newest engine of each worker."""
+        self.machines: dict[int, Machine] = {}
+        """The machine of each worker."""
         self._folder = folder
         self._probe = probe or NoProbe()
         self._on_message = on_message
         self._on_effect = on_effect
         self._restart_in = restart_in
+        self._machine_class = machine_class
         self._lock = threading.RLock()
         self._dead: set[int] = set()
         self._errors: list[BaseException] = []
@@ -141,7 +150,8 @@ class ThreadJob(CoordinatorDriver):
     def run(self, monkeypatch: pytest.MonkeyPatch) -> "ThreadJob":
         """Trains to the end; raises what a worker has raised, or what is wrong with how the job ended."""
         monkeypatch.setattr(worker_module, "DECISION_TIMEOUT_S", JOB_TIMEOUT_S / 2)
-        monkeypatch.setattr(worker_module, "materialise", locked(worker_module.materialise))
+        for module in (worker_module, torch_engine):
+            monkeypatch.setattr(module, "materialise", locked(module.materialise))
         monkeypatch.setattr(worker_module.Blueprint, "open_source", locked(worker_module.Blueprint.open_source))
         threads = [
             threading.Thread(target=self._work, args=(worker,), name=f"worker {worker}", daemon=True)
@@ -196,11 +206,13 @@ class ThreadJob(CoordinatorDriver):
                 job._receive(worker, message)
 
         class Crewmate(Worker):
-            def _make_engine(self, *arguments: Any) -> StepEngine:
-                engine = super()._make_engine(*arguments)
-                one_at_a_time(engine)
-                job.engines[worker] = engine
-                return engine
+            machine_class = job._machine_class
+
+            def _make_machine(self, *arguments: Any, **options: Any) -> Machine:
+                machine = super()._make_machine(*arguments, **options)
+                one_at_a_time(machine.engine)  # type: ignore[arg-type]
+                job.machines[worker] = machine
+                return machine
 
         mailbox, transport, client = self.mailboxes[worker], self._transports[worker], Client()
         setup = WorkerSetup(
@@ -216,7 +228,7 @@ class ThreadJob(CoordinatorDriver):
         try:
             made = Crewmate(setup, client, mailbox, transport)
             self._receive(worker, mailbox.hello())
-            made.train(worker_module._wait_for_start(mailbox, client))
+            made.train()
         except (Killed, FencedError):
             pass
         except BaseException as error:
@@ -225,11 +237,11 @@ class ThreadJob(CoordinatorDriver):
                     self._errors.append(error)
                     self._dismiss()
 
-    def reached(self, phase: Phase, index: int, engine: StepEngine) -> None:
+    def reached(self, phase: Phase, index: int, machine: Machine) -> None:
         """Is the probe of every worker: a dead one goes no further."""
-        if engine.worker in self._dead:
+        if machine.worker in self._dead:
             raise Killed
-        self._probe.reached(phase, index, engine)
+        self._probe.reached(phase, index, machine)
 
     # ------------------------------------------------------------------------------------------------- the coordinator
 

@@ -10,19 +10,16 @@ from hypothesis import strategies as st
 from tests.unit.shapes import make_shape
 
 from elaswave.hashing import MASK64, signed64
-from elaswave.state.sums import (
+from elaswave.state.grids import (
     MAX_EXPONENT,
     MIN_EXPONENT,
     NORM_LIMBS,
-    ExactAccumulator,
     could_overflow,
     next_exponent,
     norm_from_limbs,
     norm_limbs,
-    offset,
-    reduced_gradient,
-    square_sum,
 )
+from elaswave.state.sums import ExactAccumulator, offset, reduced_gradient, square_sum
 
 SIZES = [(3,), (2, 2)]
 SHAPE = make_shape(SIZES)

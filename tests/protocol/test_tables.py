@@ -23,11 +23,11 @@ from elaswave.protocol.events import (
 from elaswave.protocol.member import Member
 from elaswave.protocol.messages import Installed
 from elaswave.protocol.table import Transition, TransitionTable, markdown_table, mermaid_diagram
+from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.run import Build, run_schedule
 from elaswave.sim.protocol.schedule import parse_schedule
 from elaswave.sim.protocol.search import run_seeds
-from elaswave.sim.protocol.worker import SimWorker
 from elaswave.types import ExecutionParameters
 
 SEEN: set[tuple[Enum, Enum]] = set()
@@ -121,13 +121,13 @@ def test_everything_in_a_members_table_happens():
             seen.add((self.state, cause))
             return super()._go(cause, message)
 
-    class Workers(SimWorker):
+    class Workers(WorkerMachine):
         member_class = WatchedMember
 
     class Coordinators(SimCoordinator):
         core_class = Watched
 
-    build = Build(worker=Workers, coordinator=Coordinators)
+    build = Build(machine=Workers, coordinator=Coordinators)
     assert run_seeds(range(300), build).num_failures == 0
     for instant in range(78, 88):  # both workers of a stage, and a third one while a checkpoint is sought
         schedule = parse_schedule(f"widths=2,2 checkpoint_every=1 kill:0@45 kill:1@45 suspect:2@{instant}")

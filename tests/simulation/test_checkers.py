@@ -3,16 +3,16 @@
 import pytest
 
 from elaswave.protocol.messages import Decision
-from elaswave.sim.protocol.certificate import Vote, encode_vote
 from elaswave.sim.protocol.checkers import (
     Agreement,
     CheckpointsKept,
+    Ends,
     ExactlyOnce,
     Fencing,
+    LogCounts,
     NoSilentLoss,
     OneLayout,
     OneOwner,
-    Progress,
     PublishedOnce,
     SameBits,
     Violation,
@@ -26,6 +26,10 @@ JOB = Job(steps=2)
 TRUTH = undisturbed(JOB)
 MODEL = model_of(JOB)
 P = MODEL.placement
+
+
+def never_asked(vector: bytes) -> bool:
+    return False
 
 
 def decision(epoch: int = 2, *, members: tuple[int, ...] = (0, 1), resume: int = 2, **changes: object) -> Decision:
@@ -76,7 +80,7 @@ def test_same_bits():
     with pytest.raises(Violation, match="block 1 loaded on worker 0 differs"):
         checker.loaded(0, 1, 2, TRUTH.states[1][1])
     with pytest.raises(Violation, match="the grid after step 1 differs"):
-        checker.learned(0, 1, 1, 1, True, b"", TRUTH.grids[1] + 1)
+        checker.learned(0, 1, 1, 1, True, b"", (0,))
     with pytest.raises(Violation, match="published losses of step 1 differ"):
         checker.published(1, TRUTH.losses[2])
     with pytest.raises(Violation, match="at the end the owned blocks are"):
@@ -206,7 +210,7 @@ def test_published_once():
 def test_checkpoints_kept():
     blocks = range(len(MODEL.blocks))
     states, grid = dict(enumerate(TRUTH.states[2])), TRUTH.grids[2]
-    checker = CheckpointsKept(3, 2, len(blocks))
+    checker = CheckpointsKept(2, 2, len(blocks), never_asked)
     with pytest.raises(Violation, match=r"ended without a word about the checkpoints of steps \[2\]"):
         checker.finished((0, 1), {})
     with pytest.raises(Violation, match="a checkpoint of step 3 was not asked for"):
@@ -218,12 +222,13 @@ def test_checkpoints_kept():
     checker.decided(decision(2, members=(0,), resume=4))
     checker.given_up(2, (0,))
     checker.finished((0,), {})
-    checker = CheckpointsKept(3, 2, len(blocks))
+    checker = CheckpointsKept(2, 2, len(blocks), never_asked)
     checker.wrote(0, 2, blocks)
     checker.decided(decision(2, members=(0, 1), rollback=0))
     checker.given_up(2, (0, 1))  # what was written before everybody went back does not count
     checker.checkpointed(2, states, grid)
-    CheckpointsKept(3, 0, len(blocks)).finished((0,), {})
+    with pytest.raises(Violation, match=r"checkpoints of steps \[3\]"):
+        CheckpointsKept(3, 0, len(blocks), never_asked).finished((0,), {})  # the last step's is always due
 
 
 def test_a_checkpoint_holds_the_same_bits():
@@ -233,11 +238,11 @@ def test_a_checkpoint_holds_the_same_bits():
     with pytest.raises(Violation, match="the checkpoint of step 2 differs"):
         checker.checkpointed(2, {**states, 0: TRUTH.states[1][0]}, grid)
     with pytest.raises(Violation, match="the grid in the checkpoint of step 2 differs"):
-        checker.checkpointed(2, states, grid + 1)
+        checker.checkpointed(2, states, (0,))
 
 
 def test_progress():
-    checker = Progress(2)
+    checker = Ends(2)
     checker.published(1, ())
     with pytest.raises(Violation, match="finished after step 1 of 2"):
         checker.stopped("finished", 10)
@@ -254,7 +259,7 @@ def test_progress():
 
 def test_an_observer_may_ignore_everything():
     calls = [name for name in vars(Observer) if not name.startswith("_")]
-    assert len(calls) == 20
+    assert len(calls) == 21
     seen = []
 
     class Listens(Observer):
@@ -263,7 +268,7 @@ def test_an_observer_may_ignore_everything():
 
     both = together([Observer(), Listens(), Listens()])
     both.gone(4)
-    both.dropped(1, 2)
+    both.placed(1, P)
     assert seen == [4, 4]
     assert {type(checker) for checker in all_checkers(TRUTH, 2, 2)} == {
         SameBits,
@@ -271,11 +276,12 @@ def test_an_observer_may_ignore_everything():
         OneLayout,
         OneOwner,
         Fencing,
+        LogCounts,
         Agreement,
         NoSilentLoss,
         PublishedOnce,
         CheckpointsKept,
-        Progress,
+        Ends,
     }
 
 
@@ -290,11 +296,12 @@ def test_one_layout():
 
 
 def test_checkpoints_that_a_vote_asked_for_are_kept():
-    asks = encode_vote(Vote(1, 0, 0, 0, 0, 0, (), 0, 0, 0, 0, 0, request=1))
+    asks = b"a vote that asks for one"
     states, grid = dict(enumerate(TRUTH.states[1])), TRUTH.grids[1]
 
     def checker() -> CheckpointsKept:
-        watch = CheckpointsKept(3, 0, len(MODEL.blocks))
+        watch = CheckpointsKept(3, 0, len(MODEL.blocks), lambda vector: vector == asks)
+        watch.checkpointed(3, states, grid)  # after the last step one is due anyway
         watch.learned(0, 1, 1, 1, False, asks, 0)  # commits nothing, so asks for nothing
         watch.learned(0, 1, 1, 2, True, asks, 0)
         return watch

@@ -53,11 +53,11 @@ def test_a_space(capsys, monkeypatch):
 
 
 def test_a_planted_bug_is_found_and_shortened(capsys):
-    assert bench("--mutant", "mix-attempts", "--schedules", "250", "--processes", "1") == 0
+    assert bench("--mutant", "switch-again", "--schedules", "250", "--processes", "1") == 0
     out = capsys.readouterr().out
     assert "violation: worker" in out
     command = out.splitlines()[-1].strip()
-    assert command.startswith("elaswave bench protocol --mutant mix-attempts --replay ")
+    assert command.startswith("elaswave bench protocol --mutant switch-again --replay ")
     # The command that is printed shows the violation, and without the bug there is none.
     arguments = shlex.split(command)[3:]
     assert bench(*arguments) == 1

@@ -3,11 +3,11 @@
 import pytest
 
 from elaswave.protocol.coordinator import StartRecord, TermRecord
+from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.job import Job
 from elaswave.sim.protocol.run import Build, run_schedule
 from elaswave.sim.protocol.schedule import Conditions, Fault, Schedule, parse_fault, parse_schedule, random_schedule
 from elaswave.sim.protocol.store import SimStore, StaleTermError
-from elaswave.sim.protocol.worker import SimWorker
 
 
 def test_round_trip():
@@ -68,11 +68,11 @@ def test_the_store_takes_records_of_the_newest_term_only():
 
 
 def test_whatever_the_simulated_code_raises_is_a_violation():
-    class Forgetful(SimWorker):
-        def certificate(self, traffic, plan):
-            return super().certificate(traffic, plan)._replace(coverage=0)
+    class Forgetful(WorkerMachine):
+        def ballot(self):
+            return super().ballot()._replace(coverage=0)
 
-    outcome = run_schedule(Schedule(), Build(worker=Forgetful))
+    outcome = run_schedule(Schedule(), Build(machine=Forgetful))
     assert outcome.violation is not None
     assert outcome.violation.startswith("RejectedVote: worker ")
     assert outcome.violation.endswith("the vote on step 1 fails in coverage")

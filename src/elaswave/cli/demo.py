@@ -31,7 +31,7 @@ from elaswave.observability.compare import Comparison, compare_results
 from elaswave.observability.progress import format_loss, make_reporter, writes_unicode
 from elaswave.observability.result import JsonFloat, Recovery, Result, from_json_float, read_digests
 from elaswave.observability.run_folder import default_run_dir, open_run_dir
-from elaswave.worker.probe import PHASES
+from elaswave.protocol.engine import PHASES
 
 DEFAULTS = ("layout.widths=[4, 4]", "run.steps=60")
 """What the demonstration's configuration has beside the defaults of every run."""

@@ -178,6 +178,21 @@ class _Records(Generic[_T]):
                     f"{name}: entry {index} holds another kind of record: {error}; it was written by another release, "
                     "which must be used to go on with this job"
                 ) from error
+        self._term = max((getattr(record, "term", 0) for record in self.all), default=0)
+
+    def refuse_older_terms(self, records: Sequence[_T], name: str) -> None:
+        """Refuses what a coordinator writes that has been replaced.
+
+        Raises:
+            StoreError: a record is of an older term than one that stands here.
+        """
+        for record in records:
+            term = getattr(record, "term", self._term)
+            if term < self._term:
+                raise StoreError(
+                    f"{name} takes no record of term {term}: a coordinator of term {self._term} has taken over, and "
+                    "this one must end"
+                )
 
     def pack(self, records: Sequence[_T]) -> bytes:
         return pack_entry(self.num_entries, self._encoder.encode(records))
@@ -185,6 +200,7 @@ class _Records(Generic[_T]):
     def add(self, records: Sequence[_T]) -> None:
         self.num_entries += 1
         self.all += records
+        self._term = max([self._term, *(getattr(record, "term", 0) for record in records)])
 
 
 class FileStore(Generic[_T]):
@@ -257,6 +273,7 @@ class FileStore(Generic[_T]):
         """See `Store.append`. At most one fdatasync, however many records."""
         if self._trouble:
             raise StoreError(f"{self.path} takes no records: {self._trouble}")
+        self._records.refuse_older_terms(records, str(self.path))
         try:
             self._write(self._records.pack(records))
         except OSError as error:

@@ -7,16 +7,17 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from elaswave.control.client import ControlClient
 from elaswave.control.memory_pressure import offer_to_kernel
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_messages import StartingPoint
 from elaswave.faults.injection import FAULTS_FILE, FaultProbe
+from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.messages import ToWorker
 from elaswave.worker.probe import NoProbe, Probe, Probes
-from elaswave.worker.process import Mailbox, WorkerSetup, run_worker
-from elaswave.worker.step import StepEngine
+from elaswave.worker.process import WorkerSetup, run_worker
 
 HEARTBEAT_S = 0.25
 COMPUTE_NICENESS = 5
@@ -37,11 +38,11 @@ def live(setup: TemplateSetup, worker: int, checkpoint: StartingPoint | None) ->
     """
     clients: list[ControlClient[ToWorker]] = []
 
-    def silence(engine: StepEngine, *, close_links: bool) -> None:
+    def silence(machine: Any, *, close_links: bool) -> None:
         """The `cut` faults: from now on nothing goes in or out of this worker."""
         clients[0].silence(True)
         if close_links:
-            engine.transport.close()
+            machine.links.transport.close()
         threading.Event().wait()
 
     probe: Probe = setup.probe or NoProbe()

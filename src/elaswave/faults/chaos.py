@@ -27,9 +27,9 @@ from elaswave.hashing import key64
 from elaswave.observability.compare import compare_results
 from elaswave.observability.result import Recovery, Result
 from elaswave.planning.recovery import choose_followers, promote, survivor_layout
+from elaswave.protocol.engine import PHASES, Phase
 from elaswave.state.placement import Block, Placement
 from elaswave.types import Layout
-from elaswave.worker.probe import PHASES, Phase
 
 NUM_STEPS = 12
 NUM_MODELS = 6

@@ -28,7 +28,7 @@ import msgspec
 from elaswave.errors import ConfigError
 from elaswave.hashing import key64
 from elaswave.observability.result import FAULTS_FILE as FAULTS_FILE
-from elaswave.worker.probe import PHASES, Phase
+from elaswave.protocol.engine import PHASES, Phase
 
 Kind = Literal["kill", "hang", "cut", "cut-close", "slow", "drain", "join"]
 LOSING: tuple[Kind, ...] = ("kill", "hang", "cut", "cut-close")
@@ -261,12 +261,12 @@ def _record(path: Path, record: FaultRecord) -> None:
 class Silencer(Protocol):
     """Cuts a worker off from all others, as a broken network would."""
 
-    def __call__(self, engine: Any, *, close_links: bool) -> None:
+    def __call__(self, machine: Any, *, close_links: bool) -> None:
         """From now on nothing that this worker sends leaves it and nothing that is sent to it arrives, on the data
         plane and to the coordinator alike; the worker itself does not notice.
 
         Args:
-            engine: the worker's step engine.
+            machine: the worker's machine.
             close_links: also close its connections, so that the others notice.
         """
         ...
@@ -292,15 +292,15 @@ class FaultProbe:
         self._pending: list[tuple[int, Fault]] | None = None
         """The own faults that have not struck yet; None until this probe knows whose it is."""
 
-    def reached(self, phase: Phase, index: int, engine: Any) -> None:
+    def reached(self, phase: Phase, index: int, machine: Any) -> None:
         """Strikes if a fault is due here; see `elaswave.worker.probe.Probe`."""
         if self._pending is None:
-            self._pending = [item for item in self._faults.items() if item[1].worker == engine.worker]
+            self._pending = [item for item in self._faults.items() if item[1].worker == machine.worker]
         for item in self._pending:
             fault = item[1]
-            if fault.step <= engine.step and self._is_due(*item, phase, index, engine.step):
+            if fault.step <= machine.step and self._is_due(*item, phase, index, machine.step):
                 self._pending = [other for other in self._pending if other is not item]
-                self._strike(*item, phase, index, engine)
+                self._strike(*item, phase, index, machine)
                 return
 
     def _is_due(self, position: int, fault: Fault, phase: Phase, index: int, step: int) -> bool:
@@ -309,13 +309,13 @@ class FaultProbe:
             return step > fault.step or (index == 0 and phase == drawn_phase(self._seed, position))
         return step == fault.step and phase == fault.phase and index == fault.skip
 
-    def _strike(self, position: int, fault: Fault, phase: Phase, index: int, engine: Any) -> None:
+    def _strike(self, position: int, fault: Fault, phase: Phase, index: int, machine: Any) -> None:
         record = FaultRecord(
             position=position,
             fault=str(fault),
-            worker=engine.worker,
-            step=engine.step,
-            attempt=engine.attempt,
+            worker=machine.worker,
+            step=machine.step,
+            attempt=machine.attempt,
             phase=phase,
             action=index,
             time_s=time.monotonic(),
@@ -326,7 +326,7 @@ class FaultProbe:
         elif fault.kind == "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
-            self._silence(engine, close_links=fault.kind == "cut-close")
+            self._silence(machine, close_links=fault.kind == "cut-close")
 
 
 def drawn_phase(seed: int, position: int) -> Phase:

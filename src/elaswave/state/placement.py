@@ -10,6 +10,7 @@ Block boundaries depend on the model alone, the placement also on the layout: ev
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from enum import IntEnum
 
 import msgspec
 
@@ -50,6 +51,13 @@ class Placement(msgspec.Struct, frozen=True):
     def holders(self, block: int) -> tuple[int, ...]:
         """Owner and followers of a block."""
         return (self.owner[block], *self.followers[block])
+
+
+class Role(IntEnum):
+    """What a worker is to a block."""
+
+    OWNER = 1
+    FOLLOWER = 2
 
 
 def default_block_size(num_elements: int) -> int:
@@ -225,3 +233,14 @@ class FollowerChooser:
         used_hosts = {self._hosts[worker] for worker in (owner, *chosen)}
         elsewhere = [worker for worker in fitting if self._hosts[worker] not in used_hosts]
         yield from elsewhere or fitting
+
+
+def roles_of(worker: int, placement: Placement, blocks: Sequence[Block]) -> dict[int, Role]:
+    """Which blocks a worker holds under a placement, and as what."""
+    roles: dict[int, Role] = {}
+    for block in blocks:
+        if placement.owner[block.id] == worker:
+            roles[block.id] = Role.OWNER
+        elif worker in placement.followers[block.id]:
+            roles[block.id] = Role.FOLLOWER
+    return roles

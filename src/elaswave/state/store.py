@@ -4,21 +4,13 @@ Owners and followers hold the same thing and apply the same updates; the role sa
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from enum import IntEnum
 
 import torch
 
 from elaswave.hashing import MASK64
-from elaswave.state.placement import Block, Placement
+from elaswave.state.placement import Block, Role
 from elaswave.state.shapes import LayerShape, Segment, segments
 from elaswave.state.verify import tensor_digest
-
-
-class Role(IntEnum):
-    """What a worker is to a block."""
-
-    OWNER = 1
-    FOLLOWER = 2
 
 
 class HeldBlock:
@@ -96,14 +88,3 @@ class BlockStore:
             for name, value in held.digests():
                 parts[name] = (parts.get(name, 0) + value) & MASK64
         return parts
-
-
-def roles_of(worker: int, placement: Placement, blocks: Sequence[Block]) -> dict[int, Role]:
-    """Which blocks a worker holds under a placement, and as what."""
-    roles: dict[int, Role] = {}
-    for block in blocks:
-        if placement.owner[block.id] == worker:
-            roles[block.id] = Role.OWNER
-        elif worker in placement.followers[block.id]:
-            roles[block.id] = Role.FOLLOWER
-    return roles

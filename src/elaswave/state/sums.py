@@ -29,54 +29,10 @@ import numpy as np
 import torch
 
 from elaswave.hashing import MASK64, signed64
+from elaswave.state.grids import INITIAL_EXPONENT
 from elaswave.state.shapes import LayerShape, segments
 
-HEADROOM_BITS = 16
-"""The largest gradient may grow by this factor (as a power of two) from one step to the next before a retry."""
-BITS_BELOW_MAXIMUM = 43
-"""Bits of resolution below a tensor's largest gradient."""
-MIN_EXPONENT, MAX_EXPONENT = -90, 200
-"""Grids are clamped to these; float32 reaches from 2**-149 to 2**128."""
-FEWEST_BITS = 24
-"""Bits that a tensor's largest gradient must have on its grid, else the step is tried again: as many as float32 has."""
-INITIAL_EXPONENT = 40
-"""Grid of the first attempt of the first step, which is made only to measure (see `elaswave.worker.vote`)."""
-
 _FAST_LIMIT_BITS = 51
-
-
-def magnitude_bits(maximum: float) -> int:
-    """The smallest x with ``maximum < 2**x``, for a positive finite maximum."""
-    return math.frexp(maximum)[1]
-
-
-def next_exponent(maximum: float, exponent: int, num_microbatches: int) -> int:
-    """The grid exponent of the next step.
-
-    Args:
-        maximum: largest absolute gradient of the tensor in any micro-batch of this step, finite.
-        exponent: this step's exponent, kept where the maximum is 0.
-        num_microbatches: terms of each sum, at least 1.
-    """
-    if maximum == 0.0:
-        return exponent
-    bits = min(BITS_BELOW_MAXIMUM, 62 - HEADROOM_BITS - count_bits(num_microbatches))
-    return max(MIN_EXPONENT, min(MAX_EXPONENT, bits - magnitude_bits(maximum)))
-
-
-def count_bits(count: int) -> int:
-    """The smallest x with ``count <= 2**x``."""
-    return (count - 1).bit_length()
-
-
-def could_overflow(maximum: float, exponent: int, num_microbatches: int) -> bool:
-    """Whether the sum of num_microbatches values up to maximum could leave the signed 64-bit range."""
-    return maximum > 0.0 and magnitude_bits(maximum) + exponent + count_bits(num_microbatches) > 62
-
-
-def is_too_coarse(maximum: float, exponent: int) -> bool:
-    """Whether a grid leaves the largest gradient, if there is any, fewer bits than float32 would."""
-    return maximum > 0.0 and magnitude_bits(maximum) + exponent < FEWEST_BITS
 
 
 _PIECE_ELEMENTS = 1 << 17
@@ -302,34 +258,7 @@ def _largest(gradient: torch.Tensor) -> float:
     return max(-float(low), float(high))
 
 
-NORM_LIMBS = 21
-_LIMB_BITS = 32
-_NORM_SHIFT = 320
-_LIMB_MASK = (1 << _LIMB_BITS) - 1
-
-
 def square_sum(gradient: torch.Tensor) -> float:
     """Sum of squares of one block in float64 (squares of float32 would under- and overflow)."""
     wide = gradient.to(torch.float64)
     return float(wide.mul_(wide).sum())
-
-
-def norm_limbs(square_sums: Sequence[float]) -> list[int]:
-    """An exact sum of finite non-negative float64 values as 32-bit limbs, least significant first.
-
-    Limbs of several workers may be added in any order (as int64, without carrying) before `norm_from_limbs`.
-
-    Args:
-        square_sums: sums of squares of float32 values, so multiples of 2**-298.
-    """
-    total = 0
-    for value in square_sums:
-        numerator, denominator = value.as_integer_ratio()
-        total += (numerator << _NORM_SHIFT) // denominator
-    return [(total >> (_LIMB_BITS * i)) & _LIMB_MASK for i in range(NORM_LIMBS)]
-
-
-def norm_from_limbs(limbs: Sequence[int]) -> float:
-    """The square root of what `norm_limbs` (added over workers) holds."""
-    total = sum(int(limb) << (_LIMB_BITS * i) for i, limb in enumerate(limbs))
-    return math.sqrt(total / (1 << _NORM_SHIFT))

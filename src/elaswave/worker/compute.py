@@ -6,15 +6,15 @@ A backward runs whole (B), or in two halves (I, W) with the same bits. No commun
 tensors between workers.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
-from elaswave.hashing import MASK64, key64
+from elaswave.hashing import MASK64
 from elaswave.models.layers import ModelSpec
+from elaswave.protocol.ballot import NonFinite, coverage_key
 from elaswave.state.flat import FlatLayer
 from elaswave.state.sums import Accumulator
 from elaswave.worker.random_state import seed_everything
@@ -39,14 +39,6 @@ class LayerError(Exception):
     def __init__(self, position: Position, cause: BaseException) -> None:
         self.position = position
         super().__init__(f"{type(cause).__name__}: {cause} (at {position})")
-
-
-class NonFinite(NamedTuple):
-    """The first loss or gradient of a micro-batch that was not finite."""
-
-    microbatch: int
-    layer: int
-    """Layer whose gradient it was; the number of layers for the loss itself."""
 
 
 def at_boundary(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,8 +81,8 @@ class Compute:
     def __init__(
         self,
         model: ModelSpec,
-        layers: dict[int, FlatLayer],
-        accumulators: dict[int, Accumulator],
+        layers: Mapping[int, FlatLayer],
+        accumulators: Mapping[int, Accumulator],
         *,
         seed: int,
         recompute: bool,
@@ -329,18 +321,3 @@ class Compute:
         except Exception as error:
             position = Position(self._step, microbatch, layer, self.layer_name(layer))
             raise LayerError(position, error) from error
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def coverage_key(layer: int, microbatch: int) -> int:
-    """What running a layer's backward for a micro-batch adds to the coverage."""
-    return key64("coverage", layer, microbatch)
-
-
-@functools.lru_cache(maxsize=16)
-def expected_coverage(num_layers: int, num_microbatches: int) -> int:
-    """The coverage of a step in which everything ran exactly once."""
-    return (
-        sum(coverage_key(layer, microbatch) for layer in range(num_layers) for microbatch in range(num_microbatches))
-        & MASK64
-    )

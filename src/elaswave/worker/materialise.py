@@ -6,17 +6,18 @@ from pathlib import Path
 import torch
 
 from elaswave.errors import CheckpointError
+from elaswave.protocol.ballot import GridState
+from elaswave.protocol.engine import TrainingProgress
 from elaswave.state.checkpoint_format import MASTER, CheckpointMeta, WantedPiece, stored_name
 from elaswave.state.checkpoint_shards import Piece, PieceReader
 from elaswave.state.flat import FlatLayer, initial_values
-from elaswave.state.placement import Placement
+from elaswave.state.grids import INITIAL_EXPONENT
+from elaswave.state.placement import Placement, Role, roles_of
 from elaswave.state.shapes import LayerShape, segments
-from elaswave.state.store import BlockStore, HeldBlock, Role, roles_of
+from elaswave.state.store import BlockStore, HeldBlock
 from elaswave.types import Layout
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.optimizer import Optimizer
-from elaswave.worker.step import Progress, initial_progress
-from elaswave.worker.vote import GridState
 
 
 def materialise(
@@ -26,7 +27,7 @@ def materialise(
     layout: Layout,
     placement: Placement,
     checkpoint: tuple[Path, CheckpointMeta] | None,
-) -> tuple[dict[int, FlatLayer], BlockStore, Progress]:
+) -> tuple[dict[int, FlatLayer], BlockStore, TrainingProgress]:
     """What a worker needs before its first step.
 
     Args:
@@ -59,7 +60,7 @@ def materialise(
             (master,) = read(shape, MASTER, [(0, shape.size)])
             flat = layers[index].flat
             flat.copy_(master)
-            # A float32 layer computes with the masters themselves; `Exchange.publish` has nothing to copy then.
+            # A float32 layer computes with the masters themselves; `TorchEngine.publish` has nothing to copy then.
             shared = flat.dtype == torch.float32
             masters = [flat[start:stop] if shared else master[start:stop].clone() for start, stop in runs]
         else:
@@ -68,7 +69,7 @@ def materialise(
         for position, block in enumerate(by_layer.get(index, [])):
             values = {MASTER: masters[position], **{name: runs_[position] for name, runs_ in slots.items()}}
             held[block] = HeldBlock(blueprint.blocks[block], roles[block], shape, values, step)
-    progress = initial_progress(blueprint.shapes, blueprint.config)
+    progress = initial_progress(blueprint)
     if checkpoint is not None:
         progress = _progress_of(blueprint, checkpoint[1], progress)
     return layers, BlockStore(held), progress
@@ -105,14 +106,21 @@ def _from_checkpoint(folder: Path) -> _Read:
     return read
 
 
-def _progress_of(blueprint: Blueprint, meta: CheckpointMeta, initial: Progress) -> Progress:
+def initial_progress(blueprint: Blueprint) -> TrainingProgress:
+    """Where training stands before the first step."""
+    exact = blueprint.config.elastic.consistency == "bitwise"
+    exponents = (INITIAL_EXPONENT,) * len(blueprint.tensors)
+    return TrainingProgress(0, GridState(exponents, calibrated=not exact, exact=exact))
+
+
+def _progress_of(blueprint: Blueprint, meta: CheckpointMeta, initial: TrainingProgress) -> TrainingProgress:
     try:
         exponents = tuple(meta.grids[slot.name] for slot in blueprint.tensors)
         num_updates, calibrated = int(meta.extra["num_updates"]), bool(meta.extra["calibrated"])
     except KeyError as error:
         raise CheckpointError(f"the checkpoint of step {meta.step} says nothing of {error}; use another one") from error
     exact = initial.grids.exact
-    return Progress(num_updates, GridState(exponents, calibrated=calibrated or not exact, exact=exact))
+    return TrainingProgress(num_updates, GridState(exponents, calibrated=calibrated or not exact, exact=exact))
 
 
 def owned_pieces(store: BlockStore) -> Iterable[Piece]:

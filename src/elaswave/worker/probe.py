@@ -1,21 +1,20 @@
 """Named points inside a step, for fault injection and tests; they cost one call each and decide nothing."""
 
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-Phase = Literal["forward", "backward", "reduce", "vote", "apply", "gather"]
-PHASES: tuple[Phase, ...] = ("forward", "backward", "reduce", "vote", "apply", "gather")
+from elaswave.protocol.engine import Phase
 
 
 class Probe(Protocol):
     """Is told when a worker reaches a point of a step."""
 
-    def reached(self, phase: Phase, index: int, engine: Any) -> None:
+    def reached(self, phase: Phase, index: int, machine: Any) -> None:
         """Called just before the index-th action (from 0) of a phase.
 
         Args:
             phase: where the step is.
             index: counts the phase's actions in this attempt.
-            engine: the `elaswave.worker.step.StepEngine`; has the worker's id, the step and the attempt.
+            machine: the `elaswave.protocol.step.StepLoop`; has the worker's id, the step and the attempt.
         """
         ...
 
@@ -23,7 +22,7 @@ class Probe(Protocol):
 class NoProbe:
     """The probe of an ordinary run."""
 
-    def reached(self, phase: Phase, index: int, engine: Any) -> None:
+    def reached(self, phase: Phase, index: int, machine: Any) -> None:
         """Does nothing."""
 
 
@@ -37,7 +36,7 @@ class Probes:
     def __init__(self, *probes: Probe) -> None:
         self._probes = probes
 
-    def reached(self, phase: Phase, index: int, engine: Any) -> None:
+    def reached(self, phase: Phase, index: int, machine: Any) -> None:
         """Tells all of them."""
         for probe in self._probes:
-            probe.reached(phase, index, engine)
+            probe.reached(phase, index, machine)

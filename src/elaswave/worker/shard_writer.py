@@ -11,6 +11,7 @@ from elaswave.state.checkpoint_shards import write_shard
 from elaswave.state.store import BlockStore
 from elaswave.worker.materialise import owned_pieces
 from elaswave.worker.messages import ShardFailed, ShardWritten, Standing
+from elaswave.worker.outbox import ControlOutbox
 
 WRITE_TIMEOUT_S = 1800.0
 """Bound of waiting for one shard's writing."""
@@ -73,3 +74,41 @@ class ShardWriter:
             self._thread.join(TURN_S)
             check()
         self._thread = None
+
+
+class ShardDisk:
+    """See `elaswave.protocol.engine.Disk` for what its methods promise.
+
+    Args:
+        writer: writes.
+        outbox: knows where training stands.
+        every_s: seconds between checkpoints by time; 0 for none.
+    """
+
+    def __init__(self, writer: ShardWriter, outbox: ControlOutbox, every_s: float) -> None:
+        self._writer = writer
+        self._outbox = outbox
+        self._every_s = every_s
+        self._began_s = time.monotonic()
+        """When the newest checkpoint was begun, or this was made."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a part is still being written."""
+        return self._writer.is_busy
+
+    def is_due(self) -> bool:
+        """Whether a durable checkpoint is due by this worker's clock."""
+        return bool(self._every_s) and time.monotonic() - self._began_s >= self._every_s
+
+    def restart_clock(self) -> None:
+        """The clock of `is_due` begins anew."""
+        self._began_s = time.monotonic()
+
+    def write(self, step: int) -> None:
+        """Begins to write the owned copies as they are now."""
+        self._writer.start(BlockStore(self._outbox.machine.copies), self._outbox.standing(step))
+
+    def finish(self, check: Callable[[], None]) -> None:
+        """Waits until nothing is being written; see `ShardWriter.finish`."""
+        self._writer.finish(check)

@@ -7,8 +7,8 @@ from tests.unit.shapes import make_shape
 from elaswave.hashing import MASK64
 from elaswave.planning.layout import make_layout
 from elaswave.state.digests import add_digests
-from elaswave.state.placement import make_blocks, place_blocks
-from elaswave.state.store import BlockStore, HeldBlock, Role, roles_of
+from elaswave.state.placement import Role, make_blocks, place_blocks, roles_of
+from elaswave.state.store import BlockStore, HeldBlock
 from elaswave.state.verify import tensor_digest
 
 SHAPES = [make_shape([(10, 7), (9,), (3, 5)]), make_shape([(40,)], layer=1, first_id=3)]

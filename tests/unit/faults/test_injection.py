@@ -22,7 +22,7 @@ from elaswave.faults.injection import (
     read_fault_records,
     strike_coordinator,
 )
-from elaswave.worker.probe import PHASES
+from elaswave.protocol.engine import PHASES
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 60

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.unit.shapes import make_shape
 
-from elaswave.state.sums import (
+from elaswave.state.grids import (
     BITS_BELOW_MAXIMUM,
     FEWEST_BITS,
     HEADROOM_BITS,
@@ -14,9 +14,6 @@ from elaswave.state.sums import (
     MAX_EXPONENT,
     MIN_EXPONENT,
     NORM_LIMBS,
-    ExactAccumulator,
-    FloatAccumulator,
-    checksum,
     could_overflow,
     count_bits,
     is_too_coarse,
@@ -24,9 +21,8 @@ from elaswave.state.sums import (
     next_exponent,
     norm_from_limbs,
     norm_limbs,
-    reduced_gradient,
-    square_sum,
 )
+from elaswave.state.sums import ExactAccumulator, FloatAccumulator, checksum, reduced_gradient, square_sum
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 SHAPE = make_shape([(2, 3), (5,)])

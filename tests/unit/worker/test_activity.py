@@ -1,17 +1,15 @@
 """What a worker says it is doing, and for whom it waits."""
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from elaswave.planning.layout import make_layout
-from elaswave.state.placement import Placement, make_blocks
+from elaswave.protocol.engine import FrameKind, Key
 from elaswave.transport.frames import Tag
 from elaswave.transport.memory import MemoryNetwork
 from elaswave.worker.activity import STIR_S, Activity, own_cpu_clock
-from elaswave.worker.exchange import Exchange
+from elaswave.worker.links import TransportLinks
 
 
 @pytest.fixture
@@ -82,33 +80,37 @@ class Waited(Exception):
     """Raised instead of waiting."""
 
 
+def wait_key(peer, index=0):
+    return Key(FrameKind.REDUCED, 1, 1, index, 0, peer)
+
+
 @pytest.mark.parametrize("phase", ["reduce", "gather"])
-def test_an_exchange_says_whose_frames_it_lacks(transports, phase, monkeypatch):
-    layout = make_layout(widths=(3,), layers_per_stage=(1,), num_microbatches=3)
-    blocks = make_blocks([96], 32)
+def test_a_wait_says_whose_frames_are_lacking(transports, phase, monkeypatch):
     activity = Activity()
-    exchange = Exchange(
-        0,
-        layout=layout,
-        placement=Placement((0, 1, 2), ((), (), ())),
-        blocks=blocks,
-        shapes=(),
-        store={0: SimpleNamespace(slots={"master": torch.zeros(32)})},
-        layers={0: SimpleNamespace(flat=torch.zeros(96))},
-        accumulators={},
-        transport=transports[0],
-        activity=activity,
-    )
+    links = TransportLinks(0, (), transports[0], activity, lambda: None)
     activity.wait(phase)
-    exchange.begin(1, 1)
+    slot = torch.zeros(3)
+    links.post(wait_key(1), [slot])
+    transports[1].send(0, Tag(FrameKind.REDUCED, 1, 1, 0, 0), torch.ones(3))
+    links.wait((wait_key(1),))
+    assert slot.tolist() == [1.0, 1.0, 1.0]
+    assert activity.doing[:3] == (phase, False, ())
 
     def wait(handles, timeout_s):
         raise Waited
 
     monkeypatch.setattr(transports[0], "wait", wait)
     with pytest.raises(Waited):
-        if phase == "reduce":
-            exchange.reduce(1, 1, ())
-        else:
-            exchange.gather(1, 1, lambda: None)
+        links.wait((wait_key(2), wait_key(1, 1)))
     assert activity.doing[:3] == (phase, False, (1, 2))
+
+
+def test_a_worker_that_has_waited_for_its_input_computes_again(transports):
+    activity = Activity()
+    links = TransportLinks(0, (), transports[0], activity, lambda: None)
+    activity.compute("0F1")
+    transports[1].send(0, Tag(FrameKind.VOTE, 1, 1, 0, 2), torch.tensor([3, -4]))
+    key = Key(FrameKind.VOTE, 1, 1, 0, 2, 1)
+    links.wait((key,))
+    assert activity.doing[:2] == ("0F1", True)
+    assert links.take(key) == [3, -4]

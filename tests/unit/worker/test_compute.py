@@ -9,16 +9,10 @@ from torch import nn
 from elaswave.models.kernels import linear
 from elaswave.models.layers import LayerSpec, ModelSpec, build_layer
 from elaswave.models.registry import build_model
+from elaswave.protocol.ballot import NonFinite, coverage_key, expected_coverage
 from elaswave.state.flat import FlatLayer, initial_values, model_shapes
 from elaswave.state.sums import ExactAccumulator
-from elaswave.worker.compute import (
-    Compute,
-    LayerError,
-    NonFinite,
-    at_boundary,
-    coverage_key,
-    expected_coverage,
-)
+from elaswave.worker.compute import Compute, LayerError, at_boundary
 
 SEED, STEP = 5, 3
 GPT = build_model("gpt", vocab_size=50, num_layers=2, hidden_size=16, num_heads=2, context_length=8, dropout=0.2)

@@ -1,4 +1,4 @@
-"""A worker before its first step: what it does when somebody is lost before it has heard of the start."""
+"""A worker before its first step and at its end, also when another is lost before it has heard of the start."""
 
 from types import SimpleNamespace
 
@@ -7,13 +7,17 @@ import pytest
 from elaswave.config.load import load_config
 from elaswave.errors import FencedError, InterruptedWaitError, WaitTimeoutError
 from elaswave.planning.layout import make_layout
+from elaswave.protocol.ballot import Request
 from elaswave.protocol.messages import Fenced, Prepare
+from elaswave.protocol.worker import WorkerMachine
 from elaswave.state.placement import place_blocks
 from elaswave.worker import process as worker_module
+from elaswave.worker import shard_writer
+from elaswave.worker.links import TransportLinks
+from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.messages import Exit, Start, Stop
-from elaswave.worker.process import Mailbox, Worker, _wait_for_start
-from elaswave.worker.step import StepResult
-from elaswave.worker.vote import Request
+from elaswave.worker.process import Worker, _check_coordinator
+from elaswave.worker.shard_writer import ShardDisk
 
 PREPARE = Prepare(term=2, epoch=2, members=(0, 2), lost=(1,), reason="worker 1 was killed")
 START = Start(addresses={0: "unix:/0", 2: "unix:/2"})
@@ -34,18 +38,91 @@ class Client:
         self.disconnected_s = disconnected_s
 
 
-def test_a_question_before_the_start_is_kept():
-    box = mailbox(PREPARE, START)
-    assert _wait_for_start(box, Client()) == START.addresses
-    assert box.urgent
-    assert box.next(0.0) == PREPARE
+class StartedMachine:
+    """Takes note of what a driver tells a machine; after its start it has nothing to do but to end.
+
+    Args:
+        is_done: whether it has said already that it has made all its steps.
+    """
+
+    def __init__(self, *, is_done: bool = False) -> None:
+        self.is_started = self.is_done = is_done
+        self.fenced: str | None = None
+        self.told: list[object] = []
+
+    def resume(self) -> None:
+        """It waits for a message."""
+
+    def start(self) -> None:
+        """It begins, and ends."""
+        self.is_started = self.is_done = True
+
+    def on_message(self, message: object) -> None:
+        """Takes note."""
+        self.told.append((self.is_started, message))
+        if isinstance(message, Fenced):
+            self.fenced = message.reason
+
+
+def worker_with(box: Mailbox, client: Client, machine: object) -> Worker:
+    worker = Worker.__new__(Worker)
+    worker._mailbox, worker._client = box, client  # type: ignore[assignment]
+    worker._must_end = False
+    worker._config = load_config(None, ["elastic.restart_s=0"])
+    worker._links = SimpleNamespace(addresses={})  # type: ignore[assignment]
+    worker._trace = SimpleNamespace(dump=lambda folder: None)  # type: ignore[assignment]
+    worker._setup = SimpleNamespace(run_dir=None, worker=0)  # type: ignore[assignment]
+    worker.machine = machine  # type: ignore[assignment]
+    return worker
+
+
+def test_a_question_before_the_start_reaches_the_machine_and_the_start_its_links():
+    machine = StartedMachine()
+    worker = worker_with(mailbox(PREPARE, START, Exit()), Client(), machine)
+    worker.train()
+    assert machine.told == [(False, PREPARE)]
+    assert worker._links.addresses == START.addresses
+
+
+def test_a_machine_keeps_what_it_is_asked_before_its_start():
+    machine: WorkerMachine = WorkerMachine.__new__(WorkerMachine)
+    machine.is_started, machine._early, machine._life, machine.num_lives = False, [], None, 0
+    taken = []
+    machine.on_message(PREPARE)
+    machine.train = lambda: iter(())  # type: ignore[assignment, method-assign]
+    machine.member = SimpleNamespace(handle=taken.append)  # type: ignore[assignment]
+    assert taken == []
+    machine.start()
+    assert taken == [PREPARE]
+    machine.start()
+    assert taken == [PREPARE]
 
 
 def test_a_worker_that_is_not_wanted_any_more():
+    fenced = Fenced(term=1, epoch=2, reason="it hung")
     with pytest.raises(FencedError, match="it hung"):
-        _wait_for_start(mailbox(PREPARE, Fenced(term=1, epoch=2, reason="it hung")), Client())
+        worker_with(mailbox(PREPARE, fenced), Client(), StartedMachine()).train()
     with pytest.raises(FencedError, match="the job has ended before it began"):
-        _wait_for_start(mailbox(Exit()), Client())
+        worker_with(mailbox(Exit()), Client(), StartedMachine()).train()
+
+
+def test_a_job_that_ends_while_a_worker_waits_for_a_decision():
+    machine = StartedMachine()
+    machine.is_started = True
+    worker = worker_with(mailbox(Exit()), Client(), machine)
+    worker._watch = SimpleNamespace(recovering=lambda: None)  # type: ignore[assignment]
+    with pytest.raises(FencedError, match="the job has ended$"):
+        worker.train()
+
+
+def test_a_decision_that_never_comes(monkeypatch):
+    monkeypatch.setattr(worker_module, "DECISION_TIMEOUT_S", 0.0)
+    machine = StartedMachine()
+    machine.is_started = True
+    worker = worker_with(mailbox(), Client(), machine)
+    worker._watch = SimpleNamespace(recovering=lambda: None)  # type: ignore[assignment]
+    with pytest.raises(WaitTimeoutError, match="the coordinator has said nothing for 0 s"):
+        worker.train()
 
 
 def test_the_start_is_waited_for_as_long_as_there_is_a_coordinator(monkeypatch):
@@ -53,7 +130,7 @@ def test_the_start_is_waited_for_as_long_as_there_is_a_coordinator(monkeypatch):
     with pytest.raises(
         WaitTimeoutError, match="the start has not been given, and no coordinator has answered for 121 s"
     ):
-        _wait_for_start(mailbox(PREPARE), Client(121.0))
+        worker_with(mailbox(PREPARE), Client(121.0), StartedMachine()).train()
 
     class Patient(Client):
         """Asked for the third time, it has brought the start."""
@@ -65,6 +142,7 @@ def test_the_start_is_waited_for_as_long_as_there_is_a_coordinator(monkeypatch):
             self.times += 1
             if self.times == 3:
                 box.receive(START)
+                box.receive(Exit())
             return 119.0
 
         @disconnected_s.setter
@@ -73,7 +151,9 @@ def test_the_start_is_waited_for_as_long_as_there_is_a_coordinator(monkeypatch):
 
     box = mailbox()
     client = Patient()
-    assert _wait_for_start(box, client) == START.addresses
+    worker = worker_with(box, client, StartedMachine())
+    worker.train()
+    assert worker._links.addresses == START.addresses
     assert client.times == 3
     assert box.activity.doing[:2] == ("start", False)
 
@@ -94,73 +174,57 @@ class Slow:
 
 @pytest.mark.parametrize("disconnected_s", [0.0, 121.0])
 def test_links_are_waited_for_as_long_as_there_is_a_coordinator(disconnected_s):
-    worker = Worker.__new__(Worker)
-    worker._worker, worker._is_ready = 0, False
-    worker._addresses = {peer: f"unix:/{peer}" for peer in range(4)}
-    worker._transport = slow = Slow()  # type: ignore[assignment]
-    worker._mailbox = mailbox()
-    worker._client = Client(disconnected_s)  # type: ignore[assignment]
+    slow, activity, client = Slow(), mailbox().activity, Client(disconnected_s)
+    links = TransportLinks(0, (), slow, activity, lambda: None, lambda what: _check_coordinator(client, what))  # type: ignore[arg-type]
+    links.addresses = {peer: f"unix:/{peer}" for peer in range(4)}
     layout = make_layout(widths=[4], layers_per_stage=[1], num_microbatches=4)
     if disconnected_s:
         with pytest.raises(WaitTimeoutError, match="no link yet, and no coordinator has answered for 121 s"):
-            worker._make_links(layout, place_blocks(layout, (), num_followers=0))
+            links.connect(layout, place_blocks(layout, (), num_followers=0))
     else:
-        worker._make_links(layout, place_blocks(layout, (), num_followers=0))
+        links.connect(layout, place_blocks(layout, (), num_followers=0))
         assert slow.asked == [[1, 2, 3], [2, 3], [3]]
-        assert worker._mailbox.activity.doing[:3] == ("link", False, (3,))
+        assert activity.doing[:3] == ("link", False, (3,))
 
 
 def test_a_start_that_does_not_name_a_lost_worker_is_no_error_of_ours():
-    worker = Worker.__new__(Worker)
-    worker._worker = 0
-    worker._addresses = START.addresses
-    worker._transport = SimpleNamespace(peers={2})  # type: ignore[assignment]
+    links = TransportLinks(0, (), SimpleNamespace(peers={2}), mailbox().activity, lambda: None)  # type: ignore[arg-type]
+    links.addresses = START.addresses
     layout = make_layout(widths=[2, 1], layers_per_stage=[1, 1], num_microbatches=2)
     with pytest.raises(InterruptedWaitError, match=r"the start does not name workers \[1\]"):
-        worker._make_links(layout, place_blocks(layout, (), num_followers=0))
+        links.connect(layout, place_blocks(layout, (), num_followers=0))
 
 
 def test_checkpoints_by_time_are_asked_for_by_the_lowest_member_and_then_by_the_next_one(monkeypatch):
     now_s = 100.0
-    monkeypatch.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    worker = Worker.__new__(Worker)
-    worker._config = load_config(None, ["run.checkpoint_every_s=30"])
-    worker._mailbox = mailbox()
-    worker._writer = SimpleNamespace(is_busy=False)  # type: ignore[assignment]
-    worker._duties, worker._checkpoint_at_s = [], 100.0
-    worker._worker, worker._members = 1, (0, 1, 2)
+    monkeypatch.setattr(shard_writer, "time", SimpleNamespace(monotonic=lambda: now_s))
+    writer = SimpleNamespace(is_busy=False)
+    box = mailbox()
+    machine: WorkerMachine = WorkerMachine.__new__(WorkerMachine)
+    machine.outbox = SimpleNamespace(request=lambda: box.request)  # type: ignore[assignment]
+    machine.disk = ShardDisk(writer, None, 30.0)  # type: ignore[arg-type]
+    machine.terms = SimpleNamespace(eval_every=0, num_steps=50, checkpoint_every=0)  # type: ignore[assignment]
+    machine._duties = []
+    machine.worker, machine.members = 1, (0, 1, 2)
     now_s = 131.0
-    assert worker._request() is Request.NONE
-    worker._members = (1, 2)  # the one that would have asked is lost
-    assert worker._request() is Request.CHECKPOINT
-    worker._writer = SimpleNamespace(is_busy=True)  # type: ignore[assignment]
-    assert worker._request() is Request.NONE
-    worker._writer = SimpleNamespace(is_busy=False)  # type: ignore[assignment]
+    assert machine._request() is Request.NONE
+    machine.members = (1, 2)  # the one that would have asked is lost
+    assert machine._request() is Request.CHECKPOINT
+    writer.is_busy = True
+    assert machine._request() is Request.NONE
+    writer.is_busy = False
     for request, step in ((Request.CHECKPOINT, 7), (Request.NONE, 8), (Request.STOP, 9)):
-        worker._note_duties(StepResult(step, 1, 2.0, 1.0, 1e-3, None, request, ()))
-    assert worker._duties == [("checkpoint", 7), ("checkpoint", 9)]
-    assert worker._request() is Request.NONE  # the clock has begun anew
-    worker._mailbox.receive(Stop())
-    assert worker._request() is Request.STOP
-    worker._config = load_config(None, ["run.checkpoint_every_s=0"])
-    worker._mailbox, now_s = mailbox(), 1e9
-    assert worker._request() is Request.NONE
+        machine.note_duties(step, request)
+    assert machine._duties == [("checkpoint", 7), ("checkpoint", 9)]
+    assert machine._request() is Request.NONE  # the clock has begun anew
+    box.receive(Stop())
+    assert machine._request() is Request.STOP
+    box = mailbox()
+    machine.disk, now_s = ShardDisk(writer, None, 0.0), 1e9  # type: ignore[arg-type]
+    assert machine._request() is Request.NONE
 
 
 def test_a_job_that_is_never_ended_is_told_as_that(monkeypatch):
     monkeypatch.setattr(worker_module, "EXIT_TIMEOUT_S", 0.0)
-    worker = Worker.__new__(Worker)
-    worker._worker, worker._members, worker._step = 0, (0, 1), 5
-    worker._config = load_config(None, [])
-    worker._mailbox = mailbox(Stop())
-    worker._client = SimpleNamespace(send=lambda message: None)  # type: ignore[assignment]
-    worker._writer = SimpleNamespace(finish=lambda check: None)  # type: ignore[assignment]
-    worker._member = SimpleNamespace(epoch=1)  # type: ignore[assignment]
-    worker._transport = SimpleNamespace(bytes_sent={})  # type: ignore[assignment]
-    store = SimpleNamespace(digest_parts=lambda role: {}, optimizer_bytes=lambda: 0)
-    progress = SimpleNamespace(num_updates=4, grids=SimpleNamespace(exponents=(), calibrated=True))
-    worker.engine = SimpleNamespace(  # type: ignore[assignment]
-        store=store, progress=progress, placement=SimpleNamespace(followers=())
-    )
     with pytest.raises(WaitTimeoutError, match="all steps are made, and the coordinator has not ended the job for 0 s"):
-        worker._finish(stopped=False)
+        worker_with(mailbox(Stop()), Client(), StartedMachine(is_done=True)).train()

@@ -8,11 +8,10 @@ Liveness: a run ends with all steps made, or with a reason that names what was l
 
 # ruff: noqa: D102 (the methods are described in `Observer`)
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from elaswave.protocol.messages import Decision, Evidence
-from elaswave.sim.protocol.certificate import decode_vote
-from elaswave.sim.protocol.job import BlockState, Truth
+from elaswave.sim.protocol.job import BlockState, Exponents, Truth, parameter
 from elaswave.sim.protocol.observer import Observer
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
@@ -34,7 +33,7 @@ class SameBits(Observer):
         self._truth = truth
 
     def used_parameter(self, worker: int, step: int, block: int, value: int) -> None:
-        right = self._truth.states[step - 1][block][0] >> 9
+        right = parameter(self._truth.states[step - 1][block])
         if value != right:
             raise Violation(f"worker {worker} computes step {step} with a parameter of block {block} of another step")
 
@@ -46,17 +45,17 @@ class SameBits(Observer):
         _require(state == self._truth.states[step][block], f"block {block} loaded on worker {worker} differs")
 
     def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
         if commits:
             _require(grid == self._truth.grids[step], f"the grid after step {step} differs on worker {worker}")
 
-    def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: int) -> None:
+    def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: Exponents) -> None:
         right = dict(enumerate(self._truth.states[step]))
         _require(states == right, f"the checkpoint of step {step} differs")
         _require(grid == self._truth.grids[step], f"the grid in the checkpoint of step {step} differs")
 
-    def published(self, step: int, losses: tuple[int, ...]) -> None:
+    def published(self, step: int, losses: tuple[float, ...]) -> None:
         _require(losses == self._truth.losses[step], f"the published losses of step {step} differ")
 
     def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
@@ -82,7 +81,7 @@ class ExactlyOnce(Observer):
         self._added.setdefault((epoch, step, attempt), []).append((layer, microbatch))
 
     def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
         key = (epoch, step, attempt)
         if commits and key not in self._checked:
@@ -108,7 +107,7 @@ class OneOwner(Observer):
     """A block has one owner in an epoch: all workers that run in it know the same one."""
 
     def __init__(self) -> None:
-        self._owners: dict[int, tuple[int, ...]] = {}
+        self._owners: dict[int, tuple[float, ...]] = {}
 
     def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
         owners = self._owners.setdefault(epoch, placement.owner)
@@ -152,7 +151,7 @@ class Agreement(Observer):
         self._decision: Decision | None = None
 
     def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
         result = self._results.setdefault((epoch, step, attempt), (commits, vector))
         _require(result == (commits, vector), f"worker {worker} learned another vote on step {step} than a peer")
@@ -169,7 +168,7 @@ class Agreement(Observer):
             f"epoch {decision.epoch} resumes with step {decision.resume_step}, but step {known} is committed",
         )
 
-    def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: int) -> None:
+    def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: Exponents) -> None:
         base = decision.resume_step - 1
         _require(set(versions) <= {base}, f"worker {worker} goes on after step {base} with copies of {set(versions)}")
         self._committed[worker] = base
@@ -223,7 +222,7 @@ class NoSilentLoss(Observer):
         self._any_committed = False
 
     def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
         self._any_committed = self._any_committed or commits
 
@@ -243,7 +242,7 @@ class NoSilentLoss(Observer):
         for worker in decision.members:
             self._in_force[worker] = decision.placement
 
-    def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: int) -> None:
+    def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: Exponents) -> None:
         self._loading.discard(worker)
 
     def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
@@ -265,9 +264,9 @@ class PublishedOnce(Observer):
     """Steps are published in order, and a step that is published again has the same losses."""
 
     def __init__(self) -> None:
-        self._losses: dict[int, tuple[int, ...]] = {}
+        self._losses: dict[int, tuple[float, ...]] = {}
 
-    def published(self, step: int, losses: tuple[int, ...]) -> None:
+    def published(self, step: int, losses: tuple[float, ...]) -> None:
         before = self._losses.setdefault(step, losses)
         _require(before == losses, f"step {step} was published with other losses before")
 
@@ -283,8 +282,10 @@ class CheckpointsKept(Observer):
     Parts that are void because everybody went back behind them are left out of account.
     """
 
-    def __init__(self, num_steps: int, every: int, num_blocks: int) -> None:
-        self._regular = set(range(every, num_steps + 1, every)) if every else set()
+    def __init__(self, num_steps: int, every: int, num_blocks: int, asks: Callable[[bytes], bool]) -> None:
+        self._regular = {num_steps, *(range(every, num_steps + 1, every) if every else ())}
+        self._asks = asks
+        """Whether a vote asks for one."""
         self._asked: set[int] = set()
         """Steps whose vote asked for one."""
         self._num_blocks = num_blocks
@@ -300,15 +301,15 @@ class CheckpointsKept(Observer):
         return self._regular | self._asked
 
     def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
-        if commits and decode_vote(vector).request:
+        if commits and self._asks(vector):
             self._asked.add(step)
 
     def wrote(self, worker: int, step: int, blocks: Collection[int]) -> None:
         self._parts.setdefault(step, {}).setdefault(worker, set()).update(blocks)
 
-    def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: int) -> None:
+    def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: Exponents) -> None:
         _require(step in self._due, f"a checkpoint of step {step} was not asked for")
         self._stored.add(step)
 
@@ -342,7 +343,7 @@ class CheckpointsKept(Observer):
         _require(not missing, f"the checkpoints of steps {missing} are not there, and nobody was lost since")
 
 
-class Progress(Observer):
+class Ends(Observer):
     """The run ends: with all steps, or with a reason that is one."""
 
     def __init__(self, num_steps: int) -> None:
@@ -350,7 +351,7 @@ class Progress(Observer):
         self._last = 0
         self._ended = ""
 
-    def published(self, step: int, losses: tuple[int, ...]) -> None:
+    def published(self, step: int, losses: tuple[float, ...]) -> None:
         self._last = max(self._last, step)
 
     def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
@@ -365,7 +366,13 @@ class Progress(Observer):
             _require(self._last == self._num_steps, f"finished after step {self._last} of {self._num_steps}")
 
 
-def all_checkers(truth: Truth, num_layers: int, num_microbatches: int, checkpoint_every: int = 0) -> list[Observer]:
+def all_checkers(
+    truth: Truth,
+    num_layers: int,
+    num_microbatches: int,
+    checkpoint_every: int = 0,
+    asks_checkpoint: Callable[[bytes], bool] = lambda vector: False,
+) -> list[Observer]:
     """One of each."""
     num_steps = len(truth.states) - 1
     return [
@@ -378,6 +385,6 @@ def all_checkers(truth: Truth, num_layers: int, num_microbatches: int, checkpoin
         LogCounts(),
         NoSilentLoss(),
         PublishedOnce(),
-        CheckpointsKept(num_steps, checkpoint_every, len(truth.states[0])),
-        Progress(num_steps),
+        CheckpointsKept(num_steps, checkpoint_every, len(truth.states[0]), asks_checkpoint),
+        Ends(num_steps),
     ]

@@ -25,8 +25,8 @@ from elaswave.protocol.events import (
 )
 from elaswave.protocol.messages import CoreToWorker, Decision, Installed, Registered, Report
 from elaswave.protocol.shards import Complete, GivenUp, Shards
-from elaswave.sim.protocol.job import BlockState, model_of, other_layout
-from elaswave.sim.protocol.messages import FinishedReport, PeerLost, Settled, Shard, StepDone
+from elaswave.sim.protocol.job import BlockState, Exponents, model_of, other_layout
+from elaswave.sim.protocol.messages import CheckpointSettled, FinishedReport, PeerLost, Shard, StepDone
 from elaswave.sim.protocol.store import StaleTermError
 from elaswave.sim.protocol.world import ControlLink, World
 
@@ -42,6 +42,7 @@ class SimCoordinator(CoordinatorDriver):
     """
 
     core_class = Coordinator
+    shards_class: type[Shards[int, BlockState]] = Shards
     id = -1
 
     def __init__(self, world: World) -> None:
@@ -59,9 +60,9 @@ class SimCoordinator(CoordinatorDriver):
         self._finished: dict[int, FinishedReport] = {}
         self._planned_epoch = 0
         """The newest epoch in which another layout was planned."""
-        self._grids: dict[int, int] = {}
+        self._grids: dict[int, Exponents] = {}
         """Step -> the grid after it, of checkpoints that are being written."""
-        self.shards: Shards[int, BlockState] = Shards(len(model.blocks), lambda state: 1, model.layout.workers)
+        self.shards = self.shards_class(len(model.blocks), lambda state: 1, model.layout.workers)
         for record in world.store.records:
             if isinstance(record, Decision):
                 self.shards.follow(record)
@@ -144,7 +145,7 @@ class SimCoordinator(CoordinatorDriver):
     def pending_work(self, step: int, asked: bool) -> PendingWork:
         """What the disk and the publications leave to be done."""
         every = self.world.job.checkpoint_every
-        due = asked or (bool(every) and step > 0 and step % every == 0)
+        due = asked or step == self.world.job.steps or (bool(every) and step > 0 and step % every == 0)
         return PendingWork(
             evaluate=False, checkpoint=due and step not in self.world.disk, published=self.world.published_step
         )
@@ -296,7 +297,7 @@ class SimCoordinator(CoordinatorDriver):
             self.world.tick(self)
             link = self.links.get(worker)
             if link is not None and link.open:
-                self.world.to_member(self, link, Settled(step))
+                self.world.to_member(self, link, CheckpointSettled(step))
 
     def has_finished(self, report: FinishedReport) -> bool:
         """Whether a worker's end counts: only in the present epoch does it know its roles."""

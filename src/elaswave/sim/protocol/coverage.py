@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from elaswave.protocol.events import PlanRecovery
 from elaswave.protocol.messages import Decision
+from elaswave.sim.protocol.job import Exponents
 from elaswave.sim.protocol.observer import Observer
 from elaswave.types import Layout
 
@@ -24,7 +25,7 @@ class CoverageCounter(Observer):
         """Term and question that the planner was asked and that no decision has followed."""
 
     def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
         self._known[worker] = (step, attempt)
         if not commits:
@@ -75,7 +76,7 @@ class CoverageCounter(Observer):
         if decision.resume_attempt > 1:
             counts["steps tried again"] += 1
 
-    def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: int) -> None:
+    def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: Exponents) -> None:
         self._installing.discard(worker)
         if decision.evidence is not None:
             self._known[worker] = decision.evidence.order

@@ -1,28 +1,42 @@
 """The toy job of the simulation: a model of whole numbers, and what an undisturbed run of it comes to.
 
 Everything that decides bits in the real engine has its counterpart here: parameters are rounded masters, gradients
-depend on the parameters, the step, the micro-batch and the layer, sums are taken on a grid that follows from the last
-vote, and the update needs the vote's norm. A worker that uses a wrong parameter, a wrong grid, a sum with a part
-missing, or a step too many ends with other numbers. `undisturbed` computes the truth in a few lines that share with
-the simulated workers only the formulas of one layer and one block.
+depend on the parameters, the step, the micro-batch and the layer, sums are taken on grids that follow from the last
+vote, and the update needs the vote's norm. Grids, norms and votes are the real ones. A worker that uses a wrong
+parameter, a wrong grid, a sum with a part missing, or a step too many ends with other numbers. `undisturbed` computes
+the truth in a few lines that share with the simulated workers only the formulas of one layer and one block.
 """
 
+import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import msgspec
 
+from elaswave.hashing import MASK64
 from elaswave.planning.layout import make_layout
+from elaswave.planning.programs import compile_programs
+from elaswave.protocol.ballot import GridState, VoteShape, bits_float, decode_certificate, float_bits
+from elaswave.protocol.engine import JobTerms, TrainingProgress
+from elaswave.state.grids import (
+    could_overflow,
+    count_bits,
+    is_too_coarse,
+    next_exponent,
+    norm_from_limbs,
+    norm_limbs,
+)
 from elaswave.state.placement import Block, Placement, make_blocks, place_blocks
-from elaswave.types import Hop, Layout
+from elaswave.types import ExecutionParameters, Hop, Layout, Program
 
-MASK = (1 << 64) - 1
-INITIAL_GRID = 4
-GRADIENT_BITS = 24
-"""Width of an ordinary gradient; on the initial grid it leaves room."""
-ROOM_BITS = 22
-"""A gradient wider than this on the attempt's grid could overflow a sum."""
+GRADIENT_BITS = 52
+"""Of an ordinary gradient, which is a whole number of units of ``2**-FRACTION_BITS``: as many as a float64 holds."""
+FRACTION_BITS = 28
+"""More than an ordinary grid resolves, so that sums depend on their grids."""
+
+Exponents = tuple[int, ...]
+"""Of the grids, by tensor; a layer is one tensor."""
 
 BlockState = tuple[int, int]
 """Master and momentum of one block: all of its state."""
@@ -42,8 +56,6 @@ class Job(NamedTuple):
     """Durable checkpoints after every so many steps; 0 for none."""
     retry_step: int = 0
     """A step whose gradients are so large that its first attempt asks for another; 0 for none."""
-    move_step: int = 0
-    """A step in which a follower of the first block begins to be replaced by another worker; 0 for none."""
     change_step: int = 0
     """The first step after which, once in every epoch, another layout is planned; 0 for none."""
     ask_step: int = 0
@@ -65,6 +77,9 @@ class Model(NamedTuple):
     blocks: tuple[Block, ...]
     placement: Placement
     blocks_of_layer: tuple[tuple[int, ...], ...]
+    terms: JobTerms
+    progress: TrainingProgress
+    """Of the beginning: on grids that the first step's gradients fit, as after a resume."""
 
 
 @cache
@@ -79,7 +94,29 @@ def model_of(job: Job) -> Model:
     blocks = make_blocks([job.blocks_per_layer] * num_layers, 1)
     of_layer = tuple(tuple(block.id for block in blocks if block.layer == layer) for layer in range(num_layers))
     placement = place_blocks(layout, blocks, num_followers=job.num_followers)
-    return Model(layout, blocks, placement, of_layer)
+    terms = JobTerms(
+        blocks=blocks,
+        num_layers=num_layers,
+        num_tensors=num_layers,
+        num_microbatches=job.num_microbatches,
+        num_steps=job.steps,
+        num_followers=job.num_followers,
+        copy_elements=job.blocks_per_round,
+        compile=_compile,
+        checkpoint_every=job.checkpoint_every,
+    )
+    exponent = next_exponent(maximum_of(1 << (GRADIENT_BITS - 1)), 0, job.num_microbatches)
+    grids = GridState((exponent,) * num_layers, calibrated=True, exact=True)
+    return Model(layout, blocks, placement, of_layer, terms, TrainingProgress(0, grids))
+
+
+def _compile(worker: int, layout: Layout, execution: ExecutionParameters, *, forward_only: bool = False) -> Program:
+    return _programs(layout, forward_only)[worker]
+
+
+@lru_cache(maxsize=4096)
+def _programs(layout: Layout, forward_only: bool) -> dict[int, Program]:
+    return compile_programs(layout, "1f1b", forward_only=forward_only)
 
 
 def other_layout(layout: Layout) -> Layout:
@@ -132,43 +169,58 @@ def sample(step: int, microbatch: int) -> int:
 
 def forward(layer: int, step: int, microbatch: int, parameters: Sequence[int], x: int) -> int:
     """Output of a layer."""
-    x = (x ^ (step << 20) ^ (microbatch << 10) ^ layer) & MASK
+    x = (x ^ (step << 20) ^ (microbatch << 10) ^ layer) & MASK64
     for value in parameters:
-        x = ((x ^ value) * 0xBF58476D1CE4E5B9) & MASK
+        x = ((x ^ value) * 0xBF58476D1CE4E5B9) & MASK64
         x ^= x >> 29
     return x
 
 
 def backward(job: Job, step: int, parameters: Sequence[int], x: int, dy: int) -> tuple[int, list[int]]:
     """Gradient of a layer's input, and one gradient per block, not negative."""
-    boost = 4 if step == job.retry_step else 0
+    # More than the headroom of a grid that was made for ordinary gradients.
+    boost = 20 - count_bits(job.num_microbatches) if step == job.retry_step else 0
     gradients = []
     for value in parameters:
-        dy = ((dy ^ value ^ (x >> 3)) * 0x94D049BB133111EB) & MASK
+        dy = ((dy ^ value ^ (x >> 3)) * 0x94D049BB133111EB) & MASK64
         dy ^= dy >> 31
         gradients.append((dy >> (64 - GRADIENT_BITS) | 1 << (GRADIENT_BITS - 1)) << boost)
     return dy, gradients
 
 
-def overflows(maximum: int, grid: int) -> bool:
-    """Whether sums of such gradients could overflow on a grid."""
-    return maximum.bit_length() - grid > ROOM_BITS
+def loss_of(x: int) -> float:
+    """Loss of a micro-batch by the output of its last layer; exact."""
+    return float(x >> 12)
 
 
-def next_grid(maximum: int) -> int:
-    """The grid that follows from the largest gradient of a step."""
-    return max(0, maximum.bit_length() - GRADIENT_BITS + INITIAL_GRID)
+def maximum_of(gradient: int) -> float:
+    """The size of a gradient, as the vote compares it."""
+    return math.ldexp(gradient, -FRACTION_BITS)
 
 
-def update(state: BlockState, gradient: int, norm: int, step: int) -> BlockState:
+def to_units(gradient: int, exponent: int) -> int:
+    """A gradient on a grid of units of ``2**-exponent``, rounded down."""
+    return _shifted(gradient, exponent - FRACTION_BITS)
+
+
+def from_units(total: int, exponent: int) -> int:
+    """The inverse of `to_units`, without what rounding took."""
+    return _shifted(total, FRACTION_BITS - exponent)
+
+
+def _shifted(value: int, bits: int) -> int:
+    return value << bits if bits >= 0 else value >> -bits
+
+
+def update(state: BlockState, gradient: int, norm: float, step: int) -> BlockState:
     """State of a block after a step."""
-    momentum = (state[1] * 3 + gradient + step) & MASK
-    return ((state[0] * 5 + (momentum ^ norm)) & MASK, momentum)
+    momentum = (state[1] * 3 + gradient + step) & MASK64
+    return ((state[0] * 5 + (momentum ^ float_bits(norm))) & MASK64, momentum)
 
 
 def _scatter(value: int) -> int:
-    value = (value * 0x9E3779B97F4A7C15) & MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = (value * 0x9E3779B97F4A7C15) & MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     return value ^ (value >> 27)
 
 
@@ -180,10 +232,10 @@ class Truth(NamedTuple):
 
     states: tuple[tuple[BlockState, ...], ...]
     """``states[k][b]``: block b after step k."""
-    losses: tuple[tuple[int, ...], ...]
+    losses: tuple[tuple[float, ...], ...]
     """``losses[k]``: one number per micro-batch of step k; nothing for step 0."""
-    grids: tuple[int, ...]
-    """``grids[k]``: the grid that step k + 1 begins with."""
+    grids: tuple[Exponents, ...]
+    """``grids[k]``: the grids that step k + 1 begins with."""
 
 
 @cache
@@ -191,29 +243,33 @@ def undisturbed(job: Job) -> Truth:
     """Runs the job on one machine, step by step."""
     model = model_of(job)
     states = [tuple(initial_state(block.id) for block in model.blocks)]
-    losses: list[tuple[int, ...]] = [()]
-    grids = [INITIAL_GRID]
+    losses: list[tuple[float, ...]] = [()]
+    grids: list[Exponents] = [model.progress.grids.exponents]
     for step in range(1, job.steps + 1):
-        grid = grids[-1]
-        while True:
-            step_losses, gradients, maximum = _one_attempt(job, model, step, states[-1], grid)
-            if not overflows(maximum, grid):
-                break
-            grid = next_grid(maximum)
-        norm = sum(gradients) & MASK
+        grid, fits = grids[-1], False
+        while not fits:
+            step_losses, gradients, maxima = _one_attempt(job, model, step, states[-1], grid)
+            after = tuple(next_exponent(maximum, 0, job.num_microbatches) for maximum in maxima)
+            fits = not any(
+                could_overflow(maximum, exponent, job.num_microbatches)
+                or (is_too_coarse(maximum, exponent) and finer > exponent)
+                for maximum, exponent, finer in zip(maxima, grid, after, strict=True)
+            )
+            grid = after
+        norm = norm_from_limbs(norm_limbs([float(gradient) for gradient in gradients]))
         states.append(
             tuple(update(state, gradient, norm, step) for state, gradient in zip(states[-1], gradients, strict=True))
         )
         losses.append(step_losses)
-        grids.append(next_grid(maximum))
+        grids.append(after)
     return Truth(tuple(states), tuple(losses), tuple(grids))
 
 
 def _one_attempt(
-    job: Job, model: Model, step: int, states: Sequence[BlockState], grid: int
-) -> tuple[tuple[int, ...], list[int], int]:
+    job: Job, model: Model, step: int, states: Sequence[BlockState], grid: Exponents
+) -> tuple[tuple[float, ...], list[int], list[float]]:
     sums = [0] * len(states)
-    maximum = 0
+    maxima = [0.0] * len(grid)
     losses = []
     for microbatch in range(job.num_microbatches):
         x = sample(step, microbatch)
@@ -221,13 +277,27 @@ def _one_attempt(
         for layer, blocks in enumerate(model.blocks_of_layer):
             inputs.append(x)
             x = forward(layer, step, microbatch, [parameter(states[block]) for block in blocks], x)
-        losses.append(x)
+        losses.append(loss_of(x))
         dy = x
         for layer in reversed(range(len(inputs))):
             blocks = model.blocks_of_layer[layer]
             parameters = [parameter(states[block]) for block in blocks]
             dy, gradients = backward(job, step, parameters, inputs[layer], dy)
             for block, gradient in zip(blocks, gradients, strict=True):
-                sums[block] += gradient >> grid
-                maximum = max(maximum, gradient)
-    return tuple(losses), [total << grid for total in sums], maximum
+                sums[block] += to_units(gradient, grid[layer])
+                maxima[layer] = max(maxima[layer], maximum_of(gradient))
+    means = [from_units(total, grid[block.layer]) for block, total in zip(model.blocks, sums, strict=True)]
+    return tuple(losses), means, maxima
+
+
+def losses_of(job: Job, vector: bytes) -> tuple[float, ...]:
+    """The losses in the vector of a vote."""
+    values = decode_certificate(vector)
+    shape = VoteShape(job.num_microbatches, model_of(job).terms.num_tensors)
+    return tuple(bits_float(bits) for bits in values[shape.num_sums - job.num_microbatches : shape.num_sums])
+
+
+def asks_checkpoint(job: Job, vector: bytes) -> bool:
+    """Whether a worker has asked for a durable checkpoint in a vote."""
+    shape = VoteShape(job.num_microbatches, model_of(job).terms.num_tensors)
+    return decode_certificate(vector)[shape.num_sums + shape.REQUEST] != 0

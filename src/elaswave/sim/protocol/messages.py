@@ -3,23 +3,22 @@
 from typing import Any, NamedTuple
 
 from elaswave.protocol.messages import Evidence
-from elaswave.sim.protocol.job import BlockState
-
-ACTIVATION, GRADIENT, PARTIAL_SUM, REDUCED, VOTE, PARAMETERS, BASE_COPY, DELIVERY = range(8)
-"""Kinds of frames."""
-KIND_NAMES = ("activation", "gradient", "partial sums", "reduced", "vote", "parameters", "base copy", "delivery")
-
-Key = tuple[int, int, int, int, int, int]
-"""Tag of a frame: kind, step, attempt, two numbers of its own, source."""
+from elaswave.sim.protocol.job import BlockState, Exponents
 
 
-class Frame(NamedTuple):
+class SimFrame(NamedTuple):
     """What travels between workers."""
 
     epoch: int
     step: int
     attempt: int
     value: Any
+
+
+class SimReady(NamedTuple):
+    """A worker begins to train."""
+
+    worker: int
 
 
 class StepDone(NamedTuple):
@@ -36,7 +35,7 @@ class Shard(NamedTuple):
     worker: int
     epoch: int
     step: int
-    grid: int
+    grid: Exponents
     states: dict[int, BlockState]
 
 
@@ -56,7 +55,7 @@ class PeerLost(NamedTuple):
     peer: int
 
 
-class Settled(NamedTuple):
+class CheckpointSettled(NamedTuple):
     """A coordinator says that a step's durable checkpoint is complete, or given up."""
 
     step: int

@@ -1,46 +1,49 @@
 """Bugs planted on purpose: what the search must find, to be believed when it finds nothing.
 
-Each is a small change to the classes that the simulated processes are made of; the product has no switch for any of
-them. Several are defects that an earlier version of the core really had, found by this simulation.
+Each changes a method of a class or function that the product runs too (the worker machine, its ledger, membership and
+standing facts, the traffic, the coordinator's machine and its order of effects, the collection of checkpoints), so each
+is a bug that could ship. The product has no switch for any of them. Several are defects that an earlier version of the
+core really had, found by this simulation. W1 and so on are the rules of ``docs/protocol.md``.
 """
 
 # ruff: noqa: D102 (what each class does wrong is its own docstring)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
+from elaswave.protocol.ballot import Request, Verdict
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.coordinator_table import State
+from elaswave.protocol.engine import FrameKind
 from elaswave.protocol.events import (
     CoordinatorEffect,
     EvidenceSeen,
-    PendingWork,
     Persist,
     PlanningFailed,
-    PlanRecovery,
-    RecoveryPlan,
     RecoveryPlanned,
     Send,
 )
+from elaswave.protocol.execution import Life
 from elaswave.protocol.facts import Facts
-from elaswave.protocol.ledger import Held, Ledger
+from elaswave.protocol.ledger import CatchUp, Held, Ledger
 from elaswave.protocol.member import Member
-from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Registered, Report
-from elaswave.sim.protocol.certificate import Vote
+from elaswave.protocol.messages import CoreToWorker, Decision, LayoutChange, Registered, Report
+from elaswave.protocol.shards import Complete, GivenUp, Shards
+from elaswave.protocol.traffic import Traffic, traffic_of
+from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.coordinator import SimCoordinator
-from elaswave.sim.protocol.messages import PARAMETERS, FinishedReport, Frame, Key, Shard
+from elaswave.sim.protocol.engine import ToyCopy
+from elaswave.sim.protocol.job import BlockState
 from elaswave.sim.protocol.run import Build
 from elaswave.sim.protocol.store import SimStore
-from elaswave.sim.protocol.traffic import Traffic, common_placement, swapped_traffic, traffic_between
-from elaswave.sim.protocol.worker import Life, SimWorker
+from elaswave.state.placement import Block, Placement, Role
+from elaswave.types import Layout
 
-if TYPE_CHECKING:
-    from elaswave.sim.protocol.job import Job
-    from elaswave.sim.protocol.world import World
+_Machine = WorkerMachine[ToyCopy]
 
 
 class Mutant(NamedTuple):
@@ -56,7 +59,7 @@ class Mutant(NamedTuple):
     """Whether the core once had it."""
 
 
-# ----------------------------------------------------------------------------------------------------- rule 1: promises
+# ------------------------------------------------------------------------------------------- W1: an answer is a promise
 
 
 class _TalkativeLedger(Ledger):
@@ -66,42 +69,34 @@ class _TalkativeLedger(Ledger):
         pass
 
 
-class LearnsAfterAnswering(SimWorker):
+class LearnsAfterAnswering(_Machine):
     """Reports, but stays in the old epoch until the decision comes."""
 
     ledger_class = _TalkativeLedger
 
-    def move(self, epoch: int, members: Iterable[int]) -> None:
-        held = {block: Held(copy.owned, copy.version) for block, copy in self.held.items()}
-        self.report = self.ledger.promise(epoch, held, self.layers)
-        self.pending = (epoch, frozenset(members))
-        self.world.to_coordinator(self, self.report)
+    def move(self, epoch: int, members: tuple[int, ...]) -> None:
+        layers = sorted(self.engine.layers)
+        self.report = self.ledger.promise(epoch, self.held(), (layers[0], layers[-1] + 1))
+        self.outbox.send(self.report)
+        self._pending = (epoch, members)
 
-    def _install(self, decision: Decision) -> Life:
-        epoch, self.members = self.pending
-        self.leave_epoch(epoch)
-        yield from super()._install(decision)
-
-
-# ------------------------------------------------------------------------------------------- rule 2: GATHER waits
+    def install(self, decision: Decision) -> Life[None]:
+        self.links.edit(*self._pending)
+        yield from super().install(decision)
 
 
-class WritesParametersEarly(SimWorker):
-    """A parameter frame is written as it arrives, whether or not the own vote is complete."""
-
-    def accept(self, key: Key, frame: Frame) -> None:
-        if key[0] == PARAMETERS:
-            owned = [
-                block
-                for block in self.model.blocks_of_layer[key[3]]
-                if self.placement.owner[block] == key[-1] and self.id not in self.placement.followers[block]
-            ]
-            for block, value in zip(owned, frame.value):
-                self.parameters[block] = value
-        super().accept(key, frame)
+# ------------------------------------------------------------------------------------ W2: GATHER waits for the own vote
 
 
-# ---------------------------------------------------------------------------------------- rule 3: evidence, persisted
+class WritesParametersEarly(_Machine):
+    """The memory of parameters is named before the own vote, so frames land in it as they arrive."""
+
+    def post_receives(self) -> None:
+        super().post_receives()
+        self._post_parameters(FrameKind.PARAMETERS, self.traffic.parameters_in)
+
+
+# --------------------------------------------------------------------------- the coordinator: evidence, persisted first
 
 
 class SendsBeforePersisting(SimCoordinator):
@@ -134,7 +129,7 @@ class TakesLateVotes(SimCoordinator):
     core_class = _TakesLateVotes
 
 
-# ---------------------------------------------------------------------------------------- planning takes its time
+# ---------------------------------------------------------------------------------------------- planning takes its time
 
 
 class _TakesAnyPlan(Coordinator):
@@ -159,148 +154,166 @@ class IgnoresVotesWhilePlanning(SimCoordinator):
     core_class = _DeafWhilePlanning
 
 
-# -------------------------------------------------------------------------------------- rule 4: layouts change by vote
+# ---------------------------------------------------------------------------------- W5: versions of copies, catching up
 
 
-class SwitchesWithoutVote(SimWorker):
-    """The next placement takes effect at the beginning of the step, whatever its vote will say."""
+class AppliesTwice(_Machine):
+    """An APPLY that was interrupted is done again from the first block."""
 
-    def traffic(self, step: int) -> Traffic:
-        traffic = swapped_traffic(self.job, self.layout, self.placement, step)
-        for block in traffic.workers[self.id].drops:
-            self.drop(block)
-        self.placement = common_placement(self.placement, traffic.voting)
-        return traffic_between(self.job, self.layout, self.placement, traffic.voting)
+    def apply(self, step: int, verdict: Verdict) -> Life[None]:
+        for copy in self.copies.values():
+            copy.version = step - 1
+        yield from super().apply(step, verdict)
 
 
-class ChangesAlone(SimWorker):
-    """A planned change of the layout comes into force for whoever holds it, whatever the others hold."""
-
-    def is_adopted(self, vote: Vote) -> bool:
-        return self.change is not None
-
-
-class KeepsOldChanges(SimWorker):
-    """A planned change of the layout outlives its epoch."""
-
-    def move(self, epoch: int, members: Iterable[int]) -> None:
-        change = self.change
-        super().move(epoch, members)
-        self.change = change
-
-
-class DropsOneVoteEarly(SimWorker):
-    """A follower is replaced in one vote: the old copy goes at the vote that brings the new one."""
-
-    def traffic(self, step: int) -> Traffic:
-        return swapped_traffic(self.job, self.layout, self.placement, step)
-
-
-class CountsCopiesUnderWay(SimWorker):
-    """A base copy is reported from the moment at which it is promised."""
-
-    def held_copies(self) -> Mapping[int, Held]:
-        plan = self.traffic(self.step).workers[self.id] if self.step and self.step == self.ledger.step else None
-        under_way = {} if plan is None else {block: Held(False, self.step - 1) for block, _ in plan.fills_in}
-        return {**under_way, **super().held_copies()}
-
-
-class TakesAnyCopy(SimCoordinator):
-    """Whoever says that it holds a block may own it, at whatever version."""
-
-    def plan(self, question: PlanRecovery) -> RecoveryPlan:
-        everything = frozenset(range(len(question.placement.owner)))
-        return super().plan(question._replace(valid=dict.fromkeys(question.members, everything)))
-
-
-class KeepsDroppedCopies(SimWorker):
-    """Copies that were given up are freed later."""
-
-    def drop(self, block: int) -> None:
-        self.dropped = {**getattr(self, "dropped", {}), block: self.held[block].version}
-        super().drop(block)
-
-    def held_copies(self) -> Mapping[int, Held]:
-        stale = {block: Held(False, version) for block, version in getattr(self, "dropped", {}).items()}
-        return {**stale, **super().held_copies()}
-
-
-# ------------------------------------------------------------------------------------------------ rule 5: versions
-
-
-class AppliesTwice(SimWorker):
-    """One version for the whole worker: an APPLY that was interrupted is done again from the first block."""
-
-    def catch_up(self, evidence: Evidence) -> Life:
-        if any(copy.version < evidence.step for copy in self.held.values()):
-            for copy in self.held.values():
-                copy.version = evidence.step - 1
-                copy.gradient = 1 if copy.gradient is None else copy.gradient
-        yield from super().catch_up(evidence)
-
-
-class ForgetsToFinish(SimWorker):
+class ForgetsToFinish(_Machine):
     """An APPLY that was interrupted is not finished."""
 
-    def catch_up(self, evidence: Evidence) -> Life:
-        if all(copy.version < evidence.step for copy in self.held.values()):
-            yield from super().catch_up(evidence)
+    def apply(self, step: int, verdict: Verdict) -> Life[None]:
+        if all(copy.version < step for copy in self.copies.values()):
+            yield from super().apply(step, verdict)
 
 
-# ------------------------------------------------------------------------------------------- fencing: epochs, attempts
+class KeepsOldGrids(_Machine):
+    """The grids that a vote asked for are not taken over by a worker that did not see it."""
+
+    def catch_up(self, todo: CatchUp, decision: Decision) -> Life[None]:
+        if todo is not CatchUp.ADOPT_GRIDS:
+            yield from super().catch_up(todo, decision)
 
 
-class MixesAttempts(SimWorker):
-    """The attempt is left out of the tags, and what has arrived of the old epoch stays."""
+class DeliversOneLayer(_Machine):
+    """Of several deliveries of a decision only the first is made."""
 
-    def leave_epoch(self, epoch: int) -> None:
-        kept = self.inbox
-        super().leave_epoch(epoch)
-        self.inbox = {**kept, **self.inbox}
-
-    def key(self, kind: int, a: int, b: int, source: int) -> Key:
-        return (kind, self.step, 0, a, b, source)
+    def deliver(self, decision: Decision, new: frozenset[int]) -> Life[int]:
+        return (yield from super().deliver(msgspec.structs.replace(decision, deliver=decision.deliver[:1]), new))
 
 
-class KeepsOldFrames(SimWorker):
-    """Frames of the old epoch that have arrived are not thrown away."""
+class SaysItHasThem(_Machine):
+    """A worker that waits for deliveries reports the parameters as if they had come."""
 
-    def leave_epoch(self, epoch: int) -> None:
-        kept = self.inbox
-        super().leave_epoch(epoch)
-        self.inbox = {**kept, **self.inbox}
+    def note_missing_parameters(self, decision: Decision) -> None:
+        pass
 
 
-# -------------------------------------------------------------------------------------------------- rule 9: the end
+# --------------------------------------------------------------------------------------------------- W6: re-replication
 
 
-class EndsTooSoon(SimCoordinator):
-    """The end of an older epoch counts."""
+class CountsCopiesUnderWay(_Machine):
+    """A base copy is reported from the moment at which it is promised."""
 
-    def has_finished(self, report: FinishedReport) -> bool:
-        return True
-
-
-class LeavesWhenDone(SimWorker):
-    """A worker exits after its last step instead of waiting for everybody's."""
-
-    def on_done(self) -> None:
-        super().on_done()
-        self.world.leave(self, "done")
+    def held(self) -> dict[int, Held]:
+        return {
+            block: Held(copy.role is Role.OWNER, self.step - 1) for block, copy in self.arriving.items()
+        } | super().held()
 
 
-# --------------------------------------------------------------------------- rule 12: acknowledged, and then forgotten
+class ChoosesByItself(_Machine):
+    """A worker with an even number lets more copies travel in a step than the others do."""
+
+    def replicate(self) -> None:
+        terms = self.terms
+        if self.worker % 2 == 0:
+            self.terms = terms._replace(copy_elements=8 * terms.copy_elements)
+        super().replicate()
+        self.terms = terms
 
 
-class SaysFactsOnce(SimWorker):
-    """What a coordinator has acknowledged is not said to its successor, though it was kept in memory only."""
+class CopiesOnce(_Machine):
+    """Base copies are not sent again in another attempt."""
 
-    def say_fact(self, fact: Any) -> None:
-        self.say_durably(fact)
+    def replicate(self) -> None:
+        if self.voting is self.placement:
+            super().replicate()
 
-    def on_connected(self) -> None:
-        for message in tuple(self.unacknowledged):
-            self.world.to_coordinator(self, message, durable=True)
+
+def _traffic_without_gradients(
+    worker: int, blocks: tuple[Block, ...], layout: Layout, placement: Placement, voting: Placement
+) -> Traffic:
+    followers = tuple(
+        tuple(follower for follower in after if follower in before)
+        for before, after in zip(placement.followers, voting.followers, strict=True)
+    )
+    before = traffic_of(worker, blocks, layout, placement, Placement(voting.owner, followers))
+    after = traffic_of(worker, blocks, layout, placement, voting)
+    return after._replace(reduced_out=before.reduced_out, reduced_in=before.reduced_in)
+
+
+class LeavesOutNewFollowers(_Machine):
+    """A new follower gets the base copy, but not the gradient of the step that it travels in."""
+
+    traffic_of = staticmethod(_traffic_without_gradients)
+
+
+# --------------------------------------------------------------------------------------- W7, W8: layouts change by vote
+
+
+class ChangesAlone(_Machine):
+    """A planned change of the layout comes into force where it is held, whatever the others hold."""
+
+    def adopts(self, verdict: Verdict) -> bool:
+        return verdict.commits and self.held_change is not None
+
+
+class KeepsOldChanges(_Machine):
+    """A planned change of the layout outlives its epoch."""
+
+    def hold(self, change: LayoutChange | None) -> None:
+        if change is not None:
+            super().hold(change)
+
+
+class GathersUnderTheOldLayout(_Machine):
+    """A change is in force, but GATHER still goes to those that needed parameters before."""
+
+    def switch(self, change: LayoutChange) -> None:
+        before = self.traffic
+        super().switch(change)
+        self.traffic = before
+
+
+class SwitchesAgain(_Machine):
+    """A change that has come into force is still held."""
+
+    def learn(self, vector: Sequence[int], verdict: Verdict) -> None:
+        change, change_hash = self.held_change, self._change_hash
+        super().learn(vector, verdict)
+        self.held_change, self._change_hash = change, change_hash
+
+
+# -------------------------------------------------------------------------------------------- W9, W10: reports, the end
+
+
+class ReportsOnce(_Machine):
+    """The reports that a lost worker should have sent are not sent by the next one."""
+
+    def send_reports_again(self, decision: Decision) -> None:
+        pass
+
+
+class EndsBeforeItsPart(_Machine):
+    """A worker says that it has made all steps before its part of the last checkpoint is written."""
+
+    def finish(self, stopped: bool) -> Life[None]:
+        life = super().finish(stopped)
+        next(life)
+        yield from life
+
+
+class LeavesWhenDone(_Machine):
+    """A worker exits after its last step instead of waiting for all others' last step."""
+
+    def finish(self, stopped: bool) -> Life[None]:
+        yield from super().finish(stopped)
+        self.fenced = "it has made all steps"
+
+
+# ----------------------------------------------------------------------- standing facts, requests, parts of checkpoints
+
+
+class _Forgetful(Facts):
+    def standing(self) -> list[Any]:
+        return []
 
 
 class _EndFirst(Facts):
@@ -308,23 +321,29 @@ class _EndFirst(Facts):
         return super().standing()[::-1]
 
 
-class SaysTheEndFirst(SimWorker):
-    """The end is said before the parts of checkpoints."""
+class ForgetsRequests(_Machine):
+    """A checkpoint that a vote asked for is no duty of the step."""
 
-    def __init__(self, world: World, worker: int, job: Job) -> None:
-        super().__init__(world, worker, job)
-        self.facts = _EndFirst()
-
-
-class ForgetsParts(SimCoordinator):
-    """Parts of checkpoints that are being written are forgotten when the epoch rises."""
-
-    def _on_shard(self, message: Shard) -> None:
-        if message.epoch == self.core.epoch:
-            super()._on_shard(message)
+    def note_duties(self, step: int, request: Request) -> None:
+        super().note_duties(step, Request.NONE)
 
 
-# -------------------------------------------------------------------------------------------------- rule 10: terms
+class _CountsOldWords(Shards[int, BlockState]):
+    """What was said of parts before a loss counts for the parts that are written again after it."""
+
+    def decided(
+        self, epoch: int, members: Collection[int], *, again: int | None, rollback: int | None
+    ) -> list[Complete[int, BlockState] | GivenUp]:
+        return super().decided(0, members, again=again, rollback=rollback)
+
+
+class GivesUpEarly(SimCoordinator):
+    """A checkpoint that is written again is given up before all members have written."""
+
+    shards_class = _CountsOldWords
+
+
+# ----------------------------------------------------------------------------------------------------- two coordinators
 
 
 class UnfencedStore(SimStore):
@@ -340,13 +359,13 @@ class _TermlessMember(Member):
         return super().handle(message)
 
 
-class IgnoresTerms(SimWorker):
+class IgnoresTerms(_Machine):
     """A message of a replaced coordinator counts."""
 
     member_class = _TermlessMember
 
 
-# --------------------------------------------------------------------------------- defects that the core really had
+# ------------------------------------------------------------------------------------- defects that the core really had
 
 
 class _StartsOnce(Coordinator):
@@ -360,20 +379,6 @@ class SaysStartOnce(SimCoordinator):
     """The start is not said again."""
 
     core_class = _StartsOnce
-
-
-class ForgetsRequests(SimCoordinator):
-    """A checkpoint that a vote asked for is forgotten when a worker is lost."""
-
-    def pending_work(self, step: int, asked: bool) -> PendingWork:
-        return super().pending_work(step, asked=False)
-
-
-class WritesTwice(SimCoordinator):
-    """A checkpoint that a vote asked for is written again although it is on the disk."""
-
-    def pending_work(self, step: int, asked: bool) -> PendingWork:
-        return super().pending_work(step, asked)._replace(checkpoint=asked)
 
 
 class _OldName(Coordinator):
@@ -399,155 +404,171 @@ MUTANTS = {
         Mutant(
             "learn-after-answer",
             "a worker can still learn the vote after it has reported",
-            Build(worker=LearnsAfterAnswering),
-            "widths=4 num_microbatches=4 num_followers=2 suspect:3@17",
+            Build(machine=LearnsAfterAnswering),
+            "widths=2,1,1 suspect:3@24",
         ),
         Mutant(
             "early-gather",
             "a parameter frame is written before the receiver's own vote",
-            Build(worker=WritesParametersEarly),
-            "widths=4 num_microbatches=4 seed=622124356 suspect:3@69 cut:0-2@70",
+            Build(machine=WritesParametersEarly),
+            "widths=4 num_microbatches=4 seed=301007 slow_worker=3 slow_by=15 suspect:0@23",
         ),
         Mutant(
             "send-before-persist",
             "a decision is sent before it is persisted",
             Build(coordinator=SendsBeforePersisting),
-            "widths=2,3 num_microbatches=3 kill:2@1 kill:c@33",
+            "widths=2,1,1 suspect:1@0 kill:c@20",
         ),
         Mutant(
             "ignore-evidence",
             "the votes that survivors know are not asked for",
             Build(coordinator=IgnoresEvidence),
-            "widths=2,3 num_microbatches=3 suspect:3@68",
+            "widths=1,1,1 num_microbatches=1 kill:2@48",
         ),
         Mutant(
             "late-vote",
             "the epoch is not checked on one message: a lost worker's late report of a vote counts",
             Build(coordinator=TakesLateVotes),
-            "widths=2,2 num_microbatches=4 num_followers=2 seed=278661935 heartbeat_bound=15 isolate:0@31+28 kill:2@47",
+            "widths=2,2 num_followers=2 seed=684754 heartbeat_bound=15 isolate:0@68+30 kill:1@85",
         ),
         Mutant(
             "stale-plan",
             "a plan counts that was made before another worker was lost",
             Build(coordinator=TakesStalePlans),
-            "plan_delay=15 kill:0@0 cut:1-2@9",
+            "num_followers=2 heartbeat_bound=25 plan_delay=15 hang:1@24+40 kill:0@43",
         ),
         Mutant(
             "deaf-while-planning",
             "a newer vote that is heard of while a recovery is planned is ignored",
             Build(coordinator=IgnoresVotesWhilePlanning),
-            "widths=2,2 heartbeat_bound=15 plan_delay=20 isolate:0@52+31",
-        ),
-        Mutant(
-            "switch-without-vote",
-            "the next placement takes effect without its vote",
-            Build(worker=SwitchesWithoutVote),
-            "move_step=2 kill:0@18",
-        ),
-        Mutant(
-            "change-alone",
-            "a planned change of the layout comes into force though somebody does not hold it",
-            Build(worker=ChangesAlone),
-            "widths=1,1 num_microbatches=1 change_step=1 seed=439819278",
-        ),
-        Mutant(
-            "old-change",
-            "a planned change of the layout outlives its epoch",
-            Build(worker=KeepsOldChanges),
-            "widths=1,1 num_microbatches=1 change_step=1 seed=356449748 kill:0@20",
-        ),
-        Mutant(
-            "drop-too-early",
-            "a copy is dropped one vote too early",
-            Build(worker=DropsOneVoteEarly),
-            "widths=2,1,1 move_step=1 kill:0@27",
-        ),
-        Mutant(
-            "count-under-way",
-            "a base copy counts before a vote has passed with it",
-            Build(worker=CountsCopiesUnderWay),
-            "widths=3,1 num_microbatches=3 move_step=2 kill:0@37",
-        ),
-        Mutant(
-            "stale-follower",
-            "a stale follower is promoted",
-            Build(worker=KeepsDroppedCopies, coordinator=TakesAnyCopy),
-            "widths=2,1,1 move_step=1 kill:0@69",
+            "widths=2,2 heartbeat_bound=15 plan_delay=20 isolate:0@56+31",
         ),
         Mutant(
             "apply-twice",
-            "APPLY is interrupted, and blocks carry no versions",
-            Build(worker=AppliesTwice),
-            "widths=2,2 suspect:3@23",
+            "APPLY is interrupted, and done again from the first block",
+            Build(machine=AppliesTwice),
+            "widths=1,1,1 num_microbatches=1 kill:2@21",
         ),
         Mutant(
             "apply-unfinished",
             "APPLY is interrupted, and not finished",
-            Build(worker=ForgetsToFinish),
-            "widths=1,2 suspect:1@18",
+            Build(machine=ForgetsToFinish),
+            "widths=1,1 num_microbatches=1 seed=696831126 kill:0@12",
         ),
         Mutant(
-            "mix-attempts",
-            "frames of attempt 1 are accepted in attempt 2",
-            Build(worker=MixesAttempts),
-            "widths=2,2 kill:0@7",
+            "old-grids",
+            "grids that a vote asked for are not taken over where it was not seen",
+            Build(machine=KeepsOldGrids),
+            "widths=1,2 retry_step=2 kill:1@44",
         ),
         Mutant(
-            "old-frames",
-            "frames of the old epoch survive the edit",
-            Build(worker=KeepsOldFrames),
-            "widths=3,1 blocks_per_layer=1 num_microbatches=3 checkpoint_every=1 move_step=2 suspect:1@43 kill:c@52 "
-            "suspect:0@60",
+            "deliver-less",
+            "of several deliveries of a decision only the first is made",
+            Build(machine=DeliversOneLayer),
+            "widths=1,2 kill:0@0",
         ),
         Mutant(
-            "end-too-soon",
-            "the job ends on reports of an older epoch",
-            Build(coordinator=EndsTooSoon),
+            "deliver-claimed",
+            "a worker that waits for deliveries says that it has them",
+            Build(machine=SaysItHasThem),
+            "widths=2,1,1 num_followers=2 kill:3@0 isolate:0@15+50",
+        ),
+        Mutant(
+            "count-under-way",
+            "a base copy counts before a vote has passed with it",
+            Build(machine=CountsCopiesUnderWay),
+            "retry_step=2 suspect:1@44 kill:0@71",
+        ),
+        Mutant(
+            "refill-alone",
+            "a worker chooses other new followers than its peers",
+            Build(machine=ChoosesByItself),
+            "kill:0@0",
+        ),
+        Mutant(
+            "refill-once",
+            "base copies are not sent again in another attempt",
+            Build(machine=CopiesOnce),
+            "retry_step=3 kill:1@22",
+        ),
+        Mutant(
+            "refill-without-gradient",
+            "a new follower gets the base copy, but not the gradient of that step",
+            Build(machine=LeavesOutNewFollowers),
+            "kill:1@0",
+        ),
+        Mutant(
+            "change-alone",
+            "a planned change of the layout comes into force though a worker does not hold it",
+            Build(machine=ChangesAlone),
+            "widths=1,1 num_microbatches=1 change_step=1 seed=214199310",
+        ),
+        Mutant(
+            "old-change",
+            "a planned change of the layout outlives its epoch",
+            Build(machine=KeepsOldChanges),
+            "widths=3,1 num_microbatches=3 change_step=1 kill:3@71",
+        ),
+        Mutant(
+            "switch-old-gather",
+            "a changed layout is in force, and GATHER still follows the old one",
+            Build(machine=GathersUnderTheOldLayout),
+            "widths=1,1 num_microbatches=1 steps=4 change_step=1",
+        ),
+        Mutant(
+            "switch-again",
+            "a change that has come into force is still held",
+            Build(machine=SwitchesAgain),
+            "widths=1,1 num_microbatches=1 steps=4 change_step=1",
+        ),
+        Mutant(
+            "reports-once",
+            "reports that a lost worker should have sent are not sent by the next one",
+            Build(machine=ReportsOnce),
             "widths=1,1 num_microbatches=1 kill:0@42",
         ),
         Mutant(
+            "end-before-part",
+            "a worker ends before its part of the last checkpoint is written",
+            Build(machine=EndsBeforeItsPart),
+            "widths=1,1 num_microbatches=1",
+        ),
+        Mutant(
             "leave-when-done",
-            "a worker exits before everybody's last apply is known",
-            Build(worker=LeavesWhenDone),
-            "widths=3,1 num_microbatches=3 link_delay=1",
+            "a worker exits before the others' last apply is known",
+            Build(machine=LeavesWhenDone),
+            "widths=1,1 num_microbatches=1 keeps_in_flight=0",
         ),
         Mutant(
             "facts-once",
             "what was acknowledged is not said to the next coordinator",
-            Build(worker=SaysFactsOnce),
-            "widths=1,1 num_microbatches=1 checkpoint_every=1 kill:c@25",
+            Build(facts=_Forgetful),
+            "widths=1,1 num_microbatches=1 kill:c@37",
             real=True,
         ),
         Mutant(
             "end-first",
             "a worker tells a new coordinator of its end before it tells of its parts of checkpoints",
-            Build(worker=SaysTheEndFirst),
-            "widths=1,1 num_microbatches=1 checkpoint_every=1 kill:c@47",
+            Build(facts=_EndFirst),
+            "kill:2@0 suspect:1@0 kill:c@35",
         ),
         Mutant(
-            "parts-of-one-epoch",
-            "parts of a checkpoint do not count in the next epoch",
-            Build(coordinator=ForgetsParts),
-            "widths=2,2 checkpoint_every=1 kill:c@67 kill:2@99",
-            real=True,
+            "forget-request",
+            "a checkpoint that a vote asked for is not written",
+            Build(machine=ForgetsRequests),
+            "widths=1,1 num_microbatches=1 ask_step=1",
+        ),
+        Mutant(
+            "old-parts",
+            "what was said of parts before a loss counts for those that are written again",
+            Build(coordinator=GivesUpEarly),
+            "widths=1,1,1 blocks_per_layer=1 num_microbatches=1 checkpoint_every=2 kill:2@36",
         ),
         Mutant(
             "no-terms",
             "two coordinators write and are believed",
-            Build(worker=IgnoresTerms, store=UnfencedStore),
-            "widths=1,1 num_microbatches=1 kill:1@1 usurp:c@9+30",
-        ),
-        Mutant(
-            "forget-request",
-            "a checkpoint that a vote asked for is forgotten when a worker is lost",
-            Build(coordinator=ForgetsRequests),
-            "ask_step=1 kill:0@22",
-        ),
-        Mutant(
-            "repeat-request",
-            "a checkpoint that a vote asked for is written again after a loss",
-            Build(coordinator=WritesTwice),
-            "ask_step=1 kill:2@32",
+            Build(machine=IgnoresTerms, store=UnfencedStore),
+            "widths=1,1 num_microbatches=1 kill:1@0 usurp:c@5+40",
         ),
         Mutant(
             "start-once",
@@ -560,7 +581,7 @@ MUTANTS = {
             "old-name",
             "a stored decision is sent under the term of whoever made it",
             Build(coordinator=SendsInOldName),
-            "widths=2,1,1 kill:3@30 kill:c@61",
+            "widths=2,1,1 kill:1@53 kill:c@78",
             real=True,
         ),
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from elaswave.protocol.events import PlanRecovery
 from elaswave.protocol.messages import Decision, Evidence
-from elaswave.sim.protocol.job import BlockState
+from elaswave.sim.protocol.job import BlockState, Exponents
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
 
@@ -28,7 +28,7 @@ class Observer:
         """A worker in (epoch, step, attempt) uses a frame of (epoch, step, attempt)."""
 
     def learned(
-        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: int
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
         """A worker learns the result of a vote; ``grid`` is the one that follows from it."""
 
@@ -44,10 +44,7 @@ class Observer:
     def loaded(self, worker: int, block: int, step: int, state: BlockState) -> None:
         """A worker has a copy of a block from elsewhere: a durable checkpoint or another worker."""
 
-    def dropped(self, worker: int, block: int) -> None:
-        """A worker gives up its copy of a block."""
-
-    def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: int) -> None:
+    def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: Exponents) -> None:
         """A worker has carried out a decision; versions of its copies."""
 
     def heard(self, term: int, epoch: int, evidence: Evidence) -> None:
@@ -59,13 +56,13 @@ class Observer:
     def decided(self, decision: Decision) -> None:
         """A coordinator has persisted a decision."""
 
-    def published(self, step: int, losses: tuple[int, ...]) -> None:
+    def published(self, step: int, losses: tuple[float, ...]) -> None:
         """A coordinator has published the losses of a step."""
 
     def wrote(self, worker: int, step: int, blocks: Collection[int]) -> None:
         """A worker has written its part of a step's durable checkpoint."""
 
-    def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: int) -> None:
+    def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: Exponents) -> None:
         """A coordinator has made a durable checkpoint."""
 
     def given_up(self, step: int, members: Collection[int]) -> None:

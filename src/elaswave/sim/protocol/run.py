@@ -2,22 +2,26 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+from elaswave.protocol.facts import Facts
+from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.checkers import Violation, all_checkers
 from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.coverage import CoverageCounter
-from elaswave.sim.protocol.job import model_of, undisturbed
+from elaswave.sim.protocol.job import asks_checkpoint, model_of, undisturbed
 from elaswave.sim.protocol.schedule import Fault, Schedule
 from elaswave.sim.protocol.store import SimStore
-from elaswave.sim.protocol.worker import SimWorker
+from elaswave.sim.protocol.worker import SimMachine, SimWorker
 from elaswave.sim.protocol.world import World
 
 
 class Build(NamedTuple):
     """What the simulated processes are made of; bugs are planted here."""
 
-    worker: type[SimWorker] = SimWorker
+    machine: type[SimMachine] = WorkerMachine
+    facts: type[Facts] = Facts
     coordinator: type[SimCoordinator] = SimCoordinator
     store: type[SimStore] = SimStore
 
@@ -25,7 +29,7 @@ class Build(NamedTuple):
 PRODUCT = Build()
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     """What came of a schedule."""
 
     violation: str | None
@@ -50,7 +54,7 @@ def run_schedule(
     *,
     log: Callable[[str], None] | None = None,
     instants: list[tuple[int, int]] | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Runs a schedule to its end.
 
     Args:
@@ -63,12 +67,18 @@ def run_schedule(
     """
     job = schedule.job
     num_layers = len(model_of(job).blocks_of_layer)
-    checkers = all_checkers(undisturbed(job), num_layers, job.num_microbatches, job.checkpoint_every)
-    tally = CoverageCounter()
+    checkers = all_checkers(
+        undisturbed(job),
+        num_layers,
+        job.num_microbatches,
+        job.checkpoint_every,
+        lambda vector: asks_checkpoint(job, vector),
+    )
+    counter = CoverageCounter()
     world = World(
         schedule,
-        [*checkers, tally],
-        worker_class=build.worker,
+        [*checkers, counter],
+        worker_class=partial(SimWorker, machine_class=build.machine, facts_class=build.facts),
         coordinator_class=build.coordinator,
         store=build.store(),
         log=log,
@@ -81,4 +91,6 @@ def run_schedule(
         violation = str(error)
     except Exception as error:  # whatever the simulated code raises is a finding
         violation = f"{type(error).__name__}: {error}"
-    return Outcome(violation, world.outcome, world.reason, world.instant, world.now, tuple(world.fired), tally.counts)
+    return RunOutcome(
+        violation, world.outcome, world.reason, world.instant, world.now, tuple(world.fired), counter.counts
+    )

@@ -200,7 +200,6 @@ def _random_job(rng: random.Random) -> Job:
         steps=rng.choice((3, 3, 4)),
         checkpoint_every=rng.choice((0, 1, 1, 2)),
         retry_step=rng.choice((0, 0, 2, 2, 3)),
-        move_step=rng.choice((0, 0, 1, 2)),
         blocks_per_round=rng.choice((1, 1, 8)),
     )
 

@@ -11,7 +11,7 @@ from itertools import combinations, islice
 from typing import NamedTuple
 
 from elaswave.sim.protocol.job import Job
-from elaswave.sim.protocol.run import PRODUCT, Build, Outcome, run_schedule
+from elaswave.sim.protocol.run import PRODUCT, Build, RunOutcome, run_schedule
 from elaswave.sim.protocol.schedule import COORDINATOR, LAYOUTS, Conditions, Fault, Schedule, random_schedule
 
 MAX_FAILURES = 20
@@ -60,7 +60,7 @@ class _Collector:
         self.failures: list[Failure] = []
         self.counts: Counter[str] = Counter()
 
-    def add(self, schedule: Schedule, outcome: Outcome, seed: int | None = None) -> None:
+    def add(self, schedule: Schedule, outcome: RunOutcome, seed: int | None = None) -> None:
         self.num_schedules += 1
         self.counts.update(outcome.counts)
         self.counts[f"schedules in which {len(outcome.fired)} faults struck"] += 1
@@ -107,7 +107,7 @@ _LATE = Conditions(exit_delay=40, link_delay=30)
 _SLOW_PLAN = _PROMPT._replace(plan_delay=20)
 """Long enough for another loss to be noticed, and reported about, before the planner answers."""
 
-JOB_OF_3 = Job(widths=(2, 1), steps=2, checkpoint_every=1, retry_step=2, move_step=1)
+JOB_OF_3 = Job(widths=(2, 1), steps=2, checkpoint_every=1, retry_step=2)
 JOB_OF_4 = Job(widths=(2, 2), steps=2, retry_step=2)
 CHANGING_JOB = Job(widths=(2, 1), steps=3, change_step=1)
 """The layout changes while its second step runs, so that its third one is the first under the next layout."""

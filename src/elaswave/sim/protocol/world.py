@@ -10,10 +10,10 @@ from heapq import heappop, heappush
 from typing import Any, Protocol
 
 from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.engine import Key
 from elaswave.protocol.messages import CoreToWorker, Evidence, Registered
-from elaswave.sim.protocol.certificate import decode_vote
-from elaswave.sim.protocol.job import BlockState, Job, model_of
-from elaswave.sim.protocol.messages import KIND_NAMES, Frame, Key, Settled
+from elaswave.sim.protocol.job import BlockState, Exponents, Job, losses_of, model_of
+from elaswave.sim.protocol.messages import CheckpointSettled, SimFrame
 from elaswave.sim.protocol.observer import Observer, together
 from elaswave.sim.protocol.schedule import COORDINATOR, Fault, Schedule
 from elaswave.sim.protocol.store import SimStore
@@ -32,18 +32,21 @@ class WorkerActor(Protocol):
 
     id: int
     dead: bool
-    epoch: int
+
+    @property
+    def epoch(self) -> int:
+        """Of its data plane."""
 
     def on_start(self) -> None:
         """It is told to start."""
 
-    def on_frame(self, key: Key, frame: Frame) -> None:
+    def on_frame(self, key: Key, frame: SimFrame) -> None:
         """A frame of another worker has arrived."""
 
     def on_message(self, message: CoreToWorker) -> None:
         """A message of a coordinator's machine has arrived."""
 
-    def on_settled(self, message: Settled) -> None:
+    def on_settled(self, message: CheckpointSettled) -> None:
         """A checkpoint is durable or given up."""
 
     def on_acknowledged(self, message: Any) -> None:
@@ -124,8 +127,8 @@ class World:
         self.job = schedule.job
         self.conditions = schedule.conditions
         self.store = store
-        self.disk: dict[int, tuple[dict[int, BlockState], int]] = {}
-        """Durable checkpoints: step -> (blocks, grid)."""
+        self.disk: dict[int, tuple[dict[int, BlockState], Exponents]] = {}
+        """Durable checkpoints: step -> (blocks, grids)."""
         self.given_up: set[int] = set()
         """Steps whose durable checkpoints were given up, as the journal has it."""
         self.published_step = 0
@@ -252,11 +255,11 @@ class World:
         """A worker computes for a moment."""
         self._at(self.delay(), self._act, worker, worker.on_pause_over, (turn,))
 
-    def to_worker(self, sender: WorkerActor, to: int, key: Key, frame: Frame) -> None:
+    def to_worker(self, sender: WorkerActor, to: int, key: Key, frame: SimFrame) -> None:
         """A frame between workers."""
         self.tick(sender)
         if self._log is not None:
-            what = f"{KIND_NAMES[key[0]]} {key[3]} of step {frame.step}.{frame.attempt}"
+            what = f"{key[0].name.lower()} {key[3]} of step {frame.step}.{frame.attempt}"
             self.say(f"{sender.id} -> {to} {what} epoch {frame.epoch}")
         pair = (sender.id, to)
         arrives = self.now + self.delay()
@@ -274,7 +277,7 @@ class World:
         until = self._isolated_until
         return max(self._held_until.get(pair, 0), until.get(a, 0), until.get(b, 0))
 
-    def _arrive(self, sender: WorkerActor, worker: WorkerActor, key: Key, frame: Frame) -> None:
+    def _arrive(self, sender: WorkerActor, worker: WorkerActor, key: Key, frame: SimFrame) -> None:
         if worker.dead or (sender.dead and not self.conditions.keeps_in_flight):
             return
         if self._closed_data and frame.epoch <= self._closed_data.get(_pair(sender.id, worker.id), -1):
@@ -362,19 +365,19 @@ class World:
         self._on_link(link, (link.worker.id, -1), link.worker, link.coordinator, call, arguments)
 
     def to_member(
-        self, coordinator: CoordinatorActor, link: ControlLink, message: CoreToWorker | Settled | None
+        self, coordinator: CoordinatorActor, link: ControlLink, message: CoreToWorker | CheckpointSettled | None
     ) -> None:
         """A message of a coordinator's; None tells to start. Its instant has passed."""
         worker = link.worker
         if self._log is not None:
             what = "Start" if message is None else type(message).__name__
-            at = message.step if isinstance(message, Settled) else getattr(message, "epoch", "")
+            at = message.step if isinstance(message, CheckpointSettled) else getattr(message, "epoch", "")
             self.say(f"coordinator {coordinator.core.term} -> {worker.id} {what} {at}")
         call: Callable[..., None] = worker.on_message
         if message is None:
             self._on_link(link, (-1, worker.id), coordinator, worker, worker.on_start, ())
             return
-        if isinstance(message, Settled):
+        if isinstance(message, CheckpointSettled):
             call = worker.on_settled
         self._on_link(link, (-1, worker.id), coordinator, worker, call, (message,))
 
@@ -413,7 +416,7 @@ class World:
         """A coordinator makes a committed step's losses known."""
         if evidence.commits:
             self.published_step = max(self.published_step, evidence.step)
-            self.see.published(evidence.step, decode_vote(evidence.vector).losses)
+            self.see.published(evidence.step, losses_of(self.job, evidence.vector))
 
     def leave(self, worker: WorkerActor, reason: str) -> None:
         """A worker ends itself."""
@@ -511,6 +514,10 @@ class World:
         self._closed_data[a.id, b.id] = max(a.epoch, b.epoch)
         for worker, peer in ((a, b), (b, a)):
             self._at(self.delay(), self._act, worker, _link_closed(worker, peer.id), ())
+
+    def open_again(self, a: int, b: int) -> None:
+        """Two workers have a link again."""
+        self._closed_data.pop(_pair(a, b), None)
 
     def _delay(self, a: WorkerActor, b: WorkerActor, duration: int) -> None:
         self._held_until[a.id, b.id] = self.now + duration

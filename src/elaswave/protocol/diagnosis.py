@@ -6,64 +6,59 @@ counts per item, so every worker comes to the same sentence. Nothing is decided 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import torch
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from elaswave.hashing import signed64
-from elaswave.state.store import Role
-from elaswave.state.sums import checksum
-from elaswave.worker.channels import WAIT_TIMEOUT_S
+from elaswave.protocol.ballot import add_words
+from elaswave.protocol.engine import FrameKind, Wait
+from elaswave.state.placement import Role
 
 if TYPE_CHECKING:
-    from elaswave.worker.step import StepEngine
+    from elaswave.protocol.step import StepLoop
+
+_Finding = Generator[Wait, None, list[str]]
 
 _MAX_NAMED = 4
 
 
-def diagnose(engine: StepEngine, failed: Sequence[str]) -> str:
-    """Names what made a certificate fail. All workers must call it after the same vote.
+def diagnose(loop: StepLoop[Any], failed: Sequence[str]) -> Generator[Wait, None, str]:
+    """Names what made a certificate fail. All workers must do it after the same vote.
 
     Args:
-        engine: the worker's step engine, in the state in which it voted.
+        loop: the worker's, in the state in which it voted.
         failed: the parts that failed, from the verdict.
     Returns:
         A clause such as "block 17 differs between its owner, worker 0, and its followers, workers [1]".
     """
     findings: list[str] = []
     if "coverage" in failed:
-        findings += _coverage(engine)
+        findings += yield from _coverage(loop)
     if "agreement" in failed:
-        findings += _agreement(engine)
+        findings += yield from _agreement(loop)
     if "partial sums" in failed:
-        findings += _partial_sums(engine)
-    if "residency" in failed or "next residency" in failed:
-        findings += _residency(engine)
+        findings += yield from _partial_sums(loop)
+    if "residency" in failed:
+        findings += yield from _residency(loop)
     if "layout" in failed:
-        findings += _layouts(engine)
+        findings += yield from _layouts(loop)
     if not findings:
         return "no single item could be named"
     more = f"; and {len(findings) - _MAX_NAMED} more" if len(findings) > _MAX_NAMED else ""
     return "; ".join(findings[:_MAX_NAMED]) + more
 
 
-def _sum(engine: StepEngine, values: list[int], part: int) -> list[int]:
-    vector = torch.tensor(values, dtype=torch.int64)
-    engine.group.all_reduce_with(
-        vector, torch.Tensor.add_, step=engine.step, attempt=engine.attempt, sub=part, timeout_s=WAIT_TIMEOUT_S
-    )
-    result: list[int] = vector.tolist()
-    return result
+def _sum(loop: StepLoop[Any], values: list[int], part: int) -> Generator[Wait, None, Sequence[int]]:
+    return (yield from loop.all_reduce(FrameKind.DIAGNOSIS, values, add_words, part))
 
 
-def _coverage(engine: StepEngine) -> list[str]:
-    num_layers, num_microbatches = engine.layout.num_layers, engine.layout.num_microbatches
+def _coverage(loop: StepLoop[Any]) -> _Finding:
+    num_layers, num_microbatches = loop.layout.num_layers, loop.layout.num_microbatches
     counts = [0] * (num_layers * num_microbatches)
-    for (layer, microbatch), count in engine.compute.counts.items():
+    for (layer, microbatch), count in loop.engine.counts().items():
         counts[layer * num_microbatches + microbatch] = count
     findings: dict[tuple[int, int], list[int]] = {}
-    for index, count in enumerate(_sum(engine, counts, part=1)):
+    for index, count in enumerate((yield from _sum(loop, counts, part=1))):
         if count != 1:
             layer, microbatch = divmod(index, num_microbatches)
             findings.setdefault((microbatch, count), []).append(layer)
@@ -73,34 +68,34 @@ def _coverage(engine: StepEngine) -> list[str]:
     ]
 
 
-def _agreement(engine: StepEngine) -> list[str]:
-    differences = [0] * len(engine.blocks)
-    for block, weight, key in engine.agreement_terms():
+def _agreement(loop: StepLoop[Any]) -> _Finding:
+    differences = [0] * len(loop.terms.blocks)
+    for block, weight, key in loop.agreement_terms():
         differences[block] = signed64(weight * key)
-    placement = engine.voting_placement
+    placement = loop.voting
     return [
         f"block {block} differs between its owner, worker {placement.owner[block]}, and its followers, workers "
         f"{list(placement.followers[block])}"
-        for block, difference in enumerate(_sum(engine, differences, part=2))
+        for block, difference in enumerate((yield from _sum(loop, differences, part=2)))
         if difference
     ]
 
 
-def _partial_sums(engine: StepEngine) -> list[str]:
+def _partial_sums(loop: StepLoop[Any]) -> _Finding:
     """Which partial sum is not what was added to it, has changed on its way, or was added up wrongly."""
-    workers, num_layers, num_blocks = engine.layout.workers, engine.layout.num_layers, len(engine.blocks)
-    position = workers.index(engine.worker)
+    workers, num_layers, num_blocks = loop.layout.workers, loop.layout.num_layers, len(loop.terms.blocks)
+    position = workers.index(loop.worker)
+    imbalance = loop.engine.imbalance()
     changed = [0] * (len(workers) * num_layers)
-    for layer, accumulator in engine.compute.accumulators.items():
-        difference = checksum(accumulator.sum, accumulator.shape, 0) - accumulator.checksum
+    for layer, difference in imbalance.layers.items():
         changed[position * num_layers + layer] = signed64(difference)
     on_the_way = [0] * num_blocks
-    for block, difference in engine.exchange.in_transit().items():
+    for block, difference in imbalance.blocks.items():
         on_the_way[block] = signed64(difference)
     added_up = [0] * len(workers)
-    added_up[position] = signed64(engine.exchange.balance - engine.exchange.recount())
-    total = _sum(engine, changed + on_the_way + added_up, part=5)
-    owner = engine.voting_placement.owner
+    added_up[position] = signed64(imbalance.totals)
+    total = yield from _sum(loop, changed + on_the_way + added_up, part=5)
+    owner = loop.voting.owner
     findings = []
     for index, difference in enumerate(total[: len(changed)]):
         worker, layer = workers[index // num_layers], index % num_layers
@@ -115,18 +110,17 @@ def _partial_sums(engine: StepEngine) -> list[str]:
     return findings
 
 
-def _residency(engine: StepEngine) -> list[str]:
-    num_blocks = len(engine.blocks)
+def _residency(loop: StepLoop[Any]) -> _Finding:
+    num_blocks = len(loop.terms.blocks)
     counts = [0] * (3 * num_blocks)
-    for held in engine.voting_store:
-        block = held.block.id
-        counts[block + (0 if held.role is Role.OWNER else num_blocks)] += 1
-        counts[block + 2 * num_blocks] += engine.step - 1 - held.version
-    total = _sum(engine, counts, part=3)
+    for block, copy in loop.voting_copies.items():
+        counts[block + (0 if copy.role is Role.OWNER else num_blocks)] += 1
+        counts[block + 2 * num_blocks] += loop.step - 1 - copy.version
+    total = yield from _sum(loop, counts, part=3)
     findings = []
     for block in range(num_blocks):
         owners, followers, behind = total[block], total[block + num_blocks], total[block + 2 * num_blocks]
-        wanted = len(engine.voting_placement.followers[block])
+        wanted = len(loop.voting.followers[block])
         if owners != 1 or followers != wanted:
             findings.append(f"block {block} has {owners} owners and {followers} followers, needed are 1 and {wanted}")
         elif behind:
@@ -134,11 +128,11 @@ def _residency(engine: StepEngine) -> list[str]:
     return findings
 
 
-def _layouts(engine: StepEngine) -> list[str]:
-    workers = engine.layout.workers
+def _layouts(loop: StepLoop[Any]) -> _Finding:
+    workers = loop.layout.workers
     hashes = [0] * len(workers)
-    hashes[workers.index(engine.worker)] = engine.next_layout_hash
-    held = dict(zip(workers, _sum(engine, hashes, part=4), strict=True))
+    hashes[workers.index(loop.worker)] = loop.agreement_hash
+    held = dict(zip(workers, (yield from _sum(loop, hashes, part=4)), strict=True))
     groups: dict[int, list[int]] = {}
     for worker, layout in held.items():
         groups.setdefault(layout, []).append(worker)

@@ -1,9 +1,10 @@
-"""The vote: one small all-reduce whose result says whether a step commits, the same for everybody.
+"""The vote: one small all-reduce whose result says whether a step commits, the same for all workers.
 
-Every worker fills a `Ballot`; its vector of 64-bit integers is added (wrapping) in its first part and maximised
-in its second, both free of order; `judge` reads the verdict off the result. A worker fills its certificate only when
-it is prepared (its owned blocks have their complete gradients, its followed blocks the same ones), so learning that
-the vote passed implies that everyone can apply. The parts:
+Every worker fills a `Ballot`. The vectors of all ballots are merged: 64-bit integers that are added (wrapping) in the
+first part and maximised in the second, both free of order. The merged vector is the *commit certificate*, and `judge`
+reads the verdict off it. A worker fills its ballot only when it is prepared (its owned blocks have their complete
+gradients, its followed blocks the same ones), so learning that the vote passed implies that every worker can apply.
+The parts:
 
 - coverage: `coverage_key` of every (layer, micro-batch) that was added, against the known total;
 - residency: a key for every held block, its role, holder and version, against what the placement says;
@@ -12,7 +13,7 @@ the vote passed implies that everyone can apply. The parts:
 - partial sums: workers add the sum of all words that they have added to their partial sums, and the coverage that they
   have sent beside them; owners subtract those of the totals, and the coverage that has come: zero unless a word of a
   partial sum has changed in an accumulator, on the way, or in being added up;
-- layout: the largest and the smallest hash of layout and next placement, which must be equal;
+- layout: max(h) and max(-h) of the hash h of layout and placement; all workers agree exactly if they add to 0;
 - change: the same of the planned change of layout that each worker holds; it comes into force if all hold the same one;
 - the gradient norm in exact limbs, one slot per micro-batch for the losses, the largest gradient per tensor, and the
   requests (stop, checkpoint) that must take effect at the same step everywhere.
@@ -27,10 +28,8 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-import torch
-
 from elaswave.hashing import MASK64, key64, mix64, signed64
-from elaswave.state.sums import (
+from elaswave.state.grids import (
     FEWEST_BITS,
     NORM_LIMBS,
     could_overflow,
@@ -39,19 +38,28 @@ from elaswave.state.sums import (
     norm_from_limbs,
     norm_limbs,
 )
-from elaswave.worker.compute import NonFinite
+from elaswave.state.placement import Placement, Role
 
 _ROW_BITS = 20
-_NUM_CHECKS = 6
+_NUM_CHECKS = 5
 """Sums before those of the norm."""
 _NUM_FLAGS = 6
 """Maxima before those of the tensors."""
+_SIGN = 1 << 63
 UNKNOWN_MICROBATCH = (1 << _ROW_BITS) - 1
 """Micro-batch of a non-finite value that was found only in the sum (scaled mode)."""
 
 
+class NonFinite(NamedTuple):
+    """The first loss or gradient of a micro-batch that was not finite."""
+
+    microbatch: int
+    layer: int
+    """Layer whose gradient it was; the number of layers for the loss itself."""
+
+
 class Request(Enum):
-    """What a worker asks of everybody in its vote; the largest one takes effect after the step that this commits."""
+    """What a worker asks of all in its ballot; the largest one takes effect after the step that the vote commits."""
 
     NONE = 0
     CHECKPOINT = 1
@@ -60,14 +68,14 @@ class Request(Enum):
     """Write a durable checkpoint of the step, and end the job."""
 
 
-class Outcome(Enum):
+class VoteOutcome(Enum):
     """What a vote decides."""
 
     COMMIT = "commit"
     SKIP = "skip"
     """Commit the step without an update (``run.skip_nonfinite``)."""
     RETRY = "retry"
-    """Nobody applies; the step is tried again on the verdict's grids."""
+    """No worker applies; the step is tried again on the verdict's grids."""
     NON_FINITE = "non-finite"
     REJECT = "reject"
     """The certificate does not hold."""
@@ -78,7 +86,6 @@ class Ballot(NamedTuple):
 
     coverage: int
     residency: int
-    next_residency: int
     agreement: int
     partial_sums: int
     next_layout: int
@@ -95,12 +102,11 @@ class Ballot(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What the sums must come to, known to everybody beforehand."""
+    """What the sums must come to, known to every worker beforehand."""
 
     num_workers: int
     coverage: int
     residency: int
-    next_residency: int
     next_layout: int
     num_microbatches: int
     """Of the step: a policy may let the batch shrink, then the first ones are run."""
@@ -109,7 +115,7 @@ class Expected(NamedTuple):
 class Verdict(NamedTuple):
     """What a vote says."""
 
-    outcome: Outcome
+    outcome: VoteOutcome
     reason: str
     norm: float
     """Of the mean gradient before clipping."""
@@ -122,12 +128,17 @@ class Verdict(NamedTuple):
     """Parts of the certificate that failed."""
     nonfinite: NonFinite | None = None
     change: int = 0
-    """Hash of the planned change that everybody holds, if the step commits; else 0."""
+    """Hash of the planned change that all workers hold, if the step commits; else 0."""
+
+    @property
+    def commits(self) -> bool:
+        """Whether it commits the step."""
+        return self.outcome in (VoteOutcome.COMMIT, VoteOutcome.SKIP)
 
     @property
     def asks_checkpoint(self) -> bool:
-        """Whether it commits a step of which somebody wants a durable checkpoint."""
-        return self.outcome in (Outcome.COMMIT, Outcome.SKIP) and self.request is not Request.NONE
+        """Whether it commits a step of which a worker wants a durable checkpoint."""
+        return self.commits and self.request is not Request.NONE
 
     @property
     def loss(self) -> float:
@@ -145,6 +156,9 @@ class VoteShape:
         num_tensors: of the model.
     """
 
+    REQUEST = 3
+    """Place of the requests among the maxima."""
+
     def __init__(self, num_microbatches: int, num_tensors: int) -> None:
         self.num_microbatches = num_microbatches
         self.num_tensors = num_tensors
@@ -152,18 +166,11 @@ class VoteShape:
         self.num_maxima = _NUM_FLAGS + num_tensors
         self.size = self.num_sums + self.num_maxima
 
-    def encode(self, ballot: Ballot) -> torch.Tensor:
-        """The vector of one worker, int64 [size]."""
-        sums = [
-            1,
-            ballot.coverage,
-            ballot.residency,
-            ballot.next_residency,
-            ballot.agreement,
-            ballot.partial_sums,
-        ]
+    def vector_of(self, ballot: Ballot) -> list[int]:
+        """The vector of one worker's ballot: signed 64-bit integers, [size]."""
+        sums = [1, ballot.coverage, ballot.residency, ballot.agreement, ballot.partial_sums]
         sums += norm_limbs(ballot.square_sums)
-        sums += [_float_bits(ballot.losses.get(index, 0.0)) for index in range(self.num_microbatches)]
+        sums += [float_bits(ballot.losses.get(index, 0.0)) for index in range(self.num_microbatches)]
         maxima = [
             ballot.next_layout,
             -ballot.next_layout,
@@ -172,13 +179,30 @@ class VoteShape:
             ballot.change,
             -ballot.change,
         ]
-        maxima += [_float_bits(ballot.maxima.get(index, 0.0)) for index in range(self.num_tensors)]
-        return torch.tensor([signed64(value) for value in sums + maxima], dtype=torch.int64)
+        maxima += [float_bits(ballot.maxima.get(index, 0.0)) for index in range(self.num_tensors)]
+        return [signed64(value) for value in sums + maxima]
 
-    def combine(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        """Merges another vector into ours, in place: sums wrap, maxima are maximised."""
-        ours[: self.num_sums] += theirs[: self.num_sums]
-        torch.maximum(ours[self.num_sums :], theirs[self.num_sums :], out=ours[self.num_sums :])
+    def merge(self, ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
+        """Both vectors as one: sums wrap, maxima are maximised."""
+        num_sums = self.num_sums
+        merged = add_words(ours[:num_sums], theirs[:num_sums])
+        merged += map(max, ours[num_sums:], theirs[num_sums:])
+        return merged
+
+
+def add_words(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
+    """Element by element the sums of signed 64-bit integers, wrapping."""
+    return [(a + b + _SIGN & MASK64) - _SIGN for a, b in zip(ours, theirs, strict=True)]
+
+
+def encode_certificate(vector: Sequence[int]) -> bytes:
+    """A merged vector as evidence carries it: little-endian, 8 bytes for each integer."""
+    return struct.pack(f"<{len(vector)}q", *vector)
+
+
+def decode_certificate(certificate: bytes) -> tuple[int, ...]:
+    """The inverse of `encode_certificate`."""
+    return struct.unpack(f"<{len(certificate) // 8}q", certificate)
 
 
 class GridState(NamedTuple):
@@ -192,32 +216,28 @@ class GridState(NamedTuple):
 
 
 def judge(
-    vector: torch.Tensor, shape: VoteShape, expected: Expected, grids: GridState, *, skip_nonfinite: bool
+    vector: Sequence[int], shape: VoteShape, expected: Expected, grids: GridState, *, skip_nonfinite: bool
 ) -> Verdict:
-    """Reads the verdict off the merged vector; a pure function, so everybody comes to the same one.
+    """Reads the verdict off the merged vector; a pure function, so all workers come to the same one.
 
     Args:
-        vector: merged over all workers, int64 [shape.size].
+        vector: merged over all workers, [shape.size].
         shape: its layout.
         expected: what the sums must be.
         grids: the grids of this attempt.
         skip_nonfinite: commit a step whose loss or gradient is not finite without an update.
     """
-    values: list[int] = vector.tolist()
-    num_voters, coverage, residency, next_residency, agreement, partial_sums = (
-        value & MASK64 for value in values[:_NUM_CHECKS]
-    )
+    num_voters, coverage, residency, agreement, partial_sums = (value & MASK64 for value in vector[:_NUM_CHECKS])
     first_loss = _NUM_CHECKS + NORM_LIMBS
-    limbs = values[_NUM_CHECKS:first_loss]
-    losses = tuple(_bits_float(value) for value in values[first_loss : first_loss + expected.num_microbatches])
-    flags = values[shape.num_sums : shape.num_sums + _NUM_FLAGS]
+    limbs = vector[_NUM_CHECKS:first_loss]
+    losses = tuple(bits_float(value) for value in vector[first_loss : first_loss + expected.num_microbatches])
+    flags = vector[shape.num_sums : shape.num_sums + _NUM_FLAGS]
     layout_max, layout_min, nonfinite_code, request, change_max, change_min = flags
-    maxima = [_bits_float(value) for value in values[shape.num_sums + _NUM_FLAGS :]]
+    maxima = [bits_float(value) for value in vector[shape.num_sums + _NUM_FLAGS :]]
     checks = {
         "voters": num_voters == expected.num_workers,
         "coverage": coverage == expected.coverage,
         "residency": residency == expected.residency,
-        "next residency": next_residency == expected.next_residency,
         "agreement": agreement == 0,
         "partial sums": partial_sums == 0,
         "layout": layout_max == -layout_min == expected.next_layout,
@@ -225,25 +245,25 @@ def judge(
     failed = tuple(name for name, passed in checks.items() if not passed)
     nonfinite = _nonfinite_from(nonfinite_code)
 
-    def verdict(outcome: Outcome, reason: str, grids_after: tuple[int, ...]) -> Verdict:
+    def verdict(outcome: VoteOutcome, reason: str, grids_after: tuple[int, ...]) -> Verdict:
         norm = norm_from_limbs(limbs) if nonfinite is None else math.nan
-        commits = outcome in (Outcome.COMMIT, Outcome.SKIP)
+        commits = outcome in (VoteOutcome.COMMIT, VoteOutcome.SKIP)
         change = change_max if commits and change_max == -change_min else 0
         return Verdict(outcome, reason, norm, losses, grids_after, Request(request), failed, nonfinite, change)
 
     if failed:
-        return verdict(Outcome.REJECT, "the certificate does not hold: " + ", ".join(failed), grids.exponents)
+        return verdict(VoteOutcome.REJECT, "the certificate does not hold: " + ", ".join(failed), grids.exponents)
     if nonfinite is not None:
-        outcome = Outcome.SKIP if skip_nonfinite else Outcome.NON_FINITE
+        outcome = VoteOutcome.SKIP if skip_nonfinite else VoteOutcome.NON_FINITE
         return verdict(outcome, "a loss or gradient is not finite", grids.exponents)
     if not grids.exact:
-        return verdict(Outcome.COMMIT, "the certificate holds", grids.exponents)
+        return verdict(VoteOutcome.COMMIT, "the certificate holds", grids.exponents)
     after = tuple(
         next_exponent(maximum, exponent, shape.num_microbatches)
         for maximum, exponent in zip(maxima, grids.exponents, strict=True)
     )
     if not grids.calibrated:
-        return verdict(Outcome.RETRY, "the first gradients have been measured", after)
+        return verdict(VoteOutcome.RETRY, "the first gradients have been measured", after)
     tensors = list(zip(maxima, grids.exponents, after, strict=True))
     overflows = sum(could_overflow(maximum, grid, shape.num_microbatches) for maximum, grid, _ in tensors)
     # Once per step: the same gradients have all the bits that there are on the grids which they ask for.
@@ -251,8 +271,8 @@ def judge(
     reasons = [f"sums of {overflows} tensors could overflow"] if overflows else []
     reasons += [f"gradients of {coarse} tensors have fewer than {FEWEST_BITS} bits on their grids"] if coarse else []
     if reasons:
-        return verdict(Outcome.RETRY, "; ".join(reasons), after)
-    return verdict(Outcome.COMMIT, "the certificate holds", after)
+        return verdict(VoteOutcome.RETRY, "; ".join(reasons), after)
+    return verdict(VoteOutcome.COMMIT, "the certificate holds", after)
 
 
 def residency_key(block: int, role: int, worker: int, version: int) -> int:
@@ -274,11 +294,44 @@ def agreement_key(kind: str, block: int, step: int, attempt: int, run_hash: int)
     return key64(kind, block, step, attempt, run_hash)
 
 
-def _float_bits(value: float) -> int:
+@functools.lru_cache(maxsize=1024)
+def expected_residency(placement: Placement, step: int) -> int:
+    """What the residency sums must come to in the vote on a step.
+
+    Args:
+        placement: the one under which the vote is held.
+        step: all copies must be of the step before.
+    """
+    total = 0
+    for block, owner in enumerate(placement.owner):
+        total += residency_key(block, Role.OWNER, owner, step - 1)
+        for follower in placement.followers[block]:
+            total += residency_key(block, Role.FOLLOWER, follower, step - 1)
+    return total & MASK64
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def coverage_key(layer: int, microbatch: int) -> int:
+    """What running a layer's backward for a micro-batch adds to the coverage."""
+    return key64("coverage", layer, microbatch)
+
+
+@functools.lru_cache(maxsize=64)
+def expected_coverage(num_layers: int, num_microbatches: int) -> int:
+    """The coverage of a step in which everything ran exactly once."""
+    return (
+        sum(coverage_key(layer, microbatch) for layer in range(num_layers) for microbatch in range(num_microbatches))
+        & MASK64
+    )
+
+
+def float_bits(value: float) -> int:
+    """The bits of a float64 as a signed integer. Sums of such integers, all but one of which are of 0.0, keep it."""
     return int.from_bytes(struct.pack("<d", value), "little", signed=True)
 
 
-def _bits_float(bits: int) -> float:
+def bits_float(bits: int) -> float:
+    """The inverse of `float_bits`."""
     value: float = struct.unpack("<d", (bits & MASK64).to_bytes(8, "little"))[0]
     return value
 

@@ -1,0 +1,453 @@
+"""The order of a step: re-replicate, RUN, REDUCE, prepare, VOTE, APPLY, switch, GATHER, and another attempt where the
+vote says so. No torch, IO, clocks or threads.
+
+The order is the contract, and the `Ledger` refuses any other. Until a worker's own vote has passed it holds step k-1
+and changes no state; from then on step k is committed for all, because the vote can pass only when every worker is
+prepared. An interrupt leaves a step where it is; `protocol.worker` says how it goes on from there.
+
+Every method that can wait is a generator of `Wait`. The numbers W1, W2, ... are those of ``docs/protocol.md``.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from elaswave.errors import NonFiniteError, VoteError
+from elaswave.hashing import MASK64, key64
+from elaswave.protocol.ballot import (
+    UNKNOWN_MICROBATCH,
+    Ballot,
+    Expected,
+    NonFinite,
+    Request,
+    Verdict,
+    VoteOutcome,
+    VoteShape,
+    agreement_key,
+    encode_certificate,
+    expected_coverage,
+    expected_residency,
+    judge,
+    residency_key,
+)
+from elaswave.protocol.diagnosis import diagnose
+from elaswave.protocol.engine import (
+    C,
+    Committed,
+    Engine,
+    FrameKind,
+    JobTerms,
+    Key,
+    Links,
+    Pause,
+    StepObserver,
+    TrainingProgress,
+)
+from elaswave.protocol.execution import Execution, Life
+from elaswave.protocol.ledger import Ledger
+from elaswave.protocol.messages import LayoutChange
+from elaswave.protocol.traffic import (
+    Shipment,
+    Traffic,
+    agreement_hash,
+    next_placement,
+    traffic_of,
+)
+from elaswave.state.placement import Placement, Role
+from elaswave.types import ExecutionParameters, Layout, struct_hash
+
+STATE_SAMPLE_PERIOD = 16
+"""Each block's state is compared between its copies once in this many steps."""
+MAX_REJECTED_ATTEMPTS = 2
+"""A step whose certificate fails this often is not tried again."""
+
+
+class StepLoop(Execution[C]):
+    """Runs steps of one worker.
+
+    Args:
+        worker, terms, engine, links, observer, layout, execution, copies: as of `Execution`.
+        ledger: keeps the order of commits.
+        placement: in force.
+        progress: where training stands.
+        request: read when this worker fills its ballot.
+    """
+
+    traffic_of: Callable[..., Traffic] = staticmethod(traffic_of)
+
+    def __init__(
+        self,
+        worker: int,
+        terms: JobTerms,
+        engine: Engine[C],
+        links: Links,
+        observer: StepObserver,
+        ledger: Ledger,
+        *,
+        layout: Layout,
+        execution: ExecutionParameters,
+        placement: Placement,
+        copies: Mapping[int, C],
+        progress: TrainingProgress,
+        request: Callable[[], Request] = lambda: Request.NONE,
+    ) -> None:
+        super().__init__(worker, terms, engine, links, observer, layout, execution, copies)
+        self.ledger = ledger
+        self.arriving: dict[int, C] = {}
+        """Base copies on their way in: they count once a vote has passed with them."""
+        self.placement = placement
+        self.progress = progress
+        self.held_change: LayoutChange | None = None
+        """The planned change of layout that is held, and told in every ballot until it is in force."""
+        self.coming: LayoutChange | None = None
+        """The one that has come into force with the vote of the step in hand, until its GATHER."""
+        self.request = request
+        self._vote_shape = VoteShape(terms.num_microbatches, terms.num_tensors)
+        self._change_hash = 0
+        """Of the held change; 0 for none."""
+        self.known_vote: tuple[int, int, Verdict] | None = None
+        """Step, attempt and verdict of the newest vote that has been taken over."""
+        self._complete: Placement | None = None
+        """The newest placement found to lack no follower."""
+        self._use_placement(placement)
+
+    # ------------------------------------------------------------------------------------------- layout and placement
+
+    def _use_placement(self, voting: Placement) -> None:
+        """The placement under which the next attempt votes."""
+        self.voting = voting
+        self.agreement_hash = agreement_hash(self.layout, voting)
+        self.traffic: Traffic = self.traffic_of(self.worker, self.terms.blocks, self.layout, self.placement, voting)
+
+    @property
+    def voting_copies(self) -> dict[int, C]:
+        """The copies that this worker votes with, by block; ascending."""
+        return dict(sorted({**self.copies, **self.arriving}.items())) if self.arriving else self.copies
+
+    def hold(self, change: LayoutChange | None) -> None:
+        """Holds a planned change of layout, whose links are there, until it is in force; None forgets it (W8)."""
+        self.held_change, self._change_hash = change, 0
+        if change is None:
+            self.coming = None  # the decision knows of it
+        else:
+            content = (struct_hash(change.layout), struct_hash(change.execution))
+            self._change_hash = key64("change", change.number, *content) >> 2
+
+    def switch(self, change: LayoutChange) -> None:
+        """The next layout is in force (W7): makes room for its layers. What is not held here comes with GATHER."""
+        self.coming = None
+        self._use_layout(change.layout, change.execution)
+        self._use_placement(self.placement)
+        self.engine.publish(self.copies.values())
+        self.observer.switched()
+
+    # --------------------------------------------------------------------------------------------------------- a step
+
+    def run_step(self, step: int, attempt: int = 1) -> Life[Committed]:
+        """Runs one step until it is committed.
+
+        Args:
+            step: its number, from 1.
+            attempt: number of its next attempt.
+        Raises:
+            NonFiniteError: a loss or gradient is not finite, and such steps are not skipped.
+            VoteError: the certificate has failed twice.
+        """
+        self.observer.step_begins(step, attempt)
+        retries: list[str] = []
+        num_rejected = 0
+        while True:
+            verdict = yield from self._try_step(step, attempt)
+            if verdict.commits:
+                break
+            if verdict.outcome is VoteOutcome.NON_FINITE:
+                assert verdict.nonfinite is not None
+                raise NonFiniteError(
+                    f"{self.describe_nonfinite(verdict.nonfinite)}. Lower optimizer.lr, lengthen "
+                    "optimizer.warmup_steps, check the data, or set run.skip_nonfinite=true to commit such steps "
+                    "without an update"
+                )
+            reason = verdict.reason
+            if verdict.outcome is VoteOutcome.REJECT:
+                num_rejected += 1
+                culprits = yield from diagnose(self, verdict.failed)
+                yield Pause.SENT  # the others need it for the same finding, and this worker may be about to end
+                reason = f"{reason} ({culprits})"
+                if num_rejected == MAX_REJECTED_ATTEMPTS:
+                    raise VoteError(
+                        f"step {step} cannot be committed, attempt {self.attempt}: {reason}. The state of step "
+                        f"{step - 1} is unchanged; resume from the last checkpoint, and look at the hardware and "
+                        "the log of the workers that are named"
+                    )
+            retries.append(reason)
+            attempt += 1
+        self.observer.enter("apply")
+        self.observer.doing("apply", computing=True)
+        yield from self.apply(step, verdict)
+        self.observer.leave("apply")
+        self.observer.enter("gather")
+        self.observer.doing("gather", computing=False)
+        if self.coming is not None:
+            self.switch(self.coming)
+        yield from self.gather()
+        self.observer.leave("gather")
+        return self.committed(step, attempt, verdict, tuple(retries))
+
+    def committed(
+        self, step: int, attempt: int, verdict: Verdict, retries: tuple[str, ...], *, was_run: bool = True
+    ) -> Committed:
+        """What is to be told of a committed step."""
+        assert self.ledger.evidence is not None
+        nonfinite = verdict.nonfinite if verdict.outcome is VoteOutcome.SKIP else None
+        return Committed(
+            step,
+            attempt,
+            verdict.loss,
+            verdict.norm,
+            nonfinite,
+            verdict.request,
+            self.ledger.evidence,
+            retries,
+            was_run,
+        )
+
+    def _try_step(self, step: int, attempt: int) -> Life[Verdict]:
+        """One attempt: all up to the vote, and what is learned from it."""
+        self.ledger.begin(step, attempt)
+        self.step, self.attempt = step, attempt
+        self.observer.began()
+        yield Pause.SENT
+        self.replicate()
+        self.engine.begin(step, self.progress.grids.exponents)
+        self.post_receives()
+        self.observer.enter("run")
+        yield from self.run(self.send_partials)
+        self.observer.leave("run")
+        self.observer.enter("reduce")
+        yield from self.reduce()
+        self.observer.leave("reduce")
+        self.ledger.prepare()
+        self.observer.enter("vote")
+        verdict = yield from self.vote()
+        yield Pause.SENT  # also REDUCE's buffers are free again now
+        self.observer.leave("vote")
+        return verdict
+
+    # ------------------------------------------------------------------------------------------------ re-replication
+
+    def replicate(self) -> None:
+        """Begins to give new followers to blocks that lack some (W6): their base copies travel while the step runs.
+
+        Every worker comes to the same placement by itself; the vote compares its hash, and with it the copies count.
+        """
+        self.arriving = {}
+        if self._complete is self.placement is self.voting:
+            return
+        terms = self.terms
+        voting = next_placement(terms.blocks, self.layout, self.placement, terms.num_followers, terms.copy_elements)
+        if voting == self.placement:
+            self._complete = voting = self.placement
+        self._use_placement(voting)
+        for block, peer in self.traffic.copies_out:
+            payload = self.engine.state(self.copies[block])
+            self.links.send(self.key(FrameKind.BASE_COPY, block, 0, peer), payload)
+        for block, owner in self.traffic.copies_in:
+            copy = self.arriving[block] = self.engine.empty_copy(block)
+            self.links.post(self.key(FrameKind.BASE_COPY, block, 0, owner), self.engine.state_slot(copy))
+
+    # --------------------------------------------------------------------------------------------------------- REDUCE
+
+    def post_receives(self) -> None:
+        """Names the memory of all that REDUCE receives, so that frames that arrive early land where they belong.
+
+        Parameters are not among it: until the own vote has passed, none may be written (W2).
+        """
+        for shipment in self.traffic.partials_in:
+            slot = self.engine.partial_sums_slot(*shipment)
+            self.links.post(self.key(FrameKind.PARTIAL_SUM, shipment.layer, 0, shipment.peer), slot)
+        for shipment in self.traffic.reduced_in:
+            slot = self.engine.gradients_slot(self._copies_of(shipment.blocks))
+            self.links.post(self.key(FrameKind.REDUCED, shipment.layer, 0, shipment.peer), slot)
+
+    def _copies_of(self, blocks: Iterable[int]) -> list[C]:
+        return [self.arriving[block] if block in self.arriving else self.copies[block] for block in blocks]
+
+    def send_partials(self, layer: int) -> None:
+        """Sends this worker's complete partial sums of a layer to the owners of its blocks."""
+        self.observer.point("reduce")
+        for shipment in self.traffic.partials_out.get(layer, ()):
+            payload = self.engine.partial_sums(layer, shipment.blocks)
+            self.links.send(self.key(FrameKind.PARTIAL_SUM, layer, 0, shipment.peer), payload)
+
+    def reduce(self) -> Life[None]:
+        """REDUCE: makes every held block's mean gradient complete, and every new base copy."""
+        self.observer.point("reduce")
+        self.observer.doing("reduce", computing=False)
+        peers: dict[int, list[int]] = {}
+        for shipment in self.traffic.partials_in:
+            peers.setdefault(shipment.layer, []).append(shipment.peer)
+        for layer, blocks in self.traffic.owned.items():
+            senders = peers.get(layer, [])
+            yield from self._receive([self.key(FrameKind.PARTIAL_SUM, layer, 0, peer) for peer in senders])
+            self.engine.reduce(layer, [self.copies[block] for block in blocks], senders)
+            for shipment in self.traffic.reduced_out.get(layer, ()):
+                payload = self.engine.gradients(self._copies_of(shipment.blocks))
+                self.links.send(self.key(FrameKind.REDUCED, layer, 0, shipment.peer), payload)
+        yield from self._receive(
+            [self.key(FrameKind.REDUCED, shipment.layer, 0, shipment.peer) for shipment in self.traffic.reduced_in]
+        )
+        yield from self._receive(
+            [self.key(FrameKind.BASE_COPY, block, 0, owner) for block, owner in self.traffic.copies_in]
+        )
+        for copy in self.arriving.values():
+            copy.version = self.step - 1
+
+    # ----------------------------------------------------------------------------------------------------------- VOTE
+
+    def vote(self) -> Life[Verdict]:
+        """VOTE: one all-reduce over the ballots; whoever has the whole certificate has learned the result."""
+        self.observer.point("vote")
+        self.observer.doing("vote", computing=False)
+        yield Pause.MOMENT
+        vector = self._vote_shape.vector_of(self.ballot())
+        vector = list((yield from self.all_reduce(FrameKind.VOTE, vector, self._vote_shape.merge)))
+        verdict = self.judge(vector, self.step)
+        self.learn(vector, verdict)
+        return verdict
+
+    def ballot(self) -> Ballot:
+        """What this worker brings to the vote of the present attempt."""
+        measured = self.engine.measured()
+        nonfinite = measured.nonfinite
+        square_sums = []
+        copies = self.voting_copies.values()
+        for copy in copies:
+            if copy.role is Role.OWNER:
+                value = self.engine.square_sum(copy)
+                if value - value != 0.0:
+                    nonfinite = nonfinite or NonFinite(UNKNOWN_MICROBATCH, copy.block.layer)
+                    value = 0.0
+                square_sums.append(value)
+        residency = agreement = 0
+        if self.terms.verify:
+            residency = sum(residency_key(copy.block.id, copy.role, self.worker, copy.version) for copy in copies)
+            agreement = sum(weight * key for _, weight, key in self.agreement_terms())
+        return Ballot(
+            coverage=measured.coverage,
+            residency=residency & MASK64,
+            agreement=agreement & MASK64,
+            partial_sums=measured.partial_sums if self.terms.verify else 0,
+            next_layout=self.agreement_hash,
+            losses=measured.losses,
+            square_sums=square_sums,
+            maxima=measured.maxima,
+            nonfinite=nonfinite,
+            request=self.request(),
+            change=self._change_hash,
+        )
+
+    def agreement_terms(self) -> list[tuple[int, int, int]]:
+        """(block, weight, key) of every copy that this worker compares; weights of equal copies add up to zero."""
+        terms = []
+        for block, copy in self.voting_copies.items():
+            num_followers = len(self.voting.followers[block])
+            if num_followers == 0:
+                continue
+            weight = num_followers if copy.role is Role.OWNER else -1
+            key = agreement_key("gradient", block, self.step, self.attempt, self.engine.gradient_hash(copy))
+            if (block + self.step) % STATE_SAMPLE_PERIOD == 0 or block in self.traffic.changed:
+                for name, value in self.engine.state_hashes(copy):
+                    key += agreement_key(name, block, self.step, self.attempt, value)
+            terms.append((block, weight, key & MASK64))
+        return terms
+
+    def judge(self, vector: Sequence[int], step: int) -> Verdict:
+        """Reads a vote on the present grids; a worker that did not see it come about reads the same."""
+        terms, num_microbatches = self.terms, self.layout.num_microbatches
+        expected = Expected(
+            num_workers=len(self.layout.workers),
+            coverage=expected_coverage(terms.num_layers, num_microbatches),
+            residency=expected_residency(self.voting, step) if terms.verify else 0,
+            next_layout=self.agreement_hash,
+            num_microbatches=num_microbatches,
+        )
+        return judge(vector, self._vote_shape, expected, self.progress.grids, skip_nonfinite=terms.skip_nonfinite)
+
+    def learn(self, vector: Sequence[int], verdict: Verdict) -> None:
+        """The own vote is complete. One moment: what is known of the vote and what follows from it change together."""
+        if self.adopts(verdict):
+            self.coming, self.held_change, self._change_hash = self.held_change, None, 0
+        evidence = self.ledger.learn(
+            encode_certificate(vector),
+            commits=verdict.commits,
+            change=None if self.coming is None else self.coming.number,
+            asks_checkpoint=verdict.asks_checkpoint,
+        )
+        self.known_vote = (self.step, self.attempt, verdict)
+        if verdict.commits:
+            self.copies, self.arriving = self.voting_copies, {}
+            self.placement = self.voting
+        self.take(verdict)
+        self.observer.learned(evidence)
+
+    def adopts(self, verdict: Verdict) -> bool:
+        """Whether the held change comes into force with a vote (W7)."""
+        assert verdict.change in (0, self._change_hash), "a vote for a planned change that this worker does not hold"
+        return verdict.change != 0
+
+    def take(self, verdict: Verdict) -> None:
+        """Takes over what a vote says about grids and the number of updates."""
+        progress, grids = self.progress, self.progress.grids
+        # An attempt that was rejected has measured nothing that could be trusted.
+        measured = grids.calibrated or verdict.outcome is VoteOutcome.RETRY
+        self.progress = TrainingProgress(
+            progress.num_updates + (verdict.outcome is VoteOutcome.COMMIT),
+            grids._replace(exponents=verdict.grids, calibrated=measured),
+        )
+
+    # --------------------------------------------------------------------------------------------------- APPLY, GATHER
+
+    def apply(self, step: int, verdict: Verdict) -> Life[None]:
+        """APPLY: every held copy that is still at the version before takes the step (W5). Ends between two blocks."""
+        for copy in self.copies.values():
+            if copy.version == step:
+                continue
+            yield Pause.MOMENT
+            self.observer.point("apply")
+            self.apply_block(copy, step, verdict)
+        self.engine.publish(self.copies.values())
+
+    def apply_block(self, copy: C, step: int, verdict: Verdict) -> None:
+        """Updates one copy."""
+        assert copy.version == step - 1, f"block {copy.block.id} is of step {copy.version} when {step} is applied"
+        norm = None if verdict.outcome is VoteOutcome.SKIP else verdict.norm
+        self.engine.apply(copy, step, norm, self.progress.num_updates)
+        copy.version = step
+
+    def gather(self) -> Life[None]:
+        """GATHER: new parameters to those that run a layer and hold no copy of its blocks."""
+        assert self.ledger.may_write_parameters(self.step)
+        self.observer.point("gather")
+        for index, (layer, peer, blocks) in enumerate(self.traffic.parameters_out):
+            if index:
+                self.observer.point("gather")
+            payload = self.engine.parameters_of([self.copies[block] for block in blocks])
+            self.links.send(self.key(FrameKind.PARAMETERS, layer, 0, peer), payload)
+        yield from self._receive(self._post_parameters(FrameKind.PARAMETERS, self.traffic.parameters_in))
+        yield Pause.SENT
+        self.ledger.gathered(self.step)
+
+    def _post_parameters(self, kind: FrameKind, shipments: Iterable[Shipment]) -> list[Key]:
+        keys = []
+        for layer, peer, blocks in shipments:
+            keys.append(self.key(kind, layer, 0, peer))
+            self.links.post(keys[-1], self.engine.parameters_slot(layer, blocks))
+        return keys
+
+    def describe_nonfinite(self, nonfinite: NonFinite) -> str:
+        """A clause that names what was not finite in the present step, and where."""
+        is_loss = nonfinite.layer == self.terms.num_layers
+        layer = nonfinite.layer - 1 if is_loss else nonfinite.layer
+        place = f"layer {layer} ({self.terms.layer_name(layer)})"
+        what = f"the loss, after {place}," if is_loss else f"a gradient of {place}"
+        known = nonfinite.microbatch != UNKNOWN_MICROBATCH
+        where = f"micro-batch {nonfinite.microbatch}" if known else "the sum over micro-batches"
+        return f"{what} is not finite in step {self.step}, {where}"

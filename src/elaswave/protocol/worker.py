@@ -1,0 +1,455 @@
+"""The worker machine: a worker's whole life among the others and the coordinator. No torch, IO, clocks or threads.
+
+It gets ready, runs its steps with what is to be done between them, leaves an epoch when it is asked to, installs
+decisions, and ends when all have ended. The order of one step is `protocol.step`'s. The product's worker and the
+simulated one drive this class; they differ only in the engine, the links, and the way to the coordinator.
+
+A driver calls `resume` until that returns what must be waited for, waits, and so on; an exception that comes out of
+`resume`, or of the waiting, it answers with `abandon`. Messages of the coordinator go to `on_message`, never during
+`resume`. The numbers W1, W2, ... are those of ``docs/protocol.md``.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from elaswave.errors import StateError
+from elaswave.protocol.ballot import Request, decode_certificate
+from elaswave.protocol.engine import (
+    C,
+    Committed,
+    Disk,
+    Engine,
+    FrameKind,
+    JobTerms,
+    Links,
+    Outbox,
+    Pause,
+    StepObserver,
+    TrainingProgress,
+    Wait,
+)
+from elaswave.protocol.execution import Life
+from elaswave.protocol.facts import Facts
+from elaswave.protocol.ledger import CatchUp, Held, Ledger
+from elaswave.protocol.member import Hold, Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
+from elaswave.protocol.messages import CoreToWorker, Decision, Fenced, LayoutChange, Report
+from elaswave.protocol.position import WRITE
+from elaswave.protocol.step import StepLoop
+from elaswave.protocol.traffic import deliveries_of
+from elaswave.state.placement import Placement, Role, roles_of
+from elaswave.types import ExecutionParameters, Layout
+
+FIRST_EPOCH = 1
+KEPT_REPORTS = 1024
+"""Reports of steps kept for the case that the worker that should have sent them is lost."""
+
+Duty = tuple[Literal["evaluate", "checkpoint"], int]
+"""What is to be done between two steps, and the committed step that it is of."""
+
+
+class WorkerMachine(StepLoop[C]):
+    """One worker.
+
+    Args:
+        worker: its id.
+        terms: what is known of the job.
+        engine, links, outbox, disk: what it stands on.
+        observer: is told what happens.
+        facts: what is said again on every new connection to a coordinator; the driver may share it with its threads.
+        step: the newest committed step.
+        layout, execution, placement, copies, progress: of the beginning.
+    """
+
+    member_class = Member
+    ledger_class = Ledger
+
+    def __init__(
+        self,
+        worker: int,
+        terms: JobTerms,
+        engine: Engine[C],
+        links: Links,
+        outbox: Outbox,
+        disk: Disk,
+        observer: StepObserver,
+        facts: Facts,
+        *,
+        step: int = 0,
+        layout: Layout,
+        execution: ExecutionParameters,
+        placement: Placement,
+        copies: Mapping[int, C],
+        progress: TrainingProgress,
+    ) -> None:
+        super().__init__(
+            worker,
+            terms,
+            engine,
+            links,
+            observer,
+            self.ledger_class(worker, step),
+            layout=layout,
+            execution=execution,
+            placement=placement,
+            copies=copies,
+            progress=progress,
+            request=self._request,
+        )
+        self.outbox = outbox
+        self.disk = disk
+        self.facts = facts
+        self.member = self.member_class(worker, FIRST_EPOCH)
+        self.members = layout.workers
+        self.report: Report | None = None
+        """The last report, until the decision that answers it is carried out."""
+        self.is_started = False
+        """Whether it has been told where its peers are; until then it can do nothing else."""
+        self.is_done = False
+        """Whether it has made all its steps and said so; it stays, since others may need what it holds."""
+        self.fenced: str | None = None
+        """Why it must end itself."""
+        self._early: list[CoreToWorker] = []
+        """Messages that came before the start."""
+        self.num_lives = 0
+        """How often it has begun to do something, or left it; tells a driver that what it waited for is void."""
+        self._life: Life[None] | None = None
+        self._is_ready = False
+        self._step, self._attempt = step + 1, 1
+        """The next step, and the number of its next attempt."""
+        self._duties: list[Duty] = []
+        self._offered: LayoutChange | None = None
+        """The newest planned change that has come since it looked."""
+        self._reports: deque[tuple[int, Any]] = deque(maxlen=KEPT_REPORTS)
+        """(step, message), steps ascending."""
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that this worker has behind it."""
+        return self._step - 1
+
+    # ----------------------------------------------------------------------------------------------- for the driver
+
+    def start(self) -> None:
+        """The links can be made: it begins. A start that is said again is ignored."""
+        if self.is_started:
+            return
+        self.is_started = True
+        self._live(self.train())
+        early, self._early = self._early, []
+        for message in early:
+            self.on_message(message)
+
+    def resume(self) -> Wait | None:
+        """Goes on to the next point at which it has to wait.
+
+        Returns:
+            What it waits for; None if it is a message of the coordinator.
+        """
+        if self._life is None:
+            return None
+        try:
+            return next(self._life)
+        except StopIteration:
+            self._life = None
+            return None
+        except BaseException:
+            self._life = None
+            raise
+
+    def abandon(self, lost_peer: int | None = None, detail: str = "") -> None:
+        """Leaves what it is doing (W4): it goes on as the coordinator's decision says.
+
+        Args:
+            lost_peer: the peer whose link has ended, if that is why.
+            detail: what was seen.
+        """
+        self._stop()
+        if lost_peer is not None and self.member.state is MemberState.TRAINING:
+            accusation = self.outbox.link_lost(lost_peer, detail)
+            self.facts.link_lost(lost_peer, accusation)
+            self.outbox.send(accusation)
+
+    def _live(self, life: Life[None]) -> None:
+        self._stop()
+        self._life = life
+
+    def _stop(self) -> None:
+        self.num_lives += 1
+        if self._life is not None:
+            self._life.close()
+            self._life = None
+
+    def on_message(self, message: CoreToWorker) -> None:
+        """Takes a message of the coordinator's machine."""
+        if not self.is_started and not isinstance(message, Fenced):
+            self._early.append(message)
+            return
+        if isinstance(message, LayoutChange):
+            if self._offered is None or message.number > self._offered.number:
+                self._offered = message
+            return
+        action = self.member.handle(message)
+        if isinstance(action, MoveAndReport):
+            self.move(action.epoch, action.members)
+        elif isinstance(action, ReportAgain):
+            if self.report is not None:
+                self.outbox.send(self.report)
+        elif isinstance(action, Install):
+            self._live(self.install(action.decision))
+        elif isinstance(action, Leave):
+            self._stop()
+            self.fenced = action.reason
+
+    def wrote(self, step: int, epoch: int, message: Any) -> None:
+        """The part of a checkpoint is written, or could not be. Any thread may call it, if facts and outbox bear that.
+
+        Args:
+            step: of the checkpoint.
+            epoch: in which writing began.
+            message: tells of it.
+        """
+        self.facts.part(step, epoch, message)
+        self.outbox.send(message)
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def train(self) -> Life[None]:
+        """Gets ready, makes all steps with the duties between them, and finishes (W10)."""
+        if not self._is_ready:
+            self.links.connect(self.layout, self.placement)
+            self._is_ready = True
+            ready = self.outbox.ready()
+            self.facts.ready(ready)
+            self.outbox.send(ready)
+        stopped = False
+        while True:
+            yield from self.do_duties()
+            if self._step > self.terms.num_steps or stopped:
+                break
+            yield Pause.MOMENT
+            self.look_for_change()
+            committed = yield from self.run_step(self._step, self._attempt)
+            self.note_committed(committed)
+            stopped = committed.request is Request.STOP and self._step < self.terms.num_steps
+            self._step, self._attempt = self._step + 1, 1
+            self.note_duties(committed.step, committed.request)
+        yield from self.finish(stopped)
+
+    def look_for_change(self) -> None:
+        """Holds the newest planned change that has come, once its links are there (W8). Between two steps: within one,
+        nothing may be held that the own ballot did not tell of."""
+        change, self._offered = self._offered, None
+        if change is None or change.number <= self.ledger.change:
+            return
+        action = self.member.handle(change)
+        if isinstance(action, Hold):
+            self.links.connect(change.layout, self.placement)
+            self.hold(change)
+
+    def _request(self) -> Request:
+        """What this worker asks for in its ballot.
+
+        Checkpoints by time are asked for by the clock of the member with the lowest id; the vote makes that everybody's
+        decision. All clocks begin anew at the same vote, so the next member goes on asking when that one is lost.
+        """
+        asked = self.outbox.request()
+        if asked is not Request.NONE or self.worker != self.members[0]:
+            return asked
+        return Request.CHECKPOINT if self.disk.is_due() and not self.disk.is_busy else Request.NONE
+
+    # --------------------------------------------------------------------------------------------------------- duties
+
+    def note_duties(self, step: int, request: Request) -> None:
+        """What a committed step leaves to be done before the next one."""
+        terms = self.terms
+        if terms.eval_every and step % terms.eval_every == 0:
+            self._duties.append(("evaluate", step))
+        wanted = step == terms.num_steps or (terms.checkpoint_every > 0 and step % terms.checkpoint_every == 0)
+        if wanted or request is not Request.NONE:
+            self._note_checkpoint(step)
+
+    def _note_checkpoint(self, step: int) -> None:
+        self._duties.append(("checkpoint", step))
+        self.disk.restart_clock()
+
+    def do_duties(self) -> Life[None]:
+        """Evaluations and checkpoints of committed steps, in order; one that is interrupted is still to be done."""
+        while self._duties:
+            kind, step = self._duties[0]
+            if kind == "evaluate":
+                loss = yield from self.evaluate(step)
+                if self.worker == self.members[0]:
+                    self.outbox.send(self.outbox.evaluated(step, loss), durable=True)
+            else:
+                if self.disk.is_busy:
+                    self.observer.doing(WRITE, computing=False)
+                yield Pause.DISK
+                self.observer.doing("checkpoint", computing=True)
+                self.disk.write(step)
+            self._duties.pop(0)
+
+    def note_committed(self, committed: Committed) -> None:
+        """Keeps the report of a committed step; the member with the lowest id sends it (W9)."""
+        report = self.outbox.committed(committed)
+        self.keep_report(committed.step, report)
+        if self.worker == self.members[0]:
+            self.outbox.send(report, durable=True)
+
+    def keep_report(self, step: int, report: Any) -> None:
+        """Keeps the report of a committed step, for the case that the worker that should have sent it is lost."""
+        if not self._reports or self._reports[-1][0] < step:
+            self._reports.append((step, report))
+
+    def finish(self, stopped: bool) -> Life[None]:
+        """Says that it has made all steps; from now on it waits until the coordinator ends the job (W10)."""
+        self.observer.doing("end", computing=False)
+        yield Pause.DISK
+        finished = self.outbox.finished(stopped)
+        self.facts.ended(finished)
+        self.outbox.send(finished)
+        self.is_done = True
+
+    # ------------------------------------------------------------------------------------------------------- recovery
+
+    def move(self, epoch: int, members: tuple[int, ...]) -> None:
+        """Leaves the old epoch's data plane, and only then promises and reports (W1)."""
+        self._stop()
+        self.is_done = False
+        self.hold(None)  # what was planned for the old epoch is void
+        self.facts.moved()
+        self.links.edit(epoch, members)
+        layers = sorted(self.engine.layers)
+        self.report = self.ledger.promise(epoch, self.held(), (layers[0], layers[-1] + 1))
+        self.observer.moved()
+        self.outbox.send(self.report)
+
+    def held(self) -> dict[int, Held]:
+        """The copies at the last committed step, for a report (W6)."""
+        return {block: Held(copy.role is Role.OWNER, copy.version) for block, copy in self.copies.items()}
+
+    def install(self, decision: Decision) -> Life[None]:
+        """Carries out a decision, and goes on."""
+        todo = self.ledger.accept(decision)
+        self.members = decision.members
+        self.links.connect(decision.layout, decision.placement)
+        self._step, self._attempt = decision.resume_step, decision.resume_attempt
+        self._duties = []
+        if todo is CatchUp.ROLL_BACK:
+            received = yield from self.roll_back(decision)
+        else:
+            yield from self.catch_up(todo, decision)
+            received = yield from self.take_roles(decision)
+        self.send_reports_again(decision)
+        if decision.evaluate:
+            self._duties.append(("evaluate", decision.resume_step - 1))
+        if decision.checkpoint:
+            self._note_checkpoint(decision.resume_step - 1)
+        self.report = None
+        self.observer.installed(decision)
+        self.outbox.send(self.outbox.installed(received), durable=True)
+        yield from self.train()
+
+    def catch_up(self, todo: CatchUp, decision: Decision) -> Life[None]:
+        """Takes over the decision's vote, and applies its step to what is still at the version before (W5).
+
+        Args:
+            todo: what the ledger says about it.
+            decision: with the vote.
+        """
+        evidence = decision.evidence
+        if evidence is None or todo is CatchUp.NOTHING:
+            return
+        known = self.known_vote
+        if known is not None and known[:2] == evidence.order:
+            verdict = known[2]
+        else:
+            verdict = self.judge(decode_certificate(evidence.vector), evidence.step)
+            self.take(verdict)
+            self.known_vote = (*evidence.order, verdict)
+        if todo is not CatchUp.APPLY:
+            return
+        yield from self.apply(evidence.step, verdict)
+        self.step = evidence.step
+        committed = self.committed(*evidence.order, verdict, (), was_run=False)
+        self.keep_report(evidence.step, self.outbox.committed(committed))
+
+    def take_roles(self, decision: Decision) -> Life[int]:
+        """Takes over layout and placement, and makes missing parameters complete.
+
+        Returns:
+            Bytes of layers that are new here and came from others.
+        """
+        placement, base = decision.placement, decision.resume_step - 1
+        roles = roles_of(self.worker, placement, self.terms.blocks)
+        if missing := sorted(roles.keys() - self.copies.keys()):
+            raise StateError(
+                f"epoch {decision.epoch} counts on blocks {missing} of worker {self.worker}, not held here"
+            )
+        for block, role in roles.items():
+            copy = self.copies[block]
+            copy.role = role
+            if copy.version != base:
+                raise StateError(f"block {block} of worker {self.worker} is of step {copy.version}, not {base}")
+        self.copies = {block: self.copies[block] for block in roles}
+        self.placement = placement
+        self.note_missing_parameters(decision)
+        new = self._use_layout(decision.layout, decision.execution)
+        self._use_placement(placement)
+        self.step, self.attempt = base, decision.resume_attempt
+        received = yield from self.deliver(decision, new)
+        self.ledger.gathered(base)
+        return received
+
+    def note_missing_parameters(self, decision: Decision) -> None:
+        """Until the deliveries are here, this worker must not say that it has the parameters of its layers."""
+        if any(worker == self.worker for worker, _ in decision.deliver):
+            self.ledger.parameters_step = -1
+
+    def deliver(self, decision: Decision, new: frozenset[int]) -> Life[int]:
+        """Sends and receives the parameters that a decision asks for (W5); arguments and result as of `take_roles`."""
+        if not decision.deliver:
+            return 0
+        incoming = []
+        for owner, shipment in deliveries_of(self.terms.blocks, decision.placement, decision.deliver):
+            if owner == self.worker:
+                payload = self.engine.parameters_of([self.copies[block] for block in shipment.blocks])
+                self.links.send(self.key(FrameKind.DELIVERY, shipment.layer, 0, shipment.peer), payload)
+            elif shipment.peer == self.worker:
+                incoming.append(shipment._replace(peer=owner))
+        keys = self._post_parameters(FrameKind.DELIVERY, incoming)
+        self.engine.publish(self.copies.values())
+        yield from self._receive(keys)
+        yield Pause.SENT
+        return self.engine.parameter_bytes(
+            block for shipment in incoming if shipment.layer in new for block in shipment.blocks
+        )
+
+    def roll_back(self, decision: Decision) -> Life[int]:
+        """Starts over from the decision's checkpoint, under its layout.
+
+        Returns:
+            Bytes that were loaded.
+        """
+        assert decision.rollback is not None
+        self.facts.rolled_back(decision.rollback)
+        self.ledger.parameters_step = -1
+        while self._reports and self._reports[-1][0] > decision.rollback:
+            self._reports.pop()
+        self.known_vote = None
+        yield Pause.MOMENT
+        loaded = self.engine.load(decision.rollback, decision.layout, decision.placement)
+        self.copies, self.arriving, self.progress = dict(sorted(loaded.copies.items())), {}, loaded.progress
+        self.placement = decision.placement
+        self._use_layout(decision.layout, decision.execution)
+        self._use_placement(decision.placement)
+        self.ledger.gathered(decision.rollback)
+        return loaded.num_bytes
+
+    def send_reports_again(self, decision: Decision) -> None:
+        """The member with the lowest id sends the reports of steps that the coordinator has not published (W9)."""
+        if self.worker != self.members[0]:
+            return
+        for step, report in self._reports:
+            if decision.published < step < decision.resume_step:
+                self.outbox.send(report, durable=True)

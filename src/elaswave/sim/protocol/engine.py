@@ -1,0 +1,278 @@
+"""The toy engine of a simulated worker: what `elaswave.worker.torch_engine` does with tensors, in whole numbers.
+
+A slot is a function: a frame that was posted for is given to it the moment it arrives, as the real one's bytes land.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from elaswave.hashing import MASK64
+from elaswave.protocol.ballot import coverage_key
+from elaswave.protocol.engine import Imbalance, Loaded, Measured, TrainingProgress
+from elaswave.sim.protocol.job import (
+    BlockState,
+    backward,
+    forward,
+    from_units,
+    initial_state,
+    loss_of,
+    maximum_of,
+    parameter,
+    sample,
+    to_units,
+    update,
+)
+from elaswave.state.placement import Block, Placement, Role, roles_of
+from elaswave.types import Action, ExecutionParameters, Layout
+
+if TYPE_CHECKING:
+    from elaswave.sim.protocol.worker import SimWorker
+
+Slot = Callable[[Any], None]
+
+
+class ToyCopy:
+    """A held copy of a block."""
+
+    __slots__ = ("block", "gradient", "role", "state", "version")
+
+    def __init__(self, block: Block, role: Role, version: int, state: BlockState) -> None:
+        self.block = block
+        self.role = role
+        self.version = version
+        self.state = state
+        self.gradient: int | None = None
+
+
+class ToyEngine:
+    """The numbers of one simulated worker; see `elaswave.protocol.engine.Engine`.
+
+    Args:
+        host: the worker, whose world is told what is computed.
+    """
+
+    def __init__(self, host: SimWorker) -> None:
+        self._host = host
+        self._see = host.world.see
+        self._job = host.job
+        self._model = host.model
+        self.layers: range = range(0)
+        self.parameters: dict[int, int] = {}
+        """By block, of the layers that are here."""
+        self.begin(0, host.model.progress.grids.exponents)
+
+    def use_layout(self, layout: Layout, execution: ExecutionParameters, copies: Iterable[ToyCopy]) -> frozenset[int]:
+        """Makes room for the layers of the worker's stage."""
+        stage = layout.stages[layout.stage_of(self._host.id)]
+        before, self.layers = self.layers, range(stage.start, stage.stop)
+        here = self._blocks_here()
+        self.parameters = {block: self.parameters[block] for block in here if block in self.parameters}
+        return frozenset(self.layers) - frozenset(before)
+
+    def _blocks_here(self) -> list[int]:
+        return [block for layer in self.layers for block in self._model.blocks_of_layer[layer]]
+
+    # -------------------------------------------------------------------------------------------------------- RUN
+
+    def begin(self, step: int, exponents: Sequence[int]) -> None:
+        """Empties all sums."""
+        self._exponents = exponents
+        self._sums: dict[int, int] = {}
+        self._received: dict[tuple[int, int], tuple[int, Sequence[int]]] = {}
+        self._coverage: dict[int, int] = dict.fromkeys(self.layers, 0)
+        self._maxima: dict[int, float] = {}
+        self._losses: dict[int, float] = {}
+        self._counts: dict[tuple[int, int], int] = {}
+        self._inputs: dict[tuple[int, int], int] = {}
+        self._outputs: dict[int, int] = {}
+        self._balance = 0
+        for block in self._blocks_here():
+            self._sums[block] = 0
+            if step:
+                self._see.used_parameter(self._host.id, step, block, self.parameters[block])
+
+    def run(self, action: Action, layers: range, step: int, value: Any, *, first: bool, last: bool) -> Any:
+        """Runs an action."""
+        microbatch, blocks_of_layer = action.microbatch, self._model.blocks_of_layer
+        x: int = value
+        if action.kind == "F":
+            if first:
+                x = sample(step, microbatch)
+            for layer in layers:
+                self._inputs[microbatch, layer] = x
+                x = forward(layer, step, microbatch, [self.parameters[block] for block in blocks_of_layer[layer]], x)
+            if last:
+                self._losses[microbatch], self._outputs[microbatch] = loss_of(x), x
+            return x
+        dy = self._outputs[microbatch] if last else x
+        for layer in reversed(layers):
+            parameters = [self.parameters[block] for block in blocks_of_layer[layer]]
+            dy, gradients = backward(self._job, step, parameters, self._inputs[microbatch, layer], dy)
+            for block, gradient in zip(blocks_of_layer[layer], gradients, strict=True):
+                units = to_units(gradient, self._exponents[layer])
+                self._sums[block] += units
+                self._balance += units
+                self._maxima[layer] = max(self._maxima.get(layer, 0.0), maximum_of(gradient))
+            self._coverage[layer] += coverage_key(layer, microbatch)
+            self._counts[layer, microbatch] = self._counts.get((layer, microbatch), 0) + 1
+            links, attempt = self._host.links, self._host.machine.attempt
+            self._see.computed(self._host.id, links.epoch, step, attempt, layer, microbatch)
+        return dy
+
+    def evaluate(self, layers: range, step: int, microbatch: int, value: Any, *, first: bool, last: bool) -> Any:
+        """Runs layers forward."""
+        x: int = sample(step, microbatch) if first else value
+        for layer in layers:
+            parameters = [self.parameters[block] for block in self._model.blocks_of_layer[layer]]
+            x = forward(layer, step, microbatch, parameters, x)
+        if last:
+            self._losses[microbatch] = loss_of(x)
+        return x
+
+    def losses(self) -> Mapping[int, float]:
+        """Loss by micro-batch."""
+        return self._losses
+
+    def forget_losses(self) -> None:
+        """An evaluation begins."""
+        self._losses = {}
+
+    # ----------------------------------------------------------------------------------------------------- REDUCE
+
+    def partial_sums(self, layer: int, blocks: Sequence[int]) -> tuple[int, list[int]]:
+        """Coverage, and the own partial sums."""
+        self._balance += self._coverage[layer]
+        return self._coverage[layer], [self._sums[block] for block in blocks]
+
+    def partial_sums_slot(self, layer: int, peer: int, blocks: Sequence[int]) -> Slot:
+        """Where a peer's arrive."""
+
+        def arrive(value: tuple[int, list[int]]) -> None:
+            self._received[layer, peer] = value
+
+        return arrive
+
+    def reduce(self, layer: int, copies: Sequence[ToyCopy], peers: Sequence[int]) -> None:
+        """Adds up."""
+        totals = [self._sums.get(copy.block.id, 0) for copy in copies]
+        for peer in peers:
+            coverage, sums = self._received[layer, peer]
+            self._balance -= coverage
+            totals = [total + part for total, part in zip(totals, sums, strict=True)]
+        for copy, total in zip(copies, totals, strict=True):
+            self._balance -= total
+            copy.gradient = from_units(total, self._exponents[layer])
+
+    def gradients(self, copies: Sequence[ToyCopy]) -> list[int]:
+        """Of owned copies."""
+        return [_gradient(copy) for copy in copies]
+
+    def gradients_slot(self, copies: Sequence[ToyCopy]) -> Slot:
+        """Where those of followed copies arrive."""
+
+        def arrive(value: list[int]) -> None:
+            for copy, gradient in zip(copies, value, strict=True):
+                copy.gradient = gradient
+
+        return arrive
+
+    # ------------------------------------------------------------------------------------------------------- VOTE
+
+    def measured(self) -> Measured:
+        """What was computed."""
+        coverage = sum(self._coverage.values()) & MASK64
+        return Measured(coverage, self._balance & MASK64, self._losses, self._maxima, None)
+
+    def square_sum(self, copy: ToyCopy) -> float:
+        """Stands for the square: the gradient itself."""
+        return float(_gradient(copy))
+
+    def gradient_hash(self, copy: ToyCopy) -> int:
+        """Of the gradient."""
+        return _gradient(copy) & MASK64
+
+    def state_hashes(self, copy: ToyCopy) -> Iterable[tuple[str, int]]:
+        """Of the state."""
+        return (("state", hash(copy.state) & MASK64),)
+
+    def counts(self) -> Mapping[tuple[int, int], int]:
+        """How often each (layer, micro-batch) was added."""
+        return self._counts
+
+    def imbalance(self) -> Imbalance:
+        """Nothing here changes a sum."""
+        return Imbalance({}, {}, 0)
+
+    # --------------------------------------------------------------------------------------- APPLY, GATHER, delivery
+
+    def apply(self, copy: ToyCopy, step: int, norm: float | None, num_updates: int) -> None:
+        """Updates a copy."""
+        gradient, copy.gradient = _gradient(copy), None
+        assert norm is not None, "no step of the toy job is skipped"
+        copy.state = update(copy.state, gradient, norm, step)
+        self._see.applied(self._host.id, copy.block.id, step, copy.state)
+
+    def publish(self, copies: Iterable[ToyCopy]) -> None:
+        """Copies masters into the layers."""
+        for copy in copies:
+            if copy.block.layer in self.layers:
+                self.parameters[copy.block.id] = parameter(copy.state)
+
+    def parameters_of(self, copies: Sequence[ToyCopy]) -> list[int]:
+        """Of copies."""
+        return [parameter(copy.state) for copy in copies]
+
+    def parameters_slot(self, layer: int, blocks: Sequence[int]) -> Slot:
+        """Where parameters arrive."""
+
+        def arrive(value: list[int]) -> None:
+            self.parameters.update(zip(blocks, value, strict=True))
+
+        return arrive
+
+    def parameter_bytes(self, blocks: Iterable[int]) -> int:
+        """One for each."""
+        return sum(1 for _ in blocks)
+
+    # ----------------------------------------------------------------------------------------------------- copies
+
+    def empty_copy(self, block: int) -> ToyCopy:
+        """A follower's copy without content."""
+        return ToyCopy(self._model.blocks[block], Role.FOLLOWER, -1, (0, 0))
+
+    def state(self, copy: ToyCopy) -> BlockState:
+        """Master and momentum."""
+        return copy.state
+
+    def state_slot(self, copy: ToyCopy) -> Slot:
+        """Where they arrive."""
+
+        def arrive(value: BlockState) -> None:
+            copy.state = value
+
+        return arrive
+
+    def load(self, step: int, layout: Layout, placement: Placement) -> Loaded[ToyCopy]:
+        """From the simulated disk, or from the seed."""
+        host, model = self._host, self._model
+        states, grid = {block.id: initial_state(block.id) for block in model.blocks}, model.progress.grids.exponents
+        if step:
+            states, grid = host.world.disk[step]
+        copies = {
+            block: ToyCopy(model.blocks[block], role, step, states[block])
+            for block, role in roles_of(host.id, placement, model.blocks).items()
+        }
+        for block, copy in copies.items():
+            self._see.loaded(host.id, block, step, copy.state)
+        stage = layout.stages[layout.stage_of(host.id)]
+        self.layers = range(stage.start, stage.stop)
+        self.parameters = {block: parameter(states[block]) for block in self._blocks_here()}
+        progress = TrainingProgress(step, model.progress.grids._replace(exponents=grid))
+        return Loaded(copies, progress, len(copies))
+
+
+def _gradient(copy: ToyCopy) -> int:
+    assert copy.gradient is not None, f"block {copy.block.id} has no gradient"
+    return copy.gradient

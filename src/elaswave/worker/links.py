@@ -1,0 +1,153 @@
+"""The machine's links over a transport: keys become tags and handles, waits move bytes and say for whom is waited."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elaswave.errors import InterruptedWaitError, WaitTimeoutError
+from elaswave.planning.layout import peers_of
+from elaswave.protocol.engine import FrameKind, Key, Pause, Wait
+from elaswave.protocol.position import LINK
+from elaswave.protocol.traffic import doubling_partners
+from elaswave.state.placement import Block, Placement
+from elaswave.transport.frames import Tag
+from elaswave.transport.interface import Handle, Transport
+from elaswave.types import Layout
+from elaswave.worker.activity import Activity
+
+WAIT_TIMEOUT_S = 600.0
+"""Bound of every wait on a peer. A peer's death ends a wait at once; this is for a peer that is alive and silent."""
+LINK_TURN_S = 10.0
+"""How long links are waited for before it is checked whether the coordinator is still there."""
+FULL_MESH_WORKERS = 128
+"""Up to this many workers, each is linked to every other from the start, so that no recovery has to dial."""
+
+_WORDS = (FrameKind.VOTE, FrameKind.DIAGNOSIS, FrameKind.EVALUATION_LOSS)
+"""Kinds whose payload is a sequence of whole numbers."""
+
+
+class TransportLinks:
+    """See `elaswave.protocol.engine.Links` for what its methods promise.
+
+    Args:
+        worker: its id.
+        blocks: of the model.
+        transport: moves the bytes.
+        activity: told for whom this worker waits.
+        check: at a moment: moves bytes, and raises InterruptedWaitError if the epoch is over.
+        check_coordinator: called with what is waited for when links do not come; raises if there is no coordinator that
+            could end the wait.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        blocks: Sequence[Block],
+        transport: Transport,
+        activity: Activity,
+        check: Callable[[], None],
+        check_coordinator: Callable[[str], None] = lambda waited_for: None,
+    ) -> None:
+        self.worker = worker
+        self.transport = transport
+        self.addresses: dict[int, str] = {}
+        """Where the data planes of all workers listen."""
+        self.is_linked = False
+        """Whether the first links have been made."""
+        self.edit_s = 0.0
+        """Seconds that the newest move to an epoch took, with the links made since."""
+        self.connected_s = time.monotonic()
+        """When the newest links were there."""
+        self._blocks = blocks
+        self._activity = activity
+        self.check = check
+        self._check_coordinator = check_coordinator
+        self._receives: dict[Key, Handle] = {}
+        self._sends: list[Handle] = []
+
+    def connect(self, layout: Layout, placement: Placement) -> None:
+        """Makes the links that a layout and a placement need (all of them in a small job).
+
+        Raises:
+            InterruptedWaitError: a new epoch is about to begin.
+            WaitTimeoutError: there is no coordinator any more.
+        """
+        begin_s = time.monotonic()
+        if len(self.addresses) <= FULL_MESH_WORKERS:
+            peers = set(layout.workers) - {self.worker}
+        else:
+            peers = peers_of(layout, placement, self._blocks)[self.worker]
+            peers |= doubling_partners(layout.workers, self.worker)
+        missing = peers - self.transport.peers
+        if unknown := missing - self.addresses.keys():
+            # It was lost before this worker heard of the start; the coordinator is about to ask for a report.
+            raise InterruptedWaitError(f"the start does not name workers {sorted(unknown)}")
+        while missing:
+            self._activity.wait_on(self._activity.label if self.is_linked else LINK, tuple(sorted(missing)))
+            try:
+                self.transport.connect({peer: self.addresses[peer] for peer in missing}, LINK_TURN_S)
+            except WaitTimeoutError as error:
+                self._check_coordinator(str(error))
+            missing = peers - self.transport.peers
+        self.is_linked = True
+        self.connected_s = time.monotonic()
+        self.edit_s += self.connected_s - begin_s
+
+    def edit(self, epoch: int, members: tuple[int, ...]) -> None:
+        """Moves the data plane to a newer epoch."""
+        begin_s = time.monotonic()
+        self._receives.clear()
+        self._sends.clear()  # what was pending failed with its epoch
+        self.transport.advance_epoch(epoch, members)
+        self.edit_s = time.monotonic() - begin_s
+
+    def post(self, key: Key, slot: Any) -> None:
+        """Names the memory in which a frame arrives."""
+        self._receives[key] = self.transport.recv(key.peer, _tag(key), slot)
+
+    def send(self, key: Key, payload: Any) -> None:
+        """Begins to send a frame."""
+        if key.kind in _WORDS:
+            payload = torch.tensor(payload, dtype=torch.int64)
+        self._sends.append(self.transport.send(key.peer, _tag(key), payload))
+
+    def take(self, key: Key) -> Any:
+        """A frame that is here."""
+        result = self._receives.pop(key).result
+        return result.tolist() if key.kind in _WORDS and result is not None else result
+
+    # ------------------------------------------------------------------------------------------------- for the driver
+
+    def wait(self, wait: Wait) -> None:
+        """Waits for what the machine waits for; the disk is the driver's.
+
+        Raises:
+            InterruptedWaitError, PeerLostError, WaitTimeoutError: as of `Transport.wait`.
+        """
+        if wait is Pause.MOMENT:
+            self.check()
+        elif wait is Pause.SENT:
+            self._wait(self._sends)
+            self._sends.clear()
+        elif not isinstance(wait, Pause):
+            self._wait([self._handle(key) for key in wait])
+
+    def _handle(self, key: Key) -> Handle:
+        handle = self._receives.get(key)
+        if handle is None:
+            handle = self._receives[key] = self.transport.recv(key.peer, _tag(key))
+        return handle
+
+    def _wait(self, handles: Sequence[Handle]) -> None:
+        doing = self._activity.doing
+        if any(not handle.done for handle in handles):
+            self._activity.wait_for(handles)
+        self.transport.wait(handles, WAIT_TIMEOUT_S)
+        if doing.computing and not self._activity.doing.computing:
+            self._activity.compute(doing.label)
+
+
+def _tag(key: Key) -> Tag:
+    return Tag(key.kind, key.step, key.attempt, key.a, key.b)

@@ -1,0 +1,164 @@
+"""What a worker's threads share: messages that have arrived, and what is said on a new connection to a coordinator."""
+
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from elaswave.errors import WaitTimeoutError
+from elaswave.protocol.ballot import Request
+from elaswave.protocol.facts import Facts
+from elaswave.protocol.messages import Fenced, Prepare, Registered, Report
+from elaswave.protocol.worker import FIRST_EPOCH
+from elaswave.transport.interface import Transport
+from elaswave.worker.activity import Activity
+from elaswave.worker.messages import Heartbeat, Settled, Stop, ToWorker
+
+
+class SharedFacts(Facts):
+    """Standing facts that several threads note and read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def ready(self, message: Any) -> None:
+        """See `Facts.ready`."""
+        with self._lock:
+            super().ready(message)
+
+    def link_lost(self, peer: int, message: Any) -> None:
+        """See `Facts.link_lost`."""
+        with self._lock:
+            super().link_lost(peer, message)
+
+    def part(self, step: int, epoch: int, message: Any) -> None:
+        """See `Facts.part`."""
+        with self._lock:
+            super().part(step, epoch, message)
+
+    def ended(self, message: Any) -> None:
+        """See `Facts.ended`."""
+        with self._lock:
+            super().ended(message)
+
+    def moved(self) -> None:
+        """See `Facts.moved`."""
+        with self._lock:
+            super().moved()
+
+    def settled(self, step: int) -> None:
+        """See `Facts.settled`."""
+        with self._lock:
+            super().settled(step)
+
+    def rolled_back(self, step: int) -> None:
+        """See `Facts.rolled_back`."""
+        with self._lock:
+            super().rolled_back(step)
+
+    def standing(self) -> list[Any]:
+        """See `Facts.standing`."""
+        with self._lock:
+            return super().standing()
+
+
+class Mailbox:
+    """What a worker's two threads share.
+
+    Args:
+        worker: its id.
+        transport: woken when a message concerns the step in hand.
+    """
+
+    def __init__(self, worker: int, transport: Transport) -> None:
+        self.urgent = False
+        """Whether a message waits that the main thread must see before it goes on."""
+        self.request = Request.NONE
+        """What the coordinator has told this worker to ask for."""
+        self.registration = Registered(worker=worker, address=transport.address, epoch=FIRST_EPOCH, report=None)
+        self.facts = SharedFacts()
+        self.activity = Activity()
+        self.place = (FIRST_EPOCH, 0, 0)
+        """Epoch, step and attempt, for heartbeats."""
+        self._transport = transport
+        self._messages: deque[ToWorker] = deque()
+        self._changed = threading.Condition()
+
+    def hello(self) -> Registered:
+        """The first message on a new connection."""
+        return self.registration
+
+    def standing(self) -> list[Any]:
+        """What is said on a new connection after all that has not been acknowledged."""
+        return self.facts.standing()
+
+    def heartbeat(self) -> Heartbeat:
+        """Where the main thread is."""
+        doing = self.activity.told()
+        epoch, step, attempt = self.place
+        return Heartbeat(
+            worker=self.registration.worker,
+            epoch=epoch,
+            step=step,
+            attempt=attempt,
+            label=doing.label,
+            computing=doing.computing,
+            waiting_on=doing.waiting_on,
+            since_s=time.monotonic() - doing.since_s,
+        )
+
+    def receive(self, message: ToWorker) -> None:
+        """Takes a message; called on the control client's thread."""
+        if isinstance(message, Stop):
+            self.request = Request.STOP
+            return
+        if isinstance(message, Settled):
+            self.facts.settled(message.step)
+            return
+        with self._changed:
+            self._messages.append(message)
+            self._look()
+            self._changed.notify()
+        if isinstance(message, Prepare | Fenced) and self.is_urgent(message):
+            self._transport.interrupt(message.reason, message.epoch)
+
+    def is_urgent(self, message: ToWorker) -> bool:
+        """Whether a message ends the step in hand. A question that has been answered, and is asked again by a new
+        coordinator, does not: it must never take a worker out of a step that nothing has happened to."""
+        if isinstance(message, Prepare):
+            return message.epoch > self.registration.epoch
+        return isinstance(message, Fenced)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no message waits; costs nothing."""
+        return not self._messages
+
+    def next(self, timeout_s: float) -> ToWorker:
+        """The oldest message; called on the main thread.
+
+        Raises:
+            WaitTimeoutError: none comes in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._messages), max(0.0, timeout_s)):
+                raise WaitTimeoutError(f"the coordinator has said nothing for {timeout_s:.0f} s")
+            message = self._messages.popleft()
+            self._look()
+            return message
+
+    def answered(self, epoch: int, report: Report | None) -> None:
+        """What this worker says of itself has changed, and with it which messages are urgent.
+
+        Args:
+            epoch: the one that it is in.
+            report: its last report, if it waits for a decision.
+        """
+        with self._changed:
+            before = self.registration
+            self.registration = Registered(worker=before.worker, address=before.address, epoch=epoch, report=report)
+            self._look()
+
+    def _look(self) -> None:
+        self.urgent = any(map(self.is_urgent, self._messages))

@@ -1,0 +1,200 @@
+"""What a worker tells the coordinator: makes the messages, of what the machine says and what was measured beside it."""
+
+import resource
+import time
+from typing import Any, Protocol
+
+from elaswave.protocol.ballot import Request
+from elaswave.protocol.engine import Committed
+from elaswave.protocol.messages import Installed
+from elaswave.protocol.worker import WorkerMachine
+from elaswave.state.placement import Role
+from elaswave.state.store import BlockStore, HeldBlock
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.links import TransportLinks
+from elaswave.worker.mailbox import Mailbox
+from elaswave.worker.messages import (
+    EvaluationReport,
+    Finished,
+    FromWorker,
+    Holding,
+    LinkLost,
+    Ready,
+    Standing,
+    StepReport,
+    Timings,
+)
+from elaswave.worker.optimizer import learning_rate
+from elaswave.worker.pacing import ActionTimer
+from elaswave.worker.watch import StepWatch
+
+TIMINGS_EVERY_S_MIN = 1.0
+TIMINGS_EVERY_S_MAX = 8.0
+"""A worker tells how long its actions take after so long at first, and then less and less often, down to this."""
+
+
+class ControlClient(Protocol):
+    """The connection to the coordinator; outlives coordinators."""
+
+    def send(self, message: FromWorker, durable: bool = False) -> object:
+        """Sends a message; thread-safe. A durable one is repeated until a coordinator has handled it."""
+        ...
+
+    @property
+    def disconnected_s(self) -> float:
+        """Seconds without a coordinator that answers; 0 while there is one."""
+        ...
+
+
+class ControlOutbox:
+    """See `elaswave.protocol.engine.Outbox` for what its methods promise.
+
+    Args:
+        blueprint: the run.
+        client: the connection to the coordinator.
+        mailbox: what arrives there.
+        links: measure how long they took.
+        watch: measures steps.
+        timer: measures actions.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        client: ControlClient,
+        mailbox: Mailbox,
+        links: TransportLinks,
+        watch: StepWatch,
+        timer: ActionTimer,
+    ) -> None:
+        self.machine: WorkerMachine[HeldBlock]
+        self.level = 0
+        """Index of the frequency level at which the device runs."""
+        self._config = blueprint.config
+        self._blueprint = blueprint
+        self._client = client
+        self._mailbox = mailbox
+        self._links = links
+        self._watch = watch
+        self._timer = timer
+        self._timed_at_s = 0.0
+        """When the newest `Timings` were sent."""
+        self._timings_every_s = TIMINGS_EVERY_S_MIN
+        self._has_warmed_up = False
+        """Whether the first step is over, which also loads code and fills caches."""
+
+    def send(self, message: Any, *, durable: bool = False) -> None:
+        """Sends a message."""
+        self._client.send(message, durable=durable) if durable else self._client.send(message)
+
+    def request(self) -> Request:
+        """What the coordinator has told this worker to ask for."""
+        return self._mailbox.request
+
+    def ready(self) -> Ready:
+        """With what this worker holds, for the log."""
+        store = BlockStore(self.machine.copies)
+        owned, followed = list(store.with_role(Role.OWNER)), list(store.with_role(Role.FOLLOWER))
+        shapes = [self._blueprint.shapes[layer] for layer in self.machine.engine.layers]
+        holding = Holding(
+            num_parameters=sum(slot.numel for shape in shapes for slot in shape.tensors),
+            num_owned_blocks=len(owned),
+            num_owned_parameters=sum(held.num_elements for held in owned),
+            num_followed_blocks=len(followed),
+            num_followed_parameters=sum(held.num_elements for held in followed),
+        )
+        return Ready(worker=self.machine.worker, holding=holding)
+
+    def link_lost(self, peer: int, detail: str) -> LinkLost:
+        """The link to a peer has ended."""
+        return LinkLost(worker=self.machine.worker, peer=peer, epoch=self.machine.member.epoch, detail=detail)
+
+    def committed(self, committed: Committed) -> StepReport:
+        """A committed step; now and then also how long actions take."""
+        if committed.was_run:
+            self._report_timings(committed.step)
+        skipped = committed.nonfinite
+        layer_name = self.machine.terms.layer_name
+        return StepReport(
+            worker=self.machine.worker,
+            epoch=self.machine.member.epoch,
+            step=committed.step,
+            attempt=committed.attempt,
+            loss=committed.loss,
+            norm=committed.norm,
+            learning_rate=learning_rate(self._config.optimizer, committed.step, self._config.run.steps),
+            duration_s=time.monotonic() - self._watch.step_began_s if committed.was_run else 0.0,
+            phases_s=dict(self._watch.phases_s),
+            vector=committed.evidence.vector,
+            change=committed.evidence.change,
+            checkpoint=committed.evidence.checkpoint,
+            finished_s=time.monotonic(),
+            retries=list(committed.retries),
+            skipped=None if skipped is None else self.machine.describe_nonfinite(skipped),
+            skipped_microbatch=None if skipped is None else skipped.microbatch,
+            skipped_layer=None if skipped is None else layer_name(skipped.layer),
+        )
+
+    def _report_timings(self, step: int) -> None:
+        now_s = time.monotonic()
+        if not self._has_warmed_up:
+            self._timer.times.take()
+            self._has_warmed_up = True
+        elif now_s - self._timed_at_s >= self._timings_every_s:
+            self._timed_at_s = now_s
+            self._timings_every_s = min(2 * self._timings_every_s, TIMINGS_EVERY_S_MAX)
+            actions = self._timer.times.take()
+            epoch = self.machine.member.epoch
+            self._client.send(
+                Timings(worker=self.machine.worker, epoch=epoch, step=step, level=self.level, actions=actions)
+            )
+
+    def evaluated(self, step: int, loss: float) -> EvaluationReport:
+        """An evaluation has been made."""
+        num_microbatches = self._config.run.eval_microbatches
+        batch, length = self._config.batch.microbatch_size, self._config.model.context_length
+        return EvaluationReport(
+            worker=self.machine.worker,
+            step=step,
+            loss=loss,
+            num_tokens=num_microbatches * batch * length,
+            duration_s=time.monotonic() - self._watch.evaluation_began_s,
+        )
+
+    def installed(self, received_bytes: int) -> Installed:
+        """A decision is installed."""
+        return Installed(
+            worker=self.machine.worker,
+            epoch=self.machine.member.epoch,
+            edit_s=self._links.edit_s,
+            promote_s=time.monotonic() - self._links.connected_s,
+            critical_bytes=received_bytes,
+        )
+
+    def standing(self, step: int) -> Standing:
+        """Where training stands after a step."""
+        progress = self.machine.progress
+        return Standing(
+            epoch=self.machine.member.epoch,
+            step=step,
+            num_updates=progress.num_updates,
+            exponents=list(progress.grids.exponents),
+            calibrated=progress.grids.calibrated,
+        )
+
+    def finished(self, stopped: bool) -> Finished:
+        """The last state: all workers wait until every one has said so."""
+        machine = self.machine
+        store = BlockStore(machine.copies)
+        num_followers = min(self._config.elastic.num_followers, len(machine.members) - 1)
+        return Finished(
+            worker=machine.worker,
+            standing=self.standing(machine.last_step),
+            stopped=stopped,
+            owner_digests=store.digest_parts(Role.OWNER),
+            follower_digests=store.digest_parts(Role.FOLLOWER),
+            complete=all(len(workers) == num_followers for workers in machine.placement.followers),
+            optimizer_bytes=store.optimizer_bytes(),
+            peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            bytes_sent=sum(self._links.transport.bytes_sent.values()),
+        )

@@ -1,0 +1,224 @@
+"""The sums of gradients of one worker: its own partial sums, those of its peers, and the means that it makes of them.
+
+A frame of partial sums ends with one 64-bit word, the coverage of what it holds. Adjacent blocks are reduced in one go.
+Who sends what to whom is `elaswave.protocol.traffic`'s, and when is the machine's.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from elaswave.hashing import MASK64, signed64
+from elaswave.protocol.engine import Imbalance
+from elaswave.state.placement import Block
+from elaswave.state.shapes import LayerShape
+from elaswave.state.store import HeldBlock
+from elaswave.state.sums import Accumulator, ExactAccumulator, FloatAccumulator, Scratch, checksum, reduced_gradient
+
+_RUN_ELEMENTS = 1 << 17
+"""Most elements of a run: a mebibyte of sums, which a core's own cache holds."""
+
+_WORD_BYTES = 8
+"""Of the coverage at the end of a frame of partial sums."""
+
+
+class _BlockRun(NamedTuple):
+    """Adjacent blocks of one layer that are reduced in one go."""
+
+    blocks: list[Block]
+    sizes: list[int]
+    """Elements of each block."""
+
+    @property
+    def start(self) -> int:
+        """First element in the layer."""
+        return self.blocks[0].start
+
+    @property
+    def stop(self) -> int:
+        """One past the last element in the layer."""
+        return self.blocks[-1].stop
+
+
+class Reduction:
+    """The sums of gradients of one worker.
+
+    Args:
+        worker: its id.
+        blocks, shapes: of the model.
+        exact: add on grids, as integers; else in float32.
+        checked: keep checksums.
+    """
+
+    def __init__(
+        self, worker: int, blocks: Sequence[Block], shapes: Sequence[LayerShape], *, exact: bool, checked: bool = True
+    ) -> None:
+        self.balance = 0
+        """Coverage words that were sent less those that have come, less the checksums of the totals, modulo 2**64; with
+        the accumulators' checksums, and added over all workers, it is zero once all have reduced."""
+        self.checked = checked
+        self._worker = worker
+        self._blocks = blocks
+        self._shapes = shapes
+        self._exact = exact
+        self._scratch = Scratch() if exact else None
+        self._accumulators: dict[int, Accumulator] = {}
+        self._exponents: Sequence[Sequence[int]] = ()
+        self._num_microbatches = 1
+        self._slots: dict[tuple[int, int], list[torch.Tensor]] = {}
+        """(layer, peer) -> one tensor per run of the layer's owned blocks, and last the coverage."""
+        self._former_slots: dict[tuple[int, int], list[torch.Tensor]] = {}
+        """Those of the attempt before: fresh memory costs page faults."""
+        self._owned: dict[int, list[_BlockRun]] = {}
+        self._sent: list[tuple[int, tuple[int, ...]]] = []
+        """Layer and blocks of the frames sent in this attempt."""
+
+    @property
+    def accumulators(self) -> Mapping[int, Accumulator]:
+        """The own partial sums by layer. One mapping for the whole life of this object, changed only by `hold`."""
+        return self._accumulators
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.int64 if self._exact else torch.float32
+
+    def hold(self, layers: Sequence[int]) -> None:
+        """Has sums for exactly these layers."""
+        for index in set(self._accumulators) - set(layers):
+            del self._accumulators[index]
+        for index in sorted(set(layers) - set(self._accumulators)):
+            shape = self._shapes[index]
+            self._accumulators[index] = (
+                ExactAccumulator(shape, self._scratch, checked=self.checked) if self._exact else FloatAccumulator(shape)
+            )
+
+    def begin(self, exponents: Sequence[Sequence[int]], num_microbatches: int) -> None:
+        """A new attempt; the accumulators are emptied by whoever adds to them.
+
+        Args:
+            exponents: of the grids, per layer of the model and tensor of the layer.
+            num_microbatches: that the means are over.
+        """
+        self.balance = 0
+        self._exponents, self._num_microbatches = exponents, num_microbatches
+        self._former_slots, self._slots = self._slots, {}
+        self._owned = {}
+        self._sent = []
+
+    def frame(self, layer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
+        """The own partial sums of blocks of a layer, to be sent."""
+        accumulator = self._accumulators[layer]
+        total, coverage = accumulator.sum, accumulator.coverage
+        self.balance = (self.balance + coverage) & MASK64
+        self._sent.append((layer, tuple(blocks)))
+        word = torch.tensor([signed64(coverage)]).view(total.dtype)
+        return [*(total[run.start : run.stop] for run in self.runs(blocks)), word]
+
+    def slot(self, layer: int, peer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
+        """Where a peer's partial sums arrive: views into one allocation, never shared with what they will be added to,
+        so that an owner can leave out a dead peer's part."""
+        sizes = [*(run.stop - run.start for run in self.runs(blocks)), _WORD_BYTES // self._dtype.itemsize]
+        slot = self._former_slots.get((layer, peer))
+        if slot is None or [len(part) for part in slot] != sizes:
+            slot = list(torch.empty(sum(sizes), dtype=self._dtype).split(sizes))
+        self._slots[layer, peer] = slot
+        return slot
+
+    def reduce(self, layer: int, copies: Sequence[HeldBlock], peers: Sequence[int]) -> None:
+        """Makes the mean gradients of owned copies of a layer; the peers' partial sums are in their slots."""
+        shape, held = self._shapes[layer], {copy.block.id: copy for copy in copies}
+        self._owned[layer] = self.runs(list(held))
+        self.balance -= sum(_coverage(self._slots[layer, peer]) for peer in peers)
+        for run, parts in self._parts(layer):
+            total = _add_up(list(parts.values()))
+            gradient = reduced_gradient(total, shape, run.start, self._exponents[layer], self._num_microbatches)
+            if self.checked:
+                # After its use, so that whatever had changed before it shows.
+                self.balance -= checksum(total, shape, run.start)
+            for block, part in zip(run.blocks, gradient.split(run.sizes), strict=True):
+                held[block.id].gradient = part
+        self.balance &= MASK64
+
+    def partial_sums(self) -> int:
+        """What this worker has added and sent, less what has come and what it has made totals of."""
+        added = sum(accumulator.checksum for accumulator in self._accumulators.values())
+        return (added + self.balance) & MASK64
+
+    def imbalance(self) -> Imbalance:
+        """Where the sums are wrong, as they lie in memory now."""
+        changed = {
+            layer: (checksum(accumulator.sum, accumulator.shape, 0) - accumulator.checksum) & MASK64
+            for layer, accumulator in self._accumulators.items()
+        }
+        return Imbalance(changed, self.in_transit(), (self.balance - self.recount()) & MASK64)
+
+    def recount(self) -> int:
+        """The balance as it comes from what lies in memory now, adding each partial sum up by itself."""
+        sent = sum(self._accumulators[layer].coverage for layer, _ in self._sent)
+        come = sum(_coverage(slot) for (layer, _), slot in self._slots.items() if layer in self._owned)
+        totals = 0
+        for layer in self._owned:
+            for run, parts in self._parts(layer):
+                totals += sum(checksum(part, self._shapes[layer], run.start) for part in parts.values())
+        return (sent - come - totals) & MASK64
+
+    def in_transit(self) -> dict[int, int]:
+        """By block: what was sent less what has come, as it lies in memory now; each frame's word is its first block's.
+        Added over all workers, this is zero, modulo 2**64, unless something has changed on the way."""
+        found: dict[int, int] = {}
+
+        def note(block: int, words: int) -> None:
+            found[block] = (found.get(block, 0) + words) & MASK64
+
+        for layer, blocks in self._sent:
+            accumulator, shape = self._accumulators[layer], self._shapes[layer]
+            for index in blocks:
+                block = self._blocks[index]
+                note(index, checksum(accumulator.sum[block.start : block.stop], shape, block.start))
+            note(blocks[0], accumulator.coverage)
+        for (layer, _), slot in self._slots.items():
+            runs = self._owned.get(layer, [])
+            for run, part in zip(runs, slot, strict=False):
+                for block, piece in zip(run.blocks, part.split(run.sizes), strict=True):
+                    note(block.id, -checksum(piece, self._shapes[layer], block.start))
+            if runs:
+                note(runs[0].blocks[0].id, -_coverage(slot))
+        return found
+
+    def _parts(self, layer: int) -> Iterator[tuple[_BlockRun, dict[int, torch.Tensor]]]:
+        """The runs that this worker owns of a layer, and of each the partial sums by the worker that has added them."""
+        peers = sorted(peer for of, peer in self._slots if of == layer)
+        own = self._accumulators.get(layer)
+        for index, run in enumerate(self._owned[layer]):
+            parts = {} if own is None else {self._worker: own.sum[run.start : run.stop]}
+            yield run, parts | {peer: self._slots[layer, peer][index] for peer in peers}
+
+    def runs(self, blocks: Sequence[int]) -> list[_BlockRun]:
+        """Ascending blocks of one layer as runs of adjacent ones."""
+        runs: list[_BlockRun] = []
+        for index in blocks:
+            block = self._blocks[index]
+            size = block.stop - block.start
+            if runs and runs[-1].stop == block.start and block.stop - runs[-1].start <= _RUN_ELEMENTS:
+                runs[-1].blocks.append(block)
+                runs[-1].sizes.append(size)
+            else:
+                runs.append(_BlockRun([block], [size]))
+        return runs
+
+
+def _coverage(parts: Sequence[torch.Tensor]) -> int:
+    """The last word of a frame of partial sums."""
+    return int(parts[-1].clone().view(torch.int64))
+
+
+def _add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of partial sums; a single one is returned itself. By numpy, which adds int64 faster than torch."""
+    if len(parts) == 1:
+        return parts[0]
+    total = np.add(parts[0].numpy(), parts[1].numpy())
+    for part in parts[2:]:
+        np.add(total, part.numpy(), out=total)
+    return torch.from_numpy(total)

@@ -1,0 +1,292 @@
+"""The numbers of a worker, with torch: layers, sums of gradients and the content of copies. The machine of
+`elaswave.protocol` says what is done when; nothing here knows of links, epochs or votes.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from elaswave.protocol.engine import Imbalance, Loaded, Measured
+from elaswave.state.checkpoint import read_meta
+from elaswave.state.checkpoint_format import MASTER
+from elaswave.state.flat import FlatLayer
+from elaswave.state.placement import Placement, Role
+from elaswave.state.store import HeldBlock
+from elaswave.state.sums import square_sum
+from elaswave.state.verify import run_hash
+from elaswave.types import Action, ExecutionParameters, Layout
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.compute import Compute
+from elaswave.worker.materialise import materialise
+from elaswave.worker.optimizer import Optimizer, clip_factor, learning_rate
+from elaswave.worker.pacing import ActionTimer
+from elaswave.worker.reduction import Reduction
+
+
+class Batches(Protocol):
+    """Where micro-batches come from."""
+
+    def __call__(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and targets of one micro-batch, int64 [samples, context_length] each."""
+        ...
+
+
+class EngineContext(NamedTuple):
+    """What an engine works with; fixed for the whole life of a worker."""
+
+    blueprint: Blueprint
+    worker: int
+    optimizer: Optimizer
+    batches: Batches
+    """Of training."""
+    evaluation_batches: Batches
+    check: Callable[[], None]
+    """Called between layers: moves bytes, and raises InterruptedWaitError if the epoch is over."""
+    timer: ActionTimer
+    """Measures every action, and makes it last on an emulated device."""
+    run_dir: Path
+    on_execution: Callable[[ExecutionParameters], None] = lambda execution: None
+    """Told of the execution parameters in force."""
+
+
+class TorchEngine:
+    """The numbers of one worker; see `elaswave.protocol.engine.Engine` for what its methods promise.
+
+    Args:
+        context: what it works with.
+        layers: the materialised layers of this worker's stage, with current parameters.
+    """
+
+    def __init__(self, context: EngineContext, layers: Mapping[int, FlatLayer]) -> None:
+        self.context = context
+        blueprint, elastic = context.blueprint, context.blueprint.config.elastic
+        self.blocks = blueprint.blocks
+        self.layers: dict[int, FlatLayer] = dict(layers)
+        """The layers that are here; changed only by `use_layout` and `load`."""
+        self.reduction = Reduction(
+            context.worker,
+            self.blocks,
+            blueprint.shapes,
+            exact=elastic.consistency == "bitwise",
+            checked=elastic.verify,
+        )
+        self.reduction.hold(list(self.layers))
+        self.compute = Compute(
+            blueprint.model,
+            self.layers,
+            self.reduction.accumulators,
+            seed=blueprint.config.run.seed,
+            recompute=blueprint.config.model.recompute,
+            between_layers=context.check,
+        )
+        self._num_microbatches = blueprint.layout.num_microbatches
+
+    # ---------------------------------------------------------------------------------------------------- layouts
+
+    def use_layout(self, layout: Layout, execution: ExecutionParameters, copies: Iterable[HeldBlock]) -> frozenset[int]:
+        """Makes and drops layers so that exactly those of the worker's stage are here."""
+        stage = layout.stages[layout.stage_of(self.context.worker)]
+        new = self._materialise(range(stage.start, stage.stop), copies)
+        self._num_microbatches = layout.num_microbatches
+        self.context.on_execution(execution)
+        return new
+
+    def _materialise(self, wanted: range, copies: Iterable[HeldBlock]) -> frozenset[int]:
+        gone = set(self.layers) - set(wanted)
+        for copy in copies:
+            if copy.block.layer in gone:
+                # It may be a view of the layer's storage, all of which would stay with it.
+                copy.slots[MASTER] = copy.slots[MASTER].clone()
+        for index in gone:
+            del self.layers[index]
+        new = frozenset(wanted) - self.layers.keys()
+        blueprint = self.context.blueprint
+        for index in sorted(new):
+            shape = blueprint.shapes[index]
+            self.layers[index] = FlatLayer(blueprint.model.layers[index], shape, blueprint.dtype)
+        if gone or new:
+            self.reduction.hold(list(self.layers))
+        return new
+
+    # -------------------------------------------------------------------------------------------------------- RUN
+
+    def begin(self, step: int, exponents: Sequence[int]) -> None:
+        """Empties all sums for a new attempt."""
+        by_layer = [[exponents[slot.id] for slot in shape.tensors] for shape in self.context.blueprint.shapes]
+        self.compute.begin(step, by_layer)
+        self.reduction.begin(by_layer, self._num_microbatches)
+
+    def run(self, action: Action, layers: range, step: int, value: Any, *, first: bool, last: bool) -> Any:
+        """Runs an action, and makes it last on an emulated device."""
+        compute, microbatch = self.compute, action.microbatch
+        targets = None
+        if action.kind == "F" and (first or last):
+            tokens, targets = self.context.batches(step, microbatch)
+            value = tokens if first else value
+        start_ns = time.monotonic_ns()
+        output: torch.Tensor | None
+        if action.kind == "F":
+            output = compute.forward(layers, microbatch, value, targets if last else None)
+        elif action.kind == "W":
+            compute.backward_weights(layers, microbatch)
+            output = None
+        elif action.kind == "I":
+            output = compute.backward_input(layers, microbatch, value)
+        else:
+            output = compute.backward(layers, microbatch, value)
+        self.context.timer.on_computed(action, layers, start_ns)
+        return output
+
+    def evaluate(self, layers: range, step: int, microbatch: int, value: Any, *, first: bool, last: bool) -> Any:
+        """Runs layers forward for a validation micro-batch."""
+        targets = None
+        if first or last:
+            tokens, targets = self.context.evaluation_batches(step, microbatch)
+            value = tokens if first else value
+        return self.compute.forward(layers, microbatch, value, targets if last else None, train=False)
+
+    def losses(self) -> Mapping[int, float]:
+        """Loss by micro-batch."""
+        return dict(self.compute.losses)
+
+    def forget_losses(self) -> None:
+        """An evaluation begins."""
+        self.compute.losses.clear()
+
+    # ----------------------------------------------------------------------------------------------------- REDUCE
+
+    def partial_sums(self, layer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
+        """The own partial sums of blocks of a layer, with their coverage."""
+        return self.reduction.frame(layer, blocks)
+
+    def partial_sums_slot(self, layer: int, peer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
+        """Where a peer's arrive."""
+        return self.reduction.slot(layer, peer, blocks)
+
+    def reduce(self, layer: int, copies: Sequence[HeldBlock], peers: Sequence[int]) -> None:
+        """Makes the mean gradients of owned copies of a layer."""
+        self.reduction.reduce(layer, copies, peers)
+
+    def gradients(self, copies: Sequence[HeldBlock]) -> list[torch.Tensor]:
+        """The mean gradients of owned copies."""
+        return [_gradient(copy) for copy in copies]
+
+    def gradients_slot(self, copies: Sequence[HeldBlock]) -> list[torch.Tensor]:
+        """Where those of followed copies arrive."""
+        for copy in copies:
+            copy.gradient = torch.empty(copy.num_elements, dtype=torch.float32)
+        return [_gradient(copy) for copy in copies]
+
+    # ------------------------------------------------------------------------------------------------------- VOTE
+
+    def measured(self) -> Measured:
+        """What the computation of this attempt brings to the ballot."""
+        compute = self.compute
+        maxima = {
+            slot.id: maximum
+            for accumulator in self.reduction.accumulators.values()
+            for slot, maximum in zip(accumulator.shape.tensors, accumulator.maxima, strict=True)
+        }
+        return Measured(
+            compute.coverage, self.reduction.partial_sums(), dict(compute.losses), maxima, compute.nonfinite
+        )
+
+    def square_sum(self, copy: HeldBlock) -> float:
+        """Sum of squares of a copy's mean gradient."""
+        return square_sum(_gradient(copy))
+
+    def gradient_hash(self, copy: HeldBlock) -> int:
+        """Of a copy's mean gradient."""
+        return run_hash(_gradient(copy))
+
+    def state_hashes(self, copy: HeldBlock) -> Iterable[tuple[str, int]]:
+        """Of the master and the optimizer's states."""
+        return ((name, run_hash(values)) for name, values in copy.slots.items())
+
+    def counts(self) -> Mapping[tuple[int, int], int]:
+        """How often each (layer, micro-batch) was added."""
+        return self.compute.counts
+
+    def imbalance(self) -> Imbalance:
+        """Where the partial sums are wrong."""
+        return self.reduction.imbalance()
+
+    # --------------------------------------------------------------------------------------- APPLY, GATHER, delivery
+
+    def apply(self, copy: HeldBlock, step: int, norm: float | None, num_updates: int) -> None:
+        """Applies a copy's mean gradient, clipped by the norm, and forgets it."""
+        gradient, copy.gradient = _gradient(copy), None
+        if norm is None:
+            return
+        config = self.context.blueprint.config
+        clip = clip_factor(norm, config.optimizer.grad_clip)
+        if clip != 1.0:
+            gradient.mul_(clip)
+        rate = learning_rate(config.optimizer, step, config.run.steps)
+        self.context.optimizer.update(
+            copy.slots, gradient, copy.decay_runs, learning_rate=rate, num_updates=num_updates
+        )
+
+    def publish(self, copies: Iterable[HeldBlock]) -> None:
+        """Copies masters into the layers that are here, if those do not compute with the masters themselves."""
+        for copy in copies:
+            layer = self.layers.get(copy.block.layer)
+            if layer is not None:
+                parameters, master = layer.flat[copy.block.start : copy.block.stop], copy.slots[MASTER]
+                if parameters.data_ptr() != master.data_ptr():
+                    parameters.copy_(master)
+
+    def parameters_of(self, copies: Sequence[HeldBlock]) -> list[torch.Tensor]:
+        """The parameters of copies in the dtype that layers compute in."""
+        return [copy.slots[MASTER].to(self.context.blueprint.dtype) for copy in copies]
+
+    def parameters_slot(self, layer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
+        """Where parameters arrive: in the layer itself."""
+        flat = self.layers[layer].flat
+        return [flat[run.start : run.stop] for run in self.reduction.runs(blocks)]
+
+    # ----------------------------------------------------------------------------------------------------- copies
+
+    def empty_copy(self, block: int) -> HeldBlock:
+        """A follower's copy of a block, without content."""
+        size, layer = self.blocks[block].num_elements, self.blocks[block].layer
+        names = (MASTER, *self.context.optimizer.slots)
+        slots = {name: torch.empty(size, dtype=torch.float32) for name in names}
+        return HeldBlock(self.blocks[block], Role.FOLLOWER, self.context.blueprint.shapes[layer], slots, version=-1)
+
+    def state(self, copy: HeldBlock) -> list[torch.Tensor]:
+        """Master and optimizer's states."""
+        return list(copy.slots.values())
+
+    def state_slot(self, copy: HeldBlock) -> list[torch.Tensor]:
+        """Where they arrive."""
+        return list(copy.slots.values())
+
+    def parameter_bytes(self, blocks: Iterable[int]) -> int:
+        """Bytes of the parameters of blocks, as they travel."""
+        itemsize = self.context.blueprint.dtype.itemsize
+        return sum(self.blocks[block].num_elements * itemsize for block in blocks)
+
+    def load(self, step: int, layout: Layout, placement: Placement) -> Loaded[HeldBlock]:
+        """Loads a durable checkpoint, every used byte of which is checked, or begins from the seed."""
+        checkpoint = None
+        if step > 0:
+            folder = self.context.run_dir / "checkpoints" / f"step-{step:08d}"
+            checkpoint = (folder, read_meta(folder))
+        context = self.context
+        self.layers.clear()
+        layers, store, progress = materialise(
+            context.blueprint, context.worker, context.optimizer, layout, placement, checkpoint
+        )
+        self.layers.update(layers)
+        self.reduction.hold(list(self.layers))
+        num_bytes = sum(layer.flat.nbytes for layer in layers.values()) + store.optimizer_bytes()
+        return Loaded(store.held, progress, num_bytes)
+
+
+def _gradient(copy: HeldBlock) -> torch.Tensor:
+    assert copy.gradient is not None, f"block {copy.block.id} has no gradient"
+    return copy.gradient

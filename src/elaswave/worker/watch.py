@@ -1,0 +1,110 @@
+"""What sees a worker's steps: the probe's points, what heartbeats tell, the seconds of each phase, and the trace."""
+
+import time
+
+from elaswave.observability.trace import ACTION, PHASE, TraceRecorder
+from elaswave.protocol.engine import Phase, StepObserver
+from elaswave.protocol.messages import Decision
+from elaswave.protocol.worker import WorkerMachine
+from elaswave.state.store import HeldBlock
+from elaswave.types import Action
+from elaswave.worker.mailbox import Mailbox
+from elaswave.worker.probe import Probe
+
+
+class StepWatch(StepObserver):
+    """Watches the steps of one worker.
+
+    Args:
+        probe: told of every point.
+        mailbox: its heartbeats tell what the worker is doing, and where.
+        trace: records phases and actions.
+    """
+
+    def __init__(self, probe: Probe, mailbox: Mailbox, trace: TraceRecorder) -> None:
+        self.machine: WorkerMachine[HeldBlock]
+        self.phases_s: dict[str, float] = {}
+        """Seconds of this worker in each phase of the present step, all attempts added."""
+        self.step_began_s = 0.0
+        self.evaluation_began_s = 0.0
+        self.recovery_began_ns: int | None = None
+        """When the recovery began that is under way."""
+        self._probe = probe
+        self._mailbox = mailbox
+        self.activity = mailbox.activity
+        self._trace = trace
+        self._reached: dict[Phase, int] = {}
+        self._phase_ns = self._asked_ns = self._computing_ns = 0
+
+    def step_begins(self, step: int, attempt: int) -> None:
+        """Starts the step's clock."""
+        self.step_began_s = time.monotonic()
+        self._mailbox.place = (self.machine.member.epoch, step, attempt)
+
+    def evaluation_begins(self) -> None:
+        """Starts the evaluation's clock."""
+        self.evaluation_began_s = time.monotonic()
+
+    def began(self) -> None:
+        """Counts points anew; in the first attempt also seconds."""
+        self._reached = {}
+        if self.machine.attempt == 1:
+            self.phases_s.clear()
+
+    def doing(self, label: str, *, computing: bool) -> None:
+        """Tells the heartbeat."""
+        if computing:
+            self.activity.compute(label)
+        else:
+            self.activity.wait(label)
+
+    def acting(self, action: Action) -> None:
+        """Tells the heartbeat and the probe."""
+        self.activity.compute(str(action))
+        self.point("forward" if action.kind == "F" else "backward")
+        self._asked_ns = time.monotonic_ns()
+
+    def computing(self, action: Action) -> None:
+        """The action's input has come."""
+        self._computing_ns = time.monotonic_ns()
+
+    def acted(self, action: Action) -> None:
+        """Records the action."""
+        if self._trace.enabled:
+            self._trace.add("wait", "wait", self._asked_ns, self._computing_ns, {"for": str(action)})
+            self._trace.add(str(action), ACTION, self._computing_ns, time.monotonic_ns(), {"step": self.machine.step})
+
+    def point(self, phase: Phase) -> None:
+        """Tells the probe, which may strike here."""
+        index = self._reached.get(phase, 0)
+        self._reached[phase] = index + 1
+        self._probe.reached(phase, index, self.machine)
+
+    def enter(self, phase: str) -> None:
+        """Starts the phase's clock."""
+        self._phase_ns = time.monotonic_ns()
+
+    def leave(self, phase: str) -> None:
+        """Records the phase."""
+        end_ns = time.monotonic_ns()
+        self.phases_s[phase] = self.phases_s.get(phase, 0.0) + (end_ns - self._phase_ns) * 1e-9
+        where = {"step": self.machine.step, "attempt": self.machine.attempt}
+        self._trace.add(phase.upper(), PHASE, self._phase_ns, end_ns, where)
+
+    def recovering(self) -> None:
+        """The worker waits for the coordinator's decision."""
+        if self.recovery_began_ns is None:
+            self.recovery_began_ns = time.monotonic_ns()
+        self.activity.wait("recover")
+
+    def moved(self) -> None:
+        """A new connection's first words are other ones now."""
+        self._mailbox.answered(self.machine.member.epoch, self.machine.report)
+
+    def installed(self, decision: Decision) -> None:
+        """The same; records the recovery."""
+        self._mailbox.answered(decision.epoch, None)
+        begin_ns, self.recovery_began_ns = self.recovery_began_ns, None
+        if begin_ns is not None:
+            where = {"epoch": decision.epoch, "step": decision.resume_step}
+            self._trace.add("RECOVERY", PHASE, begin_ns, time.monotonic_ns(), where)
