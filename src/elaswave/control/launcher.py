@@ -78,7 +78,7 @@ def train(
     check_available(config.device.frequency)
     provide_descriptors(sum(config.widths))
     sweep_dead()
-    (run_dir / "logs").mkdir(exist_ok=True)
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     job = LocalJob(
         config,
         run_dir,
