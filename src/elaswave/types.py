@@ -1,4 +1,4 @@
-"""The words of DESIGN as values: ids, stages, routes, layouts, execution parameters, programs. No torch, no IO.
+"""The terms of elaswave as values: ids, stages, routes, layouts, execution parameters, programs. No torch, no IO.
 
 Ranges are half-open. Worker ids are given once and never reused. A layout says who runs what; who *holds* which
 block of state is the placement (``elaswave.state.placement``), which follows from the layout and the model alone. A

@@ -18,7 +18,7 @@ START = regular(2, 3, layers=(2, 2))
 
 
 def exchanged() -> Layout:
-    """Everybody is in the other stage: all layers go away, and others come."""
+    """Each worker is in the other stage: all layers go away, and others come."""
     stages = (Stage(start=0, stop=2, workers=(2, 3, 4)), Stage(start=2, stop=4, workers=(0, 1)))
     routes = tuple((Hop(2 + index % 3, 0, 0, 2), Hop(index % 2, 1, 2, 4)) for index in range(5))
     return Layout(stages=stages, routes=routes)

@@ -195,7 +195,7 @@ def test_an_evaluation_that_a_loss_has_prevented_is_made_up_for(
 def test_a_checkpoint_that_a_loss_has_prevented_is_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: ThreadJob
 ) -> None:
-    """What worker 3 owned after step 3 is written by whoever owns it now."""
+    """What worker 3 owned after step 3 is written by the worker that owns it now."""
     job = run(tmp_path, monkeypatch, DiesAt(3, 3, "gather"), settings={"run.checkpoint_every": 3})
     assert [decision.checkpoint for decision in job.decisions] == [True]
     written = {shard.worker for shard in job.shards if shard.standing.step == 3 and shard.standing.epoch == 2}

@@ -161,7 +161,7 @@ def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
 
 def dies_once_after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, mark: Path) -> None:
     """The first coordinator in which a method is called is killed when the call has been made: what the call has dealt
-    with may be acknowledged or not, but it is in nobody's memory any more."""
+    with may be acknowledged or not, but it is in no process's memory any more."""
     original = getattr(owner, method)
 
     def call_and_die(self: Any, *arguments: Any) -> Any:

@@ -40,7 +40,7 @@ def test_a_digest_from_followers_alone_is_that_of_the_owners(widths: list[int], 
     for role in Role:
         parts = [json.loads(file.read_text()) for file in tmp_path.glob(f"{role.name}-*.json")]
         assert len(parts) == sum(widths)
-        assert all(hexadecimal(part) != expected for part in parts)  # nobody holds everything
+        assert all(hexadecimal(part) != expected for part in parts)  # no worker holds everything
         assert hexadecimal(add_digests(parts)) == expected
 
 

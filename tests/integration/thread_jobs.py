@@ -178,7 +178,7 @@ class ThreadJob(CoordinatorDriver):
         follow.
 
         Args:
-            silently: nobody tells the coordinator of the end.
+            silently: no process tells the coordinator of the end.
         """
         with self._lock:
             if worker in self._dead:

@@ -140,10 +140,10 @@ def test_a_new_coordinator_asks_again_and_decides_the_same():
         "to 0: prepare 2 of term 2: [0, 2]",
         "to 2: prepare 2 of term 2: [0, 2]",
     ]
-    # Whoever has answered the first one says so when it registers; the other is asked.
+    # A member that has answered the first one says so when it registers; the other is asked.
     answered = report(0, 2)
     assert second.handle(registered(0, 2, answered), 0.0) == []
-    # Nobody can tell whether the first one's start has reached everybody, so it is said again.
+    # No process knows whether the first one's start has reached all members, so it is said again.
     assert shown(second.handle(registered(2), 0.0)) == ["start [0, 2]", "to 2: prepare 2 of term 2: [0, 2]"]
     assert shown(second.handle(report(2, 2), 0.0))[0] == "persist decision 2 of term 2: [0, 2] resume 1.2"
 
@@ -248,7 +248,7 @@ def test_before_the_first_commit_what_was_lost_is_made_again_from_the_seed():
     assert shown(lose_everything_of_a_block(machine, version=0)) == ["find a checkpoint"]
     effects = machine.handle(CheckpointFound(None), 0.0)
     assert shown(effects)[0] == "persist decision 2 of term 1: [0, 3, 4] resume 1.1, back to 0"
-    # And once more, when another one is lost before everybody has begun again.
+    # And once more, when another one is lost before all members have begun again.
     machine.handle(suspicion(4), 0.0)
     machine.handle(report(0, 3, job=FIVE, decided=2), 0.0)
     assert shown(machine.handle(report(3, 3, job=FIVE), 0.0)) == ["find a checkpoint"]

@@ -93,7 +93,7 @@ def everything_has_happened() -> None:
     machine.handle(registered(0, epoch=2), 0.0)
     machine = in_state(State.PLANNING)
     machine.handle(failure(machine.question), 0.0)
-    in_state(State.PLANNING).handle(EvidenceSeen(vote(7), 1), 0.0)  # no such vote can be: nobody has its state
+    in_state(State.PLANNING).handle(EvidenceSeen(vote(7), 1), 0.0)  # no such vote can be: no member has its state
 
     in_state(State.ROLLING_BACK).handle(CheckpointFound(None), 0.0)
     machine = in_state(State.ROLLING_BACK)

@@ -180,7 +180,8 @@ def test_no_silent_loss():
     checker.ended("no checkpoint, but all workers are lost", (0, 1), (2,), ())
     alone = next(worker for worker in range(3) if any(worker not in P.holders(block) for block in everything))
     checker.ended("two were lost", (alone,), (), everything)
-    # A placement that one vote has brought into force leaves out worker 0: whoever knows of it does not count on it.
+    # A placement that one vote has brought into force leaves out worker 0: a member that knows of it does not count on
+    # it.
     without = Placement(tuple(1 if owner == 0 else owner for owner in P.owner), P.followers)
     checker.placed(1, without)
     checker = NoSilentLoss()
@@ -225,7 +226,7 @@ def test_checkpoints_kept():
     checker = CheckpointsKept(2, 2, len(blocks), never_asked)
     checker.wrote(0, 2, blocks)
     checker.decided(decision(2, members=(0, 1), rollback=0))
-    checker.given_up(2, (0, 1))  # what was written before everybody went back does not count
+    checker.given_up(2, (0, 1))  # what was written before all members went back does not count
     checker.checkpointed(2, states, grid)
     with pytest.raises(Violation, match=r"checkpoints of steps \[3\]"):
         CheckpointsKept(3, 0, len(blocks), never_asked).finished((0,), {})  # the last step's is always due
@@ -251,7 +252,7 @@ def test_progress():
     checker.published(2, ())
     checker.stopped("finished", 10)
     checker.ended("worker 2 was lost", (0,), (2,), ())
-    with pytest.raises(Violation, match="although nobody was lost"):
+    with pytest.raises(Violation, match="although no worker was lost"):
         checker.ended("a bad day", (0,), (), ())
     with pytest.raises(Violation, match=r"does not name any of the lost workers \[2\]"):
         checker.ended("a bad day", (0,), (2,), ())
@@ -290,7 +291,7 @@ def test_one_layout():
     other = other_layout(MODEL.layout)
     see.switched(0, 1, 2, other)
     see.switched(1, 1, 2, other)
-    see.switched(0, 2, 2, MODEL.layout)  # the vote of epoch 1 was known to nobody who is left
+    see.switched(0, 2, 2, MODEL.layout)  # the vote of epoch 1 was known to no member that is left
     with pytest.raises(Violation, match="worker 1 goes on after step 2 with another layout than a peer"):
         see.switched(1, 2, 2, other)
 
@@ -320,7 +321,7 @@ def test_checkpoints_that_a_vote_asked_for_are_kept():
     given_up = checker()
     given_up.decided(decision(resume=2, checkpoint=True))
     given_up.given_up(1, (0,))
-    with pytest.raises(Violation, match=r"checkpoints of steps \[1\] are not there, and nobody was lost since"):
+    with pytest.raises(Violation, match=r"checkpoints of steps \[1\] are not there, and no worker was lost since"):
         given_up.finished((0,), {})
     back = checker()
     back.decided(decision(resume=1, rollback=0))

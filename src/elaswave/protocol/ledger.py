@@ -1,9 +1,9 @@
 """What one worker knows about commits, and what it must do about a decision. No IO.
 
 The worker's numerics (sums, optimizer) are elsewhere; this is the order in which things may happen, as methods that
-refuse any other order. It holds DESIGN's rules 1, 2, 3 and 5: after `promise` nothing more is learned until a
-decision; parameters are written only after the own vote; evidence is the whole vote; blocks carry versions, so a
-commit applies exactly what is still old.
+refuse any other order. It enforces rules W1, W2 and W5 of ``docs/protocol.md``: after `promise` nothing more is learned
+until a decision; parameters are written only after the own vote; evidence is the whole vote; blocks carry versions, so
+a commit applies exactly what is still old.
 """
 
 from collections.abc import Mapping

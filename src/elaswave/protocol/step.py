@@ -303,7 +303,7 @@ class StepLoop(Execution[C]):
     # ----------------------------------------------------------------------------------------------------------- VOTE
 
     def vote(self) -> Life[Verdict]:
-        """VOTE: one all-reduce over the ballots; whoever has the whole certificate has learned the result."""
+        """VOTE: one all-reduce over the ballots; a worker that has the whole certificate has learned the result."""
         self.observer.point("vote")
         self.observer.doing("vote", computing=False)
         yield Pause.MOMENT

@@ -250,8 +250,9 @@ class WorkerMachine(StepLoop[C]):
     def _request(self) -> Request:
         """What this worker asks for in its ballot.
 
-        Checkpoints by time are asked for by the clock of the member with the lowest id; the vote makes that everybody's
-        decision. All clocks begin anew at the same vote, so the next member goes on asking when that one is lost.
+        Checkpoints by time are asked for by the clock of the member with the lowest id; the vote makes that the
+        decision of all members. All clocks begin anew at the same vote, so the next member goes on asking when that one
+        is lost.
         """
         asked = self.outbox.request()
         if asked is not Request.NONE or self.worker != self.members[0]:

@@ -54,7 +54,7 @@ class Activity:
     def told(self) -> Doing:
         """What a heartbeat tells; called by one thread only.
 
-        Making layers and reading data is one long action that nobody knows the length of. So while a worker starts,
+        Making layers and reading data is one long action of unknown length. So while a worker starts,
         the time since its main thread last used the processor stands for the time since it began: it gets on,
         however slowly, or it stands still.
         """
@@ -67,7 +67,7 @@ class Activity:
         return doing._replace(since_s=max(doing.since_s, self._stirred_s))
 
     def compute(self, label: str) -> None:
-        """The worker computes: it cannot be waiting for anybody."""
+        """The worker computes: it cannot be waiting for another worker."""
         self.doing = Doing(label, True, (), time.monotonic())
 
     def wait(self, label: str, peers: tuple[int, ...] = ()) -> None:

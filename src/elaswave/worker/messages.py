@@ -19,7 +19,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Start(Message, frozen=True, kw_only=True):
-    """Everybody listens: connect and train."""
+    """All workers listen: connect and train."""
 
     addresses: dict[int, str]
 
@@ -171,7 +171,7 @@ class Finished(Message, frozen=True, kw_only=True):
 
 
 class Exit(Message, frozen=True, kw_only=True):
-    """Everybody has finished; a worker may end."""
+    """All workers have finished; a worker may end."""
 
 
 class Failed(Message, frozen=True, kw_only=True):

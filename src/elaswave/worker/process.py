@@ -388,6 +388,6 @@ def _failure(worker_id: int, worker: Worker | None, error: Exception) -> Failed:
         kind=type(cause).__name__,
         signature=f"{type(cause).__name__} at {place}",
         summary=summary,
-        # What the vote has found says all; where in this code that was said does not help anybody.
+        # The vote's finding says all; the place in this code where it was raised does not help the user.
         traceback_text="" if isinstance(error, VoteError) else "".join(traceback.format_exception(cause)),
     )

@@ -95,7 +95,7 @@ class Reduction:
             )
 
     def begin(self, exponents: Sequence[Sequence[int]], num_microbatches: int) -> None:
-        """A new attempt; the accumulators are emptied by whoever adds to them.
+        """A new attempt; the accumulators are emptied by the `Compute` that adds to them.
 
         Args:
             exponents: of the grids, per layer of the model and tensor of the layer.

@@ -16,7 +16,7 @@ from elaswave.worker.outbox import ControlOutbox
 WRITE_TIMEOUT_S = 1800.0
 """Bound of waiting for one shard's writing."""
 TURN_S = 0.05
-"""How long the writing is waited for before somebody looks whether something else has happened."""
+"""How long the worker waits for the writing before it looks whether something else has happened."""
 
 
 class ShardWriter:

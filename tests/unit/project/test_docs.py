@@ -1,5 +1,6 @@
 """Every page: links lead somewhere, files that are named exist, commands parse, examples of configurations load."""
 
+import ast
 import contextlib
 import io
 import re
@@ -192,3 +193,23 @@ def test_the_glossary_has_each_term_once_in_order() -> None:
     assert len(terms) > 50
     terms = terms[: terms.index("worker") + 1]
     assert terms == sorted(set(terms))
+
+
+def has_function(path: Path, name: str) -> bool:
+    """Whether a file defines a function, or a method by its qualified name; read, not imported."""
+    if not path.is_file():
+        return False
+    body = ast.parse(path.read_text()).body
+    *classes, function = name.split(".")
+    for wanted in classes:
+        body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == wanted), [])
+    return any(isinstance(node, ast.FunctionDef) and node.name == function for node in body)
+
+
+def test_the_twenty_questions_name_functions_that_exist() -> None:
+    rows = re.findall(r"^\| (.+\?) \| `(.+?)` \| `(.+?)` \| .+ \|$", (ROOT / "docs" / "where.md").read_text(), re.M)
+    assert len({question for question, _, _ in rows}) == len(rows) == 20
+    assert [(path, name) for _, path, name in rows if not has_function(SOURCE / path, name)] == []
+    assert has_function(SOURCE / "state" / "sums.py", "ExactAccumulator.add")
+    for path, name in (("sums.py", "ExactAccumulator.no"), ("sums.py", "No.add"), ("sums.py", "add"), ("no.py", "add")):
+        assert not has_function(SOURCE / "state" / path, name)

@@ -51,7 +51,7 @@ def test_while_it_starts_the_use_of_the_processor_is_the_progress():
     assert activity.told().since_s == stirred_s, "it stands still"
     activity.wait("start")
     cpu_s = 10.0
-    assert activity.told() == activity.doing, "whoever waits has nothing to get on with"
+    assert activity.told() == activity.doing, "a worker that waits has nothing to get on with"
 
 
 def test_the_clock_is_of_the_thread_that_made_it():

@@ -119,7 +119,7 @@ class OneOwner(Observer):
 
 
 class OneLayout(Observer):
-    """Whoever a planned change comes into force for, with the vote of a step, goes on with the same layout."""
+    """All workers for which a planned change comes into force, with the vote of a step, go on with the same layout."""
 
     def __init__(self) -> None:
         self._layouts: dict[tuple[int, int], Layout] = {}
@@ -181,7 +181,8 @@ class Agreement(Observer):
 class LogCounts(Observer):
     """What a coordinator has been told is committed, it does not have tried again.
 
-    A vote that it hears of after the next decision does not count; and a successor need not know what nobody told it.
+    A vote that it hears of after the next decision does not count; and a successor need not know what no member told
+    it.
     """
 
     def __init__(self) -> None:
@@ -218,7 +219,7 @@ class NoSilentLoss(Observer):
     def __init__(self) -> None:
         self._in_force: dict[int, Placement] = {}
         self._loading: set[int] = set()
-        """Workers that have yet to load a checkpoint; until they have, nothing can be asked of anybody."""
+        """Workers that have yet to load a checkpoint; until they have, nothing can be asked of any worker."""
         self._any_committed = False
 
     def learned(
@@ -278,8 +279,8 @@ class PublishedOnce(Observer):
 class CheckpointsKept(Observer):
     """A durable checkpoint that is due, or that a vote asked for, is made once, or given up with a word.
 
-    It is given up only if a part is really missing, and not if nobody was lost since the survivors began to write it.
-    Parts that are void because everybody went back behind them are left out of account.
+    It is given up only if a part is really missing, and not if no worker was lost since the survivors began to write
+    it. Parts that are void because all members went back behind them are left out of account.
     """
 
     def __init__(self, num_steps: int, every: int, num_blocks: int, asks: Callable[[bytes], bool]) -> None:
@@ -340,7 +341,7 @@ class CheckpointsKept(Observer):
         missing = sorted(self._due - self._stored - self._given_up)
         _require(not missing, f"the job ended without a word about the checkpoints of steps {missing}")
         missing = [step for step in sorted(self._due - self._stored) if step >= self._base]
-        _require(not missing, f"the checkpoints of steps {missing} are not there, and nobody was lost since")
+        _require(not missing, f"the checkpoints of steps {missing} are not there, and no worker was lost since")
 
 
 class Ends(Observer):
@@ -355,7 +356,7 @@ class Ends(Observer):
         self._last = max(self._last, step)
 
     def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
-        _require(bool(lost), f"given up although nobody was lost: {reason}")
+        _require(bool(lost), f"given up although no worker was lost: {reason}")
         named = [worker for worker in lost if str(worker) in reason]
         _require(bool(named), f"the reason does not name any of the lost workers {list(lost)}: {reason}")
         self._ended = reason

@@ -313,7 +313,7 @@ class SimCoordinator(CoordinatorDriver):
         return False
 
     def _end_if_finished(self) -> None:
-        """Nobody may exit before everybody's last apply is known here, in the present epoch."""
+        """No worker may exit before every member's last apply is known here, in the present epoch."""
         core, world = self.core, self.world
         if self.dead or core.state is not State.TRAINING or world.published_step < world.job.steps:
             return

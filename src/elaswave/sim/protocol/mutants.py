@@ -579,7 +579,7 @@ MUTANTS = {
         ),
         Mutant(
             "old-name",
-            "a stored decision is sent under the term of whoever made it",
+            "a stored decision is sent under the term of the coordinator that made it",
             Build(coordinator=SendsInOldName),
             "widths=2,1,1 kill:1@53 kill:c@78",
             real=True,

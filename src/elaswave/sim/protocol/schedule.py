@@ -2,8 +2,8 @@
 form, so that a failing schedule can be printed, shortened and run again.
 
 A fault strikes at an *instant*. Instants are counted over the whole run: one passes before each frame or message that
-anybody sends, before each block that is applied or loaded, and before each effect that a coordinator carries out. So
-"the coordinator dies between persisting a decision and sending it to the second worker" is one number.
+any process sends, before each block that is applied or loaded, and before each effect that a coordinator carries out.
+So "the coordinator dies between persisting a decision and sending it to the second worker" is one number.
 """
 
 import random

@@ -172,7 +172,7 @@ class World:
         self._delay_at = 0
 
     def lost(self) -> list[int]:
-        """Workers that were struck and then held for lost; while coordinators are struck it can be anybody."""
+        """Workers that were struck and then held for lost; while coordinators are struck it can be any worker."""
         struck = {worker for fault in self.fired for worker in fault.workers}
         if any(fault.target == COORDINATOR for fault in self.fired):
             return sorted(self.suspected)
@@ -325,7 +325,7 @@ class World:
             return
         coordinator = self.coordinator
         if coordinator is None:
-            return  # whoever is started next is found
+            return  # the coordinator that is started next is found
         isolated = self._isolated_until.get(worker.id, 0)
         if isolated > self.now:
             self._at(isolated - self.now, self._connect, worker)
