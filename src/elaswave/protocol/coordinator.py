@@ -535,7 +535,7 @@ class Coordinator:
     def _seek_checkpoint(self, cause: Cause, base: int, orphans: tuple[int, ...] = ()) -> list[CoordinatorEffect]:
         self._orphans = orphans
         if cause is Cause.RESTART_POLICY:
-            self._why_back = "all members start over, as the policy is"
+            self._why_back = "the job starts over, as the policy is"
         elif cause is Cause.ROLLBACK_MISSED:
             self._why_back = (
                 f"workers {list(self._lost)} were lost before all members had gone back to the last checkpoint"
