@@ -1,4 +1,4 @@
-"""Workers that are lost before the first step: while they start, and before anybody has heard of them."""
+"""Workers that are lost before the first step: while they start, and before any member has heard of them."""
 
 import os
 import signal

@@ -221,7 +221,7 @@ def test_a_system_that_refuses_the_committer_costs_checkpoints_only(
 def test_a_coordinator_that_looks_for_checkpoints_waits_for_one_in_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everybody would go back to an older one, and the newer one would appear behind their backs."""
+    """All workers would go back to an older one, and the newer one would be complete afterwards."""
     commit, mark, begun, early = checkpoint_commit.commit_checkpoint, *(tmp_path / name for name in ("a", "b", "c"))
     run_dir = tmp_path / "run"
 

@@ -190,12 +190,12 @@ class Setting:
 
     @cached_property
     def step_s(self) -> float:
-        """Of the undisturbed job."""
+        """Of the fault-free job."""
         return time_as_it_is(self.cluster, self.costs, self.allocation, followers=self.followers).step_s
 
     @cached_property
     def best_step_s(self) -> float:
-        """Of the undisturbed job as elaswave's planner would run it: with stages of unequal width and shared layers,
+        """Of the fault-free job as elaswave's planner would run it: with stages of unequal width and shared layers,
         where that is faster."""
         nothing = ClusterEvent(kind="slowed", workers=(int(self.cluster.ids[0]),), speed=float(self.cluster.speed[0]))
         try:
@@ -205,7 +205,7 @@ class Setting:
         return min(self.step_s, best.predicted_step_s)
 
     def capacity_left(self, left: Cluster) -> float:
-        """Tokens per second of the capacity that is left: the undisturbed job's at its best, times the speed of those
+        """Tokens per second of the capacity that is left: the fault-free job's at its best, times the speed of those
         who are left over the speed of all.
 
         Args:

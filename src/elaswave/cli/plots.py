@@ -97,7 +97,7 @@ def plot_timelines(path: Path, title: str, outcomes: Sequence["PolicyOutcome"]) 
     there = [sample.num_workers / most for sample in outcomes[0].timeline]
     axes.step(times, [*there, there[-1]], where="post", color="#888888", linestyle="--", linewidth=1, label="workers")
     axes.set_xlabel(unit)
-    axes.set_ylabel("relative to the undisturbed job")
+    axes.set_ylabel("relative to the fault-free job")
     axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=9, wrap=True)
     axes.spines[["top", "right"]].set_visible(False)

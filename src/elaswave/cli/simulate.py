@@ -57,7 +57,7 @@ class Life:
     tokens_per_microbatch: int
 
     def tokens_per_s(self, outcome: PolicyOutcome) -> float:
-        """Of the undisturbed job."""
+        """Of the fault-free job."""
         return self.num_microbatches * self.tokens_per_microbatch / outcome.undisturbed_step_s
 
 
@@ -321,7 +321,7 @@ def render_outcomes(life: Life, outcomes: Sequence[PolicyOutcome], width: int) -
     lines += [
         "",
         *wrap(
-            f"{summary.policy}: goodput {_percent(summary, 'goodput')} of the undisturbed job's "
+            f"{summary.policy}: goodput {_percent(summary, 'goodput')} of the fault-free job's "
             f"{undisturbed:,.0f} tokens/s, {_percent(summary, 'of_capacity')} of the workers that were there "
             f"({_percent(summary, 'availability')})",
             width,

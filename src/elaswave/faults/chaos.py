@@ -2,7 +2,7 @@
 
 A case is a pure function of (seed, index): any of them can be repeated alone. Models are drawn once per seed and
 shared by its cases, since the result depends on the model, the data and the seed, and on nothing else: **one
-undisturbed run on a single worker is the reference run of all cases of a model**, whatever their layout, schedule,
+fault-free run on a single worker is the reference run of all cases of a model**, whatever their layout, schedule,
 followers and checkpoints. That these do not show in the result is itself part of what is tested.
 
 A case may end in two ways: with the same losses, evaluations and digests as its reference run; or, where faults have

@@ -1,4 +1,4 @@
-"""The undisturbed job: what plans start from, and what the capacity that is left is measured by. Pure."""
+"""The fault-free job: what plans start from, and what the capacity that is left is measured by. Pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,7 +31,7 @@ def fault_free(
     share_layers: bool = False,
     followers: int = DEFAULT_FOLLOWERS,
 ) -> Allocation:
-    """The best allocation of an undisturbed job: stages of equal width, workers stage by stage in order of ids.
+    """The best allocation of a fault-free job: stages of equal width, workers stage by stage in order of ids.
 
     Args:
         cluster: with num_stages x num_replicas workers or more; the first ones are used.
@@ -59,7 +59,7 @@ def fastest_fault_free(
     share_layers: bool = False,
     followers: int = DEFAULT_FOLLOWERS,
 ) -> Allocation:
-    """The best allocation of an undisturbed job under the schedule that makes it fastest, of those that fit.
+    """The best allocation of a fault-free job under the schedule that makes it fastest, of those that fit.
 
     What policies are compared by: otherwise one that changes the schedule after a loss would gain by that alone, which
     any job could have had before.

@@ -180,7 +180,7 @@ class Detector:
         self._moved_s = 0.0
         """When any worker's position changed last."""
         self._paused = False
-        """Whether everybody waits for the coordinator."""
+        """Whether all workers wait for the coordinator."""
         self._busy: dict[str, _LongestLately] = {}
         """By kind of action: how long it took any worker."""
         self._standstills = _LongestLately(DURATION_HALF_LIFE_S)

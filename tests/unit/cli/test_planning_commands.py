@@ -185,7 +185,7 @@ def test_the_comparison_as_a_table(capsys: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_policy_without_a_plan_says_so(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    # Three replicas cannot lose one each and leave torchft anybody.
+    # If three replicas lose one worker each, none is left for torchft.
     arguments = ["compare", *SMALL, "--lose", "4", "--policies", "elaswave,torchft"]
     entry = document(capsys, *arguments)["policies"][1]
     assert (entry["feasible"], entry["throughput"], entry["step_time_s"]) == (False, 0.0, None)

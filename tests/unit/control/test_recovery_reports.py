@@ -1,4 +1,4 @@
-"""Recoveries are shown first and entered then, each once, and whoever takes over goes on with what was begun."""
+"""Recoveries are shown first and entered then, each once, and the next coordinator goes on with what was begun."""
 
 from types import SimpleNamespace
 

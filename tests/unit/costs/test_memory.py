@@ -22,7 +22,7 @@ def test_a_shared_layer_is_sliced_over_the_workers_of_both_stages():
     model = MemoryModel.of_stages(COSTS, stages, followers=1)
     assert float(model.fixed_bytes(0, 3)) == pytest.approx(3 * 30 + 2 * (30 / 2 + 30 / 2 + 30 / 3))
     assert model.sent_bytes(2, 4) == pytest.approx(2 * 10 + 2 * (30 / 3 + 30))
-    alone = MemoryModel.of_stages(COSTS, stages[1:], followers=5)  # nobody else could hold a copy
+    alone = MemoryModel.of_stages(COSTS, stages[1:], followers=5)  # no other worker could hold a copy
     assert alone.sent_bytes(3, 4) == pytest.approx(10 + 30)
 
 

@@ -2,10 +2,10 @@
 
 Between two changes nothing happens: the job does micro-batches at the rate that its plan predicts. So time advances
 from change to change, and a week of 100,000 workers is some hundreds of plans, each by the policy's own planner. Every
-policy meets the same scenario, from the same start, measured against the same undisturbed job.
+policy meets the same scenario, from the same start, measured against the same fault-free job.
 
 Definitions, with symbols, are in docs/simulation.md. In short: T is the scenario's duration, M the micro-batches of a
-step, rho = M / step the undisturbed job's rate on all machines. *Goodput* is the micro-batches that were committed and
+step, rho = M / step the fault-free job's rate on all machines. *Goodput* is the micro-batches that were committed and
 not lost again, over rho x T. T is the sum of its parts: useful + lost work + pauses + waiting + slower.
 
 Approximated: steps are not told apart. A failure that interrupts one loses half of it, for every policy: the engine
@@ -41,7 +41,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_workers: int
     """That are there."""
     throughput: float
-    """Relative to the undisturbed job's; 0 while training stands."""
+    """Relative to the fault-free job's; 0 while training stands."""
 
 
 class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,13 +53,13 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
     """T."""
     goodput: float
-    """Useful work over what the undisturbed job does in T."""
+    """Useful work over what the fault-free job does in T."""
     availability: float
     """Mean number of workers that are there, over the most there are at once."""
     useful_s: float
     """goodput x T."""
     lost_work_s: float
-    """Work that was thrown away, as time of the undisturbed job."""
+    """Work that was thrown away, as time of the fault-free job."""
     pauses_s: dict[str, float]
     """Cause -> seconds of standing still. Causes: the kinds of events, restart (after a stop), checkpoint."""
     num_pauses: dict[str, int]
@@ -109,7 +109,7 @@ def simulate(
         schedule: of the job at the beginning.
         pauses: times of standing still; None means `RecoveryTimes`' defaults.
         planner: use this one under the policy's name.
-        best_of: plans the undisturbed job that goodput is measured by, where it finds a faster one than the job has at
+        best_of: plans the fault-free job that goodput is measured by, where it finds a faster one than the job has at
             the beginning: then no policy gains by what could have been had without a failure.
         progress: told after every change what share of the scenario is behind.
     Raises:

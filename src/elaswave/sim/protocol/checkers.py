@@ -27,7 +27,7 @@ def _require(holds: bool, text: str) -> None:
 
 
 class SameBits(Observer):
-    """State, parameters, losses and grids are the undisturbed run's."""
+    """State, parameters, losses and grids are the fault-free run's."""
 
     def __init__(self, truth: Truth) -> None:
         self._truth = truth

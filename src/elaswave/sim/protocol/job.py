@@ -1,4 +1,4 @@
-"""The toy job of the simulation: a model of whole numbers, and what an undisturbed run of it comes to.
+"""The toy job of the simulation: a model of whole numbers, and what a fault-free run of it comes to.
 
 Everything that decides bits in the real engine has its counterpart here: parameters are rounded masters, gradients
 depend on the parameters, the step, the micro-batch and the layer, sums are taken on grids that follow from the last
@@ -228,7 +228,7 @@ def _scatter(value: int) -> int:
 
 
 class Truth(NamedTuple):
-    """An undisturbed run."""
+    """A fault-free run."""
 
     states: tuple[tuple[BlockState, ...], ...]
     """``states[k][b]``: block b after step k."""
