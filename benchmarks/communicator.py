@@ -2,7 +2,7 @@
 
     python benchmarks/communicator.py [--workers 8 16 32] [--rounds 5] [--json]
 
-Ours (the links are there, the group is a value: an edit in place) against gloo's destroy_process_group +
+Ours (the links are there, who takes part is a value: an edit in place) against gloo's destroy_process_group +
 init_process_group of the survivors, gloo's new_group of the survivors, and, where it is installed, torchft's
 reconfigurable process group. Every round forks a fresh job of warm workers, links them up, lets them all-reduce once,
 kills one with SIGKILL, and lets the survivors repair what they have and all-reduce again. See README.md beside this
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
@@ -36,16 +37,20 @@ import torch
 import torch.distributed as dist
 from harness import machine, print_header
 
-from elaswave.transport.group import Group
+from elaswave.protocol.ballot import add_words
+from elaswave.protocol.engine import FrameKind
+from elaswave.protocol.execution import Execution
 from elaswave.transport.stream import StreamTransport
+from elaswave.worker.activity import Activity
+from elaswave.worker.links import TransportLinks
 
 TIMEOUT_S = 120.0
 TIMEOUT = timedelta(seconds=TIMEOUT_S)
 NEEDED = {"gloo destroy + init": 100.0, "gloo new_group": 10.0}
 """How many times longer than ours each takes at least, at `NEEDED_AT` workers."""
 NEEDED_AT = 32
-ELEMENTS = 256
-"""Of the all-reduce: 1 KiB, the size of a vote."""
+ELEMENTS = 128
+"""Of the all-reduce, in int64: 1 KiB, the size of a vote."""
 
 
 class Place(NamedTuple):
@@ -77,22 +82,39 @@ class Communicator(Protocol):
         ...
 
 
+class _Voters(Execution[Any]):
+    """One of some workers that do nothing but the all-reduce of their protocol: making one costs no network."""
+
+    def __init__(self, transport: StreamTransport, workers: Sequence[int]) -> None:
+        self.worker = transport.worker
+        self.links = TransportLinks(transport.worker, (), transport, Activity(), transport.poll)
+        self.layout = SimpleNamespace(workers=tuple(workers))  # type: ignore[assignment]
+        self.attempt = 1
+
+
 class Ours:
-    """A mesh of links, edited in place; a group is a value."""
+    """A mesh of links, edited in place; who takes part is a value."""
 
     def __init__(self, place: Place) -> None:
         self._transport = StreamTransport(place.worker, key=place.key, listen=f"unix:{place.folder}")
         self._transport.connect(place.exchange(self._transport.address), TIMEOUT_S)
-        self._group = Group(self._transport, range(place.num_workers), channel=1)
+        self._voters = _Voters(self._transport, range(place.num_workers))
 
     def repair(self, survivors: Sequence[int]) -> None:
         """See `Communicator.repair`."""
         self._transport.advance_epoch(1, survivors)
-        self._group = Group(self._transport, survivors, channel=1)
+        self._voters = _Voters(self._transport, survivors)
 
     def all_reduce(self, tensor: torch.Tensor, *, step: int) -> None:
         """See `Communicator.all_reduce`."""
-        self._group.all_reduce(tensor, step=step, timeout_s=TIMEOUT_S)
+        self._voters.step = step
+        life = self._voters.all_reduce(FrameKind.VOTE, tensor.tolist(), add_words)
+        while True:
+            try:
+                self._voters.links.wait(next(life))  # type: ignore[attr-defined]
+            except StopIteration as end:
+                tensor.copy_(torch.tensor(end.value))
+                return
 
     def close(self) -> None:
         """See `Communicator.close`."""
@@ -311,17 +333,17 @@ def run_worker(
 
     place = Place(worker, num_workers, folder, key, store_port, exchange)
     communicator = make(place)
-    tensor = torch.ones(ELEMENTS)
+    tensor = torch.ones(ELEMENTS, dtype=torch.int64)
     communicator.all_reduce(tensor, step=1)
     pipe.send("linked")
     survivors = _receive(pipe)
-    tensor.fill_(1.0)
+    tensor.fill_(1)
     begin_s = time.perf_counter()
     communicator.repair(survivors)
     repaired_s = time.perf_counter()
     communicator.all_reduce(tensor, step=2)
     ready_s = time.perf_counter()
-    assert torch.equal(tensor, torch.full_like(tensor, float(len(survivors)))), "the survivors' sum is wrong"
+    assert torch.equal(tensor, torch.full_like(tensor, len(survivors))), "the survivors' sum is wrong"
     pipe.send(Times(repaired_s - begin_s, ready_s - begin_s))
     _receive(pipe)
     communicator.close()

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.memory_transport import MemoryNetwork
+
 from elaswave.transport.interface import Handle, Transport
-from elaswave.transport.memory import MemoryNetwork
 from elaswave.transport.stream import StreamTransport
 
 KEY = b"the key of the conformance suite"

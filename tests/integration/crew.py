@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from tests.integration.jobs import small_config
+from tests.memory_transport import MemoryNetwork
 
 from elaswave.observability.trace import ACTION, TraceRecorder
 from elaswave.planning.layout import validate_layout
@@ -18,7 +19,6 @@ from elaswave.protocol.member import Member
 from elaswave.protocol.step import StepLoop
 from elaswave.state.placement import Role, place_blocks
 from elaswave.state.store import BlockStore, HeldBlock
-from elaswave.transport.memory import MemoryNetwork
 from elaswave.types import Layout, Program
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.links import TransportLinks

@@ -64,6 +64,16 @@ def test_repairs_of_communicators_are_compared() -> None:
     assert rows["elaswave"]["times_ours"] == 1.0
 
 
+def test_reduce_and_gather_are_compared_with_gloo_in_time_and_bytes() -> None:
+    document = run("reduce_gather.py", "--sizes", "tiny", "--workers", "4", "--rounds", "2")
+    rows = {row["what"]: row for row in document["rows"]}
+    assert rows.keys() == {"elaswave", "gloo reduce-scatter + all-gather", "gloo all-reduce"}
+    assert all(row["s"] > 0 and row["times_ours"] > 0 for row in rows.values())
+    # By arithmetic, of 4 workers with one follower: 3/4 of 8 bytes, 1/4 of 4 and 2/4 of 4, beside frames and padding.
+    assert 9 <= rows["elaswave"]["received_per_parameter"] < 10
+    assert rows["gloo all-reduce"]["received_per_parameter"] >= 6
+
+
 def test_recoveries_are_measured_and_keep_the_bits() -> None:
     document = run(
         "recovery.py", "--workers", "4", "--modes", "saturated", "--kills", "2", "--hangs", "0", "--torchft", "0"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.integration.crew import locked, one_at_a_time
 from tests.integration.jobs import small_config
+from tests.memory_transport import MemoryNetwork
 
 from elaswave.errors import FencedError
 from elaswave.protocol import events
@@ -34,7 +35,6 @@ from elaswave.protocol.messages import (
 )
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.state.store import HeldBlock
-from elaswave.transport.memory import MemoryNetwork
 from elaswave.types import ExecutionParameters, Layout
 from elaswave.worker import process as worker_module
 from elaswave.worker import torch_engine

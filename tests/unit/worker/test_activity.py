@@ -4,10 +4,10 @@ import threading
 
 import pytest
 import torch
+from tests.memory_transport import MemoryNetwork
 
 from elaswave.protocol.engine import FrameKind, Key
 from elaswave.transport.frames import Tag
-from elaswave.transport.memory import MemoryNetwork
 from elaswave.worker.activity import STIR_S, Activity, own_cpu_clock
 from elaswave.worker.links import TransportLinks
 
