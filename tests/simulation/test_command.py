@@ -52,10 +52,10 @@ def test_a_space(capsys, monkeypatch):
     assert document["searched"]["4-workers-2-kills"]["schedules"] > 100
 
 
-def test_a_planted_bug_is_found_and_shortened(capsys):
+def test_a_mutant_is_found_and_shortened(capsys):
     assert bench("--mutant", "switch-again", "--schedules", "250", "--processes", "1") == 0
     out = capsys.readouterr().out
-    assert "violation: worker" in out
+    assert "violation: LedgerError: change 1 of the layout after change 1" in out
     command = out.splitlines()[-1].strip()
     assert command.startswith("elaswave bench protocol --mutant switch-again --replay ")
     # The command that is printed shows the violation, and without the bug there is none.
@@ -68,9 +68,9 @@ def test_a_planted_bug_is_found_and_shortened(capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "finished; no violation"
 
 
-def test_a_planted_bug_that_is_not_found_is_a_failure(capsys):
+def test_a_mutant_that_is_not_found_is_a_failure(capsys):
     assert bench("--mutant", "no-terms", "--schedules", "1", "--processes", "1") == 1
-    assert "the planted bug no-terms was not found" in capsys.readouterr().out
+    assert "the mutant no-terms was not found" in capsys.readouterr().out
 
 
 def test_a_violation_in_the_product_ends_with_its_seed(capsys, monkeypatch):

@@ -54,7 +54,7 @@ _MAX_PROCESSES = 2
     "mutant",
     type=click.Choice(list(MUTANTS)),
     metavar="NAME",
-    help=f"Plant a bug, which must be found: {', '.join(MUTANTS)}.",
+    help=f"Search with a mutant of the protocol, which must be found: {', '.join(MUTANTS)}.",
 )
 @click.option("--replay", metavar="SEED|SCHEDULE", help="Run one schedule and print everything that happens in it.")
 @click.option(
@@ -108,7 +108,7 @@ def protocol_command(
         if failure is not None and shortest is not None:
             _print_failure(failure, shortest, build, mutant)
         elif mutant is not None:
-            click.echo(f"the planted bug {mutant} was not found; try more schedules, or another --seed")
+            click.echo(f"the mutant {mutant} was not found; try more schedules, or another --seed")
     if (failure is None) != (mutant is None):
         sys.exit(1)
 
@@ -121,7 +121,7 @@ def _build_of(mutant: str | None) -> Build:
 
 
 def _run_seeds(first: int, stop: int, mutant: str | None) -> Summary:
-    # A planted bug is looked for where it can strike, on the job of its example.
+    # A mutant is looked for where it can strike, on the job of its example.
     job = None if mutant is None else parse_schedule(MUTANTS[mutant].example).job
     return run_seeds(range(first, stop), _build_of(mutant), job)
 
