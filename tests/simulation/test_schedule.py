@@ -6,7 +6,14 @@ from elaswave.protocol.coordinator import StartRecord, TermRecord
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.job import Job
 from elaswave.sim.protocol.run import Build, run_schedule
-from elaswave.sim.protocol.schedule import Conditions, Fault, Schedule, parse_fault, parse_schedule, random_schedule
+from elaswave.sim.protocol.schedule import (
+    Conditions,
+    Schedule,
+    ScheduledFault,
+    parse_fault,
+    parse_schedule,
+    random_schedule,
+)
 from elaswave.sim.protocol.store import SimStore, StaleTermError
 
 
@@ -22,7 +29,11 @@ def test_round_trip():
     assert str(schedule) == text
     assert schedule.job == Job(widths=(2, 2))
     assert schedule.conditions == Conditions(seed=7, keeps_in_flight=False)
-    assert schedule.faults == (Fault("kill", "c", 80), Fault("hang", "1", 30, 50), Fault("cut", "0-2", 41))
+    assert schedule.faults == (
+        ScheduledFault("kill", "c", 80),
+        ScheduledFault("hang", "1", 30, 50),
+        ScheduledFault("cut", "0-2", 41),
+    )
     assert [fault.workers for fault in schedule.faults] == [(), (1,), (0, 2)]
 
 

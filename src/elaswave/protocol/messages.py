@@ -170,5 +170,4 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True, tag="installed"):
     """Bytes of state that it received before it could go on, the step's own gather not counted."""
 
 
-WorkerToCore = Registered | Report | Installed
 CoreToWorker = Prepare | Decision | Fenced | LayoutChange

@@ -21,7 +21,7 @@ from elaswave.worker.random_state import seed_everything
 from elaswave.worker.split import Gradients, WeightHalf, input_half, is_exact
 
 
-class Position(NamedTuple):
+class ErrorPlace(NamedTuple):
     """Where a computation stands, for error messages."""
 
     step: int
@@ -36,7 +36,7 @@ class Position(NamedTuple):
 class LayerError(Exception):
     """An exception inside a user's layer or loss, with the position where it was raised; its cause is the original."""
 
-    def __init__(self, position: Position, cause: BaseException) -> None:
+    def __init__(self, position: ErrorPlace, cause: BaseException) -> None:
         self.position = position
         super().__init__(f"{type(cause).__name__}: {cause} (at {position})")
 
@@ -319,5 +319,5 @@ class Compute:
         try:
             yield
         except Exception as error:
-            position = Position(self._step, microbatch, layer, self.layer_name(layer))
+            position = ErrorPlace(self._step, microbatch, layer, self.layer_name(layer))
             raise LayerError(position, error) from error

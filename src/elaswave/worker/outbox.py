@@ -33,7 +33,7 @@ TIMINGS_EVERY_S_MAX = 8.0
 """A worker tells how long its actions take after so long at first, and then less and less often, down to this."""
 
 
-class ControlClient(Protocol):
+class WorkerClient(Protocol):
     """The connection to the coordinator; outlives coordinators."""
 
     def send(self, message: FromWorker, durable: bool = False) -> object:
@@ -61,7 +61,7 @@ class ControlOutbox:
     def __init__(
         self,
         blueprint: Blueprint,
-        client: ControlClient,
+        client: WorkerClient,
         mailbox: Mailbox,
         links: TransportLinks,
         watch: StepWatch,

@@ -36,7 +36,7 @@ from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.materialise import materialise
 from elaswave.worker.messages import Exit, Failed, ShardFailed, ShardWritten, Start, ToWorker
 from elaswave.worker.optimizer import OPTIMIZERS
-from elaswave.worker.outbox import ControlClient, ControlOutbox
+from elaswave.worker.outbox import ControlOutbox, WorkerClient
 from elaswave.worker.pacing import ActionTimer, Pace
 from elaswave.worker.probe import Probe
 from elaswave.worker.shard_writer import ShardDisk, ShardWriter
@@ -85,7 +85,7 @@ class Worker:
 
     machine_class: type[WorkerMachine[HeldBlock]] = WorkerMachine
 
-    def __init__(self, setup: WorkerSetup, client: ControlClient, mailbox: Mailbox, transport: Transport) -> None:
+    def __init__(self, setup: WorkerSetup, client: WorkerClient, mailbox: Mailbox, transport: Transport) -> None:
         config = setup.config
         self._setup = setup
         self._config = config
@@ -309,7 +309,7 @@ def terms_of(blueprint: Blueprint) -> JobTerms:
     )
 
 
-class ClosableClient(ControlClient, Protocol):
+class ClosableClient(WorkerClient, Protocol):
     """A control client of which this process has charge."""
 
     def close(self, timeout_s: float = 0.0) -> object:
@@ -363,7 +363,7 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
             transport.close()
 
 
-def _check_coordinator(client: ControlClient, waited_for: str) -> None:
+def _check_coordinator(client: WorkerClient, waited_for: str) -> None:
     """Ends a wait whose end only a coordinator can see to, if there is none.
 
     Raises:

@@ -11,7 +11,7 @@ from elaswave.sim.protocol.checkers import Violation, all_checkers
 from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.coverage import CoverageCounter
 from elaswave.sim.protocol.job import asks_checkpoint, model_of, undisturbed
-from elaswave.sim.protocol.schedule import Fault, Schedule
+from elaswave.sim.protocol.schedule import Schedule, ScheduledFault
 from elaswave.sim.protocol.store import SimStore
 from elaswave.sim.protocol.worker import SimMachine, SimWorker
 from elaswave.sim.protocol.world import World
@@ -42,7 +42,7 @@ class RunOutcome(NamedTuple):
     """Instants that passed."""
     time: int
     """Virtual time that passed."""
-    fired: tuple[Fault, ...]
+    fired: tuple[ScheduledFault, ...]
     """Faults that struck."""
     counts: Counter[str]
     """What the run led through."""

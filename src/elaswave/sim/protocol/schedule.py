@@ -22,10 +22,10 @@ KINDS = {
     "disconnect": "the control connection of a worker closes; it connects again",
     "usurp": "the coordinator stops for a while; a second one starts meanwhile",
 }
-"""Fault kinds."""
+"""ScheduledFault kinds."""
 
 
-class Fault(NamedTuple):
+class ScheduledFault(NamedTuple):
     """One fault: ``kill:2@57``, ``kill:c@80``, ``hang:1@30+50``, ``cut:0-2@41``."""
 
     kind: str
@@ -44,7 +44,7 @@ class Fault(NamedTuple):
         return () if self.target == COORDINATOR else tuple(map(int, self.target.split("-")))
 
 
-def parse_fault(text: str) -> Fault:
+def parse_fault(text: str) -> ScheduledFault:
     """The inverse of ``str(fault)``.
 
     Raises:
@@ -54,7 +54,7 @@ def parse_fault(text: str) -> Fault:
         kind, _, rest = text.partition(":")
         target, _, when = rest.partition("@")
         instant, _, duration = when.partition("+")
-        fault = Fault(kind, target, int(instant), int(duration or 0))
+        fault = ScheduledFault(kind, target, int(instant), int(duration or 0))
         _ = fault.workers
     except ValueError:
         raise ValueError(f"{text!r} is no fault: write kind:target@instant, such as kill:2@57") from None
@@ -91,7 +91,7 @@ class Schedule(NamedTuple):
 
     job: Job = Job()
     conditions: Conditions = Conditions()
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[ScheduledFault, ...] = ()
 
     def __str__(self) -> str:
         parts = [f"{name}={_show(value)}" for name, value in _changed(self.job, Job())]
@@ -204,7 +204,7 @@ def _random_job(rng: random.Random) -> Job:
     )
 
 
-def _random_fault(rng: random.Random, num_workers: int, instant: int) -> Fault:
+def _random_fault(rng: random.Random, num_workers: int, instant: int) -> ScheduledFault:
     kind = rng.choice(_MANY_KINDS)
     target = str(rng.randrange(num_workers))
     duration = 0
@@ -214,4 +214,4 @@ def _random_fault(rng: random.Random, num_workers: int, instant: int) -> Fault:
         target = "-".join(map(str, sorted(rng.sample(range(num_workers), 2))))
     if kind in ("hang", "isolate", "delay", "usurp"):
         duration = rng.choice((5, 20, 30, 40, 50, 60, 150))
-    return Fault(kind, target, instant, duration)
+    return ScheduledFault(kind, target, instant, duration)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from elaswave.sim.protocol.job import Job
 from elaswave.sim.protocol.run import PRODUCT, Build, RunOutcome, run_schedule
-from elaswave.sim.protocol.schedule import COORDINATOR, LAYOUTS, Conditions, Fault, Schedule, random_schedule
+from elaswave.sim.protocol.schedule import COORDINATOR, LAYOUTS, Conditions, Schedule, ScheduledFault, random_schedule
 
 MAX_FAILURES = 20
 """Failures that a summary keeps."""
@@ -182,7 +182,7 @@ def _with_one_more(schedule: Schedule, kinds: Collection[str], build: Build) -> 
                 continue
             for instant in strike_points(instants, workers, start):
                 for duration in _DURATIONS.get(kind, (0,)):
-                    fault = Fault(kind, target, instant, duration)
+                    fault = ScheduledFault(kind, target, instant, duration)
                     if fault not in schedule.faults:
                         yield schedule._replace(faults=(*schedule.faults, fault))
 

@@ -15,7 +15,7 @@ from elaswave.protocol.messages import CoreToWorker, Evidence, Registered
 from elaswave.sim.protocol.job import BlockState, Exponents, Job, losses_of, model_of
 from elaswave.sim.protocol.messages import CheckpointSettled, SimFrame
 from elaswave.sim.protocol.observer import Observer, together
-from elaswave.sim.protocol.schedule import COORDINATOR, Fault, Schedule
+from elaswave.sim.protocol.schedule import COORDINATOR, Schedule, ScheduledFault
 from elaswave.sim.protocol.store import SimStore
 
 MAX_TIME = 20_000
@@ -137,7 +137,7 @@ class World:
         self.instant = 0
         self.outcome = ""
         self.reason = ""
-        self.fired: list[Fault] = []
+        self.fired: list[ScheduledFault] = []
         self.suspected: set[int] = set()
         """Workers that some detector has held for lost."""
         self._log = log
@@ -425,7 +425,7 @@ class World:
 
     # --------------------------------------------------------------------------------------------------------- faults
 
-    def _strike(self, fault: Fault) -> None:
+    def _strike(self, fault: ScheduledFault) -> None:
         self.fired.append(fault)
         self.say(f"*** {fault}")
         if fault.target == COORDINATOR:
@@ -437,7 +437,7 @@ class World:
         if all(not worker.dead for worker in workers):
             getattr(self, f"_{fault.kind}")(*workers, fault.duration)
 
-    def _strike_coordinator(self, coordinator: CoordinatorActor, fault: Fault) -> None:
+    def _strike_coordinator(self, coordinator: CoordinatorActor, fault: ScheduledFault) -> None:
         conditions = self.conditions
         if fault.kind == "kill":
             self.end_coordinator(coordinator)
