@@ -58,10 +58,10 @@ def test_a_part_of_all_schedules_of_small_jobs_has_no_violation(name, parts):
 @pytest.mark.parametrize(
     ("schedule", "what"),
     [
-        ("plan_delay=15 kill:0@0 cut:1-2@9", "losses while a recovery was planned"),
+        ("plan_delay=15 kill:0@0 suspect:1@13", "losses while a recovery was planned"),
         ("widths=2,2 plan_delay=20 kill:0@20 kill:c@40", "coordinators lost while a recovery was planned"),
         (
-            "widths=2,2 heartbeat_bound=15 plan_delay=20 isolate:0@52+31",
+            "widths=2,2 heartbeat_bound=15 plan_delay=20 isolate:0@56+31",
             "newer votes while a recovery was planned",
         ),
         ("widths=2,2 plan_delay=60 kill:0@20", "planners that took too long"),
@@ -132,7 +132,7 @@ def test_every_kind_of_fault_strikes():
 
 def test_the_parts_of_a_space_are_the_whole():
     space = SPACES["3-workers-2-faults"]._replace(
-        job=JOB_OF_3._replace(steps=1, move_step=0), kinds=(("kill",), ("kill",))
+        job=JOB_OF_3._replace(steps=1), kinds=(("kill",), ("kill",))
     )
     whole = explore(space)
     parts = [explore(space, part=part, parts=3) for part in range(3)]
