@@ -8,6 +8,7 @@ prepared. An interrupt leaves a step where it is; `protocol.worker` says how it 
 Every method that can wait is a generator of `Wait`. The numbers W1, W2, ... are those of ``docs/protocol.md``.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from elaswave.errors import NonFiniteError, VoteError
@@ -16,6 +17,7 @@ from elaswave.protocol.ballot import (
     UNKNOWN_MICROBATCH,
     Ballot,
     Expected,
+    GridState,
     NonFinite,
     Request,
     Verdict,
@@ -100,7 +102,7 @@ class StepLoop(Execution[C]):
         self.coming: LayoutChange | None = None
         """The one that has come into force with the vote of the step in hand, until its GATHER."""
         self.request = request
-        self._vote_shape = VoteShape(terms.num_microbatches, terms.num_tensors)
+        self._vote_shape = _shape(terms.num_microbatches, terms.num_tensors)
         self._change_hash = 0
         """Of the held change; 0 for none."""
         self.known_vote: tuple[int, int, Verdict] | None = None
@@ -369,7 +371,7 @@ class StepLoop(Execution[C]):
             next_layout=self.agreement_hash,
             num_microbatches=num_microbatches,
         )
-        return judge(vector, self._vote_shape, expected, self.progress.grids, skip_nonfinite=terms.skip_nonfinite)
+        return _judge(tuple(vector), self._vote_shape, expected, self.progress.grids, terms.skip_nonfinite)
 
     def learn(self, vector: Sequence[int], verdict: Verdict) -> None:
         """The own vote is complete. One moment: what is known of the vote and what follows from it change together."""
@@ -451,3 +453,15 @@ class StepLoop(Execution[C]):
         known = nonfinite.microbatch != UNKNOWN_MICROBATCH
         where = f"micro-batch {nonfinite.microbatch}" if known else "the sum over micro-batches"
         return f"{what} is not finite in step {self.step}, {where}"
+
+
+@functools.lru_cache(maxsize=64)
+def _shape(num_microbatches: int, num_tensors: int) -> VoteShape:
+    return VoteShape(num_microbatches, num_tensors)
+
+
+@functools.lru_cache(maxsize=64)  # in a simulation all workers read the same vote in one process
+def _judge(
+    vector: tuple[int, ...], shape: VoteShape, expected: Expected, grids: GridState, skip_nonfinite: bool
+) -> Verdict:
+    return judge(vector, shape, expected, grids, skip_nonfinite=skip_nonfinite)
