@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,10 @@ def test_a_worker_and_the_coordinator_are_killed_at_once_by_hand(tmp_path: Path)
     striker = Striker(run_dir, [Strike("kill", ("1", "coordinator"), "checkpoint", 16, 2, None)])
     settings = [*SMALL, "run.checkpoint_every=4", "run.keep_checkpoints=2", "layout.widths=[3]"]
     arguments = ["train", "--run-dir", str(run_dir), *(word for pair in settings for word in ("--set", pair))]
-    ending = run_command(tmp_path / "job", arguments, TIMEOUT_S, striker, os.environ)
+    with subprocess.Popen(["sleep", "600"]) as of_an_earlier_test:
+        ending = run_command(tmp_path / "job", arguments, TIMEOUT_S, striker, os.environ)
+        assert of_an_earlier_test.poll() is None
+        of_an_earlier_test.kill()
     assert (ending.exit_code, ending.error, ending.hung_s) == (0, None, None)
     assert {each.victim for each in striker.struck} == {"1", "coordinator"}
     assert ending.left_behind == ending.bad_checkpoints == striker.left == []

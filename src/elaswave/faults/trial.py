@@ -123,6 +123,7 @@ def _supervise(folder: Path, start: Callable[[Path], int], timeout_s: float, mea
 def _supervise_family(
     folder: Path, start: Callable[[Path], int], timeout_s: float, meanwhile: Meanwhile | None
 ) -> Ending:
+    others = set(_children_of(os.getpid()))
     # Short, since the name of a socket may not be long; in the system's folder, since another's may be.
     temporary = Path(tempfile.mkdtemp(prefix="ew-"))
     shared_before = set(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else set()
@@ -137,13 +138,13 @@ def _supervise_family(
             _show_stacks()
             os.kill(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
-        left_behind = _end_children()
+        left_behind = _end_children(others)
         left_behind += [f"temporary file {name}" for name in os.listdir(temporary) if not _is_torchs(name)]
         if _SHARED_MEMORY.is_dir():
             new = set(os.listdir(_SHARED_MEMORY)) - shared_before
             left_behind += [f"shared memory {name}" for name in sorted(new) if "elaswave" in name]
     except BaseException:
-        _end_children()
+        _end_children(others)
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -229,11 +230,15 @@ def _show_stacks() -> None:
     time.sleep(_STACKS_GRACE_S)
 
 
-def _end_children() -> list[str]:
-    """Kills and reaps all children of this process, those that were their children too; says what they were."""
+def _end_children(others: set[int]) -> list[str]:
+    """Kills and reaps the children of this process, those that were their children too; says what they were.
+
+    Args:
+        others: ids of the children that it had before and keeps.
+    """
     found = []
-    while children := _children_of(os.getpid()):
-        for pid in children:
+    while children := set(_children_of(os.getpid())) - others:
+        for pid in sorted(children):
             found.append(f"process {pid} ({_state_of(pid)})")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
