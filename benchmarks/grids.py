@@ -29,7 +29,7 @@ from elaswave.control.launcher import train
 from elaswave.hashing import signed64
 from elaswave.models import registry
 from elaswave.models.gpt import gpt
-from elaswave.models.layers import LayerSpec, ModelSpec
+from elaswave.models.layers import Layer, ModelSpec
 from elaswave.observability.progress import make_reporter
 from elaswave.state.grids import next_exponent
 from elaswave.state.shapes import LayerShape, TensorSlot
@@ -163,7 +163,7 @@ def _family(kind: str) -> Callable[..., ModelSpec]:
         spec = model.layers[middle]
         layers = list(model.layers)
         build = lambda: Scaled(spec.build(), int(sizes["hidden_size"]), kind)  # noqa: E731
-        layers[middle] = LayerSpec(spec.name, build, spec.decays)
+        layers[middle] = Layer(spec.name, build, spec.decays)
         return ModelSpec(tuple(layers), model.loss)
 
     return family

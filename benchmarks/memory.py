@@ -199,7 +199,7 @@ def _plain(config: Config, num_workers: int, folder: Path, *, shards_optimizer: 
             "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_workers, timeout=TIMEOUT
         )
         run = Blueprint(config)
-        source = run.open_source(folder / f"data-{rank}")
+        source = run.open_samples(folder / f"data-{rank}")
         sampler = run.sampler(source)
         layers = [build_layer(spec, config.run.seed, index) for index, spec in enumerate(run.model.layers)]
         # Views into the buckets: without it every gradient is there twice.

@@ -22,9 +22,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from elaswave.config.schema import Config
 from elaswave.models.layers import build_layer
+from elaswave.training.optimizer import learning_rate
 from elaswave.worker.allocator import tune_allocator
 from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.optimizer import learning_rate
 
 TIMEOUT = timedelta(seconds=600)
 
@@ -39,7 +39,7 @@ def plain_loop(config: Config, *, tuned: bool) -> Body:
     def body(gate: Gate, folder: Path, num_steps: int) -> None:
         _prepare_process(tuned)
         run = Blueprint(with_steps(config, num_steps))
-        source = run.open_source(folder)
+        source = run.open_samples(folder)
         sampler = run.sampler(source)
         num_microbatches = config.batch.num_microbatches
         model = nn.Sequential(*_layers(run, range(len(run.model.layers))))
@@ -111,7 +111,7 @@ class _PipelineJob(NamedTuple):
         pipeline_group, replica_group = pipelines[replica], replicas[stage_index]
 
         run = Blueprint(with_steps(config, self.num_steps))
-        source = run.open_source(self.folder / f"data-{rank}")
+        source = run.open_samples(self.folder / f"data-{rank}")
         sampler = run.sampler(source)
         total_microbatches = config.batch.num_microbatches
         own_microbatches = range(replica, total_microbatches, num_replicas)

@@ -46,7 +46,6 @@ from elaswave.worker.activity import Activity
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.materialise import materialise
-from elaswave.worker.optimizer import OPTIMIZERS
 from elaswave.worker.pacing import ActionTimer
 from elaswave.worker.process import terms_of
 from elaswave.worker.torch_engine import EngineContext, TorchEngine
@@ -82,13 +81,11 @@ class Ours:
 
     def __init__(self, config: Config, worker: int, transport: StreamTransport) -> None:
         blueprint = Blueprint(config)
-        optimizer = OPTIMIZERS[config.optimizer.name](config.optimizer)
         layout, placement = blueprint.layout, blueprint.placement
-        layers, store, progress = materialise(blueprint, worker, optimizer, layout, placement, None)
+        layers, store, progress = materialise(blueprint, worker, layout, placement, None)
         context = EngineContext(
             blueprint=blueprint,
             worker=worker,
-            optimizer=optimizer,
             batches=_no_batches,
             evaluation_batches=_no_batches,
             check=transport.poll,

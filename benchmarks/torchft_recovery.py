@@ -164,7 +164,7 @@ def run_replica(
     torch.set_num_threads(1)
     config = configuration()
     run = Blueprint(config)
-    source = run.open_source(folder / f"data-{replica}")
+    source = run.open_samples(folder / f"data-{replica}")
     sampler = run.sampler(source)
     model = nn.Sequential(*(build_layer(layer, config.run.seed, index) for index, layer in enumerate(run.model.layers)))
     parameters = list(model.parameters())

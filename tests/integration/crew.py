@@ -24,7 +24,6 @@ from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.materialise import materialise
-from elaswave.worker.optimizer import OPTIMIZERS
 from elaswave.worker.pacing import ActionTimer
 from elaswave.worker.probe import NoProbe
 from elaswave.worker.process import terms_of
@@ -73,12 +72,11 @@ def train(
     network = MemoryNetwork()
     transports = {worker: network.transport(worker) for worker in layout.workers}
     addresses = {worker: transport.address for worker, transport in transports.items()}
-    source = blueprint.open_source(folder)
+    source = blueprint.open_samples(folder)
     sampler = blueprint.sampler(source)
 
     def work(worker: int) -> tuple[Loop, list[float], TraceRecorder]:
-        optimizer = OPTIMIZERS[config.optimizer.name](config.optimizer)
-        layers, store, progress = locked(materialise)(blueprint, worker, optimizer, layout, placement, None)
+        layers, store, progress = locked(materialise)(blueprint, worker, layout, placement, None)
         transport = transports[worker]
         transport.connect({peer: address for peer, address in addresses.items() if peer != worker}, 10.0)
         trace = TraceRecorder(worker)
@@ -87,7 +85,6 @@ def train(
         context = EngineContext(
             blueprint=blueprint,
             worker=worker,
-            optimizer=optimizer,
             batches=lambda step, microbatch: source.batch(sampler.microbatch(step, microbatch), "train"),
             evaluation_batches=lambda step, microbatch: source.batch([microbatch], "validation"),
             check=lambda: None,

@@ -28,7 +28,7 @@ RECIPE: dict[str, Any] = {
 def reference_of(job: Job, settings: dict[str, Any]) -> Reference:
     config = small_config(settings)
     blueprint = Blueprint(config)
-    source = blueprint.open_source(job.run_dir / "data")
+    source = blueprint.open_samples(job.run_dir / "data")
     return reference_run(blueprint.model, source, Recipe.of(config), config.run.steps)
 
 
@@ -155,7 +155,7 @@ def test_the_gradient_is_no_further_from_float64_than_plain_pytorchs(tmp_path: P
     job = run_job(tmp_path / "run", settings, probe=GradientRecorder(files))
     config = small_config(settings)
     blueprint, recipe = Blueprint(config), Recipe.of(config)
-    source = blueprint.open_source(job.run_dir / "data")
+    source = blueprint.open_samples(job.run_dir / "data")
     layers = [build_layer(spec, recipe.seed, index) for index, spec in enumerate(blueprint.model.layers)]
     plain = [torch.zeros(slot.shape) for slot in blueprint.tensors]
     for gradients in microbatch_gradients(blueprint.model, layers, source, recipe, step=1):

@@ -19,7 +19,7 @@ from elaswave.observability.processes import RunProcess, lives, read_processes
 from elaswave.protocol.events import CoordinatorEffect, FindCheckpoint
 from elaswave.state import checkpoint_commit
 from elaswave.state.checkpoint import CheckpointSearch, find_newest_checkpoint
-from elaswave.worker import blueprint
+from elaswave.training import builtin
 from elaswave.worker.probe import Phase
 
 WAIT_S = 120.0
@@ -144,7 +144,7 @@ def test_a_template_that_cannot_load_what_workers_need_ends_the_job_with_its_rea
     def broken(*arguments: object, **keywords: object) -> None:
         raise ImportError("libtorch_cpu.so: cannot open shared object file")
 
-    monkeypatch.setattr(blueprint, "build_model", broken)
+    monkeypatch.setattr(builtin, "build_model", broken)
     with nothing_left(), pytest.raises(LaunchError) as raised:
         launcher.train(small_config(), tmp_path, reporter=QuietReporter())
     assert "cannot load torch and the model: ImportError: libtorch_cpu.so: cannot open" in str(raised.value)

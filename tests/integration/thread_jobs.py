@@ -152,7 +152,7 @@ class ThreadJob(CoordinatorDriver):
         monkeypatch.setattr(worker_module, "DECISION_TIMEOUT_S", JOB_TIMEOUT_S / 2)
         for module in (worker_module, torch_engine):
             monkeypatch.setattr(module, "materialise", locked(module.materialise))
-        monkeypatch.setattr(worker_module.Blueprint, "open_source", locked(worker_module.Blueprint.open_source))
+        monkeypatch.setattr(worker_module.Blueprint, "open_samples", locked(worker_module.Blueprint.open_samples))
         threads = [
             threading.Thread(target=self._work, args=(worker,), name=f"worker {worker}", daemon=True)
             for worker in self._transports

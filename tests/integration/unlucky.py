@@ -12,7 +12,7 @@ from torch import nn
 
 from elaswave.models import registry
 from elaswave.models.gpt import gpt
-from elaswave.models.layers import LayerSpec, ModelSpec
+from elaswave.models.layers import Layer, ModelSpec
 
 UNLUCKY_LAYER = 2
 """``block.1``: the layer that fails."""
@@ -65,7 +65,7 @@ def make_unlucky(
         model = gpt(**sizes)  # type: ignore[arg-type]
         spec = model.layers[UNLUCKY_LAYER]
         layers = list(model.layers)
-        layers[UNLUCKY_LAYER] = LayerSpec(spec.name, lambda: Unlucky(spec.build(), probability, spoil), spec.decays)
+        layers[UNLUCKY_LAYER] = Layer(spec.name, lambda: Unlucky(spec.build(), probability, spoil))
         return ModelSpec(tuple(layers), model.loss)
 
     monkeypatch.setitem(registry.MODELS, "gpt", family)

@@ -38,6 +38,7 @@ from elaswave.control.run_planner import LayoutSearch, RunPlanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import FileStore, Store
 from elaswave.control.terminal import AGENT, Terminal
+from elaswave.data.sampler import Sampler
 from elaswave.errors import ElaswaveError, RunFolderError, StateError
 from elaswave.faults.injection import Fault
 from elaswave.observability.events import EventLog
@@ -84,6 +85,7 @@ class CoordinatorSetup(NamedTuple):
     """What a coordinator is started with."""
 
     plan: RunPlan
+    sampler: Sampler
     run_dir: Path
     control_dir: Path
     """Private folder of the job: journal and socket."""
@@ -121,6 +123,7 @@ class CoordinatorProcess(CoordinatorDriver):
         self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._terminal.say_trouble)
         self._recorder = RunRecorder(
             plan,
+            setup.sampler,
             setup.run_dir,
             checkpoint=setup.checkpoint,
             store=self._store,

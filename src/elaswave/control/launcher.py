@@ -36,9 +36,10 @@ from elaswave.observability.trace import PART_PATTERN, merge_traces
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.state.checkpoint import find_newest_checkpoint, newest_committed_step, put_aside, remove_stale
 from elaswave.state.checkpoint_format import CheckpointMeta
+from elaswave.training.tokens import open_tokens, sampler_of
 from elaswave.worker.frequency import check_available, remove_groups
 from elaswave.worker.probe import Probe
-from elaswave.worker.run_plan import RunPlan, open_data, sampler_of
+from elaswave.worker.run_plan import RunPlan
 
 
 def train(
@@ -90,7 +91,9 @@ def train(
         started_s=started_s,
     )
     try:
-        checkpoint = _look_around(config, run_dir, reporter, resume=resume)
+        source = open_tokens(config, run_dir / "data")  # bad data ends here, not in a worker
+        sampler = sampler_of(config, source.num_samples("train"))
+        checkpoint = _look_around(config, run_dir, source.path, reporter, resume=resume)
         plan = RunPlan(config, job.await_template())
         _ = plan.programs, plan.placement  # computed and checked once, inherited by all coordinators
     except BaseException:
@@ -98,7 +101,7 @@ def train(
         raise
     reporter.started(config, plan.layout, run_dir)
     try:
-        ended = job.run(plan, checkpoint, lambda: _way_on(run_dir))
+        ended = job.run(plan, sampler, checkpoint, lambda: _way_on(run_dir))
         result = _outcome(ended, job.stop_signal, run_dir)
     except StoppedBySignalError as error:
         job.end()  # from now on no process writes checkpoints
@@ -114,13 +117,14 @@ def train(
     return result
 
 
-def _look_around(config: Config, run_dir: Path, reporter: Reporter, *, resume: bool) -> StartingPoint | None:
-    """Checks the data and, for a resume, the checkpoints, and clears the run folder of what is stale.
+def _look_around(
+    config: Config, run_dir: Path, data_path: Path, reporter: Reporter, *, resume: bool
+) -> StartingPoint | None:
+    """For a resume, checks the data and the checkpoints; clears the run folder of what is stale.
 
     Returns:
         The checkpoint to go on from, if any.
     """
-    data_path = _check_data(config, run_dir)
     fingerprint = fingerprint_of(data_path, whole=config.data.verify == "full")
     remove_stale(run_dir)
     checkpoint = None
@@ -153,13 +157,6 @@ def _newest_checkpoint(run_dir: Path, reporter: Reporter) -> StartingPoint:
             "run.checkpoint_every or run.checkpoint_every_s to have one sooner next time"
         )
     return StartingPoint(folder=str(search.newest.folder), meta=search.newest.meta)
-
-
-def _check_data(config: Config, run_dir: Path) -> Path:
-    """The file of a run's data, which is good for it: bad data ends here, not in a worker."""
-    source = open_data(config, run_dir / "data")
-    sampler_of(config, source)
-    return source.path
 
 
 def _check_resumable(config: Config, meta: CheckpointMeta, run_dir: Path, reporter: Reporter) -> None:

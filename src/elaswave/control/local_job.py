@@ -53,6 +53,7 @@ from elaswave.control.template_messages import (
     Unprepared,
 )
 from elaswave.control.terminal import AGENT
+from elaswave.data.sampler import Sampler
 from elaswave.errors import LaunchError, RecoveryError, StoppedBySignalError
 from elaswave.faults.injection import Fault
 from elaswave.observability.progress import Reporter
@@ -195,11 +196,13 @@ class LocalJob:
 
     # --------------------------------------------------------------------------------------------------------- running
 
-    def run(self, plan: RunPlan, checkpoint: StartingPoint | None, way_on: Callable[[], str]) -> Ended:
+    def run(
+        self, plan: RunPlan, sampler: Sampler, checkpoint: StartingPoint | None, way_on: Callable[[], str]
+    ) -> Ended:
         """Starts coordinator and workers, and stays until the job is over.
 
         Args:
-            plan: of the run.
+            plan, sampler: of the run.
             checkpoint: where workers begin; None: at the seed.
             way_on: says how the run can go on after its end.
         Raises:
@@ -207,7 +210,7 @@ class LocalJob:
             LaunchError: the system refuses a process.
             StoppedBySignalError: a second signal has come, or too much time has passed after the first.
         """
-        self._plan, self._checkpoint, self._way_on = plan, checkpoint, way_on
+        self._plan, self._sampler, self._checkpoint, self._way_on = plan, sampler, checkpoint, way_on
         self._start_coordinator()
         self._processes.ask_template(SpawnWorkers(workers=plan.layout.workers, checkpoint=checkpoint))
         self._client = ControlClient(
@@ -352,6 +355,7 @@ class LocalJob:
             )
         setup = CoordinatorSetup(
             plan=self._plan,
+            sampler=self._sampler,
             run_dir=self._run_dir,
             control_dir=self._folder,
             listen=self._listen,

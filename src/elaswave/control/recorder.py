@@ -20,6 +20,7 @@ from elaswave.control.run_state import RunState
 from elaswave.control.store import Store
 from elaswave.control.terminal import Terminal
 from elaswave.costs.profiled import ActionTiming
+from elaswave.data.sampler import Sampler
 from elaswave.errors import CheckpointError, StoreError
 from elaswave.observability.events import (
     AnyEvent,
@@ -57,7 +58,7 @@ class RunRecorder:
     """Keeps the journal, the event log and the terminal in step with the state of one run.
 
     Args:
-        plan: of the run.
+        plan, sampler: of the run.
         run_dir: its folder.
         checkpoint: what it resumes from: folder and description, or None.
         store: the journal.
@@ -71,6 +72,7 @@ class RunRecorder:
     def __init__(
         self,
         plan: RunPlan,
+        sampler: Sampler,
         run_dir: Path,
         *,
         checkpoint: tuple[Path, CheckpointMeta] | None,
@@ -90,7 +92,7 @@ class RunRecorder:
         self._started_s = started_s
         self._next_timings_s = 0.0
         """When the next `TimingsMeasured` may be written."""
-        self._sampler = plan.sampler(plan.open_source(run_dir / "data"))
+        self._sampler = sampler
         meta = None if checkpoint is None else checkpoint[1]
         extra = {} if meta is None else meta.extra
         val_losses = map(float, extra.get("val_losses", []))

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -84,6 +84,8 @@ class TemplateSetup(NamedTuple):
     """Those of workers are carried out in them."""
     probe: Probe | None
     profile: bool
+    training: Any = None
+    """An `elaswave.training.definition.Training`: what is trained; None: what the configuration describes."""
 
 
 def run_template(setup: TemplateSetup, link: socket.socket) -> int:
@@ -99,7 +101,7 @@ def run_template(setup: TemplateSetup, link: socket.socket) -> int:
         from elaswave.control import worker_life  # late: it loads torch, and the launcher imports this module
         from elaswave.worker.blueprint import Blueprint
 
-        state = Blueprint(setup.config).state
+        state = Blueprint(setup.config, setup.training).state
     except BaseException as error:
         traceback.print_exc()
         link.sendall(pack(Unprepared(text=f"{type(error).__name__}: {error}")))

@@ -59,6 +59,7 @@ def live(setup: TemplateSetup, worker: int, checkpoint: StartingPoint | None) ->
         checkpoint=None if checkpoint is None else (Path(checkpoint.folder), checkpoint.meta),
         probe=probe,
         profile=setup.profile,
+        training=setup.training,
     )
 
     def make_client(mailbox: Mailbox) -> ControlClient[ToWorker]:

@@ -18,7 +18,7 @@ from elaswave.models.layers import (
     CausalAttention,
     Dropout,
     Embedding,
-    LayerSpec,
+    Layer,
     Linear,
     ModelSpec,
     check_sequence,
@@ -176,9 +176,9 @@ def gpt(
     block = functools.partial(GPTBlock, hidden_size, num_heads, dropout, residual_std)
     return ModelSpec(
         layers=(
-            LayerSpec("embedding", functools.partial(GPTEmbedding, vocab_size, hidden_size, context_length, dropout)),
-            *(LayerSpec(f"block.{index}", block) for index in range(num_layers)),
-            LayerSpec("head", functools.partial(GPTHead, vocab_size, hidden_size)),
+            Layer("embedding", functools.partial(GPTEmbedding, vocab_size, hidden_size, context_length, dropout)),
+            *(Layer(f"block.{index}", block) for index in range(num_layers)),
+            Layer("head", functools.partial(GPTHead, vocab_size, hidden_size)),
         ),
         loss=token_loss,
     )

@@ -11,8 +11,8 @@ Suffixes of tensor names give their shape:
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -26,25 +26,26 @@ INIT_STD = 0.02
 """Standard deviation of the initial weights (GPT-2, Radford et al. 2019)."""
 
 
-def decays_matrices(name: str, shape: torch.Size) -> bool:
-    """The usual weight-decay mask: matrices and embeddings decay, biases and norms do not."""
-    return len(shape) >= 2
-
-
 @dataclass(frozen=True)
-class LayerSpec:
-    """One layer of a model.
+class Layer:
+    """One layer of a model, and how any worker builds it.
 
     Args:
         name: unique in the model; the full name of a parameter is ``f"{name}.{parameter name in the module}"``.
-        build: makes the module in float32, with initial values drawn only from torch's default generator. Must also
-            work under ``torch.device("meta")``.
-        decays: (parameter name in the module, shape) -> whether weight decay applies.
+        build: makes the module, with initial values drawn only from torch's, numpy's and Python's global generators,
+            which are seeded by (run seed, position of the layer) before. Must also work under
+            ``torch.device("meta")``.
+        ties: own parameter name -> full name of the parameter of another layer that it is one tensor with.
+        recompute: keep only the layer's input, and run it again in backward: less memory, more time, the same bits.
+        compile: run it through ``torch.compile``.
     """
 
     name: str
     build: Callable[[], nn.Module]
-    decays: Callable[[str, torch.Size], bool] = decays_matrices
+    _: KW_ONLY
+    ties: Mapping[str, str] = field(default_factory=dict)
+    recompute: bool = False
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ class ModelSpec:
         loss: (output of the last layer, int64 targets [B, T]) -> mean nats per token, a float32 scalar.
     """
 
-    layers: tuple[LayerSpec, ...]
+    layers: tuple[Layer, ...]
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def build_layer(spec: LayerSpec, seed: int, index: int) -> nn.Module:
+def build_layer(spec: Layer, seed: int, index: int) -> nn.Module:
     """Builds one layer with its initial values, the same in any process and in any order.
 
     Leaves torch's default generator in an unspecified state: every draw of the engine is seeded anew.

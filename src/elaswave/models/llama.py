@@ -18,7 +18,7 @@ from elaswave.models.layers import (
     CausalAttention,
     Dropout,
     Embedding,
-    LayerSpec,
+    Layer,
     Linear,
     ModelSpec,
     check_sequence,
@@ -278,9 +278,9 @@ def llama(
     )
     return ModelSpec(
         layers=(
-            LayerSpec("embedding", functools.partial(LlamaEmbedding, vocab_size, hidden_size, context_length, dropout)),
-            *(LayerSpec(f"block.{index}", block) for index in range(num_layers)),
-            LayerSpec("head", functools.partial(LlamaHead, vocab_size, hidden_size)),
+            Layer("embedding", functools.partial(LlamaEmbedding, vocab_size, hidden_size, context_length, dropout)),
+            *(Layer(f"block.{index}", block) for index in range(num_layers)),
+            Layer("head", functools.partial(LlamaHead, vocab_size, hidden_size)),
         ),
         loss=token_loss,
     )

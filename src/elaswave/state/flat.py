@@ -5,7 +5,7 @@ Where each parameter lies is described by `elaswave.state.shapes`.
 
 import torch
 
-from elaswave.models.layers import LayerSpec, ModelSpec, build_layer
+from elaswave.models.layers import Layer, ModelSpec, build_layer
 from elaswave.state.shapes import LayerShape, TensorSlot, align
 
 
@@ -26,7 +26,7 @@ def model_shapes(model: ModelSpec) -> tuple[LayerShape, ...]:
                 tuple(parameter.shape),
                 offset,
                 parameter.numel(),
-                spec.decays(name, parameter.shape),
+                parameter.dim() >= 2,
             )
             tensors.append(slot)
             offset = align(slot.stop)
@@ -35,7 +35,7 @@ def model_shapes(model: ModelSpec) -> tuple[LayerShape, ...]:
     return tuple(shapes)
 
 
-def initial_values(spec: LayerSpec, shape: LayerShape, seed: int) -> torch.Tensor:
+def initial_values(spec: Layer, shape: LayerShape, seed: int) -> torch.Tensor:
     """The float32 initial values of one layer, shape [shape.size]; a pure function of (seed, layer)."""
     module = build_layer(spec, seed, shape.layer)
     flat = torch.zeros(shape.size, dtype=torch.float32)
@@ -53,7 +53,7 @@ class FlatLayer:
         dtype: dtype that forward and backward compute in (the float32 masters live in blocks).
     """
 
-    def __init__(self, spec: LayerSpec, shape: LayerShape, dtype: torch.dtype) -> None:
+    def __init__(self, spec: Layer, shape: LayerShape, dtype: torch.dtype) -> None:
         self.spec = spec
         self.shape = shape
         self.module = build_layer(spec, 0, shape.layer)  # the seed is irrelevant: every value is overwritten

@@ -27,7 +27,7 @@ class TensorSlot(NamedTuple):
     """First element in the layer's flat storage."""
     numel: int
     decays: bool
-    """Whether weight decay applies."""
+    """Whether weight decay applies, by the usual rule: matrices and embeddings decay, biases and norms do not."""
 
     @property
     def stop(self) -> int:

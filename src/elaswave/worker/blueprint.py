@@ -1,45 +1,55 @@
-"""What every worker derives from the configuration alone: the model, and everything of `RunPlan`."""
+"""What every worker of a run derives from its configuration and its training: the model, and all of `RunPlan`."""
+
+from pathlib import Path
 
 import torch
 
 from elaswave.config.schema import Config
+from elaswave.data.sampler import Sampler
 from elaswave.models.layers import ModelSpec
-from elaswave.models.registry import build_model
 from elaswave.state.checkpoint_format import MASTER
 from elaswave.state.flat import model_shapes
 from elaswave.state.shapes import StateShapes
-from elaswave.worker.optimizer import OPTIMIZERS
+from elaswave.training.builtin import builtin_training
+from elaswave.training.definition import Samples, Training
+from elaswave.training.tokens import sampler_of
 from elaswave.worker.run_plan import RunPlan
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Blueprint(RunPlan):
-    """Everything about a run that follows from its configuration, its model included.
+    """Everything about a run that follows from its configuration and what is trained.
 
     Args:
         config: with its layout resolved.
+        training: what is trained; None: what the configuration describes.
     """
 
-    def __init__(self, config: Config) -> None:
-        model = config.model
-        self.model: ModelSpec = build_model(
-            model.family,
-            vocab_size=config.data.resolved_vocab_size,
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            num_heads=model.num_heads,
-            context_length=model.context_length,
-            dropout=model.dropout,
-            num_kv_heads=model.num_kv_heads,
-            intermediate_size=model.intermediate_size,
-            rope_theta=model.rope_theta,
-        )
-        layers = self.model.layers
-        slots = (MASTER, *OPTIMIZERS[config.optimizer.name](config.optimizer).slots)
-        super().__init__(config, StateShapes(tuple(layer.name for layer in layers), model_shapes(self.model), slots))
+    def __init__(self, config: Config, training: Training | None = None) -> None:
+        self.training = training = training or builtin_training(config)
+        layers = training.model.layers
+        shapes = model_shapes(training.model)
+        self.optimizer = training.make_optimizer(shapes)
+        names = tuple(layer.name for layer in layers)
+        super().__init__(config, StateShapes(names, shapes, (MASTER, *self.optimizer.slots)))
+
+    @property
+    def model(self) -> ModelSpec:
+        """Layers and loss."""
+        return self.training.model
 
     @property
     def dtype(self) -> torch.dtype:
         """What forward and backward compute in."""
-        return DTYPES[self.config.model.dtype]
+        return self.training.dtype
+
+    def open_samples(self, cache_dir: Path) -> Samples:
+        """The data of the run.
+
+        Args:
+            cache_dir: where generated text is kept.
+        """
+        return self.training.open_samples(cache_dir)
+
+    def sampler(self, samples: Samples) -> Sampler:
+        """Which samples make up which micro-batch of training."""
+        return sampler_of(self.config, samples.num_samples("train"))

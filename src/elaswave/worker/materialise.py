@@ -17,13 +17,11 @@ from elaswave.state.shapes import LayerShape, segments
 from elaswave.state.store import BlockStore, HeldBlock
 from elaswave.types import Layout
 from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.optimizer import Optimizer
 
 
 def materialise(
     blueprint: Blueprint,
     worker: int,
-    optimizer: Optimizer,
     layout: Layout,
     placement: Placement,
     checkpoint: tuple[Path, CheckpointMeta] | None,
@@ -33,7 +31,6 @@ def materialise(
     Args:
         blueprint: the run.
         worker: its id.
-        optimizer: says which slots a block has.
         layout, placement: who runs and who holds what.
         checkpoint: a verified checkpoint's folder and description, or None to begin from the seed.
     Returns:
@@ -65,7 +62,7 @@ def materialise(
             masters = [flat[start:stop] if shared else master[start:stop].clone() for start, stop in runs]
         else:
             masters = read(shape, MASTER, runs)
-        slots = {name: read(shape, name, runs) for name in optimizer.slots}
+        slots = {name: read(shape, name, runs) for name in blueprint.optimizer.slots}
         for position, block in enumerate(by_layer.get(index, [])):
             values = {MASTER: masters[position], **{name: runs_[position] for name, runs_ in slots.items()}}
             held[block] = HeldBlock(blueprint.blocks[block], roles[block], shape, values, step)

@@ -10,6 +10,7 @@ from elaswave.protocol.messages import Installed
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.state.placement import Role
 from elaswave.state.store import BlockStore, HeldBlock
+from elaswave.training.optimizer import learning_rate
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.mailbox import Mailbox
@@ -24,7 +25,6 @@ from elaswave.worker.messages import (
     StepReport,
     Timings,
 )
-from elaswave.worker.optimizer import learning_rate
 from elaswave.worker.pacing import ActionTimer
 from elaswave.worker.watch import StepWatch
 

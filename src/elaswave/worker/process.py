@@ -24,6 +24,7 @@ from elaswave.protocol.position import START
 from elaswave.protocol.worker import FIRST_EPOCH, WorkerMachine
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.store import HeldBlock
+from elaswave.training.definition import Training
 from elaswave.transport.interface import Transport
 from elaswave.transport.stream import StreamTransport
 from elaswave.types import ExecutionParameters, Layout, Program
@@ -35,7 +36,6 @@ from elaswave.worker.links import TransportLinks
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.materialise import materialise
 from elaswave.worker.messages import Exit, Failed, ShardFailed, ShardWritten, Start, ToWorker
-from elaswave.worker.optimizer import OPTIMIZERS
 from elaswave.worker.outbox import ControlOutbox, WorkerClient
 from elaswave.worker.pacing import ActionTimer, Pace
 from elaswave.worker.probe import Probe
@@ -71,6 +71,8 @@ class WorkerSetup(NamedTuple):
     checkpoint: tuple[Path, CheckpointMeta] | None
     probe: Probe
     profile: bool
+    training: Training | None = None
+    """What is trained; None: what the configuration describes."""
 
 
 class Worker:
@@ -91,7 +93,7 @@ class Worker:
         self._config = config
         self._client = client
         self._mailbox = mailbox
-        self._blueprint = blueprint = Blueprint(config)
+        self._blueprint = blueprint = Blueprint(config, setup.training)
         layout, placement = blueprint.layout, blueprint.placement
         stage = layout.stage_of(setup.worker)
         self._trace = TraceRecorder(setup.worker, stage=stage, enabled=setup.profile)
@@ -100,16 +102,14 @@ class Worker:
         self._level = base_level(config)
         """Index of the frequency level at which the device runs."""
         self._actuator = make_actuator(config.device.frequency, setup.worker, self._set_level_speed)
-        self._source = blueprint.open_source(setup.run_dir / "data")
+        self._source = blueprint.open_samples(setup.run_dir / "data")
         self._sampler = blueprint.sampler(self._source)
         self._must_end = False
         """Whether the coordinator has said that the job is over."""
-        optimizer = OPTIMIZERS[config.optimizer.name](config.optimizer)
-        layers, store, progress = materialise(blueprint, setup.worker, optimizer, layout, placement, setup.checkpoint)
+        layers, store, progress = materialise(blueprint, setup.worker, layout, placement, setup.checkpoint)
         context = EngineContext(
             blueprint=blueprint,
             worker=setup.worker,
-            optimizer=optimizer,
             batches=self._training_batch,
             evaluation_batches=self._evaluation_batch,
             check=self._check,
@@ -284,7 +284,6 @@ def terms_of(blueprint: Blueprint) -> JobTerms:
     """What the machine needs of a run's configuration."""
     config = blueprint.config
     elastic, run = config.elastic, config.run
-    slots = OPTIMIZERS[config.optimizer.name](config.optimizer).slots
 
     def compile_one(
         worker: int, layout: Layout, execution: ExecutionParameters, *, forward_only: bool = False
@@ -298,7 +297,7 @@ def terms_of(blueprint: Blueprint) -> JobTerms:
         num_microbatches=config.batch.num_microbatches,
         num_steps=run.steps,
         num_followers=elastic.num_followers,
-        copy_elements=elastic.refill_bytes_per_step // (4 * (1 + len(slots))),
+        copy_elements=elastic.refill_bytes_per_step // (4 * len(blueprint.state.slots)),
         compile=compile_one,
         layer_name=lambda layer: blueprint.model.layers[layer].name if layer < len(blueprint.shapes) else "loss",
         verify=elastic.verify,

@@ -6,13 +6,10 @@ the shapes by the template process.
 """
 
 from functools import cached_property
-from pathlib import Path
 
 from elaswave.config.devices import cluster_of, emulated_costs
 from elaswave.config.schema import Config
 from elaswave.costs.schedules import bounds_within
-from elaswave.data.sampler import Sampler
-from elaswave.data.sources import TokenSource, open_source
 from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.planning.execution import execution_of, programs_of
 from elaswave.planning.layout import make_layout
@@ -94,39 +91,3 @@ class RunPlan:
         bounds = bounds_within(self.layout, self.config.layout.schedule, self.execution.in_flight)
         validate_programs(self.layout, programs, max_in_flight=bounds)
         return programs
-
-    def open_source(self, cache_dir: Path) -> TokenSource:
-        """See `open_data`."""
-        return open_data(self.config, cache_dir)
-
-    def sampler(self, source: TokenSource) -> Sampler:
-        """See `sampler_of`."""
-        return sampler_of(self.config, source)
-
-
-def open_data(config: Config, cache_dir: Path) -> TokenSource:
-    """The tokens of a run.
-
-    Args:
-        config: of the run.
-        cache_dir: where generated text is kept.
-    Raises:
-        DataError: see `elaswave.data.sources.open_source`.
-    """
-    data = config.data
-    source = open_source(
-        data.source,
-        vocab_size=data.vocab_size,
-        context_length=config.model.context_length,
-        validation_fraction=data.validation_fraction,
-        cache_dir=cache_dir,
-    )
-    if config.run.eval_every:
-        source.require_sample("validation")
-    return source
-
-
-def sampler_of(config: Config, source: TokenSource) -> Sampler:
-    """Which samples make up which micro-batch of a run's training."""
-    batch = config.batch
-    return Sampler(config.run.seed, source.num_samples("train"), batch.microbatch_size, batch.num_microbatches)

@@ -17,11 +17,11 @@ from elaswave.state.placement import Placement, Role
 from elaswave.state.store import HeldBlock
 from elaswave.state.sums import square_sum
 from elaswave.state.verify import run_hash
+from elaswave.training.optimizer import clip_factor, learning_rate
 from elaswave.types import Action, ExecutionParameters, Layout
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.compute import Compute
 from elaswave.worker.materialise import materialise
-from elaswave.worker.optimizer import Optimizer, clip_factor, learning_rate
 from elaswave.worker.pacing import ActionTimer
 from elaswave.worker.reduction import Reduction
 
@@ -39,7 +39,6 @@ class EngineContext(NamedTuple):
 
     blueprint: Blueprint
     worker: int
-    optimizer: Optimizer
     batches: Batches
     """Of training."""
     evaluation_batches: Batches
@@ -226,7 +225,7 @@ class TorchEngine:
         if clip != 1.0:
             gradient.mul_(clip)
         rate = learning_rate(config.optimizer, step, config.run.steps)
-        self.context.optimizer.update(
+        self.context.blueprint.optimizer.update(
             copy.slots, gradient, copy.decay_runs, learning_rate=rate, num_updates=num_updates
         )
 
@@ -253,7 +252,7 @@ class TorchEngine:
     def empty_copy(self, block: int) -> HeldBlock:
         """A follower's copy of a block, without content."""
         size, layer = self.blocks[block].num_elements, self.blocks[block].layer
-        names = (MASTER, *self.context.optimizer.slots)
+        names = (MASTER, *self.context.blueprint.optimizer.slots)
         slots = {name: torch.empty(size, dtype=torch.float32) for name in names}
         return HeldBlock(self.blocks[block], Role.FOLLOWER, self.context.blueprint.shapes[layer], slots, version=-1)
 
@@ -278,9 +277,7 @@ class TorchEngine:
             checkpoint = (folder, read_meta(folder))
         context = self.context
         self.layers.clear()
-        layers, store, progress = materialise(
-            context.blueprint, context.worker, context.optimizer, layout, placement, checkpoint
-        )
+        layers, store, progress = materialise(context.blueprint, context.worker, layout, placement, checkpoint)
         self.layers.update(layers)
         self.reduction.hold(list(self.layers))
         num_bytes = sum(layer.flat.nbytes for layer in layers.values()) + store.optimizer_bytes()

@@ -19,7 +19,6 @@ from elaswave.state.checkpoint_shards import write_shard
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.materialise import materialise, owned_pieces
 from elaswave.worker.messages import ShardWritten, Standing
-from elaswave.worker.optimizer import OPTIMIZERS
 
 SMALL = ("model.num_layers=2", "model.hidden_size=16", "model.num_heads=2", "layout.widths=[1,1]")
 
@@ -30,7 +29,6 @@ class Job:
     def __init__(self, run_dir: Path, describe: Callable[[Standing], CheckpointMeta | None] | None = None) -> None:
         self.run_dir = run_dir
         self.blueprint = Blueprint(load_config(None, list(SMALL)))
-        self.optimizer = OPTIMIZERS["adamw"](self.blueprint.config.optimizer)
         self.written: list[CheckpointRecord] = []
         self.given_up: list[tuple[int, str]] = []
         self.asked: list[tuple[int, bytes]] = []
@@ -56,7 +54,7 @@ class Job:
             config={},
             tensors={
                 stored_name(name, slot.name): TensorInfo(slot.shape)
-                for name in (MASTER, *self.optimizer.slots)
+                for name in (MASTER, *self.blueprint.optimizer.slots)
                 for slot in self.blueprint.tensors
             },
             elaswave_version="",
@@ -65,7 +63,7 @@ class Job:
 
     def write(self, step: int, epoch: int, worker: int) -> ShardWritten:
         layout, placement = self.blueprint.layout, self.blueprint.placement
-        _, store, progress = materialise(self.blueprint, worker, self.optimizer, layout, placement, None)
+        _, store, progress = materialise(self.blueprint, worker, layout, placement, None)
         folder = shard_folder(self.run_dir, step)
         standing = Standing(
             epoch=epoch, step=step, num_updates=0, exponents=list(progress.grids.exponents), calibrated=True

@@ -193,7 +193,7 @@ IMPORTS = {
         ("transport/link.py", "from elaswave.worker import probe"),
         ("transport/link.py", "from elaswave.protocol import ledger"),
         ("protocol/ledger.py", "from elaswave.transport import link"),
-        ("worker/optimizer.py", "from elaswave.control import launcher"),
+        ("training/optimizer.py", "from elaswave.control import launcher"),
         ("observability/output.py", "def late():\n    import elaswave.cli.main"),
         ("models/gpt.py", "from elaswave.state import flat"),
         ("data/sampler.py", "from elaswave.models import gpt"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from elaswave.models.layers import LayerSpec, ModelSpec, build_layer
+from elaswave.models.layers import Layer, ModelSpec, build_layer
 from elaswave.models.registry import build_model
 from elaswave.state.flat import FlatLayer, initial_values, model_shapes
 from elaswave.state.shapes import ALIGNMENT_ELEMENTS, Segment, align, all_tensors, segments
@@ -22,9 +22,7 @@ class Odd(nn.Module):
         return self.inner(x) * self.scale
 
 
-MODEL = ModelSpec(
-    (LayerSpec("odd", Odd), LayerSpec("plain", nn.Identity), LayerSpec("last", Odd)), nn.functional.mse_loss
-)
+MODEL = ModelSpec((Layer("odd", Odd), Layer("plain", nn.Identity), Layer("last", Odd)), nn.functional.mse_loss)
 
 
 @pytest.mark.parametrize(("count", "aligned"), [(0, 0), (1, 32), (32, 32), (33, 64)])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from elaswave.models.kernels import linear
-from elaswave.models.layers import LayerSpec, ModelSpec, build_layer
+from elaswave.models.layers import Layer, ModelSpec, build_layer
 from elaswave.models.registry import build_model
 from elaswave.protocol.ballot import NonFinite, coverage_key, expected_coverage
 from elaswave.state.flat import FlatLayer, initial_values, model_shapes
@@ -92,7 +92,7 @@ def sums(compute):
 
 
 def model_of(*modules, loss=mean_square):
-    return ModelSpec(tuple(LayerSpec(f"l{index}", module) for index, module in enumerate(modules)), loss)
+    return ModelSpec(tuple(Layer(f"l{index}", module) for index, module in enumerate(modules)), loss)
 
 
 def run_split(compute, microbatches, num_layers):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elaswave.config.schema import OptimizerConfig
-from elaswave.worker.optimizer import OPTIMIZERS, clip_factor, learning_rate
+from elaswave.training.optimizer import OPTIMIZERS, clip_factor, learning_rate
 
 NUM_ELEMENTS = 1024
 DECAYED = [(0, 320), (640, 896)]

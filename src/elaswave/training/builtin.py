@@ -1,0 +1,44 @@
+"""The training that a configuration alone describes: a GPT or Llama on tokens, with AdamW or SGD."""
+
+import torch
+
+from elaswave.config.schema import Config
+from elaswave.models.layers import ModelSpec
+from elaswave.models.registry import build_model
+from elaswave.training.definition import Training
+from elaswave.training.optimizer import OPTIMIZERS
+from elaswave.training.tokens import open_tokens
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def builtin_training(config: Config) -> Training:
+    """What ``elaswave train`` trains.
+
+    Args:
+        config: with its layout resolved.
+    Raises:
+        ConfigError: impossible sizes, all of them listed.
+    """
+    return Training(
+        model=_model(config),
+        dtype=DTYPES[config.model.dtype],
+        make_optimizer=lambda shapes: OPTIMIZERS[config.optimizer.name](config.optimizer),
+        open_samples=lambda folder: open_tokens(config, folder),
+    )
+
+
+def _model(config: Config) -> ModelSpec:
+    model = config.model
+    return build_model(
+        model.family,
+        vocab_size=config.data.resolved_vocab_size,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_heads=model.num_heads,
+        context_length=model.context_length,
+        dropout=model.dropout,
+        num_kv_heads=model.num_kv_heads,
+        intermediate_size=model.intermediate_size,
+        rope_theta=model.rope_theta,
+    )

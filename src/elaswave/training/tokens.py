@@ -1,0 +1,40 @@
+"""The tokens that a configuration names, and the order of their samples. No torch: the launcher checks them too."""
+
+from pathlib import Path
+
+from elaswave.config.schema import Config
+from elaswave.data.sampler import Sampler
+from elaswave.data.sources import TokenSource, open_source
+
+
+def open_tokens(config: Config, cache_dir: Path) -> TokenSource:
+    """The tokens of a run.
+
+    Args:
+        config: of the run.
+        cache_dir: where generated text is kept.
+    Raises:
+        DataError: see `elaswave.data.sources.open_source`.
+    """
+    data = config.data
+    source = open_source(
+        data.source,
+        vocab_size=data.vocab_size,
+        context_length=config.model.context_length,
+        validation_fraction=data.validation_fraction,
+        cache_dir=cache_dir,
+    )
+    if config.run.eval_every:
+        source.require_sample("validation")
+    return source
+
+
+def sampler_of(config: Config, num_samples: int) -> Sampler:
+    """Which samples make up which micro-batch of a run's training.
+
+    Args:
+        config: of the run.
+        num_samples: samples of a data pass.
+    """
+    batch = config.batch
+    return Sampler(config.run.seed, num_samples, batch.microbatch_size, batch.num_microbatches)
