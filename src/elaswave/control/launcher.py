@@ -19,6 +19,7 @@ from elaswave.control.job_folder import sweep_dead
 from elaswave.control.local_job import LocalJob
 from elaswave.control.template_messages import StartingPoint
 from elaswave.data.fingerprint import check_same_data, fingerprint_in, fingerprint_of
+from elaswave.data.sampler import Sampler
 from elaswave.errors import (
     CheckpointError,
     RecoveryError,
@@ -91,9 +92,8 @@ def train(
         started_s=started_s,
     )
     try:
-        source = open_tokens(config, run_dir / "data")  # bad data ends here, not in a worker
-        sampler = sampler_of(config, source.num_samples("train"))
-        checkpoint = _look_around(config, run_dir, source.path, reporter, resume=resume)
+        data_path, sampler = _look_at_data(config, run_dir)
+        checkpoint = _look_around(config, run_dir, data_path, reporter, resume=resume)
         plan = RunPlan(config, job.await_template())
         _ = plan.programs, plan.placement  # computed and checked once, inherited by all coordinators
     except BaseException:
@@ -115,6 +115,12 @@ def train(
         _close_log(run_dir, started_s, reporter)
     reporter.finished(result, run_dir)
     return result
+
+
+def _look_at_data(config: Config, run_dir: Path) -> tuple[Path, Sampler]:
+    """The file of a run's data, and the order of its samples: bad data ends here, not in a worker."""
+    source = open_tokens(config, run_dir / "data")
+    return source.path, sampler_of(config, source.num_samples("train"))
 
 
 def _look_around(

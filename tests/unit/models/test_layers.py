@@ -17,7 +17,6 @@ from elaswave.models.layers import (
     Embedding,
     Linear,
     check_sequence,
-    decays_matrices,
     dropout_noise,
     token_loss,
 )
@@ -39,11 +38,6 @@ def test_token_loss_is_the_mean_negative_log_probability_in_float32():
     assert loss.shape == () and loss.dtype == torch.float32
     assert float(loss) == pytest.approx(expected, rel=1e-6)
     assert token_loss(logits_BTV.bfloat16(), targets_BT).dtype == torch.float32
-
-
-def test_matrices_decay_and_vectors_do_not():
-    assert decays_matrices("weight", torch.Size((3, 4)))
-    assert not decays_matrices("bias", torch.Size((3,)))
 
 
 def test_too_long_a_sequence_is_refused():

@@ -15,6 +15,8 @@ from elaswave.errors import ConfigError
 from elaswave.models.layers import ModelSpec, build_layer
 from elaswave.models.llama import RMS_NORM_EPS, default_intermediate_size, huggingface_name, rotary_tables
 from elaswave.models.registry import FAMILY_OPTIONS, MODELS, build_model
+from elaswave.state.flat import model_shapes
+from elaswave.state.shapes import all_tensors
 
 SIZES = {"vocab_size": 50, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "context_length": 16, "dropout": 0.0}
 
@@ -218,9 +220,8 @@ class TestLayers:
             assert all(parameter.device.type == "meta" for parameter in module.parameters())
 
     def test_only_matrices_decay(self, family: str):
-        for spec in small(family).layers:
-            for name, parameter in spec.build().named_parameters():
-                assert spec.decays(name, parameter.shape) == (parameter.dim() == 2)
+        for slot in all_tensors(model_shapes(small(family))):
+            assert slot.decays == (len(slot.shape) == 2)
 
     def test_repeated_calls_with_one_seed_give_the_same_bits_and_nothing_is_kept(self, family: str):
         model = small(family, dropout=0.3)
