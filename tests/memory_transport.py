@@ -68,6 +68,8 @@ class MemoryTransport:
         self._links: set[int] = set()
         self._inboxes: dict[int, Inbox] = {worker: Inbox(worker, epoch, max_unexpected_bytes)}
         self._lost: dict[int, str] = {}
+        self._sent_to: set[int] = set()
+        self._broken: dict[int, str] = {}
         self._members: frozenset[int] = frozenset()
         self._former: set[int] = set()
         self._sent: dict[int, int] = {}
@@ -121,17 +123,21 @@ class MemoryTransport:
         handle = Handle("send", dst, tag, self._waiter.failures)
         with self._network.lock:
             if self._waiter.closed or (dst not in self._links and dst != self.worker):
-                fail(handle, self._no_link(dst))
+                error = self._no_link(dst)
+                self._broken.setdefault(dst, self._lost.get(dst, str(error)))
+                fail(handle, error)
                 return handle
+            if dst != self.worker:
+                self._sent_to.add(dst)
             receiver = self._network.transports[dst]
             try:
                 header = decode_header(encoded, 0, receiver._max_frame_bytes)
                 receiver._inboxes[self.worker].deliver(header, views)
-            except FrameError as error:
+            except FrameError as refusal:
                 if dst == self.worker:
-                    fail(handle, error)
+                    fail(handle, refusal)
                 else:
-                    receiver._unlink(self.worker, f"it sent what cannot be right: {error}")
+                    receiver._unlink(self.worker, f"it sent what cannot be right: {refusal}")
                     self._unlink(dst, "it has closed the connection")
                     fail(handle, self._no_link(dst))
                 return handle
@@ -156,7 +162,7 @@ class MemoryTransport:
 
     def wait(self, handles: Handle | Iterable[Handle], timeout_s: float) -> None:
         """Block until all are done well or one has failed; see ``Transport.wait``."""
-        self._waiter.wait(handles, timeout_s, self.epoch)
+        self._waiter.wait(handles, timeout_s, self.epoch, self._check_links)
 
     def poll(self) -> None:
         """Bytes have moved when they were sent; only signals and interrupts are looked for."""
@@ -187,6 +193,8 @@ class MemoryTransport:
                 inbox.advance(epoch, None)
                 if peer not in members and peer != self.worker:
                     del self._inboxes[peer]
+            self._sent_to.clear()
+            self._broken.clear()
 
     def close(self) -> None:
         """End all links; may be called twice."""
@@ -217,7 +225,14 @@ class MemoryTransport:
         self._links.discard(peer)
         self._lost[peer] = detail
         self._inboxes[peer].fail_posted(lambda: error if error is not None else PeerLostError(peer, detail))
+        if error is None and peer in self._sent_to:
+            self._broken[peer] = detail
+            self._waiter.failures.count += 1
         self._waiter.wake()
+
+    def _check_links(self) -> None:
+        for peer, detail in dict(self._broken).items():
+            raise PeerLostError(peer, detail)
 
     def _no_link(self, peer: int) -> CommError:
         if self._waiter.closed:

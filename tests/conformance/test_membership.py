@@ -138,6 +138,53 @@ def test_what_a_peer_sent_before_it_went_can_still_be_received(world):
         b.wait(b.recv(0, TAG), PATIENCE_S)
 
 
+def test_a_lost_link_over_which_something_was_sent_fails_the_next_wait_that_would_block(world):
+    a, b, c = world.linked(3)
+    finish([c.send(0, TAG, torch.ones(1))], c)
+    a.close()
+    until(lambda: c.peers == {1}, c)
+    from_b = c.recv(1, TAG)
+    finish([b.send(2, TAG, torch.ones(1)), from_b], b, c)
+    c.wait(from_b, PATIENCE_S)  # it is here: what can still be finished is finished
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="worker 0"):
+            c.wait(c.recv(1, TAG), PATIENCE_S)
+    c.advance_epoch(1, (1, 2))
+    b.advance_epoch(1, (1, 2))
+    finish([b.send(2, TAG, torch.ones(1)), again := c.recv(1, TAG)], b, c)
+    c.wait(again, PATIENCE_S)
+
+
+def test_a_link_that_is_made_again_does_not_hide_that_frames_were_lost_with_the_one_before(world):
+    a, b, c = world.linked(3)
+    finish([c.send(0, TAG, torch.ones(1))], c)
+    a.advance_epoch(1, (0, 1))  # it closes its end of the link
+    until(lambda: c.peers == {1}, c)
+    link([a, c])
+    assert c.peers == {0, 1}
+    with pytest.raises(PeerLostError, match="worker 0"):
+        c.wait(c.recv(1, TAG), PATIENCE_S)
+
+
+def test_a_blocked_wait_wakes_when_a_link_goes_over_which_something_was_sent(world):
+    a, b, c = world.linked(3)
+    finish([c.send(0, TAG, torch.ones(1))], c)
+    timer = threading.Timer(0.05, a.close)
+    timer.start()
+    with pytest.raises(PeerLostError, match="worker 0"):
+        c.wait(c.recv(1, TAG), PATIENCE_S)
+    timer.join()
+
+
+def test_a_frame_that_could_not_be_sent_fails_the_next_wait_that_would_block(world):
+    a, b, c = world.linked(3)
+    a.close()
+    until(lambda: c.peers == {1}, c)
+    assert outcome(c.send(0, TAG, torch.ones(1))) == "PeerLostError"
+    with pytest.raises(PeerLostError, match="worker 0"):
+        c.wait(c.recv(1, TAG), PATIENCE_S)
+
+
 def test_a_blocked_wait_looks_at_all_its_handles_when_a_peer_goes(world):
     a, b, c = world.linked(3)
     handles = [c.recv(0, TAG), c.recv(1, TAG)]

@@ -3,6 +3,7 @@
 Step engines as threads: what changes is inside the REDUCE of one of them. `test_planted_bugs` has real processes.
 """
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,12 @@ def flip_received(reduction: Reduction, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def flip_total(reduction: Reduction, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next total that is made, after all have come, lacks a bit."""
-    add_up = reduction_module._add_up
+    """The next total that this worker's thread makes, after all have come, lacks a bit."""
+    add_up, thread = reduction_module._add_up, threading.get_ident()
 
     def wrong(parts: Any) -> torch.Tensor:
+        if threading.get_ident() != thread:
+            return add_up(parts)
         monkeypatch.setattr(reduction_module, "_add_up", add_up)
         total = add_up(parts)
         total[0] ^= 1 << 40

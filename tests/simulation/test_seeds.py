@@ -59,7 +59,7 @@ def test_a_part_of_all_schedules_of_small_jobs_has_no_violation(name, parts):
     ("schedule", "what"),
     [
         ("plan_delay=15 kill:0@0 suspect:1@13", "losses while a recovery was planned"),
-        ("widths=2,2 plan_delay=20 kill:0@20 kill:c@40", "coordinators lost while a recovery was planned"),
+        ("widths=2,2 plan_delay=20 kill:0@20 kill:c@39", "coordinators lost while a recovery was planned"),
         (
             "widths=2,2 heartbeat_bound=15 plan_delay=20 isolate:0@56+31",
             "newer votes while a recovery was planned",
@@ -71,6 +71,12 @@ def test_what_comes_while_a_recovery_is_planned_is_dealt_with(schedule, what):
     outcome = run_schedule(parse_schedule(schedule))
     assert (outcome.violation, outcome.ended) == (None, "finished")
     assert outcome.counts[what] == 1
+
+
+def test_a_link_that_is_made_again_within_an_epoch_does_not_hide_that_frames_were_lost():
+    schedule = "widths=2,1,1 blocks_per_round=8 slow_worker=3 slow_by=40 kill:1@15 cut:0-3@42"
+    outcome = run_schedule(parse_schedule(schedule))
+    assert (outcome.violation, outcome.ended) == (None, "finished")
 
 
 @pytest.mark.parametrize(

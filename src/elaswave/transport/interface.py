@@ -135,7 +135,9 @@ class Transport(Protocol):
         Raises:
             FrameError: a frame did not fit its receive.
             InterruptedWaitError: ``interrupt`` was called, or the epoch of a handle has passed.
-            PeerLostError: a handle needs a peer whose link has ended.
+            PeerLostError: a handle needs a peer whose link has ended; or this would block, and a link has ended over
+                which frames of this epoch were sent: the peer may never have read them, and a link that is made again
+                does not bring them back.
             WaitTimeoutError: the bound has passed; names what is missing.
         """
         ...

@@ -79,6 +79,10 @@ class StreamTransport:
         self._links: dict[int, Link] = {}
         self._inboxes: dict[int, Inbox] = {worker: Inbox(worker, epoch, max_unexpected_bytes)}
         self._lost: dict[int, str] = {}
+        self._sent_to: set[int] = set()
+        """Peers to which frames of the present epoch have been sent."""
+        self._broken: dict[int, str] = {}
+        """Those of them whose link has ended in this epoch, and how."""
         self._members: frozenset[int] = frozenset()
         self._former: set[int] = set()
         self._past_sent: dict[int, int] = {}
@@ -132,9 +136,12 @@ class StreamTransport:
             if dst == self.worker and not self._waiter.closed:
                 self._send_to_self(handle, header, views)
             else:
-                fail(handle, self._no_link(dst))
+                error = self._no_link(dst)
+                self._broken.setdefault(dst, self._lost.get(dst, str(error)))
+                fail(handle, error)
             return handle
         handle.keep = tensors
+        self._sent_to.add(dst)
         views.insert(0, memoryview(header))
         waited = link.wants_write
         try:
@@ -160,7 +167,7 @@ class StreamTransport:
 
     def wait(self, handles: Handle | Iterable[Handle], timeout_s: float) -> None:
         """Block until all are done well or one has failed; see ``Transport.wait``."""
-        self._waiter.wait(handles, timeout_s, self.epoch)
+        self._waiter.wait(handles, timeout_s, self.epoch, self._check_links)
 
     def poll(self) -> None:
         """Move bytes that can move now, without blocking."""
@@ -224,6 +231,8 @@ class StreamTransport:
                 inbox.advance(epoch, None)
             if peer not in members and peer != self.worker:
                 del self._inboxes[peer]
+        self._sent_to.clear()
+        self._broken.clear()
 
     def close(self) -> None:
         """End all links and remove the socket file; may be called twice."""
@@ -286,6 +295,14 @@ class StreamTransport:
         self._lost[peer] = detail
         self._waiter.unregister(link.sock.fileno())
         link.close(detail, error)
+        if error is None and peer in self._sent_to:
+            self._broken[peer] = detail
+            self._waiter.failures.count += 1
+
+    def _check_links(self) -> None:
+        """W11."""
+        for peer, detail in self._broken.items():
+            raise PeerLostError(peer, detail)
 
     def _no_link(self, peer: int) -> CommError:
         if self._waiter.closed:

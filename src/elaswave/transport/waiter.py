@@ -100,13 +100,23 @@ class Waiter:
             if on_event is not None:  # an earlier event of this turn may have closed it
                 on_event(event)
 
-    def wait(self, handles: Handle | Iterable[Handle], timeout_s: float, epoch: int) -> None:
-        """See ``Transport.wait``; ``epoch`` is the present one."""
+    def wait(
+        self, handles: Handle | Iterable[Handle], timeout_s: float, epoch: int, check_links: Callable[[], None]
+    ) -> None:
+        """See ``Transport.wait``.
+
+        Args:
+            handles, timeout_s: as there.
+            epoch: the present one.
+            check_links: raises if what has been sent in this epoch is lost; called before blocking, whenever something
+                has failed.
+        """
         pending = [handles] if isinstance(handles, Handle) else list(handles)
         deadline = None
         failures_seen = -1
         while True:
-            if failures_seen != self.failures.count:
+            has_failures = failures_seen != self.failures.count
+            if has_failures:
                 failures_seen = self.failures.count
                 for handle in pending:
                     if handle.error is not None:
@@ -117,6 +127,8 @@ class Waiter:
                     raise error
             if not pending:
                 return
+            if has_failures:
+                check_links()
             if self._interrupts:
                 self.check_interrupts(epoch)
             now = time.monotonic()

@@ -31,9 +31,11 @@ class SimLinks:
         """Peers whose process has ended."""
         self.closed: set[int] = set()
         """Peers whose link has closed."""
-        self.unsent: int | None = None
-        """A peer to which something was sent that cannot leave."""
+        self.broken: int | None = None
+        """A peer whose link has ended, though frames of this epoch were sent there, or were to be."""
         self._host = host
+        self._sent_to: set[int] = set()
+        """Peers to which frames of this epoch have been sent."""
         self._here: dict[Key, Any] = {}
         """Frames of this epoch that have come, or `_LANDED`."""
         self._later: dict[int, dict[Key, SimFrame]] = {}
@@ -49,7 +51,8 @@ class SimLinks:
     def edit(self, epoch: int, members: tuple[int, ...]) -> None:
         """Frames of older epochs are nothing any more."""
         self.epoch, self.members = epoch, frozenset(members)
-        self._slots, self.unsent = {}, None
+        self._slots, self.broken = {}, None
+        self._sent_to = set()
         self._here = dict(self._later.pop(epoch, {}))
         for old in [other for other in self._later if other < epoch]:
             del self._later[old]
@@ -65,8 +68,9 @@ class SimLinks:
     def send(self, key: Key, payload: Any) -> None:
         """Sends a frame."""
         host = self._host
+        self._sent_to.add(key.peer)
         if key.peer in self.closed:
-            self.unsent = key.peer
+            self.broken = key.peer
         frame = SimFrame(self.epoch, host.machine.step, host.machine.attempt, payload)
         host.world.to_worker(host, key.peer, Key(*key[:5], host.id), frame)
 
@@ -76,6 +80,12 @@ class SimLinks:
         return None if frame is _LANDED else self._use(key, frame)
 
     # -------------------------------------------------------------------------------------------------- for the worker
+
+    def close(self, peer: int) -> None:
+        """The link to a peer has ended."""
+        self.closed.add(peer)
+        if peer in self._sent_to:
+            self.broken = peer
 
     def arrive(self, key: Key, frame: SimFrame) -> bool:
         """A frame comes in; whether it is of the present epoch."""

@@ -477,7 +477,7 @@ MUTANTS = {
             "count-under-way",
             "a base copy counts before a vote has passed with it",
             Build(machine=CountsCopiesUnderWay),
-            "retry_step=2 suspect:1@44 kill:0@71",
+            "seed=6285242 heartbeat_bound=25 cut:1-2@1 hang:1@25+40",
         ),
         Mutant(
             "refill-alone",
@@ -507,7 +507,7 @@ MUTANTS = {
             "old-change",
             "a planned change of the layout outlives its epoch",
             Build(machine=KeepsOldChanges),
-            "widths=3,1 num_microbatches=3 change_step=1 kill:3@71",
+            "widths=3,1 num_microbatches=3 change_step=1 suspect:0@78",
         ),
         Mutant(
             "switch-old-gather",

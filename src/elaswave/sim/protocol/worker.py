@@ -147,11 +147,12 @@ class SimWorker:
                 self.go_on()
 
     def on_link_closed(self, peer: int, *, dead: bool) -> None:
-        """The link to a peer has closed; it notices if it waits for that peer, or else when it comes to do so."""
+        """The link to a peer has closed; it notices if it waits for frames, and the peer has sent or got some of this
+        epoch; or else when it comes to do so."""
         if dead:
             self.links.dead.add(peer)
-        self.links.closed.add(peer)
-        if any(key.peer == peer for key in self._waiting):
+        self.links.close(peer)
+        if self._waiting and (self.links.broken is not None or any(key.peer == peer for key in self._waiting)):
             self._lose(peer)
 
     def _lose(self, peer: int) -> None:
@@ -178,14 +179,14 @@ class SimWorker:
                     self._waits_for_disk = True
                     return
             elif wait is Pause.SENT:
-                if self.links.unsent is not None:
-                    self._lose(self.links.unsent)
+                if self.links.broken is not None:
+                    self._lose(self.links.broken)
                     return
             elif missing := self.links.missing(wait):
-                for key in missing:
-                    if key.peer in self.links.closed:
-                        self._lose(key.peer)
-                        return
+                lost = [key.peer for key in missing if key.peer in self.links.closed]
+                if lost or self.links.broken is not None:
+                    self._lose(lost[0] if lost else self.links.broken)
+                    return
                 self._waiting = missing
                 return
         if self.machine.fenced is not None and not self.dead:
