@@ -184,7 +184,7 @@ def _decay_groups(run: Blueprint, model: nn.Sequential, indices: Sequence[int] |
     indices = range(len(model)) if indices is None else indices
     for index, layer in zip(indices, model, strict=True):
         for name, parameter in layer.named_parameters():
-            groups[run.model.layers[index].decays(name, parameter.shape)].append(parameter)
+            groups[parameter.dim() >= 2].append(parameter)
     decay = run.config.optimizer.weight_decay
     return [{"params": params, "weight_decay": decay if decays else 0.0} for decays, params in groups.items() if params]
 

@@ -146,7 +146,7 @@ def reference_run(
     for spec, layer in zip(model.layers, layers):
         for name, parameter in layer.named_parameters():
             named[f"{spec.name}.{name}"] = parameter
-            (decayed if spec.decays(name, parameter.shape) else others).append(parameter)
+            (decayed if parameter.dim() >= 2 else others).append(parameter)
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = make_optimizer(recipe, [group for group in groups if group["params"]])
 
