@@ -121,7 +121,7 @@ class _PipelineJob(NamedTuple):
         parameters = list(module.parameters())
         gradients = _flat_gradients(parameters)
         optimizer = ZeroRedundancyOptimizer(
-            _decay_groups(run, module, own_layers),
+            _decay_groups(run, module),
             torch.optim.AdamW,
             process_group=replica_group,
             parameters_as_bucket_view=True,
@@ -178,13 +178,11 @@ def _adamw(config: Config) -> dict:
     return {"lr": config.optimizer.lr, "betas": config.optimizer.betas, "eps": config.optimizer.eps}
 
 
-def _decay_groups(run: Blueprint, model: nn.Sequential, indices: Sequence[int] | None = None) -> list[dict]:
-    """Parameter groups with and without weight decay, as the layers ask for."""
+def _decay_groups(run: Blueprint, model: nn.Sequential) -> list[dict]:
+    """Parameter groups with and without weight decay, by the usual rule."""
     groups = {True: [], False: []}
-    indices = range(len(model)) if indices is None else indices
-    for index, layer in zip(indices, model, strict=True):
-        for name, parameter in layer.named_parameters():
-            groups[parameter.dim() >= 2].append(parameter)
+    for parameter in model.parameters():
+        groups[parameter.dim() >= 2].append(parameter)
     decay = run.config.optimizer.weight_decay
     return [{"params": params, "weight_decay": decay if decays else 0.0} for decays, params in groups.items() if params]
 
