@@ -183,9 +183,10 @@ class SimWorker:
                     self._lose(self.links.broken)
                     return
             elif missing := self.links.missing(wait):
-                lost = [key.peer for key in missing if key.peer in self.links.closed]
-                if lost or self.links.broken is not None:
-                    self._lose(lost[0] if lost else self.links.broken)
+                closed = (key.peer for key in missing if key.peer in self.links.closed)
+                lost = next(closed, self.links.broken)
+                if lost is not None:
+                    self._lose(lost)
                     return
                 self._waiting = missing
                 return
