@@ -53,6 +53,7 @@ from elaswave.protocol.template import (
     CommitsAbandoned,
     EndAsked,
     ForkCommitter,
+    ForkRefused,
     ForkWorker,
     KillAsked,
     KillChild,
@@ -210,6 +211,7 @@ class _Serving:
         except LaunchError as error:
             if name != COMMITTER:
                 self._say(SpawnRefused(text=str(error)))
+                self._handle(ForkRefused(name))
             else:
                 self._handle(ChildEnded(COMMITTER, 1 << 8, time.monotonic(), str(error)))
             return False
