@@ -29,7 +29,7 @@ from elaswave.config.presets import model_shape
 from elaswave.control.launcher import train
 from elaswave.faults.injection import parse_faults
 from elaswave.observability.progress import make_reporter
-from elaswave.observability.result import EpochRecord, Result
+from elaswave.observability.result import EpochRecord, RunResult
 
 POLICIES = ("elaswave", "recycle", "torchft_batch_kept", "torchft", "oobleck", "full_restart")
 UNDISTURBED = "none"
@@ -81,7 +81,7 @@ QUICK = Setting(3, 2, "gpt2-small", 1, "spread", 2)
 class Job(NamedTuple):
     """A run that has ended."""
 
-    result: Result
+    result: RunResult
     load_cores: float
 
 

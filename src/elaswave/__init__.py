@@ -1,5 +1,26 @@
 """elaswave: elastic training of PyTorch models that computes the same bits whatever happens to its machines."""
 
-__all__ = ["__version__"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elaswave.api.result import Result
+    from elaswave.api.trainer import Trainer
+    from elaswave.models.layers import Layer
+
+__all__ = ["Layer", "Result", "Trainer", "__version__"]
 
 __version__ = "0.1.0"
+
+_PLACES = {"Layer": "elaswave.models.layers", "Result": "elaswave.api.result", "Trainer": "elaswave.api.trainer"}
+"""Where each public name stands; imported when it is asked for, since most need torch."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -16,7 +16,7 @@ from elaswave.config.schema import Config
 from elaswave.control import launcher
 from elaswave.faults.injection import parse_faults
 from elaswave.observability.processes import read_processes
-from elaswave.observability.result import Result, read_digests
+from elaswave.observability.result import RunResult, read_digests
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.types import Layout
 from elaswave.worker.probe import Probe
@@ -56,6 +56,7 @@ class QuietReporter:
         data_pass: int,
         epoch: int,
         layout_name: str,
+        unit: str,
     ) -> None:
         self.losses[step] = loss
 
@@ -68,7 +69,7 @@ class QuietReporter:
     def error(self, text: str) -> None:
         self.errors.append(text)
 
-    def finished(self, result: Result, run_dir: Path) -> None:
+    def finished(self, result: RunResult, run_dir: Path) -> None:
         pass
 
     def refresh(self) -> None:
@@ -82,7 +83,7 @@ class Job(NamedTuple):
     """A job that has ended well."""
 
     run_dir: Path
-    result: Result
+    result: RunResult
     digests: dict[str, str]
     messages: list[str]
 

@@ -20,7 +20,7 @@ import pytest
 from tests.integration.jobs import SMALL, as_toml, run_job
 from tests.signals import hear_signals
 
-from elaswave.observability.result import Result, read_digests, read_result
+from elaswave.observability.result import RunResult, read_digests, read_result
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120.0
@@ -215,7 +215,7 @@ def test_a_signal_ends_the_job_between_two_steps(
 def same(one: Path, other: Path) -> bool:
     """Whether two run folders hold the same computation."""
 
-    def computation(result: Result) -> tuple[Any, ...]:
+    def computation(result: RunResult) -> tuple[Any, ...]:
         return result.losses, result.state_digest
 
     return computation(read_result(one)) == computation(read_result(other)) and read_digests(one) == read_digests(other)

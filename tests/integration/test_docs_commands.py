@@ -22,6 +22,7 @@ EXPECTED: dict[str, dict[str, int]] = {
         "different computations: the losses differ first at step 1": 1,
         "\nexit code 1\n": 1,
     },
+    "docs/own-models.md": {"same computation: 40 steps": 1, "lost in": 1},
     "docs/checkpoints.md": {"same computation: 12 steps": 1, "\nmodel optimizer\n": 1, "\n53 tensors\n": 1},
     "docs/planning.md": {"<- bottleneck": 4, "\nrecycle\n": 1, "a step is predicted to take": 1, "goodput": 1},
     "docs/devices.md": {"lost in backward of step 8 (exit)": 1, "finished 24 steps": 1},

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from elaswave.cli.environment import prepare_to_compute
+from elaswave.api.environment import prepare_to_compute
 
 if TYPE_CHECKING:
     from elaswave.faults.chaos_bench import ChaosRun
@@ -35,7 +35,7 @@ _COLUMNS = (("run", 5), ("layout", 9), ("model", 16), ("outcome", 16), ("struck"
 @click.option(
     "--outside",
     is_flag=True,
-    help="Strike real `elaswave train` commands from outside: SIGKILL, SIGSTOP and SIGCONT to its processes.",
+    help="Strike real `elaswave train` commands from outside: SIGKILL, SIGSTOP and SIGCONT to workers and coordinator.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="Decides all jobs and faults.")
 @click.option("--only", type=click.IntRange(min=0), metavar="I", help="Only the job with this number.")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from elaswave.config.own import TOKENS_PER_S
 from elaswave.config.presets import catalog, device_preset, link_preset, model_shape
 from elaswave.costs.analytic import analytic_costs, preset_cluster
 from elaswave.costs.layers import Costs
@@ -181,6 +182,9 @@ class Setting:
     costs: Costs
     allocation: Allocation
     tokens_per_microbatch: int
+    """Or samples, as `unit` says."""
+    unit: str = TOKENS_PER_S
+    """Of throughput."""
     followers: int = DEFAULT_FOLLOWERS
     """Live copies of every block."""
 

@@ -19,17 +19,17 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from elaswave.cli.environment import prepare_to_compute
-from elaswave.cli.machine import check_memory
+from elaswave.api.environment import prepare_to_compute
 from elaswave.cli.tables import render_table
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
+from elaswave.control.machine import check_memory
 from elaswave.errors import ConfigError
 from elaswave.faults.injection import FAULTS_FILE, Fault, FaultRecord, parse_faults, read_fault_records
 from elaswave.hashing import key64
 from elaswave.observability.compare import Comparison, compare_results
 from elaswave.observability.progress import format_loss, make_reporter, writes_unicode
-from elaswave.observability.result import JsonFloat, Recovery, Result, from_json_float, read_digests
+from elaswave.observability.result import JsonFloat, Recovery, RunResult, from_json_float, read_digests
 from elaswave.observability.run_folder import default_run_dir, open_run_dir
 from elaswave.protocol.engine import PHASES
 
@@ -222,7 +222,7 @@ def demonstrate(
 
 def _train(
     config: Config, folder: Path, faults: tuple[Fault, ...], *, json_mode: bool, overwrite: bool
-) -> tuple[Path, Result]:
+) -> tuple[Path, RunResult]:
     from elaswave.control.launcher import train  # the libraries that compute are loaded only now
 
     with (
@@ -275,7 +275,7 @@ def fault_line(records: Sequence[FaultRecord], num_steps: int, width: int) -> st
     return "".join(line).rstrip()
 
 
-def _show_curves(shown: _Shown, calm: Result, struck: Result, records: Sequence[FaultRecord]) -> None:
+def _show_curves(shown: _Shown, calm: RunResult, struck: RunResult, records: Sequence[FaultRecord]) -> None:
     margin = 8
     width = max(1, min(_CURVE_WIDTH_MAX, shown.width - margin))
     for title, result, style, faults in (

@@ -5,7 +5,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from elaswave.errors import RunFolderError
+from elaswave.config.own import OWN
+from elaswave.errors import RunFolderError, UsageError
 from elaswave.observability.run_folder import saved_config
 
 
@@ -38,8 +39,8 @@ def export_command(
     """Write the float32 weights of RUN's newest valid checkpoint as one file of named, whole tensors.
 
     Tensors get Hugging Face's names, and a config.json is written beside the file, so that transformers loads the
-    folder: a Llama as LlamaForCausalLM, a GPT as GPT2LMHeadModel. A damaged checkpoint is skipped, and the one before
-    it is used.
+    folder: a Llama as LlamaForCausalLM, a GPT as GPT2LMHeadModel. A script's own model keeps the names of its
+    nn.Sequential. A damaged checkpoint is skipped, and the one before it is used.
 
     \b
     elaswave export runs/a
@@ -59,6 +60,11 @@ def export_command(
         weights = stored_weights(checkpoint_of_step(run, step))
     else:
         config = saved_config(run)
+        if config.model.family == OWN:
+            raise UsageError(
+                f"the initial weights of {run} are those of a script's own model, which only the script can make; "
+                "leave --step out for the newest checkpoint, or give the step of another one"
+            )
         weights = initial_weights(Blueprint(config).model, config.run.seed, config.to_dict())
     summary = export_safetensors(run, output, weights=weights, own_names=own_names)
     for skipped in summary.skipped:

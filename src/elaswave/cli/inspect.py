@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from elaswave.cli.tables import format_bytes, format_seconds, render_table, terminal_width
+from elaswave.config.own import SAMPLES_PER_S
 from elaswave.observability.compare import Comparison, compare_results
 from elaswave.observability.progress import format_loss, format_rate, sparkline, writes_unicode
 from elaswave.observability.result import from_json_float, read_digests, read_result
@@ -211,6 +212,8 @@ def _timing_lines(summary: RunSummary, width: int) -> list[str]:
     facts = []
     if summary.throughput_tokens_per_s is not None:
         facts.append(format_rate(summary.throughput_tokens_per_s))
+    elif summary.throughput_samples_per_s is not None:
+        facts.append(format_rate(summary.throughput_samples_per_s, SAMPLES_PER_S))
     if summary.start_up_s is not None:
         facts.append(f"start-up {format_seconds(summary.start_up_s)}")
     if summary.duration_s is not None:

@@ -34,6 +34,7 @@ EXIT_SIGNAL_BASE = 128
 COMMANDS = {
     "demo": "elaswave.cli.demo:demo_command",
     "train": "elaswave.cli.train:train_command",
+    "run": "elaswave.cli.run:run_command",
     "inspect": "elaswave.cli.inspect:inspect_group",
     "export": "elaswave.cli.export:export_command",
     "plan": "elaswave.cli.plan:plan_command",
@@ -60,6 +61,7 @@ def cli() -> None:
     \b
     elaswave demo              kill workers of a job and see that no bit changes
     elaswave train             train a small GPT on Python's own documentation
+    elaswave run SCRIPT.py     run a script that trains its own model
     elaswave COMMAND --help    what a command does, with examples
     """
 
@@ -103,7 +105,7 @@ def _was_printing(error: OSError) -> bool:
 
 
 def _run(arguments: list[str]) -> int:
-    as_json = "--json" in arguments
+    as_json = "--json" in arguments[: _options_end(arguments)]
     try:
         with _signals_raise():
             result = cli.main(arguments, prog_name="elaswave", standalone_mode=False)
@@ -144,6 +146,14 @@ def _signals_raise() -> Iterator[None]:
     finally:
         for number in handled:
             signal.signal(number, previous[number])
+
+
+def _options_end(arguments: Sequence[str]) -> int:
+    """How many arguments may be options of ours: what follows the script of ``elaswave run`` is the script's."""
+    if arguments[:1] != ["run"]:
+        return len(arguments)
+    scripts = (index for index, argument in enumerate(arguments) if argument.endswith(".py"))
+    return next(scripts, len(arguments))
 
 
 def _code_of(error: ElaswaveError) -> int:

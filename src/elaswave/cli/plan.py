@@ -20,6 +20,7 @@ from elaswave.cli.cluster_options import (
 )
 from elaswave.cli.layout_table import as_json, render_stages, stage_rows
 from elaswave.cli.tables import format_bytes, format_seconds, terminal_width
+from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import UsageError
 from elaswave.observability.wrapping import wrap
@@ -122,13 +123,15 @@ def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any], Mapping[str, Pl
 
     costs = read_run_costs(run)
     allocation = allocation_of(costs.layout, costs.schedule, costs.levels)
+    size = costs.config.batch.microbatch_size
     setting = Setting(
         title=f"{run}: layout {costs.layout.describe()}, {costs.layout.num_microbatches} micro-batches of "
-        f"{costs.config.batch.microbatch_size} x {costs.config.model.context_length} tokens",
+        + (f"{size} samples" if costs.counts_samples else f"{size} x {costs.config.model.context_length} tokens"),
         cluster=costs.cluster,
         costs=costs.costs,
         allocation=allocation,
         tokens_per_microbatch=costs.tokens_per_microbatch,
+        unit=SAMPLES_PER_S if costs.counts_samples else TOKENS_PER_S,
         followers=costs.config.elastic.num_followers,
     )
     notes = {
@@ -168,6 +171,7 @@ class _Result:
             "before": {
                 "step_time_s": self._setting.step_s,
                 "throughput": self._before_rate,
+                "throughput_unit": self._setting.unit,
                 "stages": msgspec.to_builtins(self._before),
             },
         }
@@ -195,15 +199,15 @@ class _Result:
         if notes:
             lines += wrap(_about_measurements(notes), width)
         step = format_seconds(self._setting.step_s)
-        lines += ["", *wrap(f"before: a step takes {step}, {self._before_rate:,.0f} tokens/s", width)]
+        lines += ["", *wrap(f"before: a step takes {step}, {self._before_rate:,.0f} {self._setting.unit}", width)]
         lines += render_stages(self._before, width)
         if self._plan is None:
             return [*lines, "", "no worker is lost; --lose N asks for a plan"]
         plan, fraction = self._plan, self._after_rate / self._before_rate
         lines += ["", *wrap(f"lost: {' '.join(map(str, self._lost))}", width), ""]
         lines += wrap(
-            f"after: a step takes {format_seconds(plan.predicted_step_s)}, {self._after_rate:,.0f} tokens/s, schedule "
-            f"{plan.allocation.schedule}",
+            f"after: a step takes {format_seconds(plan.predicted_step_s)}, {self._after_rate:,.0f} "
+            f"{self._setting.unit}, schedule {plan.allocation.schedule}",
             width,
         )
         lines += [*render_stages(self._after, width), ""]

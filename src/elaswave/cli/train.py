@@ -3,19 +3,17 @@
 The libraries that compute are imported only when training begins, so bad input is answered at once.
 """
 
-import contextlib
-import secrets
-from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 import msgspec
 
-from elaswave.cli.environment import prepare_to_compute
-from elaswave.cli.machine import check_memory
+from elaswave.api.environment import prepare_to_compute
 from elaswave.config.load import load_config
-from elaswave.faults.injection import parse_faults
-from elaswave.observability.run_folder import LOGS_DIR, TERMINAL_LOG, default_run_dir, open_run_dir, saved_config
+from elaswave.config.own import OWN
+from elaswave.control.job import JobOptions, run_job
+from elaswave.errors import UsageError
+from elaswave.observability.run_folder import resume_command
 
 
 @click.command(
@@ -77,32 +75,20 @@ def train_command(
     elaswave train --print-config > my.toml
     elaswave train my.toml --set data.source=book.txt --json > result.json
     """
-    if resume and overwrite:
-        raise click.UsageError("--resume goes on with a run and --overwrite removes it; give one of them")
-    if resume and run_dir is None:
-        raise click.UsageError("--resume needs --run-dir, the folder of the run to go on with")
-    base = saved_config(run_dir) if resume and run_dir is not None else None
+    options = JobOptions(run_dir, resume, overwrite, profile, fault_specs, as_json)
+    base = options.saved_config()
+    if base is not None and base.model.family == OWN:
+        raise UsageError(
+            f"{run_dir} holds the run of a script's own model, which only the script can go on with: "
+            f"{resume_command(base, Path(str(run_dir)))}"
+        )
     config = load_config(config_file, overrides, workers, base=base, reads_old_format=resume)
     if print_config:
         click.echo(_as_json(config.to_dict()) if as_json else config.to_toml(), nl=as_json)
         return
-
-    check_memory(config)
-    seed, num_steps = config.run.seed, config.run.steps
-    faults = parse_faults(fault_specs, seed=seed, workers=range(sum(config.widths)), num_steps=num_steps)
-
-    now = datetime.now(UTC)
-    run_dir = run_dir or default_run_dir(now, secrets.token_hex(3))
-    with open_run_dir(run_dir, config, now=now, resume=resume, overwrite=overwrite) as run:
-        prepare_to_compute()
-        from elaswave.control.launcher import train
-        from elaswave.observability.progress import make_reporter
-
-        lost_output = run / LOGS_DIR / TERMINAL_LOG
-        with contextlib.closing(make_reporter(json_mode=as_json, lost_output=lost_output)) as reporter:
-            result = train(config, run, resume=resume, profile=profile, reporter=reporter, faults=faults)
+    finished = run_job(config, options, prepare=prepare_to_compute)
     if as_json:
-        click.echo(_as_json(result))
+        click.echo(_as_json(finished.result))
 
 
 def _as_json(document: object) -> str:

@@ -5,9 +5,12 @@ same index would be done. So a run's model has as many blocks as the described o
 tiny model: what a described link would take is not emulated.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
+from elaswave.config.own import OWN
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.config.schema import Config
 from elaswave.costs.analytic import USABLE_MEMORY, analytic_costs, multiplications
@@ -20,13 +23,15 @@ REAL_LINK = NetworkLink(bandwidth_bytes_per_s=2e9, latency_s=0.0)
 CPU = Device(name="cpu", flops_per_s=1e11, memory_bytes=1e15, source="not described; its memory is not planned with")
 """Stands for the processor that a worker really runs on: costs are measured there, so only speeds' ratios count."""
 
-_SLOTS = {"adamw": 2, "sgd": 1}
+_SLOTS = {"adamw": 2, "sgd": 1, OWN: 0}
+"""Float32 states of an optimizer per parameter, at least; of a script's own nothing is known here."""
 _SECONDS = ("forward_s", "input_gradient_s", "weight_gradient_s")
 
 
 def shape_of(config: Config) -> ModelShape:
-    """Sizes of a run's model."""
+    """Sizes of a run's model, which is a built-in one."""
     model = config.model
+    assert model.family != "own", "a script's own model has no sizes that the configuration knows"
     usual = 4 * model.hidden_size if model.family == "gpt" else 8 * model.hidden_size // 3
     return ModelShape(
         name=f"{model.family} of {model.num_layers} blocks of hidden size {model.hidden_size}",
@@ -75,12 +80,28 @@ def emulated_costs(config: Config) -> Costs:
     return Costs(layers=layers, step_overhead_s=0.0, source=source)
 
 
-def estimated_costs(config: Config) -> Costs:
+def own_layer_costs(layer_parameters: Sequence[int]) -> tuple[float, ...]:
+    """What the layers of a script's own model cost before anything is measured, in proportion to each other.
+
+    A layer costs as much as it has parameters, one without any a little: nothing else is known of it.
+
+    Args:
+        layer_parameters: number of parameters of each layer.
+    """
+    return tuple(float(max(1, number)) for number in layer_parameters)
+
+
+def estimated_costs(config: Config, layer_parameters: Sequence[int] = ()) -> Costs:
     """Costs of the run's own layers as far as they are known before anything is measured: only shares of time count.
 
     Bytes are left at 0: what a process of this machine needs is not planned with.
+
+    Args:
+        config: of the run.
+        layer_parameters: number of parameters of each layer; read for a script's own model.
     """
-    estimates = multiplications(shape_of(config))
+    is_own = config.model.family == OWN
+    estimates = own_layer_costs(layer_parameters) if is_own else multiplications(shape_of(config))
     layers = tuple(
         LayerCosts(
             name=f"layer {index}",

@@ -13,6 +13,7 @@ import msgspec
 
 from elaswave.config.checks import check_values, shown, unknown_section
 from elaswave.config.layout import resolve
+from elaswave.config.own import OWN, OwnModel, problems_with_own
 from elaswave.config.rules import SHAPE_KEYS, broken_rules
 from elaswave.config.schema import SECTIONS, Config
 from elaswave.config.toml import read_toml
@@ -34,6 +35,9 @@ def load_config(
     *,
     base: Config | None = None,
     reads_old_format: bool = False,
+    settings: Mapping[Any, Any] | None = None,
+    own: OwnModel | None = None,
+    is_saved: bool = False,
 ) -> Config:
     """The resolved configuration of a run.
 
@@ -45,6 +49,9 @@ def load_config(
             counts only where none of the other arguments says anything about the layout.
         reads_old_format: a file without ``format`` is of a run from before there was one (see
             `elaswave.config_format`), and is read so; else it is refused where that matters.
+        settings: a script's: values by key, by section, or by dotted key; stronger than the file.
+        own: a script's model; None: the configuration describes the model.
+        is_saved: the file was saved by a run, so that it may say that the model is a script's.
     Returns:
         A valid configuration whose layout is written out and whose ``data.source`` does not depend on the folder that
         the command was started in.
@@ -55,23 +62,41 @@ def load_config(
     sources: list[Values] = []
     if path is not None:
         sources.append(_in_this_format(read_toml(path), path, problems, reads_old_format=reads_old_format))
+    if settings is not None:
+        sources.append(_by_section(settings, problems))
     sources.append(_parse_overrides(overrides, problems))
 
     values: Values = base.to_dict() if base is not None else {}
     if workers is not None:
         _forget(values, "stages", "replicas", "widths", "layers")
+    given: Values = {}
     for source in sources:
         _merge(values, source)
-    return build_config(values, workers=workers, problems=problems)
+        _merge(given, source)
+    if not is_saved:
+        problems += problems_with_own(own, given)
+    if own is not None:
+        replaced = {"model", "data"}
+        if own.has_optimizer or (base is not None and base.optimizer.name == OWN):
+            replaced.add("optimizer")
+        values = {name: table for name, table in values.items() if name not in replaced} | own.values
+    return build_config(values, workers=workers, problems=problems, own=own)
 
 
-def build_config(values: Mapping[str, Any], *, workers: int | None = None, problems: Sequence[str] = ()) -> Config:
+def build_config(
+    values: Mapping[str, Any],
+    *,
+    workers: int | None = None,
+    problems: Sequence[str] = (),
+    own: OwnModel | None = None,
+) -> Config:
     """The resolved configuration with these values.
 
     Args:
         values: values by key, by section; what is missing takes its default.
         workers: number of workers that the layout must have; decides the layout where none is given.
         problems: what is known to be wrong already.
+        own: a script's model; the values hold what the configuration says of it.
     Raises:
         ConfigError: lists every problem.
     """
@@ -109,7 +134,7 @@ def build_config(values: Mapping[str, Any], *, workers: int | None = None, probl
     if found:
         raise ConfigError(found)
     config = Config(**{name: struct(**sections[name]) for name, struct in SECTIONS.items()})  # type: ignore[arg-type]
-    return resolve(config, workers)
+    return resolve(config, workers, None if own is None else own.layer_parameters)
 
 
 def _in_this_format(values: Values, path: Path, problems: list[str], *, reads_old_format: bool) -> Values:
@@ -120,6 +145,23 @@ def _in_this_format(values: Values, path: Path, problems: list[str], *, reads_ol
     elif FORMAT_KEY not in values and not reads_old_format:
         return values
     return {name: table for name, table in upgraded(values).items() if name != FORMAT_KEY}
+
+
+def _by_section(settings: Mapping[Any, Any], problems: list[str]) -> Values:
+    """A script's settings, by key or by dotted key, by section."""
+    values: Values = {}
+    for name, value in settings.items():
+        section, dot, key = name.partition(".") if isinstance(name, str) else (str(name), "", "")
+        if isinstance(value, Mapping) and not dot:
+            table = values.setdefault(section, {})
+            table.update(value)
+        elif dot and section and key:
+            values.setdefault(section, {})[key] = value
+        elif section in SECTIONS:
+            problems.append(f"{section}: got {shown(value)}, expected a dictionary of keys")
+        else:
+            problems.append(unknown_section(section, value, SECTIONS))
+    return values
 
 
 def _parse_overrides(overrides: Sequence[str], problems: list[str]) -> Values:

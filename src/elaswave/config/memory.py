@@ -6,10 +6,12 @@ Counted is only what cannot be otherwise: parameters, sums of gradients, optimiz
 activations of the micro-batches in flight, without temporary values, receive buffers, libraries or checkpoints.
 """
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from elaswave.config.devices import element_bytes, shape_of, state_bytes
+from elaswave.config.own import OWN
 from elaswave.config.schema import Config
 from elaswave.costs.analytic import ACCUMULATOR_BYTES
 from elaswave.costs.layers import Costs, LayerCosts
@@ -33,20 +35,25 @@ class Memory(NamedTuple):
         return self.parameters + self.sums + self.optimizer + self.activations
 
 
-def least_memory(config: Config) -> Memory:
+def least_memory(config: Config, layer_parameters: Sequence[int] = ()) -> Memory:
     """What a run needs at least.
 
     Args:
         config: with its layout resolved.
+        layer_parameters: number of parameters of each layer of a script's own model, of whose activations nothing is
+            known.
     """
-    costs, widths, num_stages = _least_costs(config), config.widths, len(config.widths)
+    is_own = config.model.family == OWN
+    costs = _own_costs(config, layer_parameters) if is_own else _least_costs(config)
+    num_parameters = sum(layer_parameters) if is_own else shape_of(config).num_parameters
+    widths, num_stages = config.widths, len(config.widths)
     copies = 1 + min(config.elastic.num_followers, sum(widths) - 1)
     total, fullest = 0, Memory(0, 0, 0, 0, 0, 0)
     for stage, (start, stop) in enumerate(pairwise(accumulate(config.layers_per_stage, initial=0))):
         in_flight = min(-(-config.batch.num_microbatches // widths[stage]), num_stages - stage)
         parts = MemoryModel.of_width(costs, widths[stage], copies).parts(start, stop, in_flight)
         found = Memory(
-            num_parameters=shape_of(config).num_parameters,
+            num_parameters=num_parameters,
             parameters=round(parts.parameters),
             sums=round(parts.sums),
             optimizer=round(parts.state),
@@ -60,24 +67,31 @@ def least_memory(config: Config) -> Memory:
 
 def _least_costs(config: Config) -> Costs:
     """Bytes of the run's layers, at least: of a block's activations only what every kernel keeps."""
-    shape, size = shape_of(config), element_bytes(config)
+    shape = shape_of(config)
     rows = config.batch.microbatch_size * shape.context_length
-    block = shape.hidden_size * (1 if config.model.recompute else 5)
+    block = _layer(config, shape.block_parameters, rows * shape.hidden_size * (1 if config.model.recompute else 5))
+    embedding = _layer(config, shape.embedding_parameters, 0)
+    head = _layer(config, shape.head_parameters, rows * shape.vocab_size)
+    return Costs(layers=(embedding, *(block,) * shape.num_layers, head))
 
-    def layer(num_parameters: int, kept: int) -> LayerCosts:
-        return LayerCosts(
-            forward_s=0.0,
-            input_gradient_s=0.0,
-            weight_gradient_s=0.0,
-            parameter_bytes=float(num_parameters * size),
-            accumulator_bytes=float(num_parameters * ACCUMULATOR_BYTES[config.elastic.consistency]),
-            optimizer_bytes=float(num_parameters * state_bytes(config)),
-            activation_bytes=float(rows * kept * size),
-            boundary_bytes=0.0,
-        )
 
-    blocks = (layer(shape.block_parameters, block),) * shape.num_layers
-    return Costs(layers=(layer(shape.embedding_parameters, 0), *blocks, layer(shape.head_parameters, shape.vocab_size)))
+def _own_costs(config: Config, layer_parameters: Sequence[int]) -> Costs:
+    return Costs(layers=tuple(_layer(config, number, 0) for number in layer_parameters))
+
+
+def _layer(config: Config, num_parameters: int, num_kept: int) -> LayerCosts:
+    """Bytes of a layer with these parameters, and kept elements of activations of a micro-batch."""
+    size = element_bytes(config)
+    return LayerCosts(
+        forward_s=0.0,
+        input_gradient_s=0.0,
+        weight_gradient_s=0.0,
+        parameter_bytes=float(num_parameters * size),
+        accumulator_bytes=float(num_parameters * ACCUMULATOR_BYTES[config.elastic.consistency]),
+        optimizer_bytes=float(num_parameters * state_bytes(config)),
+        activation_bytes=float(num_kept * size),
+        boundary_bytes=0.0,
+    )
 
 
 def memory_problem(memory: Memory, available: int, source: str) -> str | None:
@@ -102,8 +116,7 @@ def memory_problem(memory: Memory, available: int, source: str) -> str | None:
     return (
         f"a model of {memory.num_parameters:,} parameters needs at least {_bytes(memory.total)} of memory for its "
         f"workers together, and there are {_bytes(available)} ({source}); a worker of its fullest stage: {parts}. "
-        "Lower model.hidden_size, model.num_layers, model.context_length, batch.microbatch_size or the number of "
-        "workers"
+        "Lower the sizes of the model, batch.microbatch_size or the number of workers"
     )
 
 

@@ -7,6 +7,7 @@ configuration is listed and none is listed only because of another.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from elaswave.config.own import OWN
 from elaswave.config.presets import catalog
 from elaswave.errors import ConfigError
 from elaswave.planning.layout import layout_problems, resolve_widths
@@ -63,12 +64,14 @@ def _impossible_layout(known: Mapping[str, Any]) -> list[str]:
     if "widths" not in known or not {"model.num_layers", "batch.num_microbatches"} & known.keys():
         return []
     widths, layers = known["widths"], known.get("layout.layers")
+    added = 0 if known.get("model.family") == OWN else 2
     fitting_num_layers = max(len(widths), sum(layers or ()))
     return layout_problems(
         widths,
-        num_layers=known["model.num_layers"] + 2 if "model.num_layers" in known else fitting_num_layers,
+        num_layers=known["model.num_layers"] + added if "model.num_layers" in known else fitting_num_layers,
         num_microbatches=known.get("batch.num_microbatches", max(widths)),
         layers_per_stage=layers,
+        counted="embedding and head included" if added else "as many as the script gives",
     )
 
 
@@ -142,8 +145,14 @@ def _described_device_is_known(kind: str, name: str) -> str | None:
     return None
 
 
-def _as_many_blocks_as_described(kind: str, name: str, num_layers: int) -> str | None:
-    described = catalog().models.get(name) if kind == "emulated" else None
+def _own_models_run_on_real_devices(family: str, kind: str) -> str | None:
+    if family == OWN and kind == "emulated":
+        return "device.kind: emulated devices take the time of a described model, not of a script's own; leave it out"
+    return None
+
+
+def _as_many_blocks_as_described(family: str, kind: str, name: str, num_layers: int) -> str | None:
+    described = catalog().models.get(name) if kind == "emulated" and family != OWN else None
     if described is None or described.num_layers == num_layers:
         return None
     needed = described.num_layers
@@ -175,7 +184,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("elastic.min_workers", "widths"), _enough_workers),
     Rule(("device.kind", "device.model"), _described_model_is_known),
     Rule(("device.kind", "device.name"), _described_device_is_known),
-    Rule(("device.kind", "device.model", "model.num_layers"), _as_many_blocks_as_described),
+    Rule(("model.family", "device.kind"), _own_models_run_on_real_devices),
+    Rule(("model.family", "device.kind", "device.model", "model.num_layers"), _as_many_blocks_as_described),
     Rule(("device.speeds", "widths"), _a_speed_for_each_worker),
     Rule(("device.kind", "device.frequency"), _emulated_levels_need_an_emulated_device),
 )

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from elaswave.config.checks import check_values, shown
+from elaswave.config.own import without_unused
 from elaswave.config.rules import broken_rules
 from elaswave.config.toml import toml_document
 from elaswave.config_format import FORMAT, FORMAT_KEY
@@ -47,14 +48,16 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The model: embedding, ``num_layers`` transformer blocks and a head, each a layer of the pipeline."""
+    """The model: embedding, ``num_layers`` transformer blocks and a head, each a layer of the pipeline; or the layers
+    that a script gives to ``elaswave.Trainer``."""
 
     section: ClassVar[str] = "model"
 
-    family: Literal["gpt", "llama"] = "gpt"
-    """``gpt``: learned positions, LayerNorm, GELU. ``llama``: rotary positions, RMSNorm, SwiGLU, grouped queries."""
+    family: Literal["gpt", "llama", "own"] = "gpt"
+    """``gpt``: learned positions, LayerNorm, GELU. ``llama``: rotary positions, RMSNorm, SwiGLU, grouped queries.
+    ``own``: set by ``elaswave.Trainer``, as are ``num_layers`` and ``dtype`` then; the other keys are not used."""
     num_layers: Annotated[int, Meta(ge=1, le=1024)] = 4
-    """Number of transformer blocks; embedding and head are two layers more."""
+    """Number of transformer blocks; embedding and head are two layers more. own: number of layers."""
     hidden_size: Count = 128
     """Length of the vector that stands for a token."""
     num_heads: Count = 4
@@ -133,8 +136,9 @@ class OptimizerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
 
     section: ClassVar[str] = "optimizer"
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """``adamw``: Adam with decoupled weight decay. ``sgd``: with momentum; weight decay is added to the gradient."""
+    name: Literal["adamw", "sgd", "own"] = "adamw"
+    """``adamw``: Adam with decoupled weight decay. ``sgd``: with momentum; weight decay is added to the gradient.
+    ``own``: set by ``elaswave.Trainer`` with an optimizer, as is ``grad_clip`` then; the other keys are not used."""
     lr: NonNegative = 2e-3
     """Largest learning rate, reached at the end of the warm-up."""
     betas: tuple[FractionBelowOne, FractionBelowOne] = (0.9, 0.95)
@@ -293,12 +297,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The format's number, and the set values by key, by section: plain data for JSON."""
+        """The format's number, and the set values by key, by section: plain data for JSON.
+
+        Keys that are not used for a script's own model or optimizer are left out.
+        """
         sections = {
             name: {key: value for key, value in section.items() if value is not None}
             for name, section in msgspec.to_builtins(self).items()
         }
-        return {FORMAT_KEY: FORMAT, **sections}
+        return {FORMAT_KEY: FORMAT, **without_unused(sections)}
 
     def to_toml(self) -> str:
         """A TOML file from which the same configuration is read; unset keys are left out."""

@@ -41,6 +41,9 @@ class AgentHello(Message, frozen=True, kw_only=True):
     stop: bool
     """Whether the user wants the job to end; an earlier coordinator may have learned it and died before telling any
     member."""
+    called_step: int = 0
+    """The newest step that a script's callbacks were called for: of later ones that are committed already, the agent
+    is told again."""
 
 
 class Awaited(Message, frozen=True, kw_only=True):
@@ -58,22 +61,25 @@ class CommitCheckpoint(Message, frozen=True, kw_only=True):
     """An encoded `elaswave.control.template_messages.CommitRequest`."""
 
 
-class BreakOffCommit(Message, frozen=True, kw_only=True):
-    """Have the commit ended that takes too long; the answer is a `CheckpointCommitted` all the same."""
-
-    number: int
-
-
 class ShowStep(Message, frozen=True, kw_only=True):
     """For the terminal: a committed step."""
 
     step: int
     total_steps: int
     loss: float
-    tokens_per_s: float
+    rate: float
+    """Of the last steps, per second: tokens, or samples of a script's own model."""
+    counts_samples: bool
     data_pass: int
     epoch: int
     layout_name: str
+
+
+class StepLosses(Message, frozen=True, kw_only=True):
+    """Committed steps that an agent may not have been shown."""
+
+    first_step: int
+    losses: list[float]
 
 
 class ShowEvaluation(Message, frozen=True, kw_only=True):
@@ -106,5 +112,5 @@ class Ended(Message, frozen=True, kw_only=True):
 
 
 FromAgent = AgentHello | Exited | StopJob | CpuTimes | CheckpointCommitted
-ToAgent = Awaited | CommitCheckpoint | BreakOffCommit | ShowStep | ShowEvaluation | ShowText | Ended
+ToAgent = Awaited | CommitCheckpoint | ShowStep | StepLosses | ShowEvaluation | ShowText | Ended
 ToCoordinator = FromWorker | FromAgent

@@ -71,13 +71,9 @@ def _be_child(parent: int, log: Path, body: Callable[[], int], let_go: Callable[
     status = 1
     try:
         end_with_parent(parent)
-        # The launcher decides what a signal to the whole process group means.
-        with contextlib.suppress(ValueError):
-            signal.set_wakeup_fd(-1)
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+        leave_signals_to_launcher()
         let_go()
-        _redirect_output(log)
+        redirect_output(log)
         status = body()
     except BaseException:
         traceback.print_exc()
@@ -88,7 +84,15 @@ def _be_child(parent: int, log: Path, body: Callable[[], int], let_go: Callable[
         os._exit(status)
 
 
-def _redirect_output(path: Path) -> None:
+def leave_signals_to_launcher() -> None:
+    """From now on this process ignores signals that end a job: the launcher decides what they mean to all of them."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def redirect_output(path: Path) -> None:
     """Points standard output and error at a log file and standard input at nothing."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -4,6 +4,9 @@ This process is the launcher. It forks the template, which forks the workers, an
 no process outlives the job: children ask the kernel to be killed when their parent dies, and this process kills and
 reaps those that are left, also the orphans of a template that was killed. It has no threads, so it may fork at any
 time, and no torch.
+
+The process of a script is another matter: it may have both. There the template forks the coordinators too, and is a
+fresh interpreter where this process must not even fork once (`elaswave.control.script`).
 """
 
 import contextlib
@@ -11,13 +14,21 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from elaswave.control.forking import Child, fork, how_it_ended
 from elaswave.control.parent_death import end_orphan, parent_of_orphans
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_link import TemplateProcess
-from elaswave.control.template_messages import ChildGone, CommitDone, FromTemplate, Spawned, ToTemplate
+from elaswave.control.template_messages import (
+    ChildGone,
+    CommitDone,
+    FromTemplate,
+    KillWorkers,
+    SpawnCoordinator,
+    Spawned,
+    ToTemplate,
+)
 from elaswave.observability.processes import (
     ProcessFacts,
     RunProcess,
@@ -26,7 +37,7 @@ from elaswave.observability.processes import (
     remove_processes,
     write_processes,
 )
-from elaswave.protocol.template import COMMITTER
+from elaswave.protocol.template import COMMITTER, COORDINATOR
 
 TEMPLATE_GRACE_S = 2.0
 """At the end, how long the template may take to reap what it has killed, and a commit in hand to be finished."""
@@ -35,8 +46,8 @@ TEMPLATE = "template"
 TEMPLATE_EXIT = "template exit"
 COORDINATOR_EXIT = "coordinator exit"
 """What `JobProcesses.selector` tells by a key's data."""
-_LAUNCHER, _TEMPLATE, _COORDINATOR = -4, -3, -2
-"""Names of processes, beside workers' ids and `COMMITTER`."""
+_LAUNCHER, _TEMPLATE = -4, -3
+"""Names of processes, beside workers' ids, `COMMITTER` and `COORDINATOR`."""
 
 
 class JobProcesses:
@@ -44,14 +55,18 @@ class JobProcesses:
 
     Args:
         setup: what the template is started with.
+        environment: of a fresh interpreter for the template; None: it is forked.
     Raises:
         LaunchError: the system refuses the template's process.
+        UsageError: a fresh interpreter cannot be given what it needs.
     """
 
-    def __init__(self, setup: TemplateSetup) -> None:
+    def __init__(self, setup: TemplateSetup, environment: Mapping[str, str] | None = None) -> None:
         self._run_dir = setup.run_dir
         self.selector = selectors.DefaultSelector()
         self._coordinator: Child | None = None
+        """The one that this process has forked."""
+        self._coordinator_number = 0
         self._pids: dict[int, int] = {}
         """Of the template's children that live."""
         self._processes = {_LAUNCHER: described("launcher", 0, os.getpid())}
@@ -59,7 +74,7 @@ class JobProcesses:
         self._orphans = contextlib.ExitStack()
         self._orphans.enter_context(parent_of_orphans())
         try:
-            self._template = TemplateProcess(setup, self.selector.close)
+            self._template = TemplateProcess(setup, self.selector.close, environment)
         except BaseException:
             self.selector.close()
             self._orphans.close()
@@ -90,14 +105,20 @@ class JobProcesses:
         messages = self._template.hear()
         for message in messages:
             if isinstance(message, Spawned):
-                role, number = ("committer", 0) if message.child == COMMITTER else ("worker", message.child)
                 self._pids[message.child] = message.pid
-                self._note(message.child, described(role, number, message.pid))  # type: ignore[arg-type]
+                self._note(message.child, self._described(message))
             elif isinstance(message, ChildGone | CommitDone):
                 child = message.child if isinstance(message, ChildGone) else COMMITTER
                 self._pids.pop(child, None)
                 self._note(child, None)
         return messages
+
+    def _described(self, message: Spawned) -> RunProcess:
+        if message.child == COMMITTER:
+            return described("committer", 0, message.pid)
+        if message.child == COORDINATOR:
+            return described("coordinator", self._coordinator_number, message.pid)
+        return described("worker", message.child, message.pid)
 
     def template_end(self) -> str | None:
         """How the template has ended, if it has: "was killed by SIGKILL". Its workers have then ended, or will."""
@@ -106,10 +127,6 @@ class JobProcesses:
             self.selector.unregister(self._template.pid_fd)
             self._note(_TEMPLATE, None)
         return text
-
-    def template_facts(self) -> ProcessFacts | None:
-        """What the kernel says of the template, if it lives."""
-        return facts_of(self.template_pid) if _TEMPLATE in self._processes else None
 
     # ----------------------------------------------------------------------------------------------------- coordinator
 
@@ -125,7 +142,17 @@ class JobProcesses:
         log = self._run_dir / "logs" / "coordinator.log"
         self._coordinator = fork("the coordinator", log, body, let_go=self._let_go)
         self.selector.register(self._coordinator.pid_fd, selectors.EVENT_READ, COORDINATOR_EXIT)
-        self._note(_COORDINATOR, described("coordinator", number, self._coordinator.pid))
+        self._note(COORDINATOR, described("coordinator", number, self._coordinator.pid))
+
+    def ask_for_coordinator(self, number: int, message: SpawnCoordinator) -> None:
+        """Has the template fork a coordinator; its end is a `ChildGone`.
+
+        Args:
+            number: how many there have been, this one included.
+            message: what it is started with.
+        """
+        self._coordinator_number = number
+        self.ask_template(message)
 
     def _let_go(self) -> None:
         """In a coordinator: closes what is the launcher's."""
@@ -141,13 +168,15 @@ class JobProcesses:
         child, self._coordinator = self._coordinator, None
         assert child is not None
         self.selector.unregister(child.pid_fd)
-        self._note(_COORDINATOR, None)
+        self._note(COORDINATOR, None)
         return how_it_ended(child.reap())
 
     def kill_coordinator(self) -> None:
         """Kills a coordinator that may have ended already; it is reaped as any other."""
         if self._coordinator is not None:
             os.kill(self._coordinator.pid, signal.SIGKILL)
+        elif COORDINATOR in self._pids:
+            self.ask_template(KillWorkers(workers=(COORDINATOR,)))
 
     # ------------------------------------------------------------------------------------------------------------- all
 
@@ -174,8 +203,6 @@ class JobProcesses:
         """Waits until coordinator and workers have ended, but not for ever, nor for those that are stopped."""
         deadline_s = time.monotonic() + timeout_s
         while (self._pids or self._coordinator) and time.monotonic() < deadline_s and not self._only_stopped():
-            if _TEMPLATE not in self._processes:
-                return  # its children have ended with it, and are reaped as orphans
             for key, _ in self.selector.select(TICK_S):
                 if key.data == TEMPLATE_EXIT:
                     return

@@ -1,27 +1,28 @@
 """Runs a training job on this machine: checks what it is given, starts it, says how it ended.
 
-What runs it is `elaswave.control.local_job`. This process holds no torch: the template process, which is forked first,
-loads it while the data and the checkpoints are looked at here.
+What runs it is `elaswave.control.local_job`. This process holds no torch, unless it is a script's: the template
+process, which is started first, loads it while the data and the checkpoints are looked at here.
 """
 
 import os
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from elaswave.config.schema import Config
 from elaswave.control.agent_messages import Ended
 from elaswave.control.descriptors import provide_descriptors
 from elaswave.control.job_folder import sweep_dead
 from elaswave.control.local_job import LocalJob
+from elaswave.control.script import Script
 from elaswave.control.template_messages import StartingPoint
 from elaswave.data.fingerprint import check_same_data, fingerprint_in, fingerprint_of
-from elaswave.data.sampler import Sampler
 from elaswave.errors import (
     CheckpointError,
+    DataError,
     RecoveryError,
     RunFolderError,
     StateError,
@@ -31,12 +32,19 @@ from elaswave.errors import (
 from elaswave.faults.injection import FAULTS_FILE, Fault
 from elaswave.observability.events import ErrorRaised, EventLog, RunFinished, StepCommitted, read_events
 from elaswave.observability.progress import Reporter
-from elaswave.observability.result import DIGESTS_FILE, EVENTS_FILE, RESULT_FILE, Result, read_result
-from elaswave.observability.run_folder import write_data_facts
+from elaswave.observability.result import (
+    DIGESTS_FILE,
+    EVENTS_FILE,
+    RESULT_FILE,
+    RunResult,
+    from_json_float,
+    read_result,
+)
+from elaswave.observability.run_folder import resume_command, write_data_facts
 from elaswave.observability.trace import PART_PATTERN, merge_traces
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.state.checkpoint import find_newest_checkpoint, newest_committed_step, put_aside, remove_stale
-from elaswave.state.checkpoint_format import CheckpointMeta
+from elaswave.state.checkpoint_format import CheckpointMeta, stored_name
 from elaswave.training.tokens import open_tokens, sampler_of
 from elaswave.worker.frequency import check_available, remove_groups
 from elaswave.worker.probe import Probe
@@ -53,7 +61,8 @@ def train(
     probe: Probe | None = None,
     faults: tuple[Fault, ...] = (),
     before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None,
-) -> Result:
+    script: Script | None = None,
+) -> RunResult:
     """Trains to the end and writes the run folder.
 
     Args:
@@ -65,6 +74,7 @@ def train(
         probe: told of every point of every step in every worker (for tests and benchmarks).
         faults: injected into workers and coordinator.
         before_effect: called in the coordinator before each effect of the protocol's core (for tests).
+        script: what a script trains; None: what the configuration describes.
     Returns:
         What stands in ``result.json``.
     Raises:
@@ -74,7 +84,8 @@ def train(
         LaunchError: the system refuses a process or a folder that the job needs.
         StoppedBySignalError: SIGINT, SIGTERM or SIGHUP; says from which checkpoint the run can go on.
         UsageError: the data or the run folder cannot be used, or too few files may be open.
-        CheckpointError: resume is asked for and there is no valid checkpoint.
+        CheckpointError: resume is asked for and there is no valid checkpoint, or it is of another model.
+        Exception: what a script's callback has raised.
     """
     started_s = time.monotonic()
     check_available(config.device.frequency)
@@ -90,22 +101,29 @@ def train(
         faults=faults,
         before_effect=before_effect,
         started_s=started_s,
+        script=script,
     )
     try:
-        data_path, sampler = _look_at_data(config, run_dir)
-        checkpoint = _look_around(config, run_dir, data_path, reporter, resume=resume)
+        num_samples, check_data = _open_data(config, run_dir, script)  # bad data ends here, not in a worker
+        sampler = sampler_of(config, num_samples)
+        checkpoint = _look_around(config, run_dir, check_data, reporter, resume=resume)
         plan = RunPlan(config, job.await_template())
+        if checkpoint is not None:
+            _check_same_tensors(plan, checkpoint)
         _ = plan.programs, plan.placement  # computed and checked once, inherited by all coordinators
     except BaseException:
         job.end()
         raise
     reporter.started(config, plan.layout, run_dir)
     try:
-        ended = job.run(plan, sampler, checkpoint, lambda: _way_on(run_dir))
+        ended = job.run(plan, sampler, checkpoint, lambda: _way_on(config, run_dir))
+        job.raise_callback_error()
         result = _outcome(ended, job.stop_signal, run_dir)
+        job.finish_calls([from_json_float(loss) for loss in result.losses])
+        job.raise_callback_error()
     except StoppedBySignalError as error:
         job.end()  # from now on no process writes checkpoints
-        raise StoppedBySignalError(error.signal_number, f"{error}; {_way_on(run_dir)}") from None
+        raise StoppedBySignalError(error.signal_number, f"{error}; {_way_on(config, run_dir)}") from None
     finally:
         job.end()
         if config.device.frequency == "cgroup":
@@ -117,30 +135,54 @@ def train(
     return result
 
 
-def _look_at_data(config: Config, run_dir: Path) -> tuple[Path, Sampler]:
-    """The file of a run's data, and the order of its samples: bad data ends here, not in a worker."""
-    source = open_tokens(config, run_dir / "data")
-    return source.path, sampler_of(config, source.num_samples("train"))
+_CheckData = Callable[[dict[str, Any] | None], tuple[object, str]]
+"""From what a checkpoint says beside the state, or None without one, what is known of the data now, and a warning."""
+
+
+def _open_data(config: Config, run_dir: Path, script: Script | None) -> tuple[int, _CheckData]:
+    """Opens the data: the number of samples of a pass, and how they are compared with those of a resumed run."""
+    if script is None:
+        source = open_tokens(config, run_dir / "data")
+        path = source.path  # the file is not kept open
+        return source.num_samples("train"), lambda extra: _check_tokens(config, path, extra)
+    num_samples = script.training.open_samples(run_dir / "data").num_samples("train")
+    return num_samples, lambda extra: _check_dataset(num_samples, extra)
+
+
+def _check_tokens(config: Config, path: Path, extra: dict[str, Any] | None) -> tuple[object, str]:
+    fingerprint = fingerprint_of(path, whole=config.data.verify == "full")
+    warning = "" if extra is None else check_same_data(path, fingerprint_in(extra), fingerprint)
+    return fingerprint, warning
+
+
+def _check_dataset(num_samples: int, extra: dict[str, Any] | None) -> tuple[object, str]:
+    """Of a script's dataset only the length is compared: what its samples are, only they could tell."""
+    then = None if extra is None else extra.get("data", {}).get("num_samples")
+    if then is not None and then != num_samples:
+        raise DataError(
+            f"the dataset has {num_samples} samples, and {then} in the run that is to be resumed: their order would be "
+            "another one; give it the same dataset"
+        )
+    return {"num_samples": num_samples}, ""
 
 
 def _look_around(
-    config: Config, run_dir: Path, data_path: Path, reporter: Reporter, *, resume: bool
+    config: Config, run_dir: Path, check_data: _CheckData, reporter: Reporter, *, resume: bool
 ) -> StartingPoint | None:
     """For a resume, checks the data and the checkpoints; clears the run folder of what is stale.
 
     Returns:
         The checkpoint to go on from, if any.
     """
-    fingerprint = fingerprint_of(data_path, whole=config.data.verify == "full")
     remove_stale(run_dir)
     checkpoint = None
     if resume:
         checkpoint = _newest_checkpoint(run_dir, reporter)
         _check_resumable(config, checkpoint.meta, run_dir, reporter)
-        warning = check_same_data(data_path, fingerprint_in(checkpoint.meta.extra), fingerprint)
-        if warning:
-            reporter.message(f"warning: {warning}")
-    write_data_facts(run_dir, fingerprint)
+    facts, warning = check_data(None if checkpoint is None else checkpoint.meta.extra)
+    if warning:
+        reporter.message(f"warning: {warning}")
+    write_data_facts(run_dir, facts)
     # A run that goes on has no result until its new end, and no part of a trace of workers that are long gone.
     for stale in (
         run_dir / RESULT_FILE,
@@ -165,6 +207,23 @@ def _newest_checkpoint(run_dir: Path, reporter: Reporter) -> StartingPoint:
     return StartingPoint(folder=str(search.newest.folder), meta=search.newest.meta)
 
 
+def _check_same_tensors(plan: RunPlan, checkpoint: StartingPoint) -> None:
+    """Refuses a checkpoint of another model or optimizer; a configuration cannot tell them apart for a script."""
+    found = {name: tuple(info.shape) for name, info in checkpoint.meta.tensors.items()}
+    needed = {stored_name(slot, tensor.name): tensor.shape for slot in plan.state.slots for tensor in plan.tensors}
+    for name in sorted(found.keys() | needed.keys()):
+        if found.get(name) != needed.get(name):
+            there, here = (_shape_text(shapes.get(name)) for shapes in (found, needed))
+            raise CheckpointError(
+                f"the checkpoint in {checkpoint.folder} is of another model or optimizer: {name} is {there} there and "
+                f"{here} here; give the model and optimizer that the run began with, or begin again with --overwrite"
+            )
+
+
+def _shape_text(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {list(shape)}"
+
+
 def _check_resumable(config: Config, meta: CheckpointMeta, run_dir: Path, reporter: Reporter) -> None:
     """Refuses to go on to a step that a run has behind it, and says so if it has all of them already."""
     if config.run.steps < meta.step:
@@ -176,7 +235,7 @@ def _check_resumable(config: Config, meta: CheckpointMeta, run_dir: Path, report
         reporter.message(f"the run has all of its {meta.step} steps already: nothing is trained; ask for more steps")
 
 
-def _outcome(ended: Ended, stop_signal: int | None, run_dir: Path) -> Result:
+def _outcome(ended: Ended, stop_signal: int | None, run_dir: Path) -> RunResult:
     """The result of a job that has finished; raises what ended any other."""
     if ended.outcome == "finished":
         return read_result(run_dir)
@@ -187,7 +246,7 @@ def _outcome(ended: Ended, stop_signal: int | None, run_dir: Path) -> Result:
     raise (StateError if ended.is_state_error else RecoveryError)(ended.reason)
 
 
-def _way_on(run_dir: Path) -> str:
+def _way_on(config: Config, run_dir: Path) -> str:
     """How a run that was stopped can go on."""
     try:
         step = newest_committed_step(run_dir)
@@ -195,7 +254,7 @@ def _way_on(run_dir: Path) -> str:
         return str(error)
     if step is None:
         return "it has no checkpoint, so it can only begin again (--overwrite)"
-    command = f"elaswave train --resume --run-dir {shlex.quote(str(run_dir))}"
+    command = resume_command(config, run_dir)
     return f"its newest checkpoint is of step {step}, to go on from there: {command}"
 
 

@@ -11,15 +11,15 @@ import secrets
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.config.schema import Config
 from elaswave.control.agent_messages import (
     AgentHello,
     Awaited,
-    BreakOffCommit,
     CheckpointCommitted,
     CommitCheckpoint,
     CpuTimes,
@@ -28,6 +28,7 @@ from elaswave.control.agent_messages import (
     ShowEvaluation,
     ShowStep,
     ShowText,
+    StepLosses,
     StopJob,
     ToAgent,
 )
@@ -37,7 +38,8 @@ from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import how_it_ended
 from elaswave.control.job_folder import JobFolder
 from elaswave.control.job_processes import COORDINATOR_EXIT, TEMPLATE, TEMPLATE_EXIT, TICK_S, JobProcesses
-from elaswave.control.standstill import AwakeTime, Standstill
+from elaswave.control.script import Script
+from elaswave.control.step_calls import StepCalls
 from elaswave.control.stop_signals import STOP_SIGNALS, stop_signals
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_link import TEMPLATE_LOG
@@ -48,6 +50,7 @@ from elaswave.control.template_messages import (
     CommitShards,
     KillWorkers,
     Prepared,
+    SpawnCoordinator,
     Spawned,
     SpawnRefused,
     SpawnWorkers,
@@ -69,19 +72,15 @@ from elaswave.protocol.agent import (
     WorkerEnded,
 )
 from elaswave.protocol.events import CoordinatorEffect
+from elaswave.protocol.template import COORDINATOR
 from elaswave.state.shapes import StateShapes
 from elaswave.worker.probe import Probe
 from elaswave.worker.run_plan import RunPlan
 
 LOOK_S = 1.0
 """Between two looks at the processes of workers that have not registered."""
-TEMPLATE_STILL_S = 20.0
-"""How long the template may use no processor time while it loads torch and the model, or forks workers: however slowly
-it does that, it uses some."""
-LAST_WORDS_S = 1.0
-"""After the template's end, how long the coordinator may take to say whether the job was over before."""
-ABANDON_S_MAX = 60.0
-"""How long the process that commits a checkpoint may take to end once it is to be killed."""
+PREPARE_S_MAX = 600.0
+"""How long the template may take to load torch and the model."""
 STARTING_S = 10.0
 """Between two lines about a start that lasts."""
 STOP_GRACE_S = 300.0
@@ -108,8 +107,10 @@ class LocalJob:
         faults: injected into workers and coordinator.
         before_effect: called in the coordinator before each effect of the protocol's core.
         started_s: monotonic time at which the command began.
+        script: what a script trains; None: what the configuration describes.
     Raises:
         LaunchError: the system refuses a process or a folder.
+        UsageError: what the script trains cannot be sent to the job's processes.
     """
 
     def __init__(
@@ -123,8 +124,11 @@ class LocalJob:
         faults: tuple[Fault, ...],
         before_effect: Callable[[CoordinatorEffect], None],
         started_s: float,
+        script: Script | None = None,
     ) -> None:
         self.stop_signal: int | None = None
+        self._script = script
+        self._calls = StepCalls(script.on_step if script is not None else lambda step, loss: None)
         self._config = config
         self._run_dir = run_dir
         self._reporter = reporter
@@ -146,10 +150,8 @@ class LocalJob:
         """With a coordinator that does not accept the agent."""
         self._committing: int | None = None
         """Number of the commit that the template has been asked for and has not answered."""
-        self._abandoning: AwakeTime | None = None
-        """While a coordinator is to be started as soon as the one before has no commit in hand any more."""
-        self._unforked: set[int] = set()
-        """Workers that the template is to fork."""
+        self._starts_after_commit = False
+        """Whether a coordinator is to be started once the one before has no commit in hand any more."""
         self._key = secrets.token_bytes(32)
         self._job_folder = JobFolder()
         self._folder = self._job_folder.path
@@ -167,9 +169,11 @@ class LocalJob:
             faults=faults,
             probe=probe,
             profile=profile,
+            training=None if script is None else script.training,
+            before_effect=before_effect,
         )
         try:
-            self._processes = JobProcesses(setup)
+            self._processes = JobProcesses(setup, None if script is None else script.environment)
         except BaseException:
             self._job_folder.close()
             raise
@@ -184,8 +188,7 @@ class LocalJob:
         Raises:
             LaunchError: torch or the model cannot be loaded.
         """
-        standstill = Standstill(time.monotonic())
-        while True:
+        while time.monotonic() - self._started_s < PREPARE_S_MAX:
             self._selector.select(TICK_S)
             for message in self._processes.hear_template():
                 if isinstance(message, Prepared):
@@ -195,14 +198,8 @@ class LocalJob:
             ended = self._processes.template_end()
             if ended is not None:
                 raise LaunchError(self._unprepared(f"it {ended}"))
-            if self._stands_still(standstill):
-                raise LaunchError(self._unprepared(_still()))
             self._say_starting()
-
-    def _stands_still(self, standstill: Standstill) -> bool:
-        """Whether the template has used no processor time for too long."""
-        facts = self._processes.template_facts()
-        return facts is not None and standstill.look(facts.cpu_s, time.monotonic()) > TEMPLATE_STILL_S
+        raise LaunchError(self._unprepared(f"not done after {PREPARE_S_MAX:.0f} s"))
 
     def _unprepared(self, text: str) -> str:
         log = self._run_dir / "logs" / TEMPLATE_LOG
@@ -227,9 +224,9 @@ class LocalJob:
             StoppedBySignalError: a second signal has come, or too much time has passed after the first.
         """
         self._plan, self._sampler, self._checkpoint, self._way_on = plan, sampler, checkpoint, way_on
+        self._calls.begin(0 if checkpoint is None else checkpoint.meta.step)
         self._start_coordinator()
         self._processes.ask_template(SpawnWorkers(workers=plan.layout.workers, checkpoint=checkpoint))
-        self._unforked, self._forking = set(plan.layout.workers), Standstill(time.monotonic())
         self._client = ControlClient(
             self._listen,
             self._key,
@@ -273,11 +270,11 @@ class LocalJob:
                 elif key.data == TEMPLATE_EXIT:
                     self._check_template()
                 elif key.data == COORDINATOR_EXIT:
-                    self._on_coordinator_exit()
+                    at_s = time.monotonic()
+                    self._on_coordinator_exit(self._processes.reap_coordinator(), at_s)
                 elif key.data == TEMPLATE:
                     self._hear_template()
             wait_s = self._client.turn()
-            self._look_at_template()
             self._look_at_awaited()
             age_s = time.monotonic() - self._coordinator_since_s
             if min(age_s, self._client.disconnected_s) > self._patience_s:
@@ -285,32 +282,15 @@ class LocalJob:
                 self._processes.kill_coordinator()
             self._reporter.refresh()
             self._say_starting()
-            if self.stop_signal is not None:
+            if self.stop_signal is not None or self._calls.error is not None:
                 now_s = time.monotonic()
                 if kill_at_s is None:
                     kill_at_s = now_s + STOP_GRACE_S
                     self._ask_to_stop()
                 elif now_s > kill_at_s:
+                    self._calls.raise_error()
+                    assert self.stop_signal is not None
                     raise StoppedBySignalError(self.stop_signal, "killed: it did not end in time after the signal")
-
-    def _look_at_template(self) -> None:
-        """Ends the job if the template does not do what the job cannot go on without.
-
-        Raises:
-            LaunchError: it does not fork the workers.
-            RecoveryError: the commit does not end that the coordinator before had in hand.
-        """
-        if self._unforked and self._stands_still(self._forking):
-            raise LaunchError(
-                f"the template process does not fork the workers {sorted(self._unforked)}: {_still()}; see "
-                f"{self._run_dir / 'logs' / TEMPLATE_LOG}"
-            )
-        if self._abandoning is not None and self._abandoning.passed_s(time.monotonic()) > ABANDON_S_MAX:
-            raise RecoveryError(
-                "the coordinator is lost, and no other one can be started: the process that was committing a "
-                f"checkpoint was to be killed, and has not ended within {ABANDON_S_MAX:.0f} s; is its disk gone, or "
-                f"the template process stopped? {self._way_on()}"
-            )
 
     def _look_at_awaited(self) -> None:
         """Tells the coordinator now and then how the workers get on that it waits for."""
@@ -334,8 +314,8 @@ class LocalJob:
 
     def _ask_to_stop(self) -> None:
         """Passes a signal on; later coordinators are told with the hello."""
-        assert self._client is not None and self.stop_signal is not None
-        name = STOP_SIGNALS[self.stop_signal]
+        assert self._client is not None
+        name = "a callback has failed" if self.stop_signal is None else STOP_SIGNALS[self.stop_signal]
         self._reporter.message(f"{name}: ending after this step, with a checkpoint; Ctrl-C ends at once")
         self._client.send(StopJob())
 
@@ -352,7 +332,8 @@ class LocalJob:
 
     def _hello(self) -> AgentHello:
         exited = [Exited(worker=end.worker, text=end.text, at_s=end.at_s) for end in self._agent.worker_ends]
-        return AgentHello(exited=exited, stop=self.stop_signal is not None)
+        stop = self.stop_signal is not None or self._calls.error is not None
+        return AgentHello(exited=exited, stop=stop, called_step=self._calls.last_step)
 
     def _on_message(self, message: ToAgent) -> None:
         if isinstance(message, ShowStep):
@@ -361,11 +342,16 @@ class LocalJob:
                 message.step,
                 message.total_steps,
                 message.loss,
-                message.tokens_per_s,
+                message.rate,
                 message.data_pass,
                 message.epoch,
                 message.layout_name,
+                SAMPLES_PER_S if message.counts_samples else TOKENS_PER_S,
             )
+            self._calls.published(message.step, message.loss)
+        elif isinstance(message, StepLosses):
+            for step, loss in enumerate(message.losses, message.first_step):
+                self._calls.published(step, loss)
         elif isinstance(message, ShowEvaluation):
             self._reporter.evaluation(message.step, message.loss)
         elif isinstance(message, ShowText):
@@ -375,9 +361,6 @@ class LocalJob:
         elif isinstance(message, CommitCheckpoint):
             self._committing = message.number
             self._processes.ask_template(CommitShards(number=message.number, request=message.request))
-        elif isinstance(message, BreakOffCommit):
-            if message.number == self._committing:
-                self._processes.ask_template(AbandonCommits())
         else:
             self._ended = message
             self._agent.handle(JobEnded())
@@ -393,6 +376,17 @@ class LocalJob:
                 f"the coordinator is lost, and so is its journal: {self._folder} was removed while the job "
                 f"ran; keep what cleans temporary folders away from there; {self._way_on()}"
             )
+        self._coordinator_since_s = time.monotonic()
+        number = 1 + len(self._agent.coordinator_ends_s)
+        if self._script is not None:
+            message = SpawnCoordinator(
+                num_samples=self._sampler.num_samples,
+                checkpoint=self._checkpoint,
+                started_s=self._started_s,
+                coordinator_ends_s=tuple(self._agent.coordinator_ends_s),
+            )
+            self._processes.ask_for_coordinator(number, message)
+            return
         setup = CoordinatorSetup(
             plan=self._plan,
             sampler=self._sampler,
@@ -407,14 +401,10 @@ class LocalJob:
             coordinator_ends_s=tuple(self._agent.coordinator_ends_s),
             before_effect=self._before_effect,
         )
-        self._coordinator_since_s = time.monotonic()
-        number = 1 + len(self._agent.coordinator_ends_s)
         self._processes.start_coordinator(number, lambda: run_coordinator(setup))
 
-    def _on_coordinator_exit(self) -> None:
+    def _on_coordinator_exit(self, text: str, at_s: float) -> None:
         assert self._client is not None
-        at_s = time.monotonic()
-        text = self._processes.reap_coordinator()
         self._client.turn()  # its last words
         for effect in self._agent.handle(CoordinatorEnded(text, text.endswith("with status 1"), at_s)):
             if not isinstance(effect, StartCoordinator):
@@ -424,14 +414,16 @@ class LocalJob:
                 self._start_coordinator()
             else:
                 # The next one may go back behind that checkpoint: it must not appear when it has looked.
-                self._abandoning = AwakeTime(at_s)
+                self._starts_after_commit = True
                 self._processes.ask_template(AbandonCommits())
 
     # -------------------------------------------------------------------------------------------------------- template
 
     def _hear_template(self) -> None:
         for message in self._processes.hear_template():
-            if isinstance(message, ChildGone):
+            if isinstance(message, ChildGone) and message.child == COORDINATOR:
+                self._on_coordinator_exit(how_it_ended(message.status), message.at_s)
+            elif isinstance(message, ChildGone):
                 self._on_worker_end(WorkerEnded(message.child, how_it_ended(message.status), message.at_s))
             elif isinstance(message, CommitDone):
                 self._on_commit_done(message)
@@ -439,7 +431,6 @@ class LocalJob:
                 raise LaunchError(message.text)
             else:
                 assert isinstance(message, Spawned), message
-                self._unforked.discard(message.child)
 
     def _on_worker_end(self, event: AgentEvent) -> None:
         for effect in self._agent.handle(event):
@@ -450,31 +441,37 @@ class LocalJob:
     def _on_commit_done(self, message: CommitDone) -> None:
         if message.number == self._committing:
             self._committing = None
-        if self._abandoning is not None:
-            if self._committing is None:
-                self._abandoning = None
-                self._start_coordinator()
+        if self._starts_after_commit:
+            self._starts_after_commit = False
+            self._start_coordinator()
         elif self._client is not None:
             self._client.send(CheckpointCommitted(number=message.number, error=message.error, again=message.again))
 
     def _check_template(self) -> None:
-        """Ends the job if the template has ended, and with it the workers, before the job was over.
+        """Ends the job if the template has ended.
 
         Raises:
             RecoveryError: it has.
         """
         text = self._processes.template_end()
-        if text is None:
-            return
-        assert self._client is not None
-        deadline_s = time.monotonic() + LAST_WORDS_S
-        while self._ended is None and time.monotonic() < deadline_s:
-            self._client.turn(TICK_S)
-        if self._ended is None or self._ended.outcome == "failed":  # a coordinator knows only that workers have ended
+        if text is not None:
             raise RecoveryError(
                 f"the template process, from which the workers are forked, {text}, and all workers have ended with it "
                 f"(see {self._run_dir / 'logs' / TEMPLATE_LOG}); {self._way_on()}"
             )
+
+    def finish_calls(self, losses: Sequence[float]) -> None:
+        """Calls back for steps that no coordinator has told of.
+
+        Args:
+            losses: of every step from the first one.
+        """
+        for step, loss in enumerate(losses, 1):
+            self._calls.published(step, loss)
+
+    def raise_callback_error(self) -> None:
+        """Raises what a script's callback has raised, if one has: the job has ended because of it."""
+        self._calls.raise_error()
 
     def end(self) -> None:
         """Ends all processes and removes the temporary files. May be called twice."""
@@ -485,7 +482,3 @@ class LocalJob:
         if self._client is not None:
             self._client.close(0.0)
         self._job_folder.close()
-
-
-def _still() -> str:
-    return f"it has used no processor time for {TEMPLATE_STILL_S:.0f} s; was it stopped?"

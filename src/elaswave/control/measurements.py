@@ -6,6 +6,7 @@ what a step costs beside its actions is measured.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 
 import msgspec
@@ -26,11 +27,12 @@ class Measurements:
 
     Args:
         config: of the run, resolved.
+        layer_parameters: number of parameters of each layer.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, layer_parameters: Sequence[int] = ()) -> None:
         self._is_emulated = config.device.kind == "emulated"
-        self._described = emulated_costs(config) if self._is_emulated else estimated_costs(config)
+        self._described = emulated_costs(config) if self._is_emulated else estimated_costs(config, layer_parameters)
         self._meter = CostMeter(self._described)
         self._speeds = cluster_of(config).speed.tolist()
         self._levels = device_of(config).levels

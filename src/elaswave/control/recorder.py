@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 import elaswave
+from elaswave.config.own import OWN
 from elaswave.control.agent_messages import ShowEvaluation, ShowStep
 from elaswave.control.checkpoints import Checkpoints
 from elaswave.control.journal import CheckpointGivenUp, Entered, JournalRecord, Published, RecorderRecord
-from elaswave.control.run_result import describe_checkpoint, make_result, tokens_per_microbatch
+from elaswave.control.run_result import describe_checkpoint, make_result
 from elaswave.control.run_state import RunState
 from elaswave.control.store import Store
 from elaswave.control.terminal import Terminal
@@ -38,7 +39,7 @@ from elaswave.observability.events import (
     StepTimePredicted,
     TimingsMeasured,
 )
-from elaswave.observability.result import CheckpointRecord, Recovery, Result
+from elaswave.observability.result import CheckpointRecord, Recovery, RunResult
 from elaswave.observability.run_folder import data_facts
 from elaswave.protocol.events import PendingWork
 from elaswave.protocol.messages import Decision, LayoutChange
@@ -65,7 +66,7 @@ class RunRecorder:
         events: the run's log.
         terminal: what is shown.
         records: what earlier coordinators of this job have made durable, in order; None for its first one.
-        commit, break_off: ask for a commit by another process, and for its end, see `Checkpoints`.
+        commit: asks another process to commit a checkpoint, see `Checkpoints`.
         started_s: monotonic time at which the command began.
     """
 
@@ -81,7 +82,6 @@ class RunRecorder:
         terminal: Terminal,
         records: Sequence[JournalRecord] | None,
         commit: Callable[[int, bytes], None],
-        break_off: Callable[[int], None],
         started_s: float,
     ) -> None:
         self._plan = plan
@@ -111,13 +111,12 @@ class RunRecorder:
             run_dir,
             describe=self._describe,
             commit=commit,
-            break_off=break_off,
             begun_s=self.state.finished_s.get,
             on_written=self._on_checkpoint,
             on_given_up=self._on_given_up,
             say=terminal.say,
         )
-        self._tokens_per_microbatch = tokens_per_microbatch(plan)
+        self._tokens_per_sample = plan.tokens_per_sample
         if records is not None:
             self._restore(records)
             return
@@ -187,7 +186,7 @@ class RunRecorder:
                 reason=reason,
                 first_step=first_step,
                 layer_names=list(self._plan.state.layer_names),
-                layer_parameters=[sum(slot.numel for slot in shape.tensors) for shape in self._plan.shapes],
+                layer_parameters=list(self._plan.layer_parameters),
                 holdings={worker: holdings[worker] for worker in layout.workers if worker in holdings},
                 start_up_s=self.state.start_up_s or time.monotonic() - self._started_s,
                 change=change,
@@ -265,7 +264,8 @@ class RunRecorder:
             newest = newest_committed_step(self._run_dir)  # also one that an earlier command has made
         except CheckpointError as error:
             return f"; {error}"
-        return "" if newest is None else f"; `elaswave train --resume` continues from the checkpoint of step {newest}"
+        verb = "run" if self._config.model.family == OWN else "train"
+        return "" if newest is None else f"; `elaswave {verb} --resume` continues from the checkpoint of step {newest}"
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
@@ -283,14 +283,16 @@ class RunRecorder:
         self._record(Published(step=report.step, loss=report.loss, finished_s=report.finished_s))
         state.time_step(report)
         before_s = state.finished_s.get(report.step - 1, report.finished_s - report.duration_s)
-        num_tokens = state.layout_of(report.step).num_microbatches * self._tokens_per_microbatch
+        num_samples = state.layout_of(report.step).num_microbatches * self._config.batch.microbatch_size
+        num_tokens = None if self._tokens_per_sample is None else num_samples * self._tokens_per_sample
         data_pass, _ = self._sampler.cursor(report.step)
         self._terminal.show(
             ShowStep(
                 step=report.step,
                 total_steps=self._config.run.steps,
                 loss=report.loss,
-                tokens_per_s=num_tokens / max(1e-9, report.finished_s - before_s),
+                rate=(num_samples if num_tokens is None else num_tokens) / max(1e-9, report.finished_s - before_s),
+                counts_samples=num_tokens is None,
                 data_pass=data_pass,
                 epoch=report.epoch,
                 layout_name=state.layout_of(report.step, report.epoch).describe(),
@@ -305,7 +307,8 @@ class RunRecorder:
                 loss=report.loss,
                 grad_norm=report.norm,
                 lr=report.learning_rate,
-                tokens_per_s=num_tokens / max(1e-9, report.duration_s),
+                tokens_per_s=None if num_tokens is None else num_tokens / max(1e-9, report.duration_s),
+                samples_per_s=num_samples / max(1e-9, report.duration_s),
                 duration_s=report.duration_s,
                 finished_s=report.finished_s,
                 phases_s=report.phases_s,
@@ -375,7 +378,7 @@ class RunRecorder:
         """A worker has made its last step."""
         self.state.finish(message)
 
-    def result(self) -> tuple[Result, dict[str, str]]:
+    def result(self) -> tuple[RunResult, dict[str, str]]:
         """The result of the run and its digest per tensor, once every member has finished.
 
         Raises:

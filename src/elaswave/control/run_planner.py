@@ -34,7 +34,7 @@ class RunPlanner:
     """
 
     def __init__(self, plan: RunPlan) -> None:
-        self.measurements = Measurements(plan.config)
+        self.measurements = Measurements(plan.config, plan.layer_parameters)
         self._plan = plan
         self._replanner = Replanner(plan.config)
         self._struck: tuple[Layout, tuple[int, ...]] = (plan.layout, ())

@@ -7,16 +7,11 @@ from elaswave.control.run_state import RunState
 from elaswave.data.sampler import Sampler
 from elaswave.errors import StateError
 from elaswave.hashing import MASK64
-from elaswave.observability.result import CheckpointRecord, Result, WorkerMemory
+from elaswave.observability.result import CheckpointRecord, RunResult, WorkerMemory
 from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo, stored_name
 from elaswave.state.digests import add_digests, state_digest
 from elaswave.worker.messages import Standing
 from elaswave.worker.run_plan import RunPlan
-
-
-def tokens_per_microbatch(plan: RunPlan) -> int:
-    """Tokens of one micro-batch."""
-    return plan.config.batch.microbatch_size * plan.config.model.context_length
 
 
 def describe_checkpoint(
@@ -53,7 +48,7 @@ def describe_checkpoint(
 
 def make_result(
     plan: RunPlan, state: RunState, sampler: Sampler, checkpoints: Sequence[CheckpointRecord], duration_s: float
-) -> tuple[Result, dict[str, str]]:
+) -> tuple[RunResult, dict[str, str]]:
     """The result of the run and its digest per tensor, once every member has finished.
 
     Args:
@@ -71,7 +66,9 @@ def make_result(
         num_followers = min(plan.config.elastic.num_followers, len(state.members) - 1)
         check_followers(digests, add_digests(report.follower_digests for report in reports), num_followers)
     step = standing.step
-    result = Result(
+    samples_per_s = state.samples_per_s(plan.config.batch.microbatch_size)
+    tokens = plan.tokens_per_sample
+    result = RunResult(
         steps=step,
         losses=list(state.losses),
         state_digest=state_digest(
@@ -81,7 +78,8 @@ def make_result(
             grids=standing.exponents,
             tensor_digests=digests,
         ),
-        throughput_tokens_per_s=state.tokens_per_s(tokens_per_microbatch(plan)),
+        throughput_tokens_per_s=None if samples_per_s is None or tokens is None else samples_per_s * tokens,
+        throughput_samples_per_s=samples_per_s,
         epochs=list(state.epochs),
         recoveries=list(state.recoveries),
         val_losses=list(state.val_losses.values()),

@@ -243,10 +243,10 @@ class RunState:
             num_steps=len(self._steps_s),
         )
 
-    def tokens_per_s(self, tokens_per_microbatch: int) -> float | None:
+    def samples_per_s(self, microbatch_size: int) -> float | None:
         """Throughput without start-up and the first steps; None before there are others."""
         begin, end = self.first_step + STEPS_LEFT_OUT - 1, self.last_step
         if end <= begin or begin not in self.finished_s:
             return None
         num_microbatches = sum(self.layout_of(step).num_microbatches for step in range(begin + 1, end + 1))
-        return num_microbatches * tokens_per_microbatch / (self.finished_s[end] - self.finished_s[begin])
+        return num_microbatches * microbatch_size / (self.finished_s[end] - self.finished_s[begin])

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from elaswave.config.schema import Config
+from elaswave.control.coordinator import CoordinatorSetup, run_coordinator
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import Child, fork
 from elaswave.control.template_messages import (
@@ -35,6 +36,7 @@ from elaswave.control.template_messages import (
     FromTemplate,
     KillWorkers,
     Prepared,
+    SpawnCoordinator,
     Spawned,
     SpawnRefused,
     SpawnWorkers,
@@ -46,14 +48,17 @@ from elaswave.control.template_messages import (
 )
 from elaswave.errors import CheckpointError, LaunchError
 from elaswave.faults.injection import Fault
+from elaswave.protocol.events import CoordinatorEffect
 from elaswave.protocol.template import (
     COMMITTER,
+    COORDINATOR,
     ChildEnded,
     CommitAsked,
     CommitsAbandoned,
+    CoordinatorAsked,
     EndAsked,
     ForkCommitter,
-    ForkRefused,
+    ForkCoordinator,
     ForkWorker,
     KillAsked,
     KillChild,
@@ -64,7 +69,9 @@ from elaswave.protocol.template import (
     TemplateEffect,
     TemplateEvent,
 )
+from elaswave.training.tokens import sampler_of
 from elaswave.worker.probe import Probe
+from elaswave.worker.run_plan import RunPlan
 
 _ANSWER_BYTES_MAX = 1 << 15
 """Of what a committer may say; a pipe holds more, so it never waits for a reader."""
@@ -80,13 +87,16 @@ class TemplateSetup(NamedTuple):
     listen: str
     """Where the coordinator listens."""
     key: bytes
-    deaths: DeathWatch
+    deaths: DeathWatch | None
+    """None only on the way to a fresh interpreter."""
     faults: tuple[Fault, ...]
     """Those of workers are carried out in them."""
     probe: Probe | None
     profile: bool
     training: Any = None
     """An `elaswave.training.definition.Training`: what is trained; None: what the configuration describes."""
+    before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None
+    """Called in the coordinator before each effect of the protocol's core."""
 
 
 def run_template(setup: TemplateSetup, link: socket.socket) -> int:
@@ -99,16 +109,19 @@ def run_template(setup: TemplateSetup, link: socket.socket) -> int:
         Exit status.
     """
     try:
-        from elaswave.control import worker_life  # late: it loads torch, and the launcher imports this module
+        import torch  # late, as what follows: the launcher imports this module
+
+        from elaswave.control import worker_life
         from elaswave.worker.blueprint import Blueprint
 
-        state = Blueprint(setup.config, setup.training).state
+        torch.set_num_threads(1)  # a process with idle threads of a library must not fork
+        plan = Blueprint(setup.config, setup.training)
     except BaseException as error:
         traceback.print_exc()
         link.sendall(pack(Unprepared(text=f"{type(error).__name__}: {error}")))
         return 1
-    link.sendall(pack(Prepared(state=state)))
-    serving = _Serving(setup, link, worker_life.live)
+    link.sendall(pack(Prepared(state=plan.state)))
+    serving = _Serving(setup, plan, link, worker_life.live)
     return serving.run()
 
 
@@ -116,9 +129,14 @@ class _Serving:
     """Carries out what the template's machine decides."""
 
     def __init__(
-        self, setup: TemplateSetup, link: socket.socket, live: Callable[[TemplateSetup, int, StartingPoint | None], int]
+        self,
+        setup: TemplateSetup,
+        plan: RunPlan,
+        link: socket.socket,
+        live: Callable[[TemplateSetup, int, StartingPoint | None], int],
     ) -> None:
         self._setup = setup
+        self._plan = plan
         self._link = link
         self._live = live
         self._machine = Template()
@@ -127,6 +145,8 @@ class _Serving:
         self._selector.register(link, selectors.EVENT_READ, None)
         self._children: dict[int, Child] = {}
         self._checkpoint: StartingPoint | None = None
+        self._coordinator: SpawnCoordinator | None = None
+        """The newest request for one."""
         self._answer_fd = -1
         """Gives what the committer says."""
         self._loading: threading.Thread | None = None
@@ -155,6 +175,9 @@ class _Serving:
                 self._checkpoint = message.checkpoint
                 self._handle(SpawnAsked(message.workers))
                 self._load_for_commits()
+            elif isinstance(message, SpawnCoordinator):
+                self._coordinator = message
+                self._handle(CoordinatorAsked())
             elif isinstance(message, KillWorkers):
                 self._handle(KillAsked(message.workers))
             elif isinstance(message, CommitShards):
@@ -183,17 +206,40 @@ class _Serving:
             worker, checkpoint = effect.worker, self._checkpoint
             what, log = f"worker {worker}", f"worker-{worker}.log"
             self._fork(worker, what, log, lambda: self._live(self._setup, worker, checkpoint))
+        elif isinstance(effect, ForkCoordinator):
+            assert self._coordinator is not None
+            coordinator = self._coordinator_setup(self._coordinator)
+            self._fork(COORDINATOR, "the coordinator", "coordinator.log", lambda: run_coordinator(coordinator))
         elif isinstance(effect, ForkCommitter):
             self._fork_committer(effect.request)
         elif isinstance(effect, KillChild):
             if effect.child in self._children:
                 os.kill(self._children[effect.child].pid, signal.SIGKILL)
         elif isinstance(effect, TellEnd):
-            self._say(ChildGone(child=effect.worker, status=effect.status, at_s=effect.at_s))
+            self._say(ChildGone(child=effect.child, status=effect.status, at_s=effect.at_s))
         elif isinstance(effect, TellCommit):
             self._say(CommitDone(number=effect.number, error=effect.error, again=effect.again))
         else:
             self._is_over = True
+
+    def _coordinator_setup(self, asked: SpawnCoordinator) -> CoordinatorSetup:
+        setup, checkpoint = self._setup, asked.checkpoint
+        assert setup.deaths is not None
+        _ = self._plan.programs, self._plan.placement  # computed and checked once, inherited by all coordinators
+        return CoordinatorSetup(
+            plan=self._plan,
+            sampler=sampler_of(setup.config, asked.num_samples),
+            run_dir=setup.run_dir,
+            control_dir=setup.control_dir,
+            listen=setup.listen,
+            key=setup.key,
+            checkpoint=None if checkpoint is None else (Path(checkpoint.folder), checkpoint.meta),
+            started_s=asked.started_s,
+            deaths=setup.deaths,
+            faults=setup.faults,
+            coordinator_ends_s=asked.coordinator_ends_s,
+            before_effect=setup.before_effect,
+        )
 
     def _say(self, message: FromTemplate) -> None:
         with contextlib.suppress(ConnectionError):  # then the link's end is heard too
@@ -211,7 +257,6 @@ class _Serving:
         except LaunchError as error:
             if name != COMMITTER:
                 self._say(SpawnRefused(text=str(error)))
-                self._handle(ForkRefused(name))
             else:
                 self._handle(ChildEnded(COMMITTER, 1 << 8, time.monotonic(), str(error)))
             return False

@@ -1,11 +1,11 @@
-"""The launcher's end of the template process: forks it, asks it, hears it, ends it. Nothing here waits but the end."""
+"""The launcher's end of the template process: starts it, asks it, hears it, ends it. Nothing here waits but the end."""
 
 import contextlib
 import os
 import select
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from elaswave.control.forking import Child, fork, how_it_ended
 from elaswave.control.template import TemplateSetup, run_template
@@ -19,12 +19,16 @@ class TemplateProcess:
 
     Args:
         setup: what it is started with.
-        let_go: called in the template: closes what is the launcher's.
+        let_go: called in a forked template: closes what is the launcher's.
+        environment: of a fresh interpreter; None: it is forked, and this process must have one thread only.
     Raises:
         LaunchError: the system refuses the process.
+        UsageError: a fresh interpreter cannot be given what it needs.
     """
 
-    def __init__(self, setup: TemplateSetup, let_go: Callable[[], None]) -> None:
+    def __init__(
+        self, setup: TemplateSetup, let_go: Callable[[], None], environment: Mapping[str, str] | None = None
+    ) -> None:
         self._link, theirs = socket.socketpair()
         self._link.setblocking(False)
         self._unpacker: Unpacker[FromTemplate] = Unpacker(FromTemplate)
@@ -34,13 +38,16 @@ class TemplateProcess:
             self._link.close()
             let_go()
 
+        log = setup.run_dir / "logs" / TEMPLATE_LOG
+        self._child: Child | None
         try:
-            self._child: Child | None = fork(
-                "the template",
-                setup.run_dir / "logs" / TEMPLATE_LOG,
-                lambda: run_template(setup, theirs),
-                let_go=release,
-            )
+            if environment is None:
+                self._child = fork("the template", log, lambda: run_template(setup, theirs), let_go=release)
+            else:
+                from elaswave.control.fresh_template import pickled_setup, spawn  # late: few jobs need it
+
+                self._unsent += pickled_setup(setup)
+                self._child = spawn(log, theirs, environment)
         except BaseException:
             self._link.close()
             raise

@@ -1,5 +1,6 @@
 """What launcher and template process say to each other, and how it lies in their socket: a length, then msgpack."""
 
+import socket
 import struct
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
@@ -26,8 +27,18 @@ class SpawnWorkers(Message, frozen=True, kw_only=True):
     """None: they begin from the seed."""
 
 
+class SpawnCoordinator(Message, frozen=True, kw_only=True):
+    """Fork a coordinator; see `elaswave.control.coordinator.CoordinatorSetup`."""
+
+    num_samples: int
+    """Of a data pass."""
+    checkpoint: StartingPoint | None
+    started_s: float
+    coordinator_ends_s: tuple[float, ...]
+
+
 class KillWorkers(Message, frozen=True, kw_only=True):
-    """Kill these workers, as far as they live."""
+    """Kill these workers, or the `elaswave.protocol.template.COORDINATOR`, as far as they live."""
 
     workers: tuple[int, ...]
 
@@ -69,7 +80,7 @@ class Spawned(Message, frozen=True, kw_only=True):
     """A process has been forked."""
 
     child: int
-    """A worker's id, or `elaswave.protocol.template.COMMITTER`."""
+    """A worker's id, or `COMMITTER` or `COORDINATOR` of `elaswave.protocol.template`."""
     pid: int
 
 
@@ -83,6 +94,7 @@ class ChildGone(Message, frozen=True, kw_only=True):
     """A forked process has ended, and is reaped."""
 
     child: int
+    """A worker's id, or `COORDINATOR`."""
     status: int
     """As `os.waitpid` gives it."""
     at_s: float
@@ -99,7 +111,7 @@ class CommitDone(Message, frozen=True, kw_only=True):
     """Whether it is worth another try."""
 
 
-ToTemplate = SpawnWorkers | KillWorkers | CommitShards | AbandonCommits
+ToTemplate = SpawnWorkers | SpawnCoordinator | KillWorkers | CommitShards | AbandonCommits
 FromTemplate = Prepared | Unprepared | Spawned | SpawnRefused | ChildGone | CommitDone
 
 _T = TypeVar("_T")
@@ -108,8 +120,33 @@ _LENGTH = struct.Struct("<Q")
 
 def pack(message: ToTemplate | FromTemplate) -> bytes:
     """A message as it lies in the socket."""
-    payload = msgspec.msgpack.encode(message)
+    return framed(msgspec.msgpack.encode(message))
+
+
+def framed(payload: bytes) -> bytes:
+    """Bytes as they lie in the socket."""
     return _LENGTH.pack(len(payload)) + payload
+
+
+def read_framed(link: socket.socket) -> bytearray:
+    """The first bytes that come; waits for them.
+
+    Raises:
+        EOFError: the other side has closed the socket.
+    """
+    (length,) = _LENGTH.unpack(_read(link, _LENGTH.size))
+    return _read(link, length)
+
+
+def _read(link: socket.socket, num_bytes: int) -> bytearray:
+    data = bytearray(num_bytes)
+    rest = memoryview(data)
+    while rest:
+        received = link.recv_into(rest)
+        if not received:
+            raise EOFError(f"the socket was closed, and {len(rest)} of {num_bytes} bytes have not come")
+        rest = rest[received:]
+    return data
 
 
 class Unpacker(Generic[_T]):

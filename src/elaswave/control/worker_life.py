@@ -63,6 +63,7 @@ def live(setup: TemplateSetup, worker: int, checkpoint: StartingPoint | None) ->
     )
 
     def make_client(mailbox: Mailbox) -> ControlClient[ToWorker]:
+        assert setup.deaths is not None
         setup.deaths.live(worker)
         client: ControlClient[ToWorker] = ControlClient(
             setup.listen,

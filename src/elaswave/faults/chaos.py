@@ -25,7 +25,7 @@ from elaswave.config.toml import toml_value
 from elaswave.faults.injection import COORDINATOR, FaultRecord
 from elaswave.hashing import key64
 from elaswave.observability.compare import compare_results
-from elaswave.observability.result import Recovery, Result
+from elaswave.observability.result import Recovery, RunResult
 from elaswave.planning.recovery import choose_followers, promote, survivor_layout
 from elaswave.protocol.engine import PHASES, Phase
 from elaswave.state.placement import Block, Placement
@@ -238,17 +238,15 @@ def _actions(phase: Phase, worker: int, widths: Sequence[int], model: Mapping[st
 # ------------------------------------------------------------------------------------------------------------ judging
 
 
-Outcome = Literal[
-    "same bits", "blocks lost", "template lost", "different", "hung", "error", "left behind", "unexplained loss"
-]
-GOOD: tuple[Outcome, ...] = ("same bits", "blocks lost", "template lost")
+Outcome = Literal["same bits", "blocks lost", "different", "hung", "error", "left behind", "unexplained loss"]
+GOOD: tuple[Outcome, ...] = ("same bits", "blocks lost")
 """Outcomes that are no defect."""
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """What a job has left to be judged."""
 
-    result: Result | None = None
+    result: RunResult | None = None
     """Of a job that finished."""
     digests: dict[str, str] | None = None
     """Per tensor and slot."""

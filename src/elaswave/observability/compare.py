@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from elaswave.config_format import upgraded
-from elaswave.observability.result import JsonFloat, Result
+from elaswave.observability.result import JsonFloat, RunResult
 
 
 class StepDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_results(
-    a: Result, b: Result, tensors_a: Mapping[str, str] | None, tensors_b: Mapping[str, str] | None
+    a: RunResult, b: RunResult, tensors_a: Mapping[str, str] | None, tensors_b: Mapping[str, str] | None
 ) -> Comparison:
     """Compares two runs.
 
@@ -84,7 +84,7 @@ def compare_results(
 
 
 def _summary(
-    a: Result, b: Result, first_step: StepDifference | None, first_tensor: TensorDifference | None, *, same: bool
+    a: RunResult, b: RunResult, first_step: StepDifference | None, first_tensor: TensorDifference | None, *, same: bool
 ) -> str:
     if same:
         return f"same computation: {a.steps} steps with equal losses and equal state"

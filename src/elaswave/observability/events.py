@@ -140,8 +140,11 @@ class StepCommitted(Event, frozen=True, kw_only=True, tag="step"):
     grad_norm: JsonFloat
     """Norm of the whole gradient before clipping."""
     lr: float
-    tokens_per_s: float
+    tokens_per_s: float | None
+    """None for a script's own model, whose samples are not counted in tokens."""
     duration_s: float
+    samples_per_s: float | None = None
+    """None in logs that are older than this field."""
     finished_s: float = 0.0
     """Monotonic time of the machine at which the step was done."""
     phases_s: dict[str, float] = {}
@@ -173,7 +176,7 @@ class Evaluated(Event, frozen=True, kw_only=True, tag="evaluation"):
 
     step: int
     loss: JsonFloat
-    num_tokens: int = 0
+    num_tokens: int | None = 0
     duration_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -21,8 +21,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from elaswave.config.own import OWN, SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.observability.output import lead_elsewhere
-from elaswave.observability.result import Result, from_json_float
+from elaswave.observability.result import RunResult, from_json_float
 from elaswave.observability.wrapping import wrap
 from elaswave.types import Layout
 
@@ -109,6 +110,7 @@ class Reporter(Protocol):
         data_pass: int,
         epoch: int,
         layout_name: str,
+        unit: str = TOKENS_PER_S,
     ) -> None:
         """A step has been committed.
 
@@ -116,10 +118,11 @@ class Reporter(Protocol):
             step: its number, from 1.
             total_steps: number of the last step of the run.
             loss: mean nats per token.
-            tokens_per_s: throughput of the last steps.
+            tokens_per_s: throughput of the last steps, in `unit`.
             data_pass: number of the pass over the data, from 0.
             epoch: number of the membership view.
             layout_name: such as "2x2".
+            unit: of the throughput: tokens per second, or samples of a script's own model.
         """
 
     def evaluation(self, step: int, loss: float) -> None:
@@ -131,7 +134,7 @@ class Reporter(Protocol):
     def error(self, text: str) -> None:
         """Something that went wrong."""
 
-    def finished(self, result: Result, run_dir: Path) -> None:
+    def finished(self, result: RunResult, run_dir: Path) -> None:
         """The run is complete."""
 
     def refresh(self) -> None:
@@ -176,9 +179,7 @@ def _headline(config: object, layout: Layout, run_dir: Path) -> str:
     run: Mapping[str, Any] = values.get("run") or {}
     facts = [
         f"{model['family']} model" if "family" in model else "",
-        f"{model['num_layers']} layers of hidden size {model['hidden_size']}"
-        if {"num_layers", "hidden_size"} <= model.keys()
-        else "",
+        _size_of(model),
         str(model.get("dtype") or ""),
         f"{run['steps']} steps" if "steps" in run else "",
     ]
@@ -188,25 +189,30 @@ def _headline(config: object, layout: Layout, run_dir: Path) -> str:
     return ", ".join(fact for fact in facts if fact) + f"\nrun folder {run_dir}"
 
 
+def _size_of(model: Mapping[str, Any]) -> str:
+    if "num_layers" not in model:
+        return ""
+    layers = f"{model['num_layers']} layers"
+    is_own = model.get("family") == OWN or "hidden_size" not in model
+    return layers if is_own else f"{layers} of hidden size {model['hidden_size']}"
+
+
 def format_loss(loss: float) -> str:
     """A loss for people: four decimals, or "nan"."""
     return f"{loss:.4f}" if math.isfinite(loss) else str(loss)
 
 
-def format_rate(tokens_per_s: float | None) -> str:
+def format_rate(rate: float | None, unit: str = TOKENS_PER_S) -> str:
     """A throughput for people."""
-    if tokens_per_s is None or not math.isfinite(tokens_per_s):
-        return "- tokens/s"
-    return f"{tokens_per_s:,.0f} tokens/s"
+    return f"- {unit}" if rate is None or not math.isfinite(rate) else f"{rate:,.0f} {unit}"
 
 
-def _summary(result: Result, run_dir: Path, *, width: int, ascii_only: bool) -> list[str]:
+def _summary(result: RunResult, run_dir: Path, *, width: int, ascii_only: bool) -> list[str]:
     """The closing lines of a run."""
     losses = [from_json_float(loss) for loss in result.losses]
-    lines = [
-        f"finished {result.steps} steps in {result.duration_s:.1f} s "
-        f"(start-up {result.start_up_s:.1f} s), {format_rate(result.throughput_tokens_per_s)}"
-    ]
+    tokens, samples = result.throughput_tokens_per_s, result.throughput_samples_per_s
+    rate = format_rate(samples, SAMPLES_PER_S) if tokens is None and samples is not None else format_rate(tokens)
+    lines = [f"finished {result.steps} steps in {result.duration_s:.1f} s (start-up {result.start_up_s:.1f} s), {rate}"]
     if losses:
         arrow = "->" if ascii_only else "→"
         text = f"loss {format_loss(losses[0])} {arrow} {format_loss(losses[-1])}"
@@ -252,6 +258,7 @@ class _LineReporter:
         data_pass: int,
         epoch: int,
         layout_name: str,
+        unit: str = TOKENS_PER_S,
     ) -> None:
         now = self._clock()
         waited = now - self._last_time
@@ -260,7 +267,7 @@ class _LineReporter:
             if not due and waited < _LINE_INTERVAL_S_MAX:
                 return
         self._print(
-            f"step {step}/{total_steps}  loss {format_loss(loss)}  {format_rate(tokens_per_s)}  "
+            f"step {step}/{total_steps}  loss {format_loss(loss)}  {format_rate(tokens_per_s, unit)}  "
             f"epoch {epoch}  layout {layout_name}  data pass {data_pass + 1}"
         )
         self._last_step, self._last_time = step, now
@@ -274,7 +281,7 @@ class _LineReporter:
     def error(self, text: str) -> None:
         self._print(f"error: {text}", self._errors)
 
-    def finished(self, result: Result, run_dir: Path) -> None:
+    def finished(self, result: RunResult, run_dir: Path) -> None:
         for line in _summary(result, run_dir, width=80, ascii_only=self._ascii_only):
             self._print(line)
 
@@ -356,6 +363,7 @@ class _LiveReporter:
         data_pass: int,
         epoch: int,
         layout_name: str,
+        unit: str = TOKENS_PER_S,
     ) -> None:
         now = self._clock()
         if self._live is None:
@@ -363,7 +371,7 @@ class _LiveReporter:
         self._step, self._total_steps = step, total_steps
         self._curve.append(loss)
         self._facts = (
-            f"loss {format_loss(loss)}  {format_rate(tokens_per_s)}  epoch {epoch}  layout {layout_name}  "
+            f"loss {format_loss(loss)}  {format_rate(tokens_per_s, unit)}  epoch {epoch}  layout {layout_name}  "
             f"data pass {data_pass + 1}"
         )
         if self._live is None:
@@ -419,7 +427,7 @@ class _LiveReporter:
     def error(self, text: str) -> None:
         self._print(f"error: {text}", "bold red")
 
-    def finished(self, result: Result, run_dir: Path) -> None:
+    def finished(self, result: RunResult, run_dir: Path) -> None:
         self.close()
         for line in _summary(result, run_dir, width=self._console.width, ascii_only=self._ascii_only):
             self._print(line)
@@ -491,8 +499,11 @@ class _LastingReporter:
         data_pass: int,
         epoch: int,
         layout_name: str,
+        unit: str = TOKENS_PER_S,
     ) -> None:
-        self._tell(lambda reporter: reporter.step(step, total_steps, loss, tokens_per_s, data_pass, epoch, layout_name))
+        self._tell(
+            lambda reporter: reporter.step(step, total_steps, loss, tokens_per_s, data_pass, epoch, layout_name, unit)
+        )
 
     def evaluation(self, step: int, loss: float) -> None:
         self._tell(lambda reporter: reporter.evaluation(step, loss))
@@ -503,7 +514,7 @@ class _LastingReporter:
     def error(self, text: str) -> None:
         self._tell(lambda reporter: reporter.error(text), is_error=True)
 
-    def finished(self, result: Result, run_dir: Path) -> None:
+    def finished(self, result: RunResult, run_dir: Path) -> None:
         self._tell(lambda reporter: reporter.finished(result, run_dir))
 
     def refresh(self) -> None:

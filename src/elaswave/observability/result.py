@@ -135,7 +135,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """From the request until it was complete; training went on meanwhile."""
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that ``result.json`` holds."""
 
     steps: int
@@ -145,8 +145,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     state_digest: str
     """Hash over step, data cursor, grids, every master weight and optimizer slot, as hexadecimal digits."""
     throughput_tokens_per_s: float | None
-    """Start-up and the first three steps left out; None if there were no more steps than that."""
+    """Start-up and the first three steps left out; None if there were no more steps than that, and for a script's own
+    model, whose samples are not counted in tokens."""
     epochs: list[EpochRecord]
+    throughput_samples_per_s: float | None = None
+    """The same in samples; None if there were no more steps."""
     recoveries: list[Recovery] = []
     val_losses: list[JsonFloat] = []
     """Mean nats per token on the validation split, one per evaluation."""
@@ -211,12 +214,12 @@ def atomic_write(path: Path, chunks: Iterable[bytes]) -> None:
         raise RunFolderError(f"cannot write {path}: {error.strerror or error}; choose another --run-dir") from error
 
 
-def encode_result(result: Result) -> bytes:
+def encode_result(result: RunResult) -> bytes:
     """``result.json`` as bytes: one indented JSON document that ends in a new line."""
     return msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
 
 
-def write_result(run_dir: Path, result: Result) -> Path:
+def write_result(run_dir: Path, result: RunResult) -> Path:
     """Writes ``result.json``.
 
     Returns:
@@ -266,7 +269,7 @@ def check_run_folder(run_dir: Path) -> None:
         )
 
 
-def read_result(run_dir: Path) -> Result:
+def read_result(run_dir: Path) -> RunResult:
     """Reads and checks ``result.json``.
 
     Raises:
@@ -279,7 +282,7 @@ def read_result(run_dir: Path) -> Result:
             f"{run_dir} has no {RESULT_FILE}: the run is still going on or has ended before its last step; "
             f"`elaswave inspect {run_dir}` shows how far it came"
         )
-    return _decode(path, Result)
+    return _decode(path, RunResult)
 
 
 def read_digests(run_dir: Path) -> dict[str, str] | None:

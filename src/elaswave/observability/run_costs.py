@@ -20,9 +20,11 @@ from elaswave.config.devices import (
     device_of,
     element_bytes,
     emulated_costs,
+    estimated_costs,
     shape_of,
     state_bytes,
 )
+from elaswave.config.own import OWN
 from elaswave.config.schema import Config
 from elaswave.costs.analytic import ACCUMULATOR_BYTES, USABLE_MEMORY, analytic_shares
 from elaswave.costs.layers import Costs
@@ -73,8 +75,14 @@ class RunCosts:
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """Of the run."""
-        return self.config.batch.microbatch_size * self.config.model.context_length
+        """Of the run; samples of a script's own model."""
+        size = self.config.batch.microbatch_size
+        return size if self.counts_samples else size * self.config.model.context_length
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether samples are counted, not tokens."""
+        return self.config.model.family == OWN
 
     @property
     def predicted_step_s(self) -> float:
@@ -167,14 +175,10 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
 def _described(config: Config, chosen: LayoutChosen) -> Costs:
     """Bytes and shares of seconds of the run's layers; parameters as the log counts them."""
     size = element_bytes(config)
-    costs = analytic_shares(
-        shape_of(config),
-        microbatch_size=config.batch.microbatch_size,
-        consistency=config.elastic.consistency,
-        recompute=config.model.recompute,
-        parameter_bytes=size,
-        optimizer_bytes=state_bytes(config),
-    )
+    if config.model.family == OWN:
+        costs = estimated_costs(config, chosen.layer_parameters)
+    else:
+        costs = _analytic(config)
     counted = chosen.layer_parameters or [round(layer.parameter_bytes / size) for layer in costs.layers]
     layers = tuple(
         msgspec.structs.replace(
@@ -186,6 +190,18 @@ def _described(config: Config, chosen: LayoutChosen) -> Costs:
         for layer, number in zip(costs.layers, counted, strict=True)
     )
     return msgspec.structs.replace(costs, layers=layers)
+
+
+def _analytic(config: Config) -> Costs:
+    """Shares of seconds of a built-in model's layers."""
+    return analytic_shares(
+        shape_of(config),
+        microbatch_size=config.batch.microbatch_size,
+        consistency=config.elastic.consistency,
+        recompute=config.model.recompute,
+        parameter_bytes=element_bytes(config),
+        optimizer_bytes=state_bytes(config),
+    )
 
 
 def _cluster(config: Config, layout: Layout, measured: dict[int, float]) -> Cluster:

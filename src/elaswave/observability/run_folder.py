@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from datetime import datetime
@@ -20,6 +21,7 @@ import msgspec
 
 from elaswave import __version__
 from elaswave.config.load import load_config
+from elaswave.config.own import OWN
 from elaswave.config.schema import Config
 from elaswave.errors import CheckpointError, ConfigError, DataError, RunFolderError, UsageError
 from elaswave.observability.processes import PROCESSES_FILE
@@ -91,9 +93,20 @@ def saved_config(path: Path) -> Config:
     """
     _check_usable(path, resume=True, overwrite=False)
     try:
-        return load_config(path / CONFIG_FILE, reads_old_format=True)
+        return load_config(path / CONFIG_FILE, reads_old_format=True, is_saved=True)
     except ConfigError as error:
         raise RunFolderError(f"the configuration saved in {path} is damaged: {'; '.join(error.problems)}") from error
+
+
+def resume_command(config: Config, path: Path) -> str:
+    """The command that goes on with a run.
+
+    Args:
+        config: of the run.
+        path: its folder.
+    """
+    options = f"--resume --run-dir {shlex.quote(str(path))}"
+    return f"elaswave run {options} SCRIPT.py" if config.model.family == OWN else f"elaswave train {options}"
 
 
 @contextlib.contextmanager

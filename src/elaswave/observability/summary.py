@@ -32,7 +32,7 @@ from elaswave.observability.result import (
     EpochRecord,
     JsonFloat,
     Recovery,
-    Result,
+    RunResult,
     check_run_folder,
     read_result,
 )
@@ -112,6 +112,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerSummary]
     timings: StepTimings | None
     throughput_tokens_per_s: float | None
+    throughput_samples_per_s: float | None
     start_up_s: float | None
     duration_s: float | None
     recoveries: list[Recovery]
@@ -134,7 +135,7 @@ def summarize(run_dir: Path) -> RunSummary:
     return build_summary(str(run_dir), result, events)
 
 
-def build_summary(run_dir: str, result: Result | None, events: Sequence[AnyEvent]) -> RunSummary:
+def build_summary(run_dir: str, result: RunResult | None, events: Sequence[AnyEvent]) -> RunSummary:
     """Puts a result and a log together; either may be missing. Pure.
 
     Args:
@@ -186,7 +187,12 @@ def build_summary(run_dir: str, result: Result | None, events: Sequence[AnyEvent
         stages=_stages(layout, described) if layout is not None else [],
         workers=_workers(layout, described, result) if layout is not None else [],
         timings=_timings(measured),
-        throughput_tokens_per_s=result.throughput_tokens_per_s if result is not None else _throughput(measured),
+        throughput_tokens_per_s=result.throughput_tokens_per_s
+        if result is not None
+        else _throughput(measured, [event.tokens_per_s for event in measured]),
+        throughput_samples_per_s=result.throughput_samples_per_s
+        if result is not None
+        else _throughput(measured, [event.samples_per_s for event in measured]),
         start_up_s=result.start_up_s if result is not None else None,
         duration_s=result.duration_s if result is not None else latest[-1].elapsed_s if latest else None,
         recoveries=result.recoveries if result is not None else _recoveries(events),
@@ -232,7 +238,7 @@ def _stages(layout: Layout, described: LayoutChosen | None) -> list[StageSummary
     ]
 
 
-def _workers(layout: Layout, described: LayoutChosen | None, result: Result | None) -> list[WorkerSummary]:
+def _workers(layout: Layout, described: LayoutChosen | None, result: RunResult | None) -> list[WorkerSummary]:
     counts = Counter(worker for route in layout.routes for worker in {hop.worker for hop in route})
     holdings = described.holdings if described is not None else {}
     memory = result.memory if result is not None else {}
@@ -271,7 +277,10 @@ def _phase_order(name: str) -> int:
     return PHASES.index(name) if name in PHASES else len(PHASES)
 
 
-def _throughput(steps: Sequence[StepCommitted]) -> float | None:
-    """Tokens per second over all the steps, from their own rates."""
+def _throughput(steps: Sequence[StepCommitted], rates: Sequence[float | None]) -> float | None:
+    """The rate over all the steps, from their own rates; None where one is not known."""
     seconds = sum(event.duration_s for event in steps)
-    return sum(event.tokens_per_s * event.duration_s for event in steps) / seconds if seconds > 0 else None
+    known = [rate for rate in rates if rate is not None]
+    if seconds <= 0 or len(known) < len(steps):
+        return None
+    return sum(rate * event.duration_s for rate, event in zip(known, steps, strict=True)) / seconds

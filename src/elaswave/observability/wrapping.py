@@ -7,7 +7,7 @@ _HELD = "\x00"
 """Stands for a space at which no line may end."""
 _WHOLE = re.compile(r"`[^`]*`|\belaswave (?:bench|compare|demo|export|inspect|plan|simulate|train)\b[^;,]*")
 """Commands: in backticks, or from the program's name to where the sentence goes on."""
-_QUANTITY = re.compile(r"(?<=\d) (?=(?:ms|s|min|h|days|B|KiB|MiB|GiB|tokens/s|%)\b)")
+_QUANTITY = re.compile(r"(?<=\d) (?=(?:ms|s|min|h|days|B|KiB|MiB|GiB|tokens/s|samples/s|%)\b)")
 
 
 def wrap(text: str, width: int) -> list[str]:

@@ -85,7 +85,12 @@ def _show(numbers: Sequence[int]) -> str:
 
 
 def layout_problems(
-    widths: Sequence[int], *, num_layers: int, num_microbatches: int, layers_per_stage: Sequence[int] | None = None
+    widths: Sequence[int],
+    *,
+    num_layers: int,
+    num_microbatches: int,
+    layers_per_stage: Sequence[int] | None = None,
+    counted: str = "embedding and head included",
 ) -> list[str]:
     """Everything that makes a layout impossible for a model and a batch, one line each; empty if it is possible.
 
@@ -94,6 +99,7 @@ def layout_problems(
         num_layers: layers of the model, embedding and head included.
         num_microbatches: micro-batches of the global batch.
         layers_per_stage: as asked for; None means that `partition_layers` will choose.
+        counted: how the layers were counted, for the messages.
     """
     problems = _width_problems(widths)
     if num_microbatches < 1:
@@ -105,8 +111,7 @@ def layout_problems(
         )
     if len(widths) > num_layers:
         problems.append(
-            f"layout: {len(widths)} stages for a model of {num_layers} layers (embedding and head included); "
-            "every stage needs a layer"
+            f"layout: {len(widths)} stages for a model of {num_layers} layers ({counted}); every stage needs a layer"
         )
     if layers_per_stage is None:
         return problems
@@ -117,8 +122,7 @@ def layout_problems(
         problems.append(f"{shown} leaves a stage without layers; every stage needs at least 1")
     if sum(layers_per_stage) != num_layers:
         problems.append(
-            f"{shown} adds up to {sum(layers_per_stage)}, but the model has {num_layers} layers "
-            "(embedding and head included)"
+            f"{shown} adds up to {sum(layers_per_stage)}, but the model has {num_layers} layers ({counted})"
         )
     return problems
 

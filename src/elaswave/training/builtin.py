@@ -2,7 +2,9 @@
 
 import torch
 
+from elaswave.config.own import OWN
 from elaswave.config.schema import Config
+from elaswave.errors import UsageError
 from elaswave.models.layers import ModelSpec
 from elaswave.models.registry import build_model
 from elaswave.training.definition import Training
@@ -19,7 +21,12 @@ def builtin_training(config: Config) -> Training:
         config: with its layout resolved.
     Raises:
         ConfigError: impossible sizes, all of them listed.
+        UsageError: the model is a script's.
     """
+    if config.model.family == OWN:
+        raise UsageError(
+            "the model of this run is a script's, and is known to the script only: run it with elaswave run SCRIPT.py"
+        )
     return Training(
         model=_model(config),
         dtype=DTYPES[config.model.dtype],

@@ -33,10 +33,24 @@ class ErrorPlace(NamedTuple):
         return f"step {self.step}, micro-batch {self.microbatch}, layer {self.layer} ({self.layer_name})"
 
 
-class LayerError(Exception):
-    """An exception inside a user's layer or loss, with the position where it was raised; its cause is the original."""
+class SamplesPlace(NamedTuple):
+    """Samples that could not be loaded, for error messages."""
 
-    def __init__(self, position: ErrorPlace, cause: BaseException) -> None:
+    step: int
+    microbatch: int
+    split: str
+    samples: tuple[int, ...]
+
+    def __str__(self) -> str:
+        what = "samples" if self.split == "train" else f"{self.split} samples"
+        return f"step {self.step}, micro-batch {self.microbatch}, {what} {', '.join(map(str, self.samples))}"
+
+
+class LayerError(Exception):
+    """An exception inside a user's layer, loss or dataset, with the position where it was raised; its cause is the
+    original."""
+
+    def __init__(self, position: ErrorPlace | SamplesPlace, cause: BaseException) -> None:
         self.position = position
         super().__init__(f"{type(cause).__name__}: {cause} (at {position})")
 

@@ -110,7 +110,8 @@ class EvaluationReport(Message, frozen=True, kw_only=True):
     worker: int
     step: int
     loss: float
-    num_tokens: int
+    num_tokens: int | None
+    """None for a script's own model."""
     duration_s: float
 
 

@@ -152,12 +152,12 @@ class ControlOutbox:
     def evaluated(self, step: int, loss: float) -> EvaluationReport:
         """An evaluation has been made."""
         num_microbatches = self._config.run.eval_microbatches
-        batch, length = self._config.batch.microbatch_size, self._config.model.context_length
+        batch, tokens = self._config.batch.microbatch_size, self._blueprint.tokens_per_sample
         return EvaluationReport(
             worker=self.machine.worker,
             step=step,
             loss=loss,
-            num_tokens=num_microbatches * batch * length,
+            num_tokens=None if tokens is None else num_microbatches * batch * tokens,
             duration_s=time.monotonic() - self._watch.evaluation_began_s,
         )
 

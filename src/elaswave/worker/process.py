@@ -15,6 +15,7 @@ import torch
 
 from elaswave.config.devices import base_level, device_of, emulated_costs
 from elaswave.config.schema import Config
+from elaswave.data.sources import Split
 from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, VoteError, WaitTimeoutError
 from elaswave.observability.trace import TraceRecorder
 from elaswave.planning.execution import programs_of
@@ -25,12 +26,13 @@ from elaswave.protocol.worker import FIRST_EPOCH, WorkerMachine
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.store import HeldBlock
 from elaswave.training.definition import Training
+from elaswave.training.evaluation import evaluation_samples
 from elaswave.transport.interface import Transport
 from elaswave.transport.stream import StreamTransport
 from elaswave.types import ExecutionParameters, Layout, Program
 from elaswave.worker.allocator import tune_allocator
 from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.compute import LayerError
+from elaswave.worker.compute import LayerError, SamplesPlace
 from elaswave.worker.frequency import make_actuator
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.mailbox import Mailbox
@@ -44,11 +46,16 @@ from elaswave.worker.torch_engine import EngineContext, TorchEngine
 from elaswave.worker.traced import TracedTransport
 from elaswave.worker.watch import StepWatch
 
-TURN_S = 5.0
-"""How long a message of the coordinator is waited for before it is checked whether there is one."""
+START_TURN_S = 5.0
+"""How long the start is waited for before it is checked whether the coordinator is still there."""
 NO_COORDINATOR_S = 120.0
-"""Bound of waiting without a coordinator: for the start, for links, for a decision, for the end of the job. While there
-is one it watches all that are waited for, and bounds the wait: by what it sees of them, not by a constant."""
+"""Bound of waiting for the start and for links without a coordinator. While there is one it watches all that are waited
+for, and bounds the wait: by what it sees of them, not by a constant."""
+DECISION_TIMEOUT_S = 600.0
+"""Bound of waiting for a decision, beside the pause that a policy may make before it; a new coordinator may have to be
+started in the meantime."""
+EXIT_TIMEOUT_S = 3600.0
+"""Bound of waiting for the others' last step and checkpoint."""
 FLUSH_TIMEOUT_S = 5.0
 """Bound of waiting, at the end, for the coordinator to have handled the last messages."""
 
@@ -233,22 +240,30 @@ class Worker:
 
         Raises:
             FencedError: the job has ended before this worker has.
-            WaitTimeoutError: there has been no coordinator for too long.
+            WaitTimeoutError: there is no coordinator, or it does not say what must come.
         """
         machine = self.machine
         if not machine.is_started:
-            waited_for = "the start has not been given"
+            waited_for, timeout_s = "the start has not been given", START_TURN_S
         elif machine.is_done:
-            waited_for = "all steps are made, and the job has not been ended"
+            timeout_s = EXIT_TIMEOUT_S
         else:
             self._watch.recovering()
-            waited_for = "it has not been decided how to go on"
+            timeout_s = DECISION_TIMEOUT_S + self._config.elastic.restart_s
         if self._must_end and not machine.is_done:
             raise FencedError("the job has ended" if machine.is_started else "the job has ended before it began")
         try:
-            self._hand_over(self._mailbox.next(TURN_S))
-        except WaitTimeoutError:
-            _check_coordinator(self._client, waited_for)
+            self._hand_over(self._mailbox.next(timeout_s))
+        except WaitTimeoutError as error:
+            if not machine.is_started:
+                _check_coordinator(self._client, waited_for)
+            elif machine.is_done:
+                raise WaitTimeoutError(
+                    f"all steps are made, and the coordinator has not ended the job for {EXIT_TIMEOUT_S:.0f} s; look "
+                    "at the log of the coordinator, and resume from the last checkpoint"
+                ) from error
+            else:
+                raise
 
     def _wrote(self, message: ShardWritten | ShardFailed) -> None:
         """What became of this worker's part of a checkpoint; called on the writer's thread."""
@@ -258,13 +273,19 @@ class Worker:
     # ----------------------------------------------------------------------------------------------------------- data
 
     def _training_batch(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._source.batch(self._sampler.microbatch(step, microbatch), "train")
+        return self._batch(step, microbatch, self._sampler.microbatch(step, microbatch), "train")
 
     def _evaluation_batch(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
         size = self._config.batch.microbatch_size
-        num_samples = self._source.num_samples("validation")
-        indices = [index % num_samples for index in range(microbatch * size, (microbatch + 1) * size)]
-        return self._source.batch(indices, "validation")
+        indices = evaluation_samples(microbatch, size, self._source.num_samples("validation"))
+        return self._batch(step, microbatch, indices, "validation")
+
+    def _batch(self, step: int, microbatch: int, indices: list[int], split: Split) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            return self._source.batch(indices, split)
+        except Exception as error:
+            place = SamplesPlace(step, microbatch, split, tuple(indices))
+            raise LayerError(place, error) from error
 
 
 def terms_of(blueprint: Blueprint) -> JobTerms:

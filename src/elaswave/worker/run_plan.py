@@ -8,6 +8,7 @@ the shapes by the template process.
 from functools import cached_property
 
 from elaswave.config.devices import cluster_of, emulated_costs
+from elaswave.config.own import OWN
 from elaswave.config.schema import Config
 from elaswave.costs.schedules import bounds_within
 from elaswave.errors import ConfigError, InfeasiblePlan
@@ -41,6 +42,16 @@ class RunPlan:
     def tensors(self) -> tuple[TensorSlot, ...]:
         """Every tensor of the model."""
         return all_tensors(self.shapes)
+
+    @property
+    def layer_parameters(self) -> tuple[int, ...]:
+        """Number of parameters of each layer."""
+        return tuple(sum(slot.numel for slot in shape.tensors) for shape in self.shapes)
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """Of the built-in models; a script's own samples are not counted in tokens."""
+        return None if self.config.model.family == OWN else self.config.model.context_length
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from elaswave.cli.machine import memory_bytes
 from elaswave.cli.main import main
 from elaswave.config.load import load_config
 from elaswave.config.memory import least_memory, memory_problem
+from elaswave.control.machine import memory_bytes
 from elaswave.worker.blueprint import Blueprint
 
 

@@ -214,9 +214,9 @@ def test_a_checkpoint_that_was_given_up_changes_nothing_here():
 
 def test_throughput_leaves_out_the_first_steps():
     records = [published(step) for step in range(1, 6)]
-    assert state_of(*records[:3]).tokens_per_s(8) is None
-    assert state_of(*records).tokens_per_s(8) == 4 * 8 / 10.0
-    assert state_of(chosen(), *records).tokens_per_s(8) == 4 * 8 / 10.0
+    assert state_of(*records[:3]).samples_per_s(8) is None
+    assert state_of(*records).samples_per_s(8) == 4 * 8 / 10.0
+    assert state_of(chosen(), *records).samples_per_s(8) == 4 * 8 / 10.0
 
 
 def test_a_live_state_and_a_restored_one_are_equal():

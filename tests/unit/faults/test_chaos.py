@@ -24,7 +24,7 @@ from elaswave.faults.chaos import (
     reference_settings,
 )
 from elaswave.faults.injection import FaultRecord, parse_faults
-from elaswave.observability.result import Recovery, Result
+from elaswave.observability.result import Recovery, RunResult
 from elaswave.planning.layout import make_layout
 from elaswave.state.placement import make_blocks, place_blocks
 
@@ -85,9 +85,9 @@ def test_the_command_trains_the_same_job() -> None:
         assert printed.output == case.config.to_toml()
 
 
-def result(**changes: object) -> Result:
+def result(**changes: object) -> RunResult:
     values = {"steps": NUM_STEPS, "losses": [1.0] * NUM_STEPS, "state_digest": "ab", "throughput_tokens_per_s": None}
-    return Result(**{**values, "epochs": [], **changes})  # type: ignore[arg-type]
+    return RunResult(**{**values, "epochs": [], **changes})  # type: ignore[arg-type]
 
 
 def record(worker: int | str, step: int) -> FaultRecord:

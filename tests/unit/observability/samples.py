@@ -8,7 +8,7 @@ from elaswave.observability.result import (
     EpochRecord,
     JsonFloat,
     Recovery,
-    Result,
+    RunResult,
     WorkerMemory,
 )
 from elaswave.types import Hop, Layout, Stage
@@ -51,7 +51,7 @@ RECOVERY = Recovery(
 LOSSES: list[JsonFloat] = [5.6, 5.1, 4.7, 4.2, 4.4, 3.9]
 
 
-def make_result(**changes: object) -> Result:
+def make_result(**changes: object) -> RunResult:
     fields: dict[str, object] = {
         "losses": LOSSES,
         "state_digest": "00ff" * 8,
@@ -67,7 +67,7 @@ def make_result(**changes: object) -> Result:
         **changes,
     }
     fields.setdefault("steps", len(fields["losses"]))  # type: ignore[arg-type]
-    return Result(**fields)  # type: ignore[arg-type]
+    return RunResult(**fields)  # type: ignore[arg-type]
 
 
 def write_events(run_dir: Path, losses: list[JsonFloat] = LOSSES, first_step: int = 1) -> Path:

@@ -1,6 +1,7 @@
 """What this machine has, read from the kernel's files, and whether a run fits into it."""
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from elaswave.config.memory import least_memory, memory_problem
@@ -36,15 +37,16 @@ def memory_bytes(root: Path = Path("/")) -> tuple[int, str] | None:
     return min(found, default=None)
 
 
-def check_memory(config: Config) -> None:
+def check_memory(config: Config, layer_parameters: Sequence[int] = ()) -> None:
     """Refuses a run that this machine cannot hold, before anything of it is built.
 
     Args:
         config: with its layout resolved.
+        layer_parameters: number of parameters of each layer of a script's own model.
     Raises:
         UsageError: it needs more memory than there is; with the numbers.
     """
     available = memory_bytes()
-    problem = None if available is None else memory_problem(least_memory(config), *available)
+    problem = None if available is None else memory_problem(least_memory(config, layer_parameters), *available)
     if problem is not None:
         raise UsageError(problem)

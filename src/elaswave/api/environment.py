@@ -1,4 +1,4 @@
-"""What commands that compute set in their environment before libraries are loaded; their processes inherit it."""
+"""What processes that compute find in their environment before libraries are loaded; their children inherit it."""
 
 import os
 import tempfile
@@ -12,5 +12,9 @@ there already, and leaves none behind."""
 
 def prepare_to_compute() -> None:
     """To be called before torch is imported."""
-    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
-    os.environ.setdefault(_COMPILER_FOLDER, tempfile.gettempdir())
+    os.environ.update(environment_to_compute())
+
+
+def environment_to_compute() -> dict[str, str]:
+    """The environment of a process that computes: this process's, with one thread for each library."""
+    return {_COMPILER_FOLDER: tempfile.gettempdir()} | dict(os.environ) | dict.fromkeys(_ONE_THREAD, "1")

@@ -1,0 +1,79 @@
+"""Evaluates a checkpoint in the script's process: the same numbers as an evaluation while training gives."""
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from elaswave.config.schema import Config
+from elaswave.errors import CheckpointError
+from elaswave.state.checkpoint import CheckpointRef, checkpoint_of_step, find_newest_checkpoint, verify_checkpoint
+from elaswave.state.export import stored_weights
+from elaswave.state.flat import FlatLayer
+from elaswave.training.definition import Training
+from elaswave.training.evaluation import evaluation_samples
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.compute import Compute
+
+
+def evaluation_loss(config: Config, training: Training, run_dir: Path, checkpoint: str | Path | int | None) -> float:
+    """The mean loss of a checkpoint's weights on the evaluation dataset.
+
+    Args:
+        config: of the run.
+        training: of the run.
+        run_dir: its folder.
+        checkpoint: folder or step; None: the newest one.
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    found = _checkpoint(run_dir, checkpoint)
+    blueprint = Blueprint(config, training)
+    weights = stored_weights(found).tensors
+    layers = {}
+    for shape in blueprint.shapes:
+        layer = layers[shape.layer] = FlatLayer(blueprint.model.layers[shape.layer], shape, blueprint.dtype)
+        for slot in shape.tensors:
+            layer.flat[slot.offset : slot.stop].copy_(weights[slot.name].reshape(-1))
+    samples = training.open_samples(run_dir / "data")
+    num_samples, size = samples.num_samples("validation"), config.batch.microbatch_size
+    with _as_in_a_worker():
+        compute = Compute(
+            blueprint.model, layers, {}, seed=config.run.seed, recompute=False, between_layers=lambda: None
+        )
+        compute.begin(found.step, ())
+        for microbatch in range(config.run.eval_microbatches):
+            indices = evaluation_samples(microbatch, size, num_samples)
+            inputs, targets = samples.batch(indices, "validation")
+            compute.forward(range(len(layers)), microbatch, inputs, targets, train=False)
+    return math.fsum(compute.losses.values()) / config.run.eval_microbatches
+
+
+def _checkpoint(run_dir: Path, checkpoint: str | Path | int | None) -> CheckpointRef:
+    if isinstance(checkpoint, int):
+        return checkpoint_of_step(run_dir, checkpoint)
+    if checkpoint is not None:
+        return verify_checkpoint(Path(checkpoint))
+    newest = find_newest_checkpoint(run_dir).newest
+    if newest is None:
+        raise CheckpointError(f"{run_dir} has no valid checkpoint to evaluate; a run writes one at its end")
+    return newest
+
+
+@contextmanager
+def _as_in_a_worker() -> Iterator[None]:
+    """One thread, as in every worker; leaves the script's generators as they were."""
+    threads, numpy_state, python_state = torch.get_num_threads(), np.random.get_state(), random.getstate()
+    torch_state = torch.get_rng_state()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)

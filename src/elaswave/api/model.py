@@ -1,0 +1,158 @@
+"""The model of a script as the engine takes it: a list of named layers, each built where it is held.
+
+A module that the script has made keeps its values and is never computed with: every process that holds its layer
+computes with a copy of it. What the engine cannot train yet is refused here, all of it at once.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from elaswave.errors import UsageError
+from elaswave.models.layers import Layer, ModelSpec
+
+_LAYERS_MAX = 1024
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(frozen=True)
+class CopyOf:
+    """Builds a layer as a copy of a module, its values included.
+
+    Args:
+        module: of the script; nothing changes it.
+    """
+
+    module: nn.Module
+
+    def __call__(self) -> nn.Module:
+        """The copy; under ``torch.device("meta")`` one without memory."""
+        if torch.empty(0).device.type != "meta":
+            return copy.deepcopy(self.module)
+        memo: dict[int, Any] = {}
+        for parameter in self.module.parameters():
+            memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for buffer in self.module.buffers():
+            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        return copy.deepcopy(self.module, memo)
+
+
+class OwnModelSpec:
+    """A script's model, checked.
+
+    Args:
+        model: an ``nn.Sequential``, or a list of modules and `Layer`.
+        loss: of the last layer's output and the targets.
+    Raises:
+        UsageError: lists everything that is wrong with it.
+    """
+
+    def __init__(self, model: Any, loss: Any) -> None:
+        named = _named(model)
+        layers = tuple(
+            each if isinstance(each, Layer) else Layer(name=name, build=CopyOf(each)) for name, each in named
+        )
+        problems = _problems_with_names(layers)
+        if not callable(loss):
+            problems.append(f"the loss is of type {type(loss).__name__}, needed: a function of outputs and targets")
+        self.spec = ModelSpec(layers=layers, loss=loss)
+        with torch.device("meta"):
+            modules = [layer.build() for layer in layers]
+        for layer, module in zip(layers, modules, strict=True):
+            problems += _problems_with_layer(layer, module)
+        problems += _problems_with_sharing(named)
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
+        if not parameters:
+            problems.append("the model has no parameters, so there is nothing to train")
+        elif len(dtypes) > 1:
+            problems.append(f"the parameters are of the types {' and '.join(dtypes)}, needed: one type for all layers")
+        if problems:
+            raise UsageError("the model cannot be trained: " + "; ".join(problems))
+        self.dtype = parameters[0].dtype
+        """That all layers compute in."""
+        self.layer_parameters = tuple(sum(each.numel() for each in module.parameters()) for module in modules)
+        """Number of parameters of each layer."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A type as the configuration calls it."""
+    return _DTYPES[dtype]
+
+
+def _named(model: Any) -> list[tuple[str, nn.Module | Layer]]:
+    """The layers of a model, with the names that ``nn.Sequential`` would give them.
+
+    Raises:
+        UsageError: it is no model.
+    """
+    if isinstance(model, nn.Sequential):
+        named: list[tuple[str, Any]] = list(model.named_children())
+    elif isinstance(model, Sequence) and not isinstance(model, str):
+        named = [(each.name if isinstance(each, Layer) else str(index), each) for index, each in enumerate(model)]
+    else:
+        raise UsageError(
+            f"model is of type {type(model).__name__}, needed: an nn.Sequential, or a list of nn.Module and "
+            "elaswave.Layer. Cut a model into the layers that run one after the other"
+        )
+    wrong = [f"layer {name} is {each!r}"[:200] for name, each in named if not isinstance(each, nn.Module | Layer)]
+    if wrong:
+        raise UsageError(f"a layer is an instance of nn.Module or an elaswave.Layer, but {'; '.join(wrong)}")
+    if not 1 <= len(named) <= _LAYERS_MAX:
+        raise UsageError(f"the model has {len(named)} layers, needed: 1 to {_LAYERS_MAX}")
+    return named
+
+
+def _problems_with_names(layers: Sequence[Layer]) -> list[str]:
+    names = [layer.name for layer in layers]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    problems = [f"two layers are called {name!r}; give each a name of its own" for name in twice]
+    problems += [
+        f"two layers are called {name!r} and {other!r}: names of tensors could not be told apart"
+        for name in sorted(set(names))
+        for other in sorted(set(names))
+        if other.startswith(f"{name}.")
+    ]
+    return problems
+
+
+def _problems_with_layer(layer: Layer, module: nn.Module) -> list[str]:
+    """What of a layer cannot be trained (yet), by its full names."""
+    problems = [
+        f"{what} of layer {layer.name} is not supported yet; leave it out"
+        for what, is_set in (("ties", layer.ties), ("recompute", layer.recompute), ("compile", layer.compile))
+        if is_set
+    ]
+    for name, parameter in module.named_parameters():
+        full = f"{layer.name}.{name}"
+        if not parameter.requires_grad:
+            problems.append(f"{full} is frozen (requires_grad is False), which is not supported yet")
+        if parameter.dtype not in _DTYPES:
+            problems.append(f"{full} is of type {parameter.dtype}, needed: float32 or bfloat16")
+    problems += [
+        f"layer {layer.name} keeps running statistics ({type(part).__name__}), which is not supported yet; set "
+        "track_running_stats=False"
+        for part in module.modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
+    ]
+    return problems
+
+
+def _problems_with_sharing(named: Sequence[tuple[str, nn.Module | Layer]]) -> list[str]:
+    """Parameters that several layers share."""
+    first: dict[int, str] = {}
+    problems = []
+    for name, each in named:
+        if isinstance(each, Layer):
+            continue
+        for parameter_name, parameter in each.named_parameters():
+            full = f"{name}.{parameter_name}"
+            if id(parameter) in first:
+                problems.append(f"{full} is {first[id(parameter)]} too; tied layers are not supported yet")
+            else:
+                first[id(parameter)] = full
+    return problems

@@ -1,0 +1,103 @@
+"""What a training gives to its script: losses, digest, recoveries, and the weights."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from elaswave.errors import UsageError
+from elaswave.models.layers import Layer, build_layer
+from elaswave.observability.result import Recovery, RunResult, from_json_float
+from elaswave.state.checkpoint import checkpoint_of_step
+from elaswave.state.export import stored_weights
+
+
+class Result:
+    """A training that has ended.
+
+    Args:
+        run_dir: folder of the run.
+        record: what ``result.json`` holds.
+        layers: of the model.
+        seed: of the run.
+    """
+
+    def __init__(self, run_dir: Path, record: RunResult, layers: tuple[Layer, ...], seed: int) -> None:
+        self.run_dir = run_dir
+        self.record = record
+        """Everything that ``result.json`` holds."""
+        self._layers = layers
+        self._seed = seed
+
+    def __repr__(self) -> str:
+        loss = f", loss {self.losses[-1]:.4f}" if self.losses else ""
+        return f"<Result of {self.record.steps} steps{loss}, state {self.state_digest}, in {self.run_dir}>"
+
+    @property
+    def losses(self) -> list[float]:
+        """Mean loss of every step from the first one, also after a resume."""
+        return [from_json_float(loss) for loss in self.record.losses]
+
+    @property
+    def val_losses(self) -> dict[int, float]:
+        """Loss on the evaluation dataset, by the step after which it was measured."""
+        return dict(zip(self.record.val_steps, map(from_json_float, self.record.val_losses), strict=True))
+
+    @property
+    def state_digest(self) -> str:
+        """Hash of the final state; equal for the same computation under any layout and through any failure."""
+        return self.record.state_digest
+
+    @property
+    def recoveries(self) -> list[Recovery]:
+        """What happened to workers, and how training went on."""
+        return list(self.record.recoveries)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The final weights, under the names that ``nn.Sequential`` of all layers gives them, in the layers' type.
+
+        They are read from the run's last checkpoint. Buffers have the values that the layers are built with.
+
+        Raises:
+            CheckpointError: the run folder lacks the checkpoint of the last step, or it is damaged.
+        """
+        weights = stored_weights(checkpoint_of_step(self.run_dir, self.record.steps)).tensors
+        state: dict[str, torch.Tensor] = {}
+        for index, layer in enumerate(self._layers):
+            with torch.device("meta"):
+                module = layer.build()
+            parameters = dict(module.named_parameters())
+            names = list(module.state_dict())
+            if any(name not in parameters for name in names):
+                module = build_layer(layer, self._seed, index)
+            for name, value in module.state_dict().items():
+                full = f"{layer.name}.{name}"
+                state[full] = weights[full].to(value.dtype) if name in parameters else value.clone()
+        return state
+
+    def load_into(self, model: nn.Module | Sequence[nn.Module]) -> None:
+        """Copies the final weights into a model, every one of them.
+
+        Args:
+            model: the ``nn.Sequential`` of all layers, a module with the same names, or the list of layers.
+        Raises:
+            UsageError: a list of other things than one module for each layer.
+            RuntimeError: names or shapes differ, as ``load_state_dict`` says it.
+            CheckpointError: as `state_dict`.
+        """
+        if isinstance(model, nn.Module):
+            model.load_state_dict(self.state_dict(), strict=True)
+            return
+        modules = list(model)
+        if len(modules) != len(self._layers) or not all(isinstance(module, nn.Module) for module in modules):
+            shown = ", ".join(type(module).__name__ for module in modules)
+            raise UsageError(
+                f"weights of {len(self._layers)} layers are to be loaded into [{shown}]; give one module for each "
+                "layer (what a Layer's build makes), or an nn.Sequential of all"
+            )
+        state = self.state_dict()
+        for layer, module in zip(self._layers, modules, strict=True):
+            prefix = f"{layer.name}."
+            own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            module.load_state_dict(own, strict=True)

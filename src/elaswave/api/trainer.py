@@ -1,0 +1,208 @@
+"""The trainer of a script: its own layers, loss and dataset, trained under any layout and through any failure."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.data import IterableDataset, default_collate
+
+from elaswave.api.evaluation import evaluation_loss
+from elaswave.api.model import OwnModelSpec, dtype_name
+from elaswave.api.process import template_environment
+from elaswave.api.result import Result
+from elaswave.api.session import current_session
+from elaswave.config.load import load_config
+from elaswave.config.own import OwnModel
+from elaswave.config.schema import Config
+from elaswave.control.job import JobOptions, run_job
+from elaswave.control.script import Script
+from elaswave.errors import UsageError, WorkerError
+from elaswave.models.layers import Layer
+from elaswave.observability.run_folder import saved_config
+from elaswave.training.dataset import DatasetSamples
+from elaswave.training.definition import Training
+from elaswave.training.optimizer import OPTIMIZERS
+
+
+class Trainer:
+    """Trains a model on workers of this machine.
+
+    Args:
+        model: an ``nn.Sequential``, or a list of ``nn.Module`` and `elaswave.Layer`, in forward order. Modules keep
+            their values: they are where training begins, and every worker computes with copies.
+        loss: (output of the last layer, targets) -> mean loss of the micro-batch, a scalar tensor.
+        dataset: map-style: has a length, and ``dataset[i]`` is a pair of input and target.
+        optimizer: None: the one that the configuration describes.
+        config: values by dotted key, ``{"run.steps": 20}``, or by section, as in a configuration file.
+        lr_scheduler: goes with `optimizer`.
+        grad_clip: goes with `optimizer`: largest norm of the whole gradient, 0: off.
+        collate: list of samples -> inputs and targets of a micro-batch.
+        loaders: processes that load samples; 0: each worker loads its own.
+        eval_dataset: as the dataset, for `evaluate` and for evaluations while training (``run.eval_every``).
+        metrics: further means by name, of outputs and targets.
+        callbacks: functions of (step, loss, metrics), or objects with such a method ``on_step``. They are called in
+            this process after each committed step, once and in order. An exception in one ends the job after the step
+            in hand, with a checkpoint.
+        run_dir: folder for everything that a run writes; None: a new one below ``runs`` for each `train`.
+        resume: go on from the newest valid checkpoint of `run_dir`.
+    Raises:
+        UsageError: the model, or another argument, cannot be used; all that is wrong with it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential | Sequence[nn.Module | Layer],
+        loss: Callable[..., Any],
+        dataset: Any,
+        optimizer: Callable[..., Any] | None = None,
+        *,
+        config: Mapping[Any, Any] | None = None,
+        lr_scheduler: Callable[..., Any] | None = None,
+        grad_clip: float = 0.0,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        loaders: int = 0,
+        eval_dataset: Any = None,
+        metrics: Mapping[str, Callable[..., Any]] = {},
+        callbacks: Sequence[Any] = (),
+        run_dir: str | Path | None = None,
+        resume: bool = False,
+    ) -> None:
+        self._model = OwnModelSpec(model, loss)
+        self._optimizer = optimizer
+        self._grad_clip = grad_clip
+        self._config = {} if config is None else config
+        self._samples = DatasetSamples(dataset, collate, eval_dataset)
+        self._callbacks = tuple(_step_function(callback) for callback in callbacks)
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        self._resume = resume
+        self._newest: Path | None = self._run_dir
+        """Folder of the newest run."""
+        problems = [*_unsupported(optimizer, lr_scheduler, grad_clip, loaders, metrics)]
+        problems += [*_problems_with_dataset("dataset", dataset)]
+        if eval_dataset is not None:
+            problems += _problems_with_dataset("eval_dataset", eval_dataset)
+        problems += _problems_with_config(self._config)
+        if problems:
+            raise UsageError("; ".join(problems))
+
+    def train(self) -> Result:
+        """Trains to the end; returns in this process only.
+
+        Raises:
+            UsageError: the configuration, the folder or the data cannot be used.
+            WorkerError: a layer, the loss or the dataset has raised; names worker, step, micro-batch and layer.
+            ElaswaveError: the job could not go on, for another reason that the message gives.
+            Exception: what a callback has raised.
+        """
+        session = current_session()
+        options = session.begin_job(self._run_dir, self._resume)
+        config = self._resolved(options, session.workers, session.overrides)
+        script = Script(training=self._training(config), environment=template_environment(), on_step=self._after_step)
+        try:
+            job = run_job(config, options, script=script, layer_parameters=self._model.layer_parameters)
+        except WorkerError as error:
+            if error.traceback_text:
+                error.add_note(f"\nIn worker {error.worker}:\n{error.traceback_text.rstrip()}")
+            raise
+        session.jobs.append(job)
+        self._newest = job.run_dir
+        return Result(job.run_dir, job.result, self._model.spec.layers, config.run.seed)
+
+    def evaluate(self, checkpoint: str | Path | int | None = None) -> dict[str, float]:
+        """The mean loss over the first ``run.eval_microbatches`` micro-batches of the evaluation dataset.
+
+        The same samples as evaluations while training, and the same number. It is computed in this process.
+
+        Args:
+            checkpoint: folder of a checkpoint, or its step; None: the newest of the run that this trainer has trained
+                last, or of its `run_dir`.
+        Returns:
+            ``{"loss": mean loss}``.
+        Raises:
+            UsageError: there is no evaluation dataset, or no run.
+            CheckpointError: there is no such checkpoint, or it is damaged.
+        """
+        if self._samples.eval_dataset is None:
+            raise UsageError("there is nothing to evaluate on; give eval_dataset to the Trainer")
+        if self._newest is None:
+            raise UsageError("nothing was trained yet: call train first, or give the run_dir of a run to the Trainer")
+        config = saved_config(self._newest)
+        return {"loss": evaluation_loss(config, self._training(config), self._newest, checkpoint)}
+
+    def _resolved(self, options: JobOptions, workers: int | None, overrides: tuple[str, ...]) -> Config:
+        model = self._model
+        own = OwnModel(
+            model.layer_parameters, dtype_name(model.dtype), self._optimizer is not None, float(self._grad_clip)
+        )
+        config = load_config(None, overrides, workers, base=options.saved_config(), settings=self._config, own=own)
+        if config.run.eval_every and self._samples.eval_dataset is None:
+            raise UsageError(
+                f"run.eval_every = {config.run.eval_every} asks for evaluations, and there is nothing to evaluate on; "
+                "give eval_dataset to the Trainer, or leave the key out"
+            )
+        return config
+
+    def _training(self, config: Config) -> Training:
+        optimizer, samples = config.optimizer, self._samples
+        return Training(
+            model=self._model.spec,
+            dtype=self._model.dtype,
+            make_optimizer=lambda shapes: OPTIMIZERS[optimizer.name](optimizer),
+            open_samples=lambda folder: samples,
+        )
+
+    def _after_step(self, step: int, loss: float) -> None:
+        for call in self._callbacks:
+            call(step, loss, {})
+
+
+def _step_function(callback: Any) -> Callable[[int, float, Mapping[str, float]], Any]:
+    """The function of a callback.
+
+    Raises:
+        UsageError: it is neither a function nor an object with ``on_step``.
+    """
+    method = getattr(callback, "on_step", callback)
+    if not callable(method):
+        raise UsageError(
+            f"a callback is of type {type(callback).__name__}, needed: a function of (step, loss, metrics), or an "
+            "object with such a method on_step"
+        )
+    function: Callable[[int, float, Mapping[str, float]], Any] = method
+    return function
+
+
+def _unsupported(optimizer: object, lr_scheduler: object, grad_clip: float, loaders: int, metrics: object) -> list[str]:
+    """Arguments that cannot be used, or not yet."""
+    problems = []
+    if optimizer is not None:
+        problems.append(
+            "an optimizer of your own is not supported yet; leave it out, and set optimizer.name and optimizer.lr in "
+            "the config"
+        )
+    if lr_scheduler is not None:
+        problems.append("lr_scheduler is not supported yet; leave it out, and set optimizer.schedule in the config")
+    if grad_clip and optimizer is None:
+        problems.append(f"grad_clip = {grad_clip} goes with an optimizer; set optimizer.grad_clip in the config")
+    if loaders:
+        problems.append(f"loaders = {loaders} is not supported yet; leave it out: each worker loads its own samples")
+    if metrics:
+        problems.append("metrics are not supported yet; leave them out")
+    return problems
+
+
+def _problems_with_config(config: Any) -> list[str]:
+    if isinstance(config, Mapping):
+        return []
+    return [f"config is of type {type(config).__name__}, needed: a dictionary of keys and values"]
+
+
+def _problems_with_dataset(name: str, dataset: Any) -> list[str]:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        return [
+            f"{name} is of type {type(dataset).__name__}, which has no length or no samples by number; a sample must "
+            "be had by any worker at any time: give a map-style dataset, with __len__ and __getitem__ (of a stream, "
+            "write the samples into files first)"
+        ]
+    return [] if len(dataset) else [f"{name} has no samples"]

@@ -1,0 +1,129 @@
+"""``elaswave run SCRIPT.py``: runs a script that trains, with options that are stronger than its configuration.
+
+Numeric libraries are loaded only after the environment has been prepared: one that starts threads would keep the
+script's process from forking.
+"""
+
+import contextlib
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import msgspec
+
+from elaswave.api.environment import prepare_to_compute
+from elaswave.errors import ElaswaveError, UsageError
+from elaswave.observability.output import say_error
+
+
+@click.command(
+    name="run",
+    short_help="Run a script that trains its own model.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog="Exit codes: the script's own, or 0 done, 1 failed, 2 bad input, 129 SIGHUP (a closed terminal), 130 "
+    "Ctrl-C, 143 SIGTERM.",
+)
+@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Number of workers; the layout fits itself.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Set one key of the configuration, stronger than the script's; may be repeated. VALUE is TOML, or else a "
+    "string.",
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder for everything that the run writes; default: the script's, or runs/<UTC time>-<short id>.",
+)
+@click.option("--resume", is_flag=True, help="Go on from the newest valid checkpoint in DIR, under any layout.")
+@click.option("--overwrite", is_flag=True, help="Replace the run that DIR holds.")
+@click.option("--profile", is_flag=True, help="Write DIR/trace.json, to be opened in Perfetto or Chrome.")
+@click.option(
+    "--fault",
+    "fault_specs",
+    multiple=True,
+    metavar="KIND:WORKER@STEP[:PHASE[+N]]",
+    help="Inject a fault, as elaswave train does; may be repeated.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document; all else to stderr.")
+@click.argument("script", type=click.Path(path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run_command(
+    workers: int | None,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    resume: bool,
+    overwrite: bool,
+    profile: bool,
+    fault_specs: tuple[str, ...],
+    as_json: bool,
+    script: Path,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run SCRIPT.py as python does, with its own ARGUMENTS; what it trains with elaswave.Trainer gets these options.
+
+    \b
+    elaswave run examples/own_model.py
+    elaswave run --workers 4 --fault kill:random@5:any examples/own_model.py
+    elaswave run --run-dir runs/own --set run.steps=40 examples/own_model.py
+    elaswave run --run-dir runs/own --resume --workers 1 --set run.steps=60 \\
+      examples/own_model.py
+    """
+    if not script.is_file():
+        raise UsageError(f"there is no script {script}; give the path of a Python file")
+    prepare_to_compute()
+    from elaswave.api.session import ScriptSession, active
+    from elaswave.control.job import JobOptions
+
+    session = ScriptSession(JobOptions(run_dir, resume, overwrite, profile, fault_specs, as_json), workers, overrides)
+    with active(session), _as_python_runs(script, arguments):
+        # Standard output belongs to the document.
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            _run(script)
+    if not session.has_begun:
+        raise UsageError(
+            f"{script} has not trained: a script for `elaswave run` calls elaswave.Trainer(...).train(), also where "
+            '__name__ == "__main__"'
+        )
+    if as_json:
+        (job,) = session.jobs
+        click.echo(msgspec.json.format(msgspec.json.encode(job.result), indent=2).decode())
+
+
+@contextlib.contextmanager
+def _as_python_runs(script: Path, arguments: tuple[str, ...]) -> Iterator[None]:
+    """The arguments and the first folder of modules as ``python SCRIPT.py`` has them."""
+    before = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path[0] = str(script.resolve().parent)
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+def _run(script: Path) -> None:
+    """Runs the script.
+
+    Raises:
+        SystemExit: the script ends itself, or has raised an exception, which is shown as python shows it.
+        ElaswaveError: training has.
+    """
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except ElaswaveError:
+        raise
+    except Exception as error:
+        # Without the frames of this command above the script's.
+        frames = error.__traceback__
+        while frames is not None and Path(frames.tb_frame.f_code.co_filename) != script:
+            frames = frames.tb_next
+        shown = error.with_traceback(frames) if frames is not None else error
+        say_error("".join(traceback.format_exception(shown)).rstrip())
+        raise SystemExit(1) from None

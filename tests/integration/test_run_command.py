@@ -1,0 +1,228 @@
+"""Scripts as processes of their own: with python, with ``elaswave run``, and from a notebook's kind of process."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elaswave.observability.processes import read_processes
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = (sys.executable, "-c", "import sys; from elaswave.cli.main import main; sys.exit(main())", "run")
+EXAMPLE = str(ROOT / "examples" / "own_model.py")
+SHORT = ("--set", "run.steps=8", "--set", "batch.num_microbatches=5")
+
+HEAD = """
+import torch, elaswave
+from torch import nn
+
+class Embed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+
+    def forward(self, tokens):
+        return self.table(tokens)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+class Head(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 16)
+
+class Tokens:
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        tokens = (torch.arange(9) * (index + 3)) % 16
+        return tokens[:-1], tokens[1:]
+
+my_map_style_dataset = Tokens()
+"""
+SCRIPT = (
+    HEAD
+    + """
+def main():
+    torch.manual_seed(0)
+    trainer = elaswave.Trainer(
+        model=[Embed(), Block(), Block(), Head()],
+        loss=lambda logits, targets: nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten()),
+        dataset=my_map_style_dataset,
+        config={"run.steps": 5, "batch.num_microbatches": 8, "batch.microbatch_size": 4, "layout.widths": [1, 2]})
+    result = trainer.train()
+    print("digest", result.state_digest, len(result.losses), len(result.state_dict()))
+
+if __name__ == "__main__":
+    main()
+"""
+)
+"""As an issue has it, word for word, with its default optimizer."""
+
+
+@contextlib.contextmanager
+def script(tmp_path: Path, text: str) -> Iterator[Path]:
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    yield path
+
+
+def run(tmp_path: Path, *command: str, threads: int = 1, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a folder; what it starts must have ended with it."""
+    variables = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **dict.fromkeys(variables, str(threads))}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, errors = process.communicate(timeout=timeout_s)
+    finally:
+        left = _members(process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not left, f"left behind: {left}\n{errors}"
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def _members(session: int) -> list[int]:
+    """Living processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
+            if int(its_session) == session and state != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def digest_of(done: subprocess.CompletedProcess[str]) -> list[str]:
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("digest ")]
+    return line.split()
+
+
+def test_a_script_runs_by_itself_and_with_the_command_whose_options_are_stronger(tmp_path):
+    with script(tmp_path, SCRIPT) as path:
+        plain = digest_of(run(tmp_path, sys.executable, path.name))
+        assert plain[2:] == ["5", "6"]
+        forked = run(tmp_path, *RUN, "--set", "layout.widths=[2,2]", "--fault", "kill:2@3:any", path.name)
+        assert digest_of(forked) == plain
+        assert "lost in" in forked.stdout
+        more = run(tmp_path, *RUN, "--run-dir", "r", "--workers", "3", "--set", "run.steps=3", path.name)
+        assert digest_of(more)[2:] == ["3", "6"]
+        resumed = run(tmp_path, *RUN, "--run-dir", "r", "--resume", "--json", "--set", "layout.widths=[1]", path.name)
+        document = json.loads(resumed.stdout)
+        assert document["state_digest"] == plain[1] and document["steps"] == 5
+        assert document["throughput_tokens_per_s"] is None
+        assert document["config"]["model"] == {"family": "own", "num_layers": 4, "dtype": "float32"}
+        assert "data" not in document["config"] or document["config"]["data"] == {}
+        assert f"digest {plain[1]}" in resumed.stderr, "what the script prints is not in the document"
+        refused = run(tmp_path, *RUN, "--workers", "4", path.name)
+        assert refused.returncode == 2 and "layout.widths" in refused.stderr
+        trained = run(tmp_path, *RUN[:-1], "train", "--resume", "--run-dir", "r")
+        assert trained.returncode == 2 and "elaswave run --resume --run-dir r SCRIPT.py" in trained.stderr
+        exported = run(tmp_path, *RUN[:-1], "export", "r", "--step", "0")
+        assert exported.returncode == 2 and "which only the script can make" in exported.stderr
+        assert run(tmp_path, *RUN[:-1], "export", "r").returncode == 0
+        assert run(tmp_path, *RUN[:-1], "inspect", "r").returncode == 0
+
+
+def test_a_process_with_threads_and_a_running_loop_trains_a_cell(tmp_path):
+    """As a notebook has it: no file, a thread of its own, an event loop that runs, classes of ``__main__``."""
+    cell = SCRIPT.replace('if __name__ == "__main__":\n    main()\n', "main()\n")
+    text = f"""
+import asyncio, threading, sys
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+async def run_cell(code):
+    namespace = sys.modules["__main__"].__dict__
+    namespace.pop("__file__", None)
+    exec(compile(code, "<cell>", "exec"), namespace)
+
+asyncio.run(run_cell({cell!r}))
+"""
+    with script(tmp_path, SCRIPT) as path:
+        plain = digest_of(run(tmp_path, sys.executable, path.name))
+    with script(tmp_path, text) as path:
+        assert digest_of(run(tmp_path, sys.executable, path.name, threads=2)) == plain
+
+
+def test_a_training_may_run_in_a_thread(tmp_path):
+    text = SCRIPT.replace(
+        "    main()\n", "    import threading\n    t = threading.Thread(target=main)\n    t.start(); t.join()\n"
+    )
+    with script(tmp_path, text) as path:
+        assert digest_of(run(tmp_path, sys.executable, path.name))[2:] == ["5", "6"]
+
+
+def test_no_process_outlives_a_script_that_is_killed(tmp_path):
+    with script(tmp_path, SCRIPT.replace('"run.steps": 5', '"run.steps": 100000')) as path:
+        process = subprocess.Popen(
+            [*RUN, "--run-dir", "r", path.name], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, start_new_session=True,
+        )  # fmt: skip
+        try:
+            deadline_s = time.monotonic() + 60
+            while time.monotonic() < deadline_s and len(read_processes(tmp_path / "r")) < 6:
+                time.sleep(0.05)
+            assert len(read_processes(tmp_path / "r")) == 6
+            process.kill()
+            process.wait()
+            while time.monotonic() < deadline_s and _members(process.pid):
+                time.sleep(0.05)
+            assert _members(process.pid) == []
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "code", "message"),
+    [
+        ("x = 1\n", (), 2, "train.py has not trained: a script for `elaswave run` calls elaswave.Trainer(...).train()"),
+        ("import sys\nsys.exit(7)\n", (), 7, ""),
+        ("def f():\n    raise OSError('mine')\nf()\n", (), 1, "train.py\", line 2, in f"),
+        (SCRIPT.replace("    main()\n", "    main()\n    main()\n"), ("--run-dir", "r"), 2, "trains a second time"),
+        (SCRIPT.replace('"run.steps"', '"run.stepz"'), (), 2, "run.stepz: unknown key; did you mean run.steps?"),
+        (SCRIPT.replace("return self.table(tokens)", "raise LookupError('odd')"), (), 1, "LookupError: odd"),
+    ],
+    ids=["never", "exits", "raises", "twice", "configuration", "layer"],
+)  # fmt: skip
+def test_ends_of_scripts(text, options, code, message, tmp_path):
+    with script(tmp_path, text) as path:
+        done = run(tmp_path, *RUN, *options, path.name)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "runpy" not in done.stderr and done.stderr.count("LookupError: odd") in (0, 2), done.stderr
+
+
+def test_a_script_that_is_not_there_and_its_own_arguments(tmp_path):
+    done = run(tmp_path, *RUN, "no.py")
+    assert done.returncode == 2 and "there is no script no.py" in done.stderr
+    with script(tmp_path, "import sys\nprint(sys.argv, sys.path[0], __name__)\nsys.exit(0)\n") as path:
+        done = run(tmp_path, *RUN, path.name, "--workers", "x", "--json", "-h")
+    assert done.stdout.strip() == f"['train.py', '--workers', 'x', '--json', '-h'] {tmp_path} __main__"
+
+
+def test_the_example_has_the_same_bits_when_workers_are_killed(tmp_path):
+    calm = run(tmp_path, *RUN, *SHORT, "--workers", "1", EXAMPLE, "--blocks", "2")
+    faults = ("--fault", "kill:random@5:any", "--fault", "kill:0@7:backward")
+    struck = run(tmp_path, *RUN, *SHORT, "--workers", "4", *faults, EXAMPLE, "--blocks", "2")
+    lines = [done.stdout.splitlines()[-1] for done in (calm, struck)]
+    assert lines[0] == lines[1] and lines[0].startswith("loss 5."), calm.stderr + struck.stderr
+    assert struck.stdout.count("lost in") == 2

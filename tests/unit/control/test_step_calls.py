@@ -1,0 +1,37 @@
+"""A script's callbacks hear of each step once, in order."""
+
+from elaswave.control.step_calls import StepCalls
+
+
+def heard(calls: StepCalls, steps: list[int]) -> None:
+    for step in steps:
+        calls.published(step, step / 10)
+
+
+def test_steps_are_called_for_once_and_in_order_whatever_is_said_when() -> None:
+    found: list[tuple[int, float]] = []
+    calls = StepCalls(lambda step, loss: found.append((step, loss)))
+    calls.begin(4)
+    heard(calls, [5, 5, 7, 8, 3, 6, 7, 9])
+    assert found == [(5, 0.5), (6, 0.6), (7, 0.7), (8, 0.8), (9, 0.9)]
+    assert calls.last_step == 9
+
+
+def test_nothing_is_called_after_an_exception() -> None:
+    found: list[int] = []
+
+    def call(step: int, loss: float) -> None:
+        found.append(step)
+        if step == 2:
+            raise KeyError("x")
+
+    calls = StepCalls(call)
+    calls.raise_error()
+    heard(calls, [1, 3, 2, 4])
+    assert found == [1, 2]
+    try:
+        calls.raise_error()
+    except KeyError as error:
+        assert error is calls.error
+    else:
+        raise AssertionError("the error was lost")
