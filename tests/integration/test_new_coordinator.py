@@ -149,7 +149,9 @@ def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
     parts: dict[str, Any] = {
         "core": SimpleNamespace(epoch=2, restarts=False, handle=lambda event, now_s: found.append(event) or ()),
         "_setup": SimpleNamespace(run_dir=tmp_path),
-        "_recorder": SimpleNamespace(checkpoints=SimpleNamespace(records=records, is_committing=False), settled=[]),
+        "_recorder": SimpleNamespace(
+            checkpoints=SimpleNamespace(records=records, is_committing=False, hold=lambda: None), settled=[]
+        ),
         "_state": SimpleNamespace(first_step=1),
         "_ended": None,
     }

@@ -41,6 +41,22 @@ def test_a_worker_and_the_coordinator_are_killed_at_once_by_hand(tmp_path: Path)
     assert not takes_orphans(), "orphans of later tests would stay zombies of this process"
 
 
+def test_a_committer_is_killed_and_the_template_stopped_for_a_while_by_hand(tmp_path: Path) -> None:
+    """Neither is needed for steps: one checkpoint is committed again, another one later."""
+    run_dir = tmp_path / "job" / RUN_FOLDER
+    committer = Strike("kill", ("committer",), "checkpoint", 2, 0, None)
+    template = Strike("stop", ("template",), "step", 8, 0, 900)
+    striker = Striker(run_dir, [committer, template])
+    settings = [*SMALL, "run.checkpoint_every=2", "run.keep_checkpoints=9", "layout.widths=[2]"]
+    arguments = ["train", "--run-dir", str(run_dir), *(word for pair in settings for word in ("--set", pair))]
+    ending = run_command(tmp_path / "job", arguments, TIMEOUT_S, striker, os.environ)
+    assert (ending.exit_code, ending.error, ending.hung_s) == (0, None, None)
+    assert [each.victim for each in striker.struck] == ["committer", "template"]
+    assert ending.left_behind == ending.bad_checkpoints == striker.left == []
+    assert ending.num_checkpoints == 10, "a committer that was lost once costs no checkpoint"
+    assert ending.result is not None and ending.result.steps == 20 and ending.recoveries == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_minute_of_kills_from_outside(tmp_path: Path) -> None:

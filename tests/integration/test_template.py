@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.integration.jobs import QuietReporter, nothing_left, run_job, small_config
 
-from elaswave.control import coordinator, launcher
+from elaswave.control import checkpoints, coordinator, launcher, local_job, template, template_link
 from elaswave.errors import LaunchError, RecoveryError
 from elaswave.observability.events import RunFinished, read_events
 from elaswave.observability.processes import RunProcess, lives, read_processes
@@ -138,6 +138,22 @@ def test_a_job_whose_template_was_killed_goes_on_from_its_checkpoint(tmp_path: P
     assert job.computation == run_job(tmp_path / "reference", SETTINGS).computation
 
 
+def test_a_template_that_is_killed_when_the_result_is_written_ends_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, run_dir = coordinator.write_result, tmp_path / "run"
+
+    def write_and_kill(*arguments: Any) -> None:
+        write(*arguments)
+        template = roles(run_dir, "template")["template"]
+        os.kill(template.pid, signal.SIGKILL)
+        wait_for(lambda: not lives(template))
+
+    monkeypatch.setattr(coordinator, "write_result", write_and_kill)
+    job = run_job(run_dir, SETTINGS)
+    assert job.result.steps == 6 and [record.step for record in job.result.checkpoints][-1] == 6
+
+
 def test_a_template_that_cannot_load_what_workers_need_ends_the_job_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +211,107 @@ def test_a_coordinator_that_is_lost_during_a_commit_leaves_it_to_the_next(
     assert [record.step for record in job.result.checkpoints] == [2, 4, 6]
     assert [recovery.kind for recovery in job.result.recoveries] == ["coordinator"]
     assert list((run_dir / "checkpoints").glob("*.tmp")) == []
+
+
+class Hangs:
+    """In place of `commit_checkpoint`: the first committer of the job does not come to an end.
+
+    Args:
+        folder: for the mark that there has been one.
+        first: what it does before.
+    """
+
+    def __init__(self, folder: Path, first: Callable[[], None] = lambda: None) -> None:
+        self._commit, self._mark, self._first = checkpoint_commit.commit_checkpoint, folder / "hangs", first
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> object:
+        if self._mark.exists():
+            return self._commit(*arguments, **keywords)
+        self._mark.touch()
+        self._first()
+        time.sleep(10 * WAIT_S)
+        raise AssertionError("it was to be killed")
+
+
+def test_a_commit_that_takes_too_long_is_ended_before_the_next_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_commit, "commit_checkpoint", Hangs(tmp_path))
+    monkeypatch.setattr(checkpoints, "COMMIT_S_MAX", 4.0)
+    reporter = QuietReporter()
+    job = run_job(tmp_path / "run", SETTINGS | {"run.keep_checkpoints": 9}, reporter=reporter)
+    assert [record.step for record in job.result.checkpoints] == [4, 6]
+    (told,) = reporter.errors
+    assert "the checkpoint of step 2 could not be written, training goes on without it: its commit has not" in told
+    assert sorted(folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
+
+
+def test_a_commit_that_cannot_be_ended_for_the_next_coordinator_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that waits for a disk that is gone; here the process is stopped that would have to end it."""
+    run_dir = tmp_path / "run"
+
+    def stop_the_template_and_take_the_coordinator_along() -> None:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os.kill(roles(run_dir, "coordinator")["coordinator"].pid, signal.SIGKILL)
+
+    hangs = Hangs(tmp_path, stop_the_template_and_take_the_coordinator_along)
+    monkeypatch.setattr(checkpoint_commit, "commit_checkpoint", hangs)
+    monkeypatch.setattr(local_job, "ABANDON_S_MAX", 0.5)
+    with pytest.raises(RecoveryError, match="no other one can be started: the process that was committing") as raised:
+        run_job(run_dir, SETTINGS)
+    assert "it has no checkpoint, so it can only begin again" in str(raised.value)
+    assert read_processes(run_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("run_template", "cannot load torch and the model: it has used no processor time for 2 s; was it stopped?"),
+        ("_Serving", r"does not fork the workers \[0, 1\]: it has used no processor time for 2 s"),
+    ],
+)
+def test_a_template_that_was_stopped_is_noticed(
+    where: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop_itself(*arguments: object) -> int:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 1
+
+    monkeypatch.setattr(local_job, "TEMPLATE_STILL_S", 2.0)
+    if where == "run_template":
+        monkeypatch.setattr(template_link, "run_template", stop_itself)
+    else:
+        monkeypatch.setattr(template._Serving, "run", stop_itself)
+    with nothing_left(), pytest.raises(LaunchError, match=told.replace("?", "[?]")):
+        launcher.train(small_config({"layout.widths": "[1, 1]"}), tmp_path, reporter=QuietReporter())
+
+
+def test_a_template_that_could_not_fork_all_workers_ends_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the ends of those whom it has forked, not for the end of one that never was."""
+    fork, has_ended, forks, answers = os.fork, template_link._has_ended, [], []
+
+    def fork_or_fail() -> int:
+        forks.append(1)
+        if len(forks) > 2:  # of the template itself, and of one worker
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    def ended(child: Any, timeout_s: float) -> bool:
+        answers.append((timeout_s > 0, has_ended(child, 10 * timeout_s)))
+        return answers[-1][1]
+
+    monkeypatch.setattr(os, "fork", fork_or_fail)
+    monkeypatch.setattr(template_link, "_has_ended", ended)
+    with nothing_left(), pytest.raises(LaunchError, match="the process of worker 1 cannot be started"):
+        launcher.train(small_config({"layout.widths": "[1, 1]"}), tmp_path, reporter=QuietReporter())
+    assert answers[-1] == (True, True), "it was not killed"
 
 
 def test_a_system_that_refuses_the_committer_costs_checkpoints_only(

@@ -6,6 +6,7 @@ to chance. The coordinator's own process (recorder, detector, journal) is not he
 machine at once, and a broken link when a worker reports it.
 """
 
+import math
 import threading
 import time
 from collections import Counter
@@ -149,7 +150,6 @@ class ThreadJob(CoordinatorDriver):
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> "ThreadJob":
         """Trains to the end; raises what a worker has raised, or what is wrong with how the job ended."""
-        monkeypatch.setattr(worker_module, "DECISION_TIMEOUT_S", JOB_TIMEOUT_S / 2)
         for module in (worker_module, torch_engine):
             monkeypatch.setattr(module, "materialise", locked(module.materialise))
         monkeypatch.setattr(worker_module.Blueprint, "open_samples", locked(worker_module.Blueprint.open_samples))
@@ -197,10 +197,12 @@ class ThreadJob(CoordinatorDriver):
     # ------------------------------------------------------------------------------------------------- the workers
 
     def _work(self, worker: int) -> None:
-        job = self
+        job, hung_s = self, time.monotonic() + JOB_TIMEOUT_S / 2
 
         class Client:
-            disconnected_s = 0.0
+            @property
+            def disconnected_s(self) -> float:
+                return 0.0 if time.monotonic() < hung_s else math.inf  # a worker that hangs says for what it waits
 
             def send(self, message: FromWorker, durable: bool = False) -> None:
                 job._receive(worker, message)

@@ -13,6 +13,7 @@ from elaswave.protocol.template import (
     EndTemplate,
     ForkCommitter,
     ForkCoordinator,
+    ForkRefused,
     ForkWorker,
     KillAsked,
     KillChild,
@@ -65,12 +66,60 @@ def test_a_commit_is_answered_and_its_repetition_again() -> None:
     assert template.handle(CommitAsked(4, b"next")) == [ForkCommitter(b"next")]
 
 
-def test_one_checkpoint_is_committed_at_a_time() -> None:
+def test_a_commit_begins_only_when_the_one_before_has_ended_that_was_given_up() -> None:
+    """Else the one before could still rename a folder that is not whole any more."""
     template = Template()
     template.handle(CommitAsked(3, b"what"))
-    (told,) = template.handle(CommitAsked(4, b"next"))
-    assert isinstance(told, TellCommit) and told.number == 4 and not told.again
-    assert template.handle(ChildEnded(COMMITTER, 0, 5.0)) == [TellCommit(3, None)]
+    assert template.handle(CommitAsked(4, b"next")) == [KillChild(COMMITTER)]
+    assert template.handle(CommitAsked(4, b"next")) == [KillChild(COMMITTER)], "said again, it is no answer"
+    lost = TellCommit(3, "the process that committed it was lost", again=True)
+    assert template.handle(ChildEnded(COMMITTER, KILLED, 5.0)) == [lost, ForkCommitter(b"next")]
+    assert template.handle(CommitAsked(4, b"next")) == [], "it is in hand"
+    assert template.handle(ChildEnded(COMMITTER, 0, 6.0)) == [TellCommit(4, None)]
+
+
+def test_of_commits_that_wait_for_the_same_end_the_newest_is_made() -> None:
+    template = Template()
+    for number in (3, 4, 5):
+        template.handle(CommitAsked(number, b"%d" % number))
+    assert template.handle(ChildEnded(COMMITTER, 0, 5.0)) == [TellCommit(3, None), ForkCommitter(b"5")]
+    assert template.handle(ChildEnded(COMMITTER, 0, 6.0)) == [TellCommit(5, None)]
+
+
+def test_a_commit_that_waits_is_not_begun_for_a_coordinator_that_is_gone() -> None:
+    """The launcher waits for the answer before it starts the next coordinator: it comes when no committer lives."""
+    template = Template()
+    template.handle(CommitAsked(3, b"what"))
+    template.handle(CommitAsked(4, b"next"))
+    assert template.handle(CommitsAbandoned()) == [KillChild(COMMITTER)]
+    first, second = template.handle(ChildEnded(COMMITTER, KILLED, 5.0))
+    assert (first[0], second) == (3, TellCommit(4, "it was broken off before it had begun", again=True))
+    assert template.handle(CommitAsked(5, b"of the next coordinator")) == [ForkCommitter(b"of the next coordinator")]
+    assert template.handle(CommitAsked(6, b"later")) == [KillChild(COMMITTER)]
+    assert template.handle(ChildEnded(COMMITTER, 0, 5.0)) == [TellCommit(5, None), ForkCommitter(b"later")]
+    assert template.handle(EndAsked()) == []
+    assert template.handle(ChildEnded(COMMITTER, 0, 6.0)) == [TellCommit(6, None), EndTemplate()]
+
+
+def test_a_commit_that_waits_is_not_begun_at_the_end() -> None:
+    template = Template()
+    template.handle(CommitAsked(3, b"what"))
+    template.handle(CommitAsked(4, b"next"))
+    assert template.handle(EndAsked()) == []
+    assert template.handle(ChildEnded(COMMITTER, 0, 5.0)) == [TellCommit(3, None), EndTemplate()]
+
+
+def test_a_process_that_the_system_refuses_is_not_waited_for_at_the_end() -> None:
+    template = Template()
+    template.handle(SpawnAsked((0, 1)))
+    assert template.handle(ForkRefused(1)) == [], "it has not ended: there was none"
+    assert template.handle(KillAsked((0, 1))) == [KillChild(0)]
+    assert template.handle(EndAsked()) == [KillChild(0)]
+    assert template.handle(ChildEnded(0, KILLED, 5.0)) == [TellEnd(0, KILLED, 5.0), EndTemplate()]
+    template = Template()
+    template.handle(SpawnAsked((0,)))
+    assert template.handle(EndAsked()) == [KillChild(0)]
+    assert template.handle(ForkRefused(0)) == [EndTemplate()]
 
 
 def test_why_there_is_no_checkpoint_and_whether_another_try_may_help() -> None:

@@ -61,6 +61,12 @@ class CommitCheckpoint(Message, frozen=True, kw_only=True):
     """An encoded `elaswave.control.template_messages.CommitRequest`."""
 
 
+class BreakOffCommit(Message, frozen=True, kw_only=True):
+    """Have the commit ended that takes too long; the answer is a `CheckpointCommitted` all the same."""
+
+    number: int
+
+
 class ShowStep(Message, frozen=True, kw_only=True):
     """For the terminal: a committed step."""
 
@@ -112,5 +118,5 @@ class Ended(Message, frozen=True, kw_only=True):
 
 
 FromAgent = AgentHello | Exited | StopJob | CpuTimes | CheckpointCommitted
-ToAgent = Awaited | CommitCheckpoint | ShowStep | StepLosses | ShowEvaluation | ShowText | Ended
+ToAgent = Awaited | CommitCheckpoint | BreakOffCommit | ShowStep | StepLosses | ShowEvaluation | ShowText | Ended
 ToCoordinator = FromWorker | FromAgent

@@ -3,6 +3,8 @@
 Which parts make a checkpoint complete, and when one is given up, `protocol.shards` decides. A commit needs torch, for
 DCP's index, so another process makes it and its answer comes later; one at a time. What is lost with such a process is
 tried once more. Nothing that goes wrong with a checkpoint ends a job.
+
+While a committer may be at work in a folder, nothing is removed there: a checkpoint that gets its final name is whole.
 """
 
 import itertools
@@ -27,10 +29,15 @@ from elaswave.worker.messages import ShardFailed, ShardWritten, Standing
 from elaswave.worker.run_plan import RunPlan
 
 COMMIT_S_MAX = 600.0
-"""A commit that has not been answered after so long is given up."""
+"""A commit that has not been answered after so long is broken off."""
+BREAK_OFF_S_MAX = 30.0
+"""If after so much more it is not known to have ended (its disk is gone, so that it cannot be killed), the job goes on
+without knowing."""
 COMMIT_TRIES = 2
 REQUEST_BYTES_MAX = MAX_MESSAGE_BYTES - 1024
 """Of what describes a checkpoint; some 250 bytes for each of its pieces."""
+
+_TOO_SLOW = f"its commit has not ended within {COMMIT_S_MAX:.0f} s; is the disk too slow, or gone?"
 
 _Key = tuple[str, tuple[int, ...]]
 """Tensor and first index of a piece: the same for the same piece, whichever worker has written it."""
@@ -55,6 +62,7 @@ class Checkpoints:
         describe: the run at the step of a standing, for the checkpoint's description; None while the losses up to it
             are not all known.
         commit: asks for a commit, by number and encoded `CommitRequest`; `committed` takes the answer.
+        break_off: asks for the end of a commit, by number; `committed` takes the answer.
         begun_s: monotonic time at which a step was done, or None.
         on_written: called with a checkpoint that is durable.
         on_given_up: called with step, worker (or None) and reason when one never will be.
@@ -68,6 +76,7 @@ class Checkpoints:
         *,
         describe: Callable[[Standing], CheckpointMeta | None],
         commit: Callable[[int, bytes], None],
+        break_off: Callable[[int], None],
         begun_s: Callable[[int], float | None],
         on_written: Callable[[CheckpointRecord], None],
         on_given_up: Callable[[int, int | None, str], None],
@@ -77,7 +86,8 @@ class Checkpoints:
         """Those that are durable and have not been pruned, in the order in which they were made."""
         self._run_dir = run_dir
         self._keep = plan.config.run.keep_checkpoints
-        self._describe, self._ask, self._begun_s = describe, commit, begun_s
+        self._describe, self._begun_s = describe, begun_s
+        self._ask, self._break_off = commit, break_off
         self._on_written, self._on_given_up, self._say = on_written, on_given_up, say
         num_elements = len(plan.state.slots) * sum(slot.numel for slot in plan.tensors)
         self._shards: Shards[_Key, WrittenItem] = Shards(num_elements, _num_elements, plan.layout.workers)
@@ -88,6 +98,12 @@ class Checkpoints:
         # Not repeated by the next coordinator: what has been answered to one says nothing to another.
         self._numbers = itertools.count(time.monotonic_ns())
         self._asked_s = 0.0
+        self._is_breaking_off = False
+        """Whether the first commit takes too long, and its end has been asked for."""
+        self._abandoned: set[int] = set()
+        """Steps in whose folders a committer may still be at work that was given up."""
+        self._is_held = False
+        """Whether no commit is asked for until the next decision."""
 
     def restore(self, record: CheckpointRecord) -> None:
         """Takes over a checkpoint that an earlier coordinator has made durable, and perhaps pruned since."""
@@ -117,6 +133,14 @@ class Checkpoints:
         """Whether an answer to a commit is waited for."""
         return bool(self._commits)
 
+    def hold(self) -> None:
+        """The newest checkpoint has been found that the job may go back to: until that is decided none becomes durable.
+
+        One of a later step would be of steps that the decision makes void.
+        """
+        assert not self.is_committing
+        self._is_held = True
+
     def is_written(self, step: int) -> bool:
         """Whether a step's checkpoint is durable."""
         return any(record.step == step for record in self.records)
@@ -144,6 +168,7 @@ class Checkpoints:
 
     def decided(self, decision: Decision) -> None:
         """Survivors go on with a decision: some parts will never come, or are void."""
+        self._is_held = False
         before = self._shards.pending
         again = decision.resume_step - 1 if decision.checkpoint else None
         found = self._shards.decided(decision.epoch, decision.members, again=again, rollback=decision.rollback)
@@ -164,14 +189,18 @@ class Checkpoints:
             self._take(self._shards.judge(step))
 
     def end(self) -> None:
-        """All members have made their last step and said what became of their parts."""
+        """All members have made their last step and said what became of their parts.
+
+        What survivors have written once more of a checkpoint that is being committed is not needed.
+        """
         for each in self._shards.end():
-            self._take(each)
+            if not self._is_being_committed(each.step):
+                self._take(each)
 
     def _take(self, found: Complete[_Key, WrittenItem] | GivenUp | None) -> None:
         if isinstance(found, GivenUp):
             self._give_up(found.step, found.worker, found.reason)
-        elif found is not None:
+        elif found is not None and not self._is_held:
             meta = self._describe(self._standings[found.step])
             if meta is not None:
                 self._commit(found, meta)
@@ -201,13 +230,25 @@ class Checkpoints:
         """Repeats what has been asked for and not answered: question or answer may have been lost on the way."""
         if self._commits:
             self._ask(self._commits[0].number, self._commits[0].request)
+            if self._is_breaking_off:
+                self._break_off(self._commits[0].number)
 
     def tick(self, now_s: float) -> bool:
-        """Gives up a commit whose answer does not come; returns whether it has."""
-        if not self._commits or now_s - self._asked_s <= COMMIT_S_MAX:
+        """Breaks off a commit whose answer does not come, and gives it up if it cannot be broken off.
+
+        Returns:
+            Whether it has given one up.
+        """
+        late_s = now_s - self._asked_s - COMMIT_S_MAX
+        if not self._commits or late_s <= 0.0:
             return False
-        reason = f"its commit has not ended within {COMMIT_S_MAX:.0f} s; is the disk too slow, or gone?"
-        self.committed(self._commits[0].number, reason, again=False)
+        if not self._is_breaking_off:
+            self._is_breaking_off = True
+            self._break_off(self._commits[0].number)
+        if late_s <= BREAK_OFF_S_MAX:
+            return False
+        self._abandoned.add(self._commits[0].step)
+        self.committed(self._commits[0].number, _TOO_SLOW, again=False)
         return True
 
     def committed(self, number: int, error: str | None, *, again: bool) -> None:
@@ -220,17 +261,19 @@ class Checkpoints:
         """
         if not self._commits or self._commits[0].number != number:
             return
-        commit = self._commits.popleft()
+        commit, is_late, self._is_breaking_off = self._commits.popleft(), self._is_breaking_off, False
         if error is None:
             self._on_durable(commit)
-        elif again and commit.tries < COMMIT_TRIES:
+        elif again and not is_late and commit.tries < COMMIT_TRIES:
             self._commits.appendleft(commit._replace(number=next(self._numbers), tries=commit.tries + 1))
         else:
-            self._give_up(commit.step, None, error)
+            self._give_up(commit.step, None, _TOO_SLOW if is_late else error)
         self._ask_first()
 
     def _on_durable(self, commit: _Commit) -> None:
         self._settle(commit.step)
+        self._abandoned.discard(commit.step)
+        self._discard(commit.step)  # what survivors of a loss have written once more meanwhile
         now_s = time.monotonic()
         record = CheckpointRecord(
             step=commit.step,
@@ -259,7 +302,8 @@ class Checkpoints:
 
     def _discard(self, step: int) -> None:
         self._standings.pop(step, None)
-        discard_checkpoint(temporary_folder(self._run_dir, step))
+        if step not in self._abandoned:
+            discard_checkpoint(temporary_folder(self._run_dir, step))
 
 
 def _num_elements(item: WrittenItem) -> int:

@@ -19,6 +19,7 @@ import msgspec
 from elaswave.control.agent_messages import (
     AgentHello,
     Awaited,
+    BreakOffCommit,
     CheckpointCommitted,
     CommitCheckpoint,
     CpuTimes,
@@ -132,6 +133,7 @@ class CoordinatorProcess(CoordinatorDriver):
             terminal=self._terminal,
             records=records or None,
             commit=self._ask_to_commit,
+            break_off=self._ask_to_break_off,
             started_s=setup.started_s,
         )
         self._state = self._recorder.state
@@ -504,6 +506,9 @@ class CoordinatorProcess(CoordinatorDriver):
         """Without an agent it is asked when one has connected."""
         self._server.send(AGENT, CommitCheckpoint(number=number, request=request))
 
+    def _ask_to_break_off(self, number: int) -> None:
+        self._server.send(AGENT, BreakOffCommit(number=number))
+
     def _on_committed(self, message: CheckpointCommitted) -> None:
         if self._ended is not None:
             return
@@ -605,14 +610,17 @@ class CoordinatorProcess(CoordinatorDriver):
         self._server.send_all(self.core.members, self._start)
 
     def find_checkpoint(self) -> None:
-        """In a thread: checksums of large files take longer than this process may be silent."""
+        """In a thread: checksums of large files take longer than this process may be silent.
+
+        They may also take longer than survivors may stand still: until the decision that is held against none of them.
+        """
+        self._detector.pause(time.monotonic())
         self._background.begin(self._find_checkpoint())
 
     async def _find_checkpoint(self) -> None:
         """Looks for the newest checkpoint; under a policy of restarting only when a restart would have got there."""
         epoch, restarts = self.core.epoch, self.core.restarts
         if restarts:
-            self._detector.pause(time.monotonic())
             await asyncio.sleep(self._setup.plan.config.elastic.restart_s)
         checkpoints = self._recorder.checkpoints
         known: object = None
@@ -621,10 +629,11 @@ class CoordinatorProcess(CoordinatorDriver):
                 await asyncio.sleep(0.01)
             known = list(checkpoints.records)
             search = await asyncio.to_thread(find_newest_checkpoint, self._setup.run_dir)
-            put_aside(search)
+            if self.core.epoch != epoch or self._ended is not None:
+                return  # another search follows, or none; what this one has found damaged may have been replaced since
+        checkpoints.hold()
+        put_aside(search)
         newest = search.newest
-        if self.core.epoch != epoch or self._ended is not None:
-            return
         step = None if newest is None else newest.step
         if step is None and restarts and self._state.first_step == 1:
             step = 0  # from the seed, as a job without a checkpoint begins again

@@ -128,6 +128,10 @@ class JobProcesses:
             self._note(_TEMPLATE, None)
         return text
 
+    def template_facts(self) -> ProcessFacts | None:
+        """What the kernel says of the template, if it lives."""
+        return facts_of(self.template_pid) if _TEMPLATE in self._processes else None
+
     # ----------------------------------------------------------------------------------------------------- coordinator
 
     def start_coordinator(self, number: int, body: Callable[[], int]) -> None:
@@ -203,6 +207,8 @@ class JobProcesses:
         """Waits until coordinator and workers have ended, but not for ever, nor for those that are stopped."""
         deadline_s = time.monotonic() + timeout_s
         while (self._pids or self._coordinator) and time.monotonic() < deadline_s and not self._only_stopped():
+            if _TEMPLATE not in self._processes:
+                return  # its children have ended with it, and are reaped as orphans
             for key, _ in self.selector.select(TICK_S):
                 if key.data == TEMPLATE_EXIT:
                     return

@@ -20,6 +20,7 @@ from elaswave.config.schema import Config
 from elaswave.control.agent_messages import (
     AgentHello,
     Awaited,
+    BreakOffCommit,
     CheckpointCommitted,
     CommitCheckpoint,
     CpuTimes,
@@ -39,6 +40,7 @@ from elaswave.control.forking import how_it_ended
 from elaswave.control.job_folder import JobFolder
 from elaswave.control.job_processes import COORDINATOR_EXIT, TEMPLATE, TEMPLATE_EXIT, TICK_S, JobProcesses
 from elaswave.control.script import Script
+from elaswave.control.standstill import AwakeTime, Standstill
 from elaswave.control.step_calls import StepCalls
 from elaswave.control.stop_signals import STOP_SIGNALS, stop_signals
 from elaswave.control.template import TemplateSetup
@@ -79,8 +81,13 @@ from elaswave.worker.run_plan import RunPlan
 
 LOOK_S = 1.0
 """Between two looks at the processes of workers that have not registered."""
-PREPARE_S_MAX = 600.0
-"""How long the template may take to load torch and the model."""
+TEMPLATE_STILL_S = 20.0
+"""How long the template may use no processor time while it loads torch and the model, or forks workers: however slowly
+it does that, it uses some."""
+LAST_WORDS_S = 1.0
+"""After the template's end, how long the coordinator may take to say whether the job was over before."""
+ABANDON_S_MAX = 60.0
+"""How long the process that commits a checkpoint may take to end once it is to be killed."""
 STARTING_S = 10.0
 """Between two lines about a start that lasts."""
 STOP_GRACE_S = 300.0
@@ -150,8 +157,10 @@ class LocalJob:
         """With a coordinator that does not accept the agent."""
         self._committing: int | None = None
         """Number of the commit that the template has been asked for and has not answered."""
-        self._starts_after_commit = False
-        """Whether a coordinator is to be started once the one before has no commit in hand any more."""
+        self._abandoning: AwakeTime | None = None
+        """While a coordinator is to be started as soon as the one before has no commit in hand any more."""
+        self._unforked: set[int] = set()
+        """Workers that the template is to fork."""
         self._key = secrets.token_bytes(32)
         self._job_folder = JobFolder()
         self._folder = self._job_folder.path
@@ -188,7 +197,8 @@ class LocalJob:
         Raises:
             LaunchError: torch or the model cannot be loaded.
         """
-        while time.monotonic() - self._started_s < PREPARE_S_MAX:
+        standstill = Standstill(time.monotonic())
+        while True:
             self._selector.select(TICK_S)
             for message in self._processes.hear_template():
                 if isinstance(message, Prepared):
@@ -198,8 +208,14 @@ class LocalJob:
             ended = self._processes.template_end()
             if ended is not None:
                 raise LaunchError(self._unprepared(f"it {ended}"))
+            if self._stands_still(standstill):
+                raise LaunchError(self._unprepared(_still()))
             self._say_starting()
-        raise LaunchError(self._unprepared(f"not done after {PREPARE_S_MAX:.0f} s"))
+
+    def _stands_still(self, standstill: Standstill) -> bool:
+        """Whether the template has used no processor time for too long."""
+        facts = self._processes.template_facts()
+        return facts is not None and standstill.look(facts.cpu_s, time.monotonic()) > TEMPLATE_STILL_S
 
     def _unprepared(self, text: str) -> str:
         log = self._run_dir / "logs" / TEMPLATE_LOG
@@ -227,6 +243,7 @@ class LocalJob:
         self._calls.begin(0 if checkpoint is None else checkpoint.meta.step)
         self._start_coordinator()
         self._processes.ask_template(SpawnWorkers(workers=plan.layout.workers, checkpoint=checkpoint))
+        self._unforked, self._forking = set(plan.layout.workers), Standstill(time.monotonic())
         self._client = ControlClient(
             self._listen,
             self._key,
@@ -275,6 +292,7 @@ class LocalJob:
                 elif key.data == TEMPLATE:
                     self._hear_template()
             wait_s = self._client.turn()
+            self._look_at_template()
             self._look_at_awaited()
             age_s = time.monotonic() - self._coordinator_since_s
             if min(age_s, self._client.disconnected_s) > self._patience_s:
@@ -291,6 +309,25 @@ class LocalJob:
                     self._calls.raise_error()
                     assert self.stop_signal is not None
                     raise StoppedBySignalError(self.stop_signal, "killed: it did not end in time after the signal")
+
+    def _look_at_template(self) -> None:
+        """Ends the job if the template does not do what the job cannot go on without.
+
+        Raises:
+            LaunchError: it does not fork the workers.
+            RecoveryError: the commit does not end that the coordinator before had in hand.
+        """
+        if self._unforked and self._stands_still(self._forking):
+            raise LaunchError(
+                f"the template process does not fork the workers {sorted(self._unforked)}: {_still()}; see "
+                f"{self._run_dir / 'logs' / TEMPLATE_LOG}"
+            )
+        if self._abandoning is not None and self._abandoning.passed_s(time.monotonic()) > ABANDON_S_MAX:
+            raise RecoveryError(
+                "the coordinator is lost, and no other one can be started: the process that was committing a "
+                f"checkpoint was to be killed, and has not ended within {ABANDON_S_MAX:.0f} s; is its disk gone, or "
+                f"the template process stopped? {self._way_on()}"
+            )
 
     def _look_at_awaited(self) -> None:
         """Tells the coordinator now and then how the workers get on that it waits for."""
@@ -361,6 +398,9 @@ class LocalJob:
         elif isinstance(message, CommitCheckpoint):
             self._committing = message.number
             self._processes.ask_template(CommitShards(number=message.number, request=message.request))
+        elif isinstance(message, BreakOffCommit):
+            if message.number == self._committing:
+                self._processes.ask_template(AbandonCommits())
         else:
             self._ended = message
             self._agent.handle(JobEnded())
@@ -414,7 +454,7 @@ class LocalJob:
                 self._start_coordinator()
             else:
                 # The next one may go back behind that checkpoint: it must not appear when it has looked.
-                self._starts_after_commit = True
+                self._abandoning = AwakeTime(at_s)
                 self._processes.ask_template(AbandonCommits())
 
     # -------------------------------------------------------------------------------------------------------- template
@@ -431,6 +471,7 @@ class LocalJob:
                 raise LaunchError(message.text)
             else:
                 assert isinstance(message, Spawned), message
+                self._unforked.discard(message.child)
 
     def _on_worker_end(self, event: AgentEvent) -> None:
         for effect in self._agent.handle(event):
@@ -441,20 +482,27 @@ class LocalJob:
     def _on_commit_done(self, message: CommitDone) -> None:
         if message.number == self._committing:
             self._committing = None
-        if self._starts_after_commit:
-            self._starts_after_commit = False
-            self._start_coordinator()
+        if self._abandoning is not None:
+            if self._committing is None:
+                self._abandoning = None
+                self._start_coordinator()
         elif self._client is not None:
             self._client.send(CheckpointCommitted(number=message.number, error=message.error, again=message.again))
 
     def _check_template(self) -> None:
-        """Ends the job if the template has ended.
+        """Ends the job if the template has ended, and with it the workers, before the job was over.
 
         Raises:
             RecoveryError: it has.
         """
         text = self._processes.template_end()
-        if text is not None:
+        if text is None:
+            return
+        assert self._client is not None
+        deadline_s = time.monotonic() + LAST_WORDS_S
+        while self._ended is None and time.monotonic() < deadline_s:
+            self._client.turn(TICK_S)
+        if self._ended is None or self._ended.outcome == "failed":  # a coordinator knows only that workers have ended
             raise RecoveryError(
                 f"the template process, from which the workers are forked, {text}, and all workers have ended with it "
                 f"(see {self._run_dir / 'logs' / TEMPLATE_LOG}); {self._way_on()}"
@@ -482,3 +530,7 @@ class LocalJob:
         if self._client is not None:
             self._client.close(0.0)
         self._job_folder.close()
+
+
+def _still() -> str:
+    return f"it has used no processor time for {TEMPLATE_STILL_S:.0f} s; was it stopped?"

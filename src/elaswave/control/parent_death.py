@@ -4,8 +4,11 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Iterator
 
+ORPHAN_S_MAX = 5.0
+"""How long an orphan that is killed may take to end."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
@@ -42,8 +45,13 @@ def parent_of_orphans() -> Iterator[None]:
 
 
 def end_orphan(pid: int) -> None:
-    """Kills and reaps a process whose parent has ended, if this process is its parent now; else does nothing."""
+    """Kills and reaps a process whose parent has ended, if this process is its parent now; else does nothing.
+
+    One that waits for a disk that is gone ends when the disk is back; it is not waited for.
+    """
     with contextlib.suppress(ChildProcessError):
         if os.waitpid(pid, os.WNOHANG)[0] == 0:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            deadline_s = time.monotonic() + ORPHAN_S_MAX
+            while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline_s:
+                time.sleep(0.002)

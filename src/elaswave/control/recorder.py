@@ -66,7 +66,7 @@ class RunRecorder:
         events: the run's log.
         terminal: what is shown.
         records: what earlier coordinators of this job have made durable, in order; None for its first one.
-        commit: asks another process to commit a checkpoint, see `Checkpoints`.
+        commit, break_off: ask for a commit by another process, and for its end, see `Checkpoints`.
         started_s: monotonic time at which the command began.
     """
 
@@ -82,6 +82,7 @@ class RunRecorder:
         terminal: Terminal,
         records: Sequence[JournalRecord] | None,
         commit: Callable[[int, bytes], None],
+        break_off: Callable[[int], None],
         started_s: float,
     ) -> None:
         self._plan = plan
@@ -111,6 +112,7 @@ class RunRecorder:
             run_dir,
             describe=self._describe,
             commit=commit,
+            break_off=break_off,
             begun_s=self.state.finished_s.get,
             on_written=self._on_checkpoint,
             on_given_up=self._on_given_up,

@@ -59,6 +59,7 @@ from elaswave.protocol.template import (
     EndAsked,
     ForkCommitter,
     ForkCoordinator,
+    ForkRefused,
     ForkWorker,
     KillAsked,
     KillChild,
@@ -257,6 +258,7 @@ class _Serving:
         except LaunchError as error:
             if name != COMMITTER:
                 self._say(SpawnRefused(text=str(error)))
+                self._handle(ForkRefused(name))
             else:
                 self._handle(ChildEnded(COMMITTER, 1 << 8, time.monotonic(), str(error)))
             return False

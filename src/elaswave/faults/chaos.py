@@ -238,8 +238,10 @@ def _actions(phase: Phase, worker: int, widths: Sequence[int], model: Mapping[st
 # ------------------------------------------------------------------------------------------------------------ judging
 
 
-Outcome = Literal["same bits", "blocks lost", "different", "hung", "error", "left behind", "unexplained loss"]
-GOOD: tuple[Outcome, ...] = ("same bits", "blocks lost")
+Outcome = Literal[
+    "same bits", "blocks lost", "template lost", "different", "hung", "error", "left behind", "unexplained loss"
+]
+GOOD: tuple[Outcome, ...] = ("same bits", "blocks lost", "template lost")
 """Outcomes that are no defect."""
 
 

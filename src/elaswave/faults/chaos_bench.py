@@ -22,7 +22,7 @@ from elaswave.faults.chaos import (
     without_cause,
 )
 from elaswave.faults.injection import parse_faults
-from elaswave.faults.outside import COORDINATOR, Struck, draw_outside, judge_outside, parse_strike
+from elaswave.faults.outside import Struck, draw_outside, judge_outside, parse_strike, workers_of
 from elaswave.faults.striker import Striker
 from elaswave.faults.trial import RUN_FOLDER, placed, run_command, run_trial
 
@@ -137,7 +137,7 @@ class ChaosBench:
         ending = msgspec.structs.replace(ending, left_behind=ending.left_behind + striker.left)
         verdict = judge_outside(case, ending, self._references[case.model], striker.struck)
         run = self._record(case, ending, verdict, begin_s, folder)
-        hit = [int(each.victim) for each in striker.struck if each.victim != COORDINATOR]
+        hit = workers_of(each.victim for each in striker.struck)
         return msgspec.structs.replace(
             run,
             faults=case.strikes,

@@ -7,11 +7,12 @@ a signal. What it hits in the end depends on the machine, so a case that is run 
 run.
 
 A job may end as one of `chaos` may: with its reference run's bits, or, where so many workers were struck that all
-copies of a block can be gone, with an error that names what was lost. Processes are another module's (`trial`).
+copies of a block can be gone, with an error that names what was lost. One whose template was killed may end with an
+error that says that, and how the run can go on. Processes are another module's (`trial`).
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -31,7 +32,7 @@ from elaswave.faults.chaos import (
 
 NUM_STEPS = 40
 MAX_STRIKES = 3
-COORDINATOR = "coordinator"
+COORDINATOR, TEMPLATE, COMMITTER = "coordinator", "template", "committer"
 HARMLESS_MS = 1000
 """A stop shorter than this is none that may end a worker."""
 
@@ -45,7 +46,7 @@ class Strike(NamedTuple):
 
     action: Action
     victims: tuple[str, ...]
-    """Ids of workers, or `COORDINATOR`; struck in one go."""
+    """Ids of workers, or `COORDINATOR`, `TEMPLATE`, `COMMITTER`; struck in one go."""
     moment: Moment
     """start: when the processes are there; else when `step` is in the log, named after what follows it."""
     step: int
@@ -62,12 +63,17 @@ class Strike(NamedTuple):
     @property
     def workers(self) -> tuple[int, ...]:
         """The workers among its victims."""
-        return tuple(int(victim) for victim in self.victims if victim != COORDINATOR)
+        return workers_of(self.victims)
 
     @property
     def may_end(self) -> bool:
         """Whether a worker that is struck may be lost by it."""
         return self.action == "kill" or self.resume_ms is None or self.resume_ms >= HARMLESS_MS
+
+
+def workers_of(victims: Iterable[str]) -> tuple[int, ...]:
+    """The workers among what was struck."""
+    return tuple(int(victim) for victim in victims if victim.isdigit())
 
 
 _STRIKE = re.compile(
@@ -114,9 +120,13 @@ def draw_outside(seed: int, index: int) -> ChaosCase:
     draw = Draw(seed, "outside", index)
     model = {**draw_model(seed, index % NUM_MODELS), "run.steps": NUM_STEPS, "run.eval_every": 4}
     settings = {**base.settings, **model, "run.checkpoint_every": draw.one_of((3, 5, 8))}
-    strikes = tuple(map(str, _draw_strikes(draw, sum(base.config.widths), settings["run.checkpoint_every"])))
+    every = settings["run.checkpoint_every"]
+    strikes = [
+        *_draw_strikes(draw, sum(base.config.widths), every),
+        *_draw_helpers(Draw(seed, "helpers", index), every),
+    ]
     return msgspec.structs.replace(
-        base, settings=settings, faults=(), strikes=strikes, reference=reference_settings(model)
+        base, settings=settings, faults=(), strikes=tuple(map(str, strikes)), reference=reference_settings(model)
     )
 
 
@@ -148,6 +158,24 @@ def _draw_strikes(draw: Draw, num_workers: int, checkpoint_every: int) -> Iterat
         yield Strike(action, tuple(victims), moment, step, delay_ms, resume_ms)
 
 
+def _draw_helpers(draw: Draw, checkpoint_every: int) -> Iterator[Strike]:
+    """Strikes on the processes beside workers and coordinator: in two of five cases on a committer, in one of eight on
+    the template. None is stopped for good: a job waits ten minutes for a commit, and for ever for a template that it
+    does not need."""
+    for victim, percent, deaths in ((COMMITTER, 40, 3), (TEMPLATE, 12, 1)):
+        if not draw.chance(percent):
+            continue
+        action: Action = "kill" if draw.below(deaths + 1) < deaths else "stop"
+        resume_ms = draw.one_of((50, 900, 2500, 7000)) if action == "stop" else None
+        if victim == COMMITTER:  # it lives for some milliseconds, as soon as the parts are written
+            step = checkpoint_every * (1 + draw.below(NUM_STEPS // checkpoint_every))
+            yield Strike(action, (victim,), "checkpoint", step, 0, resume_ms)
+        elif draw.chance(40):
+            yield Strike(action, (victim,), "start", 0, draw.below(2500), resume_ms)
+        else:
+            yield Strike(action, (victim,), "step", 1 + draw.below(NUM_STEPS), draw.below(60), resume_ms)
+
+
 def judge_outside(case: ChaosCase, ending: Ending, reference: Ending, struck: Sequence[Struck]) -> Judgement:
     """Judges how a case has ended.
 
@@ -167,14 +195,32 @@ def judge_outside(case: ChaosCase, ending: Ending, reference: Ending, struck: Se
     if ending.exit_code != expected_code or (ending.result is None) == (ending.error is None):
         what = "a result" if ending.result is not None else "no result"
         return Judgement("error", f"exit code {ending.exit_code} with {what} and the error {ending.error!r}")
-    hit = {each.victim for each in struck if parse_strike(each.strike).may_end} - {COORDINATOR}
+    hit = {each.victim for each in struck if each.victim.isdigit() and parse_strike(each.strike).may_end}
+    if ending.error is not None and _names_template(ending.error):
+        return _judge_template(ending.error, struck)
     if ending.error is not None:
         return _judge_error(case, ending, hit)
     differs = compare_with_reference(ending, reference, NUM_STEPS)
     if differs is not None:
         return differs
-    alarms = without_cause(ending, [int(each.victim) for each in struck if each.victim != COORDINATOR])
+    alarms = without_cause(ending, workers_of(each.victim for each in struck))
     return Judgement("same bits", f"held for lost without a signal: {alarms}" if alarms else "")
+
+
+def _names_template(error: str) -> bool:
+    return error.startswith("the template process, from which")
+
+
+def _judge_template(error: str, struck: Sequence[Struck]) -> Judgement:
+    """A template that was killed takes the workers along; the job says so, and how the run can go on."""
+    if not any(each.victim == TEMPLATE and parse_strike(each.strike).action == "kill" for each in struck):
+        return Judgement("error", f"the template was not killed: {error}")
+    if "was killed by SIGKILL" not in error:
+        return Judgement("error", f"the error does not say how the template ended: {error}")
+    # Before it had loaded the model there was nothing to go on with.
+    if "--resume" not in error and "--overwrite" not in error and "cannot load torch and the model" not in error:
+        return Judgement("error", f"the error says no way on: {error}")
+    return Judgement("template lost", error)
 
 
 def _judge_error(case: ChaosCase, ending: Ending, hit: set[str]) -> Judgement:

@@ -2,6 +2,8 @@
 
 The launcher asks, the template answers. A worker's id is forked once. One checkpoint is committed at a time, by a
 process of its own, the committer; a request that is repeated is answered again, since its answer may have been lost.
+A coordinator that asks for another commit has given up the one before: its committer is killed, and the next one is
+forked only once that has ended, since until then it can still give its checkpoint the final name.
 Where the launcher must not fork, coordinators are forked here too, one after the other.
 When the launcher is gone, or wants the end, the others are killed at once and a commit in hand is finished.
 """
@@ -43,6 +45,12 @@ class CommitsAbandoned(NamedTuple):
     """The coordinator that has asked for a commit is gone: it is to be broken off."""
 
 
+class ForkRefused(NamedTuple):
+    """The system refuses a process: there is none that could end."""
+
+    child: int
+
+
 class ChildEnded(NamedTuple):
     """A forked process has ended, and is reaped."""
 
@@ -60,7 +68,9 @@ class EndAsked(NamedTuple):
     """The launcher is gone, or wants the end."""
 
 
-TemplateEvent = SpawnAsked | CoordinatorAsked | KillAsked | CommitAsked | CommitsAbandoned | ChildEnded | EndAsked
+TemplateEvent = (
+    SpawnAsked | ForkRefused | CoordinatorAsked | KillAsked | CommitAsked | CommitsAbandoned | ChildEnded | EndAsked
+)
 
 
 class ForkWorker(NamedTuple):
@@ -118,6 +128,10 @@ class Template:
         self._living: set[int] = set()
         self._forked: set[int] = set()
         self._committing: CommitAsked | None = None
+        self._next: CommitAsked | None = None
+        """A commit that is begun when the committer has ended that is at work."""
+        self._is_abandoned = False
+        """Whether the coordinator that has asked for the next one is gone."""
         self._answer: TellCommit | None = None
         self._is_ending = False
 
@@ -129,6 +143,9 @@ class Template:
             self._is_ending = True
             killed: list[TemplateEffect] = [KillChild(child) for child in sorted(self._living - {COMMITTER})]
             return killed or self._exit()
+        if isinstance(event, ForkRefused):
+            self._living.discard(event.child)
+            return self._exit()
         if self._is_ending:
             return []
         if isinstance(event, SpawnAsked):
@@ -142,19 +159,25 @@ class Template:
         if isinstance(event, KillAsked):
             return [KillChild(worker) for worker in event.workers if worker in self._living]
         if isinstance(event, CommitsAbandoned):
+            self._is_abandoned = True
             return [KillChild(COMMITTER)] if self._committing is not None else []
         return self._commit(event)
 
     def _commit(self, asked: CommitAsked) -> list[TemplateEffect]:
         if self._answer is not None and self._answer.number == asked.number:
             return [self._answer]
+        self._is_abandoned = False
         if self._committing is None:
-            self._committing, self._answer = asked, None
-            self._living.add(COMMITTER)
-            return [ForkCommitter(asked.request)]
+            return self._begin(asked)
         if self._committing.number != asked.number:
-            return [TellCommit(asked.number, "the checkpoint before it is still being committed")]
+            self._next = asked
+            return [KillChild(COMMITTER)]
         return []
+
+    def _begin(self, asked: CommitAsked) -> list[TemplateEffect]:
+        self._committing, self._next, self._answer = asked, None, None
+        self._living.add(COMMITTER)
+        return [ForkCommitter(asked.request)]
 
     def _ended(self, event: ChildEnded) -> list[TemplateEffect]:
         self._living.discard(event.child)
@@ -169,8 +192,17 @@ class Template:
                 self._answer = TellCommit(number, event.answer)
             else:
                 self._answer = TellCommit(number, "the process that committed it was lost", again=True)
-            effects.append(self._answer)
+            effects += [self._answer, *self._go_on()]
         return effects + self._exit()
+
+    def _go_on(self) -> list[TemplateEffect]:
+        """The committer has ended: begins the next commit, or says that it will not be made."""
+        waiting, self._next = self._next, None
+        if waiting is None or self._is_ending:
+            return []
+        if self._is_abandoned:
+            return [TellCommit(waiting.number, "it was broken off before it had begun", again=True)]
+        return self._begin(waiting)
 
     def _exit(self) -> list[TemplateEffect]:
         return [EndTemplate()] if self._is_ending and not self._living else []

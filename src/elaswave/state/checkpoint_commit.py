@@ -65,9 +65,13 @@ def commit_checkpoint(
     shards = shard_sizes(items) if sizes is None else {name: sizes[name] for name in sorted(used)}
     manifest = Manifest(format=FORMAT_VERSION, shards=shards, files=files, items=tuple(items))
     final = folder.with_suffix("")
-    if not os.path.exists(folder) and _is_committed(final, manifest):  # Path.exists may raise
-        return CheckpointRef(meta.step, final, read_meta(final))
-    check_shard_sizes(folder, manifest)
+    try:
+        check_shard_sizes(folder, manifest)
+    except CheckpointError:
+        # The folder may be there again: survivors of a loss have written once more.
+        if _is_committed(final, manifest):
+            return CheckpointRef(meta.step, final, read_meta(final))
+        raise
     assert folder.suffix == TEMPORARY_SUFFIX and final.name == folder_of(final, meta.step).name, folder
     try:
         _write_synced(folder / META_FILE, meta_bytes)

@@ -46,16 +46,11 @@ from elaswave.worker.torch_engine import EngineContext, TorchEngine
 from elaswave.worker.traced import TracedTransport
 from elaswave.worker.watch import StepWatch
 
-START_TURN_S = 5.0
-"""How long the start is waited for before it is checked whether the coordinator is still there."""
+TURN_S = 5.0
+"""How long a message of the coordinator is waited for before it is checked whether there is one."""
 NO_COORDINATOR_S = 120.0
-"""Bound of waiting for the start and for links without a coordinator. While there is one it watches all that are waited
-for, and bounds the wait: by what it sees of them, not by a constant."""
-DECISION_TIMEOUT_S = 600.0
-"""Bound of waiting for a decision, beside the pause that a policy may make before it; a new coordinator may have to be
-started in the meantime."""
-EXIT_TIMEOUT_S = 3600.0
-"""Bound of waiting for the others' last step and checkpoint."""
+"""Bound of waiting without a coordinator: for the start, for links, for a decision, for the end of the job. While there
+is one it watches all that are waited for, and bounds the wait: by what it sees of them, not by a constant."""
 FLUSH_TIMEOUT_S = 5.0
 """Bound of waiting, at the end, for the coordinator to have handled the last messages."""
 
@@ -240,30 +235,22 @@ class Worker:
 
         Raises:
             FencedError: the job has ended before this worker has.
-            WaitTimeoutError: there is no coordinator, or it does not say what must come.
+            WaitTimeoutError: there has been no coordinator for too long.
         """
         machine = self.machine
         if not machine.is_started:
-            waited_for, timeout_s = "the start has not been given", START_TURN_S
+            waited_for = "the start has not been given"
         elif machine.is_done:
-            timeout_s = EXIT_TIMEOUT_S
+            waited_for = "all steps are made, and the job has not been ended"
         else:
             self._watch.recovering()
-            timeout_s = DECISION_TIMEOUT_S + self._config.elastic.restart_s
+            waited_for = "it has not been decided how to go on"
         if self._must_end and not machine.is_done:
             raise FencedError("the job has ended" if machine.is_started else "the job has ended before it began")
         try:
-            self._hand_over(self._mailbox.next(timeout_s))
-        except WaitTimeoutError as error:
-            if not machine.is_started:
-                _check_coordinator(self._client, waited_for)
-            elif machine.is_done:
-                raise WaitTimeoutError(
-                    f"all steps are made, and the coordinator has not ended the job for {EXIT_TIMEOUT_S:.0f} s; look "
-                    "at the log of the coordinator, and resume from the last checkpoint"
-                ) from error
-            else:
-                raise
+            self._hand_over(self._mailbox.next(TURN_S))
+        except WaitTimeoutError:
+            _check_coordinator(self._client, waited_for)
 
     def _wrote(self, message: ShardWritten | ShardFailed) -> None:
         """What became of this worker's part of a checkpoint; called on the writer's thread."""

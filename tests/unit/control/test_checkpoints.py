@@ -9,10 +9,10 @@ import pytest
 
 from elaswave.config.load import load_config
 from elaswave.control import checkpoints
-from elaswave.control.checkpoints import COMMIT_S_MAX, Checkpoints
+from elaswave.control.checkpoints import BREAK_OFF_S_MAX, COMMIT_S_MAX, Checkpoints
 from elaswave.control.template_messages import CommitRequest
 from elaswave.observability.result import CheckpointRecord
-from elaswave.state.checkpoint import shard_folder, shard_name
+from elaswave.state.checkpoint import shard_folder, shard_name, verify_checkpoint
 from elaswave.state.checkpoint_commit import commit_checkpoint
 from elaswave.state.checkpoint_format import MASTER, CheckpointMeta, TensorInfo, stored_name
 from elaswave.state.checkpoint_shards import write_shard
@@ -33,11 +33,14 @@ class Job:
         self.given_up: list[tuple[int, str]] = []
         self.asked: list[tuple[int, bytes]] = []
         """Commits that have been asked for, as far as `answer` has not made them."""
+        self.broken_off: list[int] = []
+        """Commits whose end has been asked for."""
         self.checkpoints = Checkpoints(
             self.blueprint,
             run_dir,
             describe=describe or self.meta,
             commit=lambda number, request: self.asked.append((number, request)),
+            break_off=self.broken_off.append,
             begun_s=lambda step: None,
             on_written=self.written.append,
             on_given_up=lambda step, worker, reason: self.given_up.append((step, reason)),
@@ -170,14 +173,116 @@ def test_a_commit_that_fails_is_given_up_and_the_next_one_made(tmp_path: Path) -
     assert [record.step for record in job.written] == [4]
 
 
-def test_a_commit_that_is_never_answered_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+TOO_SLOW = "its commit has not ended within 600 s; is the disk too slow, or gone?"
+
+
+def late_commit(run_dir: Path, monkeypatch: pytest.MonkeyPatch, *steps: int) -> Job:
+    """A job whose first commit was asked for at 100 s, and takes too long."""
     monkeypatch.setattr(checkpoints.time, "monotonic", lambda: 100.0)
+    job = Job(run_dir)
+    complete(job, *steps)
+    assert not job.checkpoints.tick(100.0 + COMMIT_S_MAX) and job.broken_off == []
+    for late_s in (0.1, 0.2):
+        assert not job.checkpoints.tick(100.0 + COMMIT_S_MAX + late_s)
+    assert job.broken_off == [job.asked[0][0]], "once"
+    assert job.given_up == [] and job.checkpoints.is_committing, "until it has ended"
+    return job
+
+
+def test_a_commit_that_takes_too_long_is_given_up_once_its_process_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = late_commit(tmp_path, monkeypatch, 2, 4)
+    job.checkpoints.ask_again()
+    number, _ = job.asked.pop()
+    assert job.broken_off == [number, number]
+    job.asked.clear()
+    job.checkpoints.committed(number, "the process that committed it was lost", again=True)
+    assert job.given_up == [(2, TOO_SLOW)]
+    assert job.folders() == ["step-00000004.tmp"]
+    job.answer()
+    assert [record.step for record in job.written] == [4]
+
+
+def test_a_commit_that_was_to_be_broken_off_and_was_made_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = late_commit(tmp_path, monkeypatch, 2, 4)
+    job.answer()
+    assert [record.step for record in job.written] == [2, 4] and job.given_up == []
+    assert not job.checkpoints.tick(1e9)
+
+
+def test_files_stay_where_a_committer_may_be_at_work_that_cannot_be_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were they removed under it, it could give what is left the name of a whole checkpoint."""
+    job = late_commit(tmp_path, monkeypatch, 2)
+    assert not job.checkpoints.tick(100.0 + COMMIT_S_MAX + BREAK_OFF_S_MAX)
+    assert job.checkpoints.tick(100.1 + COMMIT_S_MAX + BREAK_OFF_S_MAX)
+    assert job.given_up == [(2, TOO_SLOW)] and not job.checkpoints.is_committing
+    job.checkpoints.part(job.write(2, 2, 0))
+    assert job.folders() == ["step-00000002.tmp"]
+    number, request = job.asked.pop()
+    asked = msgspec.msgpack.decode(request, type=CommitRequest)
+    commit_checkpoint(Path(asked.folder), asked.items, asked.meta, sizes=asked.sizes)
+    job.checkpoints.committed(number, None, again=False)
+    assert job.written == [], "it was given up"
+    assert verify_checkpoint(tmp_path / "checkpoints" / "step-00000002").step == 2
+
+
+def test_what_is_being_committed_at_the_end_is_not_given_up(tmp_path: Path) -> None:
+    """A worker was lost when all parts of the last checkpoint had come: survivors are told to write it again, and what
+    they say counts for nothing, since its commit has been asked for."""
+    job = Job(tmp_path)
+    complete(job, 4)
+    job.decide(2, resume_step=5, again=True)
+    for worker in (0, 1):
+        job.checkpoints.part(job.write(4, 2, worker))
+    job.checkpoints.end()
+    assert job.given_up == [] and job.checkpoints.is_committing
+    job.answer()
+    assert [record.step for record in job.written] == [4]
+    assert job.folders() == ["step-00000004"]
+    job.checkpoints.end()
+    assert job.given_up == []
+
+
+def test_parts_that_survivors_write_once_more_during_a_commit_do_not_stay(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    complete(job, 4)
+    job.decide(2, resume_step=5, again=True)
+    number, request = job.asked.pop()
+    asked = msgspec.msgpack.decode(request, type=CommitRequest)
+    commit_checkpoint(Path(asked.folder), asked.items, asked.meta, sizes=asked.sizes)
+    job.checkpoints.part(job.write(4, 2, 0))  # before the answer has come
+    assert job.folders() == ["step-00000004", "step-00000004.tmp"]
+    job.checkpoints.committed(number, None, again=False)
+    assert job.folders() == ["step-00000004"]
+
+
+def test_no_checkpoint_becomes_durable_between_the_search_for_one_and_the_decision_to_go_back(tmp_path: Path) -> None:
     job = Job(tmp_path)
     complete(job, 2)
-    assert not job.checkpoints.tick(100.0 + COMMIT_S_MAX)
-    assert job.given_up == []
-    assert job.checkpoints.tick(100.1 + COMMIT_S_MAX)
-    assert job.given_up == [(2, "its commit has not ended within 600 s; is the disk too slow, or gone?")]
+    job.answer()
+    job.checkpoints.part(job.write(4, 1, 0))
+    job.checkpoints.hold()
+    job.checkpoints.part(job.write(4, 1, 1))  # it was under way
+    assert job.asked == []
+    job.decide(2, resume_step=3, rollback=2)
+    assert job.asked == [] and job.folders() == ["step-00000002"]
+    assert [record.step for record in job.written] == [2] and job.given_up == []
+
+
+def test_a_checkpoint_that_was_complete_before_the_decision_is_committed_where_nothing_is_void(tmp_path: Path) -> None:
+    """Another loss while the search's answer was considered may have made the decision another one."""
+    job = Job(tmp_path)
+    job.checkpoints.hold()
+    complete(job, 4)
+    assert job.asked == [] and not job.checkpoints.is_committing
+    job.decide(2, resume_step=5)
+    job.answer()
+    assert [record.step for record in job.written] == [4]
 
 
 def test_a_description_that_is_too_long_to_be_sent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,11 @@ from tests.unit.faults.test_chaos import recovery, result
 
 from elaswave.faults.chaos import ChaosCase, Ending
 from elaswave.faults.outside import (
+    COMMITTER,
     COORDINATOR,
     MOMENTS,
     NUM_STEPS,
+    TEMPLATE,
     Strike,
     Struck,
     draw_outside,
@@ -49,6 +51,14 @@ def test_strikes_are_varied_and_leave_somebody() -> None:
     for case in CASES:
         struck = {worker for text in case.strikes for worker in parse_strike(text).workers}
         assert len(struck) < sum(case.config.widths)
+
+
+def test_committer_and_template_are_struck_too_and_never_stopped_for_good() -> None:
+    for victim, least in ((COMMITTER, 40), (TEMPLATE, 10)):
+        strikes = [strike for strike in STRIKES if victim in strike.victims]
+        assert len(strikes) >= least and {strike.action for strike in strikes} == {"kill", "stop"}
+        assert all(strike.victims == (victim,) and not strike.workers for strike in strikes)
+        assert all(strike.resume_ms is not None for strike in strikes if strike.action == "stop")
 
 
 @pytest.mark.parametrize("text", ["kill:3", "kill:3@lunch+1ms", "poke:1@start+5ms", "stop:1@start+5ms~ms"])
@@ -103,6 +113,15 @@ TWIN = Ending(result=GOOD_RESULT, digests={"a": "1"}, checkpoint_step=NUM_STEPS)
 WELL = msgspec.structs.replace(TWIN, exit_code=0)
 LOST = "all copies of 3 blocks (1, 2, 3) were lost with workers [0, 1], and there is no valid durable checkpoint"
 
+GONE = (
+    "the template process, from which the workers are forked, was killed by SIGKILL, and all workers have ended with "
+    "it (see run/logs/template.log); its newest checkpoint is of step 8, to go on from there: elaswave train --resume"
+)
+EARLY = (
+    "the template process, from which workers are forked, cannot load torch and the model: it was killed by SIGKILL; "
+    "see run/logs/template.log"
+)
+
 
 def hits(*victims: str, strike: str = "kill:0@start+1ms") -> list[Struck]:
     return [Struck(strike=strike, victim=victim, after_s=1.0) for victim in victims]
@@ -127,6 +146,14 @@ def hits(*victims: str, strike: str = "kill:0@start+1ms") -> list[Struck]:
         (Ending(exit_code=1, error=LOST), hits("0", COORDINATOR), "unexplained loss", "1 workers were struck"),
         (Ending(exit_code=1, error=LOST), hits("0", "1", strike="stop:0@start+1ms~50ms"), "unexplained loss", "0 work"),
         (Ending(exit_code=1, error=LOST, num_checkpoints=2), hits("0", "1"), "unexplained loss", "2 checkpoints"),
+        (WELL, hits(TEMPLATE, COMMITTER), "same bits", ""),
+        (Ending(exit_code=1, error=GONE), hits("0", TEMPLATE), "template lost", "was killed by SIGKILL"),
+        (Ending(exit_code=1, error=GONE), hits("0", COMMITTER), "error", "the template was not killed"),
+        (Ending(exit_code=1, error=GONE), hits(TEMPLATE, strike="stop:template@start+1ms~50ms"), "error", "not killed"),
+        (Ending(exit_code=1, error=GONE.replace("--resume", "")), hits(TEMPLATE), "error", "says no way on"),
+        (Ending(exit_code=1, error=GONE.replace("SIGKILL", "x")), hits(TEMPLATE), "error", "how the template ended"),
+        (Ending(exit_code=1, error=EARLY), hits(TEMPLATE), "template lost", "cannot load torch"),
+        (Ending(exit_code=1, error=LOST), hits("0", TEMPLATE), "unexplained loss", "1 workers were struck"),
     ],
 )  # fmt: skip
 def test_endings_are_judged(ending: Ending, struck: list[Struck], outcome: str, detail: str) -> None:

@@ -266,6 +266,8 @@ def test_a_commit_that_its_coordinator_did_not_live_to_tell_is_taken_over(tmp_pa
     first = commit_checkpoint(folder, items, make_meta(tensors, 3))
     again = commit_checkpoint(folder, items, make_meta(tensors, 3))
     assert again == first and not folder.exists()
+    write_shard(shard_folder(tmp_path, 3), "worker-0-epoch-2", [Piece("model.w", (8,), 0, tensors["model.w"])])
+    assert commit_checkpoint(folder, items, make_meta(tensors, 3)) == first, "survivors have begun to write once more"
     other = [msgspec.structs.replace(items[0], checksum="0" * 32)]
     with pytest.raises(CheckpointError, match="cannot read"):
         commit_checkpoint(folder, other, make_meta(tensors, 3))

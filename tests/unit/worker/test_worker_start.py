@@ -115,42 +115,64 @@ def test_a_job_that_ends_while_a_worker_waits_for_a_decision():
         worker.train()
 
 
-def test_a_decision_that_never_comes(monkeypatch):
-    monkeypatch.setattr(worker_module, "DECISION_TIMEOUT_S", 0.0)
-    machine = StartedMachine()
-    machine.is_started = True
-    worker = worker_with(mailbox(), Client(), machine)
-    worker._watch = SimpleNamespace(recovering=lambda: None)  # type: ignore[assignment]
-    with pytest.raises(WaitTimeoutError, match="the coordinator has said nothing for 0 s"):
-        worker.train()
+class Patient(Client):
+    """A connection of which the worker asks again and again; at the third time the messages come that it waits for.
+
+    Args:
+        box: takes the messages.
+        messages: that come.
+    """
+
+    def __init__(self, box: Mailbox, *messages: object) -> None:
+        self._box, self._messages = box, messages
+        self.times = 0
+
+    @property
+    def disconnected_s(self) -> float:
+        self.times += 1
+        if self.times == 3:
+            for message in self._messages:
+                self._box.receive(message)  # type: ignore[arg-type]
+        return 119.0
+
+    @disconnected_s.setter
+    def disconnected_s(self, value: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_decision_and_the_end_are_waited_for_as_long_as_there_is_a_coordinator(is_done, monkeypatch):
+    """It may commit and verify checkpoints meanwhile, which takes longer than any constant."""
+    monkeypatch.setattr(worker_module, "TURN_S", 0.0)
+
+    def started(box: Mailbox, client: Client) -> Worker:
+        worker = worker_with(box, client, StartedMachine(is_done=is_done))
+        worker.machine.is_started = True
+        worker._watch = SimpleNamespace(recovering=lambda: None)  # type: ignore[assignment]
+        return worker
+
+    what = "all steps are made, and the job has not been ended" if is_done else "it has not been decided how to go on"
+    with pytest.raises(WaitTimeoutError, match=f"{what}, and no coordinator has answered for 121 s"):
+        started(mailbox(), Client(121.0)).train()
+    box = mailbox()
+    client = Patient(box, Exit())
+    if is_done:
+        started(box, client).train()
+    else:
+        with pytest.raises(FencedError, match="the job has ended$"):
+            started(box, client).train()
+    assert client.times == 3
 
 
 def test_the_start_is_waited_for_as_long_as_there_is_a_coordinator(monkeypatch):
-    monkeypatch.setattr(worker_module, "START_TURN_S", 0.0)
+    monkeypatch.setattr(worker_module, "TURN_S", 0.0)
     with pytest.raises(
         WaitTimeoutError, match="the start has not been given, and no coordinator has answered for 121 s"
     ):
         worker_with(mailbox(PREPARE), Client(121.0), StartedMachine()).train()
 
-    class Patient(Client):
-        """Asked for the third time, it has brought the start."""
-
-        times = 0
-
-        @property
-        def disconnected_s(self) -> float:
-            self.times += 1
-            if self.times == 3:
-                box.receive(START)
-                box.receive(Exit())
-            return 119.0
-
-        @disconnected_s.setter
-        def disconnected_s(self, value: float) -> None:
-            pass
-
     box = mailbox()
-    client = Patient()
+    client = Patient(box, START, Exit())
     worker = worker_with(box, client, StartedMachine())
     worker.train()
     assert worker._links.addresses == START.addresses
@@ -222,9 +244,3 @@ def test_checkpoints_by_time_are_asked_for_by_the_lowest_member_and_then_by_the_
     box = mailbox()
     machine.disk, now_s = ShardDisk(writer, None, 0.0), 1e9  # type: ignore[arg-type]
     assert machine._request() is Request.NONE
-
-
-def test_a_job_that_is_never_ended_is_told_as_that(monkeypatch):
-    monkeypatch.setattr(worker_module, "EXIT_TIMEOUT_S", 0.0)
-    with pytest.raises(WaitTimeoutError, match="all steps are made, and the coordinator has not ended the job for 0 s"):
-        worker_with(mailbox(Stop()), Client(), StartedMachine(is_done=True)).train()
