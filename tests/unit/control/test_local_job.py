@@ -26,7 +26,6 @@ class Launcher(LocalJob):
         self._client = SimpleNamespace(turn=self._turn, send=self.sent.append)  # type: ignore[assignment]
         self._processes = SimpleNamespace(  # type: ignore[assignment]
             ask_template=self.asked.append,
-            reap_coordinator=lambda: "was killed by SIGKILL",
             template_end=lambda: "was killed by SIGKILL",
         )
         self._way_on = lambda: "so it goes on"
@@ -45,14 +44,14 @@ def launcher(tmp_path: Any) -> Launcher:
 
 
 def test_a_coordinator_is_started_at_once_where_nothing_is_being_committed(launcher: Launcher) -> None:
-    launcher._on_coordinator_exit()
+    launcher._on_coordinator_exit("was killed by SIGKILL", local_job.time.monotonic())
     assert (launcher.num_started, launcher.asked) == (1, [])
 
 
 def test_a_coordinator_waits_for_the_end_of_the_commit_in_hand_and_of_no_other(launcher: Launcher) -> None:
     launcher._on_message(CommitCheckpoint(number=4, request=b"what"))
     launcher._on_message(CommitCheckpoint(number=5, request=b"next"))
-    launcher._on_coordinator_exit()
+    launcher._on_coordinator_exit("was killed by SIGKILL", local_job.time.monotonic())
     assert launcher.asked[1:] == [CommitShards(number=5, request=b"next"), AbandonCommits()]
     assert launcher.num_started == 0
     launcher._on_commit_done(CommitDone(number=4, error="late"))
@@ -70,7 +69,7 @@ def test_a_commit_that_does_not_end_is_not_waited_for_for_ever(
     now_s = 100.0
     monkeypatch.setattr(local_job, "time", SimpleNamespace(monotonic=lambda: now_s))
     launcher._on_message(CommitCheckpoint(number=4, request=b"what"))
-    launcher._on_coordinator_exit()
+    launcher._on_coordinator_exit("was killed by SIGKILL", local_job.time.monotonic())
     for _ in range(round(ABANDON_S_MAX / 0.25) - 1):
         now_s += 0.25
         launcher._look_at_template()
