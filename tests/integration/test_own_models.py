@@ -20,7 +20,7 @@ from elaswave.observability.processes import read_processes
 from elaswave.observability.result import EVENTS_FILE, RESULT_FILE
 
 
-@pytest.fixture(params=[FORK, FRESH])
+@pytest.fixture(params=[FORK, pytest.param(FRESH, marks=pytest.mark.slow)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the template begins."""
     use(request.param, monkeypatch)
@@ -44,7 +44,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> elaswave.Result:
     [
         (FORK, [2, 2], ("kill:2@3:backward", "kill:coordinator@5")),
         (FRESH, [1, 2], ("kill:random@4:gather", "kill:coordinator@6")),
-        (FORK, [1, 1, 1], ("kill:1@6:vote",)),
+        pytest.param(FORK, [1, 1, 1], ("kill:1@6:vote",), marks=pytest.mark.slow),
     ],
     indirect=["way"],
 )
@@ -160,6 +160,7 @@ def test_a_resume_with_another_model_or_dataset_is_refused(tmp_path, monkeypatch
         train(run, more)
 
 
+@pytest.mark.slow
 def test_a_second_training_in_one_script(tmp_path, monkeypatch):
     use(FORK, monkeypatch)
     monkeypatch.chdir(tmp_path)

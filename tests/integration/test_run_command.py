@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,21 +111,28 @@ def _members(session: int) -> list[int]:
     return found
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the script prints when python runs it."""
+    folder = tmp_path_factory.mktemp("plain")
+    with script(folder, SCRIPT) as path:
+        return digest_of(run(folder, sys.executable, path.name))
+
+
 def digest_of(done: subprocess.CompletedProcess[str]) -> list[str]:
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("digest ")]
     return line.split()
 
 
-def test_a_script_runs_by_itself_and_with_the_command_whose_options_are_stronger(tmp_path):
+def test_a_script_runs_by_itself_and_with_the_command_whose_options_are_stronger(plain, tmp_path):
     with script(tmp_path, SCRIPT) as path:
-        plain = digest_of(run(tmp_path, sys.executable, path.name))
-        assert plain[2:] == ["5", "6"]
+        assert plain[2:] == ["5", "7"]
         forked = run(tmp_path, *RUN, "--set", "layout.widths=[2,2]", "--fault", "kill:2@3:any", path.name)
         assert digest_of(forked) == plain
         assert "lost in" in forked.stdout
         more = run(tmp_path, *RUN, "--run-dir", "r", "--workers", "3", "--set", "run.steps=3", path.name)
-        assert digest_of(more)[2:] == ["3", "6"]
+        assert digest_of(more)[2:] == ["3", "7"]
         resumed = run(tmp_path, *RUN, "--run-dir", "r", "--resume", "--json", "--set", "layout.widths=[1]", path.name)
         document = json.loads(resumed.stdout)
         assert document["state_digest"] == plain[1] and document["steps"] == 5
@@ -142,7 +150,7 @@ def test_a_script_runs_by_itself_and_with_the_command_whose_options_are_stronger
         assert run(tmp_path, *RUN[:-1], "inspect", "r").returncode == 0
 
 
-def test_a_process_with_threads_and_a_running_loop_trains_a_cell(tmp_path):
+def test_a_process_with_threads_and_a_running_loop_trains_a_cell(plain, tmp_path):
     """As a notebook has it: no file, a thread of its own, an event loop that runs, classes of ``__main__``."""
     cell = SCRIPT.replace('if __name__ == "__main__":\n    main()\n', "main()\n")
     text = f"""
@@ -156,18 +164,17 @@ async def run_cell(code):
 
 asyncio.run(run_cell({cell!r}))
 """
-    with script(tmp_path, SCRIPT) as path:
-        plain = digest_of(run(tmp_path, sys.executable, path.name))
     with script(tmp_path, text) as path:
         assert digest_of(run(tmp_path, sys.executable, path.name, threads=2)) == plain
 
 
-def test_a_training_may_run_in_a_thread(tmp_path):
+@pytest.mark.slow
+def test_a_training_may_run_in_a_thread(plain, tmp_path):
     text = SCRIPT.replace(
         "    main()\n", "    import threading\n    t = threading.Thread(target=main)\n    t.start(); t.join()\n"
     )
     with script(tmp_path, text) as path:
-        assert digest_of(run(tmp_path, sys.executable, path.name))[2:] == ["5", "6"]
+        assert digest_of(run(tmp_path, sys.executable, path.name)) == plain
 
 
 def test_no_process_outlives_a_script_that_is_killed(tmp_path):
@@ -226,3 +233,15 @@ def test_the_example_has_the_same_bits_when_workers_are_killed(tmp_path):
     lines = [done.stdout.splitlines()[-1] for done in (calm, struck)]
     assert lines[0] == lines[1] and lines[0].startswith("loss 5."), calm.stderr + struck.stderr
     assert struck.stdout.count("lost in") == 2
+
+
+@pytest.mark.slow
+def test_the_script_on_the_page_runs(tmp_path):
+    (text,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "own-models.md").read_text(), re.M | re.S)
+    with script(tmp_path, text) as path:
+        done = run(tmp_path, *RUN, "--run-dir", "r", path.name)
+    assert done.returncode == 0 and "finished 20 steps" in done.stdout, done.stderr
+    planned = run(tmp_path, *RUN[:-1], "plan", "r", "--lose", "1", "--json")
+    assert planned.returncode == 0, planned.stderr
+    document = json.loads(planned.stdout)
+    assert document["before"]["throughput_unit"] == "samples/s" and document["after"]["throughput"] > 0

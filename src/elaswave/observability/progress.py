@@ -210,8 +210,10 @@ def format_rate(rate: float | None, unit: str = TOKENS_PER_S) -> str:
 def _summary(result: RunResult, run_dir: Path, *, width: int, ascii_only: bool) -> list[str]:
     """The closing lines of a run."""
     losses = [from_json_float(loss) for loss in result.losses]
-    tokens, samples = result.throughput_tokens_per_s, result.throughput_samples_per_s
-    rate = format_rate(samples, SAMPLES_PER_S) if tokens is None and samples is not None else format_rate(tokens)
+    is_own = (result.config.get("model") or {}).get("family") == OWN
+    rate = format_rate(result.throughput_tokens_per_s)
+    if is_own:
+        rate = format_rate(result.throughput_samples_per_s, SAMPLES_PER_S)
     lines = [f"finished {result.steps} steps in {result.duration_s:.1f} s (start-up {result.start_up_s:.1f} s), {rate}"]
     if losses:
         arrow = "->" if ascii_only else "→"
