@@ -39,8 +39,9 @@ from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import how_it_ended
 from elaswave.control.job_folder import JobFolder
 from elaswave.control.job_processes import COORDINATOR_EXIT, TEMPLATE, TEMPLATE_EXIT, TICK_S, JobProcesses
+from elaswave.control.launcher_waits import LauncherWaits, how_it_stands_still
 from elaswave.control.script import Script
-from elaswave.control.standstill import AwakeTime, Standstill
+from elaswave.control.standstill import Standstill
 from elaswave.control.step_calls import StepCalls
 from elaswave.control.stop_signals import STOP_SIGNALS, stop_signals
 from elaswave.control.template import TemplateSetup
@@ -81,13 +82,8 @@ from elaswave.worker.run_plan import RunPlan
 
 LOOK_S = 1.0
 """Between two looks at the processes of workers that have not registered."""
-TEMPLATE_STILL_S = 20.0
-"""How long the template may use no processor time while it loads torch and the model, or forks workers: however slowly
-it does that, it uses some."""
 LAST_WORDS_S = 1.0
 """After the template's end, how long the coordinator may take to say whether the job was over before."""
-ABANDON_S_MAX = 60.0
-"""How long the process that commits a checkpoint may take to end once it is to be killed."""
 STARTING_S = 10.0
 """Between two lines about a start that lasts."""
 STOP_GRACE_S = 300.0
@@ -157,10 +153,7 @@ class LocalJob:
         """With a coordinator that does not accept the agent."""
         self._committing: int | None = None
         """Number of the commit that the template has been asked for and has not answered."""
-        self._abandoning: AwakeTime | None = None
-        """While a coordinator is to be started as soon as the one before has no commit in hand any more."""
-        self._unforked: set[int] = set()
-        """Workers that the template is to fork."""
+        self._waits = LauncherWaits()
         self._key = secrets.token_bytes(32)
         self._job_folder = JobFolder()
         self._folder = self._job_folder.path
@@ -208,14 +201,10 @@ class LocalJob:
             ended = self._processes.template_end()
             if ended is not None:
                 raise LaunchError(self._unprepared(f"it {ended}"))
-            if self._stands_still(standstill):
-                raise LaunchError(self._unprepared(_still()))
+            still = how_it_stands_still(standstill, self._processes.template_facts(), time.monotonic())
+            if still is not None:
+                raise LaunchError(self._unprepared(still))
             self._say_starting()
-
-    def _stands_still(self, standstill: Standstill) -> bool:
-        """Whether the template has used no processor time for too long."""
-        facts = self._processes.template_facts()
-        return facts is not None and standstill.look(facts.cpu_s, time.monotonic()) > TEMPLATE_STILL_S
 
     def _unprepared(self, text: str) -> str:
         log = self._run_dir / "logs" / TEMPLATE_LOG
@@ -243,7 +232,7 @@ class LocalJob:
         self._calls.begin(0 if checkpoint is None else checkpoint.meta.step)
         self._start_coordinator()
         self._processes.ask_template(SpawnWorkers(workers=plan.layout.workers, checkpoint=checkpoint))
-        self._unforked, self._forking = set(plan.layout.workers), Standstill(time.monotonic())
+        self._waits.for_forks(plan.layout.workers, time.monotonic())
         self._client = ControlClient(
             self._listen,
             self._key,
@@ -292,12 +281,15 @@ class LocalJob:
                 elif key.data == TEMPLATE:
                     self._hear_template()
             wait_s = self._client.turn()
-            self._look_at_template()
+            overdue = self._waits.overdue(self._processes.template_facts(), time.monotonic())
+            if overdue is not None:
+                raise RecoveryError(f"{overdue}; see {self._run_dir / 'logs'}; {self._way_on()}")
             self._look_at_awaited()
             age_s = time.monotonic() - self._coordinator_since_s
             if min(age_s, self._client.disconnected_s) > self._patience_s:
                 self._patience_s *= 2  # where none is ready in time, not one after the other is to be killed
                 self._processes.kill_coordinator()
+                self._waits.for_killed_coordinator(time.monotonic())
             self._reporter.refresh()
             self._say_starting()
             if self.stop_signal is not None or self._calls.error is not None:
@@ -309,25 +301,6 @@ class LocalJob:
                     self._calls.raise_error()
                     assert self.stop_signal is not None
                     raise StoppedBySignalError(self.stop_signal, "killed: it did not end in time after the signal")
-
-    def _look_at_template(self) -> None:
-        """Ends the job if the template does not do what the job cannot go on without.
-
-        Raises:
-            LaunchError: it does not fork the workers.
-            RecoveryError: the commit does not end that the coordinator before had in hand.
-        """
-        if self._unforked and self._stands_still(self._forking):
-            raise LaunchError(
-                f"the template process does not fork the workers {sorted(self._unforked)}: {_still()}; see "
-                f"{self._run_dir / 'logs' / TEMPLATE_LOG}"
-            )
-        if self._abandoning is not None and self._abandoning.passed_s(time.monotonic()) > ABANDON_S_MAX:
-            raise RecoveryError(
-                "the coordinator is lost, and no other one can be started: the process that was committing a "
-                f"checkpoint was to be killed, and has not ended within {ABANDON_S_MAX:.0f} s; is its disk gone, or "
-                f"the template process stopped? {self._way_on()}"
-            )
 
     def _look_at_awaited(self) -> None:
         """Tells the coordinator now and then how the workers get on that it waits for."""
@@ -426,6 +399,7 @@ class LocalJob:
                 coordinator_ends_s=tuple(self._agent.coordinator_ends_s),
             )
             self._processes.ask_for_coordinator(number, message)
+            self._waits.for_forks((COORDINATOR,), time.monotonic())
             return
         setup = CoordinatorSetup(
             plan=self._plan,
@@ -445,6 +419,7 @@ class LocalJob:
 
     def _on_coordinator_exit(self, text: str, at_s: float) -> None:
         assert self._client is not None
+        self._waits.coordinator_ended()
         self._client.turn()  # its last words
         for effect in self._agent.handle(CoordinatorEnded(text, text.endswith("with status 1"), at_s)):
             if not isinstance(effect, StartCoordinator):
@@ -454,7 +429,7 @@ class LocalJob:
                 self._start_coordinator()
             else:
                 # The next one may go back behind that checkpoint: it must not appear when it has looked.
-                self._abandoning = AwakeTime(at_s)
+                self._waits.for_commit(at_s)
                 self._processes.ask_template(AbandonCommits())
 
     # -------------------------------------------------------------------------------------------------------- template
@@ -471,7 +446,7 @@ class LocalJob:
                 raise LaunchError(message.text)
             else:
                 assert isinstance(message, Spawned), message
-                self._unforked.discard(message.child)
+                self._waits.forked(message.child)
 
     def _on_worker_end(self, event: AgentEvent) -> None:
         for effect in self._agent.handle(event):
@@ -482,9 +457,9 @@ class LocalJob:
     def _on_commit_done(self, message: CommitDone) -> None:
         if message.number == self._committing:
             self._committing = None
-        if self._abandoning is not None:
+        if self._waits.is_for_commit:
             if self._committing is None:
-                self._abandoning = None
+                self._waits.commit_ended()
                 self._start_coordinator()
         elif self._client is not None:
             self._client.send(CheckpointCommitted(number=message.number, error=message.error, again=message.again))
@@ -530,7 +505,3 @@ class LocalJob:
         if self._client is not None:
             self._client.close(0.0)
         self._job_folder.close()
-
-
-def _still() -> str:
-    return f"it has used no processor time for {TEMPLATE_STILL_S:.0f} s; was it stopped?"

@@ -1,5 +1,7 @@
 """What the launcher does when a commit ends, or the template: without processes."""
 
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,9 +9,12 @@ import pytest
 
 from elaswave.control import local_job
 from elaswave.control.agent_messages import BreakOffCommit, CheckpointCommitted, CommitCheckpoint, Ended
-from elaswave.control.local_job import ABANDON_S_MAX, LocalJob
-from elaswave.control.template_messages import AbandonCommits, CommitDone, CommitShards
+from elaswave.control.coordinator import JOURNAL_FILE
+from elaswave.control.launcher_waits import LauncherWaits
+from elaswave.control.local_job import LocalJob
+from elaswave.control.template_messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
 from elaswave.errors import RecoveryError
+from elaswave.observability.processes import ProcessFacts
 from elaswave.protocol.agent import Agent
 
 
@@ -20,7 +25,7 @@ class Launcher(LocalJob):
         self.asked: list[object] = []
         self.sent: list[object] = []
         self.num_started = 0
-        self._committing, self._abandoning, self._unforked, self._ended = None, None, set(), None
+        self._committing, self._waits, self._ended = None, LauncherWaits(), None
         self.last_words: Ended | None = None
         self._agent, self._run_dir = Agent(), tmp_path
         self._client = SimpleNamespace(turn=self._turn, send=self.sent.append)  # type: ignore[assignment]
@@ -63,24 +68,6 @@ def test_a_coordinator_waits_for_the_end_of_the_commit_in_hand_and_of_no_other(l
     assert launcher.sent == [CheckpointCommitted(number=6, error=None, again=False)]
 
 
-def test_a_commit_that_does_not_end_is_not_waited_for_for_ever(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s = 100.0
-    monkeypatch.setattr(local_job, "time", SimpleNamespace(monotonic=lambda: now_s))
-    launcher._on_message(CommitCheckpoint(number=4, request=b"what"))
-    launcher._on_coordinator_exit("was killed by SIGKILL", local_job.time.monotonic())
-    for _ in range(round(ABANDON_S_MAX / 0.25) - 1):
-        now_s += 0.25
-        launcher._look_at_template()
-    now_s += 3600.0
-    launcher._look_at_template()  # it was stopped itself
-    with pytest.raises(RecoveryError, match="has not ended within 60 s; is its disk gone, or .* so it goes on"):
-        for _ in range(4):
-            now_s += 0.25
-            launcher._look_at_template()
-
-
 def test_only_the_commit_in_hand_is_broken_off(launcher: Launcher) -> None:
     launcher._on_message(BreakOffCommit(number=4))
     assert launcher.asked == []
@@ -106,3 +93,19 @@ def test_the_end_of_the_template_is_no_trouble_to_a_job_that_was_over(outcome: s
     launcher.last_words = Ended(outcome=outcome)
     launcher._check_template()
     assert launcher._ended == Ended(outcome=outcome)
+
+
+def test_a_coordinator_that_the_template_is_to_fork_is_not_waited_for_for_ever(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    (tmp_path / JOURNAL_FILE).touch()
+    launcher._folder, launcher._script = tmp_path, object()  # type: ignore[assignment]
+    launcher._sampler, launcher._checkpoint, launcher._started_s = SimpleNamespace(num_samples=8), None, 0.0  # type: ignore[assignment]
+    launcher._processes.ask_for_coordinator = lambda number, message: launcher.asked.append(message)  # type: ignore[method-assign]
+    LocalJob._start_coordinator(launcher)
+    assert [type(message) for message in launcher.asked] == [SpawnCoordinator]
+    stopped = ProcessFacts(state="T", parent=1, cpu_s=1.0, start_ticks=0)
+    begin_s = time.monotonic()
+    told = [launcher._waits.overdue(stopped, begin_s + tick / 4) for tick in range(100)]
+    assert told[0] is None and "does not fork the coordinator: it has used no processor time" in str(told[-1])
+    assert len([text for text in told if text]) < 25
