@@ -4,7 +4,9 @@ import math
 import os
 import re
 import signal
+import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from torch import nn
 
 import elaswave
 from elaswave.data.sampler import Sampler
-from elaswave.errors import CheckpointError, DataError, RunFolderError, UsageError, WorkerError
+from elaswave.errors import CheckpointError, DataError, LaunchError, RunFolderError, UsageError, WorkerError
 from elaswave.observability.events import StepCommitted, read_events
 from elaswave.observability.processes import read_processes
 from elaswave.observability.result import EVENTS_FILE, RESULT_FILE
@@ -267,6 +269,18 @@ def test_what_cannot_be_pickled_is_named(tmp_path, monkeypatch):
     points.lock = threading.Lock()
     with pytest.raises(UsageError, match=r"the dataset \(or collate\) cannot be sent .*TypeError.*than one thread"):
         train(tmp_path / "run", {"layout.widths": [1]}, dataset=points)
+
+
+def test_what_the_fresh_interpreter_cannot_load_is_named(tmp_path, monkeypatch):
+    use(FRESH, monkeypatch)
+    ghost = types.ModuleType("ghost")
+    exec("def loss(outputs, targets):\n    return (outputs - targets).square().mean()\n", ghost.__dict__)
+    monkeypatch.setitem(sys.modules, "ghost", ghost)
+    with pytest.raises(LaunchError, match="what the script trains cannot be loaded: ModuleNotFoundError: .*ghost"):
+        train(tmp_path / "run", {"layout.widths": [1]}, loss=ghost.loss)
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(LaunchError, match="does not know which Python runs it"):
+        train(tmp_path / "other", {"layout.widths": [1]})
 
 
 def test_the_template_forks_the_coordinators_of_a_script(tmp_path, monkeypatch, way):
