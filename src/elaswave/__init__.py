@@ -6,13 +6,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elaswave.api.result import Result
     from elaswave.api.trainer import Trainer
+    from elaswave.models.calls import LossOutput, aux_loss, batch
     from elaswave.models.layers import Layer
 
-__all__ = ["Layer", "Result", "Trainer", "__version__"]
+__all__ = ["Layer", "LossOutput", "Result", "Trainer", "__version__", "aux_loss", "batch"]
 
 __version__ = "0.1.0"
 
-_PLACES = {"Layer": "elaswave.models.layers", "Result": "elaswave.api.result", "Trainer": "elaswave.api.trainer"}
+_PLACES = {
+    "Layer": "elaswave.models.layers",
+    "LossOutput": "elaswave.models.calls",
+    "Result": "elaswave.api.result",
+    "Trainer": "elaswave.api.trainer",
+    "aux_loss": "elaswave.models.calls",
+    "batch": "elaswave.models.calls",
+}
 """Where each public name stands; imported when it is asked for, since most need torch."""
 
 

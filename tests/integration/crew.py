@@ -165,4 +165,7 @@ def one_at_a_time(engine: TorchEngine) -> None:
     compute = engine.compute
     compute._run_layer = locked(compute._run_layer)  # type: ignore[method-assign]
     compute._forward_loss = locked(compute._forward_loss)  # type: ignore[method-assign]
+    compute.backward = locked(compute.backward)  # type: ignore[method-assign]  # a checkpoint may draw again
+    compute.backward_input = locked(compute.backward_input)  # type: ignore[method-assign]
+    compute.backward_weights = locked(compute.backward_weights)  # type: ignore[method-assign]
     engine._materialise = locked(engine._materialise)  # type: ignore[method-assign]

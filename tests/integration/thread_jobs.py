@@ -36,6 +36,7 @@ from elaswave.protocol.messages import (
 )
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.state.store import HeldBlock
+from elaswave.training.definition import Training
 from elaswave.types import ExecutionParameters, Layout
 from elaswave.worker import process as worker_module
 from elaswave.worker import torch_engine
@@ -76,6 +77,7 @@ class ThreadJob(CoordinatorDriver):
         on_effect: called before each effect of the coordinator's machine; returns whether it is to be carried out.
         restart_in: epochs whose losses lead back to the beginning, as a policy of restarting asks for.
         machine_class: of every worker's machine; replaced to plant bugs.
+        training: what is trained; None: what the configuration describes.
     """
 
     def __init__(
@@ -88,13 +90,16 @@ class ThreadJob(CoordinatorDriver):
         on_effect: Callable[[events.CoordinatorEffect], bool] = lambda effect: True,
         restart_in: Collection[int] = (),
         machine_class: type[Machine] = WorkerMachine,
+        training: Training | None = None,
     ) -> None:
         self.config = small_config(settings)
-        self.blueprint = Blueprint(self.config)
+        self.blueprint = Blueprint(self.config, training)
         self.reports: list[StepReport] = []
         """Step reports in the order in which they came."""
         self.evaluations: dict[int, float] = {}
         """Step -> validation loss."""
+        self.evaluated_metrics: dict[int, dict[str, float]] = {}
+        """Step -> metrics of the evaluation."""
         self.shards: list[ShardWritten] = []
         self.new_epochs: list[events.NewEpoch] = []
         self.decisions: list[Decision] = []
@@ -226,6 +231,7 @@ class ThreadJob(CoordinatorDriver):
             checkpoint=None,
             probe=self,
             profile=False,
+            training=self.blueprint.training,
         )
         try:
             made = Crewmate(setup, client, mailbox, transport)
@@ -270,6 +276,7 @@ class ThreadJob(CoordinatorDriver):
                 self.reports.append(message)
             elif isinstance(message, EvaluationReport):
                 self.evaluations[message.step] = message.loss
+                self.evaluated_metrics[message.step] = message.metrics
             elif isinstance(message, ShardWritten):
                 self.shards.append(message)
             elif isinstance(message, Finished):

@@ -1,16 +1,17 @@
 """Evaluates a checkpoint in the script's process: the same numbers as an evaluation while training gives."""
 
-import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from elaswave.config.schema import Config
 from elaswave.errors import CheckpointError
+from elaswave.protocol.scores import Means, means_of, score_words
 from elaswave.state.checkpoint import CheckpointRef, checkpoint_of_step, find_newest_checkpoint, verify_checkpoint
 from elaswave.state.export import stored_weights
 from elaswave.state.flat import FlatLayer
@@ -18,10 +19,11 @@ from elaswave.training.definition import Training
 from elaswave.training.evaluation import evaluation_samples
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.compute import Compute
+from elaswave.worker.microbatches import Microbatches
 
 
-def evaluation_loss(config: Config, training: Training, run_dir: Path, checkpoint: str | Path | int | None) -> float:
-    """The mean loss of a checkpoint's weights on the evaluation dataset.
+def evaluation_means(config: Config, training: Training, run_dir: Path, checkpoint: str | Path | int | None) -> Means:
+    """Loss and metrics of a checkpoint's weights on the evaluation dataset.
 
     Args:
         config: of the run.
@@ -42,15 +44,29 @@ def evaluation_loss(config: Config, training: Training, run_dir: Path, checkpoin
     samples = training.open_samples(run_dir / "data")
     num_samples, size = samples.num_samples("validation"), config.batch.microbatch_size
     with _as_in_a_worker():
+
+        def fetch(step: int, microbatch: int) -> tuple[Any, Any]:
+            return samples.batch(evaluation_samples(microbatch, size, num_samples), "validation")
+
+        microbatches = Microbatches(fetch, fetch)
         compute = Compute(
-            blueprint.model, layers, {}, seed=config.run.seed, recompute=False, between_layers=lambda: None
+            blueprint.model,
+            layers,
+            {},
+            seed=config.run.seed,
+            recompute=False,
+            between_layers=lambda: None,
+            inputs=microbatches.inputs,
+            has_canary=True,  # which looks at backwards only
         )
         compute.begin(found.step, ())
         for microbatch in range(config.run.eval_microbatches):
-            indices = evaluation_samples(microbatch, size, num_samples)
-            inputs, targets = samples.batch(indices, "validation")
+            inputs, targets = microbatches.get(found.step, microbatch, train=False)
             compute.forward(range(len(layers)), microbatch, inputs, targets, train=False)
-    return math.fsum(compute.losses.values()) / config.run.eval_microbatches
+            microbatches.release(found.step, microbatch, train=False, is_over=True)
+    num_microbatches = config.run.eval_microbatches
+    words = score_words(compute.scoring.scores, num_microbatches, len(blueprint.model.metrics))
+    return means_of(words, num_microbatches, num_microbatches)
 
 
 def _checkpoint(run_dir: Path, checkpoint: str | Path | int | None) -> CheckpointRef:

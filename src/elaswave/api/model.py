@@ -5,7 +5,7 @@ computes with a copy of it. What the engine cannot train yet is refused here, al
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from elaswave.errors import UsageError
+from elaswave.models.admission import check_module
 from elaswave.models.layers import Layer, ModelSpec
+from elaswave.protocol.scores import AUX_LOSS
 
 _LAYERS_MAX = 1024
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -46,12 +48,12 @@ class OwnModelSpec:
 
     Args:
         model: an ``nn.Sequential``, or a list of modules and `Layer`.
-        loss: of the last layer's output and the targets.
+        loss, metrics: of the last layer's output and the targets.
     Raises:
         UsageError: lists everything that is wrong with it.
     """
 
-    def __init__(self, model: Any, loss: Any) -> None:
+    def __init__(self, model: Any, loss: Any, metrics: Any = None) -> None:
         named = _named(model)
         layers = tuple(
             each if isinstance(each, Layer) else Layer(name=name, build=CopyOf(each)) for name, each in named
@@ -59,7 +61,8 @@ class OwnModelSpec:
         problems = _problems_with_names(layers)
         if not callable(loss):
             problems.append(f"the loss is of type {type(loss).__name__}, needed: a function of outputs and targets")
-        self.spec = ModelSpec(layers=layers, loss=loss)
+        problems += _problems_with_metrics(metrics or {})
+        self.spec = ModelSpec(layers=layers, loss=loss, metrics=metrics or {})
         with torch.device("meta"):
             modules = [layer.build() for layer in layers]
         for layer, module in zip(layers, modules, strict=True):
@@ -120,13 +123,26 @@ def _problems_with_names(layers: Sequence[Layer]) -> list[str]:
     return problems
 
 
+def _problems_with_metrics(metrics: Any) -> list[str]:
+    if not isinstance(metrics, Mapping):
+        return [f"metrics are of type {type(metrics).__name__}, needed: a dictionary of functions by name"]
+    problems = [
+        f"the metric {name!r} is of type {type(metric).__name__}, needed: a function of outputs and targets"
+        for name, metric in metrics.items()
+        if not isinstance(name, str) or not callable(metric)
+    ]
+    if AUX_LOSS in metrics:
+        problems.append(f"a metric is called {AUX_LOSS}, as what auxiliary losses add to the loss is; rename it")
+    return problems
+
+
 def _problems_with_layer(layer: Layer, module: nn.Module) -> list[str]:
     """What of a layer cannot be trained (yet), by its full names."""
-    problems = [
-        f"{what} of layer {layer.name} is not supported yet; leave it out"
-        for what, is_set in (("ties", layer.ties), ("recompute", layer.recompute), ("compile", layer.compile))
-        if is_set
-    ]
+    problems = [f"ties of layer {layer.name} is not supported yet; leave it out"] if layer.ties else []
+    try:
+        check_module(layer.name, module)
+    except UsageError as error:
+        problems.append(str(error))
     for name, parameter in module.named_parameters():
         full = f"{layer.name}.{name}"
         if not parameter.requires_grad:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
-from elaswave.api.evaluation import evaluation_loss
+from elaswave.api.evaluation import evaluation_means
 from elaswave.api.model import OwnModelSpec, dtype_name
 from elaswave.api.process import template_environment
 from elaswave.api.result import Result
@@ -68,7 +68,7 @@ class Trainer:
         run_dir: str | Path | None = None,
         resume: bool = False,
     ) -> None:
-        self._model = OwnModelSpec(model, loss)
+        self._model = OwnModelSpec(model, loss, metrics)
         self._optimizer = optimizer
         self._grad_clip = grad_clip
         self._config = {} if config is None else config
@@ -78,7 +78,7 @@ class Trainer:
         self._resume = resume
         self._newest: Path | None = self._run_dir
         """Folder of the newest run."""
-        problems = [*_unsupported(optimizer, lr_scheduler, grad_clip, loaders, metrics)]
+        problems = [*_unsupported(optimizer, lr_scheduler, grad_clip, loaders)]
         problems += [*_problems_with_dataset("dataset", dataset)]
         if eval_dataset is not None:
             problems += _problems_with_dataset("eval_dataset", eval_dataset)
@@ -118,7 +118,7 @@ class Trainer:
             checkpoint: folder of a checkpoint, or its step; None: the newest of the run that this trainer has trained
                 last, or of its `run_dir`.
         Returns:
-            ``{"loss": mean loss}``.
+            ``{"loss": mean loss}``, and the means of all metrics by name.
         Raises:
             UsageError: there is no evaluation dataset, or no run.
             CheckpointError: there is no such checkpoint, or it is damaged.
@@ -128,7 +128,8 @@ class Trainer:
         if self._newest is None:
             raise UsageError("nothing was trained yet: call train first, or give the run_dir of a run to the Trainer")
         config = saved_config(self._newest)
-        return {"loss": evaluation_loss(config, self._training(config), self._newest, checkpoint)}
+        means = evaluation_means(config, self._training(config), self._newest, checkpoint)
+        return {"loss": means.loss, **means.by_name(list(self._model.spec.metrics))}
 
     def _resolved(self, options: JobOptions, workers: int | None, overrides: tuple[str, ...]) -> Config:
         model = self._model
@@ -152,9 +153,9 @@ class Trainer:
             open_samples=lambda folder: samples,
         )
 
-    def _after_step(self, step: int, loss: float) -> None:
+    def _after_step(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
         for call in self._callbacks:
-            call(step, loss, {})
+            call(step, loss, dict(metrics))
 
 
 def _step_function(callback: Any) -> Callable[[int, float, Mapping[str, float]], Any]:
@@ -173,7 +174,7 @@ def _step_function(callback: Any) -> Callable[[int, float, Mapping[str, float]],
     return function
 
 
-def _unsupported(optimizer: object, lr_scheduler: object, grad_clip: float, loaders: int, metrics: object) -> list[str]:
+def _unsupported(optimizer: object, lr_scheduler: object, grad_clip: float, loaders: int) -> list[str]:
     """Arguments that cannot be used, or not yet."""
     problems = []
     if optimizer is not None:
@@ -187,8 +188,6 @@ def _unsupported(optimizer: object, lr_scheduler: object, grad_clip: float, load
         problems.append(f"grad_clip = {grad_clip} goes with an optimizer; set optimizer.grad_clip in the config")
     if loaders:
         problems.append(f"loaders = {loaders} is not supported yet; leave it out: each worker loads its own samples")
-    if metrics:
-        problems.append("metrics are not supported yet; leave them out")
     return problems
 
 

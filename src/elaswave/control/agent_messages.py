@@ -79,6 +79,8 @@ class ShowStep(Message, frozen=True, kw_only=True):
     data_pass: int
     epoch: int
     layout_name: str
+    metrics: dict[str, float] = {}
+    """By name."""
 
 
 class StepLosses(Message, frozen=True, kw_only=True):
@@ -86,6 +88,8 @@ class StepLosses(Message, frozen=True, kw_only=True):
 
     first_step: int
     losses: list[float]
+    metrics: list[dict[str, float]] = []
+    """Of each of them, by name."""
 
 
 class ShowEvaluation(Message, frozen=True, kw_only=True):

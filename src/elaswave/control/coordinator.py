@@ -390,7 +390,9 @@ class CoordinatorProcess(CoordinatorDriver):
                 self._on_end_of_process(exited.worker, exited.text)
             losses = self._state.losses[message.called_step :]
             if losses:
-                self._server.send(AGENT, StepLosses(first_step=message.called_step + 1, losses=losses))
+                first, metrics = message.called_step + 1, self._state.metrics
+                told = [dict(metrics.get(step, {})) for step in range(first, first + len(losses))]
+                self._server.send(AGENT, StepLosses(first_step=first, losses=losses, metrics=told))
             if message.stop:
                 self._stop_workers()
             self._recorder.checkpoints.ask_again()

@@ -18,6 +18,8 @@ class Published(msgspec.Struct, frozen=True, kw_only=True, tag="published"):
     loss: float
     finished_s: float
     """Monotonic time of the machine at which the step was done."""
+    metrics: dict[str, float] = {}
+    """By name."""
 
 
 class Entered(msgspec.Struct, frozen=True, kw_only=True, tag="entered"):

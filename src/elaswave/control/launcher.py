@@ -119,7 +119,8 @@ def train(
         ended = job.run(plan, sampler, checkpoint, lambda: _way_on(config, run_dir))
         job.raise_callback_error()
         result = _outcome(ended, job.stop_signal, run_dir)
-        job.finish_calls([from_json_float(loss) for loss in result.losses])
+        metrics = {name: list(map(from_json_float, values)) for name, values in result.metrics.items()}
+        job.finish_calls([from_json_float(loss) for loss in result.losses], metrics)
         job.raise_callback_error()
     except StoppedBySignalError as error:
         job.end()  # from now on no process writes checkpoints

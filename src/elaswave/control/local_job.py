@@ -11,7 +11,7 @@ import secrets
 import selectors
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -131,7 +131,7 @@ class LocalJob:
     ) -> None:
         self.stop_signal: int | None = None
         self._script = script
-        self._calls = StepCalls(script.on_step if script is not None else lambda step, loss: None)
+        self._calls = StepCalls(script.on_step if script is not None else lambda step, loss, metrics: None)
         self._config = config
         self._run_dir = run_dir
         self._reporter = reporter
@@ -358,10 +358,10 @@ class LocalJob:
                 message.layout_name,
                 SAMPLES_PER_S if message.counts_samples else TOKENS_PER_S,
             )
-            self._calls.published(message.step, message.loss)
+            self._calls.published(message.step, message.loss, message.metrics)
         elif isinstance(message, StepLosses):
-            for step, loss in enumerate(message.losses, message.first_step):
-                self._calls.published(step, loss)
+            for step, (loss, metrics) in enumerate(zip(message.losses, message.metrics), message.first_step):
+                self._calls.published(step, loss, metrics)
         elif isinstance(message, ShowEvaluation):
             self._reporter.evaluation(message.step, message.loss)
         elif isinstance(message, ShowText):
@@ -483,14 +483,15 @@ class LocalJob:
                 f"(see {self._run_dir / 'logs' / TEMPLATE_LOG}); {self._way_on()}"
             )
 
-    def finish_calls(self, losses: Sequence[float]) -> None:
+    def finish_calls(self, losses: Sequence[float], metrics: Mapping[str, Sequence[float]]) -> None:
         """Calls back for steps that no coordinator has told of.
 
         Args:
             losses: of every step from the first one.
+            metrics: of the same steps by name.
         """
         for step, loss in enumerate(losses, 1):
-            self._calls.published(step, loss)
+            self._calls.published(step, loss, {name: values[step - 1] for name, values in metrics.items()})
 
     def raise_callback_error(self) -> None:
         """Raises what a script's callback has raised, if one has: the job has ended because of it."""

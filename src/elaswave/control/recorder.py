@@ -17,7 +17,7 @@ from elaswave.control.agent_messages import ShowEvaluation, ShowStep
 from elaswave.control.checkpoints import Checkpoints
 from elaswave.control.journal import CheckpointGivenUp, Entered, JournalRecord, Published, RecorderRecord
 from elaswave.control.run_result import describe_checkpoint, make_result
-from elaswave.control.run_state import RunState
+from elaswave.control.run_state import RunState, by_step
 from elaswave.control.store import Store
 from elaswave.control.terminal import Terminal
 from elaswave.costs.profiled import ActionTiming
@@ -97,12 +97,15 @@ class RunRecorder:
         self._sampler = sampler
         meta = None if checkpoint is None else checkpoint[1]
         extra = {} if meta is None else meta.extra
+        val_steps = extra.get("val_steps", [])
         val_losses = map(float, extra.get("val_losses", []))
         elastic = self._config.elastic
         self.state = RunState(
             plan.layout,
             losses=[] if meta is None else [float(loss) for loss in meta.losses],
-            val_losses=dict(zip(extra.get("val_steps", []), val_losses, strict=True)),
+            val_losses=dict(zip(val_steps, val_losses, strict=True)),
+            metrics=by_step(extra.get("metrics", {}), range(1, 1 if meta is None else meta.step + 1)),
+            val_metrics=by_step(extra.get("val_metrics", {}), val_steps),
             repeats_exactly=elastic.consistency == "bitwise" and elastic.policy not in SHRINKS_BATCH,
         )
         self.settled: list[int] = []
@@ -282,7 +285,9 @@ class RunRecorder:
         state = self.state
         if not state.is_new_loss(report.step, report.loss):
             return False
-        self._record(Published(step=report.step, loss=report.loss, finished_s=report.finished_s))
+        self._record(
+            Published(step=report.step, loss=report.loss, finished_s=report.finished_s, metrics=report.metrics)
+        )
         state.time_step(report)
         before_s = state.finished_s.get(report.step - 1, report.finished_s - report.duration_s)
         num_samples = state.layout_of(report.step).num_microbatches * self._config.batch.microbatch_size
@@ -298,6 +303,7 @@ class RunRecorder:
                 data_pass=data_pass,
                 epoch=report.epoch,
                 layout_name=state.layout_of(report.step, report.epoch).describe(),
+                metrics=report.metrics,
             )
         )
         self._tell_troubles(report)
@@ -315,6 +321,7 @@ class RunRecorder:
                 finished_s=report.finished_s,
                 phases_s=report.phases_s,
                 retries=report.retries,
+                metrics=dict(report.metrics),
             )
         )
         self.checkpoints.published()
@@ -351,8 +358,15 @@ class RunRecorder:
     def evaluation(self, report: EvaluationReport) -> None:
         """Publishes a validation loss."""
         if self.state.is_new_validation(report.step, report.loss):
-            tokens, duration_s = report.num_tokens, report.duration_s
-            self._enter(Evaluated(step=report.step, loss=report.loss, num_tokens=tokens, duration_s=duration_s))
+            self._enter(
+                Evaluated(
+                    step=report.step,
+                    loss=report.loss,
+                    num_tokens=report.num_tokens,
+                    duration_s=report.duration_s,
+                    metrics=dict(report.metrics),
+                )
+            )
             self._terminal.show(ShowEvaluation(step=report.step, loss=report.loss))
 
     # ---------------------------------------------------------------------------------------------------- checkpoints

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import elaswave
-from elaswave.control.run_state import RunState
+from elaswave.control.run_state import RunState, as_series
 from elaswave.data.sampler import Sampler
 from elaswave.errors import StateError
 from elaswave.hashing import MASK64
-from elaswave.observability.result import CheckpointRecord, RunResult, WorkerMemory
+from elaswave.observability.result import CheckpointRecord, JsonFloat, RunResult, WorkerMemory, to_json_float
 from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo, stored_name
 from elaswave.state.digests import add_digests, state_digest
 from elaswave.worker.messages import Standing
@@ -41,6 +41,8 @@ def describe_checkpoint(
             "calibrated": standing.calibrated,
             "val_steps": [at for at, _ in val],
             "val_losses": [loss for _, loss in val],
+            "metrics": _as_json(as_series(state.metrics, range(1, step + 1))),
+            "val_metrics": _as_json(as_series(state.val_metrics, [at for at, _ in val])),
             "data": facts,
         },
     )
@@ -84,6 +86,8 @@ def make_result(
         recoveries=list(state.recoveries),
         val_losses=list(state.val_losses.values()),
         val_steps=list(state.val_losses),
+        metrics=_as_json(as_series(state.metrics, range(1, step + 1))),
+        val_metrics=_as_json(as_series(state.val_metrics, state.val_losses)),
         memory={
             report.worker: WorkerMemory(peak_bytes=report.peak_bytes, optimizer_bytes=report.optimizer_bytes)
             for report in sorted(reports, key=lambda report: report.worker)
@@ -94,6 +98,10 @@ def make_result(
         config=plan.config.to_dict(),
     )
     return result, {name: f"{value:016x}" for name, value in digests.items()}
+
+
+def _as_json(series: dict[str, list[float]]) -> dict[str, list[JsonFloat]]:
+    return {name: [to_json_float(value) for value in values] for name, values in series.items()}
 
 
 def check_followers(owners: dict[str, int], followers: dict[str, int], num_followers: int) -> None:

@@ -4,7 +4,8 @@ A live coordinator and one that takes over fold the same records with `apply`: w
 the second knows. Beside them stand reports that every worker repeats to each new coordinator (`ready`, `finished`).
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Literal
 
@@ -32,6 +33,22 @@ STEPS_LEFT_OUT = 3
 """First steps of a process that do not count for its throughput."""
 
 
+Metrics = Mapping[int, Mapping[str, float]]
+"""Step -> metrics by name."""
+
+
+def as_series(metrics: Metrics, steps: Iterable[int]) -> dict[str, list[float]]:
+    """Metrics by name, one value per step; nan where a step has none."""
+    rows = [metrics.get(step, {}) for step in steps]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name, math.nan) for row in rows] for name in names}
+
+
+def by_step(series: Mapping[str, Sequence[float | str]], steps: Sequence[int]) -> dict[int, dict[str, float]]:
+    """The inverse of `as_series`."""
+    return {step: {name: float(values[at]) for name, values in series.items()} for at, step in enumerate(steps)}
+
+
 class RunState:
     """The state of one run.
 
@@ -39,6 +56,7 @@ class RunState:
         layout: of the start.
         losses: of the steps before the first one, if the run resumes from a checkpoint.
         val_losses: step -> validation loss, of the same steps.
+        metrics, val_metrics: by step, then by name, of the same steps.
         repeats_exactly: whether a step that is run again must have the same loss.
     """
 
@@ -48,6 +66,8 @@ class RunState:
         *,
         losses: Sequence[float] = (),
         val_losses: Mapping[int, float] | None = None,
+        metrics: Metrics | None = None,
+        val_metrics: Metrics | None = None,
         repeats_exactly: bool = True,
     ) -> None:
         self.first_step = len(losses) + 1
@@ -55,6 +75,10 @@ class RunState:
         """Of all steps from the first on."""
         self.val_losses = dict(val_losses or {})
         """Step -> validation loss, in the order in which they came."""
+        self.metrics = dict(metrics or {})
+        """Step -> metrics by name; only steps that have some."""
+        self.val_metrics = dict(val_metrics or {})
+        """The same of evaluations."""
         self.finished_s: dict[int, float] = {}
         """Step -> monotonic time at which it was done."""
         self.epochs: list[EpochRecord] = []
@@ -86,6 +110,8 @@ class RunState:
             else:
                 self.losses.append(record.loss)
             self.finished_s[record.step] = record.finished_s
+            if record.metrics:
+                self.metrics[record.step] = record.metrics
         elif not isinstance(record, CheckpointGivenUp):  # of checkpoints `control.checkpoints` keeps account
             self._apply_event(record)
 
@@ -93,6 +119,8 @@ class RunState:
         event: AnyEvent = record.event
         if isinstance(event, Evaluated):
             self.val_losses[event.step] = from_json_float(event.loss)
+            if event.metrics:
+                self.val_metrics[event.step] = {name: from_json_float(value) for name, value in event.metrics.items()}
         elif isinstance(event, LayoutChosen):
             self.epochs.append(event.record)
             self._steps_s.clear()

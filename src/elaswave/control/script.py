@@ -15,5 +15,5 @@ class Script(NamedTuple):
     """An `elaswave.training.definition.Training`."""
     environment: Mapping[str, str] | None
     """Of a fresh interpreter that becomes the template and gets the training pickled; None: the template is forked."""
-    on_step: Callable[[int, float], None]
+    on_step: Callable[[int, float, Mapping[str, float]], None]
     """Called in this process after each committed step, in order and once, with its number and loss."""

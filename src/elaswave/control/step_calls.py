@@ -1,6 +1,6 @@
 """A script's callbacks: each committed step once, in order, whatever becomes of coordinators. No IO."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 
 class StepCalls:
@@ -10,30 +10,30 @@ class StepCalls:
     missing one has been told of too.
 
     Args:
-        call: takes step and loss.
+        call: takes step, loss and metrics.
     """
 
-    def __init__(self, call: Callable[[int, float], None]) -> None:
+    def __init__(self, call: Callable[[int, float, Mapping[str, float]], None]) -> None:
         self.last_step = 0
         """The newest step that was called for, or that the job began after."""
         self.error: Exception | None = None
         """What a call has raised; nothing is called any more."""
         self._call = call
-        self._waiting: dict[int, float] = {}
+        self._waiting: dict[int, tuple[float, Mapping[str, float]]] = {}
 
     def begin(self, step: int) -> None:
         """The job begins after this step."""
         self.last_step = step
 
-    def published(self, step: int, loss: float) -> None:
+    def published(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
         """A step was committed; may be said again, and before a step that came before it."""
         if step <= self.last_step or self.error is not None:
             return
-        self._waiting[step] = loss
+        self._waiting[step] = loss, metrics
         while self.last_step + 1 in self._waiting:
             self.last_step += 1
             try:
-                self._call(self.last_step, self._waiting.pop(self.last_step))
+                self._call(self.last_step, *self._waiting.pop(self.last_step))
             except Exception as error:
                 self.error = error
                 return

@@ -13,6 +13,7 @@ Suffixes of tensor names give their shape:
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import nn
 
 from elaswave.errors import ConfigError
 from elaswave.hashing import key64
+from elaswave.models.calls import LossOutput
 from elaswave.models.kernels import linear
 
 INIT_STD = 0.02
@@ -53,12 +55,15 @@ class ModelSpec:
     """A model: what the engine needs and nothing more.
 
     Args:
-        layers: in forward order; the first takes int64 tokens [B, T], each further one its predecessor's output.
-        loss: (output of the last layer, int64 targets [B, T]) -> mean nats per token, a float32 scalar.
+        layers: in forward order; the first takes a micro-batch's inputs, each further one what its predecessor returns:
+            a tensor, or a tree of tensors (`elaswave.worker.values`).
+        loss: (output of the last layer, targets) -> the mean over the micro-batch, a scalar, or `LossOutput`.
+        metrics: by name, (output of the last layer, targets) -> the mean over the micro-batch, or (total, count).
     """
 
     layers: tuple[Layer, ...]
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    loss: Callable[[Any, Any], torch.Tensor | LossOutput]
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
 
 
 def build_layer(spec: Layer, seed: int, index: int) -> nn.Module:

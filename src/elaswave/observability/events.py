@@ -151,9 +151,11 @@ class StepCommitted(Event, frozen=True, kw_only=True, tag="step"):
     """Seconds of the reporting worker in each phase of the step."""
     retries: list[str] = []
     """Why earlier attempts of the step did not commit."""
+    metrics: dict[str, JsonFloat] = {}
+    """Means over the global batch by name, and under "aux_loss" what auxiliary losses add to the loss."""
 
     def __post_init__(self) -> None:
-        set_json_floats(self, "loss", "grad_norm")
+        set_json_floats(self, "loss", "grad_norm", "metrics")
 
 
 class TimingsMeasured(Event, frozen=True, kw_only=True, tag="timings"):
@@ -178,9 +180,11 @@ class Evaluated(Event, frozen=True, kw_only=True, tag="evaluation"):
     loss: JsonFloat
     num_tokens: int | None = 0
     duration_s: float = 0.0
+    metrics: dict[str, JsonFloat] = {}
+    """Means over the validation micro-batches by name."""
 
     def __post_init__(self) -> None:
-        set_json_floats(self, "loss")
+        set_json_floats(self, "loss", "metrics")
 
 
 class Recovered(Event, frozen=True, kw_only=True, tag="recovery"):

@@ -52,14 +52,18 @@ def set_json_floats(struct: msgspec.Struct, *names: str) -> None:
 
     Args:
         struct: the struct under construction.
-        names: fields that hold a ``JsonFloat``, a list of them, or ``None``.
+        names: fields that hold a ``JsonFloat``, a list or a dictionary of them (or of such lists), or ``None``.
     """
     for name in names:
-        value = getattr(struct, name)
-        if isinstance(value, (list, tuple)):
-            msgspec.structs.force_setattr(struct, name, [to_json_float(item) for item in value])
-        elif value is not None:
-            msgspec.structs.force_setattr(struct, name, to_json_float(value))
+        msgspec.structs.force_setattr(struct, name, _json_floats(getattr(struct, name)))
+
+
+def _json_floats(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_json_floats(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _json_floats(item) for name, item in value.items()}
+    return None if value is None else to_json_float(value)
 
 
 class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +159,10 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """Mean nats per token on the validation split, one per evaluation."""
     val_steps: list[int] = []
     """The step after which each of ``val_losses`` was measured."""
+    metrics: dict[str, list[JsonFloat]] = {}
+    """By name, of every step from the first one; "nan" where a step had none."""
+    val_metrics: dict[str, list[JsonFloat]] = {}
+    """By name, one per evaluation."""
     memory: dict[int, WorkerMemory] = {}
     """By worker id."""
     checkpoints: list[CheckpointRecord] = []
@@ -166,7 +174,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """The resolved configuration, section by section."""
 
     def __post_init__(self) -> None:
-        set_json_floats(self, "losses", "val_losses")
+        set_json_floats(self, "losses", "val_losses", "metrics", "val_metrics")
         if len(self.losses) != self.steps:
             raise ValueError(f"a result of {self.steps} steps needs as many losses, not {len(self.losses)}")
         if len(self.val_losses) != len(self.val_steps):

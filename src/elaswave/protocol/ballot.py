@@ -14,9 +14,12 @@ The parts:
   have sent beside them; owners subtract those of the totals, and the coverage that has come: zero unless a word of a
   partial sum has changed in an accumulator, on the way, or in being added up;
 - layout: max(h) and max(-h) of the hash h of layout and placement; all workers agree exactly if they add to 0;
+- canaries: the same of what processes compute with, and of what each layer makes of made-up numbers; of those that a
+  worker knows and of its own ones;
 - change: the same of the planned change of layout that each worker holds; it comes into force if all hold the same one;
-- the gradient norm in exact limbs, one slot per micro-batch for the losses, the largest gradient per tensor, and the
-  requests (stop, checkpoint) that must take effect at the same step everywhere.
+- the gradient norm in exact limbs, the scores (one slot per micro-batch for the losses, their counts, exact sums of
+  metrics), the largest gradient per tensor, and the requests (stop, checkpoint) that must take effect at the same step
+  everywhere.
 
 No IO here.
 """
@@ -29,6 +32,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from elaswave.hashing import MASK64, key64, mix64, signed64
+from elaswave.protocol import environment
+from elaswave.protocol.environment import ENVIRONMENT, Canaries
+from elaswave.protocol.scores import Means, Scores, bits_float, float_bits, means_of, num_score_words, score_words
 from elaswave.state.grids import (
     FEWEST_BITS,
     NORM_LIMBS,
@@ -56,6 +62,10 @@ class NonFinite(NamedTuple):
     microbatch: int
     layer: int
     """Layer whose gradient it was; the number of layers for the loss itself."""
+
+
+NOTHING_COUNTED = NonFinite(UNKNOWN_MICROBATCH, (1 << _ROW_BITS) - 1)
+"""The counts that came with the losses add up to 0: there is nothing that the loss could be a mean of."""
 
 
 class Request(Enum):
@@ -90,7 +100,7 @@ class Ballot(NamedTuple):
     partial_sums: int
     next_layout: int
     """62-bit hash of the layout, and of the placement that this vote brings into force."""
-    losses: Mapping[int, float]
+    scores: Scores
     square_sums: Sequence[float]
     """Of the mean gradient of each owned block, finite."""
     maxima: Mapping[int, float]
@@ -99,6 +109,8 @@ class Ballot(NamedTuple):
     request: Request
     change: int = 0
     """62-bit hash of the planned change that this worker holds, 0 for none."""
+    canaries: Mapping[int, environment.Pair] = {}
+    """By place."""
 
 
 class Expected(NamedTuple):
@@ -118,9 +130,9 @@ class Verdict(NamedTuple):
     outcome: VoteOutcome
     reason: str
     norm: float
-    """Of the mean gradient before clipping."""
-    losses: tuple[float, ...]
-    """Per micro-batch."""
+    """Of the loss's gradient before clipping."""
+    means: Means
+    """Losses and metrics."""
     grids: tuple[int, ...]
     """Exponent per tensor for the next step or attempt."""
     request: Request
@@ -129,6 +141,7 @@ class Verdict(NamedTuple):
     nonfinite: NonFinite | None = None
     change: int = 0
     """Hash of the planned change that all workers hold, if the step commits; else 0."""
+    canaries: Canaries = Canaries({}, ())
 
     @property
     def commits(self) -> bool:
@@ -142,10 +155,8 @@ class Verdict(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Mean over micro-batches, added in their order; nan where a loss or gradient is not finite."""
-        if self.nonfinite is not None:
-            return math.nan
-        return math.fsum(self.losses) / len(self.losses)
+        """Of the step; nan where a loss or gradient is not finite."""
+        return math.nan if self.nonfinite is not None else self.means.loss
 
 
 class VoteShape:
@@ -154,23 +165,32 @@ class VoteShape:
     Args:
         num_microbatches: of the global batch.
         num_tensors: of the model.
+        num_metrics: of the job.
+        num_canaries: places for them.
     """
 
     REQUEST = 3
     """Place of the requests among the maxima."""
 
-    def __init__(self, num_microbatches: int, num_tensors: int) -> None:
+    SCORES = _NUM_CHECKS + NORM_LIMBS
+    """Place of the first score."""
+
+    def __init__(self, num_microbatches: int, num_tensors: int, num_metrics: int = 0, num_canaries: int = 0) -> None:
         self.num_microbatches = num_microbatches
         self.num_tensors = num_tensors
-        self.num_sums = _NUM_CHECKS + NORM_LIMBS + num_microbatches
-        self.num_maxima = _NUM_FLAGS + num_tensors
+        self.num_metrics = num_metrics
+        self.num_canaries = num_canaries
+        self.num_sums = self.SCORES + num_score_words(num_microbatches, num_metrics)
+        self.first_tensor = self.num_sums + _NUM_FLAGS + 2 * num_canaries
+        """Place of the first tensor's maximum."""
+        self.num_maxima = _NUM_FLAGS + 2 * num_canaries + num_tensors
         self.size = self.num_sums + self.num_maxima
 
     def vector_of(self, ballot: Ballot) -> list[int]:
         """The vector of one worker's ballot: signed 64-bit integers, [size]."""
         sums = [1, ballot.coverage, ballot.residency, ballot.agreement, ballot.partial_sums]
         sums += norm_limbs(ballot.square_sums)
-        sums += [float_bits(ballot.losses.get(index, 0.0)) for index in range(self.num_microbatches)]
+        sums += score_words(ballot.scores, self.num_microbatches, self.num_metrics)
         maxima = [
             ballot.next_layout,
             -ballot.next_layout,
@@ -178,6 +198,7 @@ class VoteShape:
             ballot.request.value,
             ballot.change,
             -ballot.change,
+            *environment.flat(ballot.canaries, self.num_canaries),
         ]
         maxima += [float_bits(ballot.maxima.get(index, 0.0)) for index in range(self.num_tensors)]
         return [signed64(value) for value in sums + maxima]
@@ -188,6 +209,14 @@ class VoteShape:
         merged = add_words(ours[:num_sums], theirs[:num_sums])
         merged += map(max, ours[num_sums:], theirs[num_sums:])
         return merged
+
+    def means(self, vector: Sequence[int], num_microbatches: int) -> Means:
+        """Losses and metrics in a merged vector.
+
+        Args:
+            num_microbatches: of the step, the first ones.
+        """
+        return means_of(vector[self.SCORES : self.num_sums], self.num_microbatches, num_microbatches)
 
 
 def add_words(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
@@ -228,12 +257,12 @@ def judge(
         skip_nonfinite: commit a step whose loss or gradient is not finite without an update.
     """
     num_voters, coverage, residency, agreement, partial_sums = (value & MASK64 for value in vector[:_NUM_CHECKS])
-    first_loss = _NUM_CHECKS + NORM_LIMBS
-    limbs = vector[_NUM_CHECKS:first_loss]
-    losses = tuple(bits_float(value) for value in vector[first_loss : first_loss + expected.num_microbatches])
+    limbs = vector[_NUM_CHECKS : shape.SCORES]
+    means = shape.means(vector, expected.num_microbatches)
     flags = vector[shape.num_sums : shape.num_sums + _NUM_FLAGS]
     layout_max, layout_min, nonfinite_code, request, change_max, change_min = flags
-    maxima = [bits_float(value) for value in vector[shape.num_sums + _NUM_FLAGS :]]
+    canaries = environment.read(vector[shape.num_sums + _NUM_FLAGS : shape.first_tensor])
+    maxima = [bits_float(value) for value in vector[shape.first_tensor :]]
     checks = {
         "voters": num_voters == expected.num_workers,
         "coverage": coverage == expected.coverage,
@@ -241,21 +270,25 @@ def judge(
         "agreement": agreement == 0,
         "partial sums": partial_sums == 0,
         "layout": layout_max == -layout_min == expected.next_layout,
+        "loss counts": means.num_counted in (0, expected.num_microbatches),
+        "environment": ENVIRONMENT not in canaries.differing,
+        "layers": all(place == ENVIRONMENT for place in canaries.differing),
     }
     failed = tuple(name for name, passed in checks.items() if not passed)
-    nonfinite = _nonfinite_from(nonfinite_code)
+    nonfinite = _nonfinite_from(nonfinite_code) or (NOTHING_COUNTED if means.count <= 0 else None)
 
     def verdict(outcome: VoteOutcome, reason: str, grids_after: tuple[int, ...]) -> Verdict:
-        norm = norm_from_limbs(limbs) if nonfinite is None else math.nan
+        norm = means.scale * norm_from_limbs(limbs) if nonfinite is None else math.nan
         commits = outcome in (VoteOutcome.COMMIT, VoteOutcome.SKIP)
         change = change_max if commits and change_max == -change_min else 0
-        return Verdict(outcome, reason, norm, losses, grids_after, Request(request), failed, nonfinite, change)
+        return Verdict(outcome, reason, norm, means, grids_after, Request(request), failed, nonfinite, change, canaries)
 
     if failed:
         return verdict(VoteOutcome.REJECT, "the certificate does not hold: " + ", ".join(failed), grids.exponents)
     if nonfinite is not None:
         outcome = VoteOutcome.SKIP if skip_nonfinite else VoteOutcome.NON_FINITE
-        return verdict(outcome, "a loss or gradient is not finite", grids.exponents)
+        what = "the loss counts nothing" if nonfinite == NOTHING_COUNTED else "a loss or gradient is not finite"
+        return verdict(outcome, what, grids.exponents)
     if not grids.exact:
         return verdict(VoteOutcome.COMMIT, "the certificate holds", grids.exponents)
     after = tuple(
@@ -323,17 +356,6 @@ def expected_coverage(num_layers: int, num_microbatches: int) -> int:
         sum(coverage_key(layer, microbatch) for layer in range(num_layers) for microbatch in range(num_microbatches))
         & MASK64
     )
-
-
-def float_bits(value: float) -> int:
-    """The bits of a float64 as a signed integer. Sums of such integers, all but one of which are of 0.0, keep it."""
-    return int.from_bytes(struct.pack("<d", value), "little", signed=True)
-
-
-def bits_float(bits: int) -> float:
-    """The inverse of `float_bits`."""
-    value: float = struct.unpack("<d", (bits & MASK64).to_bytes(8, "little"))[0]
-    return value
 
 
 def _nonfinite_code(nonfinite: NonFinite | None) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from elaswave.hashing import signed64
 from elaswave.protocol.ballot import add_words
 from elaswave.protocol.engine import FrameKind, Wait
+from elaswave.protocol.environment import ENVIRONMENT, TEXT_WORDS, text_words, words_text
 from elaswave.state.placement import Role
 
 if TYPE_CHECKING:
@@ -42,6 +43,12 @@ def diagnose(loop: StepLoop[Any], failed: Sequence[str]) -> Generator[Wait, None
         findings += yield from _residency(loop)
     if "layout" in failed:
         findings += yield from _layouts(loop)
+    if "environment" in failed:
+        findings += yield from _environments(loop)
+    if "layers" in failed:
+        findings += yield from _layers(loop)
+    if "loss counts" in failed:
+        findings.append("the loss returned a count for some micro-batches and none for others")
     if not findings:
         return "no single item could be named"
     more = f"; and {len(findings) - _MAX_NAMED} more" if len(findings) > _MAX_NAMED else ""
@@ -137,3 +144,55 @@ def _layouts(loop: StepLoop[Any]) -> _Finding:
     for worker, layout in held.items():
         groups.setdefault(layout, []).append(worker)
     return ["the next layout differs between workers " + " and ".join(map(str, groups.values()))]
+
+
+def _environments(loop: StepLoop[Any]) -> _Finding:
+    """Which workers compute with something else, and in which operators that shows."""
+    workers, ours = loop.layout.workers, loop.engine.environment()
+    names = sorted(ours.operators)
+    size, position = len(names) + TEXT_WORDS, workers.index(loop.worker)
+    values = [0] * (size * len(workers))
+    values[size * position : size * (position + 1)] = [
+        *(ours.operators[name] for name in names),
+        *text_words(ours.text),
+    ]
+    total = yield from _sum(loop, values, part=6)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    texts: dict[tuple[int, ...], str] = {}
+    for index, worker in enumerate(workers):
+        found = total[size * index : size * (index + 1)]
+        hashes = tuple(found[: len(names)])
+        groups.setdefault(hashes, []).append(worker)
+        texts.setdefault(hashes, words_text(found[len(names) :]))
+    (first, most), *others = sorted(groups.items(), key=lambda group: -len(group[1]))
+    if not others:
+        return [f"workers {most} ({texts[first]}) compute other bits than those that have voted before"]
+    return [
+        f"workers {few} ({texts[hashes]}) compute other bits than workers {most} ({texts[first]}) in "
+        + ", ".join(name for name, one, other in zip(names, hashes, first, strict=True) if one != other)
+        for hashes, few in others
+    ]
+
+
+def _layers(loop: StepLoop[Any]) -> _Finding:
+    """Which layers are not the same on all workers."""
+    workers, num_layers = loop.layout.workers, loop.layout.num_layers
+    values = [0] * (num_layers * len(workers))
+    for place, value in loop.engine.measured().canaries.items():
+        if place != ENVIRONMENT:
+            values[num_layers * workers.index(loop.worker) + place - ENVIRONMENT - 1] = value
+    total = yield from _sum(loop, values, part=7)
+    findings = []
+    for layer in range(num_layers):
+        groups: dict[int, list[int]] = {}
+        for index, worker in enumerate(workers):
+            if value := total[num_layers * index + layer]:
+                groups.setdefault(value, []).append(worker)
+        known = loop.canaries.get(ENVIRONMENT + 1 + layer)
+        if known is not None and set(groups) - {known}:
+            groups.setdefault(known, [])
+        if len(groups) > 1:
+            sides = [f"workers {members}" if members else "where it ran before" for members in groups.values()]
+            name = loop.terms.layer_name(layer)
+            findings.append(f"layer {name} differs in shapes or bits between " + " and ".join(sides))
+    return findings

@@ -19,7 +19,9 @@ from enum import Enum, IntEnum
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from elaswave.protocol.ballot import GridState, NonFinite, Request
+from elaswave.protocol.environment import Environment
 from elaswave.protocol.messages import Decision, Evidence
+from elaswave.protocol.scores import Scores
 from elaswave.state.placement import Block, Placement, Role
 from elaswave.types import Action, ExecutionParameters, Layout, Program
 
@@ -96,10 +98,13 @@ class Measured(NamedTuple):
     """Sum of `coverage_key` over all that was added, modulo 2**64."""
     partial_sums: int
     """Words that were added and sent, less those that have come and were made totals of, modulo 2**64."""
-    losses: Mapping[int, float]
+    scores: Scores
     maxima: Mapping[int, float]
     """Largest absolute gradient by tensor index."""
     nonfinite: NonFinite | None
+    canaries: Mapping[int, int] = {}
+    """What this worker computes with, and what its layers make of made-up numbers, as far as it is known: 62-bit hashes
+    by place (`elaswave.protocol.environment`)."""
 
 
 class Imbalance(NamedTuple):
@@ -158,11 +163,11 @@ class Engine(Protocol[C]):
         """Runs layers forward for a validation micro-batch; arguments and result as of `run`."""
         ...
 
-    def losses(self) -> Mapping[int, float]:
-        """Loss by micro-batch, of those that have ended here since `begin` or `forget_losses`."""
+    def scores(self) -> Scores:
+        """Losses and metrics of the micro-batches that have ended here since `begin` or `forget_scores`."""
         ...
 
-    def forget_losses(self) -> None:
+    def forget_scores(self) -> None:
         """An evaluation begins."""
         ...
 
@@ -214,13 +219,18 @@ class Engine(Protocol[C]):
         """Where the partial sums are wrong; for a diagnosis."""
         ...
 
+    def environment(self) -> Environment:
+        """What this worker computes with; for a diagnosis."""
+        ...
+
     # APPLY, GATHER, delivery
 
-    def apply(self, copy: C, step: int, norm: float | None, num_updates: int) -> None:
+    def apply(self, copy: C, step: int, norm: float | None, scale: float, num_updates: int) -> None:
         """Applies a copy's mean gradient and forgets it.
 
         Args:
-            norm: of the gradients of all blocks, before clipping; None to forget it only.
+            norm: of the loss's gradients of all blocks, before clipping; None to forget it only.
+            scale: makes the mean gradient the loss's; 1 unless the loss has counts.
             num_updates: updates so far, this one included.
         """
         ...
@@ -311,6 +321,8 @@ class Committed(NamedTuple):
     """Why no update was made, or None."""
     request: Request
     evidence: Evidence
+    metrics: Mapping[str, float] = {}
+    """By name."""
     retries: tuple[str, ...] = ()
     """Why earlier attempts of this worker did not commit."""
     was_run: bool = True
@@ -336,7 +348,7 @@ class Outbox(Protocol):
         """A step is committed."""
         ...
 
-    def evaluated(self, step: int, loss: float) -> Any:
+    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float]) -> Any:
         """An evaluation has been made."""
         ...
 
@@ -444,6 +456,8 @@ class JobTerms(NamedTuple):
     """The most elements of new copies that one owner sends, and one worker receives, in one step."""
     compile: "Compile"
     layer_name: Callable[[int], str] = str
+    metrics: tuple[str, ...] = ()
+    """Names of what is measured beside the loss."""
     verify: bool = True
     """Whether the ballot proves what happened (``elastic.verify``)."""
     skip_nonfinite: bool = False

@@ -6,13 +6,13 @@ for only by the action that uses it. No torch, IO, clocks or threads.
 Every method that can wait is a generator of `Wait`; its `Pause.MOMENT` stands before each action.
 """
 
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from elaswave.planning.layout import evaluation_layout
-from elaswave.protocol.ballot import add_words, bits_float, float_bits
+from elaswave.protocol.ballot import add_words
 from elaswave.protocol.engine import C, Engine, FrameKind, JobTerms, Key, Links, Pause, StepObserver, Wait
+from elaswave.protocol.scores import Means, means_of, score_words
 from elaswave.protocol.traffic import adds_gradients, contributions, doubling, parts_of
 from elaswave.types import Action, ExecutionParameters, Hop, Layout, Program
 
@@ -159,15 +159,15 @@ class Execution(Generic[C]):
 
     # ----------------------------------------------------------------------------------------------------- evaluation
 
-    def evaluate(self, step: int) -> Life[float]:
-        """The mean validation loss after a step, equal on all workers; forward only, without dropout."""
-        num_microbatches = self.terms.eval_microbatches
+    def evaluate(self, step: int) -> Life[Means]:
+        """Validation loss and metrics after a step, equal on all workers; forward only, without dropout."""
+        num_microbatches, num_metrics = self.terms.eval_microbatches, len(self.terms.metrics)
         layout = evaluation_layout(self.layout, num_microbatches)
         parts = parts_of(self.worker, layout)
         local: dict[Key, Any] = {}
         self.step, self.attempt = step, 0
         self.observer.evaluation_begins()
-        self.engine.forget_losses()
+        self.engine.forget_scores()
         for action in self.terms.compile(self.worker, layout, self.execution, forward_only=True):
             self.observer.doing("evaluate", computing=True)
             yield Pause.MOMENT
@@ -180,9 +180,8 @@ class Execution(Generic[C]):
             if part.after is not None:
                 self._pass_on(FrameKind.EVALUATION, part.after, action, output, local)
             self.observer.acted(action)
-        losses = self.engine.losses()
+        words = score_words(self.engine.scores(), num_microbatches, num_metrics)
         self.observer.doing("evaluate", computing=False)
-        bits = [float_bits(losses.get(index, 0.0)) for index in range(num_microbatches)]
-        total = yield from self.all_reduce(FrameKind.EVALUATION_LOSS, bits, add_words)
+        total = yield from self.all_reduce(FrameKind.EVALUATION_LOSS, words, add_words)
         yield Pause.SENT
-        return math.fsum(map(bits_float, total)) / num_microbatches
+        return means_of(total, num_microbatches, num_microbatches)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from elaswave.errors import NonFiniteError, VoteError
 from elaswave.hashing import MASK64, key64
 from elaswave.protocol.ballot import (
+    NOTHING_COUNTED,
     UNKNOWN_MICROBATCH,
     Ballot,
     Expected,
@@ -43,6 +44,7 @@ from elaswave.protocol.engine import (
     StepObserver,
     TrainingProgress,
 )
+from elaswave.protocol.environment import pairs_of
 from elaswave.protocol.execution import Execution, Life
 from elaswave.protocol.ledger import Ledger
 from elaswave.protocol.messages import LayoutChange
@@ -102,7 +104,9 @@ class StepLoop(Execution[C]):
         self.coming: LayoutChange | None = None
         """The one that has come into force with the vote of the step in hand, until its GATHER."""
         self.request = request
-        self._vote_shape = _shape(terms.num_microbatches, terms.num_tensors)
+        self._vote_shape = _shape(terms.num_microbatches, terms.num_tensors, len(terms.metrics), 1 + terms.num_layers)
+        self.canaries: dict[int, int] = {}
+        """That all workers have agreed on in votes, by place."""
         self._change_hash = 0
         """Of the held change; 0 for none."""
         self.known_vote: tuple[int, int, Verdict] | None = None
@@ -172,6 +176,12 @@ class StepLoop(Execution[C]):
                 num_rejected += 1
                 culprits = yield from diagnose(self, verdict.failed)
                 yield Pause.SENT  # the others need it for the same finding, and this worker may be about to end
+                if not {"environment", "layers"}.isdisjoint(verdict.failed):
+                    raise VoteError(
+                        f"step {step} cannot be committed, since workers do not compute the same bits: {culprits}. All "
+                        "machines of a job need processors of one kind and the same libraries, and a layer must give "
+                        f"the same bits in every process. The state of step {step - 1} is unchanged"
+                    )
                 reason = f"{reason} ({culprits})"
                 if num_rejected == MAX_REJECTED_ATTEMPTS:
                     raise VoteError(
@@ -207,6 +217,7 @@ class StepLoop(Execution[C]):
             nonfinite,
             verdict.request,
             self.ledger.evidence,
+            verdict.means.by_name(self.terms.metrics),
             retries,
             was_run,
         )
@@ -338,12 +349,13 @@ class StepLoop(Execution[C]):
             agreement=agreement & MASK64,
             partial_sums=measured.partial_sums if self.terms.verify else 0,
             next_layout=self.agreement_hash,
-            losses=measured.losses,
+            scores=measured.scores,
             square_sums=square_sums,
             maxima=measured.maxima,
             nonfinite=nonfinite,
             request=self.request(),
             change=self._change_hash,
+            canaries=pairs_of(self.canaries, measured.canaries),
         )
 
     def agreement_terms(self) -> list[tuple[int, int, int]]:
@@ -397,6 +409,8 @@ class StepLoop(Execution[C]):
 
     def take(self, verdict: Verdict) -> None:
         """Takes over what a vote says about grids and the number of updates."""
+        if verdict.outcome is not VoteOutcome.REJECT:
+            self.canaries.update(verdict.canaries.known)
         progress, grids = self.progress, self.progress.grids
         # An attempt that was rejected has measured nothing that could be trusted.
         measured = grids.calibrated or verdict.outcome is VoteOutcome.RETRY
@@ -421,7 +435,7 @@ class StepLoop(Execution[C]):
         """Updates one copy."""
         assert copy.version == step - 1, f"block {copy.block.id} is of step {copy.version} when {step} is applied"
         norm = None if verdict.outcome is VoteOutcome.SKIP else verdict.norm
-        self.engine.apply(copy, step, norm, self.progress.num_updates)
+        self.engine.apply(copy, step, norm, verdict.means.scale, self.progress.num_updates)
         copy.version = step
 
     def gather(self) -> Life[None]:
@@ -446,6 +460,8 @@ class StepLoop(Execution[C]):
 
     def describe_nonfinite(self, nonfinite: NonFinite) -> str:
         """A clause that names what was not finite in the present step, and where."""
+        if nonfinite == NOTHING_COUNTED:
+            return f"the loss's counts add up to 0 in step {self.step}: no target of it is one that counts"
         is_loss = nonfinite.layer == self.terms.num_layers
         layer = nonfinite.layer - 1 if is_loss else nonfinite.layer
         place = f"layer {layer} ({self.terms.layer_name(layer)})"
@@ -456,8 +472,8 @@ class StepLoop(Execution[C]):
 
 
 @functools.lru_cache(maxsize=64)
-def _shape(num_microbatches: int, num_tensors: int) -> VoteShape:
-    return VoteShape(num_microbatches, num_tensors)
+def _shape(num_microbatches: int, num_tensors: int, num_metrics: int, num_canaries: int) -> VoteShape:
+    return VoteShape(num_microbatches, num_tensors, num_metrics, num_canaries)
 
 
 @functools.lru_cache(maxsize=64)  # in a simulation all workers read the same vote in one process

@@ -279,9 +279,10 @@ class WorkerMachine(StepLoop[C]):
         while self._duties:
             kind, step = self._duties[0]
             if kind == "evaluate":
-                loss = yield from self.evaluate(step)
+                means = yield from self.evaluate(step)
                 if self.worker == self.members[0]:
-                    self.outbox.send(self.outbox.evaluated(step, loss), durable=True)
+                    report = self.outbox.evaluated(step, means.loss, means.by_name(self.terms.metrics))
+                    self.outbox.send(report, durable=True)
             else:
                 if self.disk.is_busy:
                     self.observer.doing(WRITE, computing=False)

@@ -5,17 +5,23 @@ Where each parameter lies is described by `elaswave.state.shapes`.
 
 import torch
 
+from elaswave.models.admission import check_module
 from elaswave.models.layers import Layer, ModelSpec, build_layer
 from elaswave.state.shapes import LayerShape, TensorSlot, align
 
 
 def model_shapes(model: ModelSpec) -> tuple[LayerShape, ...]:
-    """The flat storage of every layer, found by building each on the meta device (no memory, no random draw)."""
+    """The flat storage of every layer, found by building each on the meta device (no memory, no random draw).
+
+    Raises:
+        UsageError: a module that cannot be trained as it stands.
+    """
     shapes = []
     index = 0
     for layer, spec in enumerate(model.layers):
         with torch.device("meta"):
             module = spec.build()
+        check_module(spec.name, module)
         tensors = []
         offset = 0
         for name, parameter in module.named_parameters():

@@ -49,7 +49,7 @@ class Tag(NamedTuple):
     """Free for the channel's own use, such as a layer: [0, 2**32)."""
 
 
-_DTYPES: tuple[torch.dtype, ...] = (
+DTYPES: tuple[torch.dtype, ...] = (
     torch.uint8,
     torch.int8,
     torch.int16,
@@ -68,9 +68,9 @@ _DTYPES: tuple[torch.dtype, ...] = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-_CODE_OF = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_CODE_OF = {dtype: code for code, dtype in enumerate(DTYPES)}
 BYTES_CODE = _CODE_OF[torch.uint8]
-_ITEM_BYTES = tuple(dtype.itemsize for dtype in _DTYPES)
+_ITEM_BYTES = tuple(dtype.itemsize for dtype in DTYPES)
 # numpy has no such dtypes, or no byte view of them: the same memory is read as another type of the same size.
 _READ_AS = {
     torch.bfloat16: torch.int16,
@@ -111,7 +111,7 @@ def byte_view(tensor: Tensor) -> memoryview:
         raise ValueError(f"a tensor on {tensor.device} cannot travel over this transport: copy it to the CPU first")
     dtype = tensor.dtype
     if dtype not in _CODE_OF:
-        raise ValueError(f"tensors of {dtype} cannot be sent: view them as one of {', '.join(map(str, _DTYPES))}")
+        raise ValueError(f"tensors of {dtype} cannot be sent: view them as one of {', '.join(map(str, DTYPES))}")
     if tensor.numel() == 0:
         return memoryview(bytearray())
     if tensor.requires_grad:
@@ -193,8 +193,8 @@ def decode_header(data: bytes | bytearray | memoryview, offset: int, max_frame_b
         raise FrameError(f"frame starts with {magic!r} instead of {MAGIC!r}: these are not elaswave frames")
     if version != VERSION:
         raise FrameError(f"frame has version {version}, this worker speaks {VERSION}: install one release everywhere")
-    if dtype_code >= len(_DTYPES):
-        raise FrameError(f"frame has dtype code {dtype_code}, the largest known is {len(_DTYPES) - 1}")
+    if dtype_code >= len(DTYPES):
+        raise FrameError(f"frame has dtype code {dtype_code}, the largest known is {len(DTYPES) - 1}")
     if ndim > MAX_NDIM:
         raise FrameError(f"frame has {ndim} dimensions, at most {MAX_NDIM} are allowed")
     if length > max_frame_bytes:
@@ -202,7 +202,7 @@ def decode_header(data: bytes | bytearray | memoryview, offset: int, max_frame_b
     shape = fields[11 : 11 + ndim]
     if math.prod(shape) * _ITEM_BYTES[dtype_code] != length or any(fields[11 + ndim :]):
         raise FrameError(
-            f"frame announces {length} bytes, {ndim} dimensions {fields[11:]} of {_DTYPES[dtype_code]}: they contradict"
+            f"frame announces {length} bytes, {ndim} dimensions {fields[11:]} of {DTYPES[dtype_code]}: they contradict"
         )
     return Header(epoch, Tag._make(fields[5:10]), dtype_code, shape, length)
 
@@ -214,8 +214,8 @@ def empty_tensor(dtype_code: int, shape: tuple[int, ...]) -> Tensor:
         FrameError: there is not so much memory.
     """
     try:
-        return torch.empty(shape, dtype=_DTYPES[dtype_code])
+        return torch.empty(shape, dtype=DTYPES[dtype_code])
     except RuntimeError as error:
         raise FrameError(
-            f"no memory for a frame of {_DTYPES[dtype_code]} {shape}: lower max_frame_bytes or send less at once"
+            f"no memory for a frame of {DTYPES[dtype_code]} {shape}: lower max_frame_bytes or send less at once"
         ) from error

@@ -3,22 +3,34 @@
 Graphs end at every layer boundary, whether or not a stage ends there, and what crosses a boundary is contiguous and
 64-byte aligned. So the bits of a layer's outputs and gradients do not depend on which other layers share its worker.
 A backward runs whole (B), or in two halves (I, W) with the same bits. No communication here; the executor moves
-tensors between workers.
+values between workers.
+
+A layer never shares the memory that it is given with another one that could still read it: a layer that writes its
+input gets copies of it. Which layers do is found out at the first micro-batch, by the versions of the tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from elaswave.errors import UsageError
 from elaswave.hashing import MASK64
+from elaswave.models.admission import check_hooks
+from elaswave.models.calls import Call, inside
 from elaswave.models.layers import ModelSpec
 from elaswave.protocol.ballot import NonFinite, coverage_key
 from elaswave.state.flat import FlatLayer
 from elaswave.state.sums import Accumulator
+from elaswave.worker.admission import check_dense, check_graph
+from elaswave.worker.canary import made_up_tree, prove
+from elaswave.worker.compiled import CompiledLayers
+from elaswave.worker.layer_runs import Given, Reached, Run, Saved, received, to_send, zeros_where_none
 from elaswave.worker.random_state import seed_everything
+from elaswave.worker.scoring import Scored, Scoring
 from elaswave.worker.split import Gradients, WeightHalf, input_half, is_exact
+from elaswave.worker.values import Signatures, at_boundary, flatten, is_differentiable, unflatten
 
 
 class ErrorPlace(NamedTuple):
@@ -55,29 +67,24 @@ class LayerError(Exception):
         super().__init__(f"{type(cause).__name__}: {cause} (at {position})")
 
 
-def at_boundary(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if it is contiguous and 64-byte aligned, else such a copy.
+class FetchInputs(Protocol):
+    """Where `elaswave.batch` finds a micro-batch's inputs."""
 
-    Kernels round differently on other strides and alignments.
-    """
-    if tensor.is_contiguous() and tensor.data_ptr() % 64 == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    def __call__(self, step: int, microbatch: int, *, train: bool) -> Any:
+        """The inputs, of training or of evaluation."""
+        ...
 
 
-class _Saved(NamedTuple):
-    """What one layer keeps between forward and backward."""
-
-    input: torch.Tensor
-    output: torch.Tensor | None
-    """None where the layer is recomputed."""
+def no_inputs(step: int, microbatch: int, *, train: bool) -> Any:
+    """Where there is nothing to fetch."""
+    raise UsageError(f"no inputs of micro-batch {microbatch} are known here")
 
 
 class _Deferred(NamedTuple):
     """A layer without a gradient of its input: all of its backward is left to W."""
 
-    saved: _Saved
-    gradient: torch.Tensor
+    saved: Saved
+    reached: Reached
 
 
 class Compute:
@@ -88,8 +95,10 @@ class Compute:
         layers: the materialised layers of this worker, by layer index.
         accumulators: one per materialised layer.
         seed: the run's seed.
-        recompute: keep only layer inputs and run each layer again in backward.
+        recompute: keep only layer inputs and run each layer again in backward; a layer's own wish counts as well.
         between_layers: called after each layer, so that transfers make progress while this worker computes.
+        inputs: fetches the inputs of a micro-batch for layers that ask for them.
+        has_canary: run each layer's first micro-batch again, and a made-up one (`elaswave.worker.canary`).
     """
 
     def __init__(
@@ -101,25 +110,47 @@ class Compute:
         seed: int,
         recompute: bool,
         between_layers: Callable[[], None],
+        inputs: FetchInputs = no_inputs,
+        has_canary: bool = False,
     ) -> None:
         self.model = model
         self.layers = layers
         self.accumulators = accumulators
-        self.losses: dict[int, float] = {}
-        """Loss of each micro-batch whose last layer ran here, in nats per token."""
+        self.scoring = Scoring(model)
+        """Losses and metrics of the micro-batches whose last layer ran here."""
         self.counts: dict[tuple[int, int], int] = {}
         """How often (layer, micro-batch) was added; names the culprit when coverage fails."""
         self.nonfinite: NonFinite | None = None
+        self.canaries: dict[int, int] = {}
+        """By layer, what it makes of made-up numbers; of those that have run here."""
+        self._has_canary = has_canary
+        if not has_canary and (names := [layer.name for layer in model.layers if layer.compile]):
+            raise UsageError(
+                f"layers {', '.join(names)} are to be compiled: whether they compute the same bits in every process is "
+                "found out in votes. Set elastic.verify=true, or leave out compile=True"
+            )
         self._seed = seed
         self._recompute = recompute
         self._between_layers = between_layers
+        self._fetch = inputs
         self._step = 0
-        self._saved: dict[tuple[int, int], _Saved] = {}
-        self._loss_inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._saved: dict[tuple[int, int], Saved] = {}
+        self._loss_inputs: dict[int, tuple[Given, Scored]] = {}
         self._left: dict[tuple[int, int], WeightHalf | _Deferred | Gradients] = {}
         """What W has to do, or what is already known, of each layer and micro-batch between I and W."""
         self._splits: dict[int, bool] = {}
         """Whether the halves of a layer's backward have the bits of the whole; found out at its first one."""
+        self._signatures = Signatures(self._boundary_name)
+        self._writes: dict[tuple[int, bool], bool] = {}
+        """By layer (or loss), and whether in training: whether it writes its input; found out at its first run."""
+        self._compiled = CompiledLayers()
+        self._admitted: set[int] = set()
+        """Layers (or loss) whose graph has been looked at."""
+
+    @property
+    def losses(self) -> Mapping[int, float]:
+        """Loss of each micro-batch whose last layer ran here."""
+        return self.scoring.losses
 
     @property
     def coverage(self) -> int:
@@ -138,7 +169,7 @@ class Compute:
             exponents: grid exponents per layer of the model and tensor of the layer.
         """
         self._step = step
-        self.losses.clear()
+        self.scoring.clear()
         self.counts.clear()
         self.nonfinite = None
         self._saved.clear()
@@ -147,51 +178,47 @@ class Compute:
         for index, accumulator in self.accumulators.items():
             accumulator.reset(exponents[index])
 
-    def forward(
-        self, layers: range, microbatch: int, value: torch.Tensor, targets: torch.Tensor | None, *, train: bool = True
-    ) -> torch.Tensor:
+    def forward(self, layers: range, microbatch: int, value: Any, targets: Any, *, train: bool = True) -> Any:
         """Runs layers in order; after the model's last layer also the loss.
 
         Args:
             layers: the hop's layers, all materialised here.
             microbatch: index in the global batch.
-            value: input of the first of them: int64 tokens, or an activation.
-            targets: int64 targets where the last of them is the model's last, else None.
+            value: input of the first of them: the micro-batch's inputs, or what the layer before has returned.
+            targets: of the loss, where the last of them is the model's last; else not used.
             train: keep what backward needs (False: evaluation).
         Returns:
             The last layer's output, detached.
         """
         for index in layers:
-            value = at_boundary(value.detach())
-            if train and value.is_floating_point():
-                value.requires_grad_(True)
             with self._at(microbatch, index):
-                output = self._run_layer(index, microbatch, value, train)
+                given = self._given(index, value, train)
+                run = self._run_layer(index, microbatch, given, train)
+                value = run.value()
             if train:
-                self._saved[index, microbatch] = _Saved(value, None if self._recompute else output)
-            value = output.detach()
+                self._saved[index, microbatch] = Saved(given, None if self._is_recomputed(index) else run)
             self._between_layers()
         if layers.stop == self.num_layers:
-            assert targets is not None
-            self._forward_loss(microbatch, at_boundary(value), targets, train)
-        return at_boundary(value)
+            self._forward_loss(microbatch, value, targets, train)
+        return value
 
-    def backward(self, layers: range, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def backward(self, layers: range, microbatch: int, gradient: Any) -> Any:
         """Runs layers backward and adds their parameters' gradients to the accumulators.
 
         Args:
             layers: the hop's layers.
             microbatch: index in the global batch.
-            gradient: of the last layer's output; None where the loss is here.
+            gradient: of the last layer's output, as the next worker's `backward` has returned it; None where the loss
+                is here.
         Returns:
-            The gradient of the first layer's input; None for integer inputs.
+            The gradient of the first layer's input, to be handed on; None where that is the model's first.
         """
         return self._back(layers, microbatch, gradient, self._backward_layer)
 
-    def backward_input(self, layers: range, microbatch: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def backward_input(self, layers: range, microbatch: int, gradient: Any) -> Any:
         """The first half of a backward (I): as `backward`, but leaves parameters' gradients to `backward_weights`.
 
-        Layers that are fed with tokens have no gradient of their input: there everything is left.
+        Layers without a gradient of their input (the first one) leave everything.
         """
         return self._back(layers, microbatch, gradient, self._input_gradient)
 
@@ -205,7 +232,9 @@ class Compute:
             left = self._left.pop((index, microbatch))
             with self._at(microbatch, index):
                 if isinstance(left, WeightHalf):
-                    self._add(index, microbatch, left.run())
+                    with inside(self._call(microbatch, train=True, is_repeated=True)):
+                        found = left.run()
+                    self._add(index, microbatch, found)
                 elif isinstance(left, _Deferred):
                     self._backward_layer(index, microbatch, *left)
                 else:
@@ -216,72 +245,194 @@ class Compute:
         self,
         layers: range,
         microbatch: int,
-        gradient: torch.Tensor | None,
-        one_layer: Callable[[int, int, _Saved, torch.Tensor], torch.Tensor | None],
-    ) -> torch.Tensor | None:
-        if layers.stop == self.num_layers:
-            gradient = self._backward_loss(microbatch)
-        result: torch.Tensor | None = gradient
+        gradient: Any,
+        one_layer: Callable[[int, int, Saved, Reached], list[torch.Tensor]],
+    ) -> Any:
+        reached = self._backward_loss(microbatch) if layers.stop == self.num_layers else received(gradient)
         for index in reversed(layers):
             saved = self._saved.pop((index, microbatch))
-            assert result is not None
             with self._at(microbatch, index):
-                result = one_layer(index, microbatch, saved, at_boundary(result))
+                aligned = reached._replace(gradients=list(map(at_boundary, reached.gradients)))
+                reached = reached._replace(gradients=one_layer(index, microbatch, saved, aligned))
             self._between_layers()
-        return result
+        return None if layers.start == 0 else to_send(reached)
 
-    def _run_layer(self, index: int, microbatch: int, value: torch.Tensor, train: bool) -> torch.Tensor:
+    # ---------------------------------------------------------------------------------------------------------- forward
+
+    def _given(self, index: int, value: Any, train: bool) -> Given:
+        """A value as a layer keeps it. The model's inputs have no gradient."""
+        structure, leaves = flatten(value)
+        if index == 0:
+            self._signatures.check(-1, train, structure, leaves)
+        given = Given(structure, [at_boundary(leaf.detach()) for leaf in leaves])
+        if train and index > 0:
+            for leaf in given.leaves:
+                if is_differentiable(leaf):
+                    leaf.requires_grad_(True)
+        return given
+
+    def _run_layer(self, index: int, microbatch: int, given: Given, train: bool) -> Run:
         layer = self.layers[index]
         if layer.module.training is not train:
             layer.module.train(train)
+        call = self._call(microbatch, train)
         seed_everything(self._seed, self._step, microbatch, index, "forward")
-        with torch.set_grad_enabled(train):
-            output: torch.Tensor = layer.module(value)
-        return output
+        with inside(call), torch.set_grad_enabled(train), self._argument(index, given, train) as argument:
+            structure, leaves = flatten(self._callable(index)(argument))
+        self._signatures.check(index, train, structure, leaves)
+        run = Run(structure, leaves, call.aux_losses)
+        if train and index not in self._admitted:
+            check_hooks(self.layer_name(index), layer.module)
+            self._admit(index, [*leaves, *run.aux_losses], [*layer.parameters, *given.leaves])
+        return run
 
-    def _backward_layer(
-        self, index: int, microbatch: int, saved: _Saved, gradient: torch.Tensor
-    ) -> torch.Tensor | None:
-        *found, input_gradient = self._whole(index, saved, self._output(index, microbatch, saved), gradient)
+    def _callable(self, index: int) -> Callable[[Any], Any]:
+        module = self.layers[index].module
+        return self._compiled(index, module) if self.model.layers[index].compile else module
+
+    def _call(self, microbatch: int, train: bool, *, is_repeated: bool = False) -> Call:
+        return Call(lambda: self._fetch(self._step, microbatch, train=train), is_repeated=is_repeated)
+
+    @contextmanager
+    def _argument(self, index: int, given: Given, train: bool) -> Iterator[Any]:
+        """What a layer or the loss is called with: what is kept, or copies of it where it writes them."""
+        writes = self._writes.get((index, train))
+        leaves = given.leaves if writes is False else [leaf.clone() for leaf in given.leaves]
+        before = [leaf._version for leaf in leaves]
+        yield unflatten(given.structure, leaves)
+        wrote = [leaf._version for leaf in leaves] != before
+        if writes is None:
+            self._writes[index, train] = wrote
+        if wrote and writes is False:
+            raise UsageError(
+                f"{self._who(index)} writes its input now, but did not in its first micro-batch: write to a copy"
+            )
+        if wrote and train and index < self.num_layers and self._is_recomputed(index):
+            raise UsageError(
+                f"{self._who(index)} writes its input, and is to be run again from it: use operations that do not "
+                "work in place, or switch recomputation off (Layer(recompute=False), model.recompute=false)"
+            )
+
+    def _is_recomputed(self, index: int) -> bool:
+        return self._recompute or self.model.layers[index].recompute
+
+    def _admit(self, index: int, outputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
+        """Looks at the graph of a first micro-batch."""
+        others = {
+            id(parameter): f"parameter {layer.spec.name}.{name}"
+            for layer in self.layers.values()
+            for name, parameter in layer.module.named_parameters()
+        }
+        check_graph(self._who(index), outputs, own, others)
+        self._admitted.add(index)
+
+    # --------------------------------------------------------------------------------------------------------- backward
+
+    def _backward_layer(self, index: int, microbatch: int, saved: Saved, reached: Reached) -> list[torch.Tensor]:
+        found, passed_on = self._whole(index, microbatch, saved, self._output(index, microbatch, saved), reached)
         self._add(index, microbatch, found)
-        return self._passed_on(saved, input_gradient)
+        return passed_on
 
-    def _input_gradient(
-        self, index: int, microbatch: int, saved: _Saved, gradient: torch.Tensor
-    ) -> torch.Tensor | None:
-        if not saved.input.requires_grad:
-            self._left[index, microbatch] = _Deferred(saved, gradient)
-            return None
-        parameters = self.layers[index].parameters
-        output = self._output(index, microbatch, saved)
+    def _input_gradient(self, index: int, microbatch: int, saved: Saved, reached: Reached) -> list[torch.Tensor]:
+        inputs = saved.given.inputs
+        if not inputs:
+            self._left[index, microbatch] = _Deferred(saved, reached)
+            return []
+        run = self._output(index, microbatch, saved)
+        is_compiled = self.model.layers[index].compile  # its graph is one node
+        if len(inputs) > 1 or len(reached.gradients) != 1 or run.aux_losses or is_compiled:
+            self._left[index, microbatch], passed_on = self._whole(index, microbatch, saved, run, reached)
+            return passed_on
+        (output,) = filter(is_differentiable, run.leaves)
+        parameters, (gradient,) = self.layers[index].parameters, reached.gradients
         if self._splits.get(index, False):
-            halves = input_half(output, saved.input, parameters, gradient)
+            with inside(self._call(microbatch, train=True, is_repeated=True)):
+                halves = input_half(output, inputs[0], parameters, gradient)
             if halves is not None:
                 input_gradient, self._left[index, microbatch] = halves
-                return self._passed_on(saved, input_gradient)
+                return zeros_where_none(inputs, [input_gradient])
         is_first = index not in self._splits
-        *found, input_gradient = whole = self._whole(index, saved, output, gradient, retain_graph=is_first)
+        found, passed_on = self._whole(index, microbatch, saved, run, reached, retain_graph=is_first)
         if is_first:
-            answer = is_exact(output, saved.input, parameters, gradient, whole)
+            with inside(self._call(microbatch, train=True, is_repeated=True)):
+                answer = is_exact(output, inputs[0], parameters, gradient, [*found, *passed_on])
             if answer is not None:
                 self._splits[index] = answer
         self._left[index, microbatch] = found
-        return self._passed_on(saved, input_gradient)
+        return passed_on
 
-    def _output(self, index: int, microbatch: int, saved: _Saved) -> torch.Tensor:
-        return self._run_layer(index, microbatch, saved.input, train=True) if saved.output is None else saved.output
+    def _output(self, index: int, microbatch: int, saved: Saved) -> Run:
+        return saved.run or self._run_layer(index, microbatch, saved.given, train=True)
 
     def _whole(
-        self, index: int, saved: _Saved, output: torch.Tensor, gradient: torch.Tensor, *, retain_graph: bool = False
+        self,
+        index: int,
+        microbatch: int,
+        saved: Saved,
+        run: Run,
+        reached: Reached,
+        *,
+        retain_graph: bool = False,
+    ) -> tuple[Gradients, list[torch.Tensor]]:
+        """Gradients of the layer's parameters, and of its inputs (zeros where none flows)."""
+        num_parameters, inputs = len(self.layers[index].parameters), saved.given.inputs
+        for value in run.aux_losses:
+            self.scoring.add_aux_loss(reached.weight * float(value.detach()))
+        found = self._gradients(index, microbatch, run, reached, inputs, retain_graph=retain_graph)
+        if self.model.layers[index].compile and self._compiled.has_grown():
+            self.canaries.pop(index, None)
+        if self._has_canary and index not in self.canaries:
+            self._prove(index, microbatch, saved, run, reached, found)
+        return found[:num_parameters], zeros_where_none(inputs, found[num_parameters:])
+
+    def _gradients(
+        self,
+        index: int,
+        microbatch: int,
+        run: Run,
+        reached: Reached,
+        inputs: Sequence[torch.Tensor],
+        *,
+        retain_graph: bool = False,
     ) -> Gradients:
-        """Gradients of the layer's parameters and, last, of its input (None where it has none)."""
-        wanted: list[torch.Tensor] = list(self.layers[index].parameters)
-        if saved.input.requires_grad:
-            wanted.append(saved.input)
-        found: Gradients = []
-        if wanted:
-            found += torch.autograd.grad(output, wanted, gradient, allow_unused=True, retain_graph=retain_graph)
-        return found if saved.input.requires_grad else [*found, None]
+        """Gradients of the layer's parameters and of its inputs; None where none flows."""
+        ends = list(zip(filter(is_differentiable, run.leaves), reached.gradients, strict=True))
+        ends += [(value, torch.full_like(value, reached.weight)) for value in run.aux_losses]
+        ends = [(output, gradient) for output, gradient in ends if output.requires_grad]
+        wanted = [*self.layers[index].parameters, *inputs]
+        if not ends or not wanted:
+            return [None] * len(wanted)
+        outputs, gradients = zip(*ends, strict=True)
+        with inside(self._call(microbatch, train=True, is_repeated=True)):
+            found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True, retain_graph=retain_graph)
+        check_dense(self._who(index), self.layers[index].module, found)
+        return list(found)
+
+    def _prove(self, index: int, microbatch: int, saved: Saved, run: Run, reached: Reached, found: Gradients) -> None:
+        """Has the canary look at a layer's first micro-batch here."""
+
+        def again(given: Given, reached: Reached) -> tuple[Run, Gradients]:
+            run = self._run_layer(index, microbatch, given, train=True)
+            return run, self._gradients(index, microbatch, run, reached, given.inputs)
+
+        def from_scratch(given: Given, reached: Reached) -> tuple[Run, Gradients]:
+            """The same in any process at any time: nothing but shapes and types goes into it."""
+            step, fetch = self._step, self._fetch
+            self._step, self._fetch = 0, lambda *place, train: made_up_tree(fetch(step, microbatch, train=train))
+            try:
+                run = self._run_layer(index, 0, given, train=True)
+                return run, self._gradients(index, 0, run, reached, given.inputs)
+            finally:
+                self._step, self._fetch = step, fetch
+
+        module, who = self.layers[index].module, self._who(index)
+        canary, is_known_by_bits = prove(who, module, saved.given, run, reached, found, again, from_scratch)
+        if self.model.layers[index].compile and not is_known_by_bits:
+            raise UsageError(
+                f"{who} is to be compiled, and does not run on made-up numbers or writes to its buffers: whether it "
+                "computes the same bits in every process cannot be told. Leave out compile=True"
+            )
+        self.canaries[index] = canary
 
     def _add(self, index: int, microbatch: int, gradients: Gradients) -> None:
         """Adds a layer's gradients, all or nothing, and counts them."""
@@ -291,29 +442,33 @@ class Compute:
         accumulator.coverage = (accumulator.coverage + coverage_key(index, microbatch)) & MASK64
         self.counts[index, microbatch] = self.counts.get((index, microbatch), 0) + 1
 
-    @staticmethod
-    def _passed_on(saved: _Saved, input_gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if not saved.input.requires_grad:
-            return None
-        return torch.zeros_like(saved.input) if input_gradient is None else at_boundary(input_gradient)
+    # ------------------------------------------------------------------------------------------------------------- loss
 
-    def _forward_loss(self, microbatch: int, output: torch.Tensor, targets: torch.Tensor, train: bool) -> None:
-        with self._at(microbatch, self.num_layers):
-            seed_everything(self._seed, self._step, microbatch, self.num_layers, "forward")
-            output = output.detach().requires_grad_(train)
-            with torch.set_grad_enabled(train):
-                loss = self.model.loss(output, targets)
-            value = float(loss.detach())
-        self.losses[microbatch] = value
+    def _forward_loss(self, microbatch: int, output: Any, targets: Any, train: bool) -> None:
+        index = self.num_layers
+        with self._at(microbatch, index):
+            seed_everything(self._seed, self._step, microbatch, index, "forward")
+            given, call = self._given(index, output, train), self._call(microbatch, train)
+            with inside(call), torch.set_grad_enabled(train), self._argument(index, given, train) as argument:
+                scored = self.scoring.loss(microbatch, argument, targets)
+                if call.aux_losses:
+                    raise UsageError("aux_loss was called in the loss: add the value to what the loss returns")
+            if train and index not in self._admitted:
+                self._admit(index, [scored.total], given.leaves)
+            if self.model.metrics:
+                self.scoring.measure(output, targets)
         if train:
-            self._loss_inputs[microbatch] = (output, loss)
+            self._loss_inputs[microbatch] = (given, scored)
+            value = self.losses[microbatch]
             if value - value != 0.0:
-                self._note_nonfinite(microbatch, self.num_layers)
+                self._note_nonfinite(microbatch, index)
 
-    def _backward_loss(self, microbatch: int) -> torch.Tensor:
-        output, loss = self._loss_inputs.pop(microbatch)
+    def _backward_loss(self, microbatch: int) -> Reached:
+        given, (total, count) = self._loss_inputs.pop(microbatch)
+        inputs = given.inputs
         with self._at(microbatch, self.num_layers):
-            return torch.autograd.grad(loss, output)[0]
+            found: Sequence[torch.Tensor | None] = torch.autograd.grad(total, inputs, allow_unused=True)
+        return Reached(zeros_where_none(inputs, found), count)
 
     def _note_nonfinite(self, microbatch: int, layer: int) -> None:
         """Keeps the first in the order (micro-batch, loss first, last layer first)."""
@@ -324,9 +479,17 @@ class Compute:
         ):
             self.nonfinite = found
 
+    # ------------------------------------------------------------------------------------------------------------ names
+
     def layer_name(self, layer: int) -> str:
         """Name of a layer, "loss" for the one past the last."""
         return self.model.layers[layer].name if layer < self.num_layers else "loss"
+
+    def _who(self, index: int) -> str:
+        return f"layer {self.layer_name(index)}" if index < self.num_layers else "the loss"
+
+    def _boundary_name(self, boundary: int) -> str:
+        return "the model is given" if boundary < 0 else f"{self._who(boundary)} returns"
 
     @contextmanager
     def _at(self, microbatch: int, layer: int) -> Iterator[None]:

@@ -16,6 +16,7 @@ from elaswave.transport.frames import Tag
 from elaswave.transport.interface import Handle, Transport
 from elaswave.types import Layout
 from elaswave.worker.activity import Activity
+from elaswave.worker.payloads import pack, unpack
 
 WAIT_TIMEOUT_S = 600.0
 """Bound of every wait on a peer. A peer's death ends a wait at once; this is for a peer that is alive and silent."""
@@ -26,6 +27,8 @@ FULL_MESH_WORKERS = 128
 
 _WORDS = (FrameKind.VOTE, FrameKind.DIAGNOSIS, FrameKind.EVALUATION_LOSS)
 """Kinds whose payload is a sequence of whole numbers."""
+_VALUES = (FrameKind.ACTIVATION, FrameKind.GRADIENT, FrameKind.EVALUATION)
+"""Kinds whose payload is a tensor or a tree of tensors."""
 
 
 class TransportLinks:
@@ -111,12 +114,18 @@ class TransportLinks:
         """Begins to send a frame."""
         if key.kind in _WORDS:
             payload = torch.tensor(payload, dtype=torch.int64)
+        elif key.kind in _VALUES:
+            payload = pack(payload)
         self._sends.append(self.transport.send(key.peer, _tag(key), payload))
 
     def take(self, key: Key) -> Any:
         """A frame that is here."""
         result = self._receives.pop(key).result
-        return result.tolist() if key.kind in _WORDS and result is not None else result
+        if result is None:
+            return None
+        if key.kind in _VALUES:
+            return unpack(result)
+        return result.tolist() if key.kind in _WORDS else result
 
     # ------------------------------------------------------------------------------------------------- for the driver
 

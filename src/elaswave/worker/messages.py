@@ -90,6 +90,8 @@ class StepReport(Message, frozen=True, kw_only=True):
     """Why the step was committed without an update."""
     skipped_microbatch: int | None = None
     skipped_layer: str | None = None
+    metrics: dict[str, float] = {}
+    """By name, auxiliary losses among them."""
 
 
 class Timings(Message, frozen=True, kw_only=True):
@@ -113,6 +115,8 @@ class EvaluationReport(Message, frozen=True, kw_only=True):
     num_tokens: int | None
     """None for a script's own model."""
     duration_s: float
+    metrics: dict[str, float] = {}
+    """By name."""
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 import resource
 import time
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from elaswave.protocol.ballot import Request
@@ -133,6 +134,7 @@ class ControlOutbox:
             skipped=None if skipped is None else self.machine.describe_nonfinite(skipped),
             skipped_microbatch=None if skipped is None else skipped.microbatch,
             skipped_layer=None if skipped is None else layer_name(skipped.layer),
+            metrics=dict(committed.metrics),
         )
 
     def _report_timings(self, step: int) -> None:
@@ -149,7 +151,7 @@ class ControlOutbox:
                 Timings(worker=self.machine.worker, epoch=epoch, step=step, level=self.level, actions=actions)
             )
 
-    def evaluated(self, step: int, loss: float) -> EvaluationReport:
+    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float]) -> EvaluationReport:
         """An evaluation has been made."""
         num_microbatches = self._config.run.eval_microbatches
         batch, tokens = self._config.batch.microbatch_size, self._blueprint.tokens_per_sample
@@ -159,6 +161,7 @@ class ControlOutbox:
             loss=loss,
             num_tokens=None if tokens is None else num_microbatches * batch * tokens,
             duration_s=time.monotonic() - self._watch.evaluation_began_s,
+            metrics=dict(metrics),
         )
 
     def installed(self, received_bytes: int) -> Installed:

@@ -259,15 +259,15 @@ class Worker:
 
     # ----------------------------------------------------------------------------------------------------------- data
 
-    def _training_batch(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _training_batch(self, step: int, microbatch: int) -> tuple[Any, Any]:
         return self._batch(step, microbatch, self._sampler.microbatch(step, microbatch), "train")
 
-    def _evaluation_batch(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _evaluation_batch(self, step: int, microbatch: int) -> tuple[Any, Any]:
         size = self._config.batch.microbatch_size
         indices = evaluation_samples(microbatch, size, self._source.num_samples("validation"))
         return self._batch(step, microbatch, indices, "validation")
 
-    def _batch(self, step: int, microbatch: int, indices: list[int], split: Split) -> tuple[torch.Tensor, torch.Tensor]:
+    def _batch(self, step: int, microbatch: int, indices: list[int], split: Split) -> tuple[Any, Any]:
         try:
             return self._source.batch(indices, split)
         except Exception as error:
@@ -294,6 +294,7 @@ def terms_of(blueprint: Blueprint) -> JobTerms:
         num_followers=elastic.num_followers,
         copy_elements=elastic.refill_bytes_per_step // (4 * len(blueprint.state.slots)),
         compile=compile_one,
+        metrics=tuple(blueprint.model.metrics),
         layer_name=lambda layer: blueprint.model.layers[layer].name if layer < len(blueprint.shapes) else "loss",
         verify=elastic.verify,
         skip_nonfinite=run.skip_nonfinite,

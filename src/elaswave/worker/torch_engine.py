@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from elaswave.protocol.engine import Imbalance, Loaded, Measured
+from elaswave.protocol.environment import ENVIRONMENT, Environment
+from elaswave.protocol.scores import Scores
 from elaswave.state.checkpoint import read_meta
 from elaswave.state.checkpoint_format import MASTER
 from elaswave.state.flat import FlatLayer
@@ -20,8 +22,10 @@ from elaswave.state.verify import run_hash
 from elaswave.training.optimizer import clip_factor, learning_rate
 from elaswave.types import Action, ExecutionParameters, Layout
 from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.canary import environment
 from elaswave.worker.compute import Compute
 from elaswave.worker.materialise import materialise
+from elaswave.worker.microbatches import Microbatches
 from elaswave.worker.pacing import ActionTimer
 from elaswave.worker.reduction import Reduction
 
@@ -29,8 +33,8 @@ from elaswave.worker.reduction import Reduction
 class Batches(Protocol):
     """Where micro-batches come from."""
 
-    def __call__(self, step: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and targets of one micro-batch, int64 [samples, context_length] each."""
+    def __call__(self, step: int, microbatch: int) -> tuple[Any, Any]:
+        """Inputs and targets of one micro-batch."""
         ...
 
 
@@ -73,6 +77,7 @@ class TorchEngine:
             checked=elastic.verify,
         )
         self.reduction.hold(list(self.layers))
+        self._microbatches = Microbatches(context.batches, context.evaluation_batches)
         self.compute = Compute(
             blueprint.model,
             self.layers,
@@ -80,8 +85,12 @@ class TorchEngine:
             seed=blueprint.config.run.seed,
             recompute=blueprint.config.model.recompute,
             between_layers=context.check,
+            inputs=self._microbatches.inputs,
+            has_canary=elastic.verify,
         )
         self._num_microbatches = blueprint.layout.num_microbatches
+        if elastic.verify:
+            environment()  # now, since it takes as long as a small step
 
     # ---------------------------------------------------------------------------------------------------- layouts
 
@@ -115,6 +124,7 @@ class TorchEngine:
     def begin(self, step: int, exponents: Sequence[int]) -> None:
         """Empties all sums for a new attempt."""
         by_layer = [[exponents[slot.id] for slot in shape.tensors] for shape in self.context.blueprint.shapes]
+        self._microbatches.clear()
         self.compute.begin(step, by_layer)
         self.reduction.begin(by_layer, self._num_microbatches)
 
@@ -123,19 +133,19 @@ class TorchEngine:
         compute, microbatch = self.compute, action.microbatch
         targets = None
         if action.kind == "F" and (first or last):
-            tokens, targets = self.context.batches(step, microbatch)
-            value = tokens if first else value
+            inputs, targets = self._microbatches.get(step, microbatch, train=True)
+            value = inputs if first else value
         start_ns = time.monotonic_ns()
-        output: torch.Tensor | None
+        output: Any = None
         if action.kind == "F":
             output = compute.forward(layers, microbatch, value, targets if last else None)
         elif action.kind == "W":
             compute.backward_weights(layers, microbatch)
-            output = None
         elif action.kind == "I":
             output = compute.backward_input(layers, microbatch, value)
         else:
             output = compute.backward(layers, microbatch, value)
+        self._microbatches.release(step, microbatch, train=True, is_over=action.kind in ("B", "W"))
         self.context.timer.on_computed(action, layers, start_ns)
         return output
 
@@ -143,17 +153,19 @@ class TorchEngine:
         """Runs layers forward for a validation micro-batch."""
         targets = None
         if first or last:
-            tokens, targets = self.context.evaluation_batches(step, microbatch)
-            value = tokens if first else value
-        return self.compute.forward(layers, microbatch, value, targets if last else None, train=False)
+            inputs, targets = self._microbatches.get(step, microbatch, train=False)
+            value = inputs if first else value
+        output = self.compute.forward(layers, microbatch, value, targets if last else None, train=False)
+        self._microbatches.release(step, microbatch, train=False, is_over=True)
+        return output
 
-    def losses(self) -> Mapping[int, float]:
-        """Loss by micro-batch."""
-        return dict(self.compute.losses)
+    def scores(self) -> Scores:
+        """Losses and metrics."""
+        return self.compute.scoring.scores
 
-    def forget_losses(self) -> None:
+    def forget_scores(self) -> None:
         """An evaluation begins."""
-        self.compute.losses.clear()
+        self.compute.scoring.clear()
 
     # ----------------------------------------------------------------------------------------------------- REDUCE
 
@@ -190,8 +202,14 @@ class TorchEngine:
             for slot, maximum in zip(accumulator.shape.tensors, accumulator.maxima, strict=True)
         }
         return Measured(
-            compute.coverage, self.reduction.partial_sums(), dict(compute.losses), maxima, compute.nonfinite
+            compute.coverage, self.reduction.partial_sums(), self.scores(), maxima, compute.nonfinite, self._canaries()
         )
+
+    def _canaries(self) -> dict[int, int]:
+        if not self.context.blueprint.config.elastic.verify:
+            return {}
+        layers = {ENVIRONMENT + 1 + layer: canary for layer, canary in self.compute.canaries.items()}
+        return {ENVIRONMENT: environment().canary, **layers}
 
     def square_sum(self, copy: HeldBlock) -> float:
         """Sum of squares of a copy's mean gradient."""
@@ -213,17 +231,21 @@ class TorchEngine:
         """Where the partial sums are wrong."""
         return self.reduction.imbalance()
 
+    def environment(self) -> Environment:
+        """What this process computes with."""
+        return environment()
+
     # --------------------------------------------------------------------------------------- APPLY, GATHER, delivery
 
-    def apply(self, copy: HeldBlock, step: int, norm: float | None, num_updates: int) -> None:
+    def apply(self, copy: HeldBlock, step: int, norm: float | None, scale: float, num_updates: int) -> None:
         """Applies a copy's mean gradient, clipped by the norm, and forgets it."""
         gradient, copy.gradient = _gradient(copy), None
         if norm is None:
             return
         config = self.context.blueprint.config
-        clip = clip_factor(norm, config.optimizer.grad_clip)
-        if clip != 1.0:
-            gradient.mul_(clip)
+        factor = scale * clip_factor(norm, config.optimizer.grad_clip)
+        if factor != 1.0:
+            gradient.mul_(factor)
         rate = learning_rate(config.optimizer, step, config.run.steps)
         self.context.blueprint.optimizer.update(
             copy.slots, gradient, copy.decay_runs, learning_rate=rate, num_updates=num_updates

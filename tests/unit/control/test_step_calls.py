@@ -1,26 +1,28 @@
 """A script's callbacks hear of each step once, in order."""
 
+from collections.abc import Mapping
+
 from elaswave.control.step_calls import StepCalls
 
 
 def heard(calls: StepCalls, steps: list[int]) -> None:
     for step in steps:
-        calls.published(step, step / 10)
+        calls.published(step, step / 10, {"accuracy": step / 20})
 
 
 def test_steps_are_called_for_once_and_in_order_whatever_is_said_when() -> None:
-    found: list[tuple[int, float]] = []
-    calls = StepCalls(lambda step, loss: found.append((step, loss)))
+    found: list[tuple[int, float, float]] = []
+    calls = StepCalls(lambda step, loss, metrics: found.append((step, loss, metrics["accuracy"])))
     calls.begin(4)
     heard(calls, [5, 5, 7, 8, 3, 6, 7, 9])
-    assert found == [(5, 0.5), (6, 0.6), (7, 0.7), (8, 0.8), (9, 0.9)]
+    assert found == [(5, 0.5, 0.25), (6, 0.6, 0.3), (7, 0.7, 0.35), (8, 0.8, 0.4), (9, 0.9, 0.45)]
     assert calls.last_step == 9
 
 
 def test_nothing_is_called_after_an_exception() -> None:
     found: list[int] = []
 
-    def call(step: int, loss: float) -> None:
+    def call(step: int, loss: float, metrics: Mapping[str, float]) -> None:
         found.append(step)
         if step == 2:
             raise KeyError("x")

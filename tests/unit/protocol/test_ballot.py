@@ -9,6 +9,7 @@ import pytest
 
 from elaswave.hashing import key64
 from elaswave.protocol.ballot import (
+    NOTHING_COUNTED,
     UNKNOWN_MICROBATCH,
     Ballot,
     Expected,
@@ -19,16 +20,15 @@ from elaswave.protocol.ballot import (
     VoteShape,
     add_words,
     agreement_key,
-    bits_float,
     coverage_key,
     decode_certificate,
     encode_certificate,
     expected_coverage,
     expected_residency,
-    float_bits,
     judge,
     residency_key,
 )
+from elaswave.protocol.scores import MetricSum, Scores, bits_float, float_bits
 from elaswave.state.grids import MAX_EXPONENT, MIN_EXPONENT, next_exponent
 from elaswave.state.placement import Placement, Role
 
@@ -60,7 +60,7 @@ def certificates():
                 agreement=agreements[worker],
                 partial_sums=[2**63, 2**62, 2**62][worker],
                 next_layout=LAYOUT_HASH,
-                losses={m: 2.0 + m for m in ran},
+                scores=Scores({m: 2.0 + m for m in ran}),
                 square_sums=[[9.0], [16.0], []][worker],
                 maxima=[{0: 0.5}, {0: 0.25, 1: 3.0}, {1: 1.0}][worker],
                 nonfinite=None,
@@ -99,7 +99,8 @@ def test_a_vote_that_holds_commits():
     verdict = verdict_of(certificates())
     assert verdict.outcome is VoteOutcome.COMMIT
     assert verdict.norm == 5.0
-    assert verdict.losses == (2.0, 3.0, 4.0, 5.0)
+    assert verdict.means.losses == (2.0, 3.0, 4.0, 5.0)
+    assert verdict.means.scale == 1.0
     assert verdict.loss == 3.5
     assert verdict.grids == GRIDS.exponents
     assert (verdict.request, verdict.failed, verdict.nonfinite) == (Request.NONE, (), None)
@@ -150,7 +151,7 @@ def test_nothing_that_failed_is_committed_because_of_a_value_that_is_not_finite(
 
 @pytest.mark.parametrize("skip", [False, True])
 def test_values_that_are_not_finite_end_or_skip_the_step_and_keep_the_grids(skip):
-    votes = changed(0, nonfinite=NonFinite(3, 1), losses={0: math.nan, 3: 5.0}, maxima={0: 1e30})
+    votes = changed(0, nonfinite=NonFinite(3, 1), scores=Scores({0: math.nan, 3: 5.0}), maxima={0: 1e30})
     verdict = verdict_of(votes, skip=skip)
     assert verdict.outcome is (VoteOutcome.SKIP if skip else VoteOutcome.NON_FINITE)
     assert verdict.nonfinite == NonFinite(3, 1)
@@ -160,7 +161,7 @@ def test_values_that_are_not_finite_end_or_skip_the_step_and_keep_the_grids(skip
 
 
 def test_infinite_losses_of_both_signs_have_no_mean():
-    votes = changed(0, nonfinite=NonFinite(0, NUM_LAYERS), losses={0: math.inf, 3: -math.inf})
+    votes = changed(0, nonfinite=NonFinite(0, NUM_LAYERS), scores=Scores({0: math.inf, 3: -math.inf}))
     assert math.isnan(verdict_of(votes, skip=True).loss)
 
 
@@ -225,7 +226,7 @@ def test_gradients_that_vanish_altogether_ask_for_nothing():
 def test_a_grid_that_cannot_be_finer_asks_for_nothing():
     """With some 10**7 micro-batches even the finest grid has fewer bits: a step must end all the same."""
     shape = VoteShape(2**23, 1)
-    vote = certificates()[0]._replace(losses={}, maxima={0: 1.0}, coverage=0, agreement=0, residency=0)
+    vote = certificates()[0]._replace(scores=Scores({}), maxima={0: 1.0}, coverage=0, agreement=0, residency=0)
     vector = shape.vector_of(vote._replace(partial_sums=0))
     needed = Expected(1, 0, 0, LAYOUT_HASH, 4)
     finest = next_exponent(1.0, 0, 2**23)
@@ -300,7 +301,7 @@ def test_keys_of_different_things_differ():
 
 def test_the_vector_is_small_and_whole():
     vector = SHAPE.vector_of(certificates()[0])
-    assert len(vector) == SHAPE.size == 5 + 21 + NUM_MICROBATCHES + 6 + NUM_TENSORS
+    assert len(vector) == SHAPE.size == 5 + 21 + 2 + NUM_MICROBATCHES + 12 + 6 + NUM_TENSORS
     assert all(-(2**63) <= value < 2**63 for value in merged(certificates()))
 
 
@@ -355,4 +356,46 @@ def test_a_vote_that_does_not_commit_changes_no_layout():
 def test_a_smaller_batch_has_the_mean_of_its_own_losses():
     wanted = expected()._replace(num_microbatches=2)
     verdict = judge(merged(certificates()), SHAPE, wanted, GRIDS, skip_nonfinite=False)
-    assert verdict.losses == (2.0, 3.0) and verdict.loss == 2.5
+    assert verdict.means.losses == (2.0, 3.0) and verdict.loss == 2.5
+
+
+def counted(counts, **fields):
+    """A vote in which the loss of micro-batch m has the given count, None for none."""
+    votes = certificates()
+    for worker, vote in enumerate(votes):
+        mine = [counts[m] for m in vote.scores.losses if counts[m] is not None]
+        votes[worker] = vote._replace(scores=vote.scores._replace(count=sum(mine), num_counted=len(mine), **fields))
+    return votes
+
+
+def test_losses_with_counts_scale_loss_and_norm():
+    verdict = verdict_of(counted([3, 0, 4, 1]))
+    assert verdict.outcome is VoteOutcome.COMMIT
+    assert verdict.loss == 14.0 / 8
+    assert (verdict.means.scale, verdict.norm) == (4 / 8, 5.0 * 4 / 8)
+
+
+def test_a_loss_that_has_counts_only_sometimes_is_rejected():
+    verdict = verdict_of(counted([3, None, 4, 1]))
+    assert (verdict.outcome, verdict.failed) == (VoteOutcome.REJECT, ("loss counts",))
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_where_nothing_is_counted_there_is_no_update(skip):
+    verdict = verdict_of(counted([0, 0, 0, 0]), skip=skip)
+    assert verdict.outcome is (VoteOutcome.SKIP if skip else VoteOutcome.NON_FINITE)
+    assert verdict.nonfinite == NOTHING_COUNTED and math.isnan(verdict.loss) and math.isnan(verdict.norm)
+    assert "counts nothing" in verdict.reason
+
+
+def test_metrics_are_read_from_the_vote():
+    shape, aux_loss = VoteShape(NUM_MICROBATCHES, NUM_TENSORS, 1), MetricSum().plus(0.5, 1)
+    votes = [
+        vote._replace(scores=vote.scores._replace(metrics=(MetricSum().plus(worker, 2),), aux_loss=aux_loss))
+        for worker, vote in enumerate(certificates())
+    ]
+    vector = functools.reduce(shape.merge, map(shape.vector_of, votes))
+    assert len(vector) == shape.size
+    verdict = judge(vector, shape, expected(), GRIDS, skip_nonfinite=False)
+    assert verdict.outcome is VoteOutcome.COMMIT
+    assert verdict.means.metrics == (3 / 6,) and verdict.means.aux_loss == 1.5 / NUM_MICROBATCHES

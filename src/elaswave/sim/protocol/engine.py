@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from elaswave.hashing import MASK64
 from elaswave.protocol.ballot import coverage_key
 from elaswave.protocol.engine import Imbalance, Loaded, Measured, TrainingProgress
+from elaswave.protocol.environment import ENVIRONMENT, Environment
+from elaswave.protocol.scores import Scores
 from elaswave.sim.protocol.job import (
     BlockState,
     backward,
@@ -61,6 +63,8 @@ class ToyEngine:
         self.layers: range = range(0)
         self.parameters: dict[int, int] = {}
         """By block, of the layers that are here."""
+        self._ran: set[int] = set()
+        """Layers of which this worker has run a micro-batch."""
         self.begin(0, host.model.progress.grids.exponents)
 
     def use_layout(self, layout: Layout, execution: ExecutionParameters, copies: Iterable[ToyCopy]) -> frozenset[int]:
@@ -131,11 +135,11 @@ class ToyEngine:
             self._losses[microbatch] = loss_of(x)
         return x
 
-    def losses(self) -> Mapping[int, float]:
-        """Loss by micro-batch."""
-        return self._losses
+    def scores(self) -> Scores:
+        """Losses."""
+        return Scores(self._losses)
 
-    def forget_losses(self) -> None:
+    def forget_scores(self) -> None:
         """An evaluation begins."""
         self._losses = {}
 
@@ -183,7 +187,12 @@ class ToyEngine:
     def measured(self) -> Measured:
         """What was computed."""
         coverage = sum(self._coverage.values()) & MASK64
-        return Measured(coverage, self._balance & MASK64, self._losses, self._maxima, None)
+        return Measured(coverage, self._balance & MASK64, self.scores(), self._maxima, None, self._canaries())
+
+    def _canaries(self) -> dict[int, int]:
+        """The same everywhere; a layer's is known once one of its micro-batches has run here."""
+        self._ran.update(layer for layer, _ in self._counts)
+        return {ENVIRONMENT: 1, **{ENVIRONMENT + 1 + layer: 7 + layer for layer in self._ran}}
 
     def square_sum(self, copy: ToyCopy) -> float:
         """Stands for the square: the gradient itself."""
@@ -205,12 +214,16 @@ class ToyEngine:
         """Nothing here changes a sum."""
         return Imbalance({}, {}, 0)
 
+    def environment(self) -> Environment:
+        """Nothing here differs."""
+        return Environment("toy", {})
+
     # --------------------------------------------------------------------------------------- APPLY, GATHER, delivery
 
-    def apply(self, copy: ToyCopy, step: int, norm: float | None, num_updates: int) -> None:
+    def apply(self, copy: ToyCopy, step: int, norm: float | None, scale: float, num_updates: int) -> None:
         """Updates a copy."""
         gradient, copy.gradient = _gradient(copy), None
-        assert norm is not None, "no step of the toy job is skipped"
+        assert norm is not None and scale == 1.0, "no step of the toy job is skipped, and no loss has counts"
         copy.state = update(copy.state, gradient, norm, step)
         self._see.applied(self._host.id, copy.block.id, step, copy.state)
 

@@ -17,8 +17,9 @@ import msgspec
 from elaswave.hashing import MASK64
 from elaswave.planning.layout import make_layout
 from elaswave.planning.programs import compile_programs
-from elaswave.protocol.ballot import GridState, VoteShape, bits_float, decode_certificate, float_bits
+from elaswave.protocol.ballot import GridState, VoteShape, decode_certificate
 from elaswave.protocol.engine import JobTerms, TrainingProgress
+from elaswave.protocol.scores import float_bits
 from elaswave.state.grids import (
     could_overflow,
     count_bits,
@@ -290,14 +291,19 @@ def _one_attempt(
     return tuple(losses), means, maxima
 
 
+def _vote_shape(job: Job) -> VoteShape:
+    terms = model_of(job).terms
+    return VoteShape(job.num_microbatches, terms.num_tensors, num_canaries=1 + terms.num_layers)
+
+
 def losses_of(job: Job, vector: bytes) -> tuple[float, ...]:
     """The losses in the vector of a vote."""
     values = decode_certificate(vector)
-    shape = VoteShape(job.num_microbatches, model_of(job).terms.num_tensors)
-    return tuple(bits_float(bits) for bits in values[shape.num_sums - job.num_microbatches : shape.num_sums])
+    shape = _vote_shape(job)
+    return shape.means(values, job.num_microbatches).losses
 
 
 def asks_checkpoint(job: Job, vector: bytes) -> bool:
     """Whether a worker has asked for a durable checkpoint in a vote."""
-    shape = VoteShape(job.num_microbatches, model_of(job).terms.num_tensors)
+    shape = _vote_shape(job)
     return decode_certificate(vector)[shape.num_sums + shape.REQUEST] != 0

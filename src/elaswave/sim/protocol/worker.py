@@ -6,6 +6,7 @@ order is the machine's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from elaswave.protocol.ballot import Request, VoteOutcome
@@ -228,7 +229,7 @@ class _SimOutbox:
     def committed(self, committed: Committed) -> StepDone:
         return StepDone(self._host.id, self._host.machine.member.epoch, committed.evidence)
 
-    def evaluated(self, step: int, loss: float) -> object:
+    def evaluated(self, step: int, loss: float, metrics: Mapping[str, float]) -> object:
         raise AssertionError("the toy job has no evaluations")
 
     def installed(self, received_bytes: int) -> Installed:

@@ -1,0 +1,57 @@
+"""Which modules can be trained: what would be lost in silence is refused by name before the first step."""
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from elaswave.errors import UsageError
+
+_COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
+_SHARDED = ("FullyShardedDataParallel", "FSDPModule")  # by name: importing them takes half a second
+
+
+def check_module(layer: str, module: nn.Module) -> None:
+    """Refuses a layer that cannot be trained as it stands.
+
+    Args:
+        layer: its name.
+        module: built, also on the meta device.
+    Raises:
+        UsageError: names the layer, the module or parameter, and what to do.
+    """
+    for path, part in module.named_modules():
+        where = f"layer {layer}" + (f", module {path}," if path else "")
+        if isinstance(part, DistributedDataParallel | DataParallel) or type(part).__name__ in _SHARDED:
+            raise UsageError(
+                f"{where} is wrapped in {type(part).__name__}: hand in the plain module, elaswave divides the work "
+                "itself"
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise UsageError(f"{where} makes sparse gradients: pass sparse=False, sums of gradients are dense")
+    for name, parameter in module.named_parameters():
+        _check_parameter(f"parameter {name} of layer {layer}", parameter)
+
+
+def check_hooks(layer: str, module: nn.Module) -> None:
+    """Refuses hooks on parameters: backwards in halves, or run again, would call them another number of times.
+
+    Raises:
+        UsageError: names layer and parameter.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UsageError(
+                f"parameter {name} of layer {layer} has a gradient hook: remove it, and change the gradient in the "
+                "layer itself, with a torch.autograd.Function say"
+            )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if parameter.dtype not in _COMPUTED and parameter.requires_grad:
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        raise UsageError(f"{name} is {dtype}: master weights are float32, convert the module with .float()")
+    if not parameter.is_contiguous():
+        raise UsageError(
+            f"{name} has strides {parameter.stride()}, as channels_last makes them: convert the module with "
+            ".to(memory_format=torch.contiguous_format); a layer may still compute in channels_last inside"
+        )

@@ -1,0 +1,305 @@
+"""Is this process one that computes the job's bits, and is this layer one that can be computed again?
+
+Three questions are answered once, and cost nothing later:
+
+- *The environment*: a fixed list of operators, computed on fixed numbers. Another processor, library or kernel shows in
+  a hash. The first vote compares them, and every later one those of workers that are new.
+- *Twice*: a layer's first micro-batch runs a second time, with parameters, inputs and gradients at other addresses. A
+  layer that gives other bits is refused: it would give other bits on another worker too.
+- *The probe*: a layer with made-up parameters, inputs and gradients, all drawn from its shapes alone. Its hash is the
+  same in every process at every time, so whoever holds the layer later can be compared with whoever held it first.
+
+Nothing is left behind: parameters and buffers are as before, and every draw of the engine is seeded anew.
+"""
+
+import functools
+import hashlib
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from elaswave.errors import UsageError
+from elaswave.hashing import key64
+from elaswave.models.kernels import linear
+from elaswave.protocol.environment import Environment
+from elaswave.worker.layer_runs import Given, Reached, Run
+from elaswave.worker.split import Gradients
+from elaswave.worker.values import flatten, is_differentiable, unflatten
+
+_HASH_BITS = 62
+"""So that a hash and its negative are both signed 64-bit integers."""
+_PAGE = 4096
+_SHIFT = 17 * 64
+"""Between the addresses of a tensor and its copy, within a page; a multiple of the alignment of all boundaries."""
+
+
+def hash_of(tensors: Iterable[torch.Tensor | None]) -> int:
+    """A hash of types, shapes and bits, 62 bits."""
+    found = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        if tensor is None:
+            found.update(b"none")
+            continue
+        found.update(f"{tensor.dtype} {list(tensor.shape)} ".encode())
+        bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else None
+        found.update(b"" if bits is None else bits.numpy().data)
+    return int.from_bytes(found.digest(), "little") >> (64 - _HASH_BITS)
+
+
+# ------------------------------------------------------------------------------------------------------ the environment
+
+
+class _Source:
+    """Numbers that an operator is tried on, from a generator of their own.
+
+    Args:
+        name: of the operator.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.generator = torch.Generator().manual_seed(key64("canary", name) & 0xFFFFFFFF)
+        self.drawn: list[torch.Tensor] = []
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        """A tensor of a shape, whose gradient is looked at too."""
+        self.drawn.append(torch.randn(shape, generator=self.generator).requires_grad_(True))
+        return self.drawn[-1]
+
+
+def _operators() -> dict[str, Callable[[_Source], torch.Tensor]]:
+    """By name, a function of a source of numbers; its result is run backward too if it has a graph."""
+    return {
+        "matmul": lambda draw: draw(64, 192) @ draw(192, 96),
+        "matmul-bfloat16": lambda draw: draw(64, 192).bfloat16() @ draw(192, 96).bfloat16(),
+        "linear": lambda draw: linear(draw(64, 192), draw(96, 192), draw(96)),
+        "bmm": lambda draw: torch.bmm(draw(6, 33, 40), draw(6, 40, 33)),
+        "attention": lambda draw: F.scaled_dot_product_attention(
+            draw(2, 4, 48, 32), draw(2, 4, 48, 32), draw(2, 4, 48, 32), is_causal=True
+        ),
+        "convolution": lambda draw: F.conv2d(draw(4, 6, 17, 17), draw(8, 6, 3, 3), draw(8), padding=1),
+        "layer-norm": lambda draw: F.layer_norm(draw(48, 100), (100,), draw(100), draw(100)),
+        "batch-norm": lambda draw: F.batch_norm(draw(8, 6, 9, 9), None, None, draw(6), draw(6), training=True),
+        "softmax": lambda draw: draw(48, 100).softmax(-1),
+        "cross-entropy": lambda draw: F.cross_entropy(draw(48, 100), torch.arange(48) % 100),
+        "embedding": lambda draw: F.embedding(torch.arange(400) % 37, draw(37, 24)),
+        "gelu": lambda draw: F.gelu(draw(1000)),
+        "exp": lambda draw: (draw(1000) / 4).exp(),
+        "tanh": lambda draw: draw(1000).tanh(),
+        "sine": lambda draw: draw(1000).sin() + draw(1000).cos(),
+        "logarithm": lambda draw: (draw(1000).abs() + 0.1).log(),
+        "power": lambda draw: (draw(1000).abs() + 0.1).pow(1.7).rsqrt(),
+        "sum": lambda draw: draw(40, 1001).sum(0) + draw(1001, 40).sum(1)[0] + draw(5000).sum(),
+        "square-sum": lambda draw: draw(16384).double().square().sum(),
+        "random": _random,
+        "adamw": _adamw,
+    }
+
+
+def _random(draw: _Source) -> torch.Tensor:
+    source = draw.generator
+    words = torch.empty(100, dtype=torch.int64).random_(-(2**63), None, generator=source)
+    drawn = [torch.rand(500, generator=source), torch.empty(500).bernoulli_(0.3, generator=source)]
+    return torch.cat([draw(500), *drawn, words.view(torch.int32).double()])
+
+
+def _adamw(draw: _Source) -> torch.Tensor:
+    master, gradient, average, square = (draw(1056).detach() for _ in range(4))
+    torch._fused_adamw_(
+        [master],
+        [gradient],
+        [average],
+        [square.abs_()],
+        [],
+        [torch.tensor(3.0)],
+        amsgrad=False,
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.95,
+        weight_decay=0.0,
+        eps=1e-8,
+        maximize=False,
+    )
+    return torch.cat([master, average, square])
+
+
+@functools.lru_cache(maxsize=1)
+def environment() -> Environment:
+    """What this process computes with; computed once."""
+    text = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {_processor()}"
+    return Environment(text, {name: _run_operator(name, function) for name, function in _operators().items()})
+
+
+def _run_operator(name: str, function: Callable[[_Source], torch.Tensor]) -> int:
+    draw = _Source(name)
+    with torch.enable_grad():
+        result = function(draw)
+        gradients: Sequence[torch.Tensor | None] = ()
+        if result.requires_grad:
+            inputs = list(draw.drawn)
+            gradient = torch.randn(result.shape, generator=draw.generator).to(result.dtype)
+            gradients = torch.autograd.grad(result, inputs, gradient, allow_unused=True)
+    return hash_of([result, *gradients])
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+# ------------------------------------------------------------------------------------------------------ twice and probe
+
+
+def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy at another place within its page, aligned to 64 bytes as every boundary is."""
+    room = torch.empty(tensor.nbytes + _PAGE, dtype=torch.uint8)
+    start = (tensor.data_ptr() + _SHIFT - room.data_ptr()) % _PAGE
+    start += -(room.data_ptr() + start) % 64
+    copy = torch.empty(0, dtype=tensor.dtype)
+    copy.set_(room.untyped_storage(), start // tensor.dtype.itemsize, tensor.shape)  # type: ignore[call-overload]
+    return copy.copy_(tensor.detach())
+
+
+def made_up(tensor: torch.Tensor, key: int) -> torch.Tensor:
+    """Of the same type and shape: floating-point numbers drawn from a key, whole numbers 0, booleans True."""
+    if not tensor.is_floating_point():
+        return torch.ones_like(tensor) if tensor.dtype == torch.bool else torch.zeros_like(tensor)
+    source = torch.Generator().manual_seed(key & 0xFFFFFFFF)
+    return torch.randn(tensor.shape, generator=source).mul_(0.25).to(tensor.dtype)
+
+
+@contextmanager
+def with_parameters(
+    module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]
+) -> Iterator[Callable[[], bool]]:
+    """Has other values, or the same elsewhere, in a module's parameters for a while. Buffers are put back as they were.
+
+    Args:
+        module: of the layer.
+        make: (name, values of a parameter) -> what takes their place.
+    Yields:
+        Whether a buffer has been written since.
+    """
+    parameters, buffers = list(module.named_parameters()), list(module.buffers())
+    values = [parameter.data for _, parameter in parameters]
+    kept = [buffer.detach().clone() for buffer in buffers]
+
+    def written() -> list[bool]:
+        # By its bits: batch norm's kernels do not raise the version of what they write.
+        return [hash_of([buffer]) != hash_of([value]) for buffer, value in zip(buffers, kept, strict=True)]
+
+    for name, parameter in parameters:
+        parameter.data = make(name, parameter.data)
+    try:
+        yield lambda: any(written())
+    finally:
+        for (_, parameter), value in zip(parameters, values, strict=True):
+            parameter.data = value
+        with torch.no_grad():
+            for buffer, value, is_written in zip(buffers, kept, written(), strict=True):
+                if is_written:
+                    buffer.copy_(value)
+
+
+def made_up_tree(value: Any) -> Any:
+    """A value of the same structure, types and shapes."""
+    structure, leaves = flatten(value)
+    return unflatten(structure, [made_up(leaf, key64("canary", place)) for place, leaf in enumerate(leaves)])
+
+
+Again = Callable[[Given, Reached], tuple[Run, Gradients]]
+"""Runs a layer forward and backward."""
+
+
+def prove(
+    who: str,
+    module: nn.Module,
+    given: Given,
+    run: Run,
+    reached: Reached,
+    found: Gradients,
+    again: Again,
+    from_scratch: Again,
+) -> tuple[int, bool]:
+    """Runs a layer's first micro-batch again elsewhere in memory, and then a made-up one.
+
+    Args:
+        who: the layer.
+        module: of the layer.
+        given, run, reached, found: of the first micro-batch: input, outputs, gradients that came, those that it made.
+        again: runs the layer as the first micro-batch was run.
+        from_scratch: runs it in a way that does not depend on where training stands.
+    Returns:
+        A hash of shapes, types and, unless the layer cannot be run on made-up numbers, of all bits, in [1, 2**62);
+        and whether it is one of bits.
+    Raises:
+        UsageError: the second run has other bits.
+    """
+    with with_parameters(module, lambda name, values: elsewhere(values)):
+        second, its = again(_with(given, elsewhere), Reached(list(map(elsewhere, reached.gradients)), reached.count))
+    places = [f"output {place}" if len(run.leaves) > 1 else "its output" for place in range(len(run.leaves))]
+    places += [f"the gradient of {name}" for name, _ in module.named_parameters()]
+    places += ["the gradient of its input"] * (len(found) + len(run.leaves) - len(places))
+    check_equal(who, places, [*run.leaves, *found], [*second.leaves, *its])
+    shapes = f"{[(leaf.dtype, list(leaf.shape)) for leaf in (*given.leaves, *run.leaves)]} {run.structure}"
+    bits = _probe(module, given, run, from_scratch)
+    return key64("canary", shapes, bits) >> 2 or 1, bits != 0
+
+
+def _probe(module: nn.Module, given: Given, run: Run, from_scratch: Again) -> int:
+    """A hash of what a layer makes of made-up numbers; 0 for a layer that depends on what it has written before, or
+    does not take such numbers."""
+
+    def numbers(kind: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [made_up(tensor, key64("canary", kind, place)) for place, tensor in enumerate(tensors)]
+
+    inputs = iter(numbers("input", given.leaves))
+    reached = Reached(numbers("gradient", filter(is_differentiable, run.leaves)), None)
+    with with_parameters(module, lambda name, values: made_up(values, key64("canary", name))) as has_written:
+        try:
+            made, gradients = from_scratch(_with(given, lambda leaf: next(inputs)), reached)
+        except Exception:
+            return 0
+        return 0 if has_written() else hash_of([*made.leaves, *gradients]) or 1
+
+
+def _with(given: Given, make: Callable[[torch.Tensor], torch.Tensor]) -> Given:
+    """Other tensors of which gradients are wanted as before."""
+    return given._replace(leaves=[make(leaf.detach()).requires_grad_(leaf.requires_grad) for leaf in given.leaves])
+
+
+def check_equal(
+    who: str, names: Sequence[str], first: Sequence[torch.Tensor | None], second: Sequence[torch.Tensor | None]
+) -> None:
+    """Refuses a layer whose second run has other bits.
+
+    Args:
+        who: the layer.
+        names: of what is compared.
+        first, second: of both runs.
+    Raises:
+        UsageError: names the first difference, and what to do.
+    """
+    for name, one, other in zip(names, first, second, strict=True):
+        if hash_of([one]) != hash_of([other]):
+            raise UsageError(
+                f"{who} is not deterministic: run twice on its first micro-batch, with its memory at other addresses, "
+                f"{name} differs{_by(one, other)}. A layer must keep nothing between calls, draw from the generators "
+                "of torch, numpy and random only, and use kernels that do not depend on addresses: products of fewer "
+                "than 4 rows may (raise batch.microbatch_size), and so may operations that add with scatter"
+            )
+
+
+def _by(one: torch.Tensor | None, other: torch.Tensor | None) -> str:
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return ""
+    difference = (one.detach().double() - other.detach().double()).abs()
+    return f" in {int((difference > 0).sum())} of {difference.numel()} elements, by up to {float(difference.max()):.2g}"

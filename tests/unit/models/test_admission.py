@@ -1,0 +1,53 @@
+"""Modules that are refused before the first step, by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from elaswave.errors import UsageError
+from elaswave.models.admission import check_hooks, check_module
+from elaswave.models.layers import Layer, ModelSpec
+from elaswave.state.flat import model_shapes
+
+
+def channels_last():
+    return nn.Sequential(nn.Conv2d(3, 8, 3)).to(memory_format=torch.channels_last)
+
+
+def hooked(register):
+    module = nn.Linear(4, 4)
+    getattr(module.weight, register)(lambda *args: None)
+    return module
+
+
+class FullyShardedDataParallel(nn.Linear):
+    """Stands for torch's, which needs processes."""
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: nn.Linear(4, 4).double(), "parameter weight of layer name is float64.*with .float()"),
+        (lambda: nn.Linear(4, 4).to(torch.complex64), "complex64"),
+        (channels_last, "parameter 0.weight of layer name has strides .*channels_last.*contiguous_format"),
+        (lambda: nn.Embedding(4, 4, sparse=True), "layer name makes sparse gradients: pass sparse=False"),
+        (lambda: nn.Sequential(nn.EmbeddingBag(4, 4, sparse=True)), "layer name, module 0, makes sparse gradients"),
+        (lambda: nn.DataParallel(nn.Linear(4, 4)), "layer name is wrapped in DataParallel: hand in the plain module"),
+        (lambda: nn.Sequential(FullyShardedDataParallel(4, 4)), "wrapped in FullyShardedDataParallel"),
+    ],
+)
+def test_modules_that_cannot_be_trained_are_refused(build, words):
+    with pytest.raises(UsageError, match=words):
+        model_shapes(ModelSpec((Layer("name", build),), lambda output, targets: output.mean()))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_parameters_with_hooks_are_refused(register):
+    with pytest.raises(UsageError, match="parameter weight of layer name has a gradient hook"):
+        check_hooks("name", hooked(register))
+
+
+def test_ordinary_modules_are_taken():
+    for module in (nn.Conv2d(3, 8, 1), nn.LSTM(4, 4), nn.TransformerEncoderLayer(8, 2), nn.BatchNorm2d(3)):
+        check_module("name", module)
+        check_hooks("name", module)
