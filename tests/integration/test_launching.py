@@ -110,11 +110,11 @@ def test_a_control_folder_that_was_deleted_is_never_begun_anew(tmp_path: Path, m
     """A second journal would know nothing of what the job has decided."""
     on_exit = local_job.LocalJob._on_coordinator_exit
 
-    def delete_first(job: local_job.LocalJob) -> None:
+    def delete_first(job: local_job.LocalJob, text: str, at_s: float) -> None:
         for file in job._folder.iterdir():
             file.unlink()
         job._folder.rmdir()
-        on_exit(job)
+        on_exit(job, text, at_s)
 
     monkeypatch.setattr(local_job.LocalJob, "_on_coordinator_exit", delete_first)
     with nothing_left(), pytest.raises(RecoveryError) as raised:
