@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from elaswave.config.schema import Config
 from elaswave.models.layers import build_layer
-from elaswave.training.optimizer import learning_rate
+from elaswave.training.schedules import learning_rate
 from elaswave.worker.allocator import tune_allocator
 from elaswave.worker.blueprint import Blueprint
 

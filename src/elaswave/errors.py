@@ -4,6 +4,7 @@ ElaswaveError
 ├── UsageError                 bad input from a person: exit code 2
 │   ├── ConfigError            a configuration with one or more violated rules, all of them listed
 │   ├── DataError              a data file that is missing, too short or holds impossible tokens
+│   ├── OptimizerError         an optimizer, or a scheduler of it, that cannot work on blocks: names it and the tensor
 │   └── RunFolderError         a run folder that cannot be written, or holds another run
 ├── InfeasiblePlan             no plan keeps to the limits: names the violated limit and by how much
 ├── InvalidProgramError        a program that is incomplete, deadlocks or needs too much memory
@@ -52,6 +53,10 @@ class ConfigError(UsageError):
 
 class DataError(UsageError):
     """A data source that is missing, too short, or holds tokens outside the vocabulary."""
+
+
+class OptimizerError(UsageError):
+    """An optimizer that is not elementwise or lacks a parameter, or a scheduler that cannot be kept."""
 
 
 class RunFolderError(UsageError):

@@ -273,8 +273,8 @@ def test_a_base_copy_that_has_not_come_is_not_taken_for_parameters(
 
     empty_copy = torch_engine.TorchEngine.empty_copy
 
-    def spoilt(engine: torch_engine.TorchEngine, block: int) -> HeldBlock:
-        copy = empty_copy(engine, block)
+    def spoilt(engine: torch_engine.TorchEngine, block: int, num_updates: int) -> HeldBlock:
+        copy = empty_copy(engine, block, num_updates)
         for values in copy.slots.values():
             values.fill_(torch.nan)
         return copy

@@ -10,7 +10,7 @@ LOST = "a worker was lost before it had written its part"
 
 
 def shards(num_pieces: int = 4, members: tuple[int, ...] = (0, 1)) -> Shards[int, str]:
-    return Shards(num_pieces, lambda piece: 1, members)
+    return Shards(lambda step: num_pieces, lambda piece: 1, members)
 
 
 def part(text: str, *pieces: int) -> dict[int, str]:

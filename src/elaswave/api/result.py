@@ -54,15 +54,17 @@ class Result:
         """What happened to workers, and how training went on."""
         return list(self.record.recoveries)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self, *, ema: bool = False) -> dict[str, torch.Tensor]:
         """The final weights, under the names that ``nn.Sequential`` of all layers gives them, in the layers' type.
 
         They are read from the run's last checkpoint. Buffers have the values that the layers are built with.
 
+        Args:
+            ema: their moving average instead, which ``optimizer.ema_decay`` keeps.
         Raises:
-            CheckpointError: the run folder lacks the checkpoint of the last step, or it is damaged.
+            CheckpointError: the run folder lacks the checkpoint of the last step, or it is damaged, or has no average.
         """
-        weights = stored_weights(checkpoint_of_step(self.run_dir, self.record.steps)).tensors
+        weights = stored_weights(checkpoint_of_step(self.run_dir, self.record.steps), ema=ema).tensors
         state: dict[str, torch.Tensor] = {}
         for index, layer in enumerate(self._layers):
             with torch.device("meta"):
@@ -76,18 +78,19 @@ class Result:
                 state[full] = weights[full].to(value.dtype) if name in parameters else value.clone()
         return state
 
-    def load_into(self, model: nn.Module | Sequence[nn.Module]) -> None:
+    def load_into(self, model: nn.Module | Sequence[nn.Module], *, ema: bool = False) -> None:
         """Copies the final weights into a model, every one of them.
 
         Args:
             model: the ``nn.Sequential`` of all layers, a module with the same names, or the list of layers.
+            ema: as of `state_dict`.
         Raises:
             UsageError: a list of other things than one module for each layer.
             RuntimeError: names or shapes differ, as ``load_state_dict`` says it.
             CheckpointError: as `state_dict`.
         """
         if isinstance(model, nn.Module):
-            model.load_state_dict(self.state_dict(), strict=True)
+            model.load_state_dict(self.state_dict(ema=ema), strict=True)
             return
         modules = list(model)
         if len(modules) != len(self._layers) or not all(isinstance(module, nn.Module) for module in modules):
@@ -96,7 +99,7 @@ class Result:
                 f"weights of {len(self._layers)} layers are to be loaded into [{shown}]; give one module for each "
                 "layer (what a Layer's build makes), or an nn.Sequential of all"
             )
-        state = self.state_dict()
+        state = self.state_dict(ema=ema)
         for layer, module in zip(self._layers, modules, strict=True):
             prefix = f"{layer.name}."
             own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

@@ -20,9 +20,16 @@ from elaswave.control.script import Script
 from elaswave.errors import UsageError, WorkerError
 from elaswave.models.layers import Layer
 from elaswave.observability.run_folder import saved_config
+from elaswave.state.shapes import LayerShape
 from elaswave.training.dataset import DatasetSamples
 from elaswave.training.definition import Training
-from elaswave.training.optimizer import OPTIMIZERS
+from elaswave.training.optimizer import ConfiguredOptimizer, Optimizer
+from elaswave.training.own_optimizer import OwnOptimizer
+
+_FACTORIES = {
+    "optimizer": "lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
+    "lr_scheduler": "lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)",
+}
 
 
 class Trainer:
@@ -33,9 +40,11 @@ class Trainer:
             their values: they are where training begins, and every worker computes with copies.
         loss: (output of the last layer, targets) -> mean loss of the micro-batch, a scalar tensor.
         dataset: map-style: has a length, and ``dataset[i]`` is a pair of input and target.
-        optimizer: None: the one that the configuration describes.
+        optimizer: (`elaswave.training.parameters.Parameters`) -> `torch.optim.Optimizer` that updates every element
+            by itself; called in each process. None: the one that the configuration describes.
         config: values by dotted key, ``{"run.steps": 20}``, or by section, as in a configuration file.
-        lr_scheduler: goes with `optimizer`.
+        lr_scheduler: optimizer -> one of `torch.optim.lr_scheduler`, which steps once per committed step; goes with
+            `optimizer`.
         grad_clip: goes with `optimizer`: largest norm of the whole gradient, 0: off.
         collate: list of samples -> inputs and targets of a micro-batch.
         loaders: processes that load samples; 0: each worker loads its own.
@@ -69,7 +78,7 @@ class Trainer:
         resume: bool = False,
     ) -> None:
         self._model = OwnModelSpec(model, loss, metrics)
-        self._optimizer = optimizer
+        self._optimizer = None if optimizer is None else OwnOptimizer(optimizer, lr_scheduler)
         self._grad_clip = grad_clip
         self._config = {} if config is None else config
         self._samples = DatasetSamples(dataset, collate, eval_dataset)
@@ -145,11 +154,15 @@ class Trainer:
         return config
 
     def _training(self, config: Config) -> Training:
-        optimizer, samples = config.optimizer, self._samples
+        samples = self._samples
+
+        def configured(shapes: tuple[LayerShape, ...]) -> Optimizer:
+            return ConfiguredOptimizer(config.optimizer, config.run.steps)
+
         return Training(
             model=self._model.spec,
             dtype=self._model.dtype,
-            make_optimizer=lambda shapes: OPTIMIZERS[optimizer.name](optimizer),
+            make_optimizer=self._optimizer or configured,
             open_samples=lambda folder: samples,
         )
 
@@ -177,13 +190,14 @@ def _step_function(callback: Any) -> Callable[[int, float, Mapping[str, float]],
 def _unsupported(optimizer: object, lr_scheduler: object, grad_clip: float, loaders: int) -> list[str]:
     """Arguments that cannot be used, or not yet."""
     problems = []
-    if optimizer is not None:
-        problems.append(
-            "an optimizer of your own is not supported yet; leave it out, and set optimizer.name and optimizer.lr in "
-            "the config"
-        )
-    if lr_scheduler is not None:
-        problems.append("lr_scheduler is not supported yet; leave it out, and set optimizer.schedule in the config")
+    for name, value in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+        if value is not None and not callable(value):
+            problems.append(
+                f"{name} is of type {type(value).__name__}, needed: a function that makes one in each process, such as "
+                + _FACTORIES[name]
+            )
+    if lr_scheduler is not None and optimizer is None:
+        problems.append("lr_scheduler goes with an optimizer; set optimizer.schedule in the config")
     if grad_clip and optimizer is None:
         problems.append(f"grad_clip = {grad_clip} goes with an optimizer; set optimizer.grad_clip in the config")
     if loaders:

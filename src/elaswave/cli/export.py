@@ -32,9 +32,10 @@ from elaswave.observability.run_folder import saved_config
     help="Of the checkpoint of step N; 0: the initial weights.  [default: the newest valid checkpoint]",
 )
 @click.option("--own-names", is_flag=True, help="Keep elaswave's names instead of Hugging Face's; no config.json.")
+@click.option("--ema", is_flag=True, help="Their moving average instead, which optimizer.ema_decay keeps.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def export_command(
-    run: Path, file_format: str, output: Path | None, step: int | None, own_names: bool, as_json: bool
+    run: Path, file_format: str, output: Path | None, step: int | None, own_names: bool, ema: bool, as_json: bool
 ) -> None:
     """Write the float32 weights of RUN's newest valid checkpoint as one file of named, whole tensors.
 
@@ -55,11 +56,11 @@ def export_command(
         raise RunFolderError(f"there is no run folder {run}; give the --run-dir of an `elaswave train`")
     assert file_format == "safetensors"
     if step is None:
-        weights = newest_weights(run)
+        weights = newest_weights(run, ema=ema)
     elif step:
-        weights = stored_weights(checkpoint_of_step(run, step))
+        weights = stored_weights(checkpoint_of_step(run, step), ema=ema)
     else:
-        config = saved_config(run)
+        config = saved_config(run)  # the average begins with the initial weights
         if config.model.family == OWN:
             raise UsageError(
                 f"the initial weights of {run} are those of a script's own model, which only the script can make; "

@@ -55,7 +55,8 @@ def element_bytes(config: Config) -> int:
 def state_bytes(config: Config) -> int:
     """Of masters and optimizer slots, per parameter: slots are float32, and so is a master, which is the parameter
     itself where workers compute in float32."""
-    return 4 * _SLOTS[config.optimizer.name] + (0 if config.model.dtype == "float32" else 4)
+    num_slots = _SLOTS[config.optimizer.name] + bool(config.optimizer.ema_decay)
+    return 4 * num_slots + (0 if config.model.dtype == "float32" else 4)
 
 
 def emulated_costs(config: Config) -> Costs:

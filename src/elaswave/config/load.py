@@ -13,7 +13,7 @@ import msgspec
 
 from elaswave.config.checks import check_values, shown, unknown_section
 from elaswave.config.layout import resolve
-from elaswave.config.own import OWN, OwnModel, problems_with_own
+from elaswave.config.own import OWN, OwnModel, free_keys, problems_with_own
 from elaswave.config.rules import SHAPE_KEYS, broken_rules
 from elaswave.config.schema import SECTIONS, Config
 from elaswave.config.toml import read_toml
@@ -79,7 +79,9 @@ def load_config(
         replaced = {"model", "data"}
         if own.has_optimizer or (base is not None and base.optimizer.name == OWN):
             replaced.add("optimizer")
-        values = {name: table for name, table in values.items() if name not in replaced} | own.values
+        values = {name: table if name not in replaced else free_keys(name, table) for name, table in values.items()}
+        for name, table in own.values.items():
+            values[name] = {**values.get(name, {}), **table}
     return build_config(values, workers=workers, problems=problems, own=own)
 
 

@@ -13,7 +13,9 @@ TOKENS_PER_S, SAMPLES_PER_S = "tokens/s", "samples/s"
 """Units of throughput: of the built-in models, and of a script's own, whose samples are not counted in tokens."""
 
 _MODEL_KEYS = ("family", "num_layers", "dtype")
-_OPTIMIZER_KEYS = ("name", "grad_clip")
+_OPTIMIZER_KEYS = ("name", "grad_clip", "ema_decay")
+_FREE_KEYS = ("optimizer.ema_decay",)
+"""Of those sections, what a person may set: the average is of weights, whichever optimizer makes them."""
 _ADVICE = {
     "model.recompute": "give elaswave.Layer(..., recompute=True)",
     "model": "the model decides its sizes and types itself, and gets them as arguments of its layers",
@@ -65,7 +67,17 @@ def problems_with_own(own: OwnModel | None, values: Mapping[str, Any]) -> list[s
         for section in sections
         if isinstance(values.get(section), Mapping)
         for key in values[section]
+        if f"{section}.{key}" not in _FREE_KEYS
     ]
+
+
+def free_keys(section: str, table: Any) -> dict[str, Any]:
+    """The keys of a section that a person may set also where a script decides the others."""
+    return {
+        key: value
+        for key, value in (table.items() if isinstance(table, Mapping) else ())
+        if f"{section}.{key}" in _FREE_KEYS
+    }
 
 
 def without_unused(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

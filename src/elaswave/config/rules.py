@@ -127,6 +127,21 @@ def _evaluation_needs_tokens(eval_every: int, validation_fraction: float) -> str
     return None
 
 
+def _steps_have_a_length(schedule: str, step_every: int | None) -> str | None:
+    if schedule == "step" and step_every is None:
+        return 'optimizer.step_every: unset, but optimizer.schedule = "step" needs the steps from one fall to the next'
+    return None
+
+
+def _decay_fits(schedule: str, decay_steps: int | None, warmup_steps: int, steps: int) -> str | None:
+    if schedule == "wsd" and decay_steps is not None and warmup_steps + decay_steps > steps:
+        return (
+            f"optimizer.decay_steps: {decay_steps} steps of decay after optimizer.warmup_steps = {warmup_steps} are "
+            f"more than run.steps = {steps}"
+        )
+    return None
+
+
 def _enough_workers(min_workers: int, widths: tuple[int, ...]) -> str | None:
     if min_workers > sum(widths):
         return f"elastic.min_workers: {min_workers} is more than the {sum(widths)} workers of the layout"
@@ -181,6 +196,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("batch.microbatch_size", "model.context_length"), _enough_rows),
     Rule(("data.source", "data.vocab_size"), _bin_needs_vocabulary),
     Rule(("run.eval_every", "data.validation_fraction"), _evaluation_needs_tokens),
+    Rule(("optimizer.schedule", "optimizer.step_every"), _steps_have_a_length),
+    Rule(("optimizer.schedule", "optimizer.decay_steps", "optimizer.warmup_steps", "run.steps"), _decay_fits),
     Rule(("elastic.min_workers", "widths"), _enough_workers),
     Rule(("device.kind", "device.model"), _described_model_is_known),
     Rule(("device.kind", "device.name"), _described_device_is_known),

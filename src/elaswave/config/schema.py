@@ -151,12 +151,22 @@ class OptimizerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=
     """sgd: how much of the running gradient each step keeps."""
     grad_clip: NonNegative = 1.0
     """Largest norm of the whole gradient; a longer one is scaled down to it. 0: off."""
-    schedule: Literal["constant", "cosine"] = "cosine"
-    """Learning rate after the warm-up: constant, or a half cosine down to ``min_lr_ratio`` at ``run.steps``."""
+    schedule: Literal["constant", "cosine", "linear", "wsd", "step"] = "cosine"
+    """Learning rate after the warm-up: constant; a half cosine or a line down to ``min_lr_ratio`` at ``run.steps``;
+    constant and then, over the last ``decay_steps``, such a line (``wsd``: warm-up, stable, decay); or times
+    ``step_factor`` after every ``step_every`` steps."""
     warmup_steps: CountOrZero = 10
     """Steps over which the learning rate grows linearly to ``lr``."""
     min_lr_ratio: Fraction = 0.1
-    """cosine: last learning rate as a share of ``lr``."""
+    """cosine, linear, wsd: last learning rate as a share of ``lr``."""
+    decay_steps: Count | None = None
+    """wsd: number of the last steps, in which the learning rate falls; unset: a tenth of ``run.steps``."""
+    step_every: Count | None = None
+    """step: steps from one fall of the learning rate to the next, counted from the end of the warm-up."""
+    step_factor: Fraction = 0.1
+    """step: what the learning rate is multiplied by at each fall."""
+    ema_decay: FractionBelowOne = 0.0
+    """What an exponential moving average of the weights keeps of itself in each update; 0: there is no average."""
 
 
 class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

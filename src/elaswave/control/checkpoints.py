@@ -89,8 +89,9 @@ class Checkpoints:
         self._describe, self._begun_s = describe, begun_s
         self._ask, self._break_off = commit, break_off
         self._on_written, self._on_given_up, self._say = on_written, on_given_up, say
-        num_elements = len(plan.state.slots) * sum(slot.numel for slot in plan.tensors)
-        self._shards: Shards[_Key, WrittenItem] = Shards(num_elements, _num_elements, plan.layout.workers)
+        self._state = plan.state
+        self._sizes: dict[int, int] = {}
+        self._shards: Shards[_Key, WrittenItem] = Shards(self._size, _num_elements, plan.layout.workers)
         self._standings: dict[int, Standing] = {}
         """Of steps whose checkpoints are being written."""
         self._commits: deque[_Commit] = deque()
@@ -104,6 +105,13 @@ class Checkpoints:
         """Steps in whose folders a committer may still be at work that was given up."""
         self._is_held = False
         """Whether no commit is asked for until the next decision."""
+
+    def _size(self, step: int) -> int:
+        """Elements of a checkpoint of which a part is written."""
+        num_updates = min(1, self._standings[step].num_updates)  # the first one makes the only difference
+        if num_updates not in self._sizes:
+            self._sizes[num_updates] = sum(math.prod(each.shape) for each in self._state.stored(num_updates))
+        return self._sizes[num_updates]
 
     def restore(self, record: CheckpointRecord) -> None:
         """Takes over a checkpoint that an earlier coordinator has made durable, and perhaps pruned since."""

@@ -211,7 +211,8 @@ def _newest_checkpoint(run_dir: Path, reporter: Reporter) -> StartingPoint:
 def _check_same_tensors(plan: RunPlan, checkpoint: StartingPoint) -> None:
     """Refuses a checkpoint of another model or optimizer; a configuration cannot tell them apart for a script."""
     found = {name: tuple(info.shape) for name, info in checkpoint.meta.tensors.items()}
-    needed = {stored_name(slot, tensor.name): tensor.shape for slot in plan.state.slots for tensor in plan.tensors}
+    stored = plan.state.stored(int(checkpoint.meta.extra.get("num_updates", 1)))
+    needed = {stored_name(state.slot, state.tensor): state.shape for state in stored}
     for name in sorted(found.keys() | needed.keys()):
         if found.get(name) != needed.get(name):
             there, here = (_shape_text(shapes.get(name)) for shapes in (found, needed))

@@ -62,7 +62,7 @@ from elaswave.control.template_messages import (
 )
 from elaswave.control.terminal import AGENT
 from elaswave.data.sampler import Sampler
-from elaswave.errors import LaunchError, RecoveryError, StoppedBySignalError
+from elaswave.errors import LaunchError, RecoveryError, StoppedBySignalError, UsageError
 from elaswave.faults.injection import Fault
 from elaswave.observability.progress import Reporter
 from elaswave.protocol.agent import (
@@ -189,6 +189,7 @@ class LocalJob:
             The shapes of model and optimizer.
         Raises:
             LaunchError: torch or the model cannot be loaded.
+            UsageError: what is to be trained cannot be.
         """
         standstill = Standstill(time.monotonic())
         while True:
@@ -197,6 +198,8 @@ class LocalJob:
                 if isinstance(message, Prepared):
                     return message.state
                 assert isinstance(message, Unprepared), message
+                if message.is_usage:
+                    raise UsageError(message.text)
                 raise LaunchError(self._unprepared(message.text))
             ended = self._processes.template_end()
             if ended is not None:

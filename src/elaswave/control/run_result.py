@@ -8,7 +8,7 @@ from elaswave.data.sampler import Sampler
 from elaswave.errors import StateError
 from elaswave.hashing import MASK64
 from elaswave.observability.result import CheckpointRecord, JsonFloat, RunResult, WorkerMemory, to_json_float
-from elaswave.state.checkpoint_format import CheckpointMeta, TensorInfo, stored_name
+from elaswave.state.checkpoint_format import UPDATER, CheckpointMeta, TensorInfo, stored_name
 from elaswave.state.digests import add_digests, state_digest
 from elaswave.worker.messages import Standing
 from elaswave.worker.run_plan import RunPlan
@@ -34,7 +34,10 @@ def describe_checkpoint(
         seed=plan.config.run.seed,
         data_cursor=sampler.cursor(step),
         config=plan.config.to_dict(),
-        tensors={stored_name(name, slot.name): TensorInfo(slot.shape) for name in plan.state.slots for slot in tensors},
+        tensors={
+            stored_name(stored.slot, stored.tensor): TensorInfo(stored.shape, stored.dtype)
+            for stored in plan.state.stored(standing.num_updates)
+        },
         elaswave_version=elaswave.__version__,
         extra={
             "num_updates": standing.num_updates,
@@ -44,7 +47,8 @@ def describe_checkpoint(
             "metrics": _as_json(as_series(state.metrics, range(1, step + 1))),
             "val_metrics": _as_json(as_series(state.val_metrics, [at for at, _ in val])),
             "data": facts,
-        },
+        }
+        | ({UPDATER: standing.optimizer} if standing.optimizer else {}),
     )
 
 

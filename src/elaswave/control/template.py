@@ -46,7 +46,7 @@ from elaswave.control.template_messages import (
     Unprepared,
     pack,
 )
-from elaswave.errors import CheckpointError, LaunchError
+from elaswave.errors import CheckpointError, LaunchError, UsageError
 from elaswave.faults.injection import Fault
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.protocol.template import (
@@ -117,6 +117,9 @@ def run_template(setup: TemplateSetup, link: socket.socket) -> int:
 
         torch.set_num_threads(1)  # a process with idle threads of a library must not fork
         plan = Blueprint(setup.config, setup.training)
+    except UsageError as error:
+        link.sendall(pack(Unprepared(text=str(error), is_usage=True)))
+        return 1
     except BaseException as error:
         traceback.print_exc()
         link.sendall(pack(Unprepared(text=f"{type(error).__name__}: {error}")))

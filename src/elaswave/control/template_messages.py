@@ -74,6 +74,8 @@ class Unprepared(Message, frozen=True, kw_only=True):
     """It cannot: what has happened, in one line; the rest stands in its log."""
 
     text: str
+    is_usage: bool = False
+    """Whether it is a `UsageError`, whose text says all."""
 
 
 class Spawned(Message, frozen=True, kw_only=True):

@@ -225,6 +225,15 @@ class Engine(Protocol[C]):
 
     # APPLY, GATHER, delivery
 
+    def committed(self, step: int, loss: float, *, updates: bool) -> None:
+        """A step is committed, and its APPLY comes next. Said again of the newest step, it changes nothing.
+
+        Args:
+            loss: of the step.
+            updates: whether it is applied.
+        """
+        ...
+
     def apply(self, copy: C, step: int, norm: float | None, scale: float, num_updates: int) -> None:
         """Applies a copy's mean gradient and forgets it.
 
@@ -253,8 +262,8 @@ class Engine(Protocol[C]):
 
     # copies
 
-    def empty_copy(self, block: int) -> C:
-        """A copy of a block for a new follower, yet without content and version."""
+    def empty_copy(self, block: int, num_updates: int) -> C:
+        """A copy of a block for a new follower, after so many updates, yet without content and version."""
         ...
 
     def state(self, copy: C) -> Any:

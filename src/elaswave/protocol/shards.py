@@ -54,12 +54,12 @@ class Shards(Generic[K, V]):
     """The checkpoints that are being written.
 
     Args:
-        size: of all pieces together.
+        size: of all pieces of a step's checkpoint together.
         size_of: of one piece.
         members: of the first epoch.
     """
 
-    def __init__(self, size: int, size_of: Callable[[V], int], members: Collection[int]) -> None:
+    def __init__(self, size: Callable[[int], int], size_of: Callable[[V], int], members: Collection[int]) -> None:
         self._size = size
         self._size_of = size_of
         self._members = set(members)
@@ -128,7 +128,7 @@ class Shards(Generic[K, V]):
     def judge(self, step: int) -> "Complete[K, V] | GivenUp | None":
         """What becomes of a pending checkpoint by what is known now."""
         pending = self._pending[step]
-        if pending.size == self._size:
+        if pending.pieces and pending.size == self._size(step):
             return Complete(step, pending.pieces, pending.files)
         if any(pending.heard.get(worker, -1) < pending.from_epoch for worker in self._members):
             return None

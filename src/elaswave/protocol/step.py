@@ -263,7 +263,7 @@ class StepLoop(Execution[C]):
             payload = self.engine.state(self.copies[block])
             self.links.send(self.key(FrameKind.BASE_COPY, block, 0, peer), payload)
         for block, owner in self.traffic.copies_in:
-            copy = self.arriving[block] = self.engine.empty_copy(block)
+            copy = self.arriving[block] = self.engine.empty_copy(block, self.progress.num_updates)
             self.links.post(self.key(FrameKind.BASE_COPY, block, 0, owner), self.engine.state_slot(copy))
 
     # --------------------------------------------------------------------------------------------------------- REDUCE
@@ -423,6 +423,7 @@ class StepLoop(Execution[C]):
 
     def apply(self, step: int, verdict: Verdict) -> Life[None]:
         """APPLY: every held copy that is still at the version before takes the step (W5). Ends between two blocks."""
+        self.engine.committed(step, verdict.loss, updates=verdict.outcome is not VoteOutcome.SKIP)
         for copy in self.copies.values():
             if copy.version == step:
                 continue

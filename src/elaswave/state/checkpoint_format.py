@@ -29,6 +29,10 @@ SHARD_SUFFIX = ".distcp"
 
 MASTER = "master"
 """The float32 master weights among the states of a tensor; the others are the optimizer's slots."""
+EMA = "ema"
+"""The exponential moving average of the master weights, among the optimizer's slots."""
+UPDATER = "optimizer"
+"""In `CheckpointMeta.extra`: what an optimizer of a script keeps beside the tensors' states, see `Updater.state`."""
 
 
 def model_name(tensor: str) -> str:

@@ -21,7 +21,7 @@ from elaswave.errors import CheckpointError, UsageError
 from elaswave.models import gpt, llama
 from elaswave.models.layers import ModelSpec
 from elaswave.state.checkpoint import CheckpointRef, SkippedCheckpoint, find_newest_checkpoint
-from elaswave.state.checkpoint_format import TensorInfo, WantedPiece, model_name
+from elaswave.state.checkpoint_format import EMA, CheckpointMeta, TensorInfo, WantedPiece, model_name, optimizer_name
 from elaswave.state.checkpoint_shards import read_pieces
 from elaswave.state.flat import initial_values, model_shapes
 
@@ -31,6 +31,7 @@ DEFAULT_OUTPUT = Path("export") / "model.safetensors"
 _CONFIG_FILE = "config.json"
 _OWN_CONFIG_KEY = "elaswave_version"
 _MODEL_PREFIX = model_name("")
+_EMA_PREFIX = optimizer_name(EMA, "")
 
 
 class ExportSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,11 +68,14 @@ class Weights(NamedTuple):
     skipped: tuple[SkippedCheckpoint, ...] = ()
 
 
-def newest_weights(run_dir: Path) -> Weights:
+def newest_weights(run_dir: Path, *, ema: bool = False) -> Weights:
     """The weights of a run's newest valid checkpoint.
 
+    Args:
+        run_dir: the run's folder.
+        ema: as of `stored_weights`.
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or it has no average of weights.
     """
     search = find_newest_checkpoint(run_dir)
     if search.newest is None:
@@ -81,14 +85,34 @@ def newest_weights(run_dir: Path) -> Weights:
             f"steps and every run.checkpoint_every_s seconds, and --step 0 gives the initial weights"
             f"{reasons and ', but these cannot be used:'}{reasons}"
         )
-    return stored_weights(search.newest, search.skipped)
+    return stored_weights(search.newest, search.skipped, ema=ema)
 
 
-def stored_weights(ref: CheckpointRef, skipped: tuple[SkippedCheckpoint, ...] = ()) -> Weights:
-    """The weights of a checkpoint that has been checked."""
+def stored_weights(ref: CheckpointRef, skipped: tuple[SkippedCheckpoint, ...] = (), *, ema: bool = False) -> Weights:
+    """The weights of a checkpoint that has been checked.
+
+    Args:
+        ref: the checkpoint.
+        skipped: newer ones that could not be used.
+        ema: their moving average (``optimizer.ema_decay``) instead; tensors that have none stay as they are.
+    Raises:
+        CheckpointError: the average is asked for, and there is none.
+    """
     meta = ref.meta
-    own = {fqn.removeprefix(_MODEL_PREFIX): info for fqn, info in meta.tensors.items() if fqn.startswith(_MODEL_PREFIX)}
-    return Weights(meta.step, meta.config, meta.elaswave_version, _read_whole(ref.folder, own), ref.folder, skipped)
+    stored = {name: (model_name(name), info) for name, info in _with_prefix(meta, _MODEL_PREFIX).items()}
+    if ema:
+        averages = _with_prefix(meta, _EMA_PREFIX)
+        if not averages:
+            raise CheckpointError(
+                f"checkpoint {ref.folder} has no moving average of the weights; a run keeps one if optimizer.ema_decay "
+                "is above 0 from its first step on"
+            )
+        stored |= {name: (optimizer_name(EMA, name), info) for name, info in averages.items()}
+    return Weights(meta.step, meta.config, meta.elaswave_version, _read_whole(ref.folder, stored), ref.folder, skipped)
+
+
+def _with_prefix(meta: CheckpointMeta, prefix: str) -> dict[str, TensorInfo]:
+    return {fqn.removeprefix(prefix): info for fqn, info in meta.tensors.items() if fqn.startswith(prefix)}
 
 
 def initial_weights(model: ModelSpec, seed: int, config: Mapping[str, Any]) -> Weights:
@@ -244,10 +268,10 @@ def _safetensors_writer() -> Callable[[dict[str, torch.Tensor], Path, dict[str, 
     return save
 
 
-def _read_whole(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
-    wanted = [WantedPiece(model_name(name), info.shape, 0, math.prod(info.shape)) for name, info in tensors.items()]
+def _read_whole(folder: Path, tensors: Mapping[str, tuple[str, TensorInfo]]) -> dict[str, torch.Tensor]:
+    wanted = [WantedPiece(fqn, info.shape, 0, math.prod(info.shape)) for fqn, info in tensors.values()]
     found = read_pieces(folder, wanted)
-    return {name: flat.view(info.shape) for (name, info), flat in zip(tensors.items(), found, strict=True)}
+    return {name: flat.view(info.shape) for (name, (_, info)), flat in zip(tensors.items(), found, strict=True)}
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> Path | None:

@@ -6,7 +6,7 @@ hash and every partial norm) are the same wherever a layer lives.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 ALIGNMENT_ELEMENTS = 32
@@ -28,6 +28,16 @@ class TensorSlot(NamedTuple):
     numel: int
     decays: bool
     """Whether weight decay applies, by the usual rule: matrices and embeddings decay, biases and norms do not."""
+    group: int = 0
+    """The optimizer's parameter group that it is in."""
+    states: tuple[str, ...] | None = None
+    """Its float32 states, "master" among them; None: all that the run has."""
+    scalars: tuple[tuple[str, str], ...] = ()
+    """Name and element type of the states that it has once, not per element."""
+
+    def has(self, slot: str) -> bool:
+        """Whether the tensor has one of the run's float32 states."""
+        return self.states is None or slot in self.states
 
     @property
     def stop(self) -> int:
@@ -44,13 +54,49 @@ class LayerShape(NamedTuple):
     """Elements of the flat storage, padding included."""
 
 
+class StoredState(NamedTuple):
+    """One state of one tensor, as a checkpoint holds it."""
+
+    slot: str
+    tensor: str
+    """Its full name."""
+    shape: tuple[int, ...]
+    """() for a scalar state."""
+    dtype: str
+    """Element type, as `elaswave.state.checkpoint_format` names it."""
+
+
 class StateShapes(NamedTuple):
     """What a model and its optimizer keep, as far as it does not take torch to say it."""
 
     layer_names: tuple[str, ...]
     layers: tuple[LayerShape, ...]
     slots: tuple[str, ...]
-    """Float32 states of every element: the master weights, and those of the optimizer."""
+    """Float32 states of elements: the master weights first, then those of the optimizer. A tensor has some of them."""
+    late: tuple[str, ...] = ()
+    """Those of `slots`, and of the scalar states, that come into being with the first update."""
+
+    def slots_of(self, tensors: Iterable[TensorSlot], num_updates: int) -> tuple[str, ...]:
+        """The float32 states of a run of elements.
+
+        Args:
+            tensors: that have elements in it.
+            num_updates: that have been made.
+        Returns:
+            Their names, in the order of `slots`.
+        """
+        tensors = tuple(tensors)
+        there = (slot for slot in self.slots if num_updates or slot not in self.late)
+        return tuple(slot for slot in there if any(tensor.has(slot) for tensor in tensors))
+
+    def stored(self, num_updates: int) -> Iterator[StoredState]:
+        """All states that a checkpoint holds after so many updates."""
+        for tensor in all_tensors(self.layers):
+            for slot in self.slots_of((tensor,), num_updates):
+                yield StoredState(slot, tensor.name, tensor.shape, "float32")
+            for name, dtype in tensor.scalars:
+                if num_updates or name not in self.late:
+                    yield StoredState(name, tensor.name, (), dtype)
 
 
 def align(num_elements: int) -> int:
@@ -84,6 +130,18 @@ def segments(shape: LayerShape, start: int, stop: int) -> Iterator[Segment]:
 
 def _stop(slot: TensorSlot) -> int:
     return slot.stop
+
+
+def with_states(shapes: tuple[LayerShape, ...], states: tuple[str, ...]) -> tuple[LayerShape, ...]:
+    """The same tensors with more states."""
+    return tuple(
+        shape._replace(
+            tensors=tuple(
+                slot if slot.states is None else slot._replace(states=(*slot.states, *states)) for slot in shape.tensors
+            )
+        )
+        for shape in shapes
+    )
 
 
 def all_tensors(shapes: Sequence[LayerShape]) -> tuple[TensorSlot, ...]:

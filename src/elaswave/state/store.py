@@ -9,8 +9,11 @@ import torch
 
 from elaswave.hashing import MASK64
 from elaswave.state.placement import Block, Role
-from elaswave.state.shapes import LayerShape, Segment, segments
+from elaswave.state.shapes import LayerShape, Segment, TensorSlot, segments
 from elaswave.state.verify import tensor_digest
+
+Scalars = Sequence[Mapping[str, torch.Tensor]]
+"""The optimizer's states that a tensor has once, not per element, by its parameter group; equal on all workers."""
 
 
 class HeldBlock:
@@ -20,7 +23,7 @@ class HeldBlock:
         block: which run of which layer.
         role: owner or follower.
         shape: the block's layer.
-        slots: float32 tensors of the block's length: "master" and the optimizer's.
+        slots: float32 tensors of the block's length: "master" and the optimizer's, as far as they exist yet.
         version: the last step that was applied to the slots.
     """
 
@@ -42,13 +45,25 @@ class HeldBlock:
         """Elements of the block, padding included."""
         return self.block.stop - self.block.start
 
-    def digests(self) -> Iterator[tuple[str, int]]:
+    def digests(self, scalars: Scalars = ()) -> Iterator[tuple[str, int]]:
         """The block's part of every tensor digest, as ("slot.tensor", part)."""
         for slot_name, values in self.slots.items():
             for segment in self.segments:
-                part = values[segment.start : segment.stop]
-                name = segment.slot.name
-                yield f"{slot_name}.{name}", tensor_digest(slot_name, name, segment.tensor_start, part)
+                if segment.slot.has(slot_name):
+                    part = values[segment.start : segment.stop]
+                    name = segment.slot.name
+                    yield f"{slot_name}.{name}", tensor_digest(slot_name, name, segment.tensor_start, part)
+        for name, tensor, value in self.scalar_states(scalars):
+            words = value.reshape(1).view(torch.float32)
+            yield f"{name}.{tensor.name}", tensor_digest(name, tensor.name, 0, words)
+
+    def scalar_states(self, scalars: Scalars) -> Iterator[tuple[str, TensorSlot, torch.Tensor]]:
+        """Name, tensor and value of the scalar states that go with this block: of the tensors that begin in it."""
+        for segment in self.segments:
+            if segment.tensor_start == 0:
+                for name, _ in segment.slot.scalars:
+                    if name in scalars[segment.slot.group]:
+                        yield name, segment.slot, scalars[segment.slot.group][name]
 
 
 def _decay_runs(parts: Sequence[Segment]) -> list[tuple[int, int]]:
@@ -81,10 +96,10 @@ class BlockStore:
         """Bytes of masters and optimizer slots."""
         return sum(slot.nbytes for held in self for slot in held.slots.values())
 
-    def digest_parts(self, role: Role) -> dict[str, int]:
+    def digest_parts(self, role: Role, scalars: Scalars = ()) -> dict[str, int]:
         """This worker's part of every tensor digest, from the blocks of one role."""
         parts: dict[str, int] = {}
         for held in self.with_role(role):
-            for name, value in held.digests():
+            for name, value in held.digests(scalars):
                 parts[name] = (parts.get(name, 0) + value) & MASK64
         return parts

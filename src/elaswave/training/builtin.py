@@ -8,7 +8,7 @@ from elaswave.errors import UsageError
 from elaswave.models.layers import ModelSpec
 from elaswave.models.registry import build_model
 from elaswave.training.definition import Training
-from elaswave.training.optimizer import OPTIMIZERS
+from elaswave.training.optimizer import ConfiguredOptimizer
 from elaswave.training.tokens import open_tokens
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -30,7 +30,7 @@ def builtin_training(config: Config) -> Training:
     return Training(
         model=_model(config),
         dtype=DTYPES[config.model.dtype],
-        make_optimizer=lambda shapes: OPTIMIZERS[config.optimizer.name](config.optimizer),
+        make_optimizer=lambda shapes: ConfiguredOptimizer(config.optimizer, config.run.steps),
         open_samples=lambda folder: open_tokens(config, folder),
     )
 

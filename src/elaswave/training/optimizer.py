@@ -1,21 +1,95 @@
-"""AdamW and SGD on blocks: elementwise, so that the result does not depend on where blocks are cut.
+"""What a run needs of an optimizer, and the two that a configuration can name: AdamW and SGD on blocks.
 
-One block updated here equals the same elements updated by torch.optim bit for bit. AdamW is torch's fused kernel, one
-pass over memory instead of ten. It rounds elements past the last whole vector of a call in another way, so it depends
-on where memory is cut unless all cuts are multiples of a vector; those of blocks are (`elaswave.state.flat.align`).
+An optimizer here is elementwise, so that the result does not depend on where blocks are cut. One block updated here
+equals the same elements updated by torch.optim bit for bit. AdamW is torch's fused kernel, one pass over memory instead
+of ten. It rounds elements past the last whole vector of a call in another way, so it depends on where memory is cut
+unless all cuts are multiples of a vector; those of blocks are (`elaswave.state.flat.align`). Optimizers that a person
+brings are in `elaswave.training.torch_optimizer`.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from elaswave.config.schema import OptimizerConfig
+from elaswave.errors import CheckpointError
+from elaswave.state.shapes import LayerShape, TensorSlot
+from elaswave.state.store import HeldBlock
+from elaswave.training.schedules import learning_rate
 
 
 class Optimizer(Protocol):
-    """What the engine needs of an optimizer."""
+    """An optimizer, as far as it is the same for the whole run. Nothing of it changes."""
+
+    slots: tuple[str, ...]
+    """Names of its float32 states per element, beside "master"."""
+    late: tuple[str, ...]
+    """Those of them, and of its scalar states, that come into being with the first update."""
+
+    def shapes(self, shapes: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
+        """The tensors of the model, with the states that each of them has."""
+        ...
+
+    def initial(self, slot: str, tensor: TensorSlot) -> float:
+        """The value that all elements of a state have before the first update."""
+        ...
+
+    def updater(self) -> "Updater":
+        """A new one, that has made no update yet."""
+        ...
+
+
+class Updater(Protocol):
+    """Makes the updates of one worker, and knows what is applied at each step. All workers' are equal after a step."""
+
+    learning_rate: float
+    """Of the newest committed step: the first parameter group's."""
+
+    def committed(self, step: int, loss: float, *, updates: bool) -> None:
+        """A step is committed: what its update needs is fixed, and schedules go on to the next step.
+
+        The newest step may be told again, and then nothing changes: APPLY may have been interrupted.
+
+        Args:
+            step: its number.
+            loss: of the step.
+            updates: whether it is applied; a step that is not finite may be skipped.
+        """
+        ...
+
+    def update(self, copy: HeldBlock, gradient: torch.Tensor, num_updates: int) -> None:
+        """Applies the newest committed step to one block, in place.
+
+        Args:
+            copy: of the block; its states of the first update come into being with it.
+            gradient: the clipped mean gradient, float32 [length].
+            num_updates: updates so far, this one included (from 1).
+        """
+        ...
+
+    def scalars(self) -> Sequence[Mapping[str, torch.Tensor]]:
+        """The states that tensors have once, after the newest committed step, by parameter group."""
+        ...
+
+    def state(self) -> str:
+        """All that must be known beside the blocks to go on after the newest committed step; "" for nothing."""
+        ...
+
+    def load(self, state: str, step: int) -> None:
+        """Goes on after a step.
+
+        Args:
+            state: what `state` has said then.
+            step: the number of the step.
+        Raises:
+            CheckpointError: the state is that of another optimizer.
+        """
+        ...
+
+
+class Rule(Protocol):
+    """The update of an optimizer that a configuration names."""
 
     slots: tuple[str, ...]
     """Names of its float32 states per element, beside "master"; all start at zero."""
@@ -60,7 +134,7 @@ class AdamW:
         learning_rate: float,
         num_updates: int,
     ) -> None:
-        """See `Optimizer.update`."""
+        """See `Rule.update`."""
         master, exp_avg, exp_avg_sq = slots["master"], slots["exp_avg"], slots["exp_avg_sq"]
         if self._weight_decay:
             for start, stop in decay_runs:
@@ -99,7 +173,7 @@ class SGD:
         learning_rate: float,
         num_updates: int,
     ) -> None:
-        """See `Optimizer.update`."""
+        """See `Rule.update`."""
         master = slots["master"]
         if self._weight_decay and decay_runs:
             gradient = gradient.clone()
@@ -111,25 +185,83 @@ class SGD:
         master.add_(gradient, alpha=-learning_rate)
 
 
-OPTIMIZERS: dict[str, Callable[[OptimizerConfig], Optimizer]] = {"adamw": AdamW, "sgd": SGD}
+RULES: dict[str, Callable[[OptimizerConfig], Rule]] = {"adamw": AdamW, "sgd": SGD}
 
 
-def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """The learning rate of a step.
-
-    Linear warm-up over `warmup_steps`, then constant, or a cosine down to `min_lr_ratio` times the peak at num_steps.
+class ConfiguredOptimizer:
+    """The optimizer that a configuration describes; see `Optimizer` for what its methods promise.
 
     Args:
-        step: counted from 1.
+        config: of the optimizer.
         num_steps: steps of the whole run.
     """
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps))
-    floor = config.min_lr_ratio
-    return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+    late: tuple[str, ...] = ()
+
+    def __init__(self, config: OptimizerConfig, num_steps: int) -> None:
+        self._config, self._num_steps = config, num_steps
+        self._rule = RULES[config.name](config)
+        self.slots = self._rule.slots
+
+    def shapes(self, shapes: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
+        """Every tensor has all states."""
+        return shapes
+
+    def initial(self, slot: str, tensor: TensorSlot) -> float:
+        """All states start at zero."""
+        return 0.0
+
+    def updater(self) -> "ConfiguredUpdater":
+        """Makes updates by the rule and the schedule of the configuration."""
+        return ConfiguredUpdater(self._rule, lambda step: learning_rate(self._config, step, self._num_steps))
+
+
+class ConfiguredUpdater:
+    """See `Updater` for what its methods promise. It keeps nothing from one step to the next.
+
+    Args:
+        rule: the update.
+        rate: the learning rate of a step.
+    """
+
+    def __init__(self, rule: Rule, rate: Callable[[int], float]) -> None:
+        self._rule, self._rate = rule, rate
+        self.learning_rate = 0.0
+
+    def committed(self, step: int, loss: float, *, updates: bool) -> None:
+        """The learning rate follows from the step alone."""
+        self.learning_rate = self._rate(step)
+
+    def update(self, copy: HeldBlock, gradient: torch.Tensor, num_updates: int) -> None:
+        """By the rule."""
+        self._rule.update(
+            copy.slots, gradient, copy.decay_runs, learning_rate=self.learning_rate, num_updates=num_updates
+        )
+
+    def scalars(self) -> Sequence[Mapping[str, torch.Tensor]]:
+        """There are none."""
+        return ()
+
+    def state(self) -> str:
+        """There is none."""
+        return ""
+
+    def load(self, state: str, step: int) -> None:
+        """There is none."""
+        if state:
+            raise CheckpointError(
+                "the checkpoint is of a run whose script brought its optimizer; resume it with that script"
+            )
+
+
+def average(ema: torch.Tensor, master: torch.Tensor, decay: float) -> None:
+    """Moves an exponential moving average of weights on by one update, in place.
+
+    Args:
+        ema, master: the average and the weights, float32 [length].
+        decay: what the average keeps of itself.
+    """
+    ema.mul_(decay).add_(master, alpha=1.0 - decay)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

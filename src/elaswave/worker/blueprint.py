@@ -7,9 +7,9 @@ import torch
 from elaswave.config.schema import Config
 from elaswave.data.sampler import Sampler
 from elaswave.models.layers import ModelSpec
-from elaswave.state.checkpoint_format import MASTER
+from elaswave.state.checkpoint_format import EMA, MASTER
 from elaswave.state.flat import model_shapes
-from elaswave.state.shapes import StateShapes
+from elaswave.state.shapes import StateShapes, with_states
 from elaswave.training.builtin import builtin_training
 from elaswave.training.definition import Samples, Training
 from elaswave.training.tokens import sampler_of
@@ -28,9 +28,13 @@ class Blueprint(RunPlan):
         self.training = training = training or builtin_training(config)
         layers = training.model.layers
         shapes = model_shapes(training.model)
-        self.optimizer = training.make_optimizer(shapes)
+        self.optimizer = optimizer = training.make_optimizer(shapes)
         names = tuple(layer.name for layer in layers)
-        super().__init__(config, StateShapes(names, shapes, (MASTER, *self.optimizer.slots)))
+        averages = (EMA,) if config.optimizer.ema_decay else ()
+        # What is there before the first update comes first: what comes with it is added at the end.
+        slots = (MASTER, *averages, *optimizer.slots)
+        shapes = with_states(optimizer.shapes(shapes), averages)
+        super().__init__(config, StateShapes(names, shapes, slots, optimizer.late))
 
     @property
     def model(self) -> ModelSpec:

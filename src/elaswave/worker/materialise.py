@@ -8,13 +8,14 @@ import torch
 from elaswave.errors import CheckpointError
 from elaswave.protocol.ballot import GridState
 from elaswave.protocol.engine import TrainingProgress
-from elaswave.state.checkpoint_format import MASTER, CheckpointMeta, WantedPiece, stored_name
+from elaswave.state.checkpoint_format import EMA, MASTER, UPDATER, CheckpointMeta, WantedPiece, stored_name
 from elaswave.state.checkpoint_shards import Piece, PieceReader
 from elaswave.state.flat import FlatLayer, initial_values
 from elaswave.state.grids import INITIAL_EXPONENT
 from elaswave.state.placement import Placement, Role, roles_of
 from elaswave.state.shapes import LayerShape, segments
-from elaswave.state.store import BlockStore, HeldBlock
+from elaswave.state.store import BlockStore, HeldBlock, Scalars
+from elaswave.training.optimizer import Optimizer, Updater
 from elaswave.types import Layout
 from elaswave.worker.blueprint import Blueprint
 
@@ -43,7 +44,9 @@ def materialise(
     roles = roles_of(worker, placement, blueprint.blocks)
     needed = sorted({*own_layers, *(blueprint.blocks[block].layer for block in roles)})
     read = _from_seed(blueprint) if checkpoint is None else _from_checkpoint(checkpoint[0])
-    step = 0 if checkpoint is None else checkpoint[1].step
+    step, progress = 0, initial_progress(blueprint)
+    if checkpoint is not None:
+        step, progress = checkpoint[1].step, _progress_of(blueprint, checkpoint[1], progress)
     layers: dict[int, FlatLayer] = {}
     held: dict[int, HeldBlock] = {}
     by_layer: dict[int, list[int]] = {}
@@ -62,14 +65,27 @@ def materialise(
             masters = [flat[start:stop] if shared else master[start:stop].clone() for start, stop in runs]
         else:
             masters = read(shape, MASTER, runs)
-        slots = {name: read(shape, name, runs) for name in blueprint.optimizer.slots}
+        wanted = blueprint.state.slots_of(shape.tensors, progress.num_updates)
+        slots = {name: read(shape, name, runs) for name in wanted if name != MASTER}
         for position, block in enumerate(by_layer.get(index, [])):
-            values = {MASTER: masters[position], **{name: runs_[position] for name, runs_ in slots.items()}}
-            held[block] = HeldBlock(blueprint.blocks[block], roles[block], shape, values, step)
-    progress = initial_progress(blueprint)
-    if checkpoint is not None:
-        progress = _progress_of(blueprint, checkpoint[1], progress)
+            copy = HeldBlock(blueprint.blocks[block], roles[block], shape, {MASTER: masters[position]}, step)
+            parts = (segment.slot for segment in copy.segments)
+            names = blueprint.state.slots_of(parts, progress.num_updates)
+            copy.slots.update((name, slots[name][position]) for name in names if name != MASTER)
+            held[block] = copy
     return layers, BlockStore(held), progress
+
+
+def updater_after(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta] | None) -> Updater:
+    """What makes the updates after a checkpoint, or from the beginning on.
+
+    Raises:
+        CheckpointError: the checkpoint is of another optimizer.
+    """
+    updater = blueprint.optimizer.updater()
+    if checkpoint is not None:
+        updater.load(checkpoint[1].extra.get(UPDATER, ""), checkpoint[1].step)
+    return updater
 
 
 _Read = Callable[[LayerShape, str, list[tuple[int, int]]], list[torch.Tensor]]
@@ -78,19 +94,32 @@ _Read = Callable[[LayerShape, str, list[tuple[int, int]]], list[torch.Tensor]]
 
 def _from_seed(blueprint: Blueprint) -> _Read:
     def read(shape: LayerShape, slot: str, runs: list[tuple[int, int]]) -> list[torch.Tensor]:
-        if slot != MASTER:
-            return [torch.zeros(stop - start) for start, stop in runs]
+        if slot not in (MASTER, EMA):
+            return [_initial_state(blueprint.optimizer, shape, slot, *run) for run in runs]
         flat = initial_values(blueprint.model.layers[shape.layer], shape, blueprint.config.run.seed)
         return [flat[start:stop].clone() for start, stop in runs]
 
     return read
 
 
+def _initial_state(optimizer: Optimizer, shape: LayerShape, slot: str, start: int, stop: int) -> torch.Tensor:
+    values = torch.zeros(stop - start)
+    for part in segments(shape, start, stop):
+        if part.slot.has(slot) and (value := optimizer.initial(slot, part.slot)):
+            values[part.start : part.stop] = value
+    return values
+
+
 def _from_checkpoint(folder: Path) -> _Read:
     reader = PieceReader(folder)
 
     def read(shape: LayerShape, slot: str, runs: list[tuple[int, int]]) -> list[torch.Tensor]:
-        parts = [(run, part) for run, (start, stop) in enumerate(runs) for part in segments(shape, start, stop)]
+        parts = [
+            (run, part)
+            for run, (start, stop) in enumerate(runs)
+            for part in segments(shape, start, stop)
+            if part.slot.has(slot)
+        ]
         wanted = [
             WantedPiece(stored_name(slot, part.slot.name), part.slot.shape, part.tensor_start, part.stop - part.start)
             for _, part in parts
@@ -120,11 +149,19 @@ def _progress_of(blueprint: Blueprint, meta: CheckpointMeta, initial: TrainingPr
     return TrainingProgress(num_updates, GridState(exponents, calibrated=calibrated or not exact, exact=exact))
 
 
-def owned_pieces(store: BlockStore) -> Iterable[Piece]:
-    """Copies of everything that a worker owns, as runs of the original tensors."""
+def owned_pieces(store: BlockStore, scalars: Scalars = ()) -> Iterable[Piece]:
+    """Copies of everything that a worker owns, as runs of the original tensors.
+
+    Args:
+        store: the blocks.
+        scalars: of the optimizer.
+    """
     for held in store.with_role(Role.OWNER):
         for slot, values in held.slots.items():
             copy = values.clone()
             for part in held.segments:
-                name = stored_name(slot, part.slot.name)
-                yield Piece(name, part.slot.shape, part.tensor_start, copy[part.start : part.stop])
+                if part.slot.has(slot):
+                    name = stored_name(slot, part.slot.name)
+                    yield Piece(name, part.slot.shape, part.tensor_start, copy[part.start : part.stop])
+        for name, tensor, value in held.scalar_states(scalars):
+            yield Piece(stored_name(name, tensor.name), (), 0, value.reshape(1).clone())

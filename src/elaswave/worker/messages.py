@@ -128,6 +128,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     exponents: list[int]
     """Grid exponents, one per tensor."""
     calibrated: bool
+    optimizer: str = ""
+    """What an optimizer of a script keeps beside the tensors' states, see `Updater.state`."""
 
 
 class ShardWritten(Message, frozen=True, kw_only=True):

@@ -10,8 +10,7 @@ from elaswave.protocol.engine import Committed
 from elaswave.protocol.messages import Installed
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.state.placement import Role
-from elaswave.state.store import BlockStore, HeldBlock
-from elaswave.training.optimizer import learning_rate
+from elaswave.state.store import BlockStore, HeldBlock, Scalars
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.mailbox import Mailbox
@@ -27,6 +26,7 @@ from elaswave.worker.messages import (
     Timings,
 )
 from elaswave.worker.pacing import ActionTimer
+from elaswave.worker.torch_engine import TorchEngine
 from elaswave.worker.watch import StepWatch
 
 TIMINGS_EVERY_S_MIN = 1.0
@@ -123,7 +123,7 @@ class ControlOutbox:
             attempt=committed.attempt,
             loss=committed.loss,
             norm=committed.norm,
-            learning_rate=learning_rate(self._config.optimizer, committed.step, self._config.run.steps),
+            learning_rate=self._engine.updater.learning_rate,
             duration_s=time.monotonic() - self._watch.step_began_s if committed.was_run else 0.0,
             phases_s=dict(self._watch.phases_s),
             vector=committed.evidence.vector,
@@ -136,6 +136,12 @@ class ControlOutbox:
             skipped_layer=None if skipped is None else layer_name(skipped.layer),
             metrics=dict(committed.metrics),
         )
+
+    @property
+    def _engine(self) -> TorchEngine:
+        engine = self.machine.engine
+        assert isinstance(engine, TorchEngine)
+        return engine
 
     def _report_timings(self, step: int) -> None:
         now_s = time.monotonic()
@@ -183,19 +189,24 @@ class ControlOutbox:
             num_updates=progress.num_updates,
             exponents=list(progress.grids.exponents),
             calibrated=progress.grids.calibrated,
+            optimizer=self._engine.updater.state(),
         )
+
+    def scalars(self) -> Scalars:
+        """The optimizer's states that tensors have once, after the newest committed step."""
+        return self._engine.updater.scalars()
 
     def finished(self, stopped: bool) -> Finished:
         """The last state: all workers wait until every one has said so."""
         machine = self.machine
-        store = BlockStore(machine.copies)
+        store, scalars = BlockStore(machine.copies), self.scalars()
         num_followers = min(self._config.elastic.num_followers, len(machine.members) - 1)
         return Finished(
             worker=machine.worker,
             standing=self.standing(machine.last_step),
             stopped=stopped,
-            owner_digests=store.digest_parts(Role.OWNER),
-            follower_digests=store.digest_parts(Role.FOLLOWER),
+            owner_digests=store.digest_parts(Role.OWNER, scalars),
+            follower_digests=store.digest_parts(Role.FOLLOWER, scalars),
             complete=all(len(workers) == num_followers for workers in machine.placement.followers),
             optimizer_bytes=store.optimizer_bytes(),
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -36,7 +36,7 @@ from elaswave.worker.compute import LayerError, SamplesPlace
 from elaswave.worker.frequency import make_actuator
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.materialise import materialise
+from elaswave.worker.materialise import materialise, updater_after
 from elaswave.worker.messages import Exit, Failed, ShardFailed, ShardWritten, Start, ToWorker
 from elaswave.worker.outbox import ControlOutbox, WorkerClient
 from elaswave.worker.pacing import ActionTimer, Pace
@@ -130,7 +130,7 @@ class Worker:
         self.machine = self._make_machine(
             setup.worker,
             terms_of(blueprint),
-            TorchEngine(context, layers),
+            TorchEngine(context, layers, updater_after(blueprint, setup.checkpoint)),
             self._links,
             self._outbox,
             self._disk,

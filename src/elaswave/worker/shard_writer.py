@@ -8,7 +8,7 @@ from pathlib import Path
 from elaswave.errors import CheckpointError, WaitTimeoutError
 from elaswave.state.checkpoint import shard_folder, shard_name
 from elaswave.state.checkpoint_shards import write_shard
-from elaswave.state.store import BlockStore
+from elaswave.state.store import BlockStore, Scalars
 from elaswave.worker.materialise import owned_pieces
 from elaswave.worker.messages import ShardFailed, ShardWritten, Standing
 from elaswave.worker.outbox import ControlOutbox
@@ -39,10 +39,10 @@ class ShardWriter:
         """Whether a shard is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, store: BlockStore, standing: Standing) -> None:
+    def start(self, store: BlockStore, standing: Standing, scalars: Scalars = ()) -> None:
         """Copies the owned blocks and begins to write them; the shard before this one must be written."""
         assert not self.is_busy
-        pieces = list(owned_pieces(store))
+        pieces = list(owned_pieces(store, scalars))
 
         def write() -> None:
             try:
@@ -107,7 +107,7 @@ class ShardDisk:
 
     def write(self, step: int) -> None:
         """Begins to write the owned copies as they are now."""
-        self._writer.start(BlockStore(self._outbox.machine.copies), self._outbox.standing(step))
+        self._writer.start(BlockStore(self._outbox.machine.copies), self._outbox.standing(step), self._outbox.scalars())
 
     def finish(self, check: Callable[[], None]) -> None:
         """Waits until nothing is being written; see `ShardWriter.finish`."""

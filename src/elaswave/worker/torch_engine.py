@@ -13,18 +13,18 @@ from elaswave.protocol.engine import Imbalance, Loaded, Measured
 from elaswave.protocol.environment import ENVIRONMENT, Environment
 from elaswave.protocol.scores import Scores
 from elaswave.state.checkpoint import read_meta
-from elaswave.state.checkpoint_format import MASTER
+from elaswave.state.checkpoint_format import EMA, MASTER
 from elaswave.state.flat import FlatLayer
 from elaswave.state.placement import Placement, Role
 from elaswave.state.store import HeldBlock
 from elaswave.state.sums import square_sum
 from elaswave.state.verify import run_hash
-from elaswave.training.optimizer import clip_factor, learning_rate
+from elaswave.training.optimizer import Updater, average, clip_factor
 from elaswave.types import Action, ExecutionParameters, Layout
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.canary import environment
 from elaswave.worker.compute import Compute
-from elaswave.worker.materialise import materialise
+from elaswave.worker.materialise import materialise, updater_after
 from elaswave.worker.microbatches import Microbatches
 from elaswave.worker.pacing import ActionTimer
 from elaswave.worker.reduction import Reduction
@@ -61,9 +61,10 @@ class TorchEngine:
     Args:
         context: what it works with.
         layers: the materialised layers of this worker's stage, with current parameters.
+        updater: makes the updates, and has those behind it that the parameters have; None: there were none.
     """
 
-    def __init__(self, context: EngineContext, layers: Mapping[int, FlatLayer]) -> None:
+    def __init__(self, context: EngineContext, layers: Mapping[int, FlatLayer], updater: Updater | None = None) -> None:
         self.context = context
         blueprint, elastic = context.blueprint, context.blueprint.config.elastic
         self.blocks = blueprint.blocks
@@ -89,6 +90,7 @@ class TorchEngine:
             has_canary=elastic.verify,
         )
         self._num_microbatches = blueprint.layout.num_microbatches
+        self.updater = updater or blueprint.optimizer.updater()
         if elastic.verify:
             environment()  # now, since it takes as long as a small step
 
@@ -237,19 +239,22 @@ class TorchEngine:
 
     # --------------------------------------------------------------------------------------- APPLY, GATHER, delivery
 
+    def committed(self, step: int, loss: float, *, updates: bool) -> None:
+        """Options of the optimizer, and what it keeps once, go on by one step."""
+        self.updater.committed(step, loss, updates=updates)
+
     def apply(self, copy: HeldBlock, step: int, norm: float | None, scale: float, num_updates: int) -> None:
         """Applies a copy's mean gradient, clipped by the norm, and forgets it."""
         gradient, copy.gradient = _gradient(copy), None
         if norm is None:
             return
-        config = self.context.blueprint.config
-        factor = scale * clip_factor(norm, config.optimizer.grad_clip)
+        config = self.context.blueprint.config.optimizer
+        factor = scale * clip_factor(norm, config.grad_clip)
         if factor != 1.0:
             gradient.mul_(factor)
-        rate = learning_rate(config.optimizer, step, config.run.steps)
-        self.context.blueprint.optimizer.update(
-            copy.slots, gradient, copy.decay_runs, learning_rate=rate, num_updates=num_updates
-        )
+        self.updater.update(copy, gradient, num_updates)
+        if config.ema_decay:
+            average(copy.slots[EMA], copy.slots[MASTER], config.ema_decay)
 
     def publish(self, copies: Iterable[HeldBlock]) -> None:
         """Copies masters into the layers that are here, if those do not compute with the masters themselves."""
@@ -271,12 +276,13 @@ class TorchEngine:
 
     # ----------------------------------------------------------------------------------------------------- copies
 
-    def empty_copy(self, block: int) -> HeldBlock:
+    def empty_copy(self, block: int, num_updates: int) -> HeldBlock:
         """A follower's copy of a block, without content."""
-        size, layer = self.blocks[block].num_elements, self.blocks[block].layer
-        names = (MASTER, *self.context.blueprint.optimizer.slots)
-        slots = {name: torch.empty(size, dtype=torch.float32) for name in names}
-        return HeldBlock(self.blocks[block], Role.FOLLOWER, self.context.blueprint.shapes[layer], slots, version=-1)
+        run, state = self.blocks[block], self.context.blueprint.state
+        copy = HeldBlock(run, Role.FOLLOWER, state.layers[run.layer], {}, version=-1)
+        for name in state.slots_of((segment.slot for segment in copy.segments), num_updates):
+            copy.slots[name] = torch.empty(run.num_elements, dtype=torch.float32)
+        return copy
 
     def state(self, copy: HeldBlock) -> list[torch.Tensor]:
         """Master and optimizer's states."""
@@ -302,6 +308,7 @@ class TorchEngine:
         layers, store, progress = materialise(context.blueprint, context.worker, layout, placement, checkpoint)
         self.layers.update(layers)
         self.reduction.hold(list(self.layers))
+        self.updater = updater_after(context.blueprint, checkpoint)
         num_bytes = sum(layer.flat.nbytes for layer in layers.values()) + store.optimizer_bytes()
         return Loaded(store.held, progress, num_bytes)
 

@@ -1,4 +1,4 @@
-"""AdamW and SGD on blocks: torch's own bits, wherever blocks are cut; learning rates and clipping."""
+"""AdamW and SGD on blocks: torch's own bits, wherever blocks are cut; clipping; the average of weights."""
 
 import math
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from elaswave.config.schema import OptimizerConfig
-from elaswave.training.optimizer import OPTIMIZERS, clip_factor, learning_rate
+from elaswave.errors import CheckpointError
+from elaswave.training.optimizer import RULES, ConfiguredOptimizer, average, clip_factor
+from elaswave.training.schedules import learning_rate
 
 NUM_ELEMENTS = 1024
 DECAYED = [(0, 320), (640, 896)]
@@ -30,7 +32,7 @@ def initial():
 def updated(config, cuts):
     """The slots after all steps, from blocks that are cut at the given places."""
     bounds = [0, *cuts, NUM_ELEMENTS]
-    optimizer = OPTIMIZERS[config.name](config)
+    optimizer = RULES[config.name](config)
     blocks = []
     for start, stop in zip(bounds, bounds[1:]):
         slots = {"master": initial()[start:stop].clone()}
@@ -63,7 +65,7 @@ def torch_updated(config):
             parameter.grad = gradient[start:stop].clone()
         optimizer.step()
     slots = {"master": torch.cat([parameter.detach() for parameter in parameters])}
-    for name in OPTIMIZERS[config.name](config).slots:
+    for name in RULES[config.name](config).slots:
         slots[name] = torch.cat([optimizer.state[parameter][name] for parameter in parameters])
     return slots
 
@@ -99,34 +101,14 @@ def test_cuts_do_not_show_in_the_bits(name, cuts):
     [("adamw", ("exp_avg", "exp_avg_sq")), ("sgd", ("momentum_buffer",)), ("sgd without momentum", ())],
 )
 def test_slots(name, slots):
-    assert OPTIMIZERS[CONFIGS[name].name](CONFIGS[name]).slots == slots
+    assert RULES[CONFIGS[name].name](CONFIGS[name]).slots == slots
 
 
 def test_sgd_leaves_the_gradient_alone_where_nothing_decays():
     gradient = torch.ones(4)
     slots = {"master": torch.ones(4), "momentum_buffer": torch.zeros(4)}
-    OPTIMIZERS["sgd"](config_of(name="sgd")).update(slots, gradient, [(0, 2)], learning_rate=0.1, num_updates=1)
+    RULES["sgd"](config_of(name="sgd")).update(slots, gradient, [(0, 2)], learning_rate=0.1, num_updates=1)
     assert gradient.tolist() == [1.0] * 4
-
-
-def test_the_learning_rate_warms_up_and_follows_a_cosine():
-    config = config_of(lr=1.0, warmup_steps=4, min_lr_ratio=0.1)
-    assert [learning_rate(config, step, 12) for step in (1, 2, 4)] == [0.25, 0.5, 1.0]
-    assert learning_rate(config, 8, 12) == pytest.approx(0.55)
-    assert learning_rate(config, 12, 12) == pytest.approx(0.1)
-    assert learning_rate(config, 100, 12) == pytest.approx(0.1)
-    rates = [learning_rate(config, step, 12) for step in range(4, 13)]
-    assert rates == sorted(rates, reverse=True)
-
-
-def test_the_learning_rate_may_stay_and_may_start_at_once():
-    constant = config_of(lr=0.5, warmup_steps=2, schedule="constant")
-    assert [learning_rate(constant, step, 3) for step in (1, 2, 3, 50)] == [0.25, 0.5, 0.5, 0.5]
-    assert learning_rate(config_of(lr=0.5, warmup_steps=0, schedule="constant"), 1, 1) == 0.5
-    # Fewer steps than the warm-up takes, and exactly as many.
-    assert learning_rate(config_of(lr=1.0, warmup_steps=10), 5, 5) == 0.5
-    assert learning_rate(config_of(lr=1.0, warmup_steps=10), 10, 10) == 1.0
-    assert learning_rate(config_of(lr=1.0, warmup_steps=10, min_lr_ratio=0.0), 11, 10) == 0.0
 
 
 @pytest.mark.parametrize("norm", [0.0, 0.5, 1.0, 3.0, 1e30])
@@ -140,3 +122,32 @@ def test_clipping_is_torchs(norm):
 def test_clipping_is_switched_off_by_zero():
     assert clip_factor(1e30, 0.0) == 1.0
     assert math.isclose(clip_factor(2.0, 0.5), 0.25, rel_tol=1e-6)
+
+
+def test_the_updater_of_a_configuration_follows_its_schedule_and_keeps_nothing():
+    config = config_of(lr=0.5, warmup_steps=2, schedule="constant")
+    updater = ConfiguredOptimizer(config, 10).updater()
+    rates = []
+    for step in (1, 2, 2, 3):
+        updater.committed(step, 0.0, updates=True)
+        rates.append(updater.learning_rate)
+    assert rates == [0.25, 0.5, 0.5, 0.5]
+    assert updater.state() == "" and updater.scalars() == ()
+    updater.load("", 3)
+
+
+def test_the_checkpoint_of_a_scripts_optimizer_is_refused_by_a_configured_one():
+    with pytest.raises(CheckpointError, match="of a run whose script brought its optimizer"):
+        ConfiguredOptimizer(config_of(), 10).updater().load("something", 3)
+
+
+@pytest.mark.parametrize("cuts", [[], [32], [64, 96, 992]])
+def test_the_average_of_weights_is_the_textbooks(cuts):
+    ema, master = initial(), gradients()[0]
+    bounds = [0, *cuts, NUM_ELEMENTS]
+    for start, stop in zip(bounds, bounds[1:]):
+        average(ema[start:stop], master[start:stop], 0.75)
+    # Two roundings: of the product, and of the sum with the other one.
+    expected = (initial() * 0.75).add(master, alpha=0.25)
+    assert ema.view(torch.int32).equal(expected.view(torch.int32))
+    assert torch.allclose(ema.double(), 0.75 * initial().double() + 0.25 * master.double())

@@ -62,7 +62,7 @@ class SimCoordinator(CoordinatorDriver):
         """The newest epoch in which another layout was planned."""
         self._grids: dict[int, Exponents] = {}
         """Step -> the grid after it, of checkpoints that are being written."""
-        self.shards = self.shards_class(len(model.blocks), lambda state: 1, model.layout.workers)
+        self.shards = self.shards_class(lambda step: len(model.blocks), lambda state: 1, model.layout.workers)
         for record in world.store.records:
             if isinstance(record, Decision):
                 self.shards.follow(record)

@@ -220,6 +220,9 @@ class ToyEngine:
 
     # --------------------------------------------------------------------------------------- APPLY, GATHER, delivery
 
+    def committed(self, step: int, loss: float, *, updates: bool) -> None:
+        """Nothing but blocks has a state here."""
+
     def apply(self, copy: ToyCopy, step: int, norm: float | None, scale: float, num_updates: int) -> None:
         """Updates a copy."""
         gradient, copy.gradient = _gradient(copy), None
@@ -251,7 +254,7 @@ class ToyEngine:
 
     # ----------------------------------------------------------------------------------------------------- copies
 
-    def empty_copy(self, block: int) -> ToyCopy:
+    def empty_copy(self, block: int, num_updates: int) -> ToyCopy:
         """A follower's copy without content."""
         return ToyCopy(self._model.blocks[block], Role.FOLLOWER, -1, (0, 0))
 

@@ -1,0 +1,173 @@
+"""The parameters that a person's optimizer is made of: their names and shapes, no values.
+
+An optimizer is made once in each process, of every trainable parameter of the model, although a process holds blocks of
+some only. So what it gets has no memory; a tensor's group is what is read from it (`groups_of`).
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+
+from elaswave.errors import OptimizerError
+from elaswave.state.shapes import TensorSlot
+
+SHOWN_NAMES_MAX = 4
+"""Names that an error lists."""
+
+
+class Parameters:
+    """Parameters of the model, in its order: what ``optimizer=`` is called with.
+
+    Iterating gives `torch.nn.Parameter`; `named` and `except_named` choose some of them for a parameter group. They
+    have shapes, but no values.
+
+    Args:
+        named: full names and parameters.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        self._named = tuple(named)
+        self._taken: list[str] = []
+        """Names that have been iterated over, each as often; shared with all that are chosen from these."""
+
+    def __iter__(self) -> Iterator[torch.nn.Parameter]:
+        self._taken.extend(name for name, _ in self._named)
+        return iter([parameter for _, parameter in self._named])
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    @property
+    def names(self) -> list[str]:
+        """Full names, in the order of the model."""
+        return [name for name, _ in self._named]
+
+    def items(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Full names and parameters, in the order of the model."""
+        self._taken.extend(self.names)
+        return list(self._named)
+
+    def named(self, *patterns: str) -> "Parameters":
+        """Those whose full name matches one of the patterns.
+
+        Args:
+            patterns: as `fnmatch` has them, upper and lower case being different: ``"*.bias"``, ``"head.*"``.
+        Raises:
+            OptimizerError: a pattern that matches no name.
+        """
+        chosen = self._matching(patterns)
+        return self._those(lambda name: name in chosen)
+
+    def except_named(self, *patterns: str) -> "Parameters":
+        """The rest: those whose full name matches none of the patterns. Arguments and errors as of `named`."""
+        left_out = self._matching(patterns)
+        return self._those(lambda name: name not in left_out)
+
+    def taken_twice(self) -> list[str]:
+        """Names that have been iterated over more than once."""
+        return [name for name in self.names if self._taken.count(name) > 1]
+
+    def _matching(self, patterns: Sequence[str]) -> set[str]:
+        if not patterns:
+            raise OptimizerError('named() needs at least one pattern of full names, such as "*.bias"')
+        matching: set[str] = set()
+        for pattern in patterns:
+            found = {name for name in self.names if fnmatchcase(name, pattern)}
+            if not found:
+                raise OptimizerError(
+                    f'no trainable parameter is named "{pattern}"; there are {_listed(self.names)}. A pattern is '
+                    'compared with the whole name: "*.bias", not "bias"'
+                )
+            matching |= found
+        return matching
+
+    def _those(self, chosen: Callable[[str], bool]) -> "Parameters":
+        those = Parameters((name, parameter) for name, parameter in self._named if chosen(name))
+        those._taken = self._taken
+        return those
+
+
+def stand_ins(tensors: Iterable[TensorSlot]) -> Parameters:
+    """Parameters without memory, of the shapes of tensors."""
+    return Parameters((slot.name, _without_memory(slot.shape)) for slot in tensors)
+
+
+def _without_memory(shape: Sequence[int]) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(tuple(shape), dtype=torch.float32, device="meta"))
+
+
+def make_optimizer(factory: Callable[[Parameters], object], parameters: Parameters) -> torch.optim.Optimizer:
+    """The optimizer that a person's callable makes of parameters.
+
+    Raises:
+        OptimizerError: it makes something else, or gives a parameter no group, or two.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*parameter group with duplicate parameters")  # `groups_of` refuses it
+            optimizer = factory(parameters)
+    except ValueError as error:
+        twice = parameters.taken_twice()
+        if twice and "more than one parameter group" in str(error):
+            raise OptimizerError(_in_two_groups(twice)) from error
+        raise
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(
+            f"optimizer= must be a callable that takes the parameters and returns a torch.optim.Optimizer, but it has "
+            f"returned {type(optimizer).__name__}: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
+        )
+    groups_of(optimizer, parameters)
+    return optimizer
+
+
+def groups_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[str, int]:
+    """The number of the parameter group of each parameter, by full name.
+
+    Raises:
+        OptimizerError: a parameter is in no group, or in two, or is none of the model's.
+    """
+    names = {id(parameter): name for name, parameter in parameters._named}
+    groups: dict[str, int] = {}
+    twice = []
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None:
+                raise OptimizerError(
+                    f"parameter group {number} of {kind_of(optimizer)} holds a tensor of shape "
+                    f"{list(parameter.shape)} that is none of the given parameters; make it of those that "
+                    "optimizer= is called with, for instance parameters.named(...), not of copies or of the module's"
+                )
+            if name in groups:
+                twice.append(name)
+            groups[name] = number
+    if twice:
+        raise OptimizerError(_in_two_groups(twice))
+    missing = [name for name in names.values() if name not in groups]
+    if missing:
+        raise OptimizerError(
+            f"{kind_of(optimizer)} has no parameter group for {_listed(missing)}; every trainable parameter must be in "
+            "exactly one: parameters.except_named(...) gives the rest. Freeze what is not to be trained "
+            "(requires_grad_(False))"
+        )
+    return groups
+
+
+def _in_two_groups(names: Sequence[str]) -> str:
+    return (
+        f"{_listed(names)} would be in more than one parameter group; every trainable parameter must be in one: "
+        "choose the rest with parameters.except_named(...)"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN_NAMES_MAX} more" if len(names) > SHOWN_NAMES_MAX else ""
+    return ", ".join(names[:SHOWN_NAMES_MAX]) + more
+
+
+def kind_of(optimizer: object) -> str:
+    """An object's class, as a person calls it: ``torch.optim.AdamW``."""
+    kind = type(optimizer)
+    return f"torch.optim.{kind.__qualname__}" if kind.__module__.startswith("torch.optim") else kind.__qualname__

@@ -1,0 +1,314 @@
+"""Any elementwise `torch.optim` class on blocks: the class updates runs of tensors as if they were tensors.
+
+A worker has one instance, made by the person's callable of parameters without memory. For a block it lends the instance
+the runs of the block's tensors as parameters, with their states, and calls `step`. What is not per element (``step``,
+``mu_product``, options that a step or a scheduler changes) is the same for all blocks of a parameter group. It is kept
+once per group, and moved on once per update by a pilot: a tiny parameter of the group, whose elements mean nothing.
+
+That the class really updates every element by itself is tried in `elaswave.training.elementwise`.
+"""
+
+import base64
+import io
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from elaswave.errors import CheckpointError, OptimizerError
+from elaswave.state.checkpoint_format import MASTER
+from elaswave.state.checkpoint_shards import DTYPES
+from elaswave.state.shapes import Segment
+from elaswave.state.store import HeldBlock
+from elaswave.training.parameters import kind_of
+
+PILOT_ELEMENTS = 32
+
+_NO_OPTIONS = ("params", "param_names")
+"""What a parameter group holds beside its options."""
+
+State = dict[str, Any]
+"""The states of one parameter, as a `torch.optim.Optimizer` keeps them."""
+
+MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+"""From an optimizer to one of `torch.optim.lr_scheduler`, or what has its `step`, `state_dict` and
+`load_state_dict`."""
+
+
+class Traits(NamedTuple):
+    """What an optimizer keeps of each tensor of a parameter group."""
+
+    states: tuple[str, ...]
+    """Names of its float32 states per element."""
+    scalars: tuple[tuple[str, str], ...]
+    """Names and element types of the numbers that it keeps once."""
+    fills: Mapping[str, float]
+    """The states per element that are there before the first update, and their value."""
+    initial: Mapping[str, Any]
+    """All other states that are there before it."""
+
+
+def lend_and_step(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Mapping[torch.Tensor, State]
+) -> Mapping[torch.Tensor, State]:
+    """Lets an optimizer update other parameters than its own.
+
+    Args:
+        optimizer: is left as it was.
+        groups: parameter groups, whose parameters have gradients.
+        state: of the parameters.
+    Returns:
+        The state after the update.
+    """
+    own_groups, own_state = optimizer.param_groups, optimizer.state
+    lent: defaultdict[torch.Tensor, State] = defaultdict(dict, state)
+    optimizer.param_groups, optimizer.state = groups, lent
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups, optimizer.state = own_groups, own_state
+    return lent
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a parameter group, by name."""
+    return {key: value for key, value in group.items() if key not in _NO_OPTIONS}
+
+
+class _Part(NamedTuple):
+    """The run of one tensor in a block."""
+
+    parameter: torch.nn.Parameter
+    segment: Segment
+    views: tuple[tuple[str, torch.Tensor], ...]
+    """The run of each state per element."""
+
+
+class _Kit(NamedTuple):
+    """A block as torch's optimizer takes it; made once, since that costs more than an update."""
+
+    master: torch.Tensor
+    parts: tuple[_Part, ...]
+    parameters: Mapping[int, list[torch.nn.Parameter]]
+    """By parameter group."""
+    state: dict[torch.Tensor, State]
+
+
+class TorchUpdater:
+    """See `elaswave.training.optimizer.Updater` for what its methods promise.
+
+    Args:
+        optimizer: of its own.
+        traits: what it keeps, by parameter group.
+        slots: its states per element, those of all groups, in the order in which blocks keep them.
+        make_scheduler: of the learning rate and other options; None: they stay.
+    Raises:
+        OptimizerError: what `make_scheduler` returns is no scheduler.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        traits: Sequence[Traits],
+        slots: Sequence[str],
+        make_scheduler: MakeScheduler | None = None,
+    ) -> None:
+        self._optimizer, self._traits, self._slots = optimizer, traits, slots
+        self._groups = optimizer.param_groups
+        self._pilots = [torch.nn.Parameter(torch.zeros(PILOT_ELEMENTS)) for _ in self._groups]
+        self._scalars: list[State] = [dict(each.initial) for each in traits]
+        """After the newest committed step, by parameter group; as the optimizer has them."""
+        self._scheduler = None if make_scheduler is None else _scheduler_of(make_scheduler, optimizer)
+        self._kits: WeakKeyDictionary[HeldBlock, _Kit] = WeakKeyDictionary()
+        self._step = self._num_updates = 0
+        self._fix()
+
+    # ---------------------------------------------------------------------------------------------- committed steps
+
+    def _fix(self) -> None:
+        """Keeps what the update of the next step needs, before it is moved on."""
+        self._options = [options_of(group) for group in self._groups]
+        self._before = self._scalars
+        self.learning_rate = float(self._options[0].get("lr", 0.0))
+
+    def committed(self, step: int, loss: float, *, updates: bool) -> None:
+        """Moves what is kept once per parameter group on by one step."""
+        if step == self._step:
+            return
+        assert step == self._step + 1, f"step {step} is committed after step {self._step}"
+        self._fix()
+        if updates:
+            self._move_on()
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(loss)
+        elif self._scheduler is not None:
+            self._scheduler.step()
+        self._step = step
+
+    def _move_on(self) -> None:
+        groups = [{**options, "params": [pilot]} for options, pilot in zip(self._options, self._pilots, strict=True)]
+        state: dict[torch.Tensor, State] = {}
+        for pilot, traits, scalars in zip(self._pilots, self._traits, self._scalars, strict=True):
+            there = traits.states if self._num_updates else traits.fills
+            state[pilot] = {name: torch.zeros(PILOT_ELEMENTS) for name in there} | _copied(scalars)
+            pilot.grad = torch.zeros(PILOT_ELEMENTS)
+        found = lend_and_step(self._optimizer, groups, state)
+        self._num_updates += 1
+        self._scalars = [
+            _copied({name: value for name, value in found[pilot].items() if name not in traits.states})
+            for pilot, traits in zip(self._pilots, self._traits, strict=True)
+        ]
+        for group, moved, options in zip(self._groups, groups, self._options, strict=True):
+            group.update({key: value for key, value in options_of(moved).items() if options.get(key) is not value})
+
+    def kept_once(self, group: int) -> Collection[str]:
+        """Names of all that is kept once for each tensor of a parameter group."""
+        return self._scalars[group].keys()
+
+    def scalars(self) -> list[Mapping[str, torch.Tensor]]:
+        """As tensors of no dimension."""
+        return [
+            {
+                name: torch.as_tensor(scalars[name], dtype=DTYPES[dtype]).reshape(())
+                for name, dtype in traits.scalars
+                if name in scalars
+            }
+            for traits, scalars in zip(self._traits, self._scalars, strict=True)
+        ]
+
+    # ----------------------------------------------------------------------------------------------------- updates
+
+    def update(self, copy: HeldBlock, gradient: torch.Tensor, num_updates: int) -> None:
+        """Lends the block's runs to the optimizer."""
+        kit = self._kit_of(copy)
+        for parameter, segment, _ in kit.parts:
+            parameter.grad = gradient[segment.start : segment.stop]
+            _set(kit.state[parameter], self._before[segment.slot.group])
+        groups = [{**self._options[group], "params": parameters} for group, parameters in kit.parameters.items()]
+        found = lend_and_step(self._optimizer, groups, kit.state)
+        for part in kit.parts:
+            part.parameter.grad = None
+            kit.state[part.parameter] = self._taken(part, found[part.parameter], num_updates)
+
+    def _kit_of(self, copy: HeldBlock) -> _Kit:
+        master = copy.slots[MASTER]
+        kit = self._kits.get(copy)
+        if kit is None or kit.master is not master:
+            kit = self._kits[copy] = self._new_kit(copy, master)
+        return kit
+
+    def _new_kit(self, copy: HeldBlock, master: torch.Tensor) -> _Kit:
+        there = set(copy.slots)
+        for name in self._slots:
+            if name not in there and any(name in self._states_of(segment) for segment in copy.segments):
+                copy.slots[name] = torch.zeros(copy.num_elements)
+        parts = []
+        parameters: dict[int, list[torch.nn.Parameter]] = {}
+        state: dict[torch.Tensor, State] = {}
+        for segment in copy.segments:
+            run = slice(segment.start, segment.stop)
+            views = tuple((name, copy.slots[name][run]) for name in self._states_of(segment))
+            part = _Part(torch.nn.Parameter(master[run]), segment, views)
+            parts.append(part)
+            parameters.setdefault(segment.slot.group, []).append(part.parameter)
+            state[part.parameter] = {name: view for name, view in views if name in there}
+        return _Kit(master, tuple(parts), dict(sorted(parameters.items())), state)
+
+    def _states_of(self, segment: Segment) -> tuple[str, ...]:
+        return self._traits[segment.slot.group].states
+
+    def _taken(self, part: _Part, found: State, num_updates: int) -> State:
+        """The state after an update, with what is per element where the block keeps it."""
+        for name, view in part.views:
+            value = found.get(name)
+            if value is not view and isinstance(value, torch.Tensor):
+                view.copy_(value)
+                found[name] = view
+        kept = {name for name, _ in part.views} | self._scalars[part.segment.slot.group].keys()
+        if found.keys() != kept:
+            raise OptimizerError(
+                f"{kind_of(self._optimizer)} keeps {_listed(found)} of {part.segment.slot.name} after update "
+                f"{num_updates}, but kept {_listed(kept)} when it was tried; an optimizer's states must not depend on "
+                "values, and must all be there from the first update on"
+            )
+        return found
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+
+    def state(self) -> str:
+        """Options, scalar states and the scheduler's state, in torch's format, as base64."""
+        content = {
+            "num_updates": self._num_updates,
+            "options": [options_of(group) for group in self._groups],
+            "scalars": self._scalars,
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+        }
+        data = io.BytesIO()
+        torch.save(content, data)
+        return base64.b64encode(data.getvalue()).decode()
+
+    def load(self, state: str, step: int) -> None:
+        """Goes on with the options that were saved: they are stronger than those of the script."""
+        try:
+            content = torch.load(io.BytesIO(base64.b64decode(state)), weights_only=True)
+            options, scheduler = content["options"], content["scheduler"]
+            scalars, num_updates = content["scalars"], int(content["num_updates"])
+        except (ValueError, KeyError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} has no state of an optimizer like {kind_of(self._optimizer)}: {error}; "
+                "resume with the optimizer that it was written with"
+            ) from error
+        if len(options) != len(self._groups) or (scheduler is None) != (self._scheduler is None):
+            raise CheckpointError(
+                f"the checkpoint of step {step} is of an optimizer with {len(options)} parameter groups and "
+                f"{'no' if scheduler is None else 'a'} scheduler, but {kind_of(self._optimizer)} has "
+                f"{len(self._groups)} and {'none' if self._scheduler is None else 'one'}; resume with the optimizer "
+                "and the scheduler that it was written with"
+            )
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(scheduler)
+        for group, saved in zip(self._groups, options, strict=True):
+            group.update(saved)
+        self._scalars, self._num_updates, self._step = scalars, num_updates, step
+        self._fix()
+
+
+def _scheduler_of(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> Any:
+    scheduler = make(optimizer)
+    missing = [
+        name for name in ("step", "state_dict", "load_state_dict") if not callable(getattr(scheduler, name, None))
+    ]
+    if missing:
+        raise OptimizerError(
+            "lr_scheduler= must be a callable that takes the optimizer and returns one of torch.optim.lr_scheduler, "
+            f"but it has returned {type(scheduler).__name__}, which has no {' and no '.join(missing)}: "
+            "lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
+        )
+    # It warns if its first step comes before the optimizer's, as it does after a step that is skipped.
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return scheduler
+
+
+def _copied(state: State) -> State:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def _set(state: State, scalars: State) -> None:
+    """Sets the scalar states of a parameter."""
+    for name, value in scalars.items():
+        there = state.get(name)
+        if isinstance(value, torch.Tensor):
+            if there is None:
+                state[name] = value.clone()
+            else:
+                there.copy_(value)
+        else:
+            state[name] = value
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names)) or "nothing"
