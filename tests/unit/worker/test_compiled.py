@@ -37,6 +37,7 @@ class Ordinary(Block):
 
 
 @pytest.mark.slow  # a compiler runs
+@pytest.mark.filterwarnings("ignore")  # torch's own, as its compiler is loaded
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_compiled_layer_has_the_same_bits_wherever_it_runs(recompute):
     model = with_compiled(Ordinary, recompute=recompute)
