@@ -147,7 +147,9 @@ def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
     monkeypatch.setattr(coordinator, "find_newest_checkpoint", find)
     process = CoordinatorProcess.__new__(CoordinatorProcess)
     parts: dict[str, Any] = {
-        "core": SimpleNamespace(epoch=2, restarts=False, handle=lambda event, now_s: found.append(event) or ()),
+        "core": SimpleNamespace(
+            restarts=False, awaits=lambda question: True, handle=lambda event, now_s: found.append(event) or ()
+        ),
         "_setup": SimpleNamespace(run_dir=tmp_path),
         "_recorder": SimpleNamespace(
             checkpoints=SimpleNamespace(records=records, is_committing=False, hold=lambda: None), settled=[]
@@ -157,8 +159,8 @@ def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
     }
     for name, part in parts.items():
         setattr(process, name, part)
-    asyncio.run(process._find_checkpoint())
-    assert found == [events.CheckpointFound(4)]
+    asyncio.run(process._find_checkpoint(events.FindCheckpoint(7)))
+    assert found == [events.CheckpointFound(7, 4)]
 
 
 def dies_once_after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, mark: Path) -> None:

@@ -24,8 +24,11 @@ from elaswave.protocol import events
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.decisions import plan_survivors
 from elaswave.protocol.driver import CoordinatorDriver
+from elaswave.protocol.duties import pending_after
+from elaswave.protocol.ending import MemberEnd
 from elaswave.protocol.engine import Phase
 from elaswave.protocol.messages import (
+    FIRST_EPOCH,
     CoreToWorker,
     Decision,
     Evidence,
@@ -124,7 +127,7 @@ class ThreadJob(CoordinatorDriver):
         )
         network = MemoryNetwork()
         self._transports = {
-            worker: network.transport(worker, epoch=Coordinator.FIRST_EPOCH) for worker in self.blueprint.layout.workers
+            worker: network.transport(worker, epoch=FIRST_EPOCH) for worker in self.blueprint.layout.workers
         }
         self.mailboxes = {worker: Mailbox(worker, transport) for worker, transport in self._transports.items()}
 
@@ -262,7 +265,8 @@ class ThreadJob(CoordinatorDriver):
             if isinstance(message, Registered | Report | Installed):
                 self.feed(message)
             elif isinstance(message, LinkLost):
-                self.feed(events.Suspected(message.peer, "link", message.detail, worker, message.epoch))
+                if self.core.believes(worker, message.peer, message.epoch):
+                    self.feed(events.Suspected(message.peer, "link", message.detail))
             elif isinstance(message, StepReport):
                 evidence = Evidence(
                     step=message.step,
@@ -272,7 +276,7 @@ class ThreadJob(CoordinatorDriver):
                     change=message.change,
                     checkpoint=message.checkpoint,
                 )
-                self.feed(events.EvidenceSeen(evidence, message.epoch))
+                self.hears_vote(worker, evidence, message.epoch)
                 self.reports.append(message)
             elif isinstance(message, EvaluationReport):
                 self.evaluations[message.step] = message.loss
@@ -281,8 +285,7 @@ class ThreadJob(CoordinatorDriver):
                 self.shards.append(message)
             elif isinstance(message, Finished):
                 self.finished[worker] = message
-                if self.finished.keys() >= set(self.core.members):
-                    self._dismiss()
+            self.end_if_finished()
 
     # ------------------------------------------------------------------------------------------------ as its driver
 
@@ -312,9 +315,9 @@ class ThreadJob(CoordinatorDriver):
         for worker in self.core.members:
             self.mailboxes[worker].receive(Start(addresses=addresses))
 
-    def find_checkpoint(self) -> None:
+    def find_checkpoint(self, question: events.FindCheckpoint) -> None:
         """There is none; the job begins again."""
-        self.answer_checkpoint(0)
+        self.answer_checkpoint(question, 0)
 
     def plan_recovery(self, question: events.PlanRecovery) -> None:
         """In the same turn: survivors keep their stages."""
@@ -324,10 +327,38 @@ class ThreadJob(CoordinatorDriver):
     def pending_work(self, step: int, asked: bool) -> events.PendingWork:
         """As the messages of workers have it."""
         run = self.config.run
-        evaluate = bool(run.eval_every) and step > 0 and step % run.eval_every == 0 and step not in self.evaluations
-        checkpoint = asked or (bool(run.checkpoint_every) and step > 0 and step % run.checkpoint_every == 0)
-        published = max((report.step for report in self.reports), default=0)
-        return events.PendingWork(evaluate, checkpoint, published=published)
+        return pending_after(
+            step,
+            run.steps,
+            run,
+            asked=asked,
+            first_step=1,
+            evaluated=self.evaluations,
+            written=(),
+            published=self.published_step(),
+        )
+
+    def ends(self) -> dict[int, MemberEnd]:
+        """As workers have said."""
+        return {
+            worker: MemberEnd(message.standing.epoch, message.standing.step)
+            for worker, message in self.finished.items()
+        }
+
+    def published_step(self) -> int:
+        """As the reports have it."""
+        return max((report.step for report in self.reports), default=0)
+
+    def give_up_missing_parts(self) -> None:
+        """Nothing commits checkpoints here."""
+
+    def is_committing(self) -> bool:
+        """Nothing commits checkpoints here."""
+        return False
+
+    def on_finished(self) -> None:
+        """All workers may end."""
+        self._dismiss()
 
     def on_new_epoch(self, effect: events.NewEpoch) -> None:
         """Ends of the old epoch do not count."""

@@ -91,8 +91,8 @@ def vote(step: int, attempt: int = 1, *, commits: bool = True, checkpoint: int =
     return Evidence(step=step, attempt=attempt, commits=commits, vector=vector, checkpoint=checkpoint)
 
 
-def suspicion(worker: int, **by: int) -> Suspected:
-    return Suspected(worker, "exit", f"worker {worker} was killed", **by)
+def suspicion(worker: int) -> Suspected:
+    return Suspected(worker, "exit", f"worker {worker} was killed")
 
 
 def report(

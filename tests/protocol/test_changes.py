@@ -25,11 +25,11 @@ from elaswave.types import ExecutionParameters
 LAYOUT = model_of(THREE).layout
 OTHER = other_layout(LAYOUT)
 """Worker 1 has moved to the second stage."""
-TUNING = ExecutionParameters(schedule="gpipe", levels={0: 1})
+EXECUTION = ExecutionParameters(schedule="gpipe", levels={0: 1})
 
 
 def planned(epoch=1, layout=OTHER):
-    return ChangePlanned(epoch, layout, TUNING, "faster", 0.5)
+    return ChangePlanned(epoch, layout, EXECUTION, "faster", 0.5)
 
 
 def training(records=()):
@@ -64,7 +64,7 @@ def test_a_change_is_persisted_before_it_is_sent_to_every_member():
     first, *others = core.handle(planned(), 0.0)
     assert isinstance(first, Persist) and isinstance(first.record, LayoutChange)
     change = first.record
-    assert (change.epoch, change.number, change.layout, change.execution) == (1, 1, OTHER, TUNING)
+    assert (change.epoch, change.number, change.layout, change.execution) == (1, 1, OTHER, EXECUTION)
     assert others == [Send(worker, change) for worker in range(3)]
     second = core.handle(planned(layout=LAYOUT), 0.0)[0]
     assert isinstance(second, Persist) and second.record.number == 2
@@ -90,7 +90,7 @@ def test_until_a_vote_shows_it_a_change_is_not_in_force():
     core.handle(EvidenceSeen(vote(1), 1), 0.0)
     assert core.in_force() == (LAYOUT, ExecutionParameters(), 0)
     core.handle(EvidenceSeen(changed_vote(2, 1), 1), 0.0)
-    assert core.in_force() == (OTHER, TUNING, 1)
+    assert core.in_force() == (OTHER, EXECUTION, 1)
 
 
 def test_a_loss_after_the_vote_goes_on_from_the_next_layout():
@@ -101,7 +101,7 @@ def test_a_loss_after_the_vote_goes_on_from_the_next_layout():
     decision = decide(core, 2, [report(0, 2, evidence=learned), report(1, 2, prepared=True, version=0)])
     assert decision.evidence == learned and decision.resume_step == 2
     assert decision.layout == survivor_layout(OTHER, [2])
-    assert (decision.change, decision.execution) == (1, TUNING)
+    assert (decision.change, decision.execution) == (1, EXECUTION)
     # Neither has the parameters of the step under the next layout, except who has completed them.
     assert (1, 1) in decision.deliver
 
@@ -138,7 +138,7 @@ def test_a_new_coordinator_knows_that_its_predecessor_has_planned():
     assert core.has_planned
     records = [
         StartRecord(term=1),
-        LayoutChange(term=1, epoch=1, number=1, layout=OTHER, execution=TUNING, reason="faster"),
+        LayoutChange(term=1, epoch=1, number=1, layout=OTHER, execution=EXECUTION, reason="faster"),
     ]
     successor = training(records)
     assert successor.has_planned
@@ -165,7 +165,7 @@ def test_a_return_to_a_checkpoint_makes_changes_void():
     core.handle(suspicion(1), 0.0)
     core.handle(report(2, 3, evidence=changed_vote(2, 1)), 0.0)
     assert core.state is State.ROLLING_BACK
-    effects = core.handle(CheckpointFound(1), 0.0)
+    effects = core.handle(CheckpointFound(1, 1), 0.0)
     (decision,) = [effect.decision for effect in effects if isinstance(effect, Decided)]
     assert isinstance(decision, Decision)
     assert (decision.rollback, decision.change) == (1, 1)
@@ -176,7 +176,7 @@ def test_a_return_to_a_checkpoint_makes_changes_void():
 
 
 def change_of(epoch=1, number=1, term=1):
-    return LayoutChange(term=term, epoch=epoch, number=number, layout=OTHER, execution=TUNING, reason="faster")
+    return LayoutChange(term=term, epoch=epoch, number=number, layout=OTHER, execution=EXECUTION, reason="faster")
 
 
 def test_a_member_holds_a_change_of_its_epoch():

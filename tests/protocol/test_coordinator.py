@@ -195,11 +195,13 @@ def test_a_start_that_was_lost_is_said_before_the_question_about_a_loss():
 
 def test_what_peers_say_counts_in_their_own_epoch():
     machine = started()
-    assert shown(machine.handle(suspicion(1, by=0, epoch=1), 0.0))[0] == "persist new epoch 2"
-    for stale in (suspicion(2, by=0, epoch=1), suspicion(2, by=1, epoch=2), suspicion(1, by=0, epoch=2)):
-        assert shown(machine.handle(stale, 0.0)) == [
-            f"note: the suspicion of worker {stale.worker} is not of this epoch"
-        ]
+    assert machine.believes(0, 1, epoch=1)
+    assert shown(machine.handle(suspicion(1), 0.0))[0] == "persist new epoch 2"
+    assert machine.believes(0, 2, epoch=2)
+    assert not machine.believes(0, 2, epoch=1), "links are made again with every new epoch"
+    assert not machine.believes(1, 2, epoch=2), "the one that says so is no member"
+    assert not machine.believes(0, 1, epoch=2), "the other one is no member any more"
+    assert shown(machine.handle(suspicion(1), 0.0)) == ["note: the suspicion of worker 1 does not count"]
     assert machine.epoch == 2
 
 
@@ -209,7 +211,9 @@ def test_reports_that_nobody_awaits():
     machine.handle(suspicion(1), 0.0)
     assert shown(machine.handle(report(0, 1), 0.0)) == ["note: a report of worker 0 for epoch 1 is not awaited"]
     assert shown(machine.handle(report(1, 2), 0.0)) == ["to 1: fenced at 2"]
-    assert shown(machine.handle(CheckpointFound(3), 0.0)) == ["note: a checkpoint is not waited for"]
+    assert shown(machine.handle(CheckpointFound(1, 3), 0.0)) == [
+        "note: the checkpoint that answers question 1 is not waited for"
+    ]
     assert shown(started().handle(registered(0, 2), 0.0))[-1] == (
         "note: worker 0 registers in epoch 2, the newest is 1"
     )
@@ -230,7 +234,7 @@ def test_without_a_checkpoint_the_blocks_that_were_lost_are_named():
     lost = lose_everything_of_a_block(machine, version=1, evidence=vote(1), step=2, prepared=True)
     assert shown(lost) == ["find a checkpoint"]
     assert machine.state is State.ROLLING_BACK
-    (end,) = machine.handle(CheckpointFound(None), 0.0)
+    (end,) = machine.handle(CheckpointFound(1, None), 0.0)
     assert isinstance(end, End)
     assert end.reason == (
         "all copies of 1 of 4 blocks (1) were lost with workers [1, 2], and there is no valid durable checkpoint to go "
@@ -240,19 +244,19 @@ def test_without_a_checkpoint_the_blocks_that_were_lost_are_named():
     )
     assert end.orphans == (1,)
     assert shown(machine.handle(registered(0), 0.0)) == ["note: Registered after the end is ignored"]
-    assert shown(machine.suspect([suspicion(0)], 0.0)) == ["note: the suspicion of worker 0 is not of this epoch"]
+    assert shown(machine.suspect([suspicion(0)], 0.0)) == ["note: the suspicion of worker 0 does not count"]
 
 
 def test_before_the_first_commit_what_was_lost_is_made_again_from_the_seed():
     machine = started(FIVE)
     assert shown(lose_everything_of_a_block(machine, version=0)) == ["find a checkpoint"]
-    effects = machine.handle(CheckpointFound(None), 0.0)
+    effects = machine.handle(CheckpointFound(1, None), 0.0)
     assert shown(effects)[0] == "persist decision 2 of term 1: [0, 3, 4] resume 1.1, back to 0"
     # And once more, when another one is lost before all members have begun again.
     machine.handle(suspicion(4), 0.0)
     machine.handle(report(0, 3, job=FIVE, decided=2), 0.0)
     assert shown(machine.handle(report(3, 3, job=FIVE), 0.0)) == ["find a checkpoint"]
-    effects = machine.handle(CheckpointFound(None), 0.0)
+    effects = machine.handle(CheckpointFound(3, None), 0.0)
     assert shown(effects)[0] == "persist decision 3 of term 1: [0, 3] resume 1.1, back to 0"
 
 
@@ -261,7 +265,7 @@ def test_a_resumed_job_cannot_begin_again_from_the_seed():
     for worker in range(5):
         machine.handle(registered(worker), 0.0)
     lose_everything_of_a_block(machine, version=7, step=8)
-    (end,) = machine.handle(CheckpointFound(None), 0.0)
+    (end,) = machine.handle(CheckpointFound(1, None), 0.0)
     assert isinstance(end, End)
     assert "there is no valid durable checkpoint" in end.reason
 
@@ -282,7 +286,7 @@ def test_a_worker_that_never_registers_is_left_behind_and_what_it_held_is_made_a
     for worker in (0, 3):
         assert machine.handle(report(worker, 2, job=FIVE), 20.0) == []
     assert shown(machine.handle(report(4, 2, job=FIVE), 20.0)) == ["find a checkpoint"]
-    effects = machine.handle(CheckpointFound(None), 20.0)
+    effects = machine.handle(CheckpointFound(1, None), 20.0)
     assert shown(effects)[0] == "persist decision 2 of term 1: [0, 3, 4] resume 1.1, back to 0"
     assert shown(machine.handle(registered(1), 30.0)) == ["to 1: fenced at 2"], "it wakes up, too late"
 
@@ -291,7 +295,7 @@ def back_to_a_checkpoint() -> Coordinator:
     machine = started(FIVE)
     seen = vote(5)
     lose_everything_of_a_block(machine, version=5, evidence=seen, step=6, prepared=True)
-    effects = machine.handle(CheckpointFound(4), 0.0)
+    effects = machine.handle(CheckpointFound(1, 4), 0.0)
     assert shown(effects)[0] == "persist decision 2 of term 1: [0, 3, 4] resume 5.1, back to 4"
     assert "all copies of 1 of 4 blocks (1) were lost" in decision_of(effects).reason
     return machine
@@ -304,7 +308,7 @@ def test_a_return_to_a_checkpoint_that_somebody_missed_is_repeated():
     machine.handle(report(0, 3, job=FIVE, version=4, step=5, decided=2), 0.0)
     old = report(3, 3, job=FIVE, evidence=vote(4), version=4, step=5, prepared=True)
     assert shown(machine.handle(old, 0.0)) == ["find a checkpoint"]
-    effects = machine.handle(CheckpointFound(4), 0.0)
+    effects = machine.handle(CheckpointFound(3, 4), 0.0)
     assert shown(effects)[0] == "persist decision 3 of term 1: [0, 3] resume 5.1, back to 4"
     assert decision_of(effects).reason == (
         "worker 4 was killed; workers [4] were lost before all members had gone back to the last checkpoint"
@@ -341,7 +345,12 @@ def test_a_second_loss_while_a_checkpoint_is_sought():
     lose_everything_of_a_block(machine, version=0)
     assert shown(machine.handle(suspicion(4), 0.0))[0] == "persist new epoch 3"
     assert machine.state is State.COLLECTING
-    assert shown(machine.handle(CheckpointFound(2), 0.0)) == ["note: a checkpoint is not waited for"]
+    too_late = ["note: the checkpoint that answers question 1 is not waited for"]
+    assert shown(machine.handle(CheckpointFound(1, 2), 0.0)) == too_late
+    machine.handle(report(0, 3, job=FIVE), 0.0)
+    assert shown(machine.handle(report(3, 3, job=FIVE), 0.0)) == ["find a checkpoint"]
+    assert shown(machine.handle(CheckpointFound(1, 2), 0.0)) == too_late, "a newer one may be durable since"
+    assert decision_of(machine.handle(CheckpointFound(2, 3), 0.0)).rollback == 3
 
 
 def test_losses_that_follow_each_other_before_a_decision_are_all_named_in_it():

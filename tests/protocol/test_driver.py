@@ -6,6 +6,7 @@ from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.decisions import plan_survivors
 from elaswave.protocol.driver import CoordinatorDriver
+from elaswave.protocol.ending import MemberEnd
 from elaswave.protocol.events import PendingWork, PlanRecovery
 from elaswave.sim.protocol.job import model_of
 
@@ -18,6 +19,9 @@ class WritingDriver(CoordinatorDriver):
         self.done: list[str] = []
         self.question: PlanRecovery | None = None
         self.pending_asked: list[tuple[int, bool]] = []
+        self.ended: dict[int, MemberEnd] = {}
+        self.published = 0
+        self.committing = False
 
     def now_s(self):
         return 0.0
@@ -31,7 +35,7 @@ class WritingDriver(CoordinatorDriver):
     def tell_addresses(self, addresses):
         self.done.append(f"tell {len(addresses)} addresses")
 
-    def find_checkpoint(self):
+    def find_checkpoint(self, question):
         self.done.append("find a checkpoint")
 
     def plan_recovery(self, question):
@@ -41,6 +45,21 @@ class WritingDriver(CoordinatorDriver):
     def pending_work(self, step, asked):
         self.pending_asked.append((step, asked))
         return PendingWork(evaluate=True, checkpoint=asked, published=step)
+
+    def ends(self):
+        return self.ended
+
+    def published_step(self):
+        return self.published
+
+    def give_up_missing_parts(self):
+        self.done.append("give up what is missing")
+
+    def is_committing(self):
+        return self.committing
+
+    def on_finished(self):
+        self.done.append("finish")
 
     def on_new_epoch(self, effect):
         self.done.append(f"show epoch {effect.epoch}")
@@ -117,3 +136,55 @@ def test_other_effects():
     for worker in (2, 3, 4, 0):
         driver.feed(suspicion(worker))
     assert driver.done[-1] == "end"
+
+
+def test_the_job_ends_when_every_member_has_ended_in_this_epoch_and_nothing_is_being_committed():
+    driver = WritingDriver()
+    driver.done.clear()
+    driver.published = 3
+
+    def ends() -> list[str]:
+        driver.done.clear()
+        driver.end_if_finished()
+        return driver.done
+
+    driver.ended = {worker: MemberEnd(epoch=1, step=3) for worker in (0, 1, 2, 3)}
+    assert ends() == [], "worker 4 still trains"
+    driver.ended[4] = MemberEnd(epoch=1, step=3)
+    driver.published = 2
+    assert ends() == [], "the loss of the last step is not known"
+    driver.published, driver.committing = 3, True
+    assert ends() == ["give up what is missing"], "a checkpoint would be lost"
+    driver.committing = False
+    assert ends() == ["give up what is missing", "finish"]
+    driver.feed(suspicion(1))
+    assert ends() == [], "members may still be asked for what they hold"
+    for worker in (0, 2, 3, 4):
+        driver.feed(report(worker, 2, job=FIVE))
+    assert driver.question is not None
+    driver.answer_plan(driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1))
+    assert ends() == [], "the ends are of an older epoch"
+    driver.ended = {worker: MemberEnd(epoch=2, step=3) for worker in (0, 2, 3, 4)}
+    assert ends() == ["give up what is missing", "finish"]
+
+
+def test_an_excluded_workers_vote_counts_until_the_decision_and_nothing_else_of_it():
+    driver = planning(prepared=True)
+    assert driver.question is not None and driver.question.base == 0
+    assert driver.hears(0) and driver.done == []
+    assert not driver.hears(1)
+    assert driver.done == ["send Fenced to 1"]
+    driver.done.clear()
+    assert not driver.hears_vote(1, vote(1), 1), "its step is not published"
+    assert driver.done == ["plan 2", "send Fenced to 1"]
+    assert driver.question.base == 1, "it is committed: every member is prepared"
+    driver.answer_plan(driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1))
+    driver.done.clear()
+    driver.hears_vote(1, vote(2), 1)
+    assert driver.done == ["note", "send Fenced to 1"]
+
+
+def test_losses_that_come_together_begin_one_epoch():
+    driver = WritingDriver()
+    driver.suspect([suspicion(1), suspicion(4)])
+    assert driver.core.members == (0, 2, 3) and driver.core.epoch == 2

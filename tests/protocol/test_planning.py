@@ -186,7 +186,7 @@ def test_a_return_to_a_checkpoint_is_planned_too():
     machine.suspect([suspicion(1), suspicion(2)], 0.0)
     for worker in (0, 3, 4):
         machine.handle(report(worker, 2, job=FIVE, evidence=vote(5), step=6), 0.0)
-    question = question_of(machine.handle(CheckpointFound(4), 0.0))
+    question = question_of(machine.handle(CheckpointFound(1, 4), 0.0))
     assert (question.base, question.rollback, question.evidence) == (4, True, None)
     assert machine.handle(EvidenceSeen(vote(6), 1), 0.0) == [], "nothing newer can count any more"
     for reply in (answer(question), failure(question)):
@@ -210,12 +210,12 @@ def test_a_loss_while_a_return_to_a_checkpoint_is_planned():
     machine.suspect([suspicion(1), suspicion(2)], 0.0)
     for worker in (0, 3, 4):
         machine.handle(report(worker, 2, job=FIVE, evidence=vote(5), step=6), 0.0)
-    machine.handle(CheckpointFound(4), 0.0)
+    machine.handle(CheckpointFound(1, 4), 0.0)
     machine.handle(suspicion(4), 0.0)
     for worker in (0, 3):
         effects = machine.handle(report(worker, 3, job=FIVE, evidence=vote(5), step=6), 0.0)
     assert shown(effects) == ["find a checkpoint"], "what was found for another epoch does not count"
-    assert question_of(machine.handle(CheckpointFound(3), 0.0)).base == 3
+    assert question_of(machine.handle(CheckpointFound(3, 3), 0.0)).base == 3
 
 
 def test_a_question_after_an_abandoned_return_is_about_the_newest_vote():
@@ -224,7 +224,7 @@ def test_a_question_after_an_abandoned_return_is_about_the_newest_vote():
     machine.suspect([suspicion(1), suspicion(2)], 0.0)
     for worker in (0, 3, 4):
         machine.handle(report(worker, 2, job=FIVE, evidence=vote(5), step=6), 0.0)
-    machine.handle(CheckpointFound(4), 0.0)
+    machine.handle(CheckpointFound(1, 4), 0.0)
     machine.handle(suspicion(4), 0.0)
     whole = [report(worker, 3, job=FIVE, evidence=vote(5), step=6) for worker in (0, 3)]
     blocks = list(range(len(model_of(FIVE).blocks)))

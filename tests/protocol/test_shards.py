@@ -103,6 +103,34 @@ def test_a_rollback_makes_later_parts_void():
     assert len(complete(job.written(4, 1, 1, part("b", 2, 3), 10))) == 4  # what lies before it still counts
 
 
+def test_what_is_being_committed_is_not_waited_for_again():
+    """A loss while the last checkpoint is being made durable: it is not given up at the end, and needs no new parts."""
+    job = shards()
+    job.written(4, 1, 0, part("a", 0, 1), 20)
+    complete(job.written(4, 1, 1, part("b", 2, 3), 30))
+    job.commit(4)
+    assert job.num_committing == 1 and job.is_committing(4)
+    assert job.pending == [] and not job.is_settled(4)
+    assert job.decided(2, (0,), again=4, rollback=None) == []
+    assert job.written(4, 2, 0, part("A", 0, 1, 2, 3), 50) is None
+    assert job.end() == []
+    job.settle(4)
+    assert job.is_settled(4) and job.num_committing == 0
+    assert job.written(4, 2, 0, part("A", 0, 1, 2, 3), 50) is None
+
+
+def test_none_is_complete_between_the_search_for_a_checkpoint_and_the_decision():
+    job = shards()
+    job.written(4, 1, 0, part("a", 0, 1), 20)
+    job.hold()
+    assert job.written(4, 1, 1, part("b", 2, 3), 30) is None
+    assert job.judge(4) is None
+    (found,) = job.decided(2, (0,), again=None, rollback=None)
+    assert complete(found) == {0: "a0", 1: "a1", 2: "b2", 3: "b3"}
+    job.hold()
+    assert job.decided(3, (0,), again=None, rollback=2) == [] and job.pending == []
+
+
 def test_at_the_end_whatever_is_missing_is_given_up():
     job = shards()
     job.written(4, 1, 0, part("a", 0, 1), 10)

@@ -70,10 +70,10 @@ def test_the_store_takes_records_of_the_newest_term_only():
     store = SimStore()
     store.append(TermRecord(term=1))
     store.append(StartRecord(term=1))
-    with pytest.raises(StaleTermError, match="another coordinator has begun term 1"):
+    with pytest.raises(StaleTermError, match="no second beginning of term 1"):
         store.append(TermRecord(term=1))
     store.append(TermRecord(term=2))
-    with pytest.raises(StaleTermError, match="written by a coordinator of term 2"):
+    with pytest.raises(StaleTermError, match="takes no record of term 1: a coordinator of term 2 has taken over"):
         store.append(StartRecord(term=1))
     assert store.records == [TermRecord(term=1), StartRecord(term=1), TermRecord(term=2)]
 

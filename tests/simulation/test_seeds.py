@@ -33,6 +33,8 @@ def test_seeded_schedules_have_no_violation(first):
         "losses while a recovery was planned",
         "coordinators lost while a recovery was planned",
         "planners that took too long",
+        "losses while a checkpoint was committed",
+        "jobs that were asked to stop",
     ):
         assert summary.counts[what] > 0, what
 
@@ -46,6 +48,7 @@ def test_seeded_schedules_have_no_violation(first):
         ("3-workers-change-2-kills", 100),
         ("4-workers-1-fault", 160),
         ("3-workers-slow-plan-2-faults", 100),
+        ("3-workers-slow-commit-2-faults", 100),
         ("4-workers-2-kills", 60),
     ],
 )
@@ -59,7 +62,7 @@ def test_a_part_of_all_schedules_of_small_jobs_has_no_violation(name, parts):
     ("schedule", "what"),
     [
         ("plan_delay=15 kill:0@0 suspect:1@13", "losses while a recovery was planned"),
-        ("widths=2,2 plan_delay=20 kill:0@20 kill:c@39", "coordinators lost while a recovery was planned"),
+        ("widths=2,2 plan_delay=20 kill:0@20 kill:c@37", "coordinators lost while a recovery was planned"),
         (
             "widths=2,2 heartbeat_bound=15 plan_delay=20 isolate:0@56+31",
             "newer votes while a recovery was planned",

@@ -50,7 +50,6 @@ _MAX_PROCESSES = 2
 )
 @click.option(
     "--mutant",
-    "--plant",
     "mutant",
     type=click.Choice(list(MUTANTS)),
     metavar="NAME",

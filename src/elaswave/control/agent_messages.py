@@ -53,7 +53,7 @@ class Awaited(Message, frozen=True, kw_only=True):
 
 
 class CommitCheckpoint(Message, frozen=True, kw_only=True):
-    """Have a checkpoint committed: by a process with torch, which the coordinator is none of."""
+    """Have a checkpoint committed, by a process that has torch; the coordinator has none."""
 
     number: int
     """Of the request; said again when the agent has connected again."""

@@ -103,8 +103,6 @@ class Checkpoints:
         """Whether the first commit takes too long, and its end has been asked for."""
         self._abandoned: set[int] = set()
         """Steps in whose folders a committer may still be at work that was given up."""
-        self._is_held = False
-        """Whether no commit is asked for until the next decision."""
 
     def _size(self, step: int) -> int:
         """Elements of a checkpoint of which a part is written."""
@@ -125,39 +123,28 @@ class Checkpoints:
 
     def restore_decision(self, decision: Decision) -> None:
         """Takes over a decision of an earlier coordinator. Files that it has made void are gone already."""
-        again = decision.resume_step - 1 if decision.checkpoint else None
-        self._shards.decided(decision.epoch, decision.members, again=again, rollback=decision.rollback)
+        self._shards.follow(decision)
         self._drop_records(decision)
 
     def is_settled(self, step: int) -> bool:
         """Whether a step's checkpoint is durable or given up."""
-        return self._shards.is_settled(step) and not self._is_being_committed(step)
-
-    def _is_being_committed(self, step: int) -> bool:
-        return any(commit.step == step for commit in self._commits)
+        return self._shards.is_settled(step)
 
     @property
     def is_committing(self) -> bool:
         """Whether an answer to a commit is waited for."""
-        return bool(self._commits)
+        return self._shards.num_committing > 0
 
     def hold(self) -> None:
-        """The newest checkpoint has been found that the job may go back to: until that is decided none becomes durable.
-
-        One of a later step would be of steps that the decision makes void.
-        """
+        """The newest checkpoint has been found that the job may go back to; see `Shards.hold`."""
         assert not self.is_committing
-        self._is_held = True
-
-    def is_written(self, step: int) -> bool:
-        """Whether a step's checkpoint is durable."""
-        return any(record.step == step for record in self.records)
+        self._shards.hold()
 
     def part(self, message: ShardWritten | ShardFailed) -> None:
         """A worker's part of a checkpoint; may be said again."""
         step = message.step if isinstance(message, ShardFailed) else message.standing.step
         epoch = message.epoch if isinstance(message, ShardFailed) else message.standing.epoch
-        if self._is_being_committed(step):
+        if self._shards.is_committing(step):
             return  # all that is needed of it is there
         if self._shards.is_settled(step):
             # It was to be written again when a part that was still under way completed it.
@@ -176,10 +163,8 @@ class Checkpoints:
 
     def decided(self, decision: Decision) -> None:
         """Survivors go on with a decision: some parts will never come, or are void."""
-        self._is_held = False
         before = self._shards.pending
-        again = decision.resume_step - 1 if decision.checkpoint else None
-        found = self._shards.decided(decision.epoch, decision.members, again=again, rollback=decision.rollback)
+        found = self._shards.follow(decision)
         self._drop_records(decision)
         for step in set(before) - set(self._shards.pending):
             self._discard(step)
@@ -197,18 +182,14 @@ class Checkpoints:
             self._take(self._shards.judge(step))
 
     def end(self) -> None:
-        """All members have made their last step and said what became of their parts.
-
-        What survivors have written once more of a checkpoint that is being committed is not needed.
-        """
+        """All members have made their last step and said what became of their parts."""
         for each in self._shards.end():
-            if not self._is_being_committed(each.step):
-                self._take(each)
+            self._take(each)
 
     def _take(self, found: Complete[_Key, WrittenItem] | GivenUp | None) -> None:
         if isinstance(found, GivenUp):
             self._give_up(found.step, found.worker, found.reason)
-        elif found is not None and not self._is_held:
+        elif found is not None:
             meta = self._describe(self._standings[found.step])
             if meta is not None:
                 self._commit(found, meta)
@@ -222,7 +203,7 @@ class Checkpoints:
             what = f"its description of {len(items)} pieces has {len(request)} bytes"
             self._give_up(step, None, f"{what}, and at most {REQUEST_BYTES_MAX} can be sent; use larger blocks")
             return
-        self._shards.settle(step)
+        self._shards.commit(step)
         num_bytes = sum(item.length for item in items)
         self._commits.append(_Commit(next(self._numbers), step, request, num_bytes))
         if len(self._commits) == 1:

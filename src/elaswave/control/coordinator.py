@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +50,7 @@ from elaswave.protocol.coordinator import Bounds, Coordinator
 from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.detection import Detector, Position, Suspicion
 from elaswave.protocol.driver import CoordinatorDriver
+from elaswave.protocol.ending import MemberEnd
 from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Installed, Registered, Report
 from elaswave.state.checkpoint import find_newest_checkpoint, put_aside
 from elaswave.state.checkpoint_format import CheckpointMeta
@@ -78,7 +79,7 @@ SWITCH_INTERVAL_S = 0.001
 """How long a planning thread may hold the interpreter while a message waits."""
 
 PLAN_TIMEOUT_S = 10.0
-"""Within this time a recovery must be planned; else survivors keep their stages."""
+"""Within this time a recovery must be planned; else survivors keep their stages (P4)."""
 
 _log = logging.getLogger("elaswave.control")
 
@@ -330,7 +331,7 @@ class CoordinatorProcess(CoordinatorDriver):
     def _tick(self) -> None:
         """Asks the detector whom it suspects, and when to ask again."""
         now_s = time.monotonic()
-        self._suspect(self._detector.tick(now_s))
+        self._take_suspicions(self._detector.tick(now_s))
         if self._recorder.checkpoints.tick(now_s):
             self._tell_settled()
             self._finish_if_complete()
@@ -339,11 +340,9 @@ class CoordinatorProcess(CoordinatorDriver):
         wait_s = max(0.005, min(0.2, self._detector.next_tick_s(now_s) - now_s))
         self._ticker = asyncio.get_running_loop().call_later(wait_s, self._background.guarded, self._tick)
 
-    def _suspect(self, suspicions: Iterable[Suspicion]) -> None:
-        found = [events.Suspected(s.worker, s.detected_by, s.reason) for s in suspicions]
-        found = [suspected for suspected in found if suspected.worker in self.core.members]
-        if found and self._ended is None:
-            self.carry_out(self.core.suspect(found, time.monotonic()))
+    def _take_suspicions(self, suspicions: Sequence[Suspicion]) -> None:
+        if suspicions and self._ended is None:
+            self.suspect(suspicions)
 
     # ------------------------------------------------------------------------------------------------------- messages
 
@@ -354,8 +353,10 @@ class CoordinatorProcess(CoordinatorDriver):
                 self._on_agent(message)
         elif message.worker != peer:
             _log.warning("worker %d says that it is worker %d; its %s is ignored", peer, message.worker, type(message))
-        elif message.worker not in self.core.members and self._ended is None and not isinstance(message, Failed):
-            self._server.send(peer, self.core.fence(message.worker))
+        elif isinstance(message, StepReport) and self._ended is None:
+            self._on_step(message, now_s)
+        elif self._ended is None and not isinstance(message, Failed) and not self.hears(message.worker):
+            _log.info("%s of worker %d, which is no member, does not count", type(message).__name__, message.worker)
         elif isinstance(message, Heartbeat):
             self._on_heartbeat(message, now_s)
         elif isinstance(message, Registered):
@@ -365,7 +366,7 @@ class CoordinatorProcess(CoordinatorDriver):
                 self._recoveries.log.installed(message)
             self.feed(message)
         elif isinstance(message, LinkLost):
-            if message.epoch == self.core.epoch and message.peer in self.core.members:
+            if self.core.believes(message.worker, message.peer, message.epoch):
                 self._detector.link_lost(message.worker, message.peer, now_s)
                 self._tick_soon()
         elif isinstance(message, Failed):
@@ -467,6 +468,18 @@ class CoordinatorProcess(CoordinatorDriver):
         self._recoveries.log.seen(message.worker, position)
         self._faults.strike(message.step)
 
+    def _on_step(self, message: StepReport, now_s: float) -> None:
+        evidence = Evidence(
+            step=message.step,
+            attempt=message.attempt,
+            commits=True,
+            vector=message.vector,
+            change=message.change,
+            checkpoint=message.checkpoint,
+        )
+        if self.hears_vote(message.worker, evidence, message.epoch) and self._ended is None:
+            self._to_recorder(message, now_s)
+
     def _to_recorder(
         self,
         message: Ready | StepReport | EvaluationReport | ShardWritten | ShardFailed | Finished,
@@ -476,15 +489,6 @@ class CoordinatorProcess(CoordinatorDriver):
             if isinstance(message, Ready):
                 self._recorder.ready(message)
             elif isinstance(message, StepReport):
-                evidence = Evidence(
-                    step=message.step,
-                    attempt=message.attempt,
-                    commits=True,
-                    vector=message.vector,
-                    change=message.change,
-                    checkpoint=message.checkpoint,
-                )
-                self.feed(events.EvidenceSeen(evidence, message.epoch))
                 self._recoveries.committed(message)
                 if self._recorder.step(message):
                     self._planner.measurements.add_step(message)
@@ -535,13 +539,29 @@ class CoordinatorProcess(CoordinatorDriver):
         self._predict_first()
         self._look_for_better()
 
-    def _finish_if_complete(self) -> None:
-        if self._ended is not None or self.core.state is not State.TRAINING or not self._state.all_finished:
-            return
+    def ends(self) -> Mapping[int, MemberEnd]:
+        """As the run's records have it."""
+        return self._state.ends
+
+    def published_step(self) -> int:
+        """As the run's records have it."""
+        return self._state.last_step
+
+    def give_up_missing_parts(self) -> None:
+        """With a word to the workers."""
         self._recorder.checkpoints.end()
         self._tell_settled()
-        if self._recorder.checkpoints.is_committing:
-            return  # the answer leads here again
+
+    def is_committing(self) -> bool:
+        """Whether the committer has still to answer."""
+        return self._recorder.checkpoints.is_committing
+
+    def _finish_if_complete(self) -> None:
+        if self._ended is None:
+            self.end_if_finished()
+
+    def on_finished(self) -> None:
+        """Writes the result, and ends the job."""
         self._recoveries.flush()
         if self._state.was_stopped:
             self._end(Ended(outcome="stopped", reason=f"stopped after step {self._state.last_step}"))
@@ -611,17 +631,17 @@ class CoordinatorProcess(CoordinatorDriver):
         self._start = Start(addresses=addresses)
         self._server.send_all(self.core.members, self._start)
 
-    def find_checkpoint(self) -> None:
+    def find_checkpoint(self, question: events.FindCheckpoint) -> None:
         """In a thread: checksums of large files take longer than this process may be silent.
 
         They may also take longer than survivors may stand still: until the decision that is held against none of them.
         """
         self._detector.pause(time.monotonic())
-        self._background.begin(self._find_checkpoint())
+        self._background.begin(self._find_checkpoint(question))
 
-    async def _find_checkpoint(self) -> None:
+    async def _find_checkpoint(self, question: events.FindCheckpoint) -> None:
         """Looks for the newest checkpoint; under a policy of restarting only when a restart would have got there."""
-        epoch, restarts = self.core.epoch, self.core.restarts
+        restarts = self.core.restarts
         if restarts:
             await asyncio.sleep(self._setup.plan.config.elastic.restart_s)
         checkpoints = self._recorder.checkpoints
@@ -631,7 +651,7 @@ class CoordinatorProcess(CoordinatorDriver):
                 await asyncio.sleep(0.01)
             known = list(checkpoints.records)
             search = await asyncio.to_thread(find_newest_checkpoint, self._setup.run_dir)
-            if self.core.epoch != epoch or self._ended is not None:
+            if not self.core.awaits(question) or self._ended is not None:
                 return  # another search follows, or none; what this one has found damaged may have been replaced since
         checkpoints.hold()
         put_aside(search)
@@ -639,12 +659,12 @@ class CoordinatorProcess(CoordinatorDriver):
         step = None if newest is None else newest.step
         if step is None and restarts and self._state.first_step == 1:
             step = 0  # from the seed, as a job without a checkpoint begins again
-        self.answer_checkpoint(step)
+        self.answer_checkpoint(question, step)
 
     def on_new_epoch(self, effect: events.NewEpoch) -> None:
         """Shows that workers were lost."""
         now_s = time.monotonic()
-        self._detector.resume(now_s)
+        self._detector.new_epoch(now_s)
         self._state.new_epoch(effect.epoch)
         for suspicion in effect.suspicions:
             self._detector.left(suspicion.worker)

@@ -41,6 +41,7 @@ from elaswave.observability.events import (
 )
 from elaswave.observability.result import CheckpointRecord, Recovery, RunResult
 from elaswave.observability.run_folder import data_facts
+from elaswave.protocol.duties import pending_after
 from elaswave.protocol.events import PendingWork
 from elaswave.protocol.messages import Decision, LayoutChange
 from elaswave.state.checkpoint import newest_committed_step
@@ -257,11 +258,16 @@ class RunRecorder:
             asked: whether a vote asked for a durable checkpoint of it.
         """
         run, state = self._config.run, self.state
-        in_run = state.first_step <= step
-        evaluate = bool(run.eval_every) and in_run and step % run.eval_every == 0 and step not in state.val_losses
-        wanted = asked or step == run.steps or (run.checkpoint_every and step % run.checkpoint_every == 0)
-        written = self.checkpoints.is_written(step)
-        return PendingWork(evaluate, bool(wanted) and in_run and not written, published=state.last_step)
+        return pending_after(
+            step,
+            run.steps,
+            run,
+            asked=asked,
+            first_step=state.first_step,
+            evaluated=state.val_losses,
+            written={record.step for record in self.checkpoints.records},
+            published=state.last_step,
+        )
 
     def advice(self) -> str:
         """What a person can do after a job that could not go on; empty if there is nothing to go back to."""

@@ -24,8 +24,8 @@ from elaswave.observability.events import (
     StepTimePredicted,
 )
 from elaswave.observability.result import EpochRecord, Recovery, from_json_float
-from elaswave.protocol.coordinator import Coordinator
-from elaswave.protocol.messages import Decision
+from elaswave.protocol.ending import MemberEnd, all_have_ended
+from elaswave.protocol.messages import FIRST_EPOCH, Decision
 from elaswave.types import Layout
 from elaswave.worker.messages import Finished, StepReport
 
@@ -87,8 +87,8 @@ class RunState:
         self.holdings: dict[int, Holdings] = {}
         """What each worker holds."""
         self.finished: dict[int, Finished] = {}
-        """Workers that have made their last step in the present epoch."""
-        self.epoch = Coordinator.FIRST_EPOCH
+        """Workers that have said, since the present epoch began, that they have made their last step."""
+        self.epoch = FIRST_EPOCH
         self.members: tuple[int, ...] = layout.workers
         self.start_up_s = 0.0
         self.outcome: Literal["finished", "failed", "interrupted"] | None = None
@@ -157,9 +157,8 @@ class RunState:
         return len(self.holdings) >= len(self.members) and not self.epochs
 
     def finish(self, message: Finished) -> None:
-        """A worker has made its last step; one of an older epoch does not count."""
-        if message.standing.epoch == self.epoch:
-            self.finished[message.worker] = message
+        """A worker has made its last step."""
+        self.finished[message.worker] = message
 
     def time_step(self, report: StepReport) -> None:
         """Counts how long a published step took, from one step's end to the next one's: what is done between steps
@@ -225,11 +224,17 @@ class RunState:
         return sum(recovery.kind == "coordinator" for recovery in self.recoveries)
 
     @property
+    def ends(self) -> dict[int, MemberEnd]:
+        """Workers that have said that they have made their last step."""
+        return {
+            worker: MemberEnd(message.standing.epoch, message.standing.step)
+            for worker, message in self.finished.items()
+        }
+
+    @property
     def all_finished(self) -> bool:
-        """Every member has made its last step and reported its state, and every step's loss is known."""
-        return set(self.members) <= set(self.finished) and all(
-            self.finished[worker].standing.step <= self.last_step for worker in self.members
-        )
+        """Whether every member has made its last step and reported its state, and every step's loss is known."""
+        return all_have_ended(self.members, self.epoch, self.ends, self.last_step)
 
     @property
     def was_stopped(self) -> bool:

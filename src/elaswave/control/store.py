@@ -29,6 +29,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from elaswave.errors import StoreError
+from elaswave.protocol.fence import TermFence
 
 _log = logging.getLogger("elaswave.control")
 
@@ -178,21 +179,20 @@ class _Records(Generic[_T]):
                     f"{name}: entry {index} holds another kind of record: {error}; it was written by another release, "
                     "which must be used to go on with this job"
                 ) from error
-        self._term = max((getattr(record, "term", 0) for record in self.all), default=0)
+        self._fence = TermFence()
+        for record in self.all:
+            self._fence.took(record)
 
-    def refuse_older_terms(self, records: Sequence[_T], name: str) -> None:
+    def check_terms(self, records: Sequence[_T], name: str) -> None:
         """Refuses what a coordinator writes that has been replaced.
 
         Raises:
-            StoreError: a record is of an older term than one that stands here.
+            StoreError: see `TermFence`.
         """
         for record in records:
-            term = getattr(record, "term", self._term)
-            if term < self._term:
-                raise StoreError(
-                    f"{name} takes no record of term {term}: a coordinator of term {self._term} has taken over, and "
-                    "this one must end"
-                )
+            refusal = self._fence.refusal_of(record)
+            if refusal is not None:
+                raise StoreError(f"{name} {refusal}")
 
     def pack(self, records: Sequence[_T]) -> bytes:
         return pack_entry(self.num_entries, self._encoder.encode(records))
@@ -200,7 +200,8 @@ class _Records(Generic[_T]):
     def add(self, records: Sequence[_T]) -> None:
         self.num_entries += 1
         self.all += records
-        self._term = max([self._term, *(getattr(record, "term", 0) for record in records)])
+        for record in records:
+            self._fence.took(record)
 
 
 class FileStore(Generic[_T]):
@@ -273,7 +274,7 @@ class FileStore(Generic[_T]):
         """See `Store.append`. At most one fdatasync, however many records."""
         if self._trouble:
             raise StoreError(f"{self.path} takes no records: {self._trouble}")
-        self._records.refuse_older_terms(records, str(self.path))
+        self._records.check_terms(records, str(self.path))
         try:
             self._write(self._records.pack(records))
         except OSError as error:

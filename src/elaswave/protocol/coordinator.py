@@ -56,6 +56,7 @@ from elaswave.protocol.events import (
     WorkerFailure,
 )
 from elaswave.protocol.messages import (
+    FIRST_EPOCH,
     Decision,
     Evidence,
     Fenced,
@@ -93,8 +94,6 @@ class Coordinator:
         execution: of the start.
     """
 
-    FIRST_EPOCH = 1
-
     def __init__(
         self,
         *,
@@ -109,7 +108,7 @@ class Coordinator:
         execution: ExecutionParameters | None = None,
     ) -> None:
         self.state = TRANSITIONS.first
-        self.epoch = self.FIRST_EPOCH
+        self.epoch = FIRST_EPOCH
         self.term = 1 + max((record.term for record in records), default=0)
         self.members: tuple[int, ...] = layout.workers
         self.layout = layout
@@ -179,7 +178,7 @@ class Coordinator:
             Response.ASK: lambda: [Send(worker, self._prepare()) for worker in self.members],
             Response.FENCE_LOST: self._fence_lost,
             Response.SHOW_EPOCH: lambda: [NewEpoch(self.epoch, self._suspicions)],
-            Response.FIND_CHECKPOINT: lambda: [FindCheckpoint()],
+            Response.FIND_CHECKPOINT: self._find_checkpoint,
             Response.PLAN: self._plan,
             Response.PERSIST_DECISION: self._persist_decision,
             Response.SEND_DECISION: self._send_decision,
@@ -245,6 +244,19 @@ class Coordinator:
         """Whether a change has been planned since the newest decision, perhaps by an earlier coordinator."""
         return bool(self._changes)
 
+    def believes(self, worker: int, peer: int, epoch: int) -> bool:
+        """Whether it counts what a worker says: that its link to a peer has ended.
+
+        Args:
+            epoch: in which it says so. Links are closed and made again with every new epoch, so what was seen in an
+                older one says nothing about the present.
+        """
+        return worker in self.members and peer in self.members and epoch == self.epoch
+
+    def awaits(self, question: FindCheckpoint) -> bool:
+        """Whether an answer to a question still counts; another loss makes it void."""
+        return self._awaits(question.sequence, State.ROLLING_BACK)
+
     def change_in_force(self, number: int) -> LayoutChange | None:
         """The planned change of this number, if it belongs to the present epoch."""
         return self._changes.get(number)
@@ -268,7 +280,7 @@ class Coordinator:
     # ----------------------------------------------------------------------------------------------------------- events
 
     def begin(self) -> list[CoordinatorEffect]:
-        """The effects of starting: a new term; an epoch that waits for a decision is taken up again."""
+        """The effects of starting: a new term; an epoch that waits for a decision is taken up again (P6)."""
         return self._go(Cause.BEGUN)
 
     def handle(self, event: CoordinatorEvent, now_s: float) -> list[CoordinatorEffect]:
@@ -312,7 +324,7 @@ class Coordinator:
             return self._go(Cause.NO_MEMBER)
         self._addresses[worker] = event.address
         if self.state is State.STARTING:
-            if event.epoch != self.FIRST_EPOCH:
+            if event.epoch != FIRST_EPOCH:
                 return [Note(f"worker {worker} registers in epoch {event.epoch} at the start")]
             return [] if len(self._addresses) < len(self.members) else self._go(Cause.REGISTERED)
         # Its start may have been lost with a connection, or with the coordinator that was about to send it.
@@ -351,17 +363,15 @@ class Coordinator:
     def suspect(
         self, suspicions: Sequence[Suspected], now_s: float, failure: WorkerFailure | None = None
     ) -> list[CoordinatorEffect]:
-        """Takes suspicions that came together: one new epoch for all of them.
+        """Takes suspicions that came together: one new epoch for all of them, also while a recovery is planned (P1).
 
         Args:
             now_s: as of `handle`.
             failure: the error with which the only one of them has ended itself.
         """
-        fresh = tuple(suspicion for suspicion in suspicions if self._counts(suspicion))
+        fresh = tuple(suspicion for suspicion in suspicions if suspicion.worker in self.members)
         if not fresh or self.state is State.ENDED:
-            return [
-                Note(f"the suspicion of worker {suspicion.worker} is not of this epoch") for suspicion in suspicions
-            ]
+            return [Note(f"the suspicion of worker {suspicion.worker} does not count") for suspicion in suspicions]
         leaving = sorted({suspicion.worker for suspicion in fresh})
         members = tuple(worker for worker in self.members if worker not in leaving)
         self._losses_at_s = [at for at in self._losses_at_s if now_s - at < 3600.0] + [now_s] * len(leaving)
@@ -395,12 +405,6 @@ class Coordinator:
             failure=failure,
         )
         return self._go(Cause.SUSPECTED)
-
-    def _counts(self, suspicion: Suspected) -> bool:
-        """Whether a suspicion is of a member, and made by a detector or by a member in the present epoch."""
-        if suspicion.worker not in self.members:
-            return False
-        return suspicion.by is None or (suspicion.by in self.members and suspicion.epoch == self.epoch)
 
     def _persist_epoch(self) -> list[CoordinatorEffect]:
         assert self._new_epoch is not None
@@ -455,11 +459,11 @@ class Coordinator:
     # --------------------------------------------------------------------------------------- from reports to a question
 
     def _on_evidence(self, event: EvidenceSeen) -> list[CoordinatorEffect]:
-        decided = self.FIRST_EPOCH if self.decision is None else self.decision.epoch
+        decided = FIRST_EPOCH if self.decision is None else self.decision.epoch
         if event.epoch < decided:
             return [Note(f"a vote of epoch {event.epoch} comes after the decision of epoch {decided}")]
         self._evidence = newest_evidence([self._evidence, event.evidence])
-        if self.state is State.PLANNING and self._is_outdated():
+        if self.state is State.PLANNING and self._is_outdated():  # P2
             return self._assess(Cause.NEWER_EVIDENCE)
         return []
 
@@ -545,9 +549,13 @@ class Coordinator:
         self._seed_is_enough = base == 0
         return self._go(cause)
 
+    def _find_checkpoint(self) -> list[CoordinatorEffect]:
+        self._sequence += 1
+        return [FindCheckpoint(self._sequence)]
+
     def _on_checkpoint(self, event: CheckpointFound) -> list[CoordinatorEffect]:
-        if self.state is not State.ROLLING_BACK:
-            return [Note("a checkpoint is not waited for")]
+        if not self._awaits(event.sequence, State.ROLLING_BACK):
+            return [Note(f"the checkpoint that answers question {event.sequence} is not waited for")]
         what = self._why_back
         step = 0 if event.step is None and self._seed_is_enough else event.step
         if step is None:
@@ -564,12 +572,12 @@ class Coordinator:
 
     def _on_planned(self, event: RecoveryPlanned | PlanningFailed) -> list[CoordinatorEffect]:
         question = self._question
-        if question is None or not self._is_awaited(event):
+        if question is None or not self._awaits(event.sequence, State.PLANNING):
             return [Note(f"answer {event.sequence} of the planner is not awaited any more")]
         if isinstance(event, RecoveryPlanned):
             plan, cause = event.plan, Cause.PLANNED
         else:
-            why = f"{event.reason}: survivors keep their stages"
+            why = f"{event.reason}: survivors keep their stages"  # P4
             plan, cause = plan_survivors(question, self._blocks, self._num_followers, why), Cause.PLANNER_FAILED
         decision = make_decision(
             question,
@@ -587,9 +595,10 @@ class Coordinator:
         self._resumed, self._question = False, None
         return self._go(cause)
 
-    def _is_awaited(self, event: RecoveryPlanned | PlanningFailed) -> bool:
-        """Whether an answer is to the newest question; another loss, or a newer vote, makes the one before void."""
-        return self.state is State.PLANNING and event.sequence == self._sequence
+    def _awaits(self, sequence: int, state: State) -> bool:
+        """Whether an answer is to the newest question, asked in this state; another loss, or a newer vote, makes the
+        one before void (P3)."""
+        return self.state is state and sequence == self._sequence
 
     def _persist_decision(self) -> list[CoordinatorEffect]:
         assert self.decision is not None

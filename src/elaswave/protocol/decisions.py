@@ -72,7 +72,7 @@ def lost_blocks(num_blocks: int, valid: Mapping[int, frozenset[int]]) -> tuple[i
 
 
 def merged_placement(placement: Placement, reports: Sequence[Report]) -> Placement:
-    """A placement with the followers that have been filled since, as the members report them.
+    """A placement with the followers that have been added since, as the members report them.
 
     Args:
         placement: of the newest decision.

@@ -172,7 +172,7 @@ class Detector:
         self._now_s = 0.0
         """Time in which the coordinator was awake; all times in here are of this clock."""
         self._overslept = False
-        self._nobody_heard = False
+        self._none_heard = False
         self._front = (-1, 0, 0)
         """The newest (epoch, step, attempt) that any worker has begun."""
         self._front_s = 0.0
@@ -231,9 +231,9 @@ class Detector:
         watched = self._watched.get(worker)
         if watched is None:
             return
-        if self._nobody_heard:
+        if self._none_heard:
             # The others get the same time to be heard again as if they had just spoken.
-            self._nobody_heard = False
+            self._none_heard = False
             for other in self._watched.values():
                 other.alive_s, other.is_fresh = self._now_s, True
         if not watched.is_fresh and not watched.starting:
@@ -263,7 +263,7 @@ class Detector:
             self._exits.setdefault(worker, text)
 
     def pause(self, now_s: float) -> None:
-        """All workers wait for the coordinator, until `resume`: none is suspected for this standstill."""
+        """All workers wait for the coordinator, until `resume`: none is suspected for this standstill (P7)."""
         self._advance(now_s)
         self._paused = True
 
@@ -272,6 +272,11 @@ class Detector:
         self._advance(now_s)
         if self._paused:
             self._paused, self._moved_s = False, self._now_s
+
+    def new_epoch(self, now_s: float) -> None:
+        """A new epoch begins: links are made again, so what was said of them is of the old one. As `resume` beside."""
+        self.resume(now_s)
+        self._broken.clear()
 
     def disconnected(self, worker: int, now_s: float) -> None:
         """A worker's control connection has ended. That proves nothing: it may dial again."""
@@ -389,14 +394,6 @@ class Detector:
             suspicions.append(self._suspect(awaited.worker, "heartbeat", who + reason))
         return suspicions
 
-    def silence_bound_s(self, worker: int) -> float:
-        """Seconds for which a worker may be silent while the others wait.
-
-        Raises:
-            KeyError: the worker is not watched.
-        """
-        return self._bound_of(self._watched[worker], self._common_gap_s())
-
     def _common_gap_s(self) -> float:
         """The longest gap lately that not only one worker has had: what disturbs two may disturb all."""
         return sorted([0.0, 0.0, *(watched.gaps.value_s for watched in self._watched.values())])[-2]
@@ -427,7 +424,7 @@ class Detector:
             if silence_s > bound_s * hurry * crowd:
                 late.append((watched, silence_s, bound_s * hurry * crowd))
         if late and num_hushed == len(self._watched) + len(self._awaited) and shortest_s < NOBODY_S:
-            self._nobody_heard = True
+            self._none_heard = True
             return []
         return [
             self._suspect(

@@ -4,49 +4,76 @@ The certificate's sums say that something is wrong; the same terms, item by item
 counts per item, so every worker comes to the same sentence. Nothing is decided here.
 """
 
-from __future__ import annotations
-
-from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from elaswave.hashing import signed64
 from elaswave.protocol.ballot import add_words
-from elaswave.protocol.engine import FrameKind, Wait
+from elaswave.protocol.engine import Copy, Engine, FrameKind, JobTerms, Wait
 from elaswave.protocol.environment import ENVIRONMENT, TEXT_WORDS, text_words, words_text
-from elaswave.state.placement import Role
-
-if TYPE_CHECKING:
-    from elaswave.protocol.step import StepLoop
+from elaswave.state.placement import Placement, Role
+from elaswave.types import Layout
 
 _Finding = Generator[Wait, None, list[str]]
 
 _MAX_NAMED = 4
 
 
-def diagnose(loop: StepLoop[Any], failed: Sequence[str]) -> Generator[Wait, None, str]:
+class Voter(Protocol):
+    """A worker in the state in which it voted: an `elaswave.protocol.step.StepLoop`."""
+
+    worker: int
+    terms: JobTerms
+    step: int
+    layout: Layout
+    engine: Engine[Any]
+
+    voting: Placement
+    agreement_hash: int
+    canaries: dict[int, int]
+    """What layers made of made-up numbers where they ran before, by place."""
+
+    @property
+    def voting_copies(self) -> Mapping[int, Copy]:
+        """The copies that have voted, by block."""
+
+    def agreement_terms(self) -> Iterable[tuple[int, int, int]]:
+        """(block, weight, hash) of each copy, as in the ballot."""
+
+    def all_reduce(
+        self,
+        kind: FrameKind,
+        values: Sequence[int],
+        merge: Callable[[Sequence[int], Sequence[int]], list[int]],
+        part: int,
+    ) -> Generator[Wait, None, Sequence[int]]:
+        """Merges lists of numbers over all workers."""
+
+
+def diagnose(voter: Voter, failed: Sequence[str]) -> Generator[Wait, None, str]:
     """Names what made a certificate fail. All workers must do it after the same vote.
 
     Args:
-        loop: the worker's, in the state in which it voted.
+        voter: this worker.
         failed: the parts that failed, from the verdict.
     Returns:
         A clause such as "block 17 differs between its owner, worker 0, and its followers, workers [1]".
     """
     findings: list[str] = []
     if "coverage" in failed:
-        findings += yield from _coverage(loop)
+        findings += yield from _coverage(voter)
     if "agreement" in failed:
-        findings += yield from _agreement(loop)
+        findings += yield from _agreement(voter)
     if "partial sums" in failed:
-        findings += yield from _partial_sums(loop)
+        findings += yield from _partial_sums(voter)
     if "residency" in failed:
-        findings += yield from _residency(loop)
+        findings += yield from _residency(voter)
     if "layout" in failed:
-        findings += yield from _layouts(loop)
+        findings += yield from _layouts(voter)
     if "environment" in failed:
-        findings += yield from _environments(loop)
+        findings += yield from _environments(voter)
     if "layers" in failed:
-        findings += yield from _layers(loop)
+        findings += yield from _layers(voter)
     if "loss counts" in failed:
         findings.append("the loss returned a count for some micro-batches and none for others")
     if not findings:
@@ -55,17 +82,17 @@ def diagnose(loop: StepLoop[Any], failed: Sequence[str]) -> Generator[Wait, None
     return "; ".join(findings[:_MAX_NAMED]) + more
 
 
-def _sum(loop: StepLoop[Any], values: list[int], part: int) -> Generator[Wait, None, Sequence[int]]:
-    return (yield from loop.all_reduce(FrameKind.DIAGNOSIS, values, add_words, part))
+def _sum(voter: Voter, values: list[int], part: int) -> Generator[Wait, None, Sequence[int]]:
+    return (yield from voter.all_reduce(FrameKind.DIAGNOSIS, values, add_words, part))
 
 
-def _coverage(loop: StepLoop[Any]) -> _Finding:
-    num_layers, num_microbatches = loop.layout.num_layers, loop.layout.num_microbatches
+def _coverage(voter: Voter) -> _Finding:
+    num_layers, num_microbatches = voter.layout.num_layers, voter.layout.num_microbatches
     counts = [0] * (num_layers * num_microbatches)
-    for (layer, microbatch), count in loop.engine.counts().items():
+    for (layer, microbatch), count in voter.engine.counts().items():
         counts[layer * num_microbatches + microbatch] = count
     findings: dict[tuple[int, int], list[int]] = {}
-    for index, count in enumerate((yield from _sum(loop, counts, part=1))):
+    for index, count in enumerate((yield from _sum(voter, counts, part=1))):
         if count != 1:
             layer, microbatch = divmod(index, num_microbatches)
             findings.setdefault((microbatch, count), []).append(layer)
@@ -75,24 +102,24 @@ def _coverage(loop: StepLoop[Any]) -> _Finding:
     ]
 
 
-def _agreement(loop: StepLoop[Any]) -> _Finding:
-    differences = [0] * len(loop.terms.blocks)
-    for block, weight, key in loop.agreement_terms():
+def _agreement(voter: Voter) -> _Finding:
+    differences = [0] * len(voter.terms.blocks)
+    for block, weight, key in voter.agreement_terms():
         differences[block] = signed64(weight * key)
-    placement = loop.voting
+    placement = voter.voting
     return [
         f"block {block} differs between its owner, worker {placement.owner[block]}, and its followers, workers "
         f"{list(placement.followers[block])}"
-        for block, difference in enumerate((yield from _sum(loop, differences, part=2)))
+        for block, difference in enumerate((yield from _sum(voter, differences, part=2)))
         if difference
     ]
 
 
-def _partial_sums(loop: StepLoop[Any]) -> _Finding:
+def _partial_sums(voter: Voter) -> _Finding:
     """Which partial sum is not what was added to it, has changed on its way, or was added up wrongly."""
-    workers, num_layers, num_blocks = loop.layout.workers, loop.layout.num_layers, len(loop.terms.blocks)
-    position = workers.index(loop.worker)
-    imbalance = loop.engine.imbalance()
+    workers, num_layers, num_blocks = voter.layout.workers, voter.layout.num_layers, len(voter.terms.blocks)
+    position = workers.index(voter.worker)
+    imbalance = voter.engine.imbalance()
     changed = [0] * (len(workers) * num_layers)
     for layer, difference in imbalance.layers.items():
         changed[position * num_layers + layer] = signed64(difference)
@@ -101,8 +128,8 @@ def _partial_sums(loop: StepLoop[Any]) -> _Finding:
         on_the_way[block] = signed64(difference)
     added_up = [0] * len(workers)
     added_up[position] = signed64(imbalance.totals)
-    total = yield from _sum(loop, changed + on_the_way + added_up, part=5)
-    owner = loop.voting.owner
+    total = yield from _sum(voter, changed + on_the_way + added_up, part=5)
+    owner = voter.voting.owner
     findings = []
     for index, difference in enumerate(total[: len(changed)]):
         worker, layer = workers[index // num_layers], index % num_layers
@@ -117,17 +144,17 @@ def _partial_sums(loop: StepLoop[Any]) -> _Finding:
     return findings
 
 
-def _residency(loop: StepLoop[Any]) -> _Finding:
-    num_blocks = len(loop.terms.blocks)
+def _residency(voter: Voter) -> _Finding:
+    num_blocks = len(voter.terms.blocks)
     counts = [0] * (3 * num_blocks)
-    for block, copy in loop.voting_copies.items():
+    for block, copy in voter.voting_copies.items():
         counts[block + (0 if copy.role is Role.OWNER else num_blocks)] += 1
-        counts[block + 2 * num_blocks] += loop.step - 1 - copy.version
-    total = yield from _sum(loop, counts, part=3)
+        counts[block + 2 * num_blocks] += voter.step - 1 - copy.version
+    total = yield from _sum(voter, counts, part=3)
     findings = []
     for block in range(num_blocks):
         owners, followers, behind = total[block], total[block + num_blocks], total[block + 2 * num_blocks]
-        wanted = len(loop.voting.followers[block])
+        wanted = len(voter.voting.followers[block])
         if owners != 1 or followers != wanted:
             findings.append(f"block {block} has {owners} owners and {followers} followers, needed are 1 and {wanted}")
         elif behind:
@@ -135,28 +162,28 @@ def _residency(loop: StepLoop[Any]) -> _Finding:
     return findings
 
 
-def _layouts(loop: StepLoop[Any]) -> _Finding:
-    workers = loop.layout.workers
+def _layouts(voter: Voter) -> _Finding:
+    workers = voter.layout.workers
     hashes = [0] * len(workers)
-    hashes[workers.index(loop.worker)] = loop.agreement_hash
-    held = dict(zip(workers, (yield from _sum(loop, hashes, part=4)), strict=True))
+    hashes[workers.index(voter.worker)] = voter.agreement_hash
+    held = dict(zip(workers, (yield from _sum(voter, hashes, part=4)), strict=True))
     groups: dict[int, list[int]] = {}
     for worker, layout in held.items():
         groups.setdefault(layout, []).append(worker)
     return ["the next layout differs between workers " + " and ".join(map(str, groups.values()))]
 
 
-def _environments(loop: StepLoop[Any]) -> _Finding:
+def _environments(voter: Voter) -> _Finding:
     """Which workers compute with something else, and in which operators that shows."""
-    workers, ours = loop.layout.workers, loop.engine.environment()
+    workers, ours = voter.layout.workers, voter.engine.environment()
     names = sorted(ours.operators)
-    size, position = len(names) + TEXT_WORDS, workers.index(loop.worker)
+    size, position = len(names) + TEXT_WORDS, workers.index(voter.worker)
     values = [0] * (size * len(workers))
     values[size * position : size * (position + 1)] = [
         *(ours.operators[name] for name in names),
         *text_words(ours.text),
     ]
-    total = yield from _sum(loop, values, part=6)
+    total = yield from _sum(voter, values, part=6)
     groups: dict[tuple[int, ...], list[int]] = {}
     texts: dict[tuple[int, ...], str] = {}
     for index, worker in enumerate(workers):
@@ -174,25 +201,25 @@ def _environments(loop: StepLoop[Any]) -> _Finding:
     ]
 
 
-def _layers(loop: StepLoop[Any]) -> _Finding:
+def _layers(voter: Voter) -> _Finding:
     """Which layers are not the same on all workers."""
-    workers, num_layers = loop.layout.workers, loop.layout.num_layers
+    workers, num_layers = voter.layout.workers, voter.layout.num_layers
     values = [0] * (num_layers * len(workers))
-    for place, value in loop.engine.measured().canaries.items():
+    for place, value in voter.engine.measured().canaries.items():
         if place != ENVIRONMENT:
-            values[num_layers * workers.index(loop.worker) + place - ENVIRONMENT - 1] = value
-    total = yield from _sum(loop, values, part=7)
+            values[num_layers * workers.index(voter.worker) + place - ENVIRONMENT - 1] = value
+    total = yield from _sum(voter, values, part=7)
     findings = []
     for layer in range(num_layers):
         groups: dict[int, list[int]] = {}
         for index, worker in enumerate(workers):
             if value := total[num_layers * index + layer]:
                 groups.setdefault(value, []).append(worker)
-        known = loop.canaries.get(ENVIRONMENT + 1 + layer)
+        known = voter.canaries.get(ENVIRONMENT + 1 + layer)
         if known is not None and set(groups) - {known}:
             groups.setdefault(known, [])
         if len(groups) > 1:
             sides = [f"workers {members}" if members else "where it ran before" for members in groups.values()]
-            name = loop.terms.layer_name(layer)
+            name = voter.terms.layer_name(layer)
             findings.append(f"layer {name} differs in shapes or bits between " + " and ".join(sides))
     return findings

@@ -5,15 +5,18 @@ planned or shown, not in what follows what.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.coordinator_table import State
+from elaswave.protocol.ending import MemberEnd, all_have_ended
 from elaswave.protocol.events import (
     CheckpointFound,
     CoordinatorEffect,
     CoordinatorEvent,
     Decided,
     End,
+    EvidenceSeen,
     FindCheckpoint,
     NewEpoch,
     Note,
@@ -26,9 +29,10 @@ from elaswave.protocol.events import (
     RecoveryPlanned,
     Resumed,
     Send,
+    Suspected,
     TellAddresses,
 )
-from elaswave.protocol.messages import CoreToWorker
+from elaswave.protocol.messages import CoreToWorker, Evidence
 
 
 class CoordinatorDriver(ABC):
@@ -39,6 +43,40 @@ class CoordinatorDriver(ABC):
     def feed(self, event: CoordinatorEvent) -> None:
         """Tells the machine of an event, and does what it asks for."""
         self.carry_out(self.core.handle(event, self.now_s()))
+
+    def suspect(self, suspicions: Sequence[Suspected]) -> None:
+        """Tells the machine of suspicions that came together."""
+        self.carry_out(self.core.suspect(suspicions, self.now_s()))
+
+    def hears(self, worker: int) -> bool:
+        """Whether what a worker says counts. An excluded one is told that it is no member."""
+        if worker in self.core.members:
+            return True
+        self.send(worker, self.core.fence(worker))
+        return False
+
+    def hears_vote(self, worker: int, evidence: Evidence, epoch: int) -> bool:
+        """Tells the machine of a vote that a worker reports: until the decision also an excluded worker's counts.
+
+        Returns:
+            Whether the worker is a member, so that the step can be published.
+        """
+        self.feed(EvidenceSeen(evidence, epoch))
+        return self.hears(worker)
+
+    def end_if_finished(self) -> None:
+        """Ends the job if nothing is left to be done (W10); to be called whenever that may have changed.
+
+        No worker may exit before every member's last apply is known here, in the present epoch, nor before it is
+        durable what became of every checkpoint.
+        """
+        core = self.core
+        if core.state is not State.TRAINING:
+            return
+        if all_have_ended(core.members, core.epoch, self.ends(), self.published_step()):
+            self.give_up_missing_parts()
+            if not self.is_committing():  # else the answer leads here again
+                self.on_finished()
 
     def carry_out(self, effects: Sequence[CoordinatorEffect]) -> None:
         """Carries out effects in their order."""
@@ -54,7 +92,7 @@ class CoordinatorDriver(ABC):
         elif isinstance(effect, TellAddresses):
             self.tell_addresses(effect.addresses)
         elif isinstance(effect, FindCheckpoint):
-            self.find_checkpoint()
+            self.find_checkpoint(effect)
         elif isinstance(effect, PlanRecovery):
             self.plan_recovery(effect)
         elif isinstance(effect, NewEpoch):
@@ -84,12 +122,13 @@ class CoordinatorDriver(ABC):
         else:
             self.feed(RecoveryPlanned(question.sequence, plan, pending))
 
-    def answer_checkpoint(self, step: int | None) -> None:
-        """Answers `FindCheckpoint`."""
-        self.feed(CheckpointFound(step))
+    def answer_checkpoint(self, question: FindCheckpoint, step: int | None) -> None:
+        """Answers `FindCheckpoint`; as of `answer_plan`."""
+        self.feed(CheckpointFound(question.sequence, step))
 
     def _pending(self, question: PlanRecovery) -> PendingWork:
-        """As of now, and not as of the question: a checkpoint may have become durable while the planner was busy."""
+        """As of now, and not as of the question (P5): a checkpoint may have become durable while the planner was
+        busy."""
         evidence = question.evidence
         return self.pending_work(question.base, evidence is not None and evidence.checkpoint == question.base)
 
@@ -112,7 +151,7 @@ class CoordinatorDriver(ABC):
         """Tells the members each other's addresses."""
 
     @abstractmethod
-    def find_checkpoint(self) -> None:
+    def find_checkpoint(self, question: FindCheckpoint) -> None:
         """Begins to look for the newest checkpoint; `answer_checkpoint` follows."""
 
     @abstractmethod
@@ -127,6 +166,26 @@ class CoordinatorDriver(ABC):
             step: the newest committed one.
             asked: whether a vote asked for a durable checkpoint of it.
         """
+
+    @abstractmethod
+    def ends(self) -> Mapping[int, MemberEnd]:
+        """Workers that have said that they have made their last step."""
+
+    @abstractmethod
+    def published_step(self) -> int:
+        """The newest step whose loss is known."""
+
+    @abstractmethod
+    def give_up_missing_parts(self) -> None:
+        """Gives up checkpoints whose missing parts will never come, see `Shards.end`."""
+
+    @abstractmethod
+    def is_committing(self) -> bool:
+        """Whether a checkpoint is being committed."""
+
+    @abstractmethod
+    def on_finished(self) -> None:
+        """All steps are made, and nothing is left to be done: ends the job."""
 
     @abstractmethod
     def on_new_epoch(self, effect: NewEpoch) -> None:

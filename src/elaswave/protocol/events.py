@@ -74,11 +74,6 @@ class Suspected(NamedTuple):
     detected_by: str
     """One of exit, link, heartbeat, progress, vote."""
     reason: str
-    by: int | None = None
-    """The worker that holds it for lost; None for a detector of the coordinator's own."""
-    epoch: int | None = None
-    """The epoch that this worker was in. What it saw in an older one says nothing about the present: links are closed
-    and made again with every new epoch."""
 
 
 class WorkerFailed(NamedTuple):
@@ -101,6 +96,8 @@ class EvidenceSeen(NamedTuple):
 class CheckpointFound(NamedTuple):
     """The answer to `FindCheckpoint`."""
 
+    sequence: int
+    """Of the question."""
     step: int | None
     """None: there is none. If no step has been committed, all members then begin again from the seed."""
 
@@ -194,7 +191,13 @@ class TellAddresses(NamedTuple):
 
 
 class FindCheckpoint(NamedTuple):
-    """Find the newest valid checkpoint and come back with `CheckpointFound`."""
+    """Find the newest valid checkpoint and come back with `CheckpointFound`.
+
+    Another loss may make the question void meanwhile; the answer to it is then ignored.
+    """
+
+    sequence: int
+    """Of the question; the answer bears it."""
 
 
 class PlanRecovery(NamedTuple):

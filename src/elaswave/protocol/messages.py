@@ -11,6 +11,8 @@ from elaswave.types import ExecutionParameters, Layout
 
 PROTOCOL_VERSION = 3
 """Both ends of a control connection must have the same."""
+FIRST_EPOCH = 1
+"""In which a job begins."""
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,9 @@ a checkpoint is complete as soon as every piece is there, and of a piece that is
 is given up as soon as every member has said what became of its part and pieces are still missing: their owner was
 lost before it had written them, or could not write. If the survivors of a loss are still at the checkpoint's step,
 the decision lets all of them write again, and only what they say from then on tells that it is given up.
+
+A complete checkpoint is *committed*: another process makes it durable, which takes a while. Until the answer nothing
+more is needed of its parts, whatever is decided meanwhile, and it is not given up.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping
@@ -64,14 +67,26 @@ class Shards(Generic[K, V]):
         self._size_of = size_of
         self._members = set(members)
         self._pending: dict[int, _Pending[K, V]] = {}
+        self._committing: set[int] = set()
+        self._is_held = False
+        """Whether none counts as complete until the next decision."""
         self._settled: set[int] = set()
         self._rollbacks: list[tuple[int, int]] = []
         """(epoch, step): parts of later steps that are of an older epoch are void."""
 
     @property
     def pending(self) -> list[int]:
-        """Steps of checkpoints that have begun and are neither complete nor given up, ascending."""
+        """Steps of checkpoints that have begun and are neither being committed nor settled, ascending."""
         return sorted(self._pending)
+
+    @property
+    def num_committing(self) -> int:
+        """How many are being committed."""
+        return len(self._committing)
+
+    def is_committing(self, step: int) -> bool:
+        """Whether a step's checkpoint is being committed."""
+        return step in self._committing
 
     def is_settled(self, step: int) -> bool:
         """Whether nothing more has to be said of a step's checkpoint."""
@@ -81,8 +96,19 @@ class Shards(Generic[K, V]):
         """Whether all members have gone back behind a step after a part of it was begun in this epoch."""
         return any(epoch < newer and step > kept for newer, kept in self._rollbacks)
 
+    def hold(self) -> None:
+        """The newest checkpoint has been found that the job may go back to: until that is decided none is complete. One
+        of a later step would be of steps that the decision makes void."""
+        self._is_held = True
+
+    def commit(self, step: int) -> None:
+        """A complete checkpoint is being committed, until it is settled."""
+        self._committing.add(step)
+        self._pending.pop(step, None)
+
     def settle(self, step: int) -> None:
         """A step's checkpoint is durable or given up."""
+        self._committing.discard(step)
         self._settled.add(step)
         self._pending.pop(step, None)
 
@@ -119,7 +145,7 @@ class Shards(Generic[K, V]):
         return self.judge(step)
 
     def _take(self, step: int, epoch: int, worker: int) -> _Pending[K, V] | None:
-        if step in self._settled or self.is_void(step, epoch):
+        if step in self._settled or step in self._committing or self.is_void(step, epoch):
             return None
         pending = self._pending.setdefault(step, _Pending())
         pending.heard[worker] = max(epoch, pending.heard.get(worker, 0))
@@ -129,7 +155,7 @@ class Shards(Generic[K, V]):
         """What becomes of a pending checkpoint by what is known now."""
         pending = self._pending[step]
         if pending.pieces and pending.size == self._size(step):
-            return Complete(step, pending.pieces, pending.files)
+            return None if self._is_held else Complete(step, pending.pieces, pending.files)
         if any(pending.heard.get(worker, -1) < pending.from_epoch for worker in self._members):
             return None
         if pending.failures:
@@ -156,12 +182,14 @@ class Shards(Generic[K, V]):
             What became of checkpoints that waited for those who were lost.
         """
         self._members = set(members)
+        self._is_held = False
         if rollback is not None:
             self._rollbacks.append((epoch, rollback))
             self._settled = {step for step in self._settled if step <= rollback}
             for step in [step for step in self._pending if step > rollback]:
                 del self._pending[step]
-        if again is not None:
+            self.settle(rollback)  # it is durable, whether or not this coordinator has heard of its commit
+        if again is not None and again not in self._committing:
             self._settled.discard(again)
             pending = self._pending.setdefault(again, _Pending())
             pending.from_epoch = epoch
@@ -170,5 +198,5 @@ class Shards(Generic[K, V]):
 
     def end(self) -> list[GivenUp]:
         """All members have made their last step and said what became of their parts: whatever is missing now will
-        never come."""
+        never come. Those that are being committed lack nothing."""
         return [GivenUp(step, None, "a worker was lost before it had written its part") for step in self.pending]

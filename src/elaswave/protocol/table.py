@@ -4,7 +4,6 @@ A machine finds out what has happened (a *cause*), looks up what follows from it
 carries out the *responses* in the order in which the row names them. It can do nothing that is not in its table.
 """
 
-from collections.abc import Mapping
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
@@ -41,11 +40,6 @@ class TransitionTable(Generic[S, C, R]):
             for state in row.before:
                 assert (state, row.cause) not in self._rows, f"{state.value}: two rows for: {row.cause.value}"
                 self._rows[state, row.cause] = row
-
-    @property
-    def transitions(self) -> Mapping[tuple[S, C], Transition[S, C, R]]:
-        """The row for each state and cause."""
-        return self._rows
 
     def next(self, state: S, cause: C) -> tuple[S, tuple[R, ...]]:
         """What follows from a cause.

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from elaswave.errors import StateError
 from elaswave.protocol.ballot import Request, decode_certificate
+from elaswave.protocol.duties import due_after
 from elaswave.protocol.engine import (
     C,
     Committed,
@@ -33,14 +34,13 @@ from elaswave.protocol.execution import Life
 from elaswave.protocol.facts import Facts
 from elaswave.protocol.ledger import CatchUp, Held, Ledger
 from elaswave.protocol.member import Hold, Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
-from elaswave.protocol.messages import CoreToWorker, Decision, Fenced, LayoutChange, Report
+from elaswave.protocol.messages import FIRST_EPOCH, CoreToWorker, Decision, Fenced, LayoutChange, Registered, Report
 from elaswave.protocol.position import WRITE
 from elaswave.protocol.step import StepLoop
 from elaswave.protocol.traffic import deliveries_of
 from elaswave.state.placement import Placement, Role, roles_of
 from elaswave.types import ExecutionParameters, Layout
 
-FIRST_EPOCH = 1
 KEPT_REPORTS = 1024
 """Reports of steps kept for the case that the worker that should have sent them is lost."""
 
@@ -201,6 +201,15 @@ class WorkerMachine(StepLoop[C]):
             self._stop()
             self.fenced = action.reason
 
+    def registration(self, address: str) -> Registered:
+        """The first words on a new control connection. Until the decision that it answers is carried out, the report is
+        among them: the coordinator may have to send that decision again.
+
+        Args:
+            address: where the data plane listens.
+        """
+        return Registered(worker=self.worker, address=address, epoch=self.member.epoch, report=self.report)
+
     def wrote(self, step: int, epoch: int, message: Any) -> None:
         """The part of a checkpoint is written, or could not be. Any thread may call it, if facts and outbox bear that.
 
@@ -263,11 +272,10 @@ class WorkerMachine(StepLoop[C]):
 
     def note_duties(self, step: int, request: Request) -> None:
         """What a committed step leaves to be done before the next one."""
-        terms = self.terms
-        if terms.eval_every and step % terms.eval_every == 0:
+        due = due_after(step, self.terms.num_steps, self.terms, asked=request is not Request.NONE)
+        if due.evaluation:
             self._duties.append(("evaluate", step))
-        wanted = step == terms.num_steps or (terms.checkpoint_every > 0 and step % terms.checkpoint_every == 0)
-        if wanted or request is not Request.NONE:
+        if due.checkpoint:
             self._note_checkpoint(step)
 
     def _note_checkpoint(self, step: int) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 from elaswave.errors import WaitTimeoutError
 from elaswave.protocol.ballot import Request
 from elaswave.protocol.facts import Facts
-from elaswave.protocol.messages import Fenced, Prepare, Registered, Report
-from elaswave.protocol.worker import FIRST_EPOCH
+from elaswave.protocol.messages import FIRST_EPOCH, Fenced, Prepare, Registered
 from elaswave.transport.interface import Transport
 from elaswave.worker.activity import Activity
 from elaswave.worker.messages import Heartbeat, Settled, Stop, ToWorker
@@ -77,6 +76,7 @@ class Mailbox:
         self.request = Request.NONE
         """What the coordinator has told this worker to ask for."""
         self.registration = Registered(worker=worker, address=transport.address, epoch=FIRST_EPOCH, report=None)
+        """As of `WorkerMachine.registration`, which another thread must not ask."""
         self.facts = SharedFacts()
         self.activity = Activity()
         self.place = (FIRST_EPOCH, 0, 0)
@@ -148,16 +148,10 @@ class Mailbox:
             self._look()
             return message
 
-    def answered(self, epoch: int, report: Report | None) -> None:
-        """What this worker says of itself has changed, and with it which messages are urgent.
-
-        Args:
-            epoch: the one that it is in.
-            report: its last report, if it waits for a decision.
-        """
+    def registers_as(self, registration: Registered) -> None:
+        """What this worker says of itself has changed, and with it which messages are urgent."""
         with self._changed:
-            before = self.registration
-            self.registration = Registered(worker=before.worker, address=before.address, epoch=epoch, report=report)
+            self.registration = registration
             self._look()
 
     def _look(self) -> None:

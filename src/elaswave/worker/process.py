@@ -20,9 +20,9 @@ from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, Vo
 from elaswave.observability.trace import TraceRecorder
 from elaswave.planning.execution import programs_of
 from elaswave.protocol.engine import JobTerms, Pause, Wait
-from elaswave.protocol.messages import Decision, Fenced, LayoutChange, Prepare
+from elaswave.protocol.messages import FIRST_EPOCH, Decision, Fenced, LayoutChange, Prepare
 from elaswave.protocol.position import START
-from elaswave.protocol.worker import FIRST_EPOCH, WorkerMachine
+from elaswave.protocol.worker import WorkerMachine
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.store import HeldBlock
 from elaswave.training.definition import Training

@@ -99,12 +99,16 @@ class StepWatch(StepObserver):
 
     def moved(self) -> None:
         """A new connection's first words are other ones now."""
-        self._mailbox.answered(self.machine.member.epoch, self.machine.report)
+        self._note_registration()
 
     def installed(self, decision: Decision) -> None:
         """The same; records the recovery."""
-        self._mailbox.answered(decision.epoch, None)
+        self._note_registration()
         begin_ns, self.recovery_began_ns = self.recovery_began_ns, None
         if begin_ns is not None:
             where = {"epoch": decision.epoch, "step": decision.resume_step}
             self._trace.add("RECOVERY", PHASE, begin_ns, time.monotonic_ns(), where)
+
+    def _note_registration(self) -> None:
+        address = self._mailbox.registration.address
+        self._mailbox.registers_as(self.machine.registration(address))

@@ -29,7 +29,12 @@ class Search:
         self.found: list[events.CheckpointFound] = []
         self.put_aside: list[CheckpointSearch] = []
         self.checkpoints = SimpleNamespace(records=[], is_committing=False, is_held=False, hold=self._hold)
-        self.core = SimpleNamespace(epoch=2, restarts=False, handle=lambda event, now_s: self.found.append(event) or ())
+        self.core = SimpleNamespace(
+            sequence=1,
+            restarts=False,
+            awaits=lambda question: question.sequence == self.core.sequence,
+            handle=lambda event, now_s: self.found.append(event) or (),
+        )
         self.detector = Detector()
         monkeypatch.setattr(coordinator, "find_newest_checkpoint", lambda run_dir: find())
         monkeypatch.setattr(coordinator, "put_aside", self.put_aside.append)
@@ -91,11 +96,11 @@ def test_no_survivor_is_held_for_lost_however_long_a_search_lasts(monkeypatch: p
             search.detector.joined(worker, 0.0)
         with monkeypatch.context() as at_the_beginning:
             at_the_beginning.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: 0.0))
-            search.process.find_checkpoint()
+            search.process.find_checkpoint(events.FindCheckpoint(1))
         assert lost_while_waiting(search.detector, 0.0, 2 * UNLEARNED_S) == []
         go_on.set()
         await until(lambda: bool(search.found))
-        assert search.found == [events.CheckpointFound(4)] and search.checkpoints.is_held
+        assert search.found == [events.CheckpointFound(1, 4)] and search.checkpoints.is_held
         search.detector.resume(2 * UNLEARNED_S)  # the decision; from now on a standstill counts again
         assert lost_while_waiting(search.detector, 2 * UNLEARNED_S, 4 * UNLEARNED_S) != []
 
@@ -113,7 +118,7 @@ def test_nothing_is_put_aside_while_a_commit_may_replace_it(monkeypatch: pytest.
             return answer
 
         search = Search(monkeypatch, find)
-        search.process.find_checkpoint()
+        search.process.find_checkpoint(events.FindCheckpoint(1))
         await until(lambda: search.checkpoints.is_committing)
         for _ in range(50):
             await asyncio.sleep(0.001)
@@ -121,7 +126,7 @@ def test_nothing_is_put_aside_while_a_commit_may_replace_it(monkeypatch: pytest.
         search.checkpoints.records.append("step 8")
         search.checkpoints.is_committing = False
         await until(lambda: bool(search.found))
-        assert search.put_aside == [found(8)] and search.found == [events.CheckpointFound(8)]
+        assert search.put_aside == [found(8)] and search.found == [events.CheckpointFound(1, 8)]
 
     asyncio.run(run())
 
@@ -129,11 +134,11 @@ def test_nothing_is_put_aside_while_a_commit_may_replace_it(monkeypatch: pytest.
 def test_a_search_that_another_loss_has_made_void_renames_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         def find() -> CheckpointSearch:
-            search.core.epoch += 1
+            search.core.sequence += 1
             return found(4, 8)
 
         search = Search(monkeypatch, find)
-        search.process.find_checkpoint()
+        search.process.find_checkpoint(events.FindCheckpoint(1))
         await until(lambda: not search.process._background._tasks)
         assert search.put_aside == search.found == [] and not search.checkpoints.is_held
 

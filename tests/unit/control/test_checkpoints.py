@@ -109,7 +109,7 @@ def test_what_is_written_again_beside_a_checkpoint_that_is_complete_does_not_sta
     first, second = job.write(4, 1, 0), job.write(4, 1, 1)
     job.checkpoints.part(first)
     job.decide(2, resume_step=5, again=True)
-    job.checkpoints.part(second)  # it was under way when the epoch rose
+    job.checkpoints.part(second)  # it was under way when the new epoch began
     job.answer()
     assert [record.step for record in job.written] == [4]
     again = [job.write(4, 2, worker) for worker in (0, 1)]
@@ -130,11 +130,11 @@ def test_checkpoints_are_committed_one_after_the_other_and_are_settled_only_then
     job = Job(tmp_path)
     complete(job, 2, 4)
     assert len(job.asked) == 1 and job.checkpoints.is_committing
-    assert not job.checkpoints.is_settled(2) and not job.checkpoints.is_written(2)
+    assert not job.checkpoints.is_settled(2) and job.checkpoints.records == []
     job.checkpoints.part(job.write(2, 2, 0))  # said again: it must not disturb the commit
     job.answer()
     assert [record.step for record in job.written] == [2, 4] and not job.checkpoints.is_committing
-    assert job.checkpoints.is_settled(2) and job.checkpoints.is_written(4)
+    assert job.checkpoints.is_settled(2) and job.checkpoints.records[-1].step == 4
     assert job.folders() == ["step-00000002", "step-00000004"]
 
 

@@ -59,12 +59,13 @@ class SameBits(Observer):
         _require(losses == self._truth.losses[step], f"the published losses of step {step} differ")
 
     def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
-        last = self._truth.states[-1]
         owners = [block for held in states.values() for block, (owned, _, _) in held.items() if owned]
-        _require(sorted(owners) == list(range(len(last))), f"at the end the owned blocks are {sorted(owners)}")
+        num_blocks = len(self._truth.states[0])
+        _require(sorted(owners) == list(range(num_blocks)), f"at the end the owned blocks are {sorted(owners)}")
+        last = max(version for held in states.values() for _, version, _ in held.values())
         for worker, held in states.items():
             for block, (_, version, state) in held.items():
-                right = (len(self._truth.states) - 1, last[block])
+                right = (last, self._truth.states[last][block])
                 _require((version, state) == right, f"block {block} on worker {worker} differs at the end")
 
 
@@ -284,6 +285,7 @@ class CheckpointsKept(Observer):
     """
 
     def __init__(self, num_steps: int, every: int, num_blocks: int, asks: Callable[[bytes], bool]) -> None:
+        self._num_steps = num_steps
         self._regular = {num_steps, *(range(every, num_steps + 1, every) if every else ())}
         self._asks = asks
         """Whether a vote asks for one."""
@@ -294,6 +296,8 @@ class CheckpointsKept(Observer):
         """Step -> worker -> blocks that it has written."""
         self._stored: set[int] = set()
         self._given_up: set[int] = set()
+        self._returned: set[int] = set()
+        """Steps whose checkpoints the job has gone back to: they are durable, whichever coordinator knew of it."""
         self._base = 0
         """The committed step that the newest decision goes on from."""
 
@@ -321,11 +325,13 @@ class CheckpointsKept(Observer):
             len(here) < self._num_blocks,
             f"the checkpoint of step {step} was given up although the members have written all of it",
         )
+        _require(step not in self._returned, f"the checkpoint of step {step}, to which the job went back, was given up")
         self._given_up.add(step)
 
     def decided(self, decision: Decision) -> None:
         self._base = decision.resume_step - 1
         if decision.rollback is not None:
+            self._returned = {step for step in self._returned if step < decision.rollback} | {decision.rollback}
             self._asked = {step for step in self._asked if step <= decision.rollback}
             for step in [step for step in self._parts if step > decision.rollback]:
                 del self._parts[step]
@@ -338,17 +344,20 @@ class CheckpointsKept(Observer):
             )
 
     def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
-        missing = sorted(self._due - self._stored - self._given_up)
+        last = max((version for held in states.values() for _, version, _ in held.values()), default=self._num_steps)
+        due = {step for step in self._due if step <= last} - self._returned
+        missing = sorted(due - self._stored - self._given_up)
         _require(not missing, f"the job ended without a word about the checkpoints of steps {missing}")
-        missing = [step for step in sorted(self._due - self._stored) if step >= self._base]
+        missing = [step for step in sorted(due - self._stored) if step >= self._base]
         _require(not missing, f"the checkpoints of steps {missing} are not there, and no worker was lost since")
 
 
 class Ends(Observer):
-    """The run ends: with all steps, or with a reason that is one."""
+    """The run ends: with all steps, with one whose vote may have asked for the end, or with a reason that is one."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, stop_step: int = 0) -> None:
         self._num_steps = num_steps
+        self._stop_step = stop_step
         self._last = 0
         self._ended = ""
 
@@ -364,7 +373,8 @@ class Ends(Observer):
     def stopped(self, outcome: str, now: int) -> None:
         _require(outcome != "stuck", f"nothing happens any more at time {now}, after step {self._last}")
         if outcome == "finished":
-            _require(self._last == self._num_steps, f"finished after step {self._last} of {self._num_steps}")
+            is_last = self._last == self._num_steps or 0 < self._stop_step <= self._last
+            _require(is_last, f"finished after step {self._last} of {self._num_steps}")
 
 
 def all_checkers(
@@ -373,6 +383,7 @@ def all_checkers(
     num_microbatches: int,
     checkpoint_every: int = 0,
     asks_checkpoint: Callable[[bytes], bool] = lambda vector: False,
+    stop_step: int = 0,
 ) -> list[Observer]:
     """One of each."""
     num_steps = len(truth.states) - 1
@@ -387,5 +398,5 @@ def all_checkers(
         NoSilentLoss(),
         PublishedOnce(),
         CheckpointsKept(num_steps, checkpoint_every, len(truth.states[0]), asks_checkpoint),
-        Ends(num_steps),
+        Ends(num_steps, stop_step),
     ]

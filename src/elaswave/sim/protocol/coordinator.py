@@ -1,19 +1,20 @@
 """The simulated coordinator's process: the real machine and driver, a store that survives it, detectors, and what it
 keeps of the run."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from elaswave.protocol.coordinator import Coordinator
-from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.decisions import plan_survivors
 from elaswave.protocol.driver import CoordinatorDriver
+from elaswave.protocol.duties import pending_after
+from elaswave.protocol.ending import MemberEnd
 from elaswave.protocol.events import (
     ChangePlanned,
     CoordinatorEffect,
     Decided,
     End,
-    EvidenceSeen,
+    FindCheckpoint,
     NewEpoch,
     Note,
     PendingWork,
@@ -31,7 +32,7 @@ from elaswave.sim.protocol.store import StaleTermError
 from elaswave.sim.protocol.world import ControlLink, World
 
 PLAN_BOUND = 45
-"""A planner that takes longer than this is taken to have failed."""
+"""A planner that takes longer than this is taken to have failed (P4)."""
 
 
 class SimCoordinator(CoordinatorDriver):
@@ -58,6 +59,8 @@ class SimCoordinator(CoordinatorDriver):
         )
         self.links: dict[int, ControlLink] = {}
         self._finished: dict[int, FinishedReport] = {}
+        self._suspicions: list[Suspected] = []
+        """Those of the present moment, which are taken together."""
         self._planned_epoch = 0
         """The newest epoch in which another layout was planned."""
         self._grids: dict[int, Exponents] = {}
@@ -66,7 +69,7 @@ class SimCoordinator(CoordinatorDriver):
         for record in world.store.records:
             if isinstance(record, Decision):
                 self.shards.follow(record)
-        for step in (*world.disk, *world.given_up):
+        for step in (*world.written, *world.given_up):
             self.shards.settle(step)
 
     # -------------------------------------------------------------------------------------------------------- effects
@@ -115,10 +118,20 @@ class SimCoordinator(CoordinatorDriver):
             if link is not None and link.open:
                 self.world.to_member(self, link, None)
 
-    def find_checkpoint(self) -> None:
+    def find_checkpoint(self, question: FindCheckpoint) -> None:
         """It is read and verified, which takes a while."""
         newest = max(self.world.disk, default=None)
-        self.world.after(4 * self.world.delay(), self, self.answer_checkpoint, newest)
+        self.world.after(4 * self.world.delay(), self, self._on_checkpoint_found, question, newest)
+
+    def _on_checkpoint_found(self, question: FindCheckpoint, newest: int | None) -> None:
+        """A newer one may be completed meanwhile."""
+        if not self.core.awaits(question):
+            return
+        if self.is_committing() or newest != max(self.world.disk, default=None):
+            self.find_checkpoint(question)
+        else:
+            self.shards.hold()
+            self.answer_checkpoint(question, newest)
 
     @property
     def _plans_at_once(self) -> bool:
@@ -144,10 +157,16 @@ class SimCoordinator(CoordinatorDriver):
 
     def pending_work(self, step: int, asked: bool) -> PendingWork:
         """What the disk and the publications leave to be done."""
-        every = self.world.job.checkpoint_every
-        due = asked or step == self.world.job.steps or (bool(every) and step > 0 and step % every == 0)
-        return PendingWork(
-            evaluate=False, checkpoint=due and step not in self.world.disk, published=self.world.published_step
+        world, terms = self.world, model_of(self.world.job).terms
+        return pending_after(
+            step,
+            terms.num_steps,
+            terms,
+            asked=asked,
+            first_step=1,
+            evaluated=(),
+            written=world.written,
+            published=world.published_step,
         )
 
     def on_new_epoch(self, effect: NewEpoch) -> None:
@@ -159,6 +178,7 @@ class SimCoordinator(CoordinatorDriver):
         world.say(f"decided: {_describe(decision)}")
         if decision.rollback is not None:
             world.given_up = {step for step in world.given_up if step <= decision.rollback}
+            world.written = {step for step in world.written if step <= decision.rollback}
         for found in self.shards.follow(decision):
             self._on_shards(found)
 
@@ -209,19 +229,25 @@ class SimCoordinator(CoordinatorDriver):
 
     def _suspect(self, suspicion: Suspected) -> None:
         self.world.suspected.add(suspicion.worker)
-        self.feed(suspicion)
+        self._suspicions.append(suspicion)
+        if len(self._suspicions) == 1:
+            self.world.after(0, self, self._take_suspicions)
+
+    def _take_suspicions(self) -> None:
+        suspicions, self._suspicions = self._suspicions, []
+        self.suspect(suspicions)
         self._end_if_finished()
 
     # ------------------------------------------------------------------------------------------------------- messages
 
     def on_message(self, link: ControlLink, message: Any) -> None:
         """A message of a worker."""
-        if isinstance(message, Report):
-            self.on_report(message)
-        elif isinstance(message, Installed):
-            self.feed(message)
-        elif isinstance(message, StepDone):
+        if isinstance(message, StepDone):
             self._on_step_done(message)
+        elif not self.hears(message.worker):
+            pass
+        elif isinstance(message, Report | Installed):
+            self.feed(message)
         elif isinstance(message, PeerLost):
             self.on_peer_lost(message)
         elif isinstance(message, Shard):
@@ -230,19 +256,16 @@ class SimCoordinator(CoordinatorDriver):
             self._finished[message.worker] = message
         self._end_if_finished()
 
-    def on_report(self, message: Report) -> None:
-        """A worker's answer to the question of an epoch."""
-        self.feed(message)
-
     def on_peer_lost(self, message: PeerLost) -> None:
         """A worker's link to a peer has closed."""
-        reason = f"worker {message.worker} lost its link to worker {message.peer}"
-        self._suspect(Suspected(message.peer, "link", reason, by=message.worker, epoch=message.epoch))
+        if self.core.believes(message.worker, message.peer, message.epoch):
+            reason = f"worker {message.worker} lost its link to worker {message.peer}"
+            self._suspect(Suspected(message.peer, "link", reason))
 
     def _on_step_done(self, message: StepDone) -> None:
         self.world.see.heard(self.core.term, message.epoch, message.evidence)
-        self.feed(EvidenceSeen(message.evidence, message.epoch))
-        if self._is_replaced():
+        is_member = self.hears_vote(message.worker, message.evidence, message.epoch)
+        if self._is_replaced() or not is_member:
             return
         self.world.publish(message.evidence)
         for step in self.shards.pending:
@@ -287,8 +310,22 @@ class SimCoordinator(CoordinatorDriver):
             return  # it waits for the losses
         else:
             world.tick(self)
-            world.disk[step] = (found.pieces, self._grids[step])
-            world.see.checkpointed(step, found.pieces, self._grids[step])
+            self.shards.commit(step)
+            world.commit(self, step, found.pieces, self._grids[step])
+            return
+        self._settle(step)
+
+    def on_committed(self, step: int) -> None:
+        """The committer has made a checkpoint durable."""
+        world = self.world
+        if self._is_replaced():
+            return
+        world.written.add(step)
+        world.see.checkpointed(step, *world.disk[step])
+        self._settle(step)
+        self._end_if_finished()
+
+    def _settle(self, step: int) -> None:
         self.shards.settle(step)
         self._say_settled(step, self.core.members)
 
@@ -299,10 +336,6 @@ class SimCoordinator(CoordinatorDriver):
             if link is not None and link.open:
                 self.world.to_member(self, link, CheckpointSettled(step))
 
-    def has_finished(self, report: FinishedReport) -> bool:
-        """Whether a worker's end counts: only in the present epoch does it know its roles."""
-        return report.epoch == self.core.epoch
-
     def _is_replaced(self) -> bool:
         """Whether the journal has another writer; then nothing can be made durable any more, and this one ends."""
         try:
@@ -312,19 +345,34 @@ class SimCoordinator(CoordinatorDriver):
             return True
         return False
 
+    # -------------------------------------------------------------------------------------------------------- the end
+
+    def ends(self) -> Mapping[int, MemberEnd]:
+        """As workers have said it to this coordinator."""
+        return {worker: MemberEnd(report.epoch, report.step) for worker, report in self._finished.items()}
+
+    def published_step(self) -> int:
+        """As the journal has it."""
+        return self.world.published_step
+
+    def give_up_missing_parts(self) -> None:
+        """With a word to the workers."""
+        for found in self.shards.end():
+            self._on_shards(found)
+
+    def is_committing(self) -> bool:
+        """Whether the committer has still to answer."""
+        return self.shards.num_committing > 0
+
+    def on_finished(self) -> None:
+        """All that was to be done is done."""
+        members = self.core.members
+        self.world.see.finished(members, {worker: self._finished[worker].states for worker in members})
+        self.world.finish("finished")
+
     def _end_if_finished(self) -> None:
-        """No worker may exit before every member's last apply is known here, in the present epoch."""
-        core, world = self.core, self.world
-        if self.dead or core.state is not State.TRAINING or world.published_step < world.job.steps:
-            return
-        finished = {worker: self._finished[worker] for worker in core.members if worker in self._finished}
-        if len(finished) == len(core.members) and all(map(self.has_finished, finished.values())):
-            if self._is_replaced():
-                return
-            for found in self.shards.end():
-                self._on_shards(found)
-            world.see.finished(core.members, {worker: report.states for worker, report in finished.items()})
-            world.finish("finished")
+        if not self.dead and not self.world.outcome and not self._is_replaced():
+            self.end_if_finished()
 
 
 def _describe(decision: Decision) -> str:

@@ -3,11 +3,11 @@
 # ruff: noqa: D102 (the methods are described in `Observer`)
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from elaswave.protocol.events import PlanRecovery
 from elaswave.protocol.messages import Decision
-from elaswave.sim.protocol.job import Exponents
+from elaswave.sim.protocol.job import BlockState, Exponents
 from elaswave.sim.protocol.observer import Observer
 from elaswave.types import Layout
 
@@ -15,8 +15,10 @@ from elaswave.types import Layout
 class CoverageCounter(Observer):
     """Counts of one run or, added up, of many."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_steps: int) -> None:
         self.counts: Counter[str] = Counter()
+        self._num_steps = num_steps
+        self._committing: set[int] = set()
         self._known: dict[int, tuple[int, int]] = {}
         self._installing: set[int] = set()
         self._switched: dict[int, int] = {}
@@ -47,8 +49,16 @@ class CoverageCounter(Observer):
                 self.counts["newer votes while a recovery was planned"] += 1
         self._asked = (term, question)
 
+    def committing(self, step: int) -> None:
+        self._committing.add(step)
+
+    def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: Exponents) -> None:
+        self._committing.discard(step)
+
     def decided(self, decision: Decision) -> None:
         counts = self.counts
+        if self._committing:
+            counts["losses while a checkpoint was committed"] += 1
         self._asked = None
         if decision.plan:
             counts["planners that took too long"] += 1
@@ -84,5 +94,7 @@ class CoverageCounter(Observer):
     def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
         self.counts["jobs given up"] += 1
 
-    def finished(self, members: Sequence[int], states: object) -> None:
+    def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
         self.counts["jobs finished"] += 1
+        if any(version < self._num_steps for held in states.values() for _, version, _ in held.values()):
+            self.counts["jobs that were asked to stop"] += 1

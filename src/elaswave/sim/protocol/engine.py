@@ -3,16 +3,15 @@
 A slot is a function: a frame that was posted for is given to it the moment it arrives, as the real one's bytes land.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elaswave.hashing import MASK64
 from elaswave.protocol.ballot import coverage_key
 from elaswave.protocol.engine import Imbalance, Loaded, Measured, TrainingProgress
 from elaswave.protocol.environment import ENVIRONMENT, Environment
 from elaswave.protocol.scores import Scores
+from elaswave.sim.protocol.host import Host
 from elaswave.sim.protocol.job import (
     BlockState,
     backward,
@@ -28,9 +27,6 @@ from elaswave.sim.protocol.job import (
 )
 from elaswave.state.placement import Block, Placement, Role, roles_of
 from elaswave.types import Action, ExecutionParameters, Layout
-
-if TYPE_CHECKING:
-    from elaswave.sim.protocol.worker import SimWorker
 
 Slot = Callable[[Any], None]
 
@@ -55,7 +51,7 @@ class ToyEngine:
         host: the worker, whose world is told what is computed.
     """
 
-    def __init__(self, host: SimWorker) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
         self._see = host.world.see
         self._job = host.job
@@ -121,8 +117,8 @@ class ToyEngine:
                 self._maxima[layer] = max(self._maxima.get(layer, 0.0), maximum_of(gradient))
             self._coverage[layer] += coverage_key(layer, microbatch)
             self._counts[layer, microbatch] = self._counts.get((layer, microbatch), 0) + 1
-            links, attempt = self._host.links, self._host.machine.attempt
-            self._see.computed(self._host.id, links.epoch, step, attempt, layer, microbatch)
+            host = self._host
+            self._see.computed(host.id, host.epoch, step, host.machine.attempt, layer, microbatch)
         return dy
 
     def evaluate(self, layers: range, step: int, microbatch: int, value: Any, *, first: bool, last: bool) -> Any:

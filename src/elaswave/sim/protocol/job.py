@@ -61,6 +61,8 @@ class Job(NamedTuple):
     """The first step after which, once in every epoch, another layout is planned; 0 for none."""
     ask_step: int = 0
     """From this step's vote on the lowest member asks for a durable checkpoint, until one is committed; 0 for none."""
+    stop_step: int = 0
+    """From this step's vote on every worker asks for the end of the job, as after a signal; 0 for never."""
     blocks_per_round: int = 1
     """New copies that one owner sends, and one worker receives, in one step."""
     min_workers: int = 1

@@ -1,18 +1,14 @@
 """The links of a simulated worker: frames by key and epoch, as the real transport keeps them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elaswave.protocol.engine import Key
-from elaswave.protocol.worker import FIRST_EPOCH
+from elaswave.protocol.messages import FIRST_EPOCH
+from elaswave.sim.protocol.host import Host
 from elaswave.sim.protocol.messages import SimFrame
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
-
-if TYPE_CHECKING:
-    from elaswave.sim.protocol.worker import SimWorker
 
 _LANDED: Any = object()
 
@@ -24,7 +20,7 @@ class SimLinks:
         host: the worker.
     """
 
-    def __init__(self, host: SimWorker) -> None:
+    def __init__(self, host: Host) -> None:
         self.epoch = FIRST_EPOCH
         self.members: frozenset[int] = frozenset(host.model.layout.workers)
         self.dead: set[int] = set()

@@ -40,10 +40,13 @@ class Shard(NamedTuple):
 
 
 class FinishedReport(NamedTuple):
-    """A worker has made all steps: block -> (owned, version, state)."""
+    """A worker has made its last step: block -> (owned, version, state)."""
 
     worker: int
     epoch: int
+    step: int
+    stopped: bool
+    """Whether it has ended before the job's last step, because a vote asked for that."""
     states: dict[int, tuple[bool, int, BlockState]]
 
 

@@ -23,12 +23,11 @@ from elaswave.protocol.events import (
     CoordinatorEffect,
     EvidenceSeen,
     Persist,
-    PlanningFailed,
-    RecoveryPlanned,
     Send,
 )
 from elaswave.protocol.execution import Life
 from elaswave.protocol.facts import Facts
+from elaswave.protocol.fence import TermFence
 from elaswave.protocol.ledger import CatchUp, Held, Ledger
 from elaswave.protocol.member import Member
 from elaswave.protocol.messages import CoreToWorker, Decision, LayoutChange, Registered, Report
@@ -133,12 +132,12 @@ class TakesLateVotes(SimCoordinator):
 
 
 class _TakesAnyPlan(Coordinator):
-    def _is_awaited(self, event: RecoveryPlanned | PlanningFailed) -> bool:
-        return self.state is State.PLANNING
+    def _awaits(self, sequence: int, state: State) -> bool:
+        return self.state is state
 
 
 class TakesStalePlans(SimCoordinator):
-    """The planner's answer counts, whatever it was asked."""
+    """An answer counts, whatever was asked (P3)."""
 
     core_class = _TakesAnyPlan
 
@@ -149,7 +148,7 @@ class _DeafWhilePlanning(Coordinator):
 
 
 class IgnoresVotesWhilePlanning(SimCoordinator):
-    """A vote that is heard of while a recovery is planned does not count."""
+    """A vote that is heard of while a recovery is planned does not count (P2)."""
 
     core_class = _DeafWhilePlanning
 
@@ -343,14 +342,36 @@ class GivesUpEarly(SimCoordinator):
     shards_class = _CountsOldWords
 
 
+class _ForgetsCommits(Shards[int, BlockState]):
+    """Parts of a checkpoint that is being committed are waited for after a loss, and never come."""
+
+    def decided(
+        self, epoch: int, members: Collection[int], *, again: int | None, rollback: int | None
+    ) -> list[Complete[int, BlockState] | GivenUp]:
+        committing, self._committing = self._committing, set()
+        found = super().decided(epoch, members, again=again, rollback=rollback)
+        self._committing = committing
+        return found
+
+
+class GivesUpWhatIsCommitted(SimCoordinator):
+    """At the end a checkpoint is given up that is being committed."""
+
+    shards_class = _ForgetsCommits
+
+
 # ----------------------------------------------------------------------------------------------------- two coordinators
+
+
+class _NoFence(TermFence):
+    def refusal(self, term: int) -> str | None:
+        return None
 
 
 class UnfencedStore(SimStore):
     """Takes records of any coordinator."""
 
-    def check(self, term: int) -> None:
-        pass
+    fence_class = _NoFence
 
 
 class _TermlessMember(Member):
@@ -480,19 +501,19 @@ MUTANTS = {
             "seed=6285242 heartbeat_bound=25 cut:1-2@1 hang:1@25+40",
         ),
         Mutant(
-            "refill-alone",
+            "replicate-alone",
             "a worker chooses other new followers than its peers",
             Build(machine=ChoosesByItself),
             "kill:0@0",
         ),
         Mutant(
-            "refill-once",
+            "replicate-once",
             "base copies are not sent again in another attempt",
             Build(machine=CopiesOnce),
             "retry_step=3 kill:1@22",
         ),
         Mutant(
-            "refill-without-gradient",
+            "replicate-without-gradient",
             "a new follower gets the base copy, but not the gradient of that step",
             Build(machine=LeavesOutNewFollowers),
             "kill:1@0",
@@ -565,6 +586,13 @@ MUTANTS = {
             "widths=1,1,1 blocks_per_layer=1 num_microbatches=1 checkpoint_every=2 kill:2@36",
         ),
         Mutant(
+            "give-up-committing",
+            "a checkpoint is given up at the end while it is being committed",
+            Build(coordinator=GivesUpWhatIsCommitted),
+            "widths=1,1 num_microbatches=1 commit_delay=60 kill:1@54",
+            real=True,
+        ),
+        Mutant(
             "no-terms",
             "two coordinators write and are believed",
             Build(machine=IgnoresTerms, store=UnfencedStore),
@@ -581,7 +609,7 @@ MUTANTS = {
             "old-name",
             "a stored decision is sent under the term of the coordinator that made it",
             Build(coordinator=SendsInOldName),
-            "widths=2,1,1 kill:1@53 kill:c@78",
+            "widths=2,1,1 kill:1@53 kill:c@75",
             real=True,
         ),
     )

@@ -65,6 +65,9 @@ class Observer:
     def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: Exponents) -> None:
         """A coordinator has made a durable checkpoint."""
 
+    def committing(self, step: int) -> None:
+        """A coordinator asks for a complete checkpoint to be made durable, which takes a while."""
+
     def given_up(self, step: int, members: Collection[int]) -> None:
         """A coordinator with these members has given up a step's durable checkpoint, and said so."""
 

@@ -73,8 +73,9 @@ def run_schedule(
         job.num_microbatches,
         job.checkpoint_every,
         lambda vector: asks_checkpoint(job, vector),
+        job.stop_step,
     )
-    counter = CoverageCounter()
+    counter = CoverageCounter(job.steps)
     world = World(
         schedule,
         [*checkers, counter],

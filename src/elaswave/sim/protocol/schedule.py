@@ -84,6 +84,8 @@ class Conditions(NamedTuple):
     """Whether frames that a process has sent before its death still arrive."""
     plan_delay: int = 0
     """How long a recovery is planned; 0: the answer comes in the same turn. Beyond a bound the planner has failed."""
+    commit_delay: int = 0
+    """How long a complete checkpoint is committed; 0: it is durable in the same turn."""
 
 
 class Schedule(NamedTuple):
@@ -164,6 +166,7 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
     drawn = _random_job(rng)._replace(
         change_step=random.Random(f"change of {seed}").choice((0, 0, 1, 2)),
         ask_step=random.Random(f"request of {seed}").choice((0, 0, 1, 2)),
+        stop_step=random.Random(f"stop of {seed}").choice((0, 0, 0, 0, 0, 1, 2)),
     )
     job = drawn if job is None else job
     num_workers, steps = job.num_workers, job.steps
@@ -177,6 +180,7 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         slow_by=rng.choice((5, 15, 40)),
         keeps_in_flight=rng.random() < 0.6,
         plan_delay=random.Random(f"plan of {seed}").choice((0, 0, 0, 4, 15, 60)),
+        commit_delay=random.Random(f"commit of {seed}").choice((0, 0, 4, 15, 60)),
     )
     span = 8 * num_workers * steps
     at = rng.randrange(span)

@@ -107,6 +107,9 @@ _LATE = Conditions(exit_delay=40, link_delay=30)
 _SLOW_PLAN = _PROMPT._replace(plan_delay=20)
 """Long enough for another loss to be noticed, and reported about, before the planner answers."""
 
+_SLOW_COMMIT = _PROMPT._replace(commit_delay=20)
+"""Long enough for a loss to be decided upon while a checkpoint is committed."""
+
 JOB_OF_3 = Job(widths=(2, 1), steps=2, checkpoint_every=1, retry_step=2)
 JOB_OF_4 = Job(widths=(2, 2), steps=2, retry_step=2)
 CHANGING_JOB = Job(widths=(2, 1), steps=3, change_step=1)
@@ -135,6 +138,7 @@ SPACES = {
         Space("3-workers-change-1-fault", CHANGING_JOB, _weathers(3), (ALL_KINDS,)),
         Space("3-workers-change-2-kills", CHANGING_JOB, (_PROMPT,), (("kill",), ("kill", "suspect"))),
         Space("3-workers-slow-plan-2-faults", JOB_OF_3, (_SLOW_PLAN,), (("kill", "suspect"), ("kill", "suspect"))),
+        Space("3-workers-slow-commit-2-faults", JOB_OF_3, (_SLOW_COMMIT,), (("kill", "suspect"), ("kill", "suspect"))),
         Space("4-workers-2-kills", JOB_OF_4, (_PROMPT,), (("kill",), ("kill",))),
     )
 }

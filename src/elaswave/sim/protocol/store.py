@@ -1,6 +1,7 @@
 """The simulated journal: what coordinators persist outlives them, and only the newest one can write."""
 
-from elaswave.protocol.events import Record, TermRecord
+from elaswave.protocol.events import Record
+from elaswave.protocol.fence import TermFence
 
 
 class StaleTermError(Exception):
@@ -10,23 +11,32 @@ class StaleTermError(Exception):
 class SimStore:
     """What coordinators persist: refuses all but the newest one."""
 
+    fence_class = TermFence
+
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self._term = 0
+        self._fence = self.fence_class()
 
     def append(self, record: Record) -> None:
         """Writes a record.
 
         Raises:
-            StaleTermError: a coordinator of a newer term has written.
+            StaleTermError: another coordinator has begun this term or a newer one.
         """
-        self.check(record.term)
-        if isinstance(record, TermRecord) and record.term == self._term:
-            raise StaleTermError(f"another coordinator has begun term {record.term}")
-        self._term = record.term
+        _check(self._fence.refusal_of(record))
+        self._fence.took(record)
         self.records.append(record)
 
     def check(self, term: int) -> None:
-        """Refuses coordinators that have been replaced."""
-        if term < self._term:
-            raise StaleTermError(f"the store has been written by a coordinator of term {self._term}")
+        """Refuses coordinators that have been replaced, as the lock on the product's journal does: what they make
+        durable beside the machine's records bears no term.
+
+        Raises:
+            StaleTermError: a coordinator of a newer term has written.
+        """
+        _check(self._fence.refusal(term))
+
+
+def _check(refusal: str | None) -> None:
+    if refusal is not None:
+        raise StaleTermError(f"the store {refusal}")

@@ -4,15 +4,12 @@ What the product's `elaswave.worker.process` does with threads and sockets happe
 order is the machine's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elaswave.protocol.ballot import Request, VoteOutcome
 from elaswave.protocol.engine import Committed, Key, Pause, Phase, StepObserver
 from elaswave.protocol.facts import Facts
-from elaswave.protocol.member import MemberState
 from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Installed, Registered
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.engine import ToyCopy, ToyEngine
@@ -27,11 +24,9 @@ from elaswave.sim.protocol.messages import (
     SimReady,
     StepDone,
 )
+from elaswave.sim.protocol.world import World
 from elaswave.state.placement import Role, roles_of
 from elaswave.types import ExecutionParameters
-
-if TYPE_CHECKING:
-    from elaswave.sim.protocol.world import World
 
 SimMachine = WorkerMachine[ToyCopy]
 
@@ -108,9 +103,7 @@ class SimWorker:
 
     def registration(self) -> Registered:
         """The first words on a new control connection."""
-        member, report = self.machine.member, self.machine.report
-        waits = member.state is MemberState.REPORTED
-        return Registered(worker=self.id, address=str(self.id), epoch=member.epoch, report=report if waits else None)
+        return self.machine.registration(str(self.id))
 
     def on_connected(self) -> None:
         """A new control connection is up: say again what was not acknowledged, and all that holds."""
@@ -218,7 +211,8 @@ class _SimOutbox:
         self._host.world.to_coordinator(self._host, message, durable=durable)
 
     def request(self) -> Request:
-        return Request.NONE
+        stop_step = self._host.job.stop_step
+        return Request.STOP if 0 < stop_step <= self._host.machine.step else Request.NONE
 
     def ready(self) -> SimReady:
         return SimReady(self._host.id)
@@ -239,7 +233,7 @@ class _SimOutbox:
     def finished(self, stopped: bool) -> FinishedReport:
         machine = self._host.machine
         states = {block: (copy.role is Role.OWNER, copy.version, copy.state) for block, copy in machine.copies.items()}
-        return FinishedReport(self._host.id, machine.member.epoch, states)
+        return FinishedReport(self._host.id, machine.member.epoch, machine.last_step, stopped, states)
 
 
 class _SimDisk:

@@ -81,6 +81,9 @@ class CoordinatorActor(Protocol):
     def on_message(self, link: "ControlLink", message: Any) -> None:
         """A message of a worker has arrived."""
 
+    def on_committed(self, step: int) -> None:
+        """A checkpoint that it has asked for is durable."""
+
     def on_link_closed(self, worker: int) -> None:
         """A control connection has closed."""
 
@@ -129,6 +132,8 @@ class World:
         self.store = store
         self.disk: dict[int, tuple[dict[int, BlockState], Exponents]] = {}
         """Durable checkpoints: step -> (blocks, grids)."""
+        self.written: set[int] = set()
+        """Steps of those, as the journal has it."""
         self.given_up: set[int] = set()
         """Steps whose durable checkpoints were given up, as the journal has it."""
         self.published_step = 0
@@ -417,6 +422,21 @@ class World:
         if evidence.commits:
             self.published_step = max(self.published_step, evidence.step)
             self.see.published(evidence.step, losses_of(self.job, evidence.vector))
+
+    def commit(self, coordinator: CoordinatorActor, step: int, states: dict[int, BlockState], grid: Exponents) -> None:
+        """A coordinator asks for a commit. It is broken off if that coordinator ends first; its answer may be lost."""
+        delay = self.conditions.commit_delay
+        if delay:
+            self.see.committing(step)
+            self._at(delay, self._commit, coordinator, step, states, grid)
+        else:
+            self.disk[step] = (states, grid)
+            coordinator.on_committed(step)
+
+    def _commit(self, coordinator: CoordinatorActor, step: int, states: dict[int, BlockState], grid: Exponents) -> None:
+        if not coordinator.dead:
+            self.disk[step] = (states, grid)
+            self._at(self.delay(), self._act, coordinator, coordinator.on_committed, (step,))
 
     def leave(self, worker: WorkerActor, reason: str) -> None:
         """A worker ends itself."""

@@ -1,0 +1,19 @@
+"""What the toy engine and the links of a simulated worker know of it."""
+
+from typing import Any, Protocol
+
+from elaswave.protocol.worker import WorkerMachine
+from elaswave.sim.protocol.job import Job, Model
+from elaswave.sim.protocol.world import WorkerActor, World
+
+
+class Host(WorkerActor, Protocol):
+    """A simulated worker: an `elaswave.sim.protocol.worker.SimWorker`."""
+
+    job: Job
+    model: Model
+    world: World
+
+    @property
+    def machine(self) -> WorkerMachine[Any]:
+        """The machine that it drives."""
