@@ -4,7 +4,7 @@
 
 Plans for the loss of 6 workers, in a uniform cluster and in one where every hundredth worker is slow, with all axes and
 moves. The model is Llama-2 7B's block, as many times as the pipeline needs; all costs are described, nothing trains.
-Times are wall-clock seconds of one call, the best of several; the rivals are not asked.
+Times are wall-clock seconds of one call, the best of several; the baselines are not asked.
 """
 
 import argparse

@@ -130,16 +130,16 @@ def main() -> int:
         if options.hangs:
             lines.append(measure(Line(num_workers, "paced", "hang"), options.hangs, options.seed))
     rows = [line.row() for line in lines]
-    rivals: list[dict] = []
+    baselines: list[dict] = []
     if options.torchft and importlib.util.find_spec("torchft"):
-        rivals = [
+        baselines = [
             torchft_recovery.measure(replicas, options.torchft, FORWARD_S + BACKWARD_S) for replicas in TORCHFT_REPLICAS
         ]
     where["load_after"] = machine()["load_before"]
     if options.json:
-        print(json.dumps({"machine": where, "rows": rows, "torchft": rivals}, indent=2))
+        print(json.dumps({"machine": where, "rows": rows, "torchft": baselines}, indent=2))
     else:
-        print_table(rows, rivals, where)
+        print_table(rows, baselines, where)
     return 1 if any(row["missed"] or not row["same_bits"] for row in rows) else 0
 
 
@@ -203,7 +203,7 @@ def _cpu_s() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-def print_table(rows: list[dict], rivals: list[dict], where: dict) -> None:
+def print_table(rows: list[dict], baselines: list[dict], where: dict) -> None:
     """The rows for people."""
     print_header(where)
     print("milliseconds from the fault until every survivor computes again; parts: medians (worst)")
@@ -221,8 +221,8 @@ def print_table(rows: list[dict], rivals: list[dict], where: dict) -> None:
             + " ".join(f"{part:>11}" for part in parts)
             + f" {_ms(row['redo_s']):>6} {'same' if row['same_bits'] else 'NOT':>5}"
         )
-    if rivals:
-        torchft_recovery.print_table(rivals)
+    if baselines:
+        torchft_recovery.print_table(baselines)
     else:
         print("skipped: torchft is not installed (the `bench` extra has it)")
 

@@ -1,4 +1,4 @@
-"""Throughput of 96 workers after losses: ElasWave's plans against its rivals', and what each of its moves is worth.
+"""Throughput of 96 workers after losses: ElasWave's plans against the baselines', and what each of its moves is worth.
 
     python benchmarks/throughput.py [--models llama-2-7b ...] [--layouts 12x8 ...] [--lost 1 5] [--jobs 2] [--json]
 
@@ -38,7 +38,7 @@ NUM_WORKERS = 96
 NEEDED_CAPACITY = 0.97
 """Median over spread losses."""
 NEEDED = {"recycle": 1.35, "torchft_batch_kept": 1.60}
-"""Times a rival's throughput, where arithmetic permits: where the fault-free throughput that is left is that much."""
+"""Times a baseline's throughput, where arithmetic permits: where so much is left of the fault-free throughput."""
 EXPECTED_AT: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "recycle": lambda row: row["layout"] == "12x8" and row["pattern"] == "clustered" and row["lost"] in (4, 5),
     "torchft_batch_kept": lambda row: row["layout"] == "12x8" and row["pattern"] == "spread" and row["lost"] >= 5,
@@ -56,7 +56,7 @@ ABLATIONS: Mapping[str, Options] = {
     "no mixed depths": Options(mix_depths=False),
     "own schedule only": Options(schedules=("1f1b",)),
 }
-"""What is switched off; without the rivals' plans as candidates."""
+"""What is switched off; without the baselines' plans as candidates."""
 
 
 SLOW_SPEED = 0.7
@@ -181,12 +181,12 @@ def simulate_loss(
             plans[name] = policy(left, costs, start, event)
         except InfeasiblePlan as error:
             refused[name] = str(error)
-    rivals = [
+    baselines = [
         lambda *_, known=known: known  # type: ignore[misc]
         for known in plans.values()
         if known.allocation.num_microbatches == number
     ]
-    ours = plan(left, costs, start, event, rivals=rivals)
+    ours = plan(left, costs, start, event, baselines=baselines)
     rates = {name: each.allocation.num_microbatches / each.predicted_step_s for name, each in plans.items()}
     rate = number / ours.predicted_step_s
     share = left.num_workers / cluster.num_workers
@@ -268,7 +268,7 @@ def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             expected = EXPECTED_AT[name](row)
             if permitted < target and not expected:
                 continue
-            found = {"setting": title(row), "rival": name, "times": times, "needed": target, "permitted": permitted}
+            found = {"setting": title(row), "baseline": name, "times": times, "needed": target, "permitted": permitted}
             needed.append(found | {"expected": expected})
             if permitted >= target > times:
                 missed.append(f"{title(row)}: {times:.3f} times {name}, needed: {target}, permitted: {permitted:.3f}")
@@ -288,7 +288,7 @@ def print_table(rows: Sequence[dict[str, Any]], summary: dict[str, Any], where: 
     """For people."""
     print_header(where)
     names = [name for name in POLICIES if name != "elaswave"]
-    print("throughput relative to each rival's; capacity: of what is left of the fault-free throughput")
+    print("throughput relative to each baseline's; capacity: of what is left of the fault-free throughput")
     print(f"{'model':<12} {'layout':>6} {'mb':>3} {'lost':>12} {'step ms':>8} {'capacity':>8} " + " ".join(
         f"{name.replace('torchft_batch_kept', 'tft kept').replace('recycle_normalized', 'rc norm')[:9]:>9}"
         for name in names
@@ -303,7 +303,7 @@ def print_table(rows: Sequence[dict[str, Any]], summary: dict[str, Any], where: 
     if summary["capacity_median"] is not None:
         print(f"\nmedian capacity over spread losses: {summary['capacity_median']:.3f} (needed: {NEEDED_CAPACITY})")
     for name, target in NEEDED.items():
-        asked = [each for each in summary["needed"] if each["rival"] == name]
+        asked = [each for each in summary["needed"] if each["baseline"] == name]
         permitted = [each for each in asked if each["permitted"] >= target]
         reached = sum(each["times"] >= target for each in asked)
         print(f"{target} times {name}: permitted by the capacity that is left in {len(permitted)} settings, reached in "

@@ -36,7 +36,7 @@ UNDISTURBED = "none"
 BATCH_SHRINKS = ("torchft",)
 LOST_IN_STEP = 5
 NOISE = 0.02
-"""ElasWave is not below any rival that keeps the batch by more than that."""
+"""ElasWave is not below any baseline that keeps the batch by more than that."""
 ERROR_MAX = 0.05
 """Of a prediction, relative to what was measured."""
 LOAD_MAX = 1.2
@@ -86,7 +86,7 @@ class Job(NamedTuple):
 
 
 def main() -> int:
-    """Runs the benchmark; the exit code is 1 if a prediction is off by over 5 %, bits differ, or a rival is faster."""
+    """Runs the benchmark; the exit code is 1 if a prediction is off by over 5 %, bits differ, a baseline is faster."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS)[:3])
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
@@ -153,8 +153,9 @@ def _rows(setting: Setting, arguments: argparse.Namespace) -> list[dict[str, Any
     for row in rows:
         if row["policy"] == "elaswave" and row["microbatches_per_s"] < best * (1 - NOISE):
             row["missed"] = True
-        for rival in ("recycle", "torchft_batch_kept"):
-            row[f"against_{rival}"] = row["microbatches_per_s"] / by_policy[rival] if rival in by_policy else None
+        for baseline in ("recycle", "torchft_batch_kept"):
+            theirs = by_policy.get(baseline)
+            row[f"against_{baseline}"] = None if theirs is None else row["microbatches_per_s"] / theirs
     return rows
 
 

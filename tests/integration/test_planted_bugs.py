@@ -33,20 +33,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return run_job(tmp_path_factory.mktemp("undisturbed"), LAYOUT)
 
 
-class Plant:
+class Mutation:
     """Calls a function before the vote of a step on one worker: in the first attempt, or in every one.
 
     Args:
-        plant: the bug.
+        mutate: what goes wrong.
         worker: where it is.
         step: when.
         always: strikes again in every attempt.
     """
 
     def __init__(
-        self, plant: Callable[[Machine], None], worker: int, *, step: int = STEP, always: bool = False
+        self, mutate: Callable[[Machine], None], worker: int, *, step: int = STEP, always: bool = False
     ) -> None:
-        self.plant = plant
+        self.mutate = mutate
         self.worker = worker
         self.step = step
         self.always = always
@@ -54,7 +54,7 @@ class Plant:
     def reached(self, phase: str, index: int, machine: Machine) -> None:
         here = (machine.worker, machine.step, phase) == (self.worker, self.step, "vote")
         if here and (self.always or machine.attempt == 1):
-            self.plant(machine)
+            self.mutate(machine)
 
 
 class StaleFollower:
@@ -189,8 +189,8 @@ def retries_of(job: Job, step: int = STEP) -> list[str]:
     [
         (PlantedProgram(run_twice, always=False), "coverage (micro-batch 1 was added 2 times in layers [0, 1, 2, 3]"),
         (PlantedProgram(run_not_at_all, always=False), "coverage (micro-batch 1 was added 0 times in layers [0, 1"),
-        (Plant(flip_gradient, 1), f"agreement ({DIFFERS})"),
-        (Plant(flip_owned_gradient, 0), f"agreement ({DIFFERS})"),
+        (Mutation(flip_gradient, 1), f"agreement ({DIFFERS})"),
+        (Mutation(flip_owned_gradient, 0), f"agreement ({DIFFERS})"),
         (FlippedSum(owner=0), CHANGED_SUM),
         (FlippedSum(owner=1), CHANGED_SUM),
     ],
@@ -212,11 +212,11 @@ def test_a_fault_that_strikes_once_costs_an_attempt_and_no_bit(
     [
         (PlantedProgram(run_twice, always=True), "coverage (micro-batch 1 was added 2 times in layers [0, 1, 2, 3]"),
         (PlantedProgram(run_not_at_all, always=True), "coverage (micro-batch 1 was added 0 times in layers [0, 1"),
-        (Plant(flip_gradient, 1, always=True), DIFFERS),
+        (Mutation(flip_gradient, 1, always=True), DIFFERS),
         (FlippedSum(owner=0, always=True), CHANGED_SUM),
-        (Plant(own_it_too, 1), "block 0 has 2 owners and 0 followers, needed are 1 and 1"),
-        (Plant(lose_update, 1), "a copy of block 0 is 1 steps behind"),
-        (Plant(another_next_layout, 2), "the next layout differs between workers [0, 1, 3] and [2]"),
+        (Mutation(own_it_too, 1), "block 0 has 2 owners and 0 followers, needed are 1 and 1"),
+        (Mutation(lose_update, 1), "a copy of block 0 is 1 steps behind"),
+        (Mutation(another_next_layout, 2), "the next layout differs between workers [0, 1, 3] and [2]"),
     ],
     ids=["run twice", "not run", "flipped", "sum", "two owners", "stale follower", "two next layouts"],
 )
@@ -232,14 +232,14 @@ def test_a_bug_that_stays_ends_the_job_and_is_named(probe: Any, finding: str, tm
 def test_a_fault_in_the_first_attempt_of_all_still_leaves_room_to_measure_the_grids(
     undisturbed: Job, tmp_path: Path
 ) -> None:
-    job = run_job(tmp_path, LAYOUT, probe=Plant(flip_gradient, 1, step=1))
+    job = run_job(tmp_path, LAYOUT, probe=Mutation(flip_gradient, 1, step=1))
     assert job.computation == undisturbed.computation
     first, second = retries_of(job, step=1)
     assert "block 0 differs" in first
     assert second == "the first gradients have been measured"
 
 
-@pytest.mark.parametrize("probe", [StaleFollower(1), Plant(flip_master, 1)], ids=["missed update", "flipped bit"])
+@pytest.mark.parametrize("probe", [StaleFollower(1), Mutation(flip_master, 1)], ids=["missed update", "flipped bit"])
 def test_a_copy_that_has_silently_changed_is_found_within_one_sampling_period(probe: Any, tmp_path: Path) -> None:
     reporter = QuietReporter()
     with pytest.raises(WorkerError, match="block 0 differs between its owner, worker 0, and its followers"):
@@ -256,5 +256,5 @@ def test_a_base_copy_that_came_corrupted_is_found_before_it_counts(undisturbed: 
 
 def test_a_job_that_a_bug_has_ended_resumes_to_the_same_bits(undisturbed: Job, tmp_path: Path) -> None:
     with pytest.raises(WorkerError):
-        run_job(tmp_path, LAYOUT | {"run.checkpoint_every": 1}, probe=Plant(flip_gradient, 1, step=5, always=True))
+        run_job(tmp_path, LAYOUT | {"run.checkpoint_every": 1}, probe=Mutation(flip_gradient, 1, step=5, always=True))
     assert run_job(tmp_path, LAYOUT, resume=True).computation == undisturbed.computation

@@ -1,4 +1,4 @@
-"""Every policy in real jobs: rivals go on as they plan, ElasWave changes its layout afterwards, and the bits stay."""
+"""Every policy in real jobs: baselines go on as they plan, ElasWave changes its layout later, and the bits stay."""
 
 import os
 from pathlib import Path
@@ -42,7 +42,7 @@ def layouts(job: Job) -> list[LayoutChosen]:
 
 
 @pytest.mark.parametrize("policy", ["recycle", "recycle_normalized", "torchft_batch_kept", "oobleck", "full_restart"])
-def test_a_rival_that_keeps_the_batch_keeps_the_bits(tmp_path: Path, reference: Job, policy: str) -> None:
+def test_a_baseline_that_keeps_the_batch_keeps_the_bits(tmp_path: Path, reference: Job, policy: str) -> None:
     settings = EMULATED | {"elastic.policy": f'"{policy}"', "run.checkpoint_every": 2}
     job = run_job(tmp_path / "run", settings, faults=["kill:1@5:backward", "kill:5@8:gather"])
     assert job.computation == reference.computation

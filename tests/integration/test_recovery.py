@@ -127,15 +127,15 @@ def test_two_followers_survive_the_loss_of_any_two_at_once(tmp_path: Path, refer
     assert job.result.epochs[-1].layout.workers == (2, 3)
 
 
-def test_followers_are_refilled_so_that_a_later_loss_is_survived_too(tmp_path: Path, reference: Job) -> None:
+def test_followers_are_replicated_again_so_that_a_later_loss_is_survived_too(tmp_path: Path, reference: Job) -> None:
     job = _survive(tmp_path / "run", reference, ["kill:0@2:forward", "kill:1@4:gather", "kill:2@6:vote"])
     assert job.result.epochs[-1].layout.workers == (3,)
 
 
-@pytest.mark.parametrize("refill_bytes", [12 * 1024, 1 << 20])
-def test_a_kill_while_followers_are_being_refilled(tmp_path: Path, reference: Job, refill_bytes: int) -> None:
-    """With two followers every block still has another copy, however far the refilling has come."""
-    settings = {"elastic.num_followers": 2, "elastic.refill_bytes_per_step": refill_bytes}
+@pytest.mark.parametrize("replicated_bytes", [12 * 1024, 1 << 20])
+def test_a_kill_during_re_replication(tmp_path: Path, reference: Job, replicated_bytes: int) -> None:
+    """With two followers every block still has another copy, however far re-replication has come."""
+    settings = {"elastic.num_followers": 2, "elastic.refill_bytes_per_step": replicated_bytes}
     _survive(tmp_path / "run", reference, ["kill:0@2:backward", "kill:1@3:reduce"], settings)
 
 

@@ -212,7 +212,7 @@ def test_as_many_losses_as_followers_are_survived(layout, num_followers, block_s
 
 
 @given(placements(), st.integers(0, 3), st.integers(0, 80), st.data())
-def test_rounds_of_refilling_end_with_every_copy_in_place(case, num_followers, max_elements, data):
+def test_rounds_of_re_replication_end_with_every_copy_in_place(case, num_followers, max_elements, data):
     layout, lost, blocks, placement, _ = case
     layout = survivor_layout(layout, lost)
     promotion = promote(placement, blocks, layout, lambda _, worker: worker not in lost)

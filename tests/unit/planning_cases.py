@@ -87,9 +87,9 @@ def plan(
     options: Options | None = None,
     axes: Collection[Axis] | None = None,
     horizon_s: float | None = None,
-    rivals: Sequence[Planner] = (),
+    baselines: Sequence[Planner] = (),
 ) -> Plan:
     """ElasWave's plan, with these axes and this horizon instead of the options'."""
     given = {"axes": None if axes is None else frozenset(axes), "horizon_s": horizon_s}
     changed = {name: value for name, value in given.items() if value is not None}
-    return planner.plan(*arguments, options=replace(options or Options(), **changed), rivals=rivals)
+    return planner.plan(*arguments, options=replace(options or Options(), **changed), baselines=baselines)

@@ -15,7 +15,7 @@ from elaswave.config.own import OWN
 from elaswave.config.schema import Config
 from elaswave.costs.analytic import ACCUMULATOR_BYTES
 from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.memory import MemoryModel
+from elaswave.costs.memory import MemoryModel, num_copies
 
 
 class Memory(NamedTuple):
@@ -47,7 +47,7 @@ def least_memory(config: Config, layer_parameters: Sequence[int] = ()) -> Memory
     costs = _own_costs(config, layer_parameters) if is_own else _least_costs(config)
     num_parameters = sum(layer_parameters) if is_own else shape_of(config).num_parameters
     widths, num_stages = config.widths, len(config.widths)
-    copies = 1 + min(config.elastic.num_followers, sum(widths) - 1)
+    copies = num_copies(config.elastic.num_followers, sum(widths))
     total, fullest = 0, Memory(0, 0, 0, 0, 0, 0)
     for stage, (start, stop) in enumerate(pairwise(accumulate(config.layers_per_stage, initial=0))):
         in_flight = min(-(-config.batch.num_microbatches // widths[stage]), num_stages - stage)

@@ -1,7 +1,7 @@
 """What the coordinator knows of how long things take in the running job: the planner's costs, kept current.
 
 Workers tell medians of their actions now and then (`Timings`), and one of them with every step how long its phases
-took. `elaswave.costs.profiled` makes costs of it. On emulated devices the described costs are the truth, and only
+took. `elaswave.costs.profiled` makes costs of it. On emulated devices the analytic costs are the truth, and only
 what a step costs beside its actions is measured.
 """
 
@@ -32,8 +32,8 @@ class Measurements:
 
     def __init__(self, config: Config, layer_parameters: Sequence[int] = ()) -> None:
         self._is_emulated = config.device.kind == "emulated"
-        self._described = emulated_costs(config) if self._is_emulated else estimated_costs(config, layer_parameters)
-        self._meter = CostMeter(self._described)
+        self._analytic = emulated_costs(config) if self._is_emulated else estimated_costs(config, layer_parameters)
+        self._meter = CostMeter(self._analytic)
         self._speeds = cluster_of(config).speed.tolist()
         self._levels = device_of(config).levels
         self._waiting: dict[int, Timings] = {}
@@ -50,7 +50,7 @@ class Measurements:
             The report of a round that has ended by this, else nothing.
         """
         ended = self._end_round() if timings.worker in self._waiting else []
-        if timings.actions and timings.actions[-1].stop <= self._described.num_layers:
+        if timings.actions and timings.actions[-1].stop <= self._analytic.num_layers:
             self._waiting[timings.worker] = timings
         return self._end_round() if len(self._waiting) >= num_members else ended
 
@@ -83,7 +83,7 @@ class Measurements:
 
     def costs(self) -> Costs | None:
         """The planner's costs; None on a real device before all workers have reported."""
-        costs = self._described
+        costs = self._analytic
         if not self._is_emulated:
             if not self._meter.num_reports:
                 return None
@@ -99,4 +99,4 @@ class Measurements:
 
     def known_or_estimated(self) -> Costs:
         """The planner's costs; before anything is measured those that follow from the layers' sizes."""
-        return self.costs() or self._described
+        return self.costs() or self._analytic

@@ -2,7 +2,7 @@
 
 ElasWave's survivors go on at once with the interim layout of `elaswave.planning.recovery`, for which nothing is
 planned; what its planner then finds (layers that migrate, workers that change stage, shared layers, another schedule,
-other frequencies) follows as a planned change. A rival's plan is installed by the recovery itself.
+other frequencies) follows as a planned change. A baseline's plan is installed by the recovery itself.
 
 Workers without micro-batches stay where they were, so that they go on holding blocks and voting.
 """
@@ -58,8 +58,8 @@ def planners_of(config: Config) -> dict[str, Planner]:
     policies = dict(
         make_policies(RecoveryTimes(restart_s=config.elastic.restart_s, horizon_s=config.elastic.horizon_s))
     )
-    rivals = tuple(each for name, each in policies.items() if name not in (ELASWAVE, "torchft"))
-    policies[ELASWAVE] = partial(_elaswave, config=config, rivals=rivals)
+    baselines = tuple(each for name, each in policies.items() if name not in (ELASWAVE, "torchft"))
+    policies[ELASWAVE] = partial(_elaswave, config=config, baselines=baselines)
     return policies
 
 
@@ -70,7 +70,7 @@ def _elaswave(
     event: ClusterEvent,
     *,
     config: Config,
-    rivals: tuple[Planner, ...],
+    baselines: tuple[Planner, ...],
 ) -> Plan:
     is_emulated = config.device.kind == "emulated"
     options = Options(
@@ -80,7 +80,7 @@ def _elaswave(
         # What a backward costs in two halves is not known of a real device before it has run any.
         schedules=None if is_emulated else (allocation.schedule,),
     )
-    return elaswave_plan(cluster, costs, allocation, event, options=options, rivals=rivals if is_emulated else ())
+    return elaswave_plan(cluster, costs, allocation, event, options=options, baselines=baselines if is_emulated else ())
 
 
 class Replanner:
@@ -139,8 +139,10 @@ class Replanner:
         """
         return self._job.within_memory(layout, execution)
 
-    def rival(self, layout: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs) -> Replanned:
-        """What the run's policy, a rival's, does after a loss.
+    def baseline(
+        self, layout: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs
+    ) -> Replanned:
+        """What the run's policy, a baseline's, does after a loss.
 
         Falls back to the survivors' interim layout where the policy has no plan (a replica group is all that was left),
         or fails: the reason says so.
@@ -154,7 +156,7 @@ class Replanner:
         try:
             plan = self._ask(self.policy, layout, execution, lost, costs)
             return self._replanned(plan, interim, costs)
-        except Exception as error:  # whatever is wrong with a rival must not end a job that can go on
+        except Exception as error:  # whatever is wrong with a baseline must not end a job that can go on
             is_answer = isinstance(error, InfeasiblePlan | ValueError)
             _log.warning("%s has no plan: %s", self.policy, error, exc_info=not is_answer)
             reason = f"{self.policy} has no plan ({error}): survivors keep their stages"

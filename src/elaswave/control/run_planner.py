@@ -49,13 +49,13 @@ class RunPlanner:
         return self._replanner.restarts
 
     def is_quick(self, question: PlanRecovery) -> bool:
-        """Whether a recovery is planned within milliseconds: not where a rival policy's planner is asked."""
+        """Whether a recovery is planned within milliseconds: not where a baseline policy's planner is asked."""
         return not question.lost or self._replanner.policy == ELASWAVE
 
     def recovery(self, question: PlanRecovery) -> Callable[[], RecoveryPlan]:
         """How the members go on after a loss: survivors keep their stages, or as the run's policy has it."""
         self._struck = (question.layout, question.lost)
-        return partial(self._survivors, question) if self.is_quick(question) else self._rival(question)
+        return partial(self._survivors, question) if self.is_quick(question) else self._baseline(question)
 
     def _survivors(self, question: PlanRecovery) -> RecoveryPlan:
         layout, execution = question.layout, question.execution
@@ -64,12 +64,12 @@ class RunPlanner:
             execution = self._replanner.within_memory(layout, execution)
         return self._with_placement(question, layout, execution=execution)
 
-    def _rival(self, question: PlanRecovery) -> Callable[[], RecoveryPlan]:
+    def _baseline(self, question: PlanRecovery) -> Callable[[], RecoveryPlan]:
         costs = self.measurements.known_or_estimated()  # takes too long where nothing needs it
         replanner = self._replanner.at(self.measurements.speeds())
 
         def plan() -> RecoveryPlan:
-            found = replanner.rival(question.layout, question.execution, question.lost, costs)
+            found = replanner.baseline(question.layout, question.execution, question.lost, costs)
             return self._with_placement(
                 question,
                 found.layout,

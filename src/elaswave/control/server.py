@@ -169,12 +169,6 @@ class ControlServer(Generic[_T]):
                 reached.append(peer)
         return reached
 
-    def disconnect(self, peer: int) -> None:
-        """Ends a peer's connection, if there is one, after what was sent before. `on_closed` is called."""
-        connection = self._peers.get(peer)
-        if connection is not None:
-            connection.transport.close()
-
     async def close(self, flush_timeout_s: float = 1.0) -> None:
         """Stops listening, sends what waits, ends all connections. No callback is called any more.
 

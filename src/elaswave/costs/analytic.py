@@ -191,7 +191,7 @@ def analytic_costs(
     return Costs(
         layers=tuple(map(layer_costs, work)),
         step_overhead_s=between_nodes.transfer_s(exposed_bytes),
-        source=f"described: {shape.name} ({shape.source}) on {preset.device.name} ({preset.device.source}) at "
+        source=f"analytic: {shape.name} ({shape.source}) on {preset.device.name} ({preset.device.source}) at "
         f"{efficiency:.0%} of its peak ({preset.efficiency_source}), {sizes}{group}"
         + (", blocks run again before their backward" if recompute else ""),
     )
@@ -238,7 +238,7 @@ def analytic_shares(
             )
             for layer in work
         ),
-        source=f"described: {shape.name}, in proportion only",
+        source=f"analytic: {shape.name}, in proportion only",
     )
 
 

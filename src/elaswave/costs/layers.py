@@ -1,4 +1,4 @@
-"""What layers cost: seconds and bytes, described or measured. Pure values.
+"""What layers cost: seconds and bytes, analytic or profiled. Pure values.
 
 Seconds are those of one micro-batch on one worker of speed 1.0 at its device's base frequency level.
 """

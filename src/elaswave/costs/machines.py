@@ -5,7 +5,7 @@ Workers are columns of arrays, not objects: plans are made for a million of them
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -214,34 +214,6 @@ class Cluster:
         columns = {name: getattr(self, name)[chosen] for name in ("ids", "node", "speed", "memory_bytes", "device")}
         return replace(self, **columns)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data: columns as lists."""
-        document = {name: getattr(self, name).tolist() for name in ("ids", "node", "speed", "memory_bytes", "device")}
-        document |= {
-            name: msgspec.to_builtins(getattr(self, name)) for name in ("devices", "within_node", "between_nodes")
-        }
-        return document | {"power_limit_w": self.power_limit_w}
-
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> "Cluster":
-        """What `to_json` returned.
-
-        Raises:
-            ValueError: a key that is missing or unknown, or a value of the wrong type.
-        """
-        read = msgspec.convert(document, _ClusterDocument)
-        return cls(
-            ids=np.array(read.ids, dtype=np.int64),
-            node=np.array(read.node, dtype=np.int64),
-            speed=np.array(read.speed, dtype=np.float64),
-            memory_bytes=np.array(read.memory_bytes, dtype=np.float64),
-            device=np.array(read.device, dtype=np.int64),
-            devices=read.devices,
-            within_node=read.within_node,
-            between_nodes=read.between_nodes,
-            power_limit_w=read.power_limit_w,
-        )
-
 
 def worker_speeds(cluster: Cluster, where: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Speed, draw while computing and draw while idle, in watts, of workers at these positions and levels."""
@@ -257,18 +229,6 @@ def worker_speeds(cluster: Cluster, where: np.ndarray, levels: np.ndarray) -> tu
     own = cluster.device[where]
     idle = np.array([device.idle_power_w for device in cluster.devices])[own]
     return cluster.speed[where] * table[own, levels, 0], table[own, levels, 1], idle
-
-
-class _ClusterDocument(msgspec.Struct, forbid_unknown_fields=True):
-    ids: list[int]
-    node: list[int]
-    speed: list[float]
-    memory_bytes: list[float]
-    device: list[int]
-    devices: tuple[Device, ...]
-    within_node: NetworkLink
-    between_nodes: NetworkLink
-    power_limit_w: float | None = None
 
 
 class ClusterEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ the layer, and each slice has *copies*: its owner's and its followers'. What is 
 makes, temporary values; the share of a device's memory that training may not fill has to hold them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -90,7 +90,7 @@ class MemoryModel:
         holders = np.zeros(costs.num_layers)
         for stage in stages:
             holders[stage.start : stage.stop] += stage.width
-        return cls(costs, num_copies(followers, stages) / np.maximum(1.0, holders))
+        return cls(costs, num_copies(followers, sum(stage.width for stage in stages)) / np.maximum(1.0, holders))
 
     @classmethod
     def of_width(cls, costs: Costs, holders: float, copies: int) -> "MemoryModel":
@@ -139,9 +139,9 @@ class MemoryModel:
         return fitting(memory_bytes - self.fixed_bytes(start, stop), self.activation_bytes(start, stop))
 
 
-def num_copies(followers: int, stages: Iterable[HeldLayers]) -> int:
+def num_copies(followers: int, num_workers: int) -> int:
     """Copies of every block, the owner's included: each is on another worker."""
-    return min(1 + followers, sum(stage.width for stage in stages))
+    return min(1 + followers, num_workers)
 
 
 def fitting(free_bytes: np.ndarray, each_bytes: np.ndarray) -> np.ndarray:

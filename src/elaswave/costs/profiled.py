@@ -8,16 +8,16 @@ layer, so that layers can be moved, and speeds of workers, so that work can be. 
 2. *Speeds*: workers that ran the same layers are compared with each other. The one in the middle, of two the faster
    one, has speed 1: machines slow down, they do not speed up. Between stages nothing can be compared, so a stage that
    is slow as a whole has costly layers.
-3. *Layers*: ranges are cut at each other's ends. Within a piece, layers share seconds as they do in the description;
-   the pieces' seconds solve the ranges' in the least squares, as near to the description, scaled, as possible. With
+3. *Layers*: ranges are cut at each other's ends. Within a piece, layers share seconds as analytic costs do; the
+   pieces' seconds solve the ranges' in the least squares, as near to the analytic ones, scaled, as possible. With
    ordinary stages each is a piece of its own; shared boundary layers and former layouts separate more.
 
-A backward that was only ever measured whole is parted as described.
+A backward that was only ever measured whole is parted as analytic costs part it.
 """
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ from elaswave.types import Kind
 WINDOW = 20
 """Reports that count, of each worker, range and kind."""
 SMALLEST_SHARE = 1e-3
-"""Of a layer, relative to the mean layer: what is described as free may cost something after all."""
+"""Of a layer, relative to the mean layer: what is free by analytic costs may cost something after all."""
 
 
 class ActionTiming(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,36 +68,6 @@ class ActionTiming(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-def summarize_actions(
-    worker: int, actions: Iterable[tuple[int, int, int, Kind, float]], *, level_speed: float = 1.0
-) -> tuple[ActionTiming, ...]:
-    """One worker's report from its single actions.
-
-    Args:
-        worker: whose actions they are.
-        actions: stage, first layer, one past the last layer, kind, and seconds of each.
-        level_speed: of its frequency level, relative to the base level.
-    Returns:
-        One entry per stage, range and kind, in this order.
-    """
-    seconds: dict[tuple[int, int, int, Kind], list[float]] = {}
-    for stage, start, stop, kind, taken_s in actions:
-        seconds.setdefault((stage, start, stop, kind), []).append(taken_s)
-    return tuple(
-        ActionTiming(
-            worker=worker,
-            stage=stage,
-            start=start,
-            stop=stop,
-            kind=kind,
-            seconds=statistics.median(values),
-            count=len(values),
-            level_speed=level_speed,
-        )
-        for (stage, start, stop, kind), values in sorted(seconds.items())
-    )
-
-
 class _Key(msgspec.Struct, frozen=True):
     """What is timed: hashable."""
 
@@ -111,16 +81,16 @@ class CostMeter:
     """Collects reports and makes costs of them.
 
     Args:
-        described: costs of the same layers: their bytes are taken over, their seconds only as shares.
+        analytic: costs of the same layers: their bytes are taken over, their seconds only as shares.
         window: reports that count.
     Raises:
         ValueError: a window below 1.
     """
 
-    def __init__(self, described: Costs, *, window: int = WINDOW) -> None:
+    def __init__(self, analytic: Costs, *, window: int = WINDOW) -> None:
         if window < 1:
             raise ValueError(f"the window is {window} reports, needed: at least 1")
-        self._described = described
+        self._analytic = analytic
         self._window = window
         self._num_reports = 0
         self._seconds: dict[_Key, deque[float]] = {}
@@ -140,14 +110,14 @@ class CostMeter:
             speeds: of workers, as far as they are known to differ from 1 (an older device): their seconds are
                 converted to those of a worker of speed 1. A frequency level's speed is in the timing itself.
         Raises:
-            ValueError: layers that the described costs lack, or a speed that is not above 0.
+            ValueError: layers that the analytic costs lack, or a speed that is not above 0.
         """
         self._num_reports += 1
         for timing in timings:
-            if timing.stop > self._described.num_layers:
+            if timing.stop > self._analytic.num_layers:
                 raise ValueError(
-                    f"worker {timing.worker} reports layers [{timing.start}, {timing.stop}), but the described costs "
-                    f"have {self._described.num_layers} layers: describe the model that runs"
+                    f"worker {timing.worker} reports layers [{timing.start}, {timing.stop}), but the analytic costs "
+                    f"have {self._analytic.num_layers} layers: give those of the model that runs"
                 )
             speed = 1.0 if speeds is None else speeds.get(timing.worker, 1.0)
             if not 0 < speed < float("inf"):
@@ -185,14 +155,14 @@ class CostMeter:
         }
 
     def costs(self) -> Costs:
-        """Costs by what has been measured; by the description, scaled, where nothing has.
+        """Costs by what has been measured; by the analytic costs, scaled, where nothing has.
 
         Raises:
             ValueError: no timing has been reported.
         """
         if not self._seconds:
             raise ValueError("no action has been timed: add a report first")
-        layers = self._described.layers
+        layers = self._analytic.layers
         forward = self._factors("F", [layer.forward_s for layer in layers])
         backward = self._factors("B", [layer.input_gradient_s + layer.weight_gradient_s for layer in layers])
         inputs = self._factors("I", [layer.input_gradient_s for layer in layers])
@@ -215,10 +185,10 @@ class CostMeter:
         return Costs(
             layers=tuple(measured),
             step_overhead_s=(
-                statistics.median(self._overheads_s) if self._overheads_s else self._described.step_overhead_s
+                statistics.median(self._overheads_s) if self._overheads_s else self._analytic.step_overhead_s
             ),
             source=f"measured: medians of the last {min(self._num_reports, self._window)} reports of {len(workers)} "
-            "workers; bytes as described",
+            "workers; analytic bytes",
         )
 
     def _halves(
@@ -230,7 +200,7 @@ class CostMeter:
         scale: float,
     ) -> tuple[float, float]:
         """Seconds of both halves of a layer's backward."""
-        layer = self._described.layers[index]
+        layer = self._analytic.layers[index]
         if inputs is not None and weights is not None:
             return float(inputs[0][index]), float(weights[0][index])
         if backward is None:
@@ -261,34 +231,35 @@ class CostMeter:
             by_range.setdefault((key.start, key.stop, key.kind), []).append(seconds)
         return {where: statistics.median_low(values) for where, values in by_range.items()}
 
-    def _factors(self, kind: Kind, described_s: Sequence[float]) -> "_Solution | None":
-        """Seconds of each layer for one kind of action, and the factors to the description; None if none was timed."""
+    def _factors(self, kind: Kind, analytic_s: Sequence[float]) -> "_Solution | None":
+        """Seconds of each layer for one kind of action, and the factors to the analytic ones; None if none was
+        timed."""
         ranges = {(start, stop): s for (start, stop, each), s in self._base_seconds().items() if each == kind}
         if not ranges:
             return None
-        return _solve(ranges, described_s)
+        return _solve(ranges, analytic_s)
 
 
 _Solution = tuple[np.ndarray, np.ndarray]
 
 
-def _solve(ranges: Mapping[tuple[int, int], float], described_s: Sequence[float]) -> _Solution:
+def _solve(ranges: Mapping[tuple[int, int], float], analytic_s: Sequence[float]) -> _Solution:
     """Seconds of layers from seconds of ranges.
 
     Args:
         ranges: [start, stop) -> seconds.
-        described_s: of each layer; only their proportions count.
+        analytic_s: of each layer; only their proportions count.
     Returns:
-        Seconds of each layer, float64 [num_layers], none negative; and how many times the description's they are.
+        Seconds of each layer, float64 [num_layers], none negative; and how many times the analytic ones they are.
     """
-    shares = np.array(described_s, dtype=np.float64)
+    shares = np.array(analytic_s, dtype=np.float64)
     mean = shares.mean() or 1.0
     shares = np.maximum(shares, SMALLEST_SHARE * mean)
     cuts = sorted({0, len(shares), *(end for pair in ranges for end in pair)})
     piece_of = np.searchsorted(np.array(cuts), np.arange(len(shares)), side="right") - 1
     sums = np.add.reduceat(shares, cuts[:-1])
     measured_s = np.array(list(ranges.values()))
-    # Row: a range; column: a piece; entry: its described seconds if it is in the range.
+    # Row: a range; column: a piece; entry: its analytic seconds if it is in the range.
     inside = np.array([[start <= cut < stop for cut in cuts[:-1]] for start, stop in ranges], dtype=np.float64)
     rows = inside * sums
     overall = float(measured_s.sum() / rows.sum())

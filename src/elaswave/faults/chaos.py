@@ -22,6 +22,7 @@ import msgspec
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
 from elaswave.config.toml import toml_value
+from elaswave.costs.memory import num_copies
 from elaswave.faults.injection import COORDINATOR, FaultRecord
 from elaswave.hashing import key64
 from elaswave.observability.compare import compare_results
@@ -368,10 +369,10 @@ def can_lose_blocks(placed: Placed, struck: Sequence[tuple[int, int]]) -> bool:
         placed: the job at its beginning.
         struck: (worker, step) of every fault that has struck a worker, in order.
     """
-    num_copies = 1 + min(placed.num_followers, len(placed.layout.workers) - 1)
+    copies = num_copies(placed.num_followers, len(placed.layout.workers))
     window = 1 + _num_rounds(placed, [worker for worker, _ in struck])
     steps = sorted(step for _, step in struck)
-    return any(last - first <= window for first, last in zip(steps, steps[num_copies - 1 :]))
+    return any(last - first <= window for first, last in zip(steps, steps[copies - 1 :]))
 
 
 def _num_rounds(placed: Placed, lost: Sequence[int]) -> int:

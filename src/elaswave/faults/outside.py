@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from elaswave.costs.memory import num_copies
 from elaswave.faults.chaos import (
     NUM_MODELS,
     ChaosCase,
@@ -228,11 +229,9 @@ def _judge_error(case: ChaosCase, ending: Ending, hit: set[str]) -> Judgement:
     assert error is not None
     if "all copies of" not in error:
         return Judgement("error", error)
-    num_copies = 1 + min(case.settings["elastic.num_followers"], sum(case.config.widths) - 1)
-    if len(hit) < num_copies:
-        return Judgement(
-            "unexplained loss", f"{len(hit)} workers were struck, a block has {num_copies} copies: {error}"
-        )
+    copies = num_copies(case.settings["elastic.num_followers"], sum(case.config.widths))
+    if len(hit) < copies:
+        return Judgement("unexplained loss", f"{len(hit)} workers were struck, a block has {copies} copies: {error}")
     if ending.num_checkpoints:
         return Judgement("unexplained loss", f"there were {ending.num_checkpoints} checkpoints to go back to: {error}")
     named = {worker for names in re.findall(r"workers? \[?([\d, ]+)", error) for worker in re.findall(r"\d+", names)}

@@ -1,8 +1,8 @@
 """What a run folder tells the planner: the layout in force, costs as measured, workers and their speeds.
 
 Works on a run that is still going on. Timings of actions are taken from the log's ``timings``; a run too short to have
-any has at least steps: then the layers' shares are as described, and their seconds such that a step takes as long as
-it did. The job's clock is wall time: on a machine with fewer cores than workers, waiting for a core counts as work.
+any has at least steps: then the layers' shares are the analytic ones, and their seconds such that a step takes as long
+as it did. The job's clock is wall time: on a machine with fewer cores than workers, waiting for a core counts as work.
 """
 
 import statistics
@@ -31,7 +31,6 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.profiled import CostMeter, prediction_error
 from elaswave.costs.schedules import Schedule, bounds_within
-from elaswave.costs.step_time.exact import time_programs
 from elaswave.costs.step_time.work import Durations, durations_of
 from elaswave.errors import RunFolderError
 from elaswave.observability.events import (
@@ -45,7 +44,7 @@ from elaswave.observability.events import (
 from elaswave.observability.result import EVENTS_FILE, check_run_folder
 from elaswave.observability.run_folder import saved_config
 from elaswave.observability.summary import NUM_WARM_UP_STEPS
-from elaswave.planning.programs import compile_programs
+from elaswave.planning.execution import timed_step_s
 from elaswave.types import Layout
 
 
@@ -132,7 +131,7 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
     layout = chosen.layout
     cluster = _cluster(config, layout, {})
     known = dict(zip(cluster.ids.tolist(), cluster.speed.tolist()))
-    meter = CostMeter(_described(config, chosen))
+    meter = CostMeter(_analytic_of_run(config, chosen))
     reports = [event for event in latest if isinstance(event, TimingsMeasured)]
     # The first steps of a process are slower; they count only where there is nothing else.
     for event in [event for event in reports if event.step > NUM_WARM_UP_STEPS] or reports:
@@ -151,13 +150,13 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
         cluster = _cluster(config, layout, meter.speeds())
         costs = meter.costs()
         if config.device.kind == "emulated":
-            # The description is the truth there, by construction; only what surrounds the actions is real.
+            # The analytic costs are the truth there, by construction; only what surrounds the actions is real.
             costs = msgspec.structs.replace(emulated_costs(config), step_overhead_s=costs.step_overhead_s)
     else:
-        described = _described(config, chosen)
-        durations = durations_of(described.layer_s, cluster.speed_of(levels))
+        analytic = _analytic_of_run(config, chosen)
+        durations = durations_of(analytic.layer_s, cluster.speed_of(levels))
         run_s = _run_s(layout, schedule, durations, chosen.in_flight, knows_durations=knows_durations)
-        costs = _scaled(described, run_s, [step.duration_s for step in steps])
+        costs = _scaled(analytic, run_s, [step.duration_s for step in steps])
     return RunCosts(
         config=config,
         layout=layout,
@@ -172,7 +171,7 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
     )
 
 
-def _described(config: Config, chosen: LayoutChosen) -> Costs:
+def _analytic_of_run(config: Config, chosen: LayoutChosen) -> Costs:
     """Bytes and shares of seconds of the run's layers; parameters as the log counts them."""
     size = element_bytes(config)
     if config.model.family == OWN:
@@ -225,15 +224,14 @@ def _cluster(config: Config, layout: Layout, measured: dict[int, float]) -> Clus
 def _run_s(
     layout: Layout, schedule: Schedule, durations: Durations, in_flight: Mapping[int, int], *, knows_durations: bool
 ) -> float:
-    bounds = bounds_within(layout, schedule, in_flight)
-    programs = compile_programs(
-        layout, schedule, max_in_flight=bounds, durations=durations if knows_durations else None
+    known = durations if knows_durations else None
+    return timed_step_s(
+        layout, schedule, durations, known=known, max_in_flight=bounds_within(layout, schedule, in_flight)
     )
-    return time_programs(layout, programs, durations).step_s
 
 
-def _scaled(described: Costs, run_s: float, step_s: Sequence[float]) -> Costs:
-    """The description, such that a step takes as long as it did; nothing is known of what surrounds the actions."""
+def _scaled(analytic: Costs, run_s: float, step_s: Sequence[float]) -> Costs:
+    """Analytic costs, scaled so that a step takes as long as it did: nothing is known of what surrounds its actions."""
     factor = statistics.median(step_s) / run_s
     layers = tuple(
         msgspec.structs.replace(
@@ -242,6 +240,6 @@ def _scaled(described: Costs, run_s: float, step_s: Sequence[float]) -> Costs:
             input_gradient_s=layer.input_gradient_s * factor,
             weight_gradient_s=layer.weight_gradient_s * factor,
         )
-        for layer in described.layers
+        for layer in analytic.layers
     )
-    return Costs(layers=layers, source=f"{described.source}, scaled to the median of {len(step_s)} measured steps")
+    return Costs(layers=layers, source=f"{analytic.source}, scaled to the median of {len(step_s)} measured steps")

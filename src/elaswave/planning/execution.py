@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 from elaswave.costs.layers import Costs
 from elaswave.costs.schedules import Schedule, bounds_within
-from elaswave.costs.step_time.work import Durations, durations_of
+from elaswave.costs.step_time.exact import time_programs
+from elaswave.costs.step_time.work import Durations, TransferSeconds, durations_of
 from elaswave.planning.programs import compile_programs
 from elaswave.types import ExecutionParameters, Layout, Program
 
@@ -56,14 +57,43 @@ def programs_of(
         forward_only: those of an evaluation.
         only: a worker whose program is wanted; the others' may be left out.
     """
-    schedule: Schedule = execution.schedule or configured  # type: ignore[assignment]  # checked by compile_programs
-    limits = None
-    if execution.in_flight and not forward_only:
-        limits = bounds_within(layout, schedule, execution.in_flight)
-    durations: Durations | None = None
-    if execution.layer_s:
-        speeds = execution.speeds
-        durations = durations_of(execution.layer_s, lambda worker: speeds.get(worker, 1.0))
+    schedule, limits, durations = compiled_by(layout, execution, configured)
+    if forward_only:
+        limits = None
     return compile_programs(
         layout, schedule, forward_only=forward_only, max_in_flight=limits, durations=durations, only=only
     )
+
+
+def compiled_by(
+    layout: Layout, execution: ExecutionParameters, configured: Schedule
+) -> tuple[Schedule, dict[int, int] | None, Durations | None]:
+    """By what `programs_of` compiles: schedule, bounds of micro-batches in flight, durations of actions."""
+    schedule: Schedule = execution.schedule or configured  # type: ignore[assignment]  # checked by compile_programs
+    limits = bounds_within(layout, schedule, execution.in_flight) if execution.in_flight else None
+    if not execution.layer_s:
+        return schedule, limits, None
+    speeds = execution.speeds
+    return schedule, limits, durations_of(execution.layer_s, lambda worker: speeds.get(worker, 1.0))
+
+
+def timed_step_s(
+    layout: Layout,
+    schedule: Schedule,
+    durations: Durations,
+    *,
+    known: Durations | None,
+    max_in_flight: Mapping[int, int] | None = None,
+    transfer_s: TransferSeconds | None = None,
+) -> float:
+    """Seconds of a step: its programs, compiled and timed.
+
+    Args:
+        layout: whose programs.
+        schedule: of the job.
+        durations: seconds of every action.
+        known: those that the programs are compiled by; None as of `compile_programs`.
+        max_in_flight, transfer_s: as of `compile_programs`.
+    """
+    programs = compile_programs(layout, schedule, max_in_flight=max_in_flight, durations=known, transfer_s=transfer_s)
+    return time_programs(layout, programs, durations, transfer_s).step_s

@@ -134,16 +134,16 @@ def _cuts(
     found: list[tuple[Cut, ...]] = []
     failure: InfeasiblePlan | None = None
     for short in (False, True):
-        room = MemoryBudget(cluster, costs, members, num_microbatches, schedule, followers, short=short)
+        budget = MemoryBudget(cluster, costs, members, num_microbatches, schedule, followers, short=short)
         try:
-            found.append(whole_layers(cluster, costs, members, num_microbatches, room))
+            found.append(whole_layers(cluster, costs, members, num_microbatches, budget))
         except InfeasiblePlan as error:
             failure = error
         for widen in (False, True) if share_layers else ():
-            shared = shared_layers(cluster, costs, members, num_microbatches, room, widen=widen)
+            shared = shared_layers(cluster, costs, members, num_microbatches, budget, widen=widen)
             if shared is not None:
                 found.append(shared)
-        if not room.was_short or schedule == "gpipe":
+        if not budget.was_short or schedule == "gpipe":
             break
     if not found:
         assert failure is not None

@@ -12,7 +12,7 @@ import numpy as np
 
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
-from elaswave.costs.memory import DEFAULT_FOLLOWERS, MemoryModel, fitting
+from elaswave.costs.memory import DEFAULT_FOLLOWERS, MemoryModel, fitting, num_copies
 from elaswave.costs.schedules import Schedule, in_flight, in_flight_bounds
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.plan import Allocation
@@ -48,7 +48,7 @@ class MemoryBudget:
         self._limits = [float(cluster.memory_bytes[own].min()) for own in members]
         most = -(-num_microbatches // self._widths)
         self._in_flight = np.ones_like(most) if short else np.minimum(in_flight(self._widths, schedule), most)
-        self._copies = min(1 + followers, int(self._widths.sum()))
+        self._copies = num_copies(followers, int(self._widths.sum()))
         self._totals: dict[int, list[float]] = {}
         self.was_short = False
         """Whether anything that was asked for did not fit."""
@@ -281,7 +281,7 @@ def held_microbatches(
         followers: live copies of every block.
     """
     widths = np.array([len(own) for own in members], dtype=np.int64)
-    copies = min(1 + followers, int(widths.sum()))
+    copies = num_copies(followers, int(widths.sum()))
     limits: list[np.ndarray | None] = []
     for (start, stop), own, wanted in zip(held, members, in_flight(widths, schedule).tolist(), strict=True):
         fits = MemoryModel.of_width(costs, len(own), copies).most_in_flight(start, stop, cluster.memory_bytes[own])

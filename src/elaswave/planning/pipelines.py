@@ -21,7 +21,7 @@ import numpy as np
 
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, worker_speeds
-from elaswave.costs.memory import MemoryModel
+from elaswave.costs.memory import MemoryModel, num_copies
 from elaswave.costs.schedules import Schedule, splits_backwards
 from elaswave.costs.step_time.bound import pipeline_line
 from elaswave.errors import InfeasiblePlan
@@ -140,7 +140,7 @@ class _Ideal:
         ]
         self._memory_bytes = cluster.memory_bytes.min(keepdims=True)
         self._num_workers = cluster.num_workers
-        self._copies = min(1 + followers, cluster.num_workers)
+        self._copies = num_copies(followers, cluster.num_workers)
         self._schedule: Schedule = schedule
 
     def linear(self, depth: int) -> tuple[float, float]:

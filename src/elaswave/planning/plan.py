@@ -4,14 +4,13 @@ An allocation says which workers form which stages, how many micro-batches each 
 cut and at which frequency level each worker computes. `elaswave.planning.routes` turns a small one into a `Layout`
 with a route for every micro-batch; nothing is lost by that, and nothing added but who meets whom.
 
-Every policy is a `Planner`: ElasWave's own and its rivals share the signature.
+Every policy is a `Planner`: ElasWave's own and the baselines' share the signature.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from elaswave.costs.layers import Costs
@@ -195,94 +194,6 @@ class Plan:
             "contributions": dict(self.contributions),
             "reason": self.reason,
         }
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> "Plan":
-        """What `to_json` returned, checked again.
-
-        Raises:
-            ValueError: a key that is missing or unknown, a value of the wrong type, or an impossible allocation.
-        """
-        read = msgspec.convert(document, _PlanDocument, str_keys=True)
-        chains = tuple(
-            Chain(
-                stages=tuple(
-                    StageShare(
-                        start=stage.start,
-                        stop=stage.stop,
-                        workers=np.array(stage.workers, dtype=np.int64),
-                        num_microbatches=np.array(stage.num_microbatches, dtype=np.int64),
-                        levels=np.array(stage.levels, dtype=np.int64),
-                    )
-                    for stage in chain.stages
-                ),
-                num_microbatches=chain.num_microbatches,
-                cuts=tuple({int(layer): count for layer, count in cut.items()} for cut in chain.cuts),
-            )
-            for chain in read.chains
-        )
-        allocation = Allocation(chains=chains, schedule=read.schedule)
-        allocation.check()
-        if read.num_microbatches != allocation.num_microbatches or len(read.memory_bytes) != len(allocation.workers):
-            raise ValueError(
-                f"the plan states {read.num_microbatches} micro-batches and the memory of {len(read.memory_bytes)} "
-                f"workers, but its chains have {allocation.num_microbatches} and {len(allocation.workers)}"
-            )
-        return cls(
-            policy=read.policy,
-            allocation=allocation,
-            predicted_step_s=read.predicted_step_s,
-            predicted_pause_s=read.predicted_pause_s,
-            lost_work_s=read.lost_work_s,
-            from_checkpoint=read.from_checkpoint,
-            transfers=tuple(
-                StateTransfer(start=each.layers[0], stop=each.layers[1], workers=each.workers, num_bytes=each.num_bytes)
-                for each in read.transfers
-            ),
-            memory_bytes=np.array(read.memory_bytes, dtype=np.float64),
-            power_w=read.power_w,
-            contributions=read.contributions,
-            reason=read.reason,
-        )
-
-
-class _StageDocument(msgspec.Struct, forbid_unknown_fields=True):
-    start: int
-    stop: int
-    workers: list[int]
-    num_microbatches: list[int]
-    levels: list[int]
-
-
-class _ChainDocument(msgspec.Struct, forbid_unknown_fields=True):
-    num_microbatches: int
-    cuts: list[dict[int, int]]
-    stages: list[_StageDocument]
-
-
-class _TransferDocument(msgspec.Struct, forbid_unknown_fields=True):
-    layers: tuple[int, int]
-    workers: tuple[int, ...]
-    num_bytes: float
-
-
-_Figure = Annotated[float, msgspec.Meta(ge=0)]
-
-
-class _PlanDocument(msgspec.Struct, forbid_unknown_fields=True):
-    policy: str
-    predicted_step_s: _Figure
-    predicted_pause_s: _Figure
-    lost_work_s: _Figure
-    from_checkpoint: bool
-    num_microbatches: int
-    schedule: Schedule
-    chains: list[_ChainDocument]
-    transfers: list[_TransferDocument]
-    memory_bytes: list[float]
-    power_w: _Figure
-    contributions: dict[str, str]
-    reason: str
 
 
 def _faults_of(chain: Chain) -> Iterator[str]:

@@ -2,13 +2,13 @@
 
 Candidates are shapes of the job, from leaving everything as it is (the lost workers' micro-batches go to the others of
 their stage) over moving layers and workers to sharing layers between neighbours, each under each schedule that may be
-chosen, and the rivals' plans. All are scored in closed form, the best are built and timed exactly where that is quick,
-and the one is taken that gets most done until the next event is to be expected, the time to move state included. Since
-leaving everything as it is and the rivals are among those timed, a plan is never slower than they are.
+chosen, and the baselines' plans. All are scored in closed form, the best are built and timed exactly where that is
+quick, and the one is taken that gets most done until the next event is to be expected, the time to move state included.
+Since leaving everything as it is and the baselines are among those timed, a plan is never slower than they are.
 
 Source: ElasWave (arXiv 2510.00606). Differs: workers change stage, neighbours share layers, cuts are spread over
-several layers, pipelines of several depths run side by side (`elaswave.planning.pipelines`), schedules and rivals are
-candidates, migration is weighed against a horizon.
+several layers, pipelines of several depths run side by side (`elaswave.planning.pipelines`), schedules and baselines
+are candidates, migration is weighed against a horizon.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ from elaswave.planning.shared_layers import Cut, held_ranges
 from elaswave.planning.transfers import any_layer_unheld, needed_transfers
 
 FINALISTS = 8
-"""Candidates that are built worker by worker and timed, beside leaving everything as it is and the rivals'."""
+"""Candidates that are built worker by worker and timed, beside leaving everything as it is and the baselines'."""
 FINALISTS_AT_SCALE = 2
 """The same where candidates are judged by the closed form alone."""
 MIXES = 2
@@ -76,7 +76,7 @@ def plan(
     event: ClusterEvent,
     *,
     options: Options | None = None,
-    rivals: Sequence[Planner] = (),
+    baselines: Sequence[Planner] = (),
 ) -> Plan:
     """Plans what to do after an event.
 
@@ -86,12 +86,12 @@ def plan(
         allocation: before the event.
         event: what happened.
         options: what may be done; None means everything.
-        rivals: planners whose allocations are candidates too, if they keep the batch.
+        baselines: planners whose allocations are candidates too, if they keep the batch.
     Raises:
         InfeasiblePlan: names the violated limit and by how much.
         ValueError: options that cannot be.
     """
-    return _Planning(cluster, costs, allocation, event, options or Options(), rivals).run()
+    return _Planning(cluster, costs, allocation, event, options or Options(), baselines).run()
 
 
 class _Planning:
@@ -104,14 +104,14 @@ class _Planning:
         allocation: Allocation,
         event: ClusterEvent,
         options: Options,
-        rivals: Sequence[Planner],
+        baselines: Sequence[Planner],
     ) -> None:
         self._cluster = cluster
         self._costs = costs
         self._before = allocation
         self._event = event
         self._options = options
-        self._rivals = rivals
+        self._baselines = baselines
         self._num_microbatches = allocation.num_microbatches
         self._gone = np.array(event.workers if event.kind in ("lost", "drained") else (), dtype=np.int64)
         if cluster.num_workers == 0:
@@ -181,7 +181,7 @@ class _Planning:
                 break
             if found := self._judge(shape, schedule):
                 candidates.append(found)
-        candidates += self._mixed() + self._from_rivals()
+        candidates += self._mixed() + self._from_baselines()
         if not candidates:
             assert self._failure is not None
             raise self._failure
@@ -230,7 +230,7 @@ class _Planning:
         if len(kept) == len(self._stages) and len(chains) == 1:
             return Shape(members=kept, cuts=chains[0].cuts, num_microbatches=self._num_microbatches, origin="rerouting")
         try:
-            cuts = self._whole(kept, self._room(kept, self._before.schedule, short=True))
+            cuts = self._whole(kept, self._budget(kept, self._before.schedule, short=True))
         except InfeasiblePlan as failure:
             self._failure = failure
             return None
@@ -256,13 +256,13 @@ class _Planning:
             offers += self._only_workers(stay)
             permitted = True
             for members, moves in groups:
-                room = self._room(members, schedule)
-                offers += self._cut_anew(members, moves, room)
-                if room.was_short:
+                budget = self._budget(members, schedule)
+                offers += self._cut_anew(members, moves, budget)
+                if budget.was_short:
                     permitted = False
                     if schedule == "zero-bubble-h2":  # half of what it wants in flight is worth having, too
-                        offers += self._cut_anew(members, moves, self._room(members, "zero-bubble"))
-                    offers += self._cut_anew(members, moves, self._room(members, schedule, short=True))
+                        offers += self._cut_anew(members, moves, self._budget(members, "zero-bubble"))
+                    offers += self._cut_anew(members, moves, self._budget(members, schedule, short=True))
             offers += self._all_whole(stay, schedule)
             for shape in offers:
                 seconds = score(self._cluster, self._costs, shape, schedule)
@@ -283,8 +283,8 @@ class _Planning:
         shapes = []
         for widths, cuts in all_whole(self._costs, stages, total, self._num_microbatches):
             members = move_workers(self._cluster, stages, self._free, widths) if moves else tuple(stages)
-            room = self._room(members, schedule, short=True)
-            if all(room.fits(stage, *held) for stage, held in enumerate(held_ranges(cuts, self._costs.num_layers))):
+            budget = self._budget(members, schedule, short=True)
+            if all(budget.fits(stage, *held) for stage, held in enumerate(held_ranges(cuts, self._costs.num_layers))):
                 moved = sum(not np.array_equal(now, was) for now, was in zip(members, stages, strict=True))
                 origin = "moving workers into other stages and layers" if moved else "moving layers"
                 shapes.append(Shape(members=members, cuts=cuts, num_microbatches=self._num_microbatches, origin=origin))
@@ -324,18 +324,18 @@ class _Planning:
                 found.append((members, f"{moved} worker{'s' * (moved > 1)} into other stages"))
         return found
 
-    def _cut_anew(self, members: tuple[np.ndarray, ...], moves: str, room: MemoryBudget) -> list[Shape]:
+    def _cut_anew(self, members: tuple[np.ndarray, ...], moves: str, budget: MemoryBudget) -> list[Shape]:
         """Shapes with these stages: whole layers, shared layers, shared layers spread over several."""
         cuts: list[tuple[tuple[Cut, ...], str]] = []
         try:
-            cuts.append((self._whole(members, room), "layers"))
+            cuts.append((self._whole(members, budget), "layers"))
         except InfeasiblePlan as failure:
             self._failure = failure
             if len(members) > self._costs.num_layers:
                 return []
         if self._options.share_layers:
             for widen in (False, True):
-                shared = shared_layers(self._cluster, self._costs, members, self._num_microbatches, room, widen=widen)
+                shared = shared_layers(self._cluster, self._costs, members, self._num_microbatches, budget, widen=widen)
                 if shared is not None and shared not in [known for known, _ in cuts]:
                     cuts.append((shared, "layers, boundary layers shared"))
         return [
@@ -348,7 +348,7 @@ class _Planning:
             for own, what in cuts
         ]
 
-    def _room(self, members: Sequence[np.ndarray], schedule: Schedule, *, short: bool = False) -> MemoryBudget:
+    def _budget(self, members: Sequence[np.ndarray], schedule: Schedule, *, short: bool = False) -> MemoryBudget:
         return MemoryBudget(
             self._cluster,
             self._costs,
@@ -359,8 +359,8 @@ class _Planning:
             short=short,
         )
 
-    def _whole(self, members: Sequence[np.ndarray], room: MemoryBudget) -> tuple[Cut, ...]:
-        return whole_layers(self._cluster, self._costs, members, self._num_microbatches, room)
+    def _whole(self, members: Sequence[np.ndarray], budget: MemoryBudget) -> tuple[Cut, ...]:
+        return whole_layers(self._cluster, self._costs, members, self._num_microbatches, budget)
 
     def _mixed(self) -> list[_Candidate]:
         """Pipelines of several depths, where candidates are timed exactly."""
@@ -390,12 +390,12 @@ class _Planning:
                 self._failure = self._failure or failure
         return found
 
-    def _from_rivals(self) -> list[_Candidate]:
-        """The rivals' allocations, judged like our own."""
+    def _from_baselines(self) -> list[_Candidate]:
+        """The baselines' allocations, judged like our own."""
         found = []
-        for rival in self._rivals:
+        for baseline in self._baselines:
             try:
-                theirs = rival(self._cluster, self._costs, self._before, self._event)
+                theirs = baseline(self._cluster, self._costs, self._before, self._event)
                 if theirs.allocation.num_microbatches == self._num_microbatches:
                     found.append(self._judged(theirs.allocation, f"as {theirs.policy} does"))
             except InfeasiblePlan as failure:

@@ -1,7 +1,7 @@
-"""All policies by name: ElasWave's planner and its rivals, as functions of one signature.
+"""All policies by name: ElasWave's planner and the baselines, as functions of one signature.
 
-The rivals' plans that keep the batch are candidates of ElasWave's own, so that it is never slower than any of them;
-in jobs of more than `RIVALS_UP_TO` workers, where planning has to be quick, ElasWave plans alone.
+The baselines' plans that keep the batch are candidates of ElasWave's own, so that it is never slower than any of them;
+in jobs of more than `BASELINES_UP_TO` workers, where planning has to be quick, ElasWave plans alone.
 """
 
 from collections.abc import Mapping
@@ -22,30 +22,30 @@ __all__ = ["POLICIES", "ROLL_BACK", "make_policies", "policy_named"]
 ROLL_BACK = frozenset({full_restart.NAME})
 """Policies that lose everything since the last durable checkpoint with every loss; the others at most a step."""
 
-RIVALS_UP_TO = EXACT_WORKERS
-"""Workers up to which the rivals' plans are candidates of ElasWave's."""
+BASELINES_UP_TO = EXACT_WORKERS
+"""Workers up to which the baselines' plans are candidates of ElasWave's."""
 
 
-def make_policies(pauses: RecoveryTimes | None = None) -> Mapping[str, Planner]:
-    """The policies with these pauses.
+def make_policies(times: RecoveryTimes | None = None) -> Mapping[str, Planner]:
+    """The policies with these times of recovery.
 
     Args:
-        pauses: how long training stands still; None means `RecoveryTimes`' defaults.
+        times: how long training stands still; None means `RecoveryTimes`' defaults.
     Returns:
         Name -> planner; elaswave first.
     """
-    given = pauses or RecoveryTimes()
-    rivals: dict[str, Planner] = {
-        "recycle": partial(recycle.plan, pauses=given),
-        "recycle_normalized": partial(recycle.plan, pauses=given, normalize=True, name="recycle_normalized"),
-        "torchft": partial(torchft.plan, pauses=given),
-        "torchft_batch_kept": partial(torchft.plan, pauses=given, keep_batch=True, name="torchft_batch_kept"),
-        "oobleck": partial(oobleck.plan, pauses=given),
-        "full_restart": partial(full_restart.plan, pauses=given),
+    given = times or RecoveryTimes()
+    baselines: dict[str, Planner] = {
+        "recycle": partial(recycle.plan, times=given),
+        "recycle_normalized": partial(recycle.plan, times=given, normalize=True, name="recycle_normalized"),
+        "torchft": partial(torchft.plan, times=given),
+        "torchft_batch_kept": partial(torchft.plan, times=given, keep_batch=True, name="torchft_batch_kept"),
+        "oobleck": partial(oobleck.plan, times=given),
+        "full_restart": partial(full_restart.plan, times=given),
     }
     options = Options(pause_s=given.recover_s, horizon_s=given.horizon_s)
-    batch_kept = tuple(rival for name, rival in rivals.items() if name != "torchft")
-    return {"elaswave": partial(_elaswave, options=options, rivals=batch_kept), **rivals}
+    batch_kept = tuple(baseline for name, baseline in baselines.items() if name != "torchft")
+    return {"elaswave": partial(_elaswave, options=options, baselines=batch_kept), **baselines}
 
 
 def _elaswave(
@@ -55,11 +55,11 @@ def _elaswave(
     event: ClusterEvent,
     *,
     options: Options,
-    rivals: tuple[Planner, ...],
+    baselines: tuple[Planner, ...],
 ) -> Plan:
-    """ElasWave's planner, with its rivals' plans as candidates where there is time for them."""
-    few = cluster.num_workers <= RIVALS_UP_TO
-    return planner.plan(cluster, costs, allocation, event, options=options, rivals=rivals if few else ())
+    """ElasWave's planner, with the baselines' plans as candidates where there is time for them."""
+    few = cluster.num_workers <= BASELINES_UP_TO
+    return planner.plan(cluster, costs, allocation, event, options=options, baselines=baselines if few else ())
 
 
 POLICIES: Mapping[str, Planner] = make_policies()

@@ -17,9 +17,9 @@ from elaswave.costs.schedules import bounds_within
 from elaswave.costs.step_time import Fidelity
 from elaswave.costs.step_time.bound import StageTable, busy_s, limited_s, step_per_stage, travel_s
 from elaswave.costs.step_time.contended import SimulatedStep, simulate_step
-from elaswave.costs.step_time.exact import time_programs
 from elaswave.costs.step_time.work import durations_of, transfer_of
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.execution import timed_step_s
 from elaswave.planning.memory_limits import MemoryLimits, layout_limits, memory_limits, memory_of
 from elaswave.planning.plan import Allocation, levels_of, num_actions
 from elaswave.planning.programs import compile_programs
@@ -174,10 +174,10 @@ def step_s(
             continue
         layout = make_routes(replace(allocation, chains=(chain,)), costs, cluster)
         bounds = None if max_in_flight is None else {worker: max_in_flight[worker] for worker in layout.workers}
-        programs = compile_programs(
-            layout, allocation.schedule, max_in_flight=bounds, durations=durations, transfer_s=transfer_s
+        alone_s = timed_step_s(
+            layout, allocation.schedule, durations, known=durations, max_in_flight=bounds, transfer_s=transfer_s
         )
-        seconds = max(seconds, time_programs(layout, programs, durations, transfer_s).step_s)
+        seconds = max(seconds, alone_s)
     return seconds + costs.step_overhead_s
 
 

@@ -52,7 +52,7 @@ class Shape:
 
 
 def whole_layers(
-    cluster: Cluster, costs: Costs, members: Sequence[np.ndarray], num_microbatches: int, room: MemoryBudget
+    cluster: Cluster, costs: Costs, members: Sequence[np.ndarray], num_microbatches: int, budget: MemoryBudget
 ) -> tuple[Cut, ...]:
     """Cuts between whole layers: the smallest slowest stage that memory permits.
 
@@ -68,11 +68,11 @@ def whole_layers(
         )
     bounds = split_layers(prefix, [1.0 / rate for rate in rates])
     assert bounds is not None  # without limits there is always a split
-    if all(room.fits(stage, bounds[stage], bounds[stage + 1]) for stage in range(len(members))):
+    if all(budget.fits(stage, bounds[stage], bounds[stage + 1]) for stage in range(len(members))):
         return cuts_of(bounds, num_microbatches)
-    limited = split_layers(prefix, [1.0 / rate for rate in rates], room.earliest_starts())
+    limited = split_layers(prefix, [1.0 / rate for rate in rates], budget.earliest_starts())
     if limited is None:
-        stage, needed, has = room.lacking(bounds)
+        stage, needed, has = budget.lacking(bounds)
         raise InfeasiblePlan(
             f"memory: no split of {costs.num_layers} layers over {len(members)} stages fits; stage {stage} of the "
             f"fastest one needs {needed / 1e9:.2f} GB per worker and has {has / 1e9:.2f} GB: "
@@ -86,19 +86,19 @@ def shared_layers(
     costs: Costs,
     members: Sequence[np.ndarray],
     num_microbatches: int,
-    room: MemoryBudget,
+    budget: MemoryBudget,
     *,
     widen: bool,
 ) -> tuple[Cut, ...] | None:
     """Cuts with shared boundary layers; None if memory does not permit any."""
     prefix = costs.prefix["busy_s"]
     capacities = np.array([float(cluster.speed[own].sum()) for own in members])
-    cuts = share_layers(prefix, capacities, num_microbatches, room.fits)
+    cuts = share_layers(prefix, capacities, num_microbatches, budget.fits)
     if cuts is None or not widen:
         return cuts
     speeds = [cluster.speed[own] for own in members]
     counts = [apportion(num_microbatches, 1.0 / own) for own in speeds]
-    return widen_cuts(prefix, cuts, counts, speeds, room.fits)
+    return widen_cuts(prefix, cuts, counts, speeds, budget.fits)
 
 
 def balanced_widths(

@@ -12,9 +12,8 @@ import numpy as np
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.schedules import Schedule
-from elaswave.costs.step_time.exact import time_programs
 from elaswave.costs.step_time.work import durations_of
-from elaswave.planning.execution import execution_of, programs_of
+from elaswave.planning.execution import compiled_by, execution_of, timed_step_s
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.memory_limits import layout_limits
 from elaswave.planning.plan import Allocation, levels_of
@@ -50,9 +49,10 @@ class JobModel(NamedTuple):
             execution: beside it.
             costs: of the layers.
         """
-        programs = programs_of(layout, execution, self.schedule)
+        schedule, limits, known = compiled_by(layout, execution, self.schedule)
         durations = durations_of(costs.layer_s, self.cluster.speed_of(execution.levels))
-        return time_programs(layout, programs, durations).step_s + costs.step_overhead_s
+        taken_s = timed_step_s(layout, schedule, durations, known=known, max_in_flight=limits)
+        return taken_s + costs.step_overhead_s
 
     def within_memory(self, layout: Layout, execution: ExecutionParameters) -> ExecutionParameters:
         """The parameters with what workers have room for under another layout, as far as it fits at all.

@@ -1,6 +1,6 @@
 """How long actions last: measured on every device, and made to last on an emulated one.
 
-Both hang on the executor's ``on_computed``, which is called when an action is computed and before its output leaves.
+Both hang on `ActionTimer.on_computed`, which the engine calls when an action is computed and before its output leaves.
 """
 
 import time
@@ -53,7 +53,7 @@ class Pace:
         Returns:
             Monotonic time at which the device began it.
         Raises:
-            InterruptedWaitError: the epoch has risen.
+            InterruptedWaitError: a new epoch begins.
         """
         duration_s = self.seconds(kind, layers)
         if start_s - self._last_end_s <= min(_SLACK_S, _SLACK_FRACTION * duration_s):
@@ -109,7 +109,7 @@ class ActionTimer:
         self.times = ActionTimes(worker)
 
     def on_computed(self, action: Action, layers: range, start_ns: int) -> None:
-        """See `Executor.run`."""
+        """An action has been computed; holds it until an emulated device would be done."""
         start_s = start_ns * 1e-9
         if self.pace is not None:
             start_s = self.pace.hold(action.kind, layers, start_s)

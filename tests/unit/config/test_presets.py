@@ -84,7 +84,7 @@ def test_commands_take_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     options = ["--device", str(device), "--model", str(model), "--workers", "4", "--stages", "2"]
     assert main(["plan", *options, "--json"]) == 0
     out = capsys.readouterr().out
-    assert "small on 4 x mine" in out and "described: small (mine) on mine (my datasheet)" in out
+    assert "small on 4 x mine" in out and "analytic: small (mine) on mine (my datasheet)" in out
     assert main(["plan", "--device", str(tmp_path / "none.toml")]) == 2
     assert "none.toml: cannot be read: No such file" in capsys.readouterr().err
 

@@ -55,15 +55,15 @@ def busy(layout):
 
 
 @pytest.mark.parametrize("policy", ["recycle", "recycle_normalized", "torchft", "torchft_batch_kept", "oobleck"])
-def test_a_rivals_layout_has_all_members(policy):
+def test_a_baselines_layout_has_all_members(policy):
     given = config(policy)
     layout, execution, costs = start(given)
-    found = Replanner(given).rival(layout, execution, [1], costs)
+    found = Replanner(given).baseline(layout, execution, [1], costs)
     validate_layout(found.layout)
     assert found.layout.workers == (0, 2, 3, 4, 5)
     assert found.layout.num_microbatches == (8 if policy == "torchft" else 12)
     assert found.predicted_step_s > 0 and policy in found.reason
-    again = Replanner(given).rival(found.layout, found.execution, [5], costs)
+    again = Replanner(given).baseline(found.layout, found.execution, [5], costs)
     validate_layout(again.layout)
     assert again.layout.workers == (0, 2, 3, 4)
 
@@ -72,31 +72,31 @@ def test_a_torchft_group_that_has_lost_a_worker_stays_out():
     given = config("torchft_batch_kept")
     layout, execution, costs = start(given)
     replanner = Replanner(given)
-    first = replanner.rival(layout, execution, [1], costs)
+    first = replanner.baseline(layout, execution, [1], costs)
     assert len(busy(first.layout)) == 4
     (idle,) = set(first.layout.workers) - busy(first.layout)
     # The idle one dies: those that compute go on as before.
-    second = replanner.rival(first.layout, first.execution, [idle], costs)
+    second = replanner.baseline(first.layout, first.execution, [idle], costs)
     assert busy(second.layout) == busy(first.layout)
 
 
 def test_a_policy_without_a_plan_falls_back_and_says_so():
     given = config("torchft")
     layout, execution, costs = start(given)
-    found = Replanner(given).rival(layout, execution, [0, 1, 5], costs)
+    found = Replanner(given).baseline(layout, execution, [0, 1, 5], costs)
     assert found.layout == survivor_layout(layout, [0, 1, 5])
     assert found.reason.startswith("torchft has no plan (") and "survivors keep their stages" in found.reason
     assert found.execution == execution
 
 
-def test_a_rival_that_fails_does_not_end_the_job(monkeypatch, caplog):
+def test_a_baseline_that_fails_does_not_end_the_job(monkeypatch, caplog):
     def fail(*arguments):
         raise KeyError("an unknown worker")
 
-    monkeypatch.setattr(replanning, "make_policies", lambda pauses: {"recycle": fail})
+    monkeypatch.setattr(replanning, "make_policies", lambda times: {"recycle": fail})
     given = config("recycle")
     layout, execution, costs = start(given)
-    found = Replanner(given).rival(layout, execution, [1], costs)
+    found = Replanner(given).baseline(layout, execution, [1], costs)
     assert found.layout == survivor_layout(layout, [1])
     assert "an unknown worker" in found.reason
     assert "Traceback" in caplog.text
@@ -255,14 +255,14 @@ def test_programs_hold_no_more_in_flight_than_was_planned():
     given = config("recycle")
     layout, execution, costs = start(given)
     replanner = Replanner(given)
-    roomy = replanner.rival(layout, execution, [1], costs)
+    roomy = replanner.baseline(layout, execution, [1], costs)
     assert roomy.execution.in_flight == {}
     lowest = estimate(
         replanner._job.cluster.without([1]), costs, allocation_of(roomy.layout, "gpipe")
     ).memory_bytes.min()
     for share in np.linspace(0.3, 1.0, 50):
         replanner._job = with_memory(replanner._job, np.full(6, lowest * share))
-        tight = replanner.rival(layout, execution, [1], costs)
+        tight = replanner.baseline(layout, execution, [1], costs)
         if tight.reason.startswith("recycle: "):
             break
     wanted = in_flight_bounds(tight.layout, tight.execution.schedule)
@@ -283,7 +283,7 @@ def test_programs_hold_no_more_in_flight_than_was_planned():
 def test_only_elaswave_is_told_of_idle_workers(policy):
     given = config("torchft_batch_kept")
     layout, execution, costs = start(given)
-    first = Replanner(given).rival(layout, execution, [1], costs)
+    first = Replanner(given).baseline(layout, execution, [1], costs)
     (idle,) = set(first.layout.workers) - busy(first.layout)
     lost = min(busy(first.layout))
     asked = []
@@ -354,7 +354,7 @@ def test_microbatches_keep_their_workers_only_where_that_is_no_slower():
     replanner = Replanner(given)
     lost = [0, 1, 10, 19, 28]
     present = survivor_layout(layout, lost)
-    found = replanner.rival(layout, execution, lost, costs)
+    found = replanner.baseline(layout, execution, lost, costs)
     allocation = allocation_of(found.layout, "zero-bubble")
     kept = make_routes(allocation, costs, replanner._job.cluster, previous=present)
     anew = make_routes(allocation, costs, replanner._job.cluster)

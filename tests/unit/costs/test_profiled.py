@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.profiled import ActionTiming, CostMeter, prediction_error, summarize_actions
+from elaswave.costs.profiled import ActionTiming, CostMeter, prediction_error
 from elaswave.types import Kind
 
 
@@ -151,8 +151,6 @@ def test_a_frequency_level_is_taken_out() -> None:
     meter = CostMeter(costs_of([1, 2]))
     meter.add([msgspec.structs.replace(timing(0, 0, 2, "F", 6), level_speed=0.5)])
     assert forwards(meter.costs()) == pytest.approx([1, 2])
-    (report,) = summarize_actions(1, [(0, 0, 1, "F", 2.0)], level_speed=1.1)
-    assert report.level_speed == 1.1
 
 
 def test_actions_of_no_time_tell_no_speed() -> None:
@@ -194,20 +192,6 @@ def test_ranges_are_met_through_noise(truth: list[float], described: list[float]
     assert all(layer.forward_s >= 0 for layer in costs.layers)
 
 
-def test_single_actions_are_summarized() -> None:
-    actions: list[tuple[int, int, int, Kind, float]] = [
-        (1, 2, 4, "F", 1.0), (1, 2, 4, "F", 9.0), (1, 2, 4, "F", 2.0), (1, 2, 4, "B", 5.0), (1, 3, 4, "F", 1.0)
-    ]  # fmt: skip
-    assert summarize_actions(7, actions) == (
-        timing(7, 2, 4, "B", 5.0, stage=1, count=1),
-        timing(7, 2, 4, "F", 2.0, stage=1, count=3),
-        timing(7, 3, 4, "F", 1.0, stage=1, count=1),
-    )
-    assert summarize_actions(7, []) == ()
-    for entry in summarize_actions(7, actions):
-        assert msgspec.json.decode(msgspec.json.encode(entry), type=ActionTiming) == entry
-
-
 @pytest.mark.parametrize(
     "changes", [{"start": 2}, {"count": 0}, {"seconds": -1.0}, {"seconds": math.inf}, {"level_speed": 0.0}]
 )
@@ -223,7 +207,7 @@ def test_what_a_meter_refuses() -> None:
     meter = CostMeter(costs_of([1]))
     with pytest.raises(ValueError, match="no action has been timed"):
         meter.costs()
-    with pytest.raises(ValueError, match=r"layers \[0, 2\), but the described costs have 1 layers"):
+    with pytest.raises(ValueError, match=r"layers \[0, 2\), but the analytic costs have 1 layers"):
         meter.add([timing(0, 0, 2, "F", 1)])
     with pytest.raises(ValueError, match="speed of worker 0 is 0"):
         meter.add([timing(0, 0, 1, "F", 1)], speeds={0: 0.0})

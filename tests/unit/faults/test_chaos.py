@@ -113,14 +113,14 @@ def placed(widths: tuple[int, ...] = (2, 2), num_followers: int = 1, max_element
 
 
 CASE: ChaosCase = CASES[0]
-TWIN = Ending(result=result(), digests={"a": "1"}, checkpoint_step=NUM_STEPS)
+REFERENCE = Ending(result=result(), digests={"a": "1"}, checkpoint_step=NUM_STEPS)
 LOST = "RecoveryError: all copies of 3 blocks (1, 2, 3) were lost with workers [0, 1], and there is no checkpoint"
 
 
 @pytest.mark.parametrize(
     ("ending", "outcome", "detail"),
     [
-        (TWIN, "same bits", ""),
+        (REFERENCE, "same bits", ""),
         (Ending(result=result(), digests={"a": "1"}, checkpoint_step=NUM_STEPS, recoveries=[recovery(2)]),
          "same bits", "false alarm about worker 2"),
         (Ending(result=result(), digests={"a": "1"}, checkpoint_step=NUM_STEPS, recoveries=[recovery(2)],
@@ -145,7 +145,7 @@ LOST = "RecoveryError: all copies of 3 blocks (1, 2, 3) were lost with workers [
     ],
 )  # fmt: skip
 def test_endings_are_judged(ending: Ending, outcome: str, detail: str) -> None:
-    verdict = judge(CASE, ending, TWIN, placed())
+    verdict = judge(CASE, ending, REFERENCE, placed())
     assert verdict.outcome == outcome
     assert detail in verdict.detail
 

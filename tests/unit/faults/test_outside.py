@@ -109,8 +109,8 @@ CASE: ChaosCase = msgspec.structs.replace(
     CASES[0], settings={**CASES[0].settings, "layout.widths": [2, 2], "elastic.num_followers": 1}
 )
 GOOD_RESULT = result(steps=NUM_STEPS, losses=[1.0] * NUM_STEPS)
-TWIN = Ending(result=GOOD_RESULT, digests={"a": "1"}, checkpoint_step=NUM_STEPS)
-WELL = msgspec.structs.replace(TWIN, exit_code=0)
+REFERENCE = Ending(result=GOOD_RESULT, digests={"a": "1"}, checkpoint_step=NUM_STEPS)
+WELL = msgspec.structs.replace(REFERENCE, exit_code=0)
 LOST = "all copies of 3 blocks (1, 2, 3) were lost with workers [0, 1], and there is no valid durable checkpoint"
 
 GONE = (
@@ -157,6 +157,6 @@ def hits(*victims: str, strike: str = "kill:0@start+1ms") -> list[Struck]:
     ],
 )  # fmt: skip
 def test_endings_are_judged(ending: Ending, struck: list[Struck], outcome: str, detail: str) -> None:
-    verdict = judge_outside(CASE, ending, TWIN, struck)
+    verdict = judge_outside(CASE, ending, REFERENCE, struck)
     assert verdict.outcome == outcome
     assert detail in verdict.detail

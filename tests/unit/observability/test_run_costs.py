@@ -133,7 +133,7 @@ def test_emulated_devices_cost_what_is_described() -> None:
     )
     wide = [msgspec.structs.replace(each, start=7 * each.stage, stop=7 * each.stage + 7) for each in report(5).timings]
     found = run_costs(config, log_of(config, timings=[TimingsMeasured(step=5, timings=wide)]))
-    assert found.costs.source.startswith("described: gpt2-small")
+    assert found.costs.source.startswith("analytic: gpt2-small")
     assert found.costs.step_overhead_s == pytest.approx(0.1)
 
 

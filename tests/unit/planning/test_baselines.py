@@ -1,4 +1,4 @@
-"""The rivals' planners: what each does with a loss, a join and a straggler, and that its plans can be run."""
+"""The baselines' planners: what each does with a loss, a join and a straggler, and that its plans can be run."""
 
 from dataclasses import replace
 from itertools import pairwise, product
@@ -27,7 +27,7 @@ from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import make_routes
 from elaswave.planning.validation import validate_programs
 
-RIVALS = {name: planner for name, planner in make_policies().items() if name != "elaswave"}
+BASELINES = {name: planner for name, planner in make_policies().items() if name != "elaswave"}
 LOST, JOINED, SLOWED, DRAINED = "lost", "joined", "slowed", "drained"
 
 
@@ -54,7 +54,7 @@ def workers(plan: Plan, chain: int = 0) -> list[list[int]]:
     return [stage.workers.tolist() for stage in plan.allocation.chains[chain].stages]
 
 
-@pytest.mark.parametrize("name", [*RIVALS, "elaswave"])
+@pytest.mark.parametrize("name", [*BASELINES, "elaswave"])
 def test_a_plan_keeps_to_the_limit_of_power_and_elaswave_is_never_below(name: str) -> None:
     levels = tuple(
         FrequencyLevel(speed=speed, power_w=power) for speed, power in ((0.5, 90.0), (0.75, 160.0), (1.0, 300.0))
@@ -125,7 +125,7 @@ def check(plan: Plan, cluster: Cluster, costs: Costs, num_microbatches: int | No
 @given(data=st.data())
 def test_any_events_one_after_the_other(data):
     """Losses, joins and stragglers in any order: each policy's plan is valid, follows from the plan before."""
-    name = data.draw(st.sampled_from(sorted(RIVALS)))
+    name = data.draw(st.sampled_from(sorted(BASELINES)))
     num_stages, width = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     costs = layers(*data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=num_stages, max_size=8)))
     num_microbatches = width * data.draw(st.integers(1, 4))
@@ -151,7 +151,7 @@ def test_any_events_one_after_the_other(data):
             event = ClusterEvent(kind=kind, workers=tuple(sorted(hit)))
             cluster = cluster.without(hit)
         try:
-            plan = RIVALS[name](cluster, costs, allocation, event)
+            plan = BASELINES[name](cluster, costs, allocation, event)
         except InfeasiblePlan as refusal:
             assert name in str(refusal) or "too few" in str(refusal)
             return
@@ -459,17 +459,17 @@ def test_full_restart_waits_unless_a_restart_repays():
     costs = layers(1, 1, 1)
     cluster, before = begin(6, 3, 24, costs)
     joined = ClusterEvent(kind="joined", workers=(6, 7, 8))
-    short = full_restart.plan(machines(9), costs, before, joined, pauses=RecoveryTimes(horizon_s=600.0))
+    short = full_restart.plan(machines(9), costs, before, joined, times=RecoveryTimes(horizon_s=600.0))
     assert short.predicted_pause_s == 0
     assert short.allocation is before
-    long = full_restart.plan(machines(9), costs, before, joined, pauses=RecoveryTimes(horizon_s=6000.0))
+    long = full_restart.plan(machines(9), costs, before, joined, times=RecoveryTimes(horizon_s=6000.0))
     assert [len(own) for own in workers(long)] == [3, 3, 3]
     assert long.lost_work_s == 0
     too_few = full_restart.plan(machines(7), costs, before, ClusterEvent(kind="joined", workers=(6,)))
     assert too_few.allocation is before
     slow, event = slower(cluster, 1, 0.3)
-    assert full_restart.plan(slow, costs, before, event, pauses=RecoveryTimes(horizon_s=310.0)).allocation is before
-    out = full_restart.plan(slow, costs, before, event, pauses=RecoveryTimes(horizon_s=6000.0))
+    assert full_restart.plan(slow, costs, before, event, times=RecoveryTimes(horizon_s=310.0)).allocation is before
+    out = full_restart.plan(slow, costs, before, event, times=RecoveryTimes(horizon_s=6000.0))
     assert 1 not in out.allocation.workers
     alone, only = begin(3, 3, 24, costs)
     assert full_restart.plan(*_pair(slower(alone, 1, 0.2), costs, only)).allocation is only

@@ -413,7 +413,7 @@ def test_nobody_left_is_refused(job):
         plan(cluster.take(np.zeros(12, dtype=bool)), costs, allocation, lost(*range(12)))
 
 
-def test_a_rivals_better_plan_is_taken_and_a_smaller_batch_is_not(job):
+def test_a_baselines_better_plan_is_taken_and_a_smaller_batch_is_not(job):
     cluster, costs, allocation = job
     left = cluster.without([0])
     ours = plan(left, costs, allocation, lost(0), axes=())
@@ -433,7 +433,7 @@ def test_a_rivals_better_plan_is_taken_and_a_smaller_batch_is_not(job):
     def impossible(*arguments):
         raise InfeasiblePlan("memory: no")
 
-    found = plan(left, costs, allocation, lost(0), axes=(), horizon_s=1e12, rivals=(better, smaller, impossible))
+    found = plan(left, costs, allocation, lost(0), axes=(), horizon_s=1e12, baselines=(better, smaller, impossible))
     assert "as better does" in found.reason
     assert found.predicted_step_s < ours.predicted_step_s
 

@@ -2,5 +2,5 @@
 
 All of them run on this engine, with the same detection, the same communicator and the same timing of a step, so a
 comparison shows the policies alone. Each module says what of its paper it models and what was simplified; where the
-simplification could matter it is in the rival's favour.
+simplification could matter it is in the baseline's favour.
 """

@@ -1,4 +1,4 @@
-"""What the rivals' planners share: who is gone, chains of equal pipelines, bytes of state, the plan around it. Pure.
+"""What the baselines' planners share: who is gone, chains of equal pipelines, bytes of state, the plan around it. Pure.
 
 Many equal pipelines are one `Chain`: pipeline number j is the j-th worker of each of its stages. Since ids ascend in a
 stage, workers that come later can shift who is paired with whom; workers of one stage hold the same layers, so nothing
@@ -52,7 +52,7 @@ def unused(cluster: Cluster, allocation: Allocation) -> np.ndarray:
 
 
 def base_levels(cluster: Cluster, workers: np.ndarray) -> np.ndarray:
-    """The base frequency level of each worker: the rivals change no clocks."""
+    """The base frequency level of each worker: the baselines change no clocks."""
     if len(cluster.devices) == 1:
         return np.full(len(workers), cluster.devices[0].base_level, dtype=np.int64)
     table = np.array([device.base_level for device in cluster.devices], dtype=np.int64)

@@ -30,7 +30,7 @@ NAME = "full_restart"
 
 
 def plan(
-    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, pauses: RecoveryTimes | None = None
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, times: RecoveryTimes | None = None
 ) -> Plan:
     """Restarts after a loss; after anything else only where it repays.
 
@@ -39,28 +39,28 @@ def plan(
         costs: of the model's layers.
         allocation: before the event.
         event: what happened.
-        pauses: times; see `RecoveryTimes`.
+        times: of recovery; see `RecoveryTimes`.
     Raises:
         InfeasiblePlan: fewer workers than stages are left, or memory.
     """
-    pauses = pauses or RecoveryTimes()
+    times = times or RecoveryTimes()
     if event.kind in ("lost", "drained"):
         gone = gone_from(event)
         if not any(len(is_in(stage.workers, gone)) for chain in allocation.chains for stage in chain.stages):
             return keep(cluster, costs, allocation, "only spare workers are gone")
-        return restart(cluster, costs, allocation, pauses, planned=event.kind == "drained")
+        return restart(cluster, costs, allocation, times, planned=event.kind == "drained")
     if event.kind == "slowed" and event.speed < 1:
         now = keep(cluster, costs, allocation, "the straggler stays")
         try:
-            better = restart(cluster, costs, allocation, pauses, planned=True, shunned=event.workers)
+            better = restart(cluster, costs, allocation, times, planned=True, shunned=event.workers)
         except InfeasiblePlan:
             return now
-        return better if _repays(better, now, pauses.horizon(cluster.num_workers)) else now
+        return better if _repays(better, now, times.horizon(cluster.num_workers)) else now
     now = keep(cluster, costs, allocation, "spares wait for the next restart")
     if len(unused(cluster, allocation)) < len(allocation.chains[0].stages):
         return now
-    better = restart(cluster, costs, allocation, pauses, planned=True)
-    return better if _repays(better, now, pauses.horizon(cluster.num_workers)) else now
+    better = restart(cluster, costs, allocation, times, planned=True)
+    return better if _repays(better, now, times.horizon(cluster.num_workers)) else now
 
 
 def keep(cluster: Cluster, costs: Costs, allocation: Allocation, reason: str) -> Plan:
@@ -69,7 +69,7 @@ def keep(cluster: Cluster, costs: Costs, allocation: Allocation, reason: str) ->
 
 
 def restart(
-    cluster: Cluster, costs: Costs, allocation: Allocation, pauses: RecoveryTimes, *, planned: bool,
+    cluster: Cluster, costs: Costs, allocation: Allocation, times: RecoveryTimes, *, planned: bool,
     shunned: tuple[int, ...] = (),
 ) -> Plan:  # fmt: skip
     """Begins again with all workers that are there.
@@ -78,7 +78,7 @@ def restart(
         cluster: after the event.
         costs: of the model's layers.
         allocation: before; its stages, layers and batch are kept.
-        pauses: times.
+        times: of recovery.
         planned: a checkpoint is written first, so that no work is lost.
         shunned: workers that are not to be used.
     Raises:
@@ -103,7 +103,7 @@ def restart(
         cluster,
         costs,
         again,
-        pause_s=pauses.restart_s + (pauses.checkpoint_stall_s if planned else 0.0),
+        pause_s=times.restart_s + (times.checkpoint_stall_s if planned else 0.0),
         lost_steps=0.0,
         transfers=fetch(costs, missing, shards),
         reason=f"begins again from {'a new' if planned else 'the last'} checkpoint with {width} pipelines of "
@@ -111,7 +111,7 @@ def restart(
     )
     if planned:
         return made
-    return replace(made, lost_work_s=pauses.checkpoint_interval_s / 2, from_checkpoint=True)
+    return replace(made, lost_work_s=times.checkpoint_interval_s / 2, from_checkpoint=True)
 
 
 def _usable(cluster: Cluster, allocation: Allocation) -> np.ndarray:

@@ -57,7 +57,7 @@ NAME = "oobleck"
 
 
 def plan(
-    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, pauses: RecoveryTimes | None = None,
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, times: RecoveryTimes | None = None,
     num_faults: int = 1,
 ) -> Plan:  # fmt: skip
     """Instantiates pipelines again from templates.
@@ -67,27 +67,27 @@ def plan(
         costs: of the model's layers.
         allocation: before the event; chains of equal pipelines.
         event: what happened.
-        pauses: times; see `RecoveryTimes`.
+        times: of recovery; see `RecoveryTimes`.
         num_faults: losses at once that are to be survived: the paper's f.
     Raises:
         InfeasiblePlan: too few workers are left for a pipeline, or memory.
     """
-    pauses = pauses or RecoveryTimes()
+    times = times or RecoveryTimes()
     if event.kind == "slowed" and event.speed < 1:
-        return _slowed(cluster, costs, allocation, event, pauses, num_faults)
+        return _slowed(cluster, costs, allocation, event, times, num_faults)
     fleet = _Fleet(cluster, costs, allocation)
     gone = gone_from(event)
     fleet.drop(gone)
     if not fleet.covers_model():
-        restarted = full_restart.restart(cluster, costs, allocation, pauses, planned=event.kind == "drained")
+        restarted = full_restart.restart(cluster, costs, allocation, times, planned=event.kind == "drained")
         return renamed(restarted, NAME, "all copies of a layer are lost")
     fleet.mend()
     fleet.take_in(unused(cluster, allocation).tolist(), num_faults + 1)
     after, transfers = fleet.allocation(), fleet.transfers()
     if event.kind == "lost":
-        pause_s = pauses.recover_s + copy_s(cluster, transfers)
+        pause_s = times.recover_s + copy_s(cluster, transfers)
     else:
-        pause_s = pauses.join_s
+        pause_s = times.join_s
     depths = ", ".join(f"{count} x {depth}" for depth, count in sorted(fleet.depths().items(), reverse=True))
     return make_plan(
         NAME,
@@ -103,7 +103,7 @@ def plan(
 
 
 def _slowed(
-    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, pauses: RecoveryTimes, num_faults: int
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, times: RecoveryTimes, num_faults: int
 ) -> Plan:
     """All pipelines wait for a straggler, or its pipeline goes on without it, whichever is faster."""
     now = make_plan(
@@ -112,11 +112,11 @@ def _slowed(
     loss = ClusterEvent(kind="drained", workers=event.workers)
     try:
         without = plan(
-            cluster.without(event.workers), costs, allocation, loss, pauses=pauses, num_faults=num_faults
+            cluster.without(event.workers), costs, allocation, loss, times=times, num_faults=num_faults
         )  # fmt: skip
     except InfeasiblePlan:
         return now
-    if without.predicted_step_s >= now.predicted_step_s or without.predicted_pause_s >= pauses.restart_s:
+    if without.predicted_step_s >= now.predicted_step_s or without.predicted_pause_s >= times.restart_s:
         return now
     return replace(without, reason=f"put out as slow: {without.reason}")
 

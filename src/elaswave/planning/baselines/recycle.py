@@ -46,7 +46,7 @@ NAME = "recycle"
 
 
 def plan(
-    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, pauses: RecoveryTimes | None = None,
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, times: RecoveryTimes | None = None,
     normalize: bool = False, staggered_optimizer: bool = False, name: str = NAME,
 ) -> Plan:  # fmt: skip
     """Reroutes around the lost, takes the joined back in.
@@ -56,30 +56,30 @@ def plan(
         costs: of the model's layers.
         allocation: before the event.
         event: what happened.
-        pauses: times; see `RecoveryTimes`.
+        times: of recovery; see `RecoveryTimes`.
         normalize: move workers between stages so that losses are spread; see the module.
         staggered_optimizer: predict the step without a barrier between steps; see the module.
         name: of the policy.
     Raises:
         InfeasiblePlan: a stage is lost with all its workers and too few workers are left to begin again, or memory.
     """
-    pauses = pauses or RecoveryTimes()
+    times = times or RecoveryTimes()
     if event.kind == "slowed":
-        return _slowed(cluster, costs, allocation, event, pauses, normalize, staggered_optimizer, name)
+        return _slowed(cluster, costs, allocation, event, times, normalize, staggered_optimizer, name)
     gone = gone_from(event)
     chains = [_without(chain, gone) for chain in allocation.chains]
     if any(chain is None for chain in chains):
-        restarted = full_restart.restart(cluster, costs, allocation, pauses, planned=event.kind == "drained")
+        restarted = full_restart.restart(cluster, costs, allocation, times, planned=event.kind == "drained")
         return renamed(restarted, name, "a stage has lost all of its workers")
     after = replace(allocation, chains=tuple(chain for chain in chains if chain is not None))
     transfers: list[StateTransfer] = []
     after = _readmit(cluster, costs, after, transfers)
     if event.kind == "drained":
-        what, pause_s = f"{len(gone)} workers leave after handing over", pauses.join_s
+        what, pause_s = f"{len(gone)} workers leave after handing over", times.join_s
     elif len(gone):
-        what, pause_s = f"micro-batches of {len(gone)} lost workers go to their stages' other workers", pauses.recover_s
+        what, pause_s = f"micro-batches of {len(gone)} lost workers go to their stages' other workers", times.recover_s
     else:
-        what, pause_s = "joined workers fill the stages that lack most", pauses.join_s
+        what, pause_s = "joined workers fill the stages that lack most", times.join_s
     if normalize:
         moved: list[StateTransfer] = []
         after = _normalized(cluster, costs, after, moved)
@@ -94,7 +94,7 @@ def plan(
 
 
 def _slowed(
-    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, pauses: RecoveryTimes, normalize: bool,
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, times: RecoveryTimes, normalize: bool,
     staggered_optimizer: bool, name: str,
 ) -> Plan:  # fmt: skip
     """Keeps a straggler or puts it out, whichever is faster; takes one back in that is as fast as before."""
@@ -107,15 +107,15 @@ def _slowed(
     loss = ClusterEvent(kind="lost", workers=event.workers)
     try:
         without = plan(
-            cluster.without(event.workers), costs, allocation, loss, pauses=pauses, normalize=normalize,
+            cluster.without(event.workers), costs, allocation, loss, times=times, normalize=normalize,
             staggered_optimizer=staggered_optimizer, name=name,
         )  # fmt: skip
     except InfeasiblePlan:
         return now
-    if without.predicted_step_s >= now.predicted_step_s or without.predicted_pause_s >= pauses.restart_s:
+    if without.predicted_step_s >= now.predicted_step_s or without.predicted_pause_s >= times.restart_s:
         return now
     return replace(
-        without, lost_work_s=0.0, predicted_pause_s=pauses.join_s, reason=f"put out as slow: {without.reason}"
+        without, lost_work_s=0.0, predicted_pause_s=times.join_s, reason=f"put out as slow: {without.reason}"
     )
 
 

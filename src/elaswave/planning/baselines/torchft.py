@@ -35,7 +35,7 @@ NAME = "torchft"
 
 
 def plan(
-    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, pauses: RecoveryTimes | None = None,
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, times: RecoveryTimes | None = None,
     keep_batch: bool = False, name: str = NAME,
 ) -> Plan:  # fmt: skip
     """Takes out the groups of lost workers; lets whole groups in.
@@ -45,16 +45,16 @@ def plan(
         costs: of the model's layers.
         allocation: before the event; its first chain's shape is that of a group.
         event: what happened.
-        pauses: times; see `RecoveryTimes`.
+        times: of recovery; see `RecoveryTimes`.
         keep_batch: deal the micro-batches of groups that left to the others.
         name: of the policy.
     Raises:
         InfeasiblePlan: no whole group is left, or memory.
     """
-    pauses = pauses or RecoveryTimes()
+    times = times or RecoveryTimes()
     groups = _Groups(cluster, costs, allocation)
     if event.kind == "slowed" and event.speed < 1:
-        return _slowed(cluster, costs, allocation, event, pauses, keep_batch, name)
+        return _slowed(cluster, costs, allocation, event, times, keep_batch, name)
     broken = groups.drop(gone_from(event))
     comes = event.kind in ("joined", "slowed")
     formed = groups.form(unused(cluster, allocation)) if comes else 0
@@ -63,7 +63,7 @@ def plan(
             f"{name}: every replica group of {groups.depth} workers has lost one, so no group holds a whole model; "
             "1 whole group is needed: begin again from a checkpoint"
         )
-    pause_s = pauses.torchft_recover_s if event.kind == "lost" and broken else pauses.join_s
+    pause_s = times.torchft_recover_s if event.kind == "lost" and broken else times.join_s
     idle = cluster.num_workers - groups.number * groups.depth
     what = f"{formed} replica groups join" if comes else f"{broken} replica groups leave"
     return make_plan(
@@ -84,7 +84,7 @@ def _slowed(
     costs: Costs,
     allocation: Allocation,
     event: ClusterEvent,
-    pauses: RecoveryTimes,
+    times: RecoveryTimes,
     keep_batch: bool,
     name: str,
 ) -> Plan:
@@ -95,7 +95,7 @@ def _slowed(
     loss = ClusterEvent(kind="lost", workers=event.workers)
     try:
         without = plan(
-            cluster.without(event.workers), costs, allocation, loss, pauses=pauses, keep_batch=keep_batch, name=name
+            cluster.without(event.workers), costs, allocation, loss, times=times, keep_batch=keep_batch, name=name
         )
     except InfeasiblePlan:
         return now
@@ -103,7 +103,7 @@ def _slowed(
     if done[0] <= done[1]:
         return now
     return replace(
-        without, lost_work_s=0.0, predicted_pause_s=pauses.join_s, reason=f"put out as slow: {without.reason}"
+        without, lost_work_s=0.0, predicted_pause_s=times.join_s, reason=f"put out as slow: {without.reason}"
     )
 
 
