@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elaswave.api.result import Result
     from elaswave.api.trainer import Trainer
+    from elaswave.data.sampler import sample_order
     from elaswave.models.calls import LossOutput, aux_loss, batch
     from elaswave.models.layers import Layer
 
-__all__ = ["Layer", "LossOutput", "Result", "Trainer", "__version__", "aux_loss", "batch"]
+__all__ = ["Layer", "LossOutput", "Result", "Trainer", "__version__", "aux_loss", "batch", "sample_order"]
 
 __version__ = "0.1.0"
 
@@ -20,6 +21,7 @@ _PLACES = {
     "Trainer": "elaswave.api.trainer",
     "aux_loss": "elaswave.models.calls",
     "batch": "elaswave.models.calls",
+    "sample_order": "elaswave.data.sampler",
 }
 """Where each public name stands; imported when it is asked for, since most need torch."""
 

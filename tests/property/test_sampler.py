@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaswave.data.sampler import Sampler, permuted
+import elaswave
+from elaswave.data.sampler import MixedSampler, Sampler, Source, choose_source, permuted, sample_order, share_units
 
 seeds = st.integers(0, 2**63)
 passes = st.integers(0, 10**6)
@@ -79,6 +80,76 @@ def test_the_order_is_part_of_the_format():
     # Checkpoints name a position in this order: another order would resume with other samples.
     assert Sampler(0, 1000, 4, 2).microbatch(1, 0) == [492, 310, 715, 459]
     assert Sampler(1234, 6568, 4, 2).microbatch(900, 1) == [5986, 1394, 2697, 6129]
+
+
+def test_the_order_is_public():
+    assert sample_order(1234, 6568, 900, 1, 4, 2) == [5986, 1394, 2697, 6129]
+    assert elaswave.sample_order is sample_order
+    with pytest.raises(ValueError, match="num_samples is 0"):
+        sample_order(0, 0, 1, 0, 1, 1)
+
+
+@given(st.integers(1, 50), seeds, st.integers(1, 5), st.integers(1, 5), st.integers(1, 40))
+def test_a_draw_says_where_its_sample_stands(
+    num_samples: int, seed: int, samples_per_microbatch: int, num_microbatches: int, step: int
+):
+    sampler = Sampler(seed, num_samples, samples_per_microbatch, num_microbatches)
+    for draw in sampler.draws(step, num_microbatches - 1):
+        assert draw.sample == permuted(draw.position, num_samples, seed, draw.data_pass)
+    after = sampler.cursor(step)
+    assert (draw.data_pass * num_samples + draw.position + 1) == after[0] * num_samples + after[1]
+
+
+weights = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6)
+
+
+class TestSeveralSources:
+    @given(weights, st.integers(0, 10**12), st.integers(1, 300))
+    def test_shares_are_kept_over_every_stretch(self, weights: list[float], start: int, length: int):
+        units = share_units(weights)
+        counts = Counter(choose_source(number, units)[0] for number in range(start, start + length))
+        for index, unit in enumerate(units):
+            assert abs(counts[index] - length * unit / sum(units)) <= index + 2
+
+    @given(weights)
+    def test_each_source_is_counted_without_a_gap(self, weights: list[float]):
+        units = share_units(weights)
+        following: Counter[int] = Counter()
+        for number in range(400):
+            index, its_number = choose_source(number, units)
+            assert its_number == following[index]
+            following[index] += 1
+
+    @given(st.lists(st.integers(1, 30), min_size=1, max_size=4), seeds, st.data())
+    def test_each_source_has_passes_of_its_own(self, sizes: list[int], seed: int, data: st.DataObject):
+        sources = [Source(f"s{index}", size, data.draw(st.floats(0.1, 9.0))) for index, size in enumerate(sizes)]
+        sampler = MixedSampler(seed, sources, 4, 5)
+        draws = [draw for step in range(1, 20) for m in range(5) for draw in sampler.draws(step, m)]
+        assert [draw.sample for draw in draws[20:24]] == sampler.microbatch(2, 0)
+        start = 0
+        for source in sources:
+            stop = start + source.num_samples
+            own = [draw for draw in draws if start <= draw.sample < stop]
+            assert [draw.data_pass * source.num_samples + draw.position - start for draw in own] == list(
+                range(len(own))
+            )
+            for data_pass in range(len(own) // source.num_samples):
+                samples = [draw.sample for draw in own if draw.data_pass == data_pass]
+                assert sorted(samples) == list(range(start, stop))
+            start = stop
+        assert len({(draw.data_pass, draw.position) for draw in draws}) == len(draws)  # what randomness is keyed by
+
+    def test_sources_of_one_length_have_orders_of_their_own(self):
+        sampler = MixedSampler(3, [Source("a", 100, 1.0), Source("b", 100, 1.0)], 200, 1)
+        samples = sampler.microbatch(1, 0)
+        a, b = ([sample % 100 for sample in samples if (sample < 100) is first] for first in (True, False))
+        assert sorted(a) == sorted(b) == list(range(100))
+        assert sum(x == y for x, y in zip(a, b)) < 12
+
+    @pytest.mark.parametrize("source", [Source("a", 0, 1.0), Source("a", 1, 0.0), Source("a", 1, float("inf"))])
+    def test_impossible_sources(self, source: Source):
+        with pytest.raises(ValueError, match="source a has . samples and weight .*: it needs one sample"):
+            MixedSampler(0, [source, Source("b", 1, 1.0)], 1, 1)
 
 
 class TestLooksRandom:

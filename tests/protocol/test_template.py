@@ -13,13 +13,17 @@ from elaswave.protocol.template import (
     EndTemplate,
     ForkCommitter,
     ForkCoordinator,
+    ForkLoader,
     ForkRefused,
     ForkWorker,
     KillAsked,
     KillChild,
+    Loader,
+    LoaderAsked,
     SpawnAsked,
     TellCommit,
     TellEnd,
+    TellLoaderEnd,
     Template,
 )
 
@@ -149,3 +153,51 @@ def test_the_end_kills_workers_and_waits_for_all_also_for_a_commit() -> None:
     assert template.handle(ChildEnded(0, KILLED, 5.0)) == [TellEnd(0, KILLED, 5.0)]
     assert template.handle(ChildEnded(1, KILLED, 5.0)) == [TellEnd(1, KILLED, 5.0)]
     assert template.handle(ChildEnded(COMMITTER, 0, 6.0)) == [TellCommit(3, None), EndTemplate()]
+
+
+def test_loaders_are_forked_with_their_worker_and_end_with_it() -> None:
+    template = Template(num_loaders=2)
+    mine, others = [Loader(0, 0), Loader(0, 1)], [Loader(1, 0), Loader(1, 1)]
+    assert template.handle(SpawnAsked((0, 1))) == [
+        ForkWorker(0), *map(ForkLoader, mine), ForkWorker(1), *map(ForkLoader, others)
+    ]  # fmt: skip
+    assert template.handle(ChildEnded(0, KILLED, 5.0)) == [TellEnd(0, KILLED, 5.0), *map(KillChild, mine)]
+    assert [template.handle(ChildEnded(loader, KILLED, 5.0)) for loader in mine] == [
+        [TellLoaderEnd(loader)] for loader in mine
+    ]
+    assert template.handle(EndAsked()) == [KillChild(1), *map(KillChild, others)]
+    assert template.handle(ChildEnded(1, KILLED, 6.0)) == [TellEnd(1, KILLED, 6.0), *map(KillChild, others)]
+    assert template.handle(ChildEnded(others[0], KILLED, 6.0)) == [TellLoaderEnd(others[0])]
+    assert template.handle(ChildEnded(others[1], KILLED, 6.0)) == [TellLoaderEnd(others[1]), EndTemplate()]
+
+
+def test_a_loader_is_replaced_when_its_worker_asks() -> None:
+    template, loader = Template(num_loaders=1), Loader(0, 0)
+    template.handle(SpawnAsked((0,)))
+    assert template.handle(ChildEnded(loader, KILLED, 5.0)) == [TellLoaderEnd(loader)], "nobody asks yet"
+    assert template.handle(LoaderAsked(loader)) == [ForkLoader(loader)]
+    assert template.handle(LoaderAsked(loader)) == [KillChild(loader)], "it hangs"
+    assert template.handle(LoaderAsked(loader)) == [KillChild(loader)]
+    assert template.handle(ChildEnded(loader, KILLED, 5.0)) == [TellLoaderEnd(loader), ForkLoader(loader)]
+    assert template.handle(LoaderAsked(Loader(0, 1))) == template.handle(LoaderAsked(Loader(3, 0))) == []
+
+
+def test_a_loader_is_not_replaced_when_its_worker_or_the_job_has_ended() -> None:
+    template, loader = Template(num_loaders=1), Loader(0, 0)
+    template.handle(SpawnAsked((0, 1)))
+    template.handle(LoaderAsked(loader))
+    template.handle(ChildEnded(0, KILLED, 5.0))
+    assert template.handle(ChildEnded(loader, KILLED, 5.0)) == [TellLoaderEnd(loader)]
+    assert template.handle(LoaderAsked(loader)) == []
+    loader = Loader(1, 0)
+    template.handle(LoaderAsked(loader))
+    template.handle(EndAsked())
+    assert template.handle(ChildEnded(loader, KILLED, 5.0)) == [TellLoaderEnd(loader)]
+
+
+def test_a_loader_that_cannot_be_forked_is_not_waited_for() -> None:
+    template = Template(num_loaders=1)
+    template.handle(SpawnAsked((0,)))
+    assert template.handle(ForkRefused(Loader(0, 0))) == []
+    assert template.handle(EndAsked()) == [KillChild(0)]
+    assert template.handle(ChildEnded(0, KILLED, 5.0))[-1] == EndTemplate()

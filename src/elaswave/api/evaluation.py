@@ -1,12 +1,10 @@
 """Evaluates a checkpoint in the script's process: the same numbers as an evaluation while training gives."""
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from elaswave.config.schema import Config
@@ -16,7 +14,8 @@ from elaswave.state.checkpoint import CheckpointRef, checkpoint_of_step, find_ne
 from elaswave.state.export import stored_weights
 from elaswave.state.flat import FlatLayer
 from elaswave.training.definition import Training
-from elaswave.training.evaluation import evaluation_samples
+from elaswave.training.evaluation import evaluation_draws
+from elaswave.training.random_state import generators_kept
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.compute import Compute
 from elaswave.worker.microbatches import Microbatches
@@ -46,7 +45,7 @@ def evaluation_means(config: Config, training: Training, run_dir: Path, checkpoi
     with _as_in_a_worker():
 
         def fetch(step: int, microbatch: int) -> tuple[Any, Any]:
-            return samples.batch(evaluation_samples(microbatch, size, num_samples), "validation")
+            return samples.batch(evaluation_draws(microbatch, size, num_samples), "validation")
 
         microbatches = Microbatches(fetch, fetch)
         compute = Compute(
@@ -83,13 +82,10 @@ def _checkpoint(run_dir: Path, checkpoint: str | Path | int | None) -> Checkpoin
 @contextmanager
 def _as_in_a_worker() -> Iterator[None]:
     """One thread, as in every worker; leaves the script's generators as they were."""
-    threads, numpy_state, python_state = torch.get_num_threads(), np.random.get_state(), random.getstate()
-    torch_state = torch.get_rng_state()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with generators_kept():
+            yield
     finally:
         torch.set_num_threads(threads)
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
 
 from elaswave.api.evaluation import evaluation_means
 from elaswave.api.model import OwnModelSpec, dtype_name
@@ -31,6 +31,9 @@ _FACTORIES = {
     "lr_scheduler": "lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)",
 }
 
+LOADERS_MAX = 64
+"""Processes beside each worker."""
+
 
 class Trainer:
     """Trains a model on workers of this machine.
@@ -39,7 +42,8 @@ class Trainer:
         model: an ``nn.Sequential``, or a list of ``nn.Module`` and `elaswave.Layer`, in forward order. Modules keep
             their values: they are where training begins, and every worker computes with copies.
         loss: (output of the last layer, targets) -> mean loss of the micro-batch, a scalar tensor.
-        dataset: map-style: has a length, and ``dataset[i]`` is a pair of input and target.
+        dataset: map-style: has a length, and ``dataset[i]`` is a pair of input and target; or several of them, as a
+            dictionary from a name to (dataset, weight).
         optimizer: (`elaswave.training.parameters.Parameters`) -> `torch.optim.Optimizer` that updates every element
             by itself; called in each process. None: the one that the configuration describes.
         config: values by dotted key, ``{"run.steps": 20}``, or by section, as in a configuration file.
@@ -47,7 +51,7 @@ class Trainer:
             `optimizer`.
         grad_clip: goes with `optimizer`: largest norm of the whole gradient, 0: off.
         collate: list of samples -> inputs and targets of a micro-batch.
-        loaders: processes that load samples; 0: each worker loads its own.
+        loaders: processes beside each worker that make its micro-batches ahead; 0: it makes them itself.
         eval_dataset: as the dataset, for `evaluate` and for evaluations while training (``run.eval_every``).
         metrics: further means by name, of outputs and targets.
         callbacks: functions of (step, loss, metrics), or objects with such a method ``on_step``. They are called in
@@ -82,15 +86,13 @@ class Trainer:
         self._grad_clip = grad_clip
         self._config = {} if config is None else config
         self._samples = DatasetSamples(dataset, collate, eval_dataset)
+        self._loaders = loaders
         self._callbacks = tuple(_step_function(callback) for callback in callbacks)
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._resume = resume
         self._newest: Path | None = self._run_dir
         """Folder of the newest run."""
         problems = [*_unsupported(optimizer, lr_scheduler, grad_clip, loaders)]
-        problems += [*_problems_with_dataset("dataset", dataset)]
-        if eval_dataset is not None:
-            problems += _problems_with_dataset("eval_dataset", eval_dataset)
         problems += _problems_with_config(self._config)
         if problems:
             raise UsageError("; ".join(problems))
@@ -132,7 +134,7 @@ class Trainer:
             UsageError: there is no evaluation dataset, or no run.
             CheckpointError: there is no such checkpoint, or it is damaged.
         """
-        if self._samples.eval_dataset is None:
+        if not self._samples.num_samples("validation"):
             raise UsageError("there is nothing to evaluate on; give eval_dataset to the Trainer")
         if self._newest is None:
             raise UsageError("nothing was trained yet: call train first, or give the run_dir of a run to the Trainer")
@@ -146,7 +148,7 @@ class Trainer:
             model.layer_parameters, dtype_name(model.dtype), self._optimizer is not None, float(self._grad_clip)
         )
         config = load_config(None, overrides, workers, base=options.saved_config(), settings=self._config, own=own)
-        if config.run.eval_every and self._samples.eval_dataset is None:
+        if config.run.eval_every and not self._samples.num_samples("validation"):
             raise UsageError(
                 f"run.eval_every = {config.run.eval_every} asks for evaluations, and there is nothing to evaluate on; "
                 "give eval_dataset to the Trainer, or leave the key out"
@@ -154,7 +156,7 @@ class Trainer:
         return config
 
     def _training(self, config: Config) -> Training:
-        samples = self._samples
+        samples = self._samples.seeded(config.run.seed)
 
         def configured(shapes: tuple[LayerShape, ...]) -> Optimizer:
             return ConfiguredOptimizer(config.optimizer, config.run.steps)
@@ -164,6 +166,7 @@ class Trainer:
             dtype=self._model.dtype,
             make_optimizer=self._optimizer or configured,
             open_samples=lambda folder: samples,
+            loaders=self._loaders,
         )
 
     def _after_step(self, step: int, loss: float, metrics: Mapping[str, float]) -> None:
@@ -200,8 +203,8 @@ def _unsupported(optimizer: object, lr_scheduler: object, grad_clip: float, load
         problems.append("lr_scheduler goes with an optimizer; set optimizer.schedule in the config")
     if grad_clip and optimizer is None:
         problems.append(f"grad_clip = {grad_clip} goes with an optimizer; set optimizer.grad_clip in the config")
-    if loaders:
-        problems.append(f"loaders = {loaders} is not supported yet; leave it out: each worker loads its own samples")
+    if not isinstance(loaders, int) or not 0 <= loaders <= LOADERS_MAX:
+        problems.append(f"loaders = {loaders!r}, needed: a number of processes for each worker, 0 to {LOADERS_MAX}")
     return problems
 
 
@@ -209,13 +212,3 @@ def _problems_with_config(config: Any) -> list[str]:
     if isinstance(config, Mapping):
         return []
     return [f"config is of type {type(config).__name__}, needed: a dictionary of keys and values"]
-
-
-def _problems_with_dataset(name: str, dataset: Any) -> list[str]:
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        return [
-            f"{name} is of type {type(dataset).__name__}, which has no length or no samples by number; a sample must "
-            "be had by any worker at any time: give a map-style dataset, with __len__ and __getitem__ (of a stream, "
-            "write the samples into files first)"
-        ]
-    return [] if len(dataset) else [f"{name} has no samples"]

@@ -41,6 +41,7 @@ COMMANDS = {
     "simulate": "elaswave.cli.simulate:simulate_command",
     "compare": "elaswave.cli.compare:compare_command",
     "bench": "elaswave.cli.bench:bench_group",
+    "data": "elaswave.cli.data:data_group",
 }
 """Where each verb stands; imported when it is asked for."""
 

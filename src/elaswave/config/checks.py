@@ -92,7 +92,7 @@ def _suggestion(section: str, key: str, fields: Iterable[str]) -> str:
 def _in_words(kind: inspect.Type) -> str:
     match kind:
         case inspect.UnionType():
-            return _in_words(next(member for member in kind.types if not isinstance(member, inspect.NoneType)))
+            return ", or ".join(_in_words(member) for member in kind.types if not isinstance(member, inspect.NoneType))
         case inspect.BoolType():
             return "true or false"
         case inspect.StrType():

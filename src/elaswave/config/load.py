@@ -1,6 +1,7 @@
 """Reads a configuration: defaults, then a saved one, then a TOML file, then ``--set``, the later the stronger.
 
-All problems of all sources are found and raised together. Only the TOML file is read here; no environment, no clock.
+All problems of all sources are found and raised together. Only the TOML file is read here, and the headers of data
+files, which say how many different tokens there are; no environment, no clock.
 """
 
 import os
@@ -18,7 +19,8 @@ from elaswave.config.rules import SHAPE_KEYS, broken_rules
 from elaswave.config.schema import SECTIONS, Config
 from elaswave.config.toml import read_toml
 from elaswave.config_format import FORMAT_KEY, GONE_KEYS, format_problem, upgraded
-from elaswave.errors import ConfigError
+from elaswave.data.sources import known_vocabulary
+from elaswave.errors import ConfigError, DataError
 from elaswave.planning.layout import resolve_widths
 
 BUILT_IN_SOURCES = ("python-docs",)
@@ -119,7 +121,7 @@ def build_config(
         sections[name], bad = check_values(name, struct, given)
         found += bad
         if name == "data" and "source" in sections[name]:
-            sections[name]["source"] = _absolute(sections[name]["source"])
+            _resolve_data(sections[name], given, found)
         defaults = {field.name: field.default for field in msgspec.structs.fields(struct) if field.name not in given}
         flat |= {f"{name}.{key}": value for key, value in (defaults | sections[name]).items()}
 
@@ -211,6 +213,17 @@ def _forget(values: Values, *layout_keys: str) -> None:
     layout = values.get("layout")
     if isinstance(layout, Mapping):
         values["layout"] = {key: value for key, value in layout.items() if key not in layout_keys}
+
+
+def _resolve_data(section: dict[str, Any], given: Mapping[str, Any], problems: list[str]) -> None:
+    """Makes the data's files independent of the working directory, and takes from them what they say of themselves."""
+    source = section["source"]
+    section["source"] = _absolute(source) if isinstance(source, str) else tuple(map(_absolute, source))
+    if given.get("vocab_size") is None:
+        try:
+            section["vocab_size"] = known_vocabulary(section["source"])
+        except DataError as error:
+            problems.append(f"data.source: {error}")
 
 
 def _absolute(source: str) -> str:

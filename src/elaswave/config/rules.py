@@ -115,9 +115,13 @@ def _enough_rows(microbatch_size: int, context_length: int) -> str | None:
     return None
 
 
-def _bin_needs_vocabulary(source: str, vocab_size: int | None) -> str | None:
-    if source.endswith(".bin") and vocab_size is None:
-        return f"data.vocab_size: unset, but {source} holds tokens, not bytes; give the number of different tokens"
+def _bin_needs_vocabulary(source: str | tuple[str, ...], vocab_size: int | None) -> str | None:
+    names = (source,) if isinstance(source, str) else source
+    if vocab_size is None and (tokens := [name for name in names if name.endswith(".bin")]):
+        return (
+            f"data.vocab_size: unset, but {tokens[0]} holds tokens, not bytes, and has no header that says how many "
+            "there are; give the number of different tokens"
+        )
     return None
 
 

@@ -15,6 +15,7 @@ from elaswave.config.own import without_unused
 from elaswave.config.rules import broken_rules
 from elaswave.config.toml import toml_document
 from elaswave.config_format import FORMAT, FORMAT_KEY
+from elaswave.data.token_files import VOCABULARY_MAX
 from elaswave.errors import ConfigError
 
 Count = Annotated[int, Meta(ge=1)]
@@ -22,6 +23,7 @@ CountOrZero = Annotated[int, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 FractionBelowOne = Annotated[float, Meta(ge=0, lt=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
+Name = Annotated[str, Meta(min_length=1)]
 
 VOCABULARY_OF_BYTES = 256
 
@@ -84,11 +86,13 @@ class DataConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     section: ClassVar[str] = "data"
 
-    source: Annotated[str, Meta(min_length=1)] = "python-docs"
+    source: Name | Annotated[tuple[Name, ...], Meta(min_length=1)] = "python-docs"
     """``python-docs`` (the text of Python's own documentation), the path of a text file that is read as bytes, or the
-    path of a ``.bin`` file of uint16 tokens."""
-    vocab_size: Annotated[int, Meta(ge=2, le=65536)] | None = None
-    """Number of different tokens; unset: 256, one for each byte. A ``.bin`` file needs it."""
+    path of a ``.bin`` file of tokens (``elaswave data tokenize`` makes them). A list, or a pattern such as
+    ``shards/*.bin``, is one source: its files follow each other, those of a pattern sorted by name."""
+    vocab_size: Annotated[int, Meta(ge=2, le=VOCABULARY_MAX)] | None = None
+    """Number of different tokens; unset: what ``.bin`` files say in their headers, or 256, one for each byte. A
+    ``.bin`` file without a header (uint16, as nanoGPT writes them) needs it."""
     validation_fraction: FractionBelowOne = 0.1
     """Share of the tokens, at the end of the source, that is kept for evaluation."""
     verify: Literal["sample", "full"] = "sample"

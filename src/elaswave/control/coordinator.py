@@ -30,6 +30,7 @@ from elaswave.control.agent_messages import (
     ToCoordinator,
 )
 from elaswave.control.background import Background, in_thread
+from elaswave.control.data_waits import DataWaits
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.journal import JournalRecord, core_records
 from elaswave.control.own_faults import OwnFaults
@@ -138,6 +139,7 @@ class CoordinatorProcess(CoordinatorDriver):
             started_s=setup.started_s,
         )
         self._state = self._recorder.state
+        self._data_waits = DataWaits()
         elastic = plan.config.elastic
         self._planner = RunPlanner(plan)
         self.core = Coordinator(
@@ -376,6 +378,8 @@ class CoordinatorProcess(CoordinatorDriver):
         elif self._ended is not None:
             _log.info("%s of worker %d comes after the end", type(message).__name__, message.worker)
         elif isinstance(message, Timings):
+            if (slow := self._data_waits.add(message)) is not None:
+                self._terminal.say(slow)
             self._recorder.timings(message.step, self._planner.measurements.add(message, len(self.core.members)))
         else:
             self._to_recorder(message, now_s)

@@ -9,18 +9,22 @@ _BESIDE = 48
 what libraries open for a moment."""
 
 
-def needed_descriptors(num_workers: int) -> int:
-    """Descriptors that the process of a job needs that needs most: a connection to each worker, and one to come."""
-    return 2 * num_workers + _BESIDE
+def needed_descriptors(num_workers: int, num_loaders: int = 0) -> int:
+    """Descriptors that the process of a job needs that needs most: a connection to each worker, and one to come; or,
+    in the template, each worker and each loader, and a line to each worker."""
+    return (2 + num_loaders) * num_workers + _BESIDE
 
 
-def provide_descriptors(num_workers: int) -> None:
+def provide_descriptors(num_workers: int, num_loaders: int = 0) -> None:
     """Raises this process's limit as far as the job needs and the system allows; children inherit it.
 
+    Args:
+        num_workers: of the job.
+        num_loaders: of each worker.
     Raises:
         UsageError: the system does not allow enough.
     """
-    needed = needed_descriptors(num_workers)
+    needed = needed_descriptors(num_workers, num_loaders)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= needed or soft == resource.RLIM_INFINITY:
         return

@@ -25,6 +25,8 @@ from elaswave.control.template_messages import (
     CommitDone,
     FromTemplate,
     KillWorkers,
+    LoaderGone,
+    LoaderSpawned,
     SpawnCoordinator,
     Spawned,
     ToTemplate,
@@ -37,7 +39,7 @@ from elaswave.observability.processes import (
     remove_processes,
     write_processes,
 )
-from elaswave.protocol.template import COMMITTER, COORDINATOR
+from elaswave.protocol.template import COMMITTER, COORDINATOR, Loader
 
 TEMPLATE_GRACE_S = 2.0
 """At the end, how long the template may take to reap what it has killed, and a commit in hand to be finished."""
@@ -67,9 +69,9 @@ class JobProcesses:
         self._coordinator: Child | None = None
         """The one that this process has forked."""
         self._coordinator_number = 0
-        self._pids: dict[int, int] = {}
+        self._pids: dict[int | Loader, int] = {}
         """Of the template's children that live."""
-        self._processes = {_LAUNCHER: described("launcher", 0, os.getpid())}
+        self._processes: dict[int | Loader, RunProcess] = {_LAUNCHER: described("launcher", 0, os.getpid())}
         self._has_changed = True
         self._orphans = contextlib.ExitStack()
         self._orphans.enter_context(parent_of_orphans())
@@ -107,6 +109,14 @@ class JobProcesses:
             if isinstance(message, Spawned):
                 self._pids[message.child] = message.pid
                 self._note(message.child, self._described(message))
+            elif isinstance(message, LoaderSpawned):
+                loader = Loader(message.worker, message.number)
+                self._pids[loader] = message.pid
+                self._note(loader, described("loader", message.worker, message.pid))
+            elif isinstance(message, LoaderGone):
+                loader = Loader(message.worker, message.number)
+                self._pids.pop(loader, None)
+                self._note(loader, None)
             elif isinstance(message, ChildGone | CommitDone):
                 child = message.child if isinstance(message, ChildGone) else COMMITTER
                 self._pids.pop(child, None)
@@ -189,7 +199,7 @@ class JobProcesses:
         found = {worker: facts_of(self._pids[worker]) for worker in workers if worker in self._pids}
         return {worker: facts for worker, facts in found.items() if facts is not None}
 
-    def _note(self, name: int, process: RunProcess | None) -> None:
+    def _note(self, name: int | Loader, process: RunProcess | None) -> None:
         """A process has begun, or ended (None)."""
         self._has_changed = True
         if process is None:
@@ -218,8 +228,9 @@ class JobProcesses:
                     self.hear_template()
 
     def _only_stopped(self) -> bool:
-        """Whether all that are left are stopped (a hung worker): nothing to wait for."""
-        pids = [*self._pids.values(), *([self._coordinator.pid] if self._coordinator is not None else [])]
+        """Whether all that are left are stopped (a hung worker): nothing to wait for. Loaders end with their worker."""
+        pids = [pid for name, pid in self._pids.items() if not isinstance(name, Loader)]
+        pids += [*([self._coordinator.pid] if self._coordinator is not None else [])]
         for pid in pids:
             facts = facts_of(pid)
             if facts is not None and facts.state != "T":

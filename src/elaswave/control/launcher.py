@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from elaswave.config.schema import Config
 from elaswave.control.agent_messages import Ended
@@ -19,10 +19,18 @@ from elaswave.control.job_folder import sweep_dead
 from elaswave.control.local_job import LocalJob
 from elaswave.control.script import Script
 from elaswave.control.template_messages import StartingPoint
-from elaswave.data.fingerprint import check_same_data, fingerprint_in, fingerprint_of
+from elaswave.data.fingerprint import (
+    DatasetFingerprint,
+    SampleHash,
+    check_same_data,
+    check_same_dataset,
+    dataset_fingerprint_in,
+    fingerprint_in,
+    fingerprint_of_all,
+)
+from elaswave.data.sampler import Sampler
 from elaswave.errors import (
     CheckpointError,
-    DataError,
     RecoveryError,
     RunFolderError,
     StateError,
@@ -89,7 +97,7 @@ def train(
     """
     started_s = time.monotonic()
     check_available(config.device.frequency)
-    provide_descriptors(sum(config.widths))
+    provide_descriptors(sum(config.widths), 0 if script is None else script.training.loaders)
     sweep_dead()
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     job = LocalJob(
@@ -104,9 +112,8 @@ def train(
         script=script,
     )
     try:
-        num_samples, check_data = _open_data(config, run_dir, script)  # bad data ends here, not in a worker
-        sampler = sampler_of(config, num_samples)
-        checkpoint = _look_around(config, run_dir, check_data, reporter, resume=resume)
+        data = _open_data(config, run_dir, script)  # bad data ends here, not in a worker
+        checkpoint = _look_around(config, run_dir, data, job.sample_hashes, reporter, resume=resume)
         plan = RunPlan(config, job.await_template())
         if checkpoint is not None:
             _check_same_tensors(plan, checkpoint)
@@ -116,7 +123,7 @@ def train(
         raise
     reporter.started(config, plan.layout, run_dir)
     try:
-        ended = job.run(plan, sampler, checkpoint, lambda: _way_on(config, run_dir))
+        ended = job.run(plan, data.sampler, checkpoint, lambda: _way_on(config, run_dir))
         job.raise_callback_error()
         result = _outcome(ended, job.stop_signal, run_dir)
         metrics = {name: list(map(from_json_float, values)) for name, values in result.metrics.items()}
@@ -136,39 +143,55 @@ def train(
     return result
 
 
-_CheckData = Callable[[dict[str, Any] | None], tuple[object, str]]
-"""From what a checkpoint says beside the state, or None without one, what is known of the data now, and a warning."""
+class _Data(NamedTuple):
+    """The data of a run, as they were opened here."""
+
+    sampler: Sampler
+    paths: tuple[Path, ...]
+    """Of files of tokens; they are not kept open."""
+    num_samples: dict[str, int]
+    """Of a script's datasets, by name."""
 
 
-def _open_data(config: Config, run_dir: Path, script: Script | None) -> tuple[int, _CheckData]:
-    """Opens the data: the number of samples of a pass, and how they are compared with those of a resumed run."""
+def _open_data(config: Config, run_dir: Path, script: Script | None) -> _Data:
+    """Opens the data."""
     if script is None:
         source = open_tokens(config, run_dir / "data")
-        path = source.path  # the file is not kept open
-        return source.num_samples("train"), lambda extra: _check_tokens(config, path, extra)
-    num_samples = script.training.open_samples(run_dir / "data").num_samples("train")
-    return num_samples, lambda extra: _check_dataset(num_samples, extra)
+        return _Data(sampler_of(config, source.num_samples("train")), source.paths, {})
+    samples = script.training.open_samples(run_dir / "data")
+    samples.require_samples(config.batch.microbatch_size)
+    return _Data(sampler_of(config, samples.num_samples("train"), samples.sources), (), samples.sizes)
 
 
-def _check_tokens(config: Config, path: Path, extra: dict[str, Any] | None) -> tuple[object, str]:
-    fingerprint = fingerprint_of(path, whole=config.data.verify == "full")
-    warning = "" if extra is None else check_same_data(path, fingerprint_in(extra), fingerprint)
-    return fingerprint, warning
+def _compare_data(
+    config: Config, data: _Data, hashes: Callable[[], list[SampleHash]], extra: dict[str, Any] | None
+) -> tuple[object, str]:
+    """Compares the data with those of the run that is resumed.
 
-
-def _check_dataset(num_samples: int, extra: dict[str, Any] | None) -> tuple[object, str]:
-    """Of a script's dataset only the length is compared: what its samples are, only they could tell."""
-    then = None if extra is None else extra.get("data", {}).get("num_samples")
-    if then is not None and then != num_samples:
-        raise DataError(
-            f"the dataset has {num_samples} samples, and {then} in the run that is to be resumed: their order would be "
-            "another one; give it the same dataset"
-        )
-    return {"num_samples": num_samples}, ""
+    Args:
+        hashes: gives those of some samples of a script's datasets.
+        extra: what the checkpoint says beside the state; None without one.
+    Returns:
+        What is known of the data, for the run's folder, and a warning or "".
+    Raises:
+        DataError: they are others.
+    """
+    if not data.paths:
+        dataset = DatasetFingerprint(num_samples=data.num_samples, hashes=hashes())
+        return dataset, "" if extra is None else check_same_dataset(dataset_fingerprint_in(extra), dataset)
+    fingerprint = fingerprint_of_all(data.paths, whole=config.data.verify == "full")
+    named = ", ".join(map(str, data.paths))
+    return fingerprint, "" if extra is None else check_same_data(named, fingerprint_in(extra), fingerprint)
 
 
 def _look_around(
-    config: Config, run_dir: Path, check_data: _CheckData, reporter: Reporter, *, resume: bool
+    config: Config,
+    run_dir: Path,
+    data: _Data,
+    hashes: Callable[[], list[SampleHash]],
+    reporter: Reporter,
+    *,
+    resume: bool,
 ) -> StartingPoint | None:
     """For a resume, checks the data and the checkpoints; clears the run folder of what is stale.
 
@@ -180,7 +203,7 @@ def _look_around(
     if resume:
         checkpoint = _newest_checkpoint(run_dir, reporter)
         _check_resumable(config, checkpoint.meta, run_dir, reporter)
-    facts, warning = check_data(None if checkpoint is None else checkpoint.meta.extra)
+    facts, warning = _compare_data(config, data, hashes, None if checkpoint is None else checkpoint.meta.extra)
     if warning:
         reporter.message(f"warning: {warning}")
     write_data_facts(run_dir, facts)

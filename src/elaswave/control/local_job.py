@@ -52,6 +52,8 @@ from elaswave.control.template_messages import (
     CommitDone,
     CommitShards,
     KillWorkers,
+    LoaderGone,
+    LoaderSpawned,
     Prepared,
     SpawnCoordinator,
     Spawned,
@@ -61,6 +63,7 @@ from elaswave.control.template_messages import (
     Unprepared,
 )
 from elaswave.control.terminal import AGENT
+from elaswave.data.fingerprint import SampleHash
 from elaswave.data.sampler import Sampler
 from elaswave.errors import LaunchError, RecoveryError, StoppedBySignalError, UsageError
 from elaswave.faults.injection import Fault
@@ -130,6 +133,8 @@ class LocalJob:
         script: Script | None = None,
     ) -> None:
         self.stop_signal: int | None = None
+        self._prepared: Prepared | None = None
+        """What the template has said, once it is there."""
         self._script = script
         self._calls = StepCalls(script.on_step if script is not None else lambda step, loss, metrics: None)
         self._config = config
@@ -191,12 +196,22 @@ class LocalJob:
             LaunchError: torch or the model cannot be loaded.
             UsageError: what is to be trained cannot be.
         """
+        return self._await_prepared().state
+
+    def sample_hashes(self) -> list[SampleHash]:
+        """Hashes of samples of a script's datasets; waits for the template, as `await_template`."""
+        return self._await_prepared().samples
+
+    def _await_prepared(self) -> Prepared:
+        if self._prepared is not None:
+            return self._prepared
         standstill = Standstill(time.monotonic())
         while True:
             self._selector.select(TICK_S)
             for message in self._processes.hear_template():
                 if isinstance(message, Prepared):
-                    return message.state
+                    self._prepared = message
+                    return message
                 assert isinstance(message, Unprepared), message
                 if message.is_usage:
                     raise UsageError(message.text)
@@ -448,8 +463,9 @@ class LocalJob:
             elif isinstance(message, SpawnRefused):
                 raise LaunchError(message.text)
             else:
-                assert isinstance(message, Spawned), message
-                self._waits.forked(message.child)
+                assert isinstance(message, Spawned | LoaderSpawned | LoaderGone), message
+                if isinstance(message, Spawned):
+                    self._waits.forked(message.child)
 
     def _on_worker_end(self, event: AgentEvent) -> None:
         for effect in self._agent.handle(event):

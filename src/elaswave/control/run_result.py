@@ -96,6 +96,7 @@ def make_result(
             report.worker: WorkerMemory(peak_bytes=report.peak_bytes, optimizer_bytes=report.optimizer_bytes)
             for report in sorted(reports, key=lambda report: report.worker)
         },
+        data_wait_s={report.worker: report.data_wait_s for report in reports},
         checkpoints=list(checkpoints),
         start_up_s=state.start_up_s,
         duration_s=duration_s,

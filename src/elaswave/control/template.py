@@ -25,8 +25,10 @@ import msgspec
 
 from elaswave.config.schema import Config
 from elaswave.control.coordinator import CoordinatorSetup, run_coordinator
+from elaswave.control.data_survey import survey
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import Child, fork
+from elaswave.control.loader_lines import LoaderLines
 from elaswave.control.template_messages import (
     AbandonCommits,
     ChildGone,
@@ -35,6 +37,8 @@ from elaswave.control.template_messages import (
     CommitShards,
     FromTemplate,
     KillWorkers,
+    LoaderGone,
+    LoaderSpawned,
     Prepared,
     SpawnCoordinator,
     Spawned,
@@ -46,6 +50,7 @@ from elaswave.control.template_messages import (
     Unprepared,
     pack,
 )
+from elaswave.data.fingerprint import SampleHash
 from elaswave.errors import CheckpointError, LaunchError, UsageError
 from elaswave.faults.injection import Fault
 from elaswave.protocol.events import CoordinatorEffect
@@ -59,13 +64,17 @@ from elaswave.protocol.template import (
     EndAsked,
     ForkCommitter,
     ForkCoordinator,
+    ForkLoader,
     ForkRefused,
     ForkWorker,
     KillAsked,
     KillChild,
+    Loader,
+    LoaderAsked,
     SpawnAsked,
     TellCommit,
     TellEnd,
+    TellLoaderEnd,
     Template,
     TemplateEffect,
     TemplateEvent,
@@ -124,9 +133,22 @@ def run_template(setup: TemplateSetup, link: socket.socket) -> int:
         traceback.print_exc()
         link.sendall(pack(Unprepared(text=f"{type(error).__name__}: {error}")))
         return 1
-    link.sendall(pack(Prepared(state=plan.state)))
-    serving = _Serving(setup, plan, link, worker_life.live)
+    samples = [] if setup.training is None else _survey(setup)
+    link.sendall(pack(Prepared(state=plan.state, samples=samples)))
+    serving = _Serving(setup, plan, link, worker_life.live, worker_life.load)
     return serving.run()
+
+
+def _survey(setup: TemplateSetup) -> list[SampleHash]:
+    """Hashes of own samples; see `elaswave.control.data_survey`."""
+    log = setup.run_dir / "logs" / "loader-survey.log"
+    return survey(lambda: setup.training.open_samples(setup.run_dir / "data"), log)
+
+
+class _LoaderLine(NamedTuple):
+    """Marks the line to a worker over which it asks for loaders."""
+
+    worker: int
 
 
 class _Serving:
@@ -137,17 +159,24 @@ class _Serving:
         setup: TemplateSetup,
         plan: RunPlan,
         link: socket.socket,
-        live: Callable[[TemplateSetup, int, StartingPoint | None], int],
+        live: Callable[[TemplateSetup, int, StartingPoint | None, socket.socket | None], int],
+        load: Callable[[TemplateSetup, socket.socket], int],
     ) -> None:
         self._setup = setup
         self._plan = plan
         self._link = link
         self._live = live
-        self._machine = Template()
+        self._load = load
+        self._num_loaders = 0 if setup.training is None else setup.training.loaders
+        self._machine = Template(self._num_loaders)
         self._unpacker: Unpacker[ToTemplate] = Unpacker(ToTemplate)
         self._selector = selectors.DefaultSelector()
         self._selector.register(link, selectors.EVENT_READ, None)
-        self._children: dict[int, Child] = {}
+        self._children: dict[int | Loader, Child] = {}
+        self._loader_lines = LoaderLines(
+            lambda line, worker: self._selector.register(line, selectors.EVENT_READ, _LoaderLine(worker)),
+            self._selector.unregister,
+        )
         self._checkpoint: StartingPoint | None = None
         self._coordinator: SpawnCoordinator | None = None
         """The newest request for one."""
@@ -161,6 +190,9 @@ class _Serving:
             for key, _ in self._selector.select():
                 if key.data is None:
                     self._hear()
+                elif isinstance(key.data, _LoaderLine):
+                    for loader in self._loader_lines.asked(key.data.worker):
+                        self._handle(LoaderAsked(loader))
                 elif key.data in self._children:
                     self._reap(key.data)
         return 0
@@ -190,7 +222,7 @@ class _Serving:
                 assert isinstance(message, AbandonCommits), message
                 self._handle(CommitsAbandoned())
 
-    def _reap(self, name: int) -> None:
+    def _reap(self, name: int | Loader) -> None:
         child = self._children.pop(name)
         self._selector.unregister(child.pid_fd)
         at_s = time.monotonic()
@@ -207,9 +239,9 @@ class _Serving:
 
     def _carry_out(self, effect: TemplateEffect) -> None:
         if isinstance(effect, ForkWorker):
-            worker, checkpoint = effect.worker, self._checkpoint
-            what, log = f"worker {worker}", f"worker-{worker}.log"
-            self._fork(worker, what, log, lambda: self._live(self._setup, worker, checkpoint))
+            self._fork_worker(effect.worker)
+        elif isinstance(effect, ForkLoader):
+            self._fork_loader(effect.loader)
         elif isinstance(effect, ForkCoordinator):
             assert self._coordinator is not None
             coordinator = self._coordinator_setup(self._coordinator)
@@ -221,6 +253,8 @@ class _Serving:
                 os.kill(self._children[effect.child].pid, signal.SIGKILL)
         elif isinstance(effect, TellEnd):
             self._say(ChildGone(child=effect.child, status=effect.status, at_s=effect.at_s))
+        elif isinstance(effect, TellLoaderEnd):
+            self._say(LoaderGone(worker=effect.loader.worker, number=effect.loader.number))
         elif isinstance(effect, TellCommit):
             self._say(CommitDone(number=effect.number, error=effect.error, again=effect.again))
         else:
@@ -251,7 +285,22 @@ class _Serving:
 
     # --------------------------------------------------------------------------------------------------------- forking
 
-    def _fork(self, name: int, what: str, log: str, body: Callable[[], int]) -> bool:
+    def _fork_worker(self, worker: int) -> None:
+        checkpoint = self._checkpoint
+        line = self._loader_lines.open(worker) if self._num_loaders else None
+        what, log = f"worker {worker}", f"worker-{worker}.log"
+        self._fork(worker, what, log, lambda: self._live(self._setup, worker, checkpoint, line))
+        if line is not None:
+            line.close()
+
+    def _fork_loader(self, loader: Loader) -> None:
+        from elaswave.worker.loader import loader_log  # loaded by the template
+
+        with self._loader_lines.hand_over(loader) as line:
+            what = f"loader {loader.number} of worker {loader.worker}"
+            self._fork(loader, what, loader_log(loader.worker), lambda: self._load(self._setup, line))
+
+    def _fork(self, name: int | Loader, what: str, log: str, body: Callable[[], int]) -> bool:
         """Forks a child and tells the launcher; returns whether the system has let it."""
         if self._loading is not None:
             self._loading.join()
@@ -267,13 +316,17 @@ class _Serving:
             return False
         self._children[name] = child
         self._selector.register(child.pid_fd, selectors.EVENT_READ, name)
-        self._say(Spawned(child=name, pid=child.pid))
+        if isinstance(name, Loader):
+            self._say(LoaderSpawned(worker=name.worker, number=name.number, pid=child.pid))
+        else:
+            self._say(Spawned(child=name, pid=child.pid))
         return True
 
     def _let_go(self) -> None:
         """In a child: closes what is the template's."""
         self._link.close()
         self._selector.close()
+        self._loader_lines.let_go()
         for child in self._children.values():
             os.close(child.pid_fd)
 

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from elaswave.data.fingerprint import SampleHash
 from elaswave.state.checkpoint_format import CheckpointMeta, WrittenItem
 from elaswave.state.shapes import StateShapes
 from elaswave.worker.messages import Message
@@ -68,6 +69,8 @@ class Prepared(Message, frozen=True, kw_only=True):
     """The template has loaded torch and built the model: workers can be forked."""
 
     state: StateShapes
+    samples: list[SampleHash] = []
+    """Of own datasets: what a resumed run compares."""
 
 
 class Unprepared(Message, frozen=True, kw_only=True):
@@ -84,6 +87,21 @@ class Spawned(Message, frozen=True, kw_only=True):
     child: int
     """A worker's id, or `COMMITTER` or `COORDINATOR` of `elaswave.protocol.template`."""
     pid: int
+
+
+class LoaderSpawned(Message, frozen=True, kw_only=True):
+    """A loader of a worker has been forked."""
+
+    worker: int
+    number: int
+    pid: int
+
+
+class LoaderGone(Message, frozen=True, kw_only=True):
+    """A loader has ended, and is reaped."""
+
+    worker: int
+    number: int
 
 
 class SpawnRefused(Message, frozen=True, kw_only=True):
@@ -114,7 +132,7 @@ class CommitDone(Message, frozen=True, kw_only=True):
 
 
 ToTemplate = SpawnWorkers | SpawnCoordinator | KillWorkers | CommitShards | AbandonCommits
-FromTemplate = Prepared | Unprepared | Spawned | SpawnRefused | ChildGone | CommitDone
+FromTemplate = Prepared | Unprepared | Spawned | LoaderSpawned | LoaderGone | SpawnRefused | ChildGone | CommitDone
 
 _T = TypeVar("_T")
 _LENGTH = struct.Struct("<Q")

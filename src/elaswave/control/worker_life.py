@@ -1,19 +1,26 @@
 """The life of a worker's process, from the fork to its end: its connection to the coordinator, its faults, its steps.
+Beside it, that of its loaders.
 
 Loads torch; only the template process and its children import this.
 """
 
 import os
+import socket
 import sys
 import threading
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from elaswave.control.client import ControlClient
 from elaswave.control.memory_pressure import offer_to_kernel
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_messages import StartingPoint
 from elaswave.faults.injection import FAULTS_FILE, FaultProbe
+from elaswave.training.tokens import sampler_of
+from elaswave.worker.batches import BatchMaker
+from elaswave.worker.loader import serve
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.messages import ToWorker
 from elaswave.worker.probe import NoProbe, Probe, Probes
@@ -26,13 +33,16 @@ SWITCH_INTERVAL_S = 0.001
 """How long a worker's main thread may hold the interpreter while its control thread wants it."""
 
 
-def live(setup: TemplateSetup, worker: int, checkpoint: StartingPoint | None) -> int:
+def live(
+    setup: TemplateSetup, worker: int, checkpoint: StartingPoint | None, loaders: socket.socket | None = None
+) -> int:
     """Runs one worker in this process.
 
     Args:
         setup: of the job.
         worker: its id.
         checkpoint: where it begins; None: at the seed.
+        loaders: where the template hands over its loaders; None: it has none.
     Returns:
         Exit status.
     """
@@ -60,6 +70,7 @@ def live(setup: TemplateSetup, worker: int, checkpoint: StartingPoint | None) ->
         probe=probe,
         profile=setup.profile,
         training=setup.training,
+        loaders=loaders,
     )
 
     def make_client(mailbox: Mailbox) -> ControlClient[ToWorker]:
@@ -84,3 +95,20 @@ def live(setup: TemplateSetup, worker: int, checkpoint: StartingPoint | None) ->
 
     offer_to_kernel()
     return run_worker(worker_setup, make_client)
+
+
+def load(setup: TemplateSetup, line: socket.socket) -> int:
+    """Runs one loader in this process.
+
+    Args:
+        setup: of the job.
+        line: to its worker.
+    Returns:
+        Exit status.
+    """
+    torch.set_num_threads(1)
+    os.setpriority(os.PRIO_PROCESS, 0, COMPUTE_NICENESS)
+    offer_to_kernel()
+    samples = setup.training.open_samples(setup.run_dir / "data")
+    sampler = sampler_of(setup.config, samples.num_samples("train"), samples.sources)
+    return serve(BatchMaker(setup.config, samples, sampler), line)

@@ -1,10 +1,11 @@
-"""Whether a data file is the one that a run was trained on: its size, and hashes of its content.
+"""Whether data files are those that a run was trained on: their size, and hashes of their content.
 
 A file of any size is told apart from another one in a few milliseconds by 64 blocks that are spread over it; a change
 between the blocks is found only by reading the whole file.
 """
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,14 +17,55 @@ BLOCK_BYTES = 1 << 16
 _READ_BYTES = 1 << 22
 
 
+class SampleHash(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one sample of a dataset."""
+
+    sample: int
+    hash: str
+
+
+class DatasetFingerprint(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of own datasets."""
+
+    num_samples: dict[str, int]
+    """By the dataset's name."""
+    hashes: list[SampleHash]
+    """Of samples that are spread over the data; see `elaswave.training.dataset.hash_of`. Fewer than asked for, or
+    none, where samples take long to make."""
+
+
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a data file."""
+    """What is known of the data files of a source."""
 
     num_bytes: int
     sample: str
-    """Hash of `NUM_BLOCKS` blocks, evenly spread from the file's beginning to its end."""
+    """Hash of `NUM_BLOCKS` blocks, evenly spread from a file's beginning to its end; of several files, of their sizes
+    and hashes."""
     content: str = ""
-    """Hash of the whole file; empty if it was not read."""
+    """Hash of all that they hold; empty if it was not read."""
+
+
+def fingerprint_of_all(paths: Sequence[Path], *, whole: bool) -> Fingerprint:
+    """The fingerprint of files that are one source.
+
+    Args:
+        paths: of the files, one at least, in their order.
+        whole: read all of them.
+    Raises:
+        DataError: one cannot be read.
+    """
+    parts = [fingerprint_of(path, whole=whole) for path in paths]
+    if len(parts) == 1:
+        return parts[0]
+    sample, content = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+    for part in parts:
+        sample.update(f"{part.num_bytes} {part.sample}\n".encode())
+        content.update(f"{part.num_bytes} {part.content}\n".encode())
+    return Fingerprint(
+        num_bytes=sum(part.num_bytes for part in parts),
+        sample=sample.hexdigest(),
+        content=content.hexdigest() if whole else "",
+    )
 
 
 def fingerprint_of(path: Path, *, whole: bool) -> Fingerprint:
@@ -52,20 +94,22 @@ def fingerprint_of(path: Path, *, whole: bool) -> Fingerprint:
     return Fingerprint(num_bytes=num_bytes, sample=sample.hexdigest(), content=content.hexdigest() if whole else "")
 
 
-def check_same_data(path: Path, then: Fingerprint | None, now: Fingerprint) -> str:
-    """Compares a data file with the one that a run was trained on.
+def check_same_data(source: str, then: Fingerprint | None, now: Fingerprint) -> str:
+    """Compares data files with those that a run was trained on.
 
     Args:
-        path: of the file.
-        then: what its checkpoint says; None for a checkpoint that says nothing.
-        now: what the file is.
+        source: the files, for messages.
+        then: what the run's checkpoint says; None for a checkpoint that says nothing.
+        now: what the files are.
     Returns:
         A warning for what could not be compared, or "".
     Raises:
-        DataError: it is another file.
+        DataError: they are other files.
     """
     if then is None:
-        return f"the checkpoint does not say what {path} was like; whether the data has changed since cannot be checked"
+        return (
+            f"the checkpoint does not say what {source} was like; whether the data has changed since cannot be checked"
+        )
     what = ""
     if then.num_bytes != now.num_bytes:
         what = f"it had {then.num_bytes} bytes and now has {now.num_bytes}"
@@ -73,11 +117,11 @@ def check_same_data(path: Path, then: Fingerprint | None, now: Fingerprint) -> s
         what = f"it still has {now.num_bytes} bytes, but its content has changed"
     if what:
         raise DataError(
-            f"{path} is not the data that this run was trained on: {what}; bring the file back, or name the right one "
-            "in data.source"
+            f"{source} is not the data that this run was trained on: {what}; bring the file back, or name the right "
+            "one in data.source"
         )
     if now.content and not then.content:
-        return f'of {path} only a sample can be compared: the checkpoint was written with data.verify = "sample"'
+        return f'of {source} only a sample can be compared: the checkpoint was written with data.verify = "sample"'
     return ""
 
 
@@ -85,3 +129,46 @@ def fingerprint_in(extra: dict[str, object]) -> Fingerprint | None:
     """The fingerprint in what a checkpoint says beside its state; None in those of older versions."""
     data = extra.get("data")
     return msgspec.convert(data, Fingerprint) if data else None
+
+
+def check_same_dataset(then: DatasetFingerprint | None, now: DatasetFingerprint) -> str:
+    """Compares own datasets with those that a run was trained on.
+
+    Args:
+        then: what the run's checkpoint says; None for a checkpoint that says nothing.
+        now: what the datasets are.
+    Returns:
+        A warning for what could not be compared, or "".
+    Raises:
+        DataError: they are others.
+    """
+    if then is None:
+        return "the checkpoint does not say what the dataset was like; whether it has changed since cannot be checked"
+    if then.num_samples != now.num_samples:
+        was, are = (_sizes(fingerprint.num_samples) for fingerprint in (then, now))
+        raise DataError(
+            f"the dataset is not the one that this run was trained on: it had {was} and now has {are}; give the same "
+            "samples in the same order, or begin a new run"
+        )
+    before = {each.sample: each.hash for each in then.hashes}
+    compared = [each for each in now.hashes if each.sample in before]
+    changed = [each.sample for each in compared if before[each.sample] != each.hash]
+    if changed:
+        raise DataError(
+            f"the dataset is not the one that this run was trained on: of {len(compared)} samples that were compared "
+            f"{len(changed)} have changed, the first is number {changed[0]}; give the same samples in the same order, "
+            "or begin a new run"
+        )
+    if not compared:
+        return "no sample of the dataset could be compared with the run's, only how many there are"
+    return ""
+
+
+def dataset_fingerprint_in(extra: dict[str, object]) -> DatasetFingerprint | None:
+    """The fingerprint of own datasets in what a checkpoint says beside its state; None if it has none."""
+    data = extra.get("data")
+    return msgspec.convert(data, DatasetFingerprint) if isinstance(data, dict) and "num_samples" in data else None
+
+
+def _sizes(num_samples: dict[str, int]) -> str:
+    return ", ".join(f"{count} samples in {name}" for name, count in num_samples.items())

@@ -1,20 +1,25 @@
-"""Token sources: Python's own documentation, text files read as bytes, nanoGPT's files of uint16 tokens.
+"""Token sources: Python's own documentation, text files read as bytes, files of tokens.
 
-A source is one run of tokens, cut in two: the last part is for validation, the rest for training. Sample i of a
-split is its tokens [i * T, i * T + T + 1) (T the context length): T inputs and, shifted by one, T targets. Files are
-memory-mapped; nothing is copied but the samples asked for. The order of samples is the sampler's business.
+A source is one run of tokens, of one file or of several, one behind the other. It is cut in two: the last part is for
+validation, the rest for training. Sample i of a split is its tokens [i * T, i * T + T + 1) (T the context length): T
+inputs and, shifted by one, T targets. Files are memory-mapped; nothing is copied but the samples asked for. The order
+of samples is the sampler's business.
 """
 
+import bisect
+import glob
 import hashlib
+import itertools
 import os
 import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from elaswave.data.token_files import HEADER_BYTES, SUFFIX, TokenHeader, read_header
 from elaswave.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,8 +37,8 @@ _CHECK_CHUNK_TOKENS = 1 << 22
 class TokenSource(Protocol):
     """What the engine needs of a source."""
 
-    path: Path
-    """The file that holds its tokens."""
+    paths: tuple[Path, ...]
+    """The files that hold its tokens, in order."""
     vocab_size: int
     """Number of different tokens."""
 
@@ -65,34 +70,52 @@ class TokenSource(Protocol):
         ...
 
 
+class TokenFile(NamedTuple):
+    """One file of a source."""
+
+    path: Path
+    header: TokenHeader | None
+    """What it says of itself; None: it holds nothing but tokens."""
+
+    @property
+    def dtype(self) -> str:
+        """Of its tokens: bytes, unless it is a ``.bin`` file."""
+        if self.header is not None:
+            return self.header.dtype.str
+        return "<u2" if self.path.suffix == SUFFIX else "uint8"
+
+
 class MappedTokens:
-    """A source in a memory-mapped file.
+    """A source in memory-mapped files.
 
     Args:
-        path: of the file.
-        dtype: of its tokens, ``uint8`` or ``<u2``.
+        files: one at least.
         vocab_size: tokens are below this.
         context_length: T.
         validation_fraction: share of the tokens, at the end, that is for validation.
     Raises:
-        DataError: the file is missing, unreadable, no regular file, too short for one training sample, no whole
-            number of tokens, or holds a token outside the vocabulary.
+        DataError: a file is missing, unreadable, no regular file, no whole number of tokens, or holds a token outside
+            the vocabulary; or all of them are too short for one training sample.
     """
 
     def __init__(
-        self, path: Path, *, dtype: str, vocab_size: int, context_length: int, validation_fraction: float
+        self, files: Sequence[TokenFile], *, vocab_size: int, context_length: int, validation_fraction: float
     ) -> None:
-        self.path = path
+        self.paths = tuple(file.path for file in files)
         self.vocab_size = vocab_size
         self.context_length = context_length
-        self._tokens = _map_file(path, np.dtype(dtype))
-        _check_vocabulary(path, self._tokens, vocab_size)
-        self._num_train_tokens = len(self._tokens) - int(len(self._tokens) * validation_fraction)
+        self._parts = [_map_file(file) for file in files]
+        for file, part in zip(files, self._parts, strict=True):
+            _check_vocabulary(file, part, vocab_size)
+        self._starts = [0, *itertools.accumulate(map(len, self._parts))]
+        """Where each file begins, and where the last one ends."""
+        self._num_tokens = self._starts[-1]
+        self._num_train_tokens = self._num_tokens - int(self._num_tokens * validation_fraction)
         self.require_sample("train")
 
     def num_tokens(self, split: Split) -> int:
         """See `TokenSource.num_tokens`."""
-        return self._num_train_tokens if split == "train" else len(self._tokens) - self._num_train_tokens
+        return self._num_train_tokens if split == "train" else self._num_tokens - self._num_train_tokens
 
     def num_samples(self, split: Split) -> int:
         """See `TokenSource.num_samples`."""
@@ -102,7 +125,7 @@ class MappedTokens:
         """See `TokenSource.require_sample`."""
         if self.num_samples(split) == 0:
             raise DataError(
-                f"{self.path}: {self.num_tokens(split)} of its {len(self._tokens)} tokens are for "
+                f"{_named(self.paths)}: {self.num_tokens(split)} of its {self._num_tokens} tokens are for "
                 f"{'training' if split == 'train' else 'validation'}, but one sample needs {self.context_length + 1} "
                 "(model.context_length + 1): use a longer file, a shorter context, or another "
                 "data.validation_fraction"
@@ -119,26 +142,44 @@ class MappedTokens:
         num_samples = self.num_samples(split)
         outside = [index for index in indices if not 0 <= index < num_samples]
         if outside:
-            raise IndexError(f"{self.path}: sample {outside[0]} is outside [0, {num_samples}) of the {split} split")
+            raise IndexError(
+                f"{_named(self.paths)}: sample {outside[0]} is outside [0, {num_samples}) of the {split} split"
+            )
         T = self.context_length
         first = 0 if split == "train" else self._num_train_tokens
         windows = np.empty((len(indices), T + 1), dtype=np.int64)
         for row, index in enumerate(indices):
             start = first + index * T
-            windows[row] = self._tokens[start : start + T + 1]
+            self._read(start, windows[row])
         windows_BT = torch.from_numpy(windows)
         return windows_BT[:, :-1].contiguous(), windows_BT[:, 1:].contiguous()
 
+    def _read(self, start: int, window: np.ndarray[Any, Any]) -> None:
+        """Copies the tokens from `start` on into a window, from as many files as it takes."""
+        part = bisect.bisect_right(self._starts, start) - 1
+        filled = 0
+        while filled < len(window):
+            offset = start + filled - self._starts[part]
+            tokens = self._parts[part][offset : offset + len(window) - filled]
+            window[filled : filled + len(tokens)] = tokens
+            filled += len(tokens)
+            part += 1
+
 
 def open_source(
-    source: str, *, vocab_size: int | None, context_length: int, validation_fraction: float, cache_dir: Path
+    source: str | Sequence[str],
+    *,
+    vocab_size: int | None,
+    context_length: int,
+    validation_fraction: float,
+    cache_dir: Path,
 ) -> MappedTokens:
     """Opens and checks a source.
 
     Args:
-        source: ``python-docs``; a path that ends in ``.bin`` (little-endian uint16 tokens, as nanoGPT writes them);
-            or the path of any other file, read as bytes.
-        vocab_size: number of different tokens; needed for ``.bin``, else None means 256.
+        source: ``python-docs``; or paths and patterns of paths (see `files_of`), of ``.bin`` files (see
+            `elaswave.data.token_files`), or of any other files, read as bytes.
+        vocab_size: number of different tokens; None: what the files say of themselves, or 256 for bytes.
         context_length: T, tokens of a sample.
         validation_fraction: share of the tokens, at the end, that is for validation; in [0, 1).
         cache_dir: folder for what is made from ``python-docs``; created if it is not there.
@@ -150,24 +191,86 @@ def open_source(
         raise ValueError(f"context_length is {context_length}, it must be at least 1")
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction is {validation_fraction}, it must be in [0, 1)")
-    if source == PYTHON_DOCS:
-        path, dtype = write_python_docs(cache_dir), "uint8"
-    else:
-        path = Path(source).expanduser()
-        dtype = "<u2" if path.suffix == ".bin" else "uint8"
-    if vocab_size is None:
-        if dtype != "uint8":
-            raise DataError(
-                f"{path}: a .bin file does not say how many different tokens there are: set data.vocab_size"
-            )
-        vocab_size = NUM_BYTE_VALUES
+    paths = [write_python_docs(cache_dir)] if source == PYTHON_DOCS else files_of(source)
+    files = [TokenFile(path, read_header(path) if path.suffix == SUFFIX else None) for path in paths]
+    _check_alike(files)
     return MappedTokens(
-        path,
-        dtype=dtype,
-        vocab_size=vocab_size,
+        files,
+        vocab_size=_vocabulary(files) if vocab_size is None else vocab_size,
         context_length=context_length,
         validation_fraction=validation_fraction,
     )
+
+
+def files_of(source: str | Sequence[str]) -> list[Path]:
+    """The files that a source names, in order.
+
+    Args:
+        source: one or several of: a path; or a pattern with ``*``, ``?`` or ``[...]``, which stands for the files that
+            match it, sorted by name. What exists as it is written is no pattern.
+    Raises:
+        DataError: a pattern that no file matches.
+    """
+    paths: list[Path] = []
+    for name in [source] if isinstance(source, str) else source:
+        path = Path(name).expanduser()
+        if path.exists() or not glob.has_magic(name):
+            paths.append(path)
+            continue
+        found = sorted(glob.glob(str(path), recursive=True))
+        if not found:
+            raise DataError(f"{path}: no file matches this pattern (working directory {os.getcwd()})")
+        paths += map(Path, found)
+    return paths
+
+
+def known_vocabulary(source: str | Sequence[str]) -> int | None:
+    """The size of the vocabulary that the files of a source state in their headers; None if one states none.
+
+    Raises:
+        DataError: see `files_of` and `elaswave.data.token_files.read_header`.
+    """
+    if source == PYTHON_DOCS:
+        return None
+    headers = [read_header(path) if path.suffix == SUFFIX else None for path in files_of(source)]
+    sizes = [header.vocab_size for header in headers if header is not None]
+    return max(sizes) if sizes and len(sizes) == len(headers) else None
+
+
+def _check_alike(files: Sequence[TokenFile]) -> None:
+    """Refuses files whose tokens do not mean the same."""
+    for file in files[1:]:
+        if (file.path.suffix == SUFFIX) != (files[0].path.suffix == SUFFIX):
+            raise DataError(
+                f"{files[0].path} and {file.path}: bytes of text and {SUFFIX} files of tokens cannot be one source: "
+                "tokenize the texts as well"
+            )
+    tokenizers: dict[bytes, Path] = {}
+    for file in files:
+        if file.header is not None:
+            tokenizers.setdefault(file.header.tokenizer, file.path)
+    if len(tokenizers) > 1:
+        first, second, *_ = tokenizers.values()
+        raise DataError(
+            f"{first} and {second} were made with different tokenizers, so that equal numbers mean different tokens: "
+            "make all files of a source with one tokenizer"
+        )
+
+
+def _vocabulary(files: Sequence[TokenFile]) -> int:
+    """What files say of their vocabulary."""
+    for file in files:
+        if file.header is None and file.path.suffix == SUFFIX:
+            raise DataError(
+                f"{file.path}: a {SUFFIX} file without a header does not say how many different tokens there are: set "
+                "data.vocab_size"
+            )
+    return max(NUM_BYTE_VALUES if file.header is None else file.header.vocab_size for file in files)
+
+
+def _named(paths: Sequence[Path]) -> str:
+    """Files for a message."""
+    return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
 
 
 def python_docs_text() -> bytes:
@@ -218,33 +321,42 @@ def write_python_docs(cache_dir: Path) -> Path:
     return path
 
 
-def _map_file(path: Path, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def _map_file(source: TokenFile) -> np.ndarray[Any, Any]:
     """A read-only view of a file's tokens, shape [num_tokens]."""
+    path, dtype = source.path, np.dtype(source.dtype)
+    offset = 0 if source.header is None else HEADER_BYTES
     try:
         # Non-blocking, so that a pipe without a writer does not hang; the check is on what was opened.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"{path}: not a regular file: data.source must name a file of tokens")
-            if status.st_size == 0:
+            if status.st_size == offset:
                 raise DataError(f"{path}: the file is empty: data.source must name a file of tokens")
             if status.st_size % dtype.itemsize:
                 raise DataError(
                     f"{path}: {status.st_size} bytes are no whole number of tokens of {dtype.itemsize} bytes: the file "
                     "is cut off, or is not a file of uint16 tokens"
                 )
-            return np.memmap(file, dtype=dtype, mode="r")
+            return np.memmap(file, dtype=dtype, mode="r", offset=offset)
     except FileNotFoundError as error:
         raise DataError(
             f"{path}: no such file (working directory {os.getcwd()}): data.source must be {PYTHON_DOCS!r}, the path of "
-            "a text file, or of a .bin file of uint16 tokens"
+            "a text file, or of a .bin file of tokens"
         ) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _check_vocabulary(path: Path, tokens: np.ndarray[Any, Any], vocab_size: int) -> None:
-    """Refuses tokens that the model has no row for."""
+def _check_vocabulary(file: TokenFile, tokens: np.ndarray[Any, Any], vocab_size: int) -> None:
+    """Refuses tokens that the model has no row for. A header is believed; other files are read."""
+    if file.header is not None:
+        if file.header.vocab_size > vocab_size:
+            raise DataError(
+                f"{file.path}: its header says {file.header.vocab_size} different tokens, but data.vocab_size is "
+                f"{vocab_size}: set it to {file.header.vocab_size} or more, or leave it out"
+            )
+        return
     if vocab_size > np.iinfo(tokens.dtype).max:
         return
     for start in range(0, len(tokens), _CHECK_CHUNK_TOKENS):
@@ -252,6 +364,6 @@ def _check_vocabulary(path: Path, tokens: np.ndarray[Any, Any], vocab_size: int)
         if chunk.max() >= vocab_size:
             position = int(np.argmax(chunk >= vocab_size))
             raise DataError(
-                f"{path}: token {int(chunk[position])} at position {start + position} is outside the vocabulary: "
+                f"{file.path}: token {int(chunk[position])} at position {start + position} is outside the vocabulary: "
                 f"data.vocab_size is {vocab_size}, so tokens go from 0 to {vocab_size - 1}"
             )

@@ -15,7 +15,7 @@ import msgspec
 
 PROCESSES_FILE = "processes.json"
 
-Role = Literal["launcher", "template", "coordinator", "worker", "committer"]
+Role = Literal["launcher", "template", "coordinator", "worker", "loader", "committer"]
 
 
 class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class RunProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Role
     id: int
-    """Of a worker its id; of coordinators their number, from 1; else 0."""
+    """Of a worker, or of its loaders, the worker's id; of coordinators their number, from 1; else 0."""
     pid: int
     start_ticks: int
     """When it was started, in clock ticks since the machine's start: field 22 of ``/proc/PID/stat``."""

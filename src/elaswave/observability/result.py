@@ -165,6 +165,8 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """By name, one per evaluation."""
     memory: dict[int, WorkerMemory] = {}
     """By worker id."""
+    data_wait_s: dict[int, float] = {}
+    """By worker id, of those that have finished: seconds in which RUN has waited for micro-batches."""
     checkpoints: list[CheckpointRecord] = []
     start_up_s: float = 0.0
     """From the start of the command until the first step began."""

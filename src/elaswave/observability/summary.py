@@ -40,7 +40,7 @@ from elaswave.types import Layout
 
 NUM_WARM_UP_STEPS = 3
 """Steps of a process that are left out of its timings, as in the result's throughput."""
-PHASES = ("run", "reduce", "vote", "apply", "gather")
+PHASES = ("run", "data", "reduce", "vote", "apply", "gather")
 """The phases of a step, in order."""
 
 

@@ -1,7 +1,7 @@
 """The randomness axis: nothing is ever moved for it, and this says why. Pure.
 
 Other systems must carry generator states along when a micro-batch or a layer changes its worker, or lose them with it.
-Here a draw is keyed by what it is for (`elaswave.hashing`, `elaswave.worker.random_state`), and the samples of a
+Here a draw is keyed by what it is for (`elaswave.hashing`, `elaswave.training.random_state`), and the samples of a
 micro-batch by its number (`elaswave.data.sampler`), so every plan leaves the draws as they are, for nothing.
 """
 

@@ -13,6 +13,9 @@ STARTING = (START, LINK)
 """Labels before the first step."""
 WRITE = "write"
 """Label of a worker that waits for its disk to take its part of the checkpoint before: it bounds that wait itself."""
+DATA = "data"
+"""Label of a worker that makes a micro-batch, or waits for its loaders to make it: a person's own code, which may take
+far longer for one sample than for all before."""
 IDLE = ("idle", "end", START)
 """Labels of workers that wait for the coordinator: never a sign of trouble by themselves."""
 PHASES = ("F", "B", "I", "W", "reduce", "vote", "apply", "gather")

@@ -1,6 +1,7 @@
 """The template process as a machine: whom it forks, and what it tells the launcher of their ends. No IO.
 
-The launcher asks, the template answers. A worker's id is forked once. One checkpoint is committed at a time, by a
+The launcher asks, the template answers. A worker's id is forked once, and with it the loaders of its data; one of those
+is replaced when the worker asks for it, and they end with the worker. One checkpoint is committed at a time, by a
 process of its own, the committer; a request that is repeated is answered again, since its answer may have been lost.
 A coordinator that asks for another commit has given up the one before: its committer is killed, and the next one is
 forked only once that has ended, since until then it can still give its checkpoint the final name.
@@ -14,6 +15,14 @@ COMMITTER = -1
 """Names the process that commits a checkpoint, among the ids of workers."""
 COORDINATOR = -2
 """Names the coordinator, among the ids of workers."""
+
+
+class Loader(NamedTuple):
+    """Names a process that makes micro-batches for a worker."""
+
+    worker: int
+    number: int
+    """Among the loaders of the worker, from 0."""
 
 
 class SpawnAsked(NamedTuple):
@@ -41,6 +50,12 @@ class CommitAsked(NamedTuple):
     """What the committer needs to know."""
 
 
+class LoaderAsked(NamedTuple):
+    """A worker wants another loader in the place of one that has ended, or hangs."""
+
+    loader: Loader
+
+
 class CommitsAbandoned(NamedTuple):
     """The coordinator that has asked for a commit is gone: it is to be broken off."""
 
@@ -48,14 +63,14 @@ class CommitsAbandoned(NamedTuple):
 class ForkRefused(NamedTuple):
     """The system refuses a process: there is none that could end."""
 
-    child: int
+    child: int | Loader
 
 
 class ChildEnded(NamedTuple):
     """A forked process has ended, and is reaped."""
 
-    child: int
-    """A worker's id, `COMMITTER` or `COORDINATOR`."""
+    child: int | Loader
+    """A worker's id, `COMMITTER`, `COORDINATOR`, or a loader."""
     status: int
     """As `os.waitpid` gives it."""
     at_s: float
@@ -69,7 +84,15 @@ class EndAsked(NamedTuple):
 
 
 TemplateEvent = (
-    SpawnAsked | ForkRefused | CoordinatorAsked | KillAsked | CommitAsked | CommitsAbandoned | ChildEnded | EndAsked
+    SpawnAsked
+    | ForkRefused
+    | CoordinatorAsked
+    | KillAsked
+    | LoaderAsked
+    | CommitAsked
+    | CommitsAbandoned
+    | ChildEnded
+    | EndAsked
 )
 
 
@@ -77,6 +100,12 @@ class ForkWorker(NamedTuple):
     """Fork a worker."""
 
     worker: int
+
+
+class ForkLoader(NamedTuple):
+    """Fork a loader."""
+
+    loader: Loader
 
 
 class ForkCoordinator(NamedTuple):
@@ -92,7 +121,7 @@ class ForkCommitter(NamedTuple):
 class KillChild(NamedTuple):
     """Kill a forked process; its end comes as an event."""
 
-    child: int
+    child: int | Loader
 
 
 class TellEnd(NamedTuple):
@@ -102,6 +131,12 @@ class TellEnd(NamedTuple):
     """A worker's id, or `COORDINATOR`."""
     status: int
     at_s: float
+
+
+class TellLoaderEnd(NamedTuple):
+    """Tell the launcher that a loader's process has ended."""
+
+    loader: Loader
 
 
 class TellCommit(NamedTuple):
@@ -118,15 +153,34 @@ class EndTemplate(NamedTuple):
     """Nothing is left: end."""
 
 
-TemplateEffect = ForkWorker | ForkCoordinator | ForkCommitter | KillChild | TellEnd | TellCommit | EndTemplate
+TemplateEffect = (
+    ForkWorker
+    | ForkLoader
+    | ForkCoordinator
+    | ForkCommitter
+    | KillChild
+    | TellEnd
+    | TellLoaderEnd
+    | TellCommit
+    | EndTemplate
+)
 
 
 class Template:
-    """The template's machine."""
+    """The template's machine.
 
-    def __init__(self) -> None:
+    Args:
+        num_loaders: of each worker.
+    """
+
+    def __init__(self, num_loaders: int = 0) -> None:
+        self._num_loaders = num_loaders
         self._living: set[int] = set()
         self._forked: set[int] = set()
+        self._loaders: set[Loader] = set()
+        """Those that live."""
+        self._replaced: set[Loader] = set()
+        """Those that are to be forked again once they have ended."""
         self._committing: CommitAsked | None = None
         self._next: CommitAsked | None = None
         """A commit that is begun when the committer has ended that is at work."""
@@ -142,9 +196,13 @@ class Template:
         if isinstance(event, EndAsked):
             self._is_ending = True
             killed: list[TemplateEffect] = [KillChild(child) for child in sorted(self._living - {COMMITTER})]
+            killed += [KillChild(loader) for loader in sorted(self._loaders)]
             return killed or self._exit()
         if isinstance(event, ForkRefused):
-            self._living.discard(event.child)
+            if isinstance(event.child, Loader):
+                self._loaders.discard(event.child)
+            else:
+                self._living.discard(event.child)
             return self._exit()
         if self._is_ending:
             return []
@@ -152,16 +210,41 @@ class Template:
             new = [worker for worker in event.workers if worker not in self._forked]
             self._forked.update(new)
             self._living.update(new)
-            return [ForkWorker(worker) for worker in new]
+            return [effect for worker in new for effect in (ForkWorker(worker), *self._fork_loaders(worker))]
         if isinstance(event, CoordinatorAsked):
             self._living.add(COORDINATOR)
             return [ForkCoordinator()]
         if isinstance(event, KillAsked):
             return [KillChild(worker) for worker in event.workers if worker in self._living]
+        if isinstance(event, LoaderAsked):
+            return self._replace(event.loader)
         if isinstance(event, CommitsAbandoned):
             self._is_abandoned = True
             return [KillChild(COMMITTER)] if self._committing is not None else []
         return self._commit(event)
+
+    def _fork_loaders(self, worker: int) -> list[TemplateEffect]:
+        loaders = [Loader(worker, number) for number in range(self._num_loaders)]
+        self._loaders.update(loaders)
+        return [ForkLoader(loader) for loader in loaders]
+
+    def _replace(self, loader: Loader) -> list[TemplateEffect]:
+        if loader.worker not in self._living or not 0 <= loader.number < self._num_loaders:
+            return []
+        if loader in self._loaders:
+            self._replaced.add(loader)
+            return [KillChild(loader)]
+        self._loaders.add(loader)
+        return [ForkLoader(loader)]
+
+    def _loader_ended(self, loader: Loader) -> list[TemplateEffect]:
+        self._loaders.discard(loader)
+        effects: list[TemplateEffect] = [TellLoaderEnd(loader)]
+        if loader in self._replaced:
+            self._replaced.discard(loader)
+            if not self._is_ending:
+                effects += self._replace(loader)
+        return effects + self._exit()
 
     def _commit(self, asked: CommitAsked) -> list[TemplateEffect]:
         if self._answer is not None and self._answer.number == asked.number:
@@ -180,10 +263,13 @@ class Template:
         return [ForkCommitter(asked.request)]
 
     def _ended(self, event: ChildEnded) -> list[TemplateEffect]:
+        if isinstance(event.child, Loader):
+            return self._loader_ended(event.child)
         self._living.discard(event.child)
         effects: list[TemplateEffect] = []
         if event.child != COMMITTER:
             effects.append(TellEnd(event.child, event.status, event.at_s))
+            effects += [KillChild(loader) for loader in sorted(self._loaders) if loader.worker == event.child]
         elif self._committing is not None:
             number, self._committing = self._committing.number, None
             if event.status == 0:
@@ -205,4 +291,4 @@ class Template:
         return self._begin(waiting)
 
     def _exit(self) -> list[TemplateEffect]:
-        return [EndTemplate()] if self._is_ending and not self._living else []
+        return [EndTemplate()] if self._is_ending and not self._living and not self._loaders else []

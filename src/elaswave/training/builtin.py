@@ -9,7 +9,7 @@ from elaswave.models.layers import ModelSpec
 from elaswave.models.registry import build_model
 from elaswave.training.definition import Training
 from elaswave.training.optimizer import ConfiguredOptimizer
-from elaswave.training.tokens import open_tokens
+from elaswave.training.tokens import TokenSamples, open_tokens
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -31,7 +31,7 @@ def builtin_training(config: Config) -> Training:
         model=_model(config),
         dtype=DTYPES[config.model.dtype],
         make_optimizer=lambda shapes: ConfiguredOptimizer(config.optimizer, config.run.steps),
-        open_samples=lambda folder: open_tokens(config, folder),
+        open_samples=lambda folder: TokenSamples(open_tokens(config, folder)),
     )
 
 

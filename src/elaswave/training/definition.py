@@ -5,13 +5,15 @@ layers, the loss, the samples, the optimizer. The template process has it before
 sent; a process that cannot inherit it gets it pickled.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from elaswave.data.fingerprint import SampleHash
+from elaswave.data.sampler import Draw, Source
 from elaswave.data.sources import Split
 from elaswave.models.layers import ModelSpec
 from elaswave.state.shapes import LayerShape
@@ -21,15 +23,23 @@ from elaswave.training.optimizer import Optimizer
 class Samples(Protocol):
     """Samples by number."""
 
+    sources: tuple[Source, ...]
+    """Where the samples for training come from several sources with weights; else empty."""
+
     def num_samples(self, split: Split) -> int:
         """Samples of a split."""
         ...
 
-    def batch(self, indices: Sequence[int], split: Split) -> tuple[Any, Any]:
+    def hashes(self, num_hashes: int) -> Iterator[SampleHash]:
+        """Hashes of some samples, by which a resumed run knows its data again; none where files are compared."""
+        ...
+
+    def batch(self, draws: Sequence[Draw], split: Split) -> tuple[Any, Any]:
         """Samples put together.
 
         Args:
-            indices: samples of the split, in any order.
+            draws: samples of the split, at least one, in any order. What is random in a sample depends on where it
+                stands in the data, and on nothing else.
             split: which part of the data.
         Returns:
             Inputs of the first layer, and targets of the loss.
@@ -46,9 +56,11 @@ class Training:
         dtype: that layers compute in.
         make_optimizer: from the tensors of the model; called once in each process.
         open_samples: opens the data; takes a folder for what is made of it.
+        loaders: processes beside each worker that make its micro-batches; 0: it makes them itself.
     """
 
     model: ModelSpec
     dtype: torch.dtype
     make_optimizer: Callable[[tuple[LayerShape, ...]], Optimizer]
     open_samples: Callable[[Path], Samples]
+    loaders: int = 0

@@ -1,7 +1,9 @@
 """Which samples an evaluation looks at. No torch."""
 
+from elaswave.data.sampler import Draw
 
-def evaluation_samples(microbatch: int, size: int, num_samples: int) -> list[int]:
+
+def evaluation_draws(microbatch: int, size: int, num_samples: int) -> list[Draw]:
     """The samples of a micro-batch of an evaluation: always the same, in their order, from the first one.
 
     Args:
@@ -9,4 +11,5 @@ def evaluation_samples(microbatch: int, size: int, num_samples: int) -> list[int
         size: samples of a micro-batch.
         num_samples: of the split; after the last one the first one comes again.
     """
-    return [index % num_samples for index in range(microbatch * size, (microbatch + 1) * size)]
+    numbers = range(microbatch * size, (microbatch + 1) * size)
+    return [Draw(number % num_samples, 0, number % num_samples) for number in numbers]

@@ -1,10 +1,16 @@
 """The tokens that a configuration names, and the order of their samples. No torch: the launcher checks them too."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elaswave.config.schema import Config
-from elaswave.data.sampler import Sampler
-from elaswave.data.sources import TokenSource, open_source
+from elaswave.data.fingerprint import SampleHash
+from elaswave.data.sampler import Draw, MixedSampler, Sampler, Source
+from elaswave.data.sources import Split, TokenSource, open_source
+
+if TYPE_CHECKING:
+    import torch
 
 
 def open_tokens(config: Config, cache_dir: Path) -> TokenSource:
@@ -29,12 +35,37 @@ def open_tokens(config: Config, cache_dir: Path) -> TokenSource:
     return source
 
 
-def sampler_of(config: Config, num_samples: int) -> Sampler:
+class TokenSamples:
+    """Tokens as samples; see `elaswave.training.definition.Samples`. Nothing in them is random.
+
+    Args:
+        tokens: the source.
+    """
+
+    sources: tuple[Source, ...] = ()
+
+    def __init__(self, tokens: TokenSource) -> None:
+        self._tokens = tokens
+        self.num_samples = tokens.num_samples
+
+    def hashes(self, num_hashes: int) -> Iterator[SampleHash]:
+        """None: tokens are compared as files (`elaswave.data.fingerprint`)."""
+        return iter(())
+
+    def batch(self, draws: Sequence[Draw], split: Split) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Inputs and targets, int64 [samples, context_length] each."""
+        return self._tokens.batch([draw.sample for draw in draws], split)
+
+
+def sampler_of(config: Config, num_samples: int, sources: Sequence[Source] = ()) -> Sampler:
     """Which samples make up which micro-batch of a run's training.
 
     Args:
         config: of the run.
         num_samples: samples of a data pass.
+        sources: where they come from, if these are several with weights.
     """
     batch = config.batch
+    if sources:
+        return MixedSampler(config.run.seed, sources, batch.microbatch_size, batch.num_microbatches)
     return Sampler(config.run.seed, num_samples, batch.microbatch_size, batch.num_microbatches)

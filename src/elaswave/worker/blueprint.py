@@ -56,4 +56,4 @@ class Blueprint(RunPlan):
 
     def sampler(self, samples: Samples) -> Sampler:
         """Which samples make up which micro-batch of training."""
-        return sampler_of(self.config, samples.num_samples("train"))
+        return sampler_of(self.config, samples.num_samples("train"), samples.sources)

@@ -23,11 +23,11 @@ from elaswave.models.layers import ModelSpec
 from elaswave.protocol.ballot import NonFinite, coverage_key
 from elaswave.state.flat import FlatLayer
 from elaswave.state.sums import Accumulator
+from elaswave.training.random_state import seed_everything
 from elaswave.worker.admission import check_dense, check_graph
 from elaswave.worker.canary import made_up_tree, prove
 from elaswave.worker.compiled import CompiledLayers
 from elaswave.worker.layer_runs import Given, Reached, Run, Saved, received, to_send, zeros_where_none
-from elaswave.worker.random_state import seed_everything
 from elaswave.worker.scoring import Scored, Scoring
 from elaswave.worker.split import Gradients, WeightHalf, input_half, is_exact
 from elaswave.worker.values import Signatures, at_boundary, flatten, is_differentiable, unflatten
@@ -45,24 +45,10 @@ class ErrorPlace(NamedTuple):
         return f"step {self.step}, micro-batch {self.microbatch}, layer {self.layer} ({self.layer_name})"
 
 
-class SamplesPlace(NamedTuple):
-    """Samples that could not be loaded, for error messages."""
-
-    step: int
-    microbatch: int
-    split: str
-    samples: tuple[int, ...]
-
-    def __str__(self) -> str:
-        what = "samples" if self.split == "train" else f"{self.split} samples"
-        return f"step {self.step}, micro-batch {self.microbatch}, {what} {', '.join(map(str, self.samples))}"
-
-
 class LayerError(Exception):
-    """An exception inside a user's layer, loss or dataset, with the position where it was raised; its cause is the
-    original."""
+    """An exception inside a user's layer or loss, with the position where it was raised; its cause is the original."""
 
-    def __init__(self, position: ErrorPlace | SamplesPlace, cause: BaseException) -> None:
+    def __init__(self, position: ErrorPlace, cause: BaseException) -> None:
         self.position = position
         super().__init__(f"{type(cause).__name__}: {cause} (at {position})")
 

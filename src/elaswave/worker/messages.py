@@ -104,6 +104,10 @@ class Timings(Message, frozen=True, kw_only=True):
     level: int
     """Index of the frequency level at which the device ran."""
     actions: list[ActionTiming]
+    data_wait_s: float = 0.0
+    """Seconds that it has waited for micro-batches since it told so last."""
+    elapsed_s: float = 0.0
+    """Seconds since then."""
 
 
 class EvaluationReport(Message, frozen=True, kw_only=True):
@@ -175,6 +179,8 @@ class Finished(Message, frozen=True, kw_only=True):
     optimizer_bytes: int
     peak_bytes: int
     bytes_sent: int
+    data_wait_s: float = 0.0
+    """Seconds that it has waited for micro-batches of training."""
 
 
 class Exit(Message, frozen=True, kw_only=True):

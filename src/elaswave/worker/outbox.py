@@ -3,7 +3,7 @@
 import resource
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from elaswave.protocol.ballot import Request
 from elaswave.protocol.engine import Committed
@@ -32,6 +32,13 @@ from elaswave.worker.watch import StepWatch
 TIMINGS_EVERY_S_MIN = 1.0
 TIMINGS_EVERY_S_MAX = 8.0
 """A worker tells how long its actions take after so long at first, and then less and less often, down to this."""
+
+
+class _DataTime(NamedTuple):
+    """How long a worker has waited for data, and when that was so."""
+
+    at_s: float
+    data_wait_s: float
 
 
 class WorkerClient(Protocol):
@@ -81,6 +88,8 @@ class ControlOutbox:
         self._timed_at_s = 0.0
         """When the newest `Timings` were sent."""
         self._timings_every_s = TIMINGS_EVERY_S_MIN
+        self._waits_from = _DataTime(0.0, 0.0)
+        """When `Timings` told last how long was waited for data."""
         self._has_warmed_up = False
         """Whether the first step is over, which also loads code and fills caches."""
 
@@ -148,13 +157,23 @@ class ControlOutbox:
         if not self._has_warmed_up:
             self._timer.times.take()
             self._has_warmed_up = True
+            self._waits_from = _DataTime(now_s, self._watch.data_wait_s)
         elif now_s - self._timed_at_s >= self._timings_every_s:
             self._timed_at_s = now_s
             self._timings_every_s = min(2 * self._timings_every_s, TIMINGS_EVERY_S_MAX)
             actions = self._timer.times.take()
             epoch = self.machine.member.epoch
+            before, self._waits_from = self._waits_from, _DataTime(now_s, self._watch.data_wait_s)
             self._client.send(
-                Timings(worker=self.machine.worker, epoch=epoch, step=step, level=self.level, actions=actions)
+                Timings(
+                    worker=self.machine.worker,
+                    epoch=epoch,
+                    step=step,
+                    level=self.level,
+                    actions=actions,
+                    data_wait_s=self._waits_from.data_wait_s - before.data_wait_s,
+                    elapsed_s=now_s - before.at_s,
+                )
             )
 
     def evaluated(self, step: int, loss: float, metrics: Mapping[str, float]) -> EvaluationReport:
@@ -211,4 +230,5 @@ class ControlOutbox:
             optimizer_bytes=store.optimizer_bytes(),
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             bytes_sent=sum(self._links.transport.bytes_sent.values()),
+            data_wait_s=self._watch.data_wait_s,
         )

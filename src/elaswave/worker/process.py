@@ -7,6 +7,7 @@ receives messages, puts them into the mailbox, and wakes the main thread. Whatev
 the machine leaves what it does and goes on as the coordinator's decision says.
 """
 
+import socket
 import traceback
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +16,6 @@ import torch
 
 from elaswave.config.devices import base_level, device_of, emulated_costs
 from elaswave.config.schema import Config
-from elaswave.data.sources import Split
 from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, VoteError, WaitTimeoutError
 from elaswave.observability.trace import TraceRecorder
 from elaswave.planning.execution import programs_of
@@ -26,15 +26,17 @@ from elaswave.protocol.worker import WorkerMachine
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.store import HeldBlock
 from elaswave.training.definition import Training
-from elaswave.training.evaluation import evaluation_samples
 from elaswave.transport.interface import Transport
 from elaswave.transport.stream import StreamTransport
 from elaswave.types import ExecutionParameters, Layout, Program
 from elaswave.worker.allocator import tune_allocator
+from elaswave.worker.batches import BatchError, Batches, BatchMaker, Supply
 from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.compute import LayerError, SamplesPlace
+from elaswave.worker.compute import LayerError
 from elaswave.worker.frequency import make_actuator
 from elaswave.worker.links import TransportLinks
+from elaswave.worker.loader import loader_log
+from elaswave.worker.loading import LoaderSupply
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.materialise import materialise, updater_after
 from elaswave.worker.messages import Exit, Failed, ShardFailed, ShardWritten, Start, ToWorker
@@ -70,6 +72,8 @@ class WorkerSetup(NamedTuple):
     profile: bool
     training: Training | None = None
     """What is trained; None: what the configuration describes."""
+    loaders: socket.socket | None = None
+    """Where the template hands over lines to loaders; None: the worker makes its micro-batches itself."""
 
 
 class Worker:
@@ -99,22 +103,23 @@ class Worker:
         self._level = base_level(config)
         """Index of the frequency level at which the device runs."""
         self._actuator = make_actuator(config.device.frequency, setup.worker, self._set_level_speed)
-        self._source = blueprint.open_samples(setup.run_dir / "data")
-        self._sampler = blueprint.sampler(self._source)
         self._must_end = False
         """Whether the coordinator has said that the job is over."""
+        self._watch = StepWatch(setup.probe, mailbox, self._trace)
+        batches = Batches(self._make_supply(), mailbox.activity, self._watch.waited_for_data)
         layers, store, progress = materialise(blueprint, setup.worker, layout, placement, setup.checkpoint)
         context = EngineContext(
             blueprint=blueprint,
             worker=setup.worker,
-            batches=self._training_batch,
-            evaluation_batches=self._evaluation_batch,
+            batches=batches.training,
+            evaluation_batches=batches.evaluation,
             check=self._check,
             timer=self._timer,
             run_dir=setup.run_dir,
             on_execution=self._set_level,
+            on_layout=batches.use_layout,
+            on_begin=batches.begin,
         )
-        self._watch = StepWatch(setup.probe, mailbox, self._trace)
         self._links = TransportLinks(
             setup.worker,
             blueprint.blocks,
@@ -147,6 +152,23 @@ class Worker:
 
     def _make_machine(self, *arguments: Any, **options: Any) -> WorkerMachine[HeldBlock]:
         return self.machine_class(*arguments, **options)
+
+    def _make_supply(self) -> Supply:
+        """Where the micro-batches come from: made here, or by loaders."""
+        setup, blueprint, run = self._setup, self._blueprint, self._config.run
+        if setup.loaders is None:
+            samples = blueprint.open_samples(setup.run_dir / "data")
+            return BatchMaker(self._config, samples, blueprint.sampler(samples))
+        return LoaderSupply(
+            setup.worker,
+            setup.loaders,
+            num_loaders=blueprint.training.loaders,
+            num_steps=run.steps,
+            eval_microbatches=run.eval_microbatches if run.eval_every else 0,
+            check=self._check,
+            activity=self._mailbox.activity,
+            log=setup.run_dir / "logs" / loader_log(setup.worker),
+        )
 
     def _make_pace(self) -> Pace | None:
         config = self._config
@@ -257,23 +279,6 @@ class Worker:
         where = message.standing if isinstance(message, ShardWritten) else message
         self.machine.wrote(where.step, where.epoch, message)
 
-    # ----------------------------------------------------------------------------------------------------------- data
-
-    def _training_batch(self, step: int, microbatch: int) -> tuple[Any, Any]:
-        return self._batch(step, microbatch, self._sampler.microbatch(step, microbatch), "train")
-
-    def _evaluation_batch(self, step: int, microbatch: int) -> tuple[Any, Any]:
-        size = self._config.batch.microbatch_size
-        indices = evaluation_samples(microbatch, size, self._source.num_samples("validation"))
-        return self._batch(step, microbatch, indices, "validation")
-
-    def _batch(self, step: int, microbatch: int, indices: list[int], split: Split) -> tuple[Any, Any]:
-        try:
-            return self._source.batch(indices, split)
-        except Exception as error:
-            place = SamplesPlace(step, microbatch, split, tuple(indices))
-            raise LayerError(place, error) from error
-
 
 def terms_of(blueprint: Blueprint) -> JobTerms:
     """What the machine needs of a run's configuration."""
@@ -370,6 +375,14 @@ def _check_coordinator(client: WorkerClient, waited_for: str) -> None:
 
 
 def _failure(worker_id: int, worker: Worker | None, error: Exception) -> Failed:
+    if isinstance(error, BatchError):
+        return Failed(
+            worker=worker_id,
+            kind=error.kind,
+            signature=f"{error.kind} at {error.name}",
+            summary=str(error),
+            traceback_text=error.traceback_text,
+        )
     cause = error.__cause__ if isinstance(error, LayerError) and error.__cause__ is not None else error
     summary = str(error) if isinstance(error, LayerError) else f"{type(error).__name__}: {error}"
     step = worker.machine.step if worker is not None else 0

@@ -53,6 +53,10 @@ class EngineContext(NamedTuple):
     run_dir: Path
     on_execution: Callable[[ExecutionParameters], None] = lambda execution: None
     """Told of the execution parameters in force."""
+    on_layout: Callable[[Layout], None] = lambda layout: None
+    """Told of the layout in force."""
+    on_begin: Callable[[int], None] = lambda step: None
+    """Told of each step that begins, perhaps again."""
 
 
 class TorchEngine:
@@ -102,6 +106,7 @@ class TorchEngine:
         new = self._materialise(range(stage.start, stage.stop), copies)
         self._num_microbatches = layout.num_microbatches
         self.context.on_execution(execution)
+        self.context.on_layout(layout)
         return new
 
     def _materialise(self, wanted: range, copies: Iterable[HeldBlock]) -> frozenset[int]:
@@ -125,6 +130,7 @@ class TorchEngine:
 
     def begin(self, step: int, exponents: Sequence[int]) -> None:
         """Empties all sums for a new attempt."""
+        self.context.on_begin(step)
         by_layer = [[exponents[slot.id] for slot in shape.tensors] for shape in self.context.blueprint.shapes]
         self._microbatches.clear()
         self.compute.begin(step, by_layer)

@@ -5,6 +5,7 @@ import time
 from elaswave.observability.trace import ACTION, PHASE, TraceRecorder
 from elaswave.protocol.engine import Phase, StepObserver
 from elaswave.protocol.messages import Decision
+from elaswave.protocol.position import DATA
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.state.store import HeldBlock
 from elaswave.types import Action
@@ -24,7 +25,10 @@ class StepWatch(StepObserver):
     def __init__(self, probe: Probe, mailbox: Mailbox, trace: TraceRecorder) -> None:
         self.machine: WorkerMachine[HeldBlock]
         self.phases_s: dict[str, float] = {}
-        """Seconds of this worker in each phase of the present step, all attempts added."""
+        """Seconds of this worker in each phase of the present step, and as "data" those that RUN has waited for micro-
+        batches, all attempts added."""
+        self.data_wait_s = 0.0
+        """Seconds that the worker has waited for micro-batches of training, in all."""
         self.step_began_s = 0.0
         self.evaluation_began_s = 0.0
         self.recovery_began_ns: int | None = None
@@ -35,6 +39,11 @@ class StepWatch(StepObserver):
         self._trace = trace
         self._reached: dict[Phase, int] = {}
         self._phase_ns = self._asked_ns = self._computing_ns = 0
+
+    def waited_for_data(self, seconds: float) -> None:
+        """A micro-batch of training has come after so long; the time is a part of RUN."""
+        self.phases_s[DATA] = self.phases_s.get(DATA, 0.0) + seconds
+        self.data_wait_s += seconds
 
     def step_begins(self, step: int, attempt: int) -> None:
         """Starts the step's clock."""

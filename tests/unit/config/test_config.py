@@ -126,8 +126,8 @@ def test_msgspec_itself_refuses_what_it_decodes() -> None:
         ({"data": {"source": ""}}, 'data.source: got "", expected a non-empty string'),
         ({"data": {"source": "a\udcff"}}, "data.source: got "),
         (
-            {"data": {"vocab_size": 70000}},
-            "data.vocab_size: got 70000, expected a whole number, at least 2 and at most",
+            {"data": {"vocab_size": 5_000_000_000}},
+            "data.vocab_size: got 5000000000, expected a whole number, at least 2 and at most",
         ),
         ({"layout": {"widths": []}}, "layout.widths: got [], expected a non-empty list"),
         ({"layout": {"widths": [2, 0]}}, "layout.widths: got [2, 0], expected"),

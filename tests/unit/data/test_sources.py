@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from elaswave.data import sources
-from elaswave.data.sources import PYTHON_DOCS, MappedTokens, open_source, python_docs_text, write_python_docs
+from elaswave.data.sources import (
+    PYTHON_DOCS,
+    MappedTokens,
+    known_vocabulary,
+    open_source,
+    python_docs_text,
+    write_python_docs,
+)
+from elaswave.data.token_files import TokenWriter
 from elaswave.errors import DataError
 
 
@@ -74,7 +82,7 @@ class TestSamples:
         path = tmp_path / "sparse.txt"
         with open(path, "wb") as file:
             file.truncate(1 << 36)
-        tokens = sources._map_file(path, np.dtype("uint8"))
+        tokens = sources._map_file(sources.TokenFile(path, None))
         assert len(tokens) == 1 << 36 and not tokens[-5:].any()
 
     @pytest.mark.parametrize("index", [-1, 5])
@@ -87,6 +95,78 @@ class TestSamples:
         monkeypatch.setenv("HOME", str(tmp_path))
         bytes_file(tmp_path, 23)
         assert opened("~/text.txt", tmp_path).num_samples("train") == 5
+
+
+class TestSeveralFiles:
+    def test_they_are_one_run_of_tokens(self, tmp_path: Path):
+        for name, content in (("c", b"ijklmnop"), ("a", b"abc"), ("b", b"defgh")):
+            (tmp_path / f"{name}.txt").write_bytes(content)
+        source = opened(f"{tmp_path}/*.txt", tmp_path)
+        assert [path.name for path in source.paths] == ["a.txt", "b.txt", "c.txt"]
+        tokens_BT, targets_BT = source.batch([0, 1, 2], "train")
+        assert [bytes(row) for row in tokens_BT.tolist()] == [b"abcd", b"efgh", b"ijkl"]
+        assert [bytes(row) for row in targets_BT.tolist()] == [b"bcde", b"fghi", b"jklm"]
+        listed = open_source(
+            [str(tmp_path / "c.txt"), f"{tmp_path}/[ab].txt"],
+            vocab_size=None, context_length=4, validation_fraction=0.25, cache_dir=tmp_path,
+        )  # fmt: skip
+        assert bytes(listed.batch([1], "train")[0][0].tolist()) == b"mnop"
+        assert (listed.num_tokens("train"), listed.num_tokens("validation")) == (12, 4)
+
+    def test_a_sample_may_lie_in_many_files(self, tmp_path: Path):
+        for index in range(9):
+            (tmp_path / f"{index}.txt").write_bytes(bytes([index]))
+        assert opened(f"{tmp_path}/?.txt", tmp_path).batch([1], "train")[1].tolist() == [[5, 6, 7, 8]]
+
+    def test_a_name_that_exists_is_no_pattern(self, tmp_path: Path):
+        path = bytes_file(tmp_path, 9).rename(tmp_path / "a[1].txt")
+        assert opened(path, tmp_path).paths == (path,)
+
+    def test_a_pattern_without_a_match(self, tmp_path: Path):
+        with pytest.raises(DataError, match=r"\*.txt: no file matches this pattern \(working directory"):
+            opened(f"{tmp_path}/*.txt", tmp_path)
+
+    def test_texts_and_tokens_do_not_mix(self, tmp_path: Path):
+        names = [str(bytes_file(tmp_path, 9)), str(bin_file(tmp_path, [1] * 9))]
+        with pytest.raises(DataError, match="text.txt and .*tokens.bin: bytes of text and .bin files .* one source"):
+            open_source(names, vocab_size=9, context_length=4, validation_fraction=0.0, cache_dir=tmp_path)
+
+
+class TestHeaders:
+    def written(self, path: Path, tokens: list[int], vocab_size: int, tokenizer: bytes = b"t" * 16) -> Path:
+        with TokenWriter(path, vocab_size, tokenizer) as writer:
+            writer.write(tokens)
+        return path
+
+    def test_a_file_says_what_its_tokens_are(self, tmp_path: Path):
+        small = self.written(tmp_path / "small.bin", [1, 2, 3, 65535, 5], 65536)
+        large = self.written(tmp_path / "large.bin", [65536, 7, 8, 9, 100_000], 100_001)
+        assert (small.stat().st_size, large.stat().st_size) == (64 + 2 * 5, 64 + 4 * 5)
+        assert opened(small, tmp_path).vocab_size == 65536
+        source = opened(f"{tmp_path}/*.bin", tmp_path)
+        assert source.vocab_size == 100_001 == known_vocabulary(f"{tmp_path}/*.bin")
+        assert source.batch([0, 1], "train")[1].tolist() == [[7, 8, 9, 100_000], [1, 2, 3, 65535]]
+
+    def test_what_has_no_header_says_nothing(self, tmp_path: Path):
+        with_header = self.written(tmp_path / "a.bin", [1] * 9, 10)
+        assert known_vocabulary([str(with_header), str(bin_file(tmp_path, [1] * 9))]) is None
+        assert known_vocabulary(PYTHON_DOCS) is known_vocabulary(str(bytes_file(tmp_path, 9))) is None
+        assert known_vocabulary(str(tmp_path / "absent.bin")) is None
+        with pytest.raises(DataError, match="tokens.bin: a .bin file without a header"):
+            opened(f"{tmp_path}/*.bin", tmp_path)
+        assert opened(f"{tmp_path}/*.bin", tmp_path, vocab_size=10).num_tokens("train") == 18
+
+    def test_a_smaller_vocabulary_is_refused(self, tmp_path: Path):
+        path = self.written(tmp_path / "a.bin", [1] * 9, 70_000)
+        with pytest.raises(DataError, match="header says 70000 different tokens, but data.vocab_size is 256"):
+            opened(path, tmp_path, vocab_size=256)
+        assert opened(path, tmp_path, vocab_size=70_016).vocab_size == 70_016
+
+    def test_tokenizers_do_not_mix(self, tmp_path: Path):
+        self.written(tmp_path / "a.bin", [1] * 9, 10)
+        self.written(tmp_path / "b.bin", [1] * 9, 10, tokenizer=b"u" * 16)
+        with pytest.raises(DataError, match="a.bin and .*b.bin were made with different tokenizers"):
+            opened(f"{tmp_path}/*.bin", tmp_path)
 
 
 class TestPythonDocs:
@@ -207,7 +287,7 @@ class TestRefusals:
             opened(path, tmp_path, vocab_size=10)
 
     def test_a_bin_file_without_a_vocabulary(self, tmp_path: Path):
-        with pytest.raises(DataError, match="tokens.bin: a .bin file does not say .* set data.vocab_size"):
+        with pytest.raises(DataError, match="tokens.bin: a .bin file without a header .* set data.vocab_size"):
             opened(bin_file(tmp_path, [1] * 20), tmp_path)
 
     @pytest.mark.parametrize("position", [0, 6, 7, 29])

@@ -22,7 +22,7 @@ def test_only_tried_releases_of_torch_are_admitted() -> None:
 def test_no_extra_asks_for_torch_itself() -> None:
     """A bare "torch" in an extra would look like permission for any release."""
     extras = PROJECT["optional-dependencies"]
-    assert sorted(extras) == ["bench", "gpu", "hf", "plots", "test"]
+    assert sorted(extras) == ["bench", "gpu", "hf", "plots", "test", "tokenize"]
     assert not [name for names in extras.values() for name in names if name.startswith(("torch>", "torch<", "torch="))]
     assert not [name for names in extras.values() for name in names if name == "torch"]
 

@@ -1,11 +1,26 @@
 """Location-free randomness: every draw is keyed by what it is for, never by who makes it or what came before."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from elaswave.hashing import key64
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Gives the generators that `seed_everything` seeds their states back: in a person's own process, where they are
+    not ours."""
+    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def seed_everything(*parts: int | str) -> None:

@@ -1,0 +1,111 @@
+"""Own datasets in a script: equal bits with and without loaders, mixtures, errors, another dataset on resume."""
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.integration.jobs import nothing_left
+from torch import nn
+
+import elaswave
+from elaswave.errors import DataError, UsageError, WorkerError
+from elaswave.observability.processes import read_processes
+
+
+class Noisy:
+    """Samples with noise from all three generators, drawn a number of times that depends on the sample."""
+
+    def __init__(self, sign: float = 1.0, num_samples: int = 50) -> None:
+        self.sign = sign
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = [random.random() + np.random.rand() + torch.randn(4) for _ in range(index % 3 + 1)][-1]
+        return self.sign * torch.linspace(0, index / 50, 4) + 0.1 * noise, torch.tensor([index / 50])
+
+
+def trainer(run_dir: Path, dataset: Any, *, settings: dict[str, Any] | None = None, **options: Any) -> elaswave.Trainer:
+    torch.manual_seed(0)
+    config = {
+        "run.steps": 6,
+        "batch.num_microbatches": 4,
+        "batch.microbatch_size": 4,
+        "layout.widths": [1, 2],
+        "run.eval_every": 3 if "eval_dataset" in options else 0,
+        **(settings or {}),
+    }
+    return elaswave.Trainer(
+        model=[nn.Linear(4, 16), nn.Sequential(nn.Dropout(0.1), nn.ReLU()), nn.Linear(16, 1)],
+        loss=nn.functional.mse_loss,
+        dataset=dataset,
+        config=config,
+        run_dir=run_dir,
+        **options,
+    )
+
+
+def trained(run_dir: Path, dataset: Any, **options: Any) -> tuple[Any, ...]:
+    with nothing_left():
+        result = trainer(run_dir, dataset, **options).train()
+    return result.losses, result.state_digest
+
+
+def test_loaders_and_layouts_do_not_show(tmp_path: Path) -> None:
+    expected = trained(tmp_path / "a", Noisy(), eval_dataset=Noisy(-1.0, 7))
+    assert len(set(expected[0])) == 6
+    alone = trained(tmp_path / "b", Noisy(), loaders=2, settings={"layout.widths": [1]}, eval_dataset=Noisy(-1.0, 7))
+    assert alone == expected
+
+
+@pytest.mark.slow
+def test_a_mixture(tmp_path: Path) -> None:
+    mixture = {"plus": (Noisy(), 3.0), "minus": (Noisy(-1.0, 20), 1.0)}
+    expected = trained(tmp_path / "a", mixture)
+    assert trained(tmp_path / "b", mixture, loaders=2, settings={"layout.widths": [2]}) == expected
+    assert trained(tmp_path / "c", {**mixture, "minus": (Noisy(-1.0, 20), 2.0)}) != expected
+
+
+@pytest.mark.parametrize("loaders", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_exception_in_the_dataset(tmp_path: Path, loaders: int) -> None:
+    class Broken(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            if index == elaswave.sample_order(0, 50, 3, 2, 4, 4)[1]:
+                raise OSError("no such image")
+            return super().__getitem__(index)
+
+    run = trainer(tmp_path, Broken(), loaders=loaders, settings={"run.seed": 0})
+    index = elaswave.sample_order(0, 50, 3, 2, 4, 4)[1]
+    with nothing_left(), pytest.raises(WorkerError) as caught:
+        run.train()
+    expected = f"OSError: no such image (in dataset[{index}]) (at step 3, micro-batch 2)"
+    assert caught.value.summary.startswith(expected)
+    assert 'raise OSError("no such image")' in caught.value.traceback_text
+
+
+def test_another_dataset_is_refused_on_resume(tmp_path: Path) -> None:
+    trained(tmp_path / "a", Noisy(), settings={"run.checkpoint_every": 3})
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    more = {"run.steps": 8}
+    with nothing_left(), pytest.raises(DataError, match="it had 50 samples in dataset and now has 49"):
+        trainer(tmp_path / "a", Noisy(num_samples=49), resume=True, settings=more).train()
+    with nothing_left(), pytest.raises(DataError, match="of 32 samples that were compared .* have changed"):
+        trainer(tmp_path / "a", Noisy(sign=2.0), resume=True, settings=more).train()
+    resumed = trained(tmp_path / "b", Noisy(), resume=True, settings=more, loaders=1)
+    assert resumed == trained(tmp_path / "c", Noisy(), settings=more)
+
+
+def test_what_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="dataset is empty"):
+        trainer(tmp_path, [])
+    with pytest.raises(UsageError, match="loaders"):
+        trainer(tmp_path, Noisy(), loaders=-1)
+    with nothing_left(), pytest.raises(DataError, match="dataset has 3 samples, fewer than one micro-batch"):
+        trainer(tmp_path, Noisy(num_samples=3)).train()
+    assert not read_processes(tmp_path)
