@@ -20,7 +20,8 @@ ElaswaveError
 ├── StateError                 blocks, sums or placements that contradict each other
 ├── CheckpointError            a checkpoint that is damaged, half-written or of another model
 ├── VoteError                  a step that cannot be committed; says which part of the certificate failed
-│   └── NonFiniteError         a loss or gradient that is not finite: names step, micro-batch and layer
+│   ├── NonFiniteError         a loss or gradient that is not finite: names step, micro-batch and layer
+│   └── UnequalBufferError     a buffer of whole numbers in which the micro-batches of a step do not agree
 ├── WorkerError                a worker ended with an error: names worker, step, micro-batch and layer
 ├── LaunchError                the system refuses a process or a folder that a job needs
 ├── RecoveryError              too much was lost to go on; says what
@@ -130,6 +131,10 @@ class VoteError(ElaswaveError):
 
 class NonFiniteError(VoteError):
     """A loss or gradient that is not finite."""
+
+
+class UnequalBufferError(VoteError):
+    """A buffer of whole numbers in which the micro-batches of a step have left different values."""
 
 
 class WorkerError(ElaswaveError):

@@ -43,12 +43,18 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.workers)
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about who runs what in a step."""
+class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything about who runs what in a step.
+
+    State is kept in *units*: unit i below `num_layers` is what layer i alone has, the further ones are shared.
+    """
 
     stages: tuple[Stage, ...]
     routes: tuple[tuple[Hop, ...], ...]
     """``routes[m]`` is the chain of hops of micro-batch m in forward order; covers every layer once."""
+    shared: tuple[tuple[int, ...], ...] = ()
+    """``shared[k]`` are the layers that use unit num_layers + k, one entry for each use: of a tensor that is tied
+    between layers, or of the buffers of one layer. Follows from the model, and is the same in all layouts of a job."""
 
     @property
     def num_layers(self) -> int:
@@ -59,6 +65,17 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def num_microbatches(self) -> int:
         """Number of micro-batches of the global batch."""
         return len(self.routes)
+
+    def shared_units(self, layers: range) -> tuple[int, ...]:
+        """The shared units that any of these layers uses, ascending."""
+        first = self.num_layers
+        return tuple(
+            first + index for index, users in enumerate(self.shared) if any(layer in layers for layer in users)
+        )
+
+    def num_uses(self, unit: int) -> int:
+        """How often each micro-batch adds to a unit: once, or once for each use of a shared one."""
+        return 1 if unit < self.num_layers else len(self.shared[unit - self.num_layers])
 
     @property
     def workers(self) -> tuple[int, ...]:

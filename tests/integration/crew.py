@@ -19,6 +19,7 @@ from elaswave.protocol.member import Member
 from elaswave.protocol.step import StepLoop
 from elaswave.state.placement import Role, place_blocks
 from elaswave.state.store import BlockStore, HeldBlock
+from elaswave.training.definition import Training as Definition
 from elaswave.types import Layout, Program
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.links import TransportLinks
@@ -55,6 +56,7 @@ def train(
     *,
     steps: int = 3,
     change: Callable[[Loop], None] = lambda loop: None,
+    model: Definition | None = None,
 ) -> Training:
     """Trains the small model under a layout.
 
@@ -64,10 +66,13 @@ def train(
         settings: changes to `tests.integration.jobs.SMALL`.
         steps: to train.
         change: called with each worker's loop before its first step.
+        model: what is trained; None: what the configuration describes.
     """
     validate_layout(layout)
     config = small_config(settings)
-    blueprint = Blueprint(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=steps)))
+    config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=steps))
+    blueprint = Blueprint(config, model)
+    layout = msgspec.structs.replace(layout, shared=blueprint.state.shared)
     placement = place_blocks(layout, blueprint.blocks, num_followers=config.elastic.num_followers)
     network = MemoryNetwork()
     transports = {worker: network.transport(worker) for worker in layout.workers}

@@ -11,13 +11,13 @@ from elaswave.config.schema import Config
 from elaswave.errors import CheckpointError
 from elaswave.protocol.scores import Means, means_of, score_words
 from elaswave.state.checkpoint import CheckpointRef, checkpoint_of_step, find_newest_checkpoint, verify_checkpoint
-from elaswave.state.export import stored_weights
-from elaswave.state.flat import FlatLayer
 from elaswave.training.definition import Training
 from elaswave.training.evaluation import evaluation_draws
 from elaswave.training.random_state import generators_kept
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.compute import Compute
+from elaswave.worker.frozen import changed_frozen
+from elaswave.worker.materialise import stored_layers
 from elaswave.worker.microbatches import Microbatches
 
 
@@ -34,12 +34,9 @@ def evaluation_means(config: Config, training: Training, run_dir: Path, checkpoi
     """
     found = _checkpoint(run_dir, checkpoint)
     blueprint = Blueprint(config, training)
-    weights = stored_weights(found).tensors
-    layers = {}
-    for shape in blueprint.shapes:
-        layer = layers[shape.layer] = FlatLayer(blueprint.model.layers[shape.layer], shape, blueprint.dtype)
-        for slot in shape.tensors:
-            layer.flat[slot.offset : slot.stop].copy_(weights[slot.name].reshape(-1))
+    stored = (found.folder, found.meta)
+    blueprint.frozen = changed_frozen(blueprint, stored)
+    layers = stored_layers(blueprint, stored)
     samples = training.open_samples(run_dir / "data")
     num_samples, size = samples.num_samples("validation"), config.batch.microbatch_size
     with _as_in_a_worker():

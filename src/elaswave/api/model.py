@@ -4,9 +4,7 @@ A module that the script has made keeps its values and is never computed with: e
 computes with a copy of it. What the engine cannot train yet is refused here, all of it at once.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,33 +12,13 @@ from torch import nn
 
 from elaswave.errors import UsageError
 from elaswave.models.admission import check_module
+from elaswave.models.instances import CopyOf, put_in_training, ties_of, without_values
 from elaswave.models.layers import Layer, ModelSpec
 from elaswave.protocol.scores import AUX_LOSS
+from elaswave.state.flat import model_shapes
 
 _LAYERS_MAX = 1024
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-
-
-@dataclass(frozen=True)
-class CopyOf:
-    """Builds a layer as a copy of a module, its values included.
-
-    Args:
-        module: of the script; nothing changes it.
-    """
-
-    module: nn.Module
-
-    def __call__(self) -> nn.Module:
-        """The copy; under ``torch.device("meta")`` one without memory."""
-        if torch.empty(0).device.type != "meta":
-            return copy.deepcopy(self.module)
-        memo: dict[int, Any] = {}
-        for parameter in self.module.parameters():
-            memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        for buffer in self.module.buffers():
-            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-        return copy.deepcopy(self.module, memo)
 
 
 class OwnModelSpec:
@@ -55,27 +33,32 @@ class OwnModelSpec:
 
     def __init__(self, model: Any, loss: Any, metrics: Any = None) -> None:
         named = _named(model)
+        instances = {name: each for name, each in named if isinstance(each, nn.Module)}
+        put_in_training(instances)
+        ties = ties_of(instances)
         layers = tuple(
-            each if isinstance(each, Layer) else Layer(name=name, build=CopyOf(each)) for name, each in named
+            each if isinstance(each, Layer) else Layer(name, CopyOf(each, name), ties=ties.get(name, {}))
+            for name, each in named
         )
         problems = _problems_with_names(layers)
         if not callable(loss):
             problems.append(f"the loss is of type {type(loss).__name__}, needed: a function of outputs and targets")
         problems += _problems_with_metrics(metrics or {})
         self.spec = ModelSpec(layers=layers, loss=loss, metrics=metrics or {})
-        with torch.device("meta"):
-            modules = [layer.build() for layer in layers]
+        modules = [without_values(layer) for layer in layers]
         for layer, module in zip(layers, modules, strict=True):
             problems += _problems_with_layer(layer, module)
-        problems += _problems_with_sharing(named)
-        parameters = [parameter for module in modules for parameter in module.parameters()]
+        parameters = [each for module in modules for each in module.parameters() if each.requires_grad]
         dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
         if not parameters:
-            problems.append("the model has no parameters, so there is nothing to train")
+            problems.append("no parameter of the model requires a gradient, so there is nothing to train")
         elif len(dtypes) > 1:
-            problems.append(f"the parameters are of the types {' and '.join(dtypes)}, needed: one type for all layers")
+            problems.append(
+                f"the parameters to be trained are of the types {' and '.join(dtypes)}, needed: one type for all layers"
+            )
         if problems:
             raise UsageError("the model cannot be trained: " + "; ".join(problems))
+        model_shapes(self.spec)  # says what cannot be tied or kept
         self.dtype = parameters[0].dtype
         """That all layers compute in."""
         self.layer_parameters = tuple(sum(each.numel() for each in module.parameters()) for module in modules)
@@ -137,38 +120,13 @@ def _problems_with_metrics(metrics: Any) -> list[str]:
 
 
 def _problems_with_layer(layer: Layer, module: nn.Module) -> list[str]:
-    """What of a layer cannot be trained (yet), by its full names."""
-    problems = [f"ties of layer {layer.name} is not supported yet; leave it out"] if layer.ties else []
+    """What of a layer cannot be trained, by its full names."""
     try:
         check_module(layer.name, module)
+        problems = []
     except UsageError as error:
-        problems.append(str(error))
+        problems = [str(error)]
     for name, parameter in module.named_parameters():
-        full = f"{layer.name}.{name}"
-        if not parameter.requires_grad:
-            problems.append(f"{full} is frozen (requires_grad is False), which is not supported yet")
-        if parameter.dtype not in _DTYPES:
-            problems.append(f"{full} is of type {parameter.dtype}, needed: float32 or bfloat16")
-    problems += [
-        f"layer {layer.name} keeps running statistics ({type(part).__name__}), which is not supported yet; set "
-        "track_running_stats=False"
-        for part in module.modules()
-        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
-    ]
-    return problems
-
-
-def _problems_with_sharing(named: Sequence[tuple[str, nn.Module | Layer]]) -> list[str]:
-    """Parameters that several layers share."""
-    first: dict[int, str] = {}
-    problems = []
-    for name, each in named:
-        if isinstance(each, Layer):
-            continue
-        for parameter_name, parameter in each.named_parameters():
-            full = f"{name}.{parameter_name}"
-            if id(parameter) in first:
-                problems.append(f"{full} is {first[id(parameter)]} too; tied layers are not supported yet")
-            else:
-                first[id(parameter)] = full
+        if parameter.requires_grad and parameter.dtype not in _DTYPES:
+            problems.append(f"{layer.name}.{name} is of type {parameter.dtype}, needed: float32 or bfloat16")
     return problems

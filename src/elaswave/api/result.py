@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from elaswave.errors import UsageError
-from elaswave.models.layers import Layer, build_layer
+from elaswave.models.instances import without_values
+from elaswave.models.layers import Layer
 from elaswave.observability.result import Recovery, RunResult, from_json_float
 from elaswave.state.checkpoint import checkpoint_of_step
 from elaswave.state.export import stored_weights
@@ -20,15 +21,13 @@ class Result:
         run_dir: folder of the run.
         record: what ``result.json`` holds.
         layers: of the model.
-        seed: of the run.
     """
 
-    def __init__(self, run_dir: Path, record: RunResult, layers: tuple[Layer, ...], seed: int) -> None:
+    def __init__(self, run_dir: Path, record: RunResult, layers: tuple[Layer, ...]) -> None:
         self.run_dir = run_dir
         self.record = record
         """Everything that ``result.json`` holds."""
         self._layers = layers
-        self._seed = seed
 
     def __repr__(self) -> str:
         loss = f", loss {self.losses[-1]:.4f}" if self.losses else ""
@@ -57,7 +56,8 @@ class Result:
     def state_dict(self, *, ema: bool = False) -> dict[str, torch.Tensor]:
         """The final weights, under the names that ``nn.Sequential`` of all layers gives them, in the layers' type.
 
-        They are read from the run's last checkpoint. Buffers have the values that the layers are built with.
+        They are read from the run's last checkpoint, with persistent buffers and frozen parameters. A tied tensor is
+        there under each of its names.
 
         Args:
             ema: their moving average instead, which ``optimizer.ema_decay`` keeps.
@@ -65,17 +65,14 @@ class Result:
             CheckpointError: the run folder lacks the checkpoint of the last step, or it is damaged, or has no average.
         """
         weights = stored_weights(checkpoint_of_step(self.run_dir, self.record.steps), ema=ema).tensors
+        ties = {f"{layer.name}.{name}": target for layer in self._layers for name, target in layer.ties.items()}
         state: dict[str, torch.Tensor] = {}
-        for index, layer in enumerate(self._layers):
-            with torch.device("meta"):
-                module = layer.build()
-            parameters = dict(module.named_parameters())
-            names = list(module.state_dict())
-            if any(name not in parameters for name in names):
-                module = build_layer(layer, self._seed, index)
-            for name, value in module.state_dict().items():
+        for layer in self._layers:
+            first: dict[int, str] = {}
+            for name, value in without_values(layer).state_dict(keep_vars=True).items():
                 full = f"{layer.name}.{name}"
-                state[full] = weights[full].to(value.dtype) if name in parameters else value.clone()
+                known = first.setdefault(id(value), full)  # a tensor may have several names in a layer
+                state[full] = weights[ties.get(known, known)].to(value.dtype)
         return state
 
     def load_into(self, model: nn.Module | Sequence[nn.Module], *, ema: bool = False) -> None:

@@ -118,7 +118,7 @@ class Trainer:
             raise
         session.jobs.append(job)
         self._newest = job.run_dir
-        return Result(job.run_dir, job.result, self._model.spec.layers, config.run.seed)
+        return Result(job.run_dir, job.result, self._model.spec.layers)
 
     def evaluate(self, checkpoint: str | Path | int | None = None) -> dict[str, float]:
         """The mean loss over the first ``run.eval_microbatches`` micro-batches of the evaluation dataset.

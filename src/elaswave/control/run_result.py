@@ -8,7 +8,7 @@ from elaswave.data.sampler import Sampler
 from elaswave.errors import StateError
 from elaswave.hashing import MASK64
 from elaswave.observability.result import CheckpointRecord, JsonFloat, RunResult, WorkerMemory, to_json_float
-from elaswave.state.checkpoint_format import UPDATER, CheckpointMeta, TensorInfo, stored_name
+from elaswave.state.checkpoint_format import MASTER, UPDATER, CheckpointMeta, TensorInfo, stored_name
 from elaswave.state.digests import add_digests, state_digest
 from elaswave.worker.messages import Standing
 from elaswave.worker.run_plan import RunPlan
@@ -70,7 +70,9 @@ def make_result(
     digests = add_digests(report.owner_digests for report in reports)
     if all(report.complete for report in reports):
         num_followers = min(plan.config.elastic.num_followers, len(state.members) - 1)
-        check_followers(digests, add_digests(report.follower_digests for report in reports), num_followers)
+        frozen = {f"{MASTER}.{tensor.name}" for tensor in plan.state.frozen}  # nobody follows what cannot change
+        followed = {name: value for name, value in digests.items() if name not in frozen}
+        check_followers(followed, add_digests(report.follower_digests for report in reports), num_followers)
     step = standing.step
     samples_per_s = state.samples_per_s(plan.config.batch.microbatch_size)
     tokens = plan.tokens_per_sample

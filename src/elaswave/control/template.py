@@ -107,6 +107,9 @@ class TemplateSetup(NamedTuple):
     """An `elaswave.training.definition.Training`: what is trained; None: what the configuration describes."""
     before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None
     """Called in the coordinator before each effect of the protocol's core."""
+    frozen: Any = None
+    """Frozen parameters that the checkpoint has otherwise than they are built, by full name; the template reads them
+    before it forks workers."""
 
 
 def run_template(setup: TemplateSetup, link: socket.socket) -> int:
@@ -209,6 +212,7 @@ class _Serving:
         for message in self._unpacker.feed(data):
             if isinstance(message, SpawnWorkers):
                 self._checkpoint = message.checkpoint
+                self._read_frozen()
                 self._handle(SpawnAsked(message.workers))
                 self._load_for_commits()
             elif isinstance(message, SpawnCoordinator):
@@ -221,6 +225,18 @@ class _Serving:
             else:
                 assert isinstance(message, AbandonCommits), message
                 self._handle(CommitsAbandoned())
+
+    def _read_frozen(self) -> None:
+        """Reads what the checkpoint has otherwise than it is built, once for all workers, also those to come."""
+        if self._setup.frozen is not None or self._checkpoint is None:
+            return
+        from elaswave.worker.frozen import changed_frozen  # loaded by `run_template`
+
+        checkpoint = (Path(self._checkpoint.folder), self._checkpoint.meta)
+        with contextlib.suppress(CheckpointError):  # the workers meet it too, and say so
+            # The plan is a blueprint, a class that needs torch.
+            frozen = changed_frozen(self._plan, checkpoint)  # type: ignore[arg-type]
+            self._setup = self._setup._replace(frozen=frozen)
 
     def _reap(self, name: int | Loader) -> None:
         child = self._children.pop(name)

@@ -71,6 +71,7 @@ def live(
         profile=setup.profile,
         training=setup.training,
         loaders=loaders,
+        frozen=setup.frozen,
     )
 
     def make_client(mailbox: Mailbox) -> ControlClient[ToWorker]:

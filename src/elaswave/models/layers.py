@@ -11,10 +11,12 @@ Suffixes of tensor names give their shape:
 """
 
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -69,14 +71,17 @@ class ModelSpec:
 def build_layer(spec: Layer, seed: int, index: int) -> nn.Module:
     """Builds one layer with its initial values, the same in any process and in any order.
 
-    Leaves torch's default generator in an unspecified state: every draw of the engine is seeded anew.
+    Leaves the global generators in an unspecified state: every draw of the engine is seeded anew.
 
     Args:
         spec: the layer.
         seed: the run's seed.
         index: position of the layer in the model.
     """
-    torch.default_generator.manual_seed(key64(seed, index, "init") & 0xFFFFFFFF)
+    key = key64(seed, index, "init")
+    torch.default_generator.manual_seed(key & 0xFFFFFFFF)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
     return spec.build()
 
 

@@ -172,7 +172,13 @@ def exact_prefix(costs: Sequence[float]) -> list[int]:
     return [0, *accumulate(numerator * (denominator // own) for numerator, own in ratios)]
 
 
-def make_layout(*, widths: Sequence[int], layers_per_stage: Sequence[int], num_microbatches: int) -> Layout:
+def make_layout(
+    *,
+    widths: Sequence[int],
+    layers_per_stage: Sequence[int],
+    num_microbatches: int,
+    shared: tuple[tuple[int, ...], ...] = (),
+) -> Layout:
     """The layout with these stages, worker ids given stage by stage from 0.
 
     Micro-batch m runs on worker ``m % width`` of each stage, so neighbouring stages of unequal width exchange
@@ -182,6 +188,7 @@ def make_layout(*, widths: Sequence[int], layers_per_stage: Sequence[int], num_m
         widths: workers of each stage.
         layers_per_stage: number of layers of each stage.
         num_microbatches: micro-batches of the global batch.
+        shared: as of `Layout.shared`.
     Raises:
         ConfigError: the layout is impossible; every problem is listed.
     """
@@ -206,7 +213,7 @@ def make_layout(*, widths: Sequence[int], layers_per_stage: Sequence[int], num_m
         )
         for microbatch in range(num_microbatches)
     )
-    return Layout(stages=stages, routes=routes)
+    return Layout(stages=stages, routes=routes, shared=shared)
 
 
 def evaluation_layout(layout: Layout, num_microbatches: int) -> Layout:

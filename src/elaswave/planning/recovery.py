@@ -56,7 +56,7 @@ def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence
     stages = tuple(
         Stage(start=start, stop=stop, workers=members) for (start, stop), members in zip(ranges, workers, strict=True)
     )
-    return Layout(stages=stages, routes=_reroute(layout, kept, stages, gone))
+    return Layout(stages=stages, routes=_reroute(layout, kept, stages, gone), shared=layout.shared)
 
 
 def _close_gaps(

@@ -19,7 +19,8 @@ The parts:
 - change: the same of the planned change of layout that each worker holds; it comes into force if all hold the same one;
 - the gradient norm in exact limbs, the scores (one slot per micro-batch for the losses, their counts, exact sums of
   metrics), the largest gradient per tensor, and the requests (stop, checkpoint) that must take effect at the same step
-  everywhere.
+  everywhere;
+- buffers: whether any micro-batch has written one, and whether all have left the same in one of whole numbers.
 
 No IO here.
 """
@@ -52,6 +53,8 @@ _NUM_CHECKS = 5
 _NUM_FLAGS = 6
 """Maxima before those of the tensors."""
 _SIGN = 1 << 63
+_NO_HASH = -_SIGN
+"""Less than any hash of 62 bits, and than its negative."""
 UNKNOWN_MICROBATCH = (1 << _ROW_BITS) - 1
 """Micro-batch of a non-finite value that was found only in the sum (scaled mode)."""
 
@@ -89,6 +92,27 @@ class VoteOutcome(Enum):
     NON_FINITE = "non-finite"
     REJECT = "reject"
     """The certificate does not hold."""
+    UNEQUAL = "unequal"
+    """Micro-batches have left different whole numbers in a buffer."""
+
+
+class BufferTensor(NamedTuple):
+    """A tensor of the model that is no parameter, but a buffer which a forward may write.
+
+    Its "gradient" of a micro-batch is what the forward has left in it. Two maxima of the vote tell of it. Of a buffer
+    of floating-point numbers the first is 1 if a micro-batch has changed it, and the second 0. Of one of whole numbers
+    they are max(h) and max(-h), with h a hash of what a micro-batch has left: all agree exactly if they add to 0.
+    """
+
+    tensor: int
+    """Its index."""
+    is_whole: bool
+    """Whether it holds whole numbers."""
+
+    @property
+    def nothing(self) -> tuple[int, int]:
+        """What a worker without a micro-batch of its layer brings."""
+        return (_NO_HASH, _NO_HASH) if self.is_whole else (0, 0)
 
 
 class Ballot(NamedTuple):
@@ -111,6 +135,8 @@ class Ballot(NamedTuple):
     """62-bit hash of the planned change that this worker holds, 0 for none."""
     canaries: Mapping[int, environment.Pair] = {}
     """By place."""
+    writes: Mapping[int, tuple[int, int]] = {}
+    """The two maxima of each buffer of which this worker has run a micro-batch, by tensor index."""
 
 
 class Expected(NamedTuple):
@@ -142,6 +168,10 @@ class Verdict(NamedTuple):
     change: int = 0
     """Hash of the planned change that all workers hold, if the step commits; else 0."""
     canaries: Canaries = Canaries({}, ())
+    written: tuple[int, ...] = ()
+    """Tensors that are buffers and that a micro-batch may have changed."""
+    unequal: tuple[int, ...] = ()
+    """Tensors that are buffers of whole numbers, and in which micro-batches do not agree."""
 
     @property
     def commits(self) -> bool:
@@ -167,6 +197,8 @@ class VoteShape:
         num_tensors: of the model.
         num_metrics: of the job.
         num_canaries: places for them.
+        uses: tensor -> how often each micro-batch adds to it, where that is not once.
+        buffers: tensors that are buffers.
     """
 
     REQUEST = 3
@@ -175,15 +207,29 @@ class VoteShape:
     SCORES = _NUM_CHECKS + NORM_LIMBS
     """Place of the first score."""
 
-    def __init__(self, num_microbatches: int, num_tensors: int, num_metrics: int = 0, num_canaries: int = 0) -> None:
+    def __init__(
+        self,
+        num_microbatches: int,
+        num_tensors: int,
+        num_metrics: int = 0,
+        num_canaries: int = 0,
+        *,
+        uses: Mapping[int, int] = {},
+        buffers: Sequence[BufferTensor] = (),
+    ) -> None:
         self.num_microbatches = num_microbatches
         self.num_tensors = num_tensors
         self.num_metrics = num_metrics
         self.num_canaries = num_canaries
+        self.buffers = buffers
+        self.num_terms = [num_microbatches * uses.get(tensor, 1) for tensor in range(num_tensors)]
+        """Of the sum of each tensor."""
         self.num_sums = self.SCORES + num_score_words(num_microbatches, num_metrics)
         self.first_tensor = self.num_sums + _NUM_FLAGS + 2 * num_canaries
         """Place of the first tensor's maximum."""
-        self.num_maxima = _NUM_FLAGS + 2 * num_canaries + num_tensors
+        self.first_write = self.first_tensor + num_tensors
+        """Place of what is told of the first buffer."""
+        self.num_maxima = _NUM_FLAGS + 2 * num_canaries + num_tensors + 2 * len(buffers)
         self.size = self.num_sums + self.num_maxima
 
     def vector_of(self, ballot: Ballot) -> list[int]:
@@ -201,6 +247,8 @@ class VoteShape:
             *environment.flat(ballot.canaries, self.num_canaries),
         ]
         maxima += [float_bits(ballot.maxima.get(index, 0.0)) for index in range(self.num_tensors)]
+        for buffer in self.buffers:
+            maxima += ballot.writes.get(buffer.tensor, buffer.nothing)
         return [signed64(value) for value in sums + maxima]
 
     def merge(self, ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
@@ -262,7 +310,8 @@ def judge(
     flags = vector[shape.num_sums : shape.num_sums + _NUM_FLAGS]
     layout_max, layout_min, nonfinite_code, request, change_max, change_min = flags
     canaries = environment.read(vector[shape.num_sums + _NUM_FLAGS : shape.first_tensor])
-    maxima = [bits_float(value) for value in vector[shape.first_tensor :]]
+    maxima = [bits_float(value) for value in vector[shape.first_tensor : shape.first_write]]
+    written, unequal = _read_writes(shape, vector[shape.first_write :])
     checks = {
         "voters": num_voters == expected.num_workers,
         "coverage": coverage == expected.coverage,
@@ -281,7 +330,20 @@ def judge(
         norm = means.scale * norm_from_limbs(limbs) if nonfinite is None else math.nan
         commits = outcome in (VoteOutcome.COMMIT, VoteOutcome.SKIP)
         change = change_max if commits and change_max == -change_min else 0
-        return Verdict(outcome, reason, norm, means, grids_after, Request(request), failed, nonfinite, change, canaries)
+        return Verdict(
+            outcome,
+            reason,
+            norm,
+            means,
+            grids_after,
+            Request(request),
+            failed,
+            nonfinite,
+            change,
+            canaries,
+            written,
+            unequal,
+        )
 
     if failed:
         return verdict(VoteOutcome.REJECT, "the certificate does not hold: " + ", ".join(failed), grids.exponents)
@@ -289,16 +351,18 @@ def judge(
         outcome = VoteOutcome.SKIP if skip_nonfinite else VoteOutcome.NON_FINITE
         what = "the loss counts nothing" if nonfinite == NOTHING_COUNTED else "a loss or gradient is not finite"
         return verdict(outcome, what, grids.exponents)
+    if unequal:
+        return verdict(VoteOutcome.UNEQUAL, "micro-batches have left different whole numbers", grids.exponents)
     if not grids.exact:
         return verdict(VoteOutcome.COMMIT, "the certificate holds", grids.exponents)
     after = tuple(
-        next_exponent(maximum, exponent, shape.num_microbatches)
-        for maximum, exponent in zip(maxima, grids.exponents, strict=True)
+        next_exponent(maximum, exponent, num_terms)
+        for maximum, exponent, num_terms in zip(maxima, grids.exponents, shape.num_terms, strict=True)
     )
     if not grids.calibrated:
         return verdict(VoteOutcome.RETRY, "the first gradients have been measured", after)
     tensors = list(zip(maxima, grids.exponents, after, strict=True))
-    overflows = sum(could_overflow(maximum, grid, shape.num_microbatches) for maximum, grid, _ in tensors)
+    overflows = sum(map(could_overflow, maxima, grids.exponents, shape.num_terms))
     # Once per step: the same gradients have all the bits that there are on the grids which they ask for.
     coarse = sum(is_too_coarse(maximum, grid) and finer > grid for maximum, grid, finer in tensors)
     reasons = [f"sums of {overflows} tensors could overflow"] if overflows else []
@@ -306,6 +370,14 @@ def judge(
     if reasons:
         return verdict(VoteOutcome.RETRY, "; ".join(reasons), after)
     return verdict(VoteOutcome.COMMIT, "the certificate holds", after)
+
+
+def _read_writes(shape: VoteShape, values: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Buffers that may have been changed, and those in which micro-batches do not agree."""
+    pairs = list(zip(shape.buffers, values[::2], values[1::2], strict=True))
+    written = tuple(buffer.tensor for buffer, first, _ in pairs if buffer.is_whole or first > 0)
+    unequal = tuple(buffer.tensor for buffer, first, second in pairs if buffer.is_whole and first != -second)
+    return written, unequal
 
 
 def residency_key(block: int, role: int, worker: int, version: int) -> int:
@@ -344,16 +416,33 @@ def expected_residency(placement: Placement, step: int) -> int:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def coverage_key(layer: int, microbatch: int) -> int:
-    """What running a layer's backward for a micro-batch adds to the coverage."""
-    return key64("coverage", layer, microbatch)
+def coverage_key(unit: int, microbatch: int, use: int = 0) -> int:
+    """What adding a micro-batch to a unit adds to the coverage.
+
+    Args:
+        unit: a layer, or what layers share.
+        microbatch: whose backward has run.
+        use: which of the uses of a shared unit it is.
+    """
+    return key64("coverage", unit, microbatch, use) if use else key64("coverage", unit, microbatch)
 
 
 @functools.lru_cache(maxsize=64)
-def expected_coverage(num_layers: int, num_microbatches: int) -> int:
-    """The coverage of a step in which everything ran exactly once."""
+def expected_coverage(num_layers: int, num_microbatches: int, shared: tuple[tuple[int, ...], ...] = ()) -> int:
+    """The coverage of a step in which everything ran exactly once.
+
+    Args:
+        num_layers, num_microbatches: of the step.
+        shared: as of `Layout.shared`.
+    """
+    uses = [1] * num_layers + [len(users) for users in shared]
     return (
-        sum(coverage_key(layer, microbatch) for layer in range(num_layers) for microbatch in range(num_microbatches))
+        sum(
+            coverage_key(unit, microbatch, use)
+            for unit, num_uses in enumerate(uses)
+            for microbatch in range(num_microbatches)
+            for use in range(num_uses)
+        )
         & MASK64
     )
 

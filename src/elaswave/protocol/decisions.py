@@ -95,14 +95,16 @@ def next_attempt(reports: Sequence[Report], evidence: Evidence | None, step: int
 
 
 def deliveries(layout: Layout, reports: Sequence[Report], base: int) -> tuple[tuple[int, int], ...]:
-    """(worker, layer) of all parameters that are not where they are needed, or not of the committed step."""
+    """(worker, unit) of all parameters that are not where they are needed, or not of the committed step."""
     by_worker = {report.worker: report for report in reports}
     found = []
     for stage in layout.stages:
         for worker in stage.workers:
             report = by_worker[worker]
             has = range(*report.layers) if report.parameters_step == base else range(0)
-            found += [(worker, layer) for layer in range(stage.start, stage.stop) if layer not in has]
+            wanted, had = range(stage.start, stage.stop), layout.shared_units(has)
+            found += [(worker, layer) for layer in wanted if layer not in has]
+            found += [(worker, unit) for unit in layout.shared_units(wanted) if unit not in had]
     return tuple(found)
 
 
@@ -146,10 +148,12 @@ def plan_with(
         num_followers: copies wanted beside each owner, for blocks that are placed afresh.
         execution, reason, predicted_step_s: as of `RecoveryPlan`.
     Raises:
-        ValueError: the layout is of other workers than the members.
+        ValueError: the layout is of other workers than the members, or shares other units than the model.
     """
     if layout.workers != question.members:
         raise ValueError(f"the layout is of workers {layout.workers}, but the members are {question.members}")
+    if layout.shared != question.layout.shared:
+        raise ValueError(f"the layout shares units as {layout.shared}, but the model does as {question.layout.shared}")
     if question.rollback:
         placement, promoted = place_blocks(layout, blocks, num_followers=num_followers), 0
     else:

@@ -87,19 +87,24 @@ def _sum(voter: Voter, values: list[int], part: int) -> Generator[Wait, None, Se
 
 
 def _coverage(voter: Voter) -> _Finding:
-    num_layers, num_microbatches = voter.layout.num_layers, voter.layout.num_microbatches
-    counts = [0] * (num_layers * num_microbatches)
+    layout = voter.layout
+    num_units, num_microbatches = layout.num_layers + len(layout.shared), layout.num_microbatches
+    counts = [0] * (num_units * num_microbatches)
     for (layer, microbatch), count in voter.engine.counts().items():
         counts[layer * num_microbatches + microbatch] = count
-    findings: dict[tuple[int, int], list[int]] = {}
+    findings: dict[tuple[int, int, int], list[int]] = {}
     for index, count in enumerate((yield from _sum(voter, counts, part=1))):
-        if count != 1:
-            layer, microbatch = divmod(index, num_microbatches)
-            findings.setdefault((microbatch, count), []).append(layer)
+        unit, microbatch = divmod(index, num_microbatches)
+        if count != layout.num_uses(unit):
+            findings.setdefault((microbatch, count, layout.num_uses(unit)), []).append(unit)
     return [
-        f"micro-batch {microbatch} was added {count} times in layers {layers}, once was needed"
-        for (microbatch, count), layers in sorted(findings.items())
+        f"micro-batch {microbatch} was added {count} times in layers {units}, {_times(needed)} was needed"
+        for (microbatch, count, needed), units in sorted(findings.items())
     ]
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def _agreement(voter: Voter) -> _Finding:
@@ -117,7 +122,8 @@ def _agreement(voter: Voter) -> _Finding:
 
 def _partial_sums(voter: Voter) -> _Finding:
     """Which partial sum is not what was added to it, has changed on its way, or was added up wrongly."""
-    workers, num_layers, num_blocks = voter.layout.workers, voter.layout.num_layers, len(voter.terms.blocks)
+    workers, num_blocks = voter.layout.workers, len(voter.terms.blocks)
+    num_layers = voter.layout.num_layers + len(voter.layout.shared)
     position = workers.index(voter.worker)
     imbalance = voter.engine.imbalance()
     changed = [0] * (len(workers) * num_layers)

@@ -14,11 +14,11 @@ Rules that the two sides keep:
 - What was given to `Links.send` must not change until `SENT` has passed.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, IntEnum
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from elaswave.protocol.ballot import GridState, NonFinite, Request
+from elaswave.protocol.ballot import BufferTensor, GridState, NonFinite, Request
 from elaswave.protocol.environment import Environment
 from elaswave.protocol.messages import Decision, Evidence
 from elaswave.protocol.scores import Scores
@@ -105,6 +105,8 @@ class Measured(NamedTuple):
     canaries: Mapping[int, int] = {}
     """What this worker computes with, and what its layers make of made-up numbers, as far as it is known: 62-bit hashes
     by place (`elaswave.protocol.environment`)."""
+    writes: Mapping[int, tuple[int, int]] = {}
+    """What micro-batches have left in buffers, by tensor index; see `elaswave.protocol.ballot.BufferTensor`."""
 
 
 class Imbalance(NamedTuple):
@@ -128,13 +130,13 @@ class Engine(Protocol[C]):
             layout, execution: in force from now on.
             copies: all that the worker holds; those of a layer that goes must not keep its memory.
         Returns:
-            The layers that are new here, yet without values.
+            The units that are new here, yet without values.
         """
         ...
 
     @property
     def layers(self) -> Iterable[int]:
-        """The layers that are here."""
+        """The units that are here: layers, and what they share."""
         ...
 
     # RUN
@@ -234,13 +236,22 @@ class Engine(Protocol[C]):
         """
         ...
 
-    def apply(self, copy: C, step: int, norm: float | None, scale: float, num_updates: int) -> None:
+    def apply(
+        self,
+        copy: C,
+        step: int,
+        norm: float | None,
+        scale: float,
+        num_updates: int,
+        written: Collection[int] = (),
+    ) -> None:
         """Applies a copy's mean gradient and forgets it.
 
         Args:
             norm: of the loss's gradients of all blocks, before clipping; None to forget it only.
             scale: makes the mean gradient the loss's; 1 unless the loss has counts.
             num_updates: updates so far, this one included.
+            written: tensors that are buffers, and that take the mean itself.
         """
         ...
 
@@ -475,6 +486,13 @@ class JobTerms(NamedTuple):
     eval_microbatches: int = 0
     checkpoint_every: int = 0
     """A durable checkpoint after every so many steps; 0 for none but the one after the last step."""
+    lowest_trained: int = 0
+    """The first layer with a parameter that is trained: no gradient goes to layers below it."""
+    uses: Mapping[int, int] = {}
+    """Tensor -> how often each micro-batch adds to it, where that is not once."""
+    buffers: tuple[BufferTensor, ...] = ()
+    """The tensors that are no parameters, but buffers which a forward may write."""
+    tensor_name: Callable[[int], str] = str
 
 
 class Compile(Protocol):

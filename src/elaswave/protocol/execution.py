@@ -13,7 +13,7 @@ from elaswave.planning.layout import evaluation_layout
 from elaswave.protocol.ballot import add_words
 from elaswave.protocol.engine import C, Engine, FrameKind, JobTerms, Key, Links, Pause, StepObserver, Wait
 from elaswave.protocol.scores import Means, means_of, score_words
-from elaswave.protocol.traffic import adds_gradients, contributions, doubling, parts_of
+from elaswave.protocol.traffic import adds_gradients, contributions, doubling, parts_of, units_by_layer
 from elaswave.types import Action, ExecutionParameters, Hop, Layout, Program
 
 T = TypeVar("T")
@@ -112,11 +112,11 @@ class Execution(Generic[C]):
         """RUN: the program's actions in order.
 
         Args:
-            on_layer_done: called with each layer once its last gradient of the step has been added here; at the
+            on_layer_done: called with each unit once its last gradient of the step has been added here; at the
                 beginning for one that is held here, but runs elsewhere.
         """
-        parts = parts_of(self.worker, self.layout)
-        remaining = contributions(self.program, parts, self.engine.layers)
+        parts, units = parts_of(self.worker, self.layout), units_by_layer(self.layout)
+        remaining = contributions(self.program, parts, self.engine.layers, units)
         for layer in sorted((layer for layer, count in remaining.items() if count == 0), reverse=True):
             on_layer_done(layer)  # its owners wait for this worker's sum all the same
         local: dict[Key, Any] = {}
@@ -128,6 +128,9 @@ class Execution(Generic[C]):
             source, target = (part.before, part.after) if forward else (part.after, part.before)
             kind = FrameKind.ACTIVATION if forward else FrameKind.GRADIENT
             value = None
+            if not forward:
+                source = source if part.layers.stop > self.terms.lowest_trained else None
+                target = target if part.layers.start > self.terms.lowest_trained else None
             if source is not None and action.kind != "W":
                 value = yield from self._input(kind, source, action, local)
             self.observer.computing(action)
@@ -137,10 +140,10 @@ class Execution(Generic[C]):
             if target is not None and action.kind != "W":
                 self._pass_on(kind, target, action, output, local)
             if adds_gradients(action):
-                for layer in reversed(part.layers):
-                    remaining[layer] -= 1
-                    if remaining[layer] == 0:
-                        on_layer_done(layer)
+                for unit in (unit for layer in reversed(part.layers) for unit in units[layer]):
+                    remaining[unit] -= 1
+                    if remaining[unit] == 0:
+                        on_layer_done(unit)
             self.observer.acted(action)
 
     def _input(self, kind: FrameKind, source: Hop, action: Action, local: dict[Key, Any]) -> Life[Any]:

@@ -11,12 +11,13 @@ Every method that can wait is a generator of `Wait`. The numbers W1, W2, ... are
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from elaswave.errors import NonFiniteError, VoteError
+from elaswave.errors import NonFiniteError, UnequalBufferError, VoteError
 from elaswave.hashing import MASK64, key64
 from elaswave.protocol.ballot import (
     NOTHING_COUNTED,
     UNKNOWN_MICROBATCH,
     Ballot,
+    BufferTensor,
     Expected,
     GridState,
     NonFinite,
@@ -104,7 +105,14 @@ class StepLoop(Execution[C]):
         self.coming: LayoutChange | None = None
         """The one that has come into force with the vote of the step in hand, until its GATHER."""
         self.request = request
-        self._vote_shape = _shape(terms.num_microbatches, terms.num_tensors, len(terms.metrics), 1 + terms.num_layers)
+        self._vote_shape = _shape(
+            terms.num_microbatches,
+            terms.num_tensors,
+            len(terms.metrics),
+            1 + terms.num_layers,
+            tuple(sorted(terms.uses.items())),
+            terms.buffers,
+        )
         self.canaries: dict[int, int] = {}
         """That all workers have agreed on in votes, by place."""
         self._change_hash = 0
@@ -156,6 +164,7 @@ class StepLoop(Execution[C]):
         Raises:
             NonFiniteError: a loss or gradient is not finite, and such steps are not skipped.
             VoteError: the certificate has failed twice.
+            UnequalBufferError: micro-batches have left different whole numbers in a buffer.
         """
         self.observer.step_begins(step, attempt)
         retries: list[str] = []
@@ -171,6 +180,8 @@ class StepLoop(Execution[C]):
                     "optimizer.warmup_steps, check the data, or set run.skip_nonfinite=true to commit such steps "
                     "without an update"
                 )
+            if verdict.outcome is VoteOutcome.UNEQUAL:
+                raise UnequalBufferError(self.describe_unequal(verdict.unequal))
             reason = verdict.reason
             if verdict.outcome is VoteOutcome.REJECT:
                 num_rejected += 1
@@ -336,7 +347,7 @@ class StepLoop(Execution[C]):
             if copy.role is Role.OWNER:
                 value = self.engine.square_sum(copy)
                 if value - value != 0.0:
-                    nonfinite = nonfinite or NonFinite(UNKNOWN_MICROBATCH, copy.block.layer)
+                    nonfinite = nonfinite or NonFinite(UNKNOWN_MICROBATCH, self._layer_of(copy.block.layer))
                     value = 0.0
                 square_sums.append(value)
         residency = agreement = 0
@@ -352,6 +363,7 @@ class StepLoop(Execution[C]):
             scores=measured.scores,
             square_sums=square_sums,
             maxima=measured.maxima,
+            writes=measured.writes,
             nonfinite=nonfinite,
             request=self.request(),
             change=self._change_hash,
@@ -378,7 +390,7 @@ class StepLoop(Execution[C]):
         terms, num_microbatches = self.terms, self.layout.num_microbatches
         expected = Expected(
             num_workers=len(self.layout.workers),
-            coverage=expected_coverage(terms.num_layers, num_microbatches),
+            coverage=expected_coverage(terms.num_layers, num_microbatches, self.layout.shared),
             residency=expected_residency(self.voting, step) if terms.verify else 0,
             next_layout=self.agreement_hash,
             num_microbatches=num_microbatches,
@@ -436,7 +448,7 @@ class StepLoop(Execution[C]):
         """Updates one copy."""
         assert copy.version == step - 1, f"block {copy.block.id} is of step {copy.version} when {step} is applied"
         norm = None if verdict.outcome is VoteOutcome.SKIP else verdict.norm
-        self.engine.apply(copy, step, norm, verdict.means.scale, self.progress.num_updates)
+        self.engine.apply(copy, step, norm, verdict.means.scale, self.progress.num_updates, verdict.written)
         copy.version = step
 
     def gather(self) -> Life[None]:
@@ -459,6 +471,20 @@ class StepLoop(Execution[C]):
             self.links.post(keys[-1], self.engine.parameters_slot(layer, blocks))
         return keys
 
+    def _layer_of(self, unit: int) -> int:
+        first = self.layout.num_layers
+        return unit if unit < first else self.layout.shared[unit - first][0]
+
+    def describe_unequal(self, tensors: Sequence[int]) -> str:
+        """What is to be said of buffers of whole numbers in which micro-batches do not agree."""
+        names = ", ".join(map(self.terms.tensor_name, tensors))
+        return (
+            f"step {self.step}: micro-batches have left different whole numbers in the buffers {names}. All micro-"
+            "batches of a step begin with the same buffers, and a buffer of whole numbers becomes what all of them "
+            "have left in it. Make it a floating-point buffer (it becomes the mean), or register it with "
+            "persistent=False (every micro-batch begins with the built value)"
+        )
+
     def describe_nonfinite(self, nonfinite: NonFinite) -> str:
         """A clause that names what was not finite in the present step, and where."""
         if nonfinite == NOTHING_COUNTED:
@@ -473,8 +499,15 @@ class StepLoop(Execution[C]):
 
 
 @functools.lru_cache(maxsize=64)
-def _shape(num_microbatches: int, num_tensors: int, num_metrics: int, num_canaries: int) -> VoteShape:
-    return VoteShape(num_microbatches, num_tensors, num_metrics, num_canaries)
+def _shape(
+    num_microbatches: int,
+    num_tensors: int,
+    num_metrics: int,
+    num_canaries: int,
+    uses: tuple[tuple[int, int], ...],
+    buffers: tuple[BufferTensor, ...],
+) -> VoteShape:
+    return VoteShape(num_microbatches, num_tensors, num_metrics, num_canaries, uses=dict(uses), buffers=buffers)
 
 
 @functools.lru_cache(maxsize=64)  # in a simulation all workers read the same vote in one process

@@ -1,6 +1,7 @@
-"""Who sends which blocks of which layer to whom: pure functions of layout and placement, which every worker computes.
+"""Who sends which blocks of which unit to whom: pure functions of layout and placement, which every worker computes.
 
-REDUCE: each worker that holds a layer to run it (those of its stage, or of all stages that share it) sends its partial
+A *unit* is a layer, or what layers share (`Layout.shared`); the names of fields say layer, since most units are.
+REDUCE: each worker that holds a unit to run it (those of its stage, or of all stages that share it) sends its partial
 sums of each block to the block's owner, and the owner sends the mean gradient to the block's followers. GATHER: the
 owner sends new parameters to those workers that run the layer and hold no copy of the block. Re-replication: the owner
 sends the whole state to a new follower. Delivery: the same as GATHER, for the layers that a decision names. VOTE:
@@ -10,7 +11,7 @@ No numbers here, and nothing about when: that is `protocol.step`.
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from elaswave.hashing import key64
@@ -31,7 +32,8 @@ class Traffic(NamedTuple):
     """The block traffic of one worker in a step."""
 
     owned: Mapping[int, tuple[int, ...]]
-    """Layer -> blocks that it owns, in the order in which backward finishes layers: descending."""
+    """Unit -> blocks that it owns, in the order in which backward finishes units: layers descending, a shared unit
+    after the lowest layer that uses it."""
     partials_out: Mapping[int, tuple[Shipment, ...]]
     """Layer -> frames with its partial sums, one to each owner."""
     partials_in: tuple[Shipment, ...]
@@ -102,7 +104,7 @@ def traffic_of(
             if worker in new:
                 copies_in.append((index, owner))
     return Traffic(
-        owned={layer: tuple(owned[layer]) for layer in sorted(owned, reverse=True)},
+        owned={unit: tuple(owned[unit]) for unit in sorted(owned, key=lambda unit: _finished_at(unit, layout))},
         partials_out=_by_layer(partials_out),
         partials_in=_shipments(partials_in),
         reduced_out=_by_layer(reduced_out),
@@ -113,6 +115,11 @@ def traffic_of(
         copies_in=tuple(copies_in),
         changed=frozenset(changed),
     )
+
+
+def _finished_at(unit: int, layout: Layout) -> tuple[int, int]:
+    first = layout.num_layers
+    return (-unit if unit < first else -min(layout.shared[unit - first]), unit)
 
 
 def _shipments(flow: _Flow) -> tuple[Shipment, ...]:
@@ -135,7 +142,7 @@ def deliveries_of(
     Args:
         blocks: of the model.
         placement: of the decision.
-        deliver: (worker, layer) whose parameters are asked for; a worker has those of blocks that it holds.
+        deliver: (worker, unit) whose parameters are asked for; a worker has those of blocks that it holds.
     Returns:
         (owner, its frame to a worker).
     """
@@ -223,19 +230,33 @@ def parts_of(worker: int, layout: Layout) -> Mapping[tuple[int, int], Part]:
     return parts
 
 
-def contributions(program: Program, parts: Mapping[tuple[int, int], Part], layers: Iterable[int]) -> dict[int, int]:
-    """How many gradients a worker will add to each layer that it has.
+@functools.lru_cache(maxsize=4096)
+def units_by_layer(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """For each layer the units that its backward adds to: itself, and each shared one as often as it uses it."""
+    units = [[layer] for layer in range(layout.num_layers)]
+    for unit, users in enumerate(layout.shared, start=layout.num_layers):
+        for layer in users:
+            units[layer].append(unit)
+    return tuple(map(tuple, units))
+
+
+def contributions(
+    program: Program, parts: Mapping[tuple[int, int], Part], units: Iterable[int], by_layer: Sequence[tuple[int, ...]]
+) -> dict[int, int]:
+    """How many gradients a worker will add to each unit that it has.
 
     Args:
         program: its own.
         parts: of `parts_of`.
-        layers: that it has; more than it runs where micro-batches are dealt so.
+        units: that it has; more than it runs where micro-batches are dealt so.
+        by_layer: of `units_by_layer`.
     """
-    remaining = dict.fromkeys(layers, 0)
+    remaining = dict.fromkeys(units, 0)
     for action in program:
         if adds_gradients(action):
             for layer in parts[action.stage, action.microbatch].layers:
-                remaining[layer] += 1
+                for unit in by_layer[layer]:
+                    remaining[unit] += 1
     return remaining
 
 

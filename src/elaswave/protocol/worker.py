@@ -329,10 +329,14 @@ class WorkerMachine(StepLoop[C]):
         self.hold(None)  # what was planned for the old epoch is void
         self.facts.moved()
         self.links.edit(epoch, members)
-        layers = sorted(self.engine.layers)
-        self.report = self.ledger.promise(epoch, self.held(), (layers[0], layers[-1] + 1))
+        self.report = self.ledger.promise(epoch, self.held(), self.layers_here())
         self.observer.moved()
         self.outbox.send(self.report)
+
+    def layers_here(self) -> tuple[int, int]:
+        """First layer of those that are here, and one past the last; shared units follow from it."""
+        layers = sorted(unit for unit in self.engine.layers if unit < self.terms.num_layers)
+        return layers[0], layers[-1] + 1
 
     def held(self) -> dict[int, Held]:
         """The copies at the last committed step, for a report (W6)."""

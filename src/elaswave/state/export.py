@@ -19,11 +19,12 @@ import torch
 from elaswave import __version__
 from elaswave.errors import CheckpointError, UsageError
 from elaswave.models import gpt, llama
-from elaswave.models.layers import ModelSpec
+from elaswave.models.layers import ModelSpec, build_layer
+from elaswave.state.buffers import decode
 from elaswave.state.checkpoint import CheckpointRef, SkippedCheckpoint, find_newest_checkpoint
 from elaswave.state.checkpoint_format import EMA, CheckpointMeta, TensorInfo, WantedPiece, model_name, optimizer_name
-from elaswave.state.checkpoint_shards import read_pieces
-from elaswave.state.flat import initial_values, model_shapes
+from elaswave.state.checkpoint_shards import DTYPES, read_pieces
+from elaswave.state.flat import model_shapes, slot_values
 
 DEFAULT_OUTPUT = Path("export") / "model.safetensors"
 """Where an export goes if nothing else is said, inside the run folder: the name that ``transformers`` looks for."""
@@ -123,10 +124,15 @@ def initial_weights(model: ModelSpec, seed: int, config: Mapping[str, Any]) -> W
         seed: ``run.seed``.
         config: the run's, as JSON.
     """
-    tensors = {}
-    for spec, shape in zip(model.layers, model_shapes(model), strict=True):
-        flat = initial_values(spec, shape, seed)
-        tensors.update({slot.name: flat[slot.offset : slot.stop].view(slot.shape) for slot in shape.tensors})
+    shapes, tensors = model_shapes(model), {}
+    for layer, spec in enumerate(model.layers):
+        module = build_layer(spec, seed, layer)
+        for shape in shapes:
+            if layer == (shape.users[0] if shape.users else shape.layer):
+                for slot, values in slot_values(spec, module, shape):
+                    tensors[slot.name] = decode(values, DTYPES[slot.dtype]).view(slot.shape)
+        for tensor in shapes[layer].frozen:
+            tensors[tensor.name] = module.get_parameter(tensor.name.removeprefix(f"{spec.name}.")).detach()
     return Weights(0, config, __version__, tensors)
 
 

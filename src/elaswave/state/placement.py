@@ -24,11 +24,12 @@ _ENOUGH_BLOCKS = 128
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
-    """The run [start, stop) of one layer's flat storage."""
+    """The run [start, stop) of one unit's flat storage."""
 
     id: int
     """Position among all blocks of the model, layer by layer."""
     layer: int
+    """Its unit: a layer, or one of `Layout.shared` beyond the last layer."""
     start: int
     """First element."""
     stop: int
@@ -98,11 +99,13 @@ def make_blocks(layer_sizes: Sequence[int], block_size: int = DEFAULT_BLOCK_SIZE
 
 
 def holders_of_layers(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """For each layer the workers, ascending, that run it: of its stage, or of both stages that share it."""
+    """For each layer the workers, ascending, that run it: of its stage, or of both stages that share it; then for each
+    shared unit those that run a layer which uses it."""
     workers: list[set[int]] = [set() for _ in range(layout.num_layers)]
     for stage in layout.stages:
         for layer in range(stage.start, stage.stop):
             workers[layer].update(stage.workers)
+    workers += [set().union(*(workers[layer] for layer in users)) for users in layout.shared]
     return tuple(tuple(sorted(members)) for members in workers)
 
 

@@ -3,11 +3,12 @@
 Owners and followers hold the same thing and apply the same updates; the role says only who reduces and serves.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from elaswave.hashing import MASK64
+from elaswave.state.checkpoint_format import MASTER
 from elaswave.state.placement import Block, Role
 from elaswave.state.shapes import LayerShape, Segment, TensorSlot, segments
 from elaswave.state.verify import tensor_digest
@@ -39,6 +40,23 @@ class HeldBlock:
         """The runs [start, stop) of the block that weight decay applies to."""
         self.gradient: torch.Tensor | None = None
         """The reduced mean gradient of the step in flight, float32 [length], before clipping; None outside of one."""
+
+    @property
+    def is_buffers(self) -> bool:
+        """Whether it holds buffers, not parameters."""
+        return bool(self.segments) and self.segments[0].slot.is_buffer
+
+    def assign(self, values: torch.Tensor, tensors: Collection[int]) -> None:
+        """Takes over new values of some of its tensors, as they are.
+
+        Args:
+            values: float32, of the whole block.
+            tensors: by index.
+        """
+        for segment in self.segments:
+            if segment.slot.id in tensors:
+                part = slice(segment.start, segment.stop)
+                self.slots[MASTER][part] = values[part]
 
     @property
     def num_elements(self) -> int:

@@ -6,6 +6,7 @@ the order in which partial sums met. A tensor whose grid exponent is e is summed
 1. ``n(g) = round_half_even(g * 2**e)`` for every element of every micro-batch's gradient (float32 or bfloat16);
 2. ``S = sum of n(g)`` over all N micro-batches, modulo 2**64;
 3. the reduced gradient is ``float32(float64(S) * (2**-e / N))``: the mean over micro-batches. This is the one formula.
+   Of a tensor that layers share, each of whose u uses is added by itself, S has N * u terms.
 
 The next step's exponent follows from the largest absolute gradient M of this step (a maximum, so free of order):
 M * 2**e has `BITS_BELOW_MAXIMUM` bits, which leaves `HEADROOM_BITS` and the bits of N below 2**62. Whether a sum
@@ -73,7 +74,7 @@ def _pieces(shape: LayerShape, scratch: Scratch) -> list[_Piece]:
             pieces[-1].parts.append((
                 index,
                 None if whole else slice(first, first + size),
-                view.view(slot.shape) if whole else view,
+                view.view(slot.added_shape) if whole else view,
                 view.numpy(),
             ))  # fmt: skip
     return pieces
@@ -132,7 +133,7 @@ class ExactAccumulator:
             Whether all of them were finite.
         """
         present = [
-            torch.zeros(slot.shape) if gradient is None else gradient
+            torch.zeros(slot.added_shape) if gradient is None else gradient
             for gradient, slot in zip(gradients, self.shape.tensors, strict=True)
         ]
         maxima = [_largest(gradient) for gradient in present]
@@ -181,7 +182,7 @@ class FloatAccumulator:
         """As an `ExactAccumulator`'s."""
         self.checksum = 0
         """Always 0: rounding is not linear, so sums of float32 have no checksum."""
-        self._views = [self.sum[slot.offset : slot.stop].view(slot.shape) for slot in shape.tensors]
+        self._views = [self.sum[slot.offset : slot.stop].view(slot.added_shape) for slot in shape.tensors]
 
     def reset(self, exponents: Sequence[int]) -> None:
         """Empties the sum; the grids are not used."""
@@ -215,16 +216,22 @@ def checksum(total: torch.Tensor, shape: LayerShape, start: int) -> int:
 
 
 def reduced_gradient(
-    total: torch.Tensor, shape: LayerShape, start: int, exponents: Sequence[int], num_microbatches: int
+    total: torch.Tensor,
+    shape: LayerShape,
+    start: int,
+    exponents: Sequence[int],
+    num_microbatches: int,
+    num_uses: int = 1,
 ) -> torch.Tensor:
-    """The mean gradient of a run of a layer, from its total over all workers.
+    """The mean gradient of a run of a unit, from its total over all workers.
 
     Args:
         total: int64 (exact) or float32 (scaled) sum of the run [start, start + len(total)).
         shape: the layer.
         start: first element of the run.
         exponents: one grid exponent per tensor of the layer.
-        num_microbatches: additions that the total holds, N.
+        num_microbatches: that the mean is over, N.
+        num_uses: additions of each micro-batch, u; the total holds N x u.
     Returns:
         float32, shape of total; zero in the padding.
     """
@@ -236,7 +243,7 @@ def reduced_gradient(
     for segment in segments(shape, start, start + total.numel()):
         exponent = exponents[segment.slot.id - first_index]
         part = slice(segment.start, segment.stop)
-        units = words[part] - signed64(offset(exponent) * num_microbatches)
+        units = words[part] - signed64(offset(exponent) * num_microbatches * num_uses)
         np.multiply(units, 2.0**-exponent / num_microbatches, out=values[part], casting="same_kind")  # in float64
     return reduced
 

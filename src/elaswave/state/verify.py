@@ -38,6 +38,13 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values
 
 
+def _words(values: torch.Tensor) -> np.ndarray:
+    """The bits of a tensor as unsigned integers of up to 32 bits."""
+    words = {1: torch.uint8, 2: torch.int16}.get(values.dtype.itemsize, torch.int32)
+    numbers = values.detach().contiguous().view(words).numpy()
+    return numbers.view(f"u{numbers.itemsize}")
+
+
 def tensor_digest(slot: str, tensor: str, start: int, values: torch.Tensor) -> int:
     """The digest of elements [start, start + len(values)) of a flattened tensor; digests of parts are added.
 
@@ -45,12 +52,13 @@ def tensor_digest(slot: str, tensor: str, start: int, values: torch.Tensor) -> i
         slot: which of the tensor's states, such as "master" or "exp_avg".
         tensor: full name of the tensor.
         start: position of the first value.
-        values: float32, shape [length].
+        values: of any element type, shape [length]; float32 for what lies in flat storage.
     Returns:
         An integer in [0, 2**64).
     """
     key = key64("digest", slot, tensor)
-    bits = values.detach().contiguous().numpy().view(np.uint32)
+    bits = _words(values)
+    start = start * len(bits) // max(1, len(values))
     total = 0
     for first in range(0, len(bits), _CHUNK):
         words = bits[first : first + _CHUNK].astype(np.uint64)

@@ -5,7 +5,6 @@ cannot be run again here, a gradient that is sparse.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-from torch import nn
 from torch.autograd.graph import Node
 
 from elaswave.errors import UsageError
@@ -46,22 +45,21 @@ def check_graph(
             )
 
 
-def check_dense(who: str, module: nn.Module, gradients: Sequence[torch.Tensor | None]) -> None:
+def check_dense(who: str, names: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
     """Refuses sparse gradients.
 
     Args:
         who: layer, for errors.
-        module: of the layer.
-        gradients: of its parameters, in their order; more may follow.
+        names: of its parameters.
+        gradients: of them, in their order; more may follow.
     Raises:
         UsageError: names the first one.
     """
     for index, gradient in enumerate(gradients):
         if gradient is not None and gradient.layout is not torch.strided:
-            name = [name for name, _ in module.named_parameters()][index]
             raise UsageError(
-                f"{who} makes a sparse gradient of {name}: look vectors up with sparse=False, sums of gradients are "
-                "dense"
+                f"{who} makes a sparse gradient of {names[index]}: look vectors up with sparse=False, sums of "
+                "gradients are dense"
             )
 
 

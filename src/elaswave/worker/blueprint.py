@@ -1,14 +1,17 @@
 """What every worker of a run derives from its configuration and its training: the model, and all of `RunPlan`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from elaswave.config.schema import Config
 from elaswave.data.sampler import Sampler
+from elaswave.errors import UsageError
 from elaswave.models.layers import ModelSpec
 from elaswave.state.checkpoint_format import EMA, MASTER
-from elaswave.state.flat import model_shapes
+from elaswave.state.flat import FlatLayer, FlatUnit, model_shapes
 from elaswave.state.shapes import StateShapes, with_states
 from elaswave.training.builtin import builtin_training
 from elaswave.training.definition import Samples, Training
@@ -22,19 +25,30 @@ class Blueprint(RunPlan):
     Args:
         config: with its layout resolved.
         training: what is trained; None: what the configuration describes.
+    Raises:
+        UsageError: nothing of the model is trained.
     """
 
     def __init__(self, config: Config, training: Training | None = None) -> None:
         self.training = training = training or builtin_training(config)
         layers = training.model.layers
-        shapes = model_shapes(training.model)
+        every = model_shapes(training.model)
+        shapes = tuple(shape for shape in every if not shape.is_buffers)
+        buffers = every[len(shapes) :]  # the last units; no optimizer knows of them
         self.optimizer = optimizer = training.make_optimizer(shapes)
         names = tuple(layer.name for layer in layers)
         averages = (EMA,) if config.optimizer.ema_decay else ()
         # What is there before the first update comes first: what comes with it is added at the end.
         slots = (MASTER, *averages, *optimizer.slots)
-        shapes = with_states(optimizer.shapes(shapes), averages)
+        shapes = with_states(optimizer.shapes(shapes), averages) + buffers
+        self.frozen: Mapping[str, torch.Tensor] = {}
+        """Values of frozen parameters that are not as built, by full name; see `elaswave.worker.frozen`."""
         super().__init__(config, StateShapes(names, shapes, slots, optimizer.late))
+        if self.state.lowest_trained == len(names):
+            raise UsageError(
+                "no parameter of the model requires a gradient, so there is nothing to train: call requires_grad_() on "
+                "what is to be trained, or use Trainer.evaluate"
+            )
 
     @property
     def model(self) -> ModelSpec:
@@ -45,6 +59,24 @@ class Blueprint(RunPlan):
     def dtype(self) -> torch.dtype:
         """What forward and backward compute in."""
         return self.training.dtype
+
+    def flat_layer(self, index: int, units: Mapping[int, FlatUnit], module: nn.Module | None = None) -> FlatLayer:
+        """A layer, as `FlatLayer` makes it.
+
+        Args:
+            index: its position in the model.
+            units: the shared units that are here.
+            module: built before; None: it is built.
+        """
+        return FlatLayer(
+            self.model.layers[index],
+            self.shapes[index],
+            self.dtype,
+            units=units,
+            module=module,
+            seed=self.config.run.seed,
+            frozen=self.frozen,
+        )
 
     def open_samples(self, cache_dir: Path) -> Samples:
         """The data of the run.

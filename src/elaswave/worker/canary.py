@@ -9,7 +9,8 @@ Three questions are answered once, and cost nothing later:
 - *The probe*: a layer with made-up parameters, inputs and gradients, all drawn from its shapes alone. Its hash is the
   same in every process at every time, so whoever holds the layer later can be compared with whoever held it first.
 
-Nothing is left behind: parameters and buffers are as before, and every draw of the engine is seeded anew.
+Nothing is left behind: parameters are as before, buffers are put back before every run of a layer
+(`elaswave.state.buffers`), and every draw of the engine is seeded anew.
 """
 
 import functools
@@ -177,36 +178,22 @@ def made_up(tensor: torch.Tensor, key: int) -> torch.Tensor:
 
 
 @contextmanager
-def with_parameters(
-    module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]
-) -> Iterator[Callable[[], bool]]:
-    """Has other values, or the same elsewhere, in a module's parameters for a while. Buffers are put back as they were.
+def with_parameters(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Has other values, or the same elsewhere, in a module's parameters for a while.
 
     Args:
         module: of the layer.
         make: (name, values of a parameter) -> what takes their place.
-    Yields:
-        Whether a buffer has been written since.
     """
-    parameters, buffers = list(module.named_parameters()), list(module.buffers())
+    parameters = list(module.named_parameters())
     values = [parameter.data for _, parameter in parameters]
-    kept = [buffer.detach().clone() for buffer in buffers]
-
-    def written() -> list[bool]:
-        # By its bits: batch norm's kernels do not raise the version of what they write.
-        return [hash_of([buffer]) != hash_of([value]) for buffer, value in zip(buffers, kept, strict=True)]
-
     for name, parameter in parameters:
         parameter.data = make(name, parameter.data)
     try:
-        yield lambda: any(written())
+        yield
     finally:
         for (_, parameter), value in zip(parameters, values, strict=True):
             parameter.data = value
-        with torch.no_grad():
-            for buffer, value, is_written in zip(buffers, kept, written(), strict=True):
-                if is_written:
-                    buffer.copy_(value)
 
 
 def made_up_tree(value: Any) -> Any:
@@ -222,6 +209,7 @@ Again = Callable[[Given, Reached], tuple[Run, Gradients]]
 def prove(
     who: str,
     module: nn.Module,
+    names: Sequence[str],
     given: Given,
     run: Run,
     reached: Reached,
@@ -234,6 +222,7 @@ def prove(
     Args:
         who: the layer.
         module: of the layer.
+        names: of its parameters that are trained.
         given, run, reached, found: of the first micro-batch: input, outputs, gradients that came, those that it made.
         again: runs the layer as the first micro-batch was run.
         from_scratch: runs it in a way that does not depend on where training stands.
@@ -246,7 +235,7 @@ def prove(
     with with_parameters(module, lambda name, values: elsewhere(values)):
         second, its = again(_with(given, elsewhere), Reached(list(map(elsewhere, reached.gradients)), reached.count))
     places = [f"output {place}" if len(run.leaves) > 1 else "its output" for place in range(len(run.leaves))]
-    places += [f"the gradient of {name}" for name, _ in module.named_parameters()]
+    places += [f"the gradient of {name}" for name in names]
     places += ["the gradient of its input"] * (len(found) + len(run.leaves) - len(places))
     check_equal(who, places, [*run.leaves, *found], [*second.leaves, *its])
     shapes = f"{[(leaf.dtype, list(leaf.shape)) for leaf in (*given.leaves, *run.leaves)]} {run.structure}"
@@ -255,20 +244,19 @@ def prove(
 
 
 def _probe(module: nn.Module, given: Given, run: Run, from_scratch: Again) -> int:
-    """A hash of what a layer makes of made-up numbers; 0 for a layer that depends on what it has written before, or
-    does not take such numbers."""
+    """A hash of what a layer makes of made-up numbers; 0 for a layer that does not take such numbers."""
 
     def numbers(kind: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [made_up(tensor, key64("canary", kind, place)) for place, tensor in enumerate(tensors)]
 
     inputs = iter(numbers("input", given.leaves))
     reached = Reached(numbers("gradient", filter(is_differentiable, run.leaves)), None)
-    with with_parameters(module, lambda name, values: made_up(values, key64("canary", name))) as has_written:
+    with with_parameters(module, lambda name, values: made_up(values, key64("canary", name))):
         try:
             made, gradients = from_scratch(_with(given, lambda leaf: next(inputs)), reached)
         except Exception:
             return 0
-        return 0 if has_written() else hash_of([*made.leaves, *gradients]) or 1
+        return hash_of([*made.leaves, *gradients]) or 1
 
 
 def _with(given: Given, make: Callable[[torch.Tensor], torch.Tensor]) -> Given:

@@ -73,6 +73,22 @@ class _Deferred(NamedTuple):
     reached: Reached
 
 
+class _Half(NamedTuple):
+    """A layer in whose graph W goes on."""
+
+    buffers: Sequence[torch.Tensor]
+    """As its forward has left them."""
+    half: WeightHalf
+
+
+class _Known(NamedTuple):
+    """A layer whose gradients are known: W only adds them."""
+
+    buffers: Sequence[torch.Tensor]
+    """As its forward has left them."""
+    gradients: Gradients
+
+
 class Compute:
     """Runs layers [start, ...) of a stage for single micro-batches and adds up their gradients.
 
@@ -85,6 +101,7 @@ class Compute:
         between_layers: called after each layer, so that transfers make progress while this worker computes.
         inputs: fetches the inputs of a micro-batch for layers that ask for them.
         has_canary: run each layer's first micro-batch again, and a made-up one (`elaswave.worker.canary`).
+        lowest_trained: the first layer with a parameter that is trained; those below run forward only.
     """
 
     def __init__(
@@ -98,6 +115,7 @@ class Compute:
         between_layers: Callable[[], None],
         inputs: FetchInputs = no_inputs,
         has_canary: bool = False,
+        lowest_trained: int = 0,
     ) -> None:
         self.model = model
         self.layers = layers
@@ -105,7 +123,9 @@ class Compute:
         self.scoring = Scoring(model)
         """Losses and metrics of the micro-batches whose last layer ran here."""
         self.counts: dict[tuple[int, int], int] = {}
-        """How often (layer, micro-batch) was added; names the culprit when coverage fails."""
+        """How often (unit, micro-batch) was added; names the culprit when coverage fails."""
+        self.writes: dict[int, tuple[int, int]] = {}
+        """What forwards have left in buffers, by tensor; see `elaswave.protocol.ballot.BufferTensor`."""
         self.nonfinite: NonFinite | None = None
         self.canaries: dict[int, int] = {}
         """By layer, what it makes of made-up numbers; of those that have run here."""
@@ -118,11 +138,12 @@ class Compute:
         self._seed = seed
         self._recompute = recompute
         self._between_layers = between_layers
+        self._lowest_trained = lowest_trained
         self._fetch = inputs
         self._step = 0
         self._saved: dict[tuple[int, int], Saved] = {}
         self._loss_inputs: dict[int, tuple[Given, Scored]] = {}
-        self._left: dict[tuple[int, int], WeightHalf | _Deferred | Gradients] = {}
+        self._left: dict[tuple[int, int], _Half | _Deferred | _Known] = {}
         """What W has to do, or what is already known, of each layer and micro-batch between I and W."""
         self._splits: dict[int, bool] = {}
         """Whether the halves of a layer's backward have the bits of the whole; found out at its first one."""
@@ -152,17 +173,24 @@ class Compute:
         """Empties everything for a new attempt of a step.
 
         Args:
-            exponents: grid exponents per layer of the model and tensor of the layer.
+            exponents: grid exponents per unit of the model and tensor of the unit.
         """
         self._step = step
+        self.refresh()
         self.scoring.clear()
         self.counts.clear()
+        self.writes.clear()
         self.nonfinite = None
         self._saved.clear()
         self._loss_inputs.clear()
         self._left.clear()
         for index, accumulator in self.accumulators.items():
             accumulator.reset(exponents[index])
+
+    def refresh(self) -> None:
+        """Takes over the buffers that lie in flat storage now: a step or an evaluation begins."""
+        for layer in self.layers.values():
+            layer.refresh()
 
     def forward(self, layers: range, microbatch: int, value: Any, targets: Any, *, train: bool = True) -> Any:
         """Runs layers in order; after the model's last layer also the loss.
@@ -181,8 +209,9 @@ class Compute:
                 given = self._given(index, value, train)
                 run = self._run_layer(index, microbatch, given, train)
                 value = run.value()
-            if train:
-                self._saved[index, microbatch] = Saved(given, None if self._is_recomputed(index) else run)
+                if train:
+                    kept = None if self._is_recomputed(index) or not self._keeps_run(index) else run
+                    self._saved[index, microbatch] = Saved(given, kept, self.layers[index].buffers.left())
             self._between_layers()
         if layers.stop == self.num_layers:
             self._forward_loss(microbatch, value, targets, train)
@@ -217,14 +246,14 @@ class Compute:
         for index in reversed(layers):
             left = self._left.pop((index, microbatch))
             with self._at(microbatch, index):
-                if isinstance(left, WeightHalf):
+                if isinstance(left, _Half):
                     with inside(self._call(microbatch, train=True, is_repeated=True)):
-                        found = left.run()
-                    self._add(index, microbatch, found)
+                        found = left.half.run()
+                    self._add(index, microbatch, found, left.buffers)
                 elif isinstance(left, _Deferred):
                     self._backward_layer(index, microbatch, *left)
                 else:
-                    self._add(index, microbatch, left)
+                    self._add(index, microbatch, left.gradients, left.buffers)
             self._between_layers()
 
     def _back(
@@ -241,7 +270,7 @@ class Compute:
                 aligned = reached._replace(gradients=list(map(at_boundary, reached.gradients)))
                 reached = reached._replace(gradients=one_layer(index, microbatch, saved, aligned))
             self._between_layers()
-        return None if layers.start == 0 else to_send(reached)
+        return None if layers.start <= self._lowest_trained else to_send(reached)
 
     # ---------------------------------------------------------------------------------------------------------- forward
 
@@ -251,7 +280,7 @@ class Compute:
         if index == 0:
             self._signatures.check(-1, train, structure, leaves)
         given = Given(structure, [at_boundary(leaf.detach()) for leaf in leaves])
-        if train and index > 0:
+        if train and index > self._lowest_trained:
             for leaf in given.leaves:
                 if is_differentiable(leaf):
                     leaf.requires_grad_(True)
@@ -259,11 +288,12 @@ class Compute:
 
     def _run_layer(self, index: int, microbatch: int, given: Given, train: bool) -> Run:
         layer = self.layers[index]
-        if layer.module.training is not train:
-            layer.module.train(train)
+        layer.set_training(train)
+        layer.buffers.restore()
         call = self._call(microbatch, train)
         seed_everything(self._seed, self._step, microbatch, index, "forward")
-        with inside(call), torch.set_grad_enabled(train), self._argument(index, given, train) as argument:
+        has_graph = train and self._has_backward(index)
+        with inside(call), torch.set_grad_enabled(has_graph), self._argument(index, given, train) as argument:
             structure, leaves = flatten(self._callable(index)(argument))
         self._signatures.check(index, train, structure, leaves)
         run = Run(structure, leaves, call.aux_losses)
@@ -271,6 +301,14 @@ class Compute:
             check_hooks(self.layer_name(index), layer.module)
             self._admit(index, [*leaves, *run.aux_losses], [*layer.parameters, *given.leaves])
         return run
+
+    def _has_backward(self, index: int) -> bool:
+        """Whether anything runs backward in a layer: not below the lowest that is trained."""
+        return index >= self._lowest_trained
+
+    def _keeps_run(self, index: int) -> bool:
+        """Whether a layer's outputs are needed once more: by its backward, or by the canary."""
+        return self._has_backward(index) or (self._has_canary and index not in self.canaries)
 
     def _callable(self, index: int) -> Callable[[Any], Any]:
         module = self.layers[index].module
@@ -315,9 +353,22 @@ class Compute:
     # --------------------------------------------------------------------------------------------------------- backward
 
     def _backward_layer(self, index: int, microbatch: int, saved: Saved, reached: Reached) -> list[torch.Tensor]:
-        found, passed_on = self._whole(index, microbatch, saved, self._output(index, microbatch, saved), reached)
-        self._add(index, microbatch, found)
+        if self._has_backward(index):
+            run = self._output(index, microbatch, saved)
+            found, passed_on = self._whole(index, microbatch, saved, run, reached)
+        else:
+            found, passed_on = self._nothing(index, microbatch, saved), []
+        self._add(index, microbatch, found, saved.buffers)
         return passed_on
+
+    def _nothing(self, index: int, microbatch: int, saved: Saved) -> Gradients:
+        """What a layer in which nothing runs backward brings; the canary looks at its forward."""
+        none: Gradients = [None] * len(self.layers[index].parameters)
+        if self._has_canary and index not in self.canaries:
+            run = self._output(index, microbatch, saved)
+            zeros = [torch.zeros_like(leaf) for leaf in run.leaves if is_differentiable(leaf)]
+            self._prove(index, microbatch, saved, run, Reached(zeros, None), none)
+        return none
 
     def _input_gradient(self, index: int, microbatch: int, saved: Saved, reached: Reached) -> list[torch.Tensor]:
         inputs = saved.given.inputs
@@ -327,7 +378,8 @@ class Compute:
         run = self._output(index, microbatch, saved)
         is_compiled = self.model.layers[index].compile  # its graph is one node
         if len(inputs) > 1 or len(reached.gradients) != 1 or run.aux_losses or is_compiled:
-            self._left[index, microbatch], passed_on = self._whole(index, microbatch, saved, run, reached)
+            found, passed_on = self._whole(index, microbatch, saved, run, reached)
+            self._left[index, microbatch] = _Known(saved.buffers, found)
             return passed_on
         (output,) = filter(is_differentiable, run.leaves)
         parameters, (gradient,) = self.layers[index].parameters, reached.gradients
@@ -335,7 +387,8 @@ class Compute:
             with inside(self._call(microbatch, train=True, is_repeated=True)):
                 halves = input_half(output, inputs[0], parameters, gradient)
             if halves is not None:
-                input_gradient, self._left[index, microbatch] = halves
+                input_gradient, half = halves
+                self._left[index, microbatch] = _Half(saved.buffers, half)
                 return zeros_where_none(inputs, [input_gradient])
         is_first = index not in self._splits
         found, passed_on = self._whole(index, microbatch, saved, run, reached, retain_graph=is_first)
@@ -344,7 +397,7 @@ class Compute:
                 answer = is_exact(output, inputs[0], parameters, gradient, [*found, *passed_on])
             if answer is not None:
                 self._splits[index] = answer
-        self._left[index, microbatch] = found
+        self._left[index, microbatch] = _Known(saved.buffers, found)
         return passed_on
 
     def _output(self, index: int, microbatch: int, saved: Saved) -> Run:
@@ -391,7 +444,7 @@ class Compute:
         outputs, gradients = zip(*ends, strict=True)
         with inside(self._call(microbatch, train=True, is_repeated=True)):
             found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True, retain_graph=retain_graph)
-        check_dense(self._who(index), self.layers[index].module, found)
+        check_dense(self._who(index), self.layers[index].parameter_names, found)
         return list(found)
 
     def _prove(self, index: int, microbatch: int, saved: Saved, run: Run, reached: Reached, found: Gradients) -> None:
@@ -406,27 +459,57 @@ class Compute:
             step, fetch = self._step, self._fetch
             self._step, self._fetch = 0, lambda *place, train: made_up_tree(fetch(step, microbatch, train=train))
             try:
-                run = self._run_layer(index, 0, given, train=True)
+                with self.layers[index].buffers.made_up():
+                    run = self._run_layer(index, 0, given, train=True)
                 return run, self._gradients(index, 0, run, reached, given.inputs)
             finally:
                 self._step, self._fetch = step, fetch
 
-        module, who = self.layers[index].module, self._who(index)
-        canary, is_known_by_bits = prove(who, module, saved.given, run, reached, found, again, from_scratch)
+        layer, who = self.layers[index], self._who(index)
+        names = layer.parameter_names
+        canary, is_known_by_bits = prove(
+            who, layer.module, names, saved.given, run, reached, found, again, from_scratch
+        )
         if self.model.layers[index].compile and not is_known_by_bits:
             raise UsageError(
-                f"{who} is to be compiled, and does not run on made-up numbers or writes to its buffers: whether it "
-                "computes the same bits in every process cannot be told. Leave out compile=True"
+                f"{who} is to be compiled, and does not run on made-up numbers: whether it computes the same bits in "
+                "every process cannot be told. Leave out compile=True"
             )
         self.canaries[index] = canary
 
-    def _add(self, index: int, microbatch: int, gradients: Gradients) -> None:
-        """Adds a layer's gradients, all or nothing, and counts them."""
-        accumulator = self.accumulators[index]
+    # ------------------------------------------------------------------------------------------------------------- sums
+
+    def _add(self, index: int, microbatch: int, gradients: Gradients, buffers: Sequence[torch.Tensor]) -> None:
+        """Adds what a layer's backward brings to its units: to its own sums, to those of what it shares with others,
+        and what its forward has left in its buffers.
+
+        Args:
+            gradients: of its parameters, in their order.
+            buffers: as its forward has left them.
+        """
+        layer = self.layers[index]
+        shape, num_own = layer.shape, len(layer.shape.tensors)
+        self._add_to(index, index, microbatch, gradients[:num_own])
+        for use, gradient in zip(shape.shared, gradients[num_own:], strict=True):
+            self._add_to(use.unit, index, microbatch, [gradient], use.use)
+        if shape.buffers is not None:
+            self._add_to(shape.buffers, index, microbatch, buffers)
+            self._note_writes(layer, buffers)
+
+    def _add_to(
+        self, unit: int, layer: int, microbatch: int, gradients: Sequence[torch.Tensor | None], use: int = 0
+    ) -> None:
+        """Adds gradients to a unit, all or nothing, and counts them."""
+        accumulator = self.accumulators[unit]
         if not accumulator.add(gradients):
-            self._note_nonfinite(microbatch, index)
-        accumulator.coverage = (accumulator.coverage + coverage_key(index, microbatch)) & MASK64
-        self.counts[index, microbatch] = self.counts.get((index, microbatch), 0) + 1
+            self._note_nonfinite(microbatch, layer)
+        accumulator.coverage = (accumulator.coverage + coverage_key(unit, microbatch, use)) & MASK64
+        self.counts[unit, microbatch] = self.counts.get((unit, microbatch), 0) + 1
+
+    def _note_writes(self, layer: FlatLayer, left: Sequence[torch.Tensor]) -> None:
+        for slot, (first, second) in zip(layer.buffers.tensors, layer.buffers.writes(left), strict=True):
+            before = self.writes.get(slot.id, (first, second))
+            self.writes[slot.id] = (max(before[0], first), max(before[1], second))
 
     # ------------------------------------------------------------------------------------------------------------- loss
 

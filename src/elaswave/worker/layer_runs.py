@@ -38,7 +38,9 @@ class Saved(NamedTuple):
 
     given: Given
     run: Run | None
-    """None where the layer is recomputed."""
+    """None where the layer is recomputed, or its outputs are not needed any more."""
+    buffers: Sequence[torch.Tensor] = ()
+    """What the forward has left in persistent buffers."""
 
 
 class Reached(NamedTuple):
@@ -72,7 +74,10 @@ def to_send(reached: Reached) -> Any:
 
 
 def received(value: Any) -> Reached:
-    """The inverse of `_to_send`. Gradients are floating-point tensors, a count is int64."""
+    """The inverse of `to_send`. Gradients are floating-point tensors, a count is int64. None: no gradient is sent to
+    layers of which nothing is trained."""
+    if value is None:
+        return Reached([], None)
     if isinstance(value, torch.Tensor):
         return Reached([value], None)
     if value and value[-1].dtype == torch.int64:

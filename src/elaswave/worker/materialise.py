@@ -1,16 +1,24 @@
-"""Makes one worker's layers and blocks: from the seed, or from a durable checkpoint of any other layout."""
+"""Makes one worker's layers and blocks: from the seed, or from a durable checkpoint of any other layout.
 
-from collections.abc import Callable, Iterable
+At most one layer is in memory beyond what the worker keeps: each is built by itself, and gives up its own memory as it
+moves into flat storage.
+"""
+
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from elaswave.errors import CheckpointError
+from elaswave.models.layers import Layer, build_layer
+from elaswave.planning.layout import make_layout
 from elaswave.protocol.ballot import GridState
 from elaswave.protocol.engine import TrainingProgress
+from elaswave.state.buffers import decode, encode
 from elaswave.state.checkpoint_format import EMA, MASTER, UPDATER, CheckpointMeta, WantedPiece, stored_name
-from elaswave.state.checkpoint_shards import Piece, PieceReader
-from elaswave.state.flat import FlatLayer, initial_values
+from elaswave.state.checkpoint_shards import DTYPES, Piece, PieceReader
+from elaswave.state.flat import FlatLayer, FlatUnit, initial_runs, slot_values
 from elaswave.state.grids import INITIAL_EXPONENT
 from elaswave.state.placement import Placement, Role, roles_of
 from elaswave.state.shapes import LayerShape, segments
@@ -26,7 +34,7 @@ def materialise(
     layout: Layout,
     placement: Placement,
     checkpoint: tuple[Path, CheckpointMeta] | None,
-) -> tuple[dict[int, FlatLayer], BlockStore, TrainingProgress]:
+) -> tuple[dict[int, FlatLayer | FlatUnit], BlockStore, TrainingProgress]:
     """What a worker needs before its first step.
 
     Args:
@@ -35,45 +43,170 @@ def materialise(
         layout, placement: who runs and who holds what.
         checkpoint: a verified checkpoint's folder and description, or None to begin from the seed.
     Returns:
-        The layers of the worker's stage with current parameters, the blocks that it holds, and where training stands.
+        The layers of the worker's stage and the units that they share, with current parameters; the blocks that it
+        holds; and where training stands.
     Raises:
         CheckpointError: the checkpoint is damaged or does not fit the model.
     """
-    stage = layout.stages[layout.stage_of(worker)]
-    own_layers = range(stage.start, stage.stop)
-    roles = roles_of(worker, placement, blueprint.blocks)
-    needed = sorted({*own_layers, *(blueprint.blocks[block].layer for block in roles)})
-    read = _from_seed(blueprint) if checkpoint is None else _from_checkpoint(checkpoint[0])
-    step, progress = 0, initial_progress(blueprint)
+    progress = initial_progress(blueprint)
     if checkpoint is not None:
-        step, progress = checkpoint[1].step, _progress_of(blueprint, checkpoint[1], progress)
-    layers: dict[int, FlatLayer] = {}
-    held: dict[int, HeldBlock] = {}
-    by_layer: dict[int, list[int]] = {}
-    for block in roles:
-        by_layer.setdefault(blueprint.blocks[block].layer, []).append(block)
-    for index in needed:
-        shape = blueprint.shapes[index]
-        runs = [(blueprint.blocks[block].start, blueprint.blocks[block].stop) for block in by_layer.get(index, [])]
-        if index in own_layers:
-            layers[index] = FlatLayer(blueprint.model.layers[index], shape, blueprint.dtype)
-            (master,) = read(shape, MASTER, [(0, shape.size)])
-            flat = layers[index].flat
-            flat.copy_(master)
-            # A float32 layer computes with the masters themselves; `TorchEngine.publish` has nothing to copy then.
-            shared = flat.dtype == torch.float32
-            masters = [flat[start:stop] if shared else master[start:stop].clone() for start, stop in runs]
-        else:
-            masters = read(shape, MASTER, runs)
-        wanted = blueprint.state.slots_of(shape.tensors, progress.num_updates)
-        slots = {name: read(shape, name, runs) for name in wanted if name != MASTER}
-        for position, block in enumerate(by_layer.get(index, [])):
-            copy = HeldBlock(blueprint.blocks[block], roles[block], shape, {MASTER: masters[position]}, step)
-            parts = (segment.slot for segment in copy.segments)
-            names = blueprint.state.slots_of(parts, progress.num_updates)
+        progress = _progress_of(blueprint, checkpoint[1], progress)
+    made = _Made(blueprint, worker, layout, placement, checkpoint, progress.num_updates)
+    return made.here, BlockStore(made.held), progress
+
+
+class _Made:
+    """Makes what one worker needs, layer by layer; arguments as of `materialise`."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        worker: int,
+        layout: Layout,
+        placement: Placement,
+        checkpoint: tuple[Path, CheckpointMeta] | None,
+        num_updates: int,
+    ) -> None:
+        self._blueprint, self._num_updates = blueprint, num_updates
+        self._reader = None if checkpoint is None else PieceReader(checkpoint[0])
+        self._step = 0 if checkpoint is None else checkpoint[1].step
+        stage = layout.stages[layout.stage_of(worker)]
+        layers = range(stage.start, stage.stop)
+        shapes, shared = blueprint.shapes, layout.shared_units(layers)
+        self._roles = roles_of(worker, placement, blueprint.blocks)
+        self._blocks: dict[int, list[int]] = {}
+        for block in self._roles:
+            self._blocks.setdefault(blueprint.blocks[block].layer, []).append(block)
+        self._units = {unit: FlatUnit(shapes[unit], blueprint.dtype) for unit in shared}
+        self.here: dict[int, FlatLayer | FlatUnit] = dict(self._units)
+        self.held: dict[int, HeldBlock] = {}
+        by_source: dict[int, list[int]] = {}
+        for unit in sorted({*layers, *shared, *self._blocks}):
+            by_source.setdefault(shapes[unit].users[0] if shapes[unit].users else unit, []).append(unit)
+        for source in sorted(by_source):
+            self._make(source, by_source[source], is_run=source in layers)
+        for layer in self.here.values():
+            if isinstance(layer, FlatLayer):
+                layer.refresh()
+
+    def _make(self, source: int, units: Sequence[int], *, is_run: bool) -> None:
+        """Makes the wanted units that have their initial values in one layer, and that layer if it runs here."""
+        blueprint = self._blueprint
+        spec = blueprint.model.layers[source]
+        module = None
+        if is_run or self._reader is None:
+            module = build_layer(spec, blueprint.config.run.seed, source)
+        masters: dict[int, list[torch.Tensor] | None] = {}
+        if module is not None and self._reader is None:
+            for unit in units:
+                masters[unit] = self._from_seed(unit, spec, module, is_here=is_run if unit == source else None)
+        if is_run:
+            self.here[source] = blueprint.flat_layer(source, self._units, module)
+        del module  # its parameters lie in flat storage now
+        for unit in units:
+            self._hold(unit, masters[unit] if unit in masters else self._from_checkpoint(unit))
+
+    def _runs(self, unit: int) -> list[tuple[int, int]]:
+        """Those that are held of a unit."""
+        blocks = self._blueprint.blocks
+        return [(blocks[block].start, blocks[block].stop) for block in self._blocks.get(unit, [])]
+
+    def _from_seed(
+        self, unit: int, spec: Layer, module: nn.Module, *, is_here: bool | None
+    ) -> list[torch.Tensor] | None:
+        """The masters that are held of a unit; None: they are its flat storage.
+
+        Args:
+            unit: its number.
+            spec, module: the layer that has its initial values.
+            is_here: of a layer, whether it runs here: then it takes its values with it.
+        """
+        shape = self._blueprint.shapes[unit]
+        flat_unit = self._units.get(unit)
+        if flat_unit is not None:
+            for slot, values in slot_values(spec, module, shape):
+                flat_unit.flat[slot.offset : slot.stop].copy_(values)
+        dtype = self._blueprint.dtype if flat_unit is None else flat_unit.flat.dtype
+        if (is_here or flat_unit is not None) and dtype == torch.float32:
+            return None
+        return initial_runs(spec, module, shape, self._runs(unit))
+
+    def _from_checkpoint(self, unit: int) -> list[torch.Tensor] | None:
+        """As `_from_seed`."""
+        shape, runs = self._blueprint.shapes[unit], self._runs(unit)
+        if unit not in self.here:
+            return self._read(shape, MASTER, runs)
+        (master,) = self._read(shape, MASTER, [(0, shape.size)])
+        flat = self.here[unit].flat
+        flat.copy_(master)
+        return None if flat.dtype == torch.float32 else [master[start:stop].clone() for start, stop in runs]
+
+    def _hold(self, unit: int, masters: list[torch.Tensor] | None) -> None:
+        """Makes the blocks that are held of a unit.
+
+        Args:
+            unit: its number.
+            masters: of each block; None: a float32 layer computes with the masters themselves, so that
+                `TorchEngine.publish` has nothing to copy.
+        """
+        blueprint, runs = self._blueprint, self._runs(unit)
+        shape = blueprint.shapes[unit]
+        if masters is None:
+            masters = [self.here[unit].flat[start:stop] for start, stop in runs]
+        wanted = blueprint.state.slots_of(shape.tensors, self._num_updates)
+        slots = {name: self._state(shape, name, runs, masters) for name in wanted if name != MASTER}
+        for position, block in enumerate(self._blocks.get(unit, [])):
+            copy = HeldBlock(
+                blueprint.blocks[block], self._roles[block], shape, {MASTER: masters[position]}, self._step
+            )
+            names = blueprint.state.slots_of((part.slot for part in copy.segments), self._num_updates)
             copy.slots.update((name, slots[name][position]) for name in names if name != MASTER)
-            held[block] = copy
-    return layers, BlockStore(held), progress
+            self.held[block] = copy
+
+    def _state(
+        self, shape: LayerShape, slot: str, runs: Sequence[tuple[int, int]], masters: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """A state of the optimizer: from the checkpoint, or as it begins."""
+        if self._reader is not None:
+            return self._read(shape, slot, runs)
+        if slot == EMA:
+            return [master.clone() for master in masters]
+        return [_initial_state(self._blueprint.optimizer, shape, slot, *run) for run in runs]
+
+    def _read(self, shape: LayerShape, slot: str, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Values of a state, each run in a tensor of its own: from the checkpoint, or zeros."""
+        results = [torch.zeros(stop - start) for start, stop in runs]
+        if self._reader is None:
+            return results
+        parts = [
+            (run, part)
+            for run, (start, stop) in enumerate(runs)
+            for part in segments(shape, start, stop)
+            if part.slot.has(slot)
+        ]
+        wanted = [
+            WantedPiece(stored_name(slot, part.slot.name), part.slot.shape, part.first_value, part.num_values)
+            for _, part in parts
+        ]
+        for (run, part), values in zip(parts, self._reader.read(wanted), strict=True):
+            results[run][part.start : part.stop] = encode(values)
+        return results
+
+
+def stored_layers(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta]) -> dict[int, FlatLayer]:
+    """All layers of the model as a checkpoint has them, in this process, without the optimizer's states.
+
+    Args:
+        blueprint: the run.
+        checkpoint: its folder and description.
+    Raises:
+        CheckpointError: the checkpoint is damaged or does not fit the model.
+    """
+    state = blueprint.state
+    layout = make_layout(widths=(1,), layers_per_stage=(state.num_layers,), num_microbatches=1, shared=state.shared)
+    elsewhere = Placement((-1,) * len(blueprint.blocks), ((),) * len(blueprint.blocks))
+    here = _Made(blueprint, layout.workers[0], layout, elsewhere, checkpoint, 0).here
+    return {index: layer for index, layer in here.items() if isinstance(layer, FlatLayer)}
 
 
 def updater_after(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta] | None) -> Updater:
@@ -88,48 +221,12 @@ def updater_after(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta] 
     return updater
 
 
-_Read = Callable[[LayerShape, str, list[tuple[int, int]]], list[torch.Tensor]]
-"""(layer, slot, runs [start, stop) of its flat storage) -> their values, each in a tensor of its own."""
-
-
-def _from_seed(blueprint: Blueprint) -> _Read:
-    def read(shape: LayerShape, slot: str, runs: list[tuple[int, int]]) -> list[torch.Tensor]:
-        if slot not in (MASTER, EMA):
-            return [_initial_state(blueprint.optimizer, shape, slot, *run) for run in runs]
-        flat = initial_values(blueprint.model.layers[shape.layer], shape, blueprint.config.run.seed)
-        return [flat[start:stop].clone() for start, stop in runs]
-
-    return read
-
-
 def _initial_state(optimizer: Optimizer, shape: LayerShape, slot: str, start: int, stop: int) -> torch.Tensor:
     values = torch.zeros(stop - start)
     for part in segments(shape, start, stop):
         if part.slot.has(slot) and (value := optimizer.initial(slot, part.slot)):
             values[part.start : part.stop] = value
     return values
-
-
-def _from_checkpoint(folder: Path) -> _Read:
-    reader = PieceReader(folder)
-
-    def read(shape: LayerShape, slot: str, runs: list[tuple[int, int]]) -> list[torch.Tensor]:
-        parts = [
-            (run, part)
-            for run, (start, stop) in enumerate(runs)
-            for part in segments(shape, start, stop)
-            if part.slot.has(slot)
-        ]
-        wanted = [
-            WantedPiece(stored_name(slot, part.slot.name), part.slot.shape, part.tensor_start, part.stop - part.start)
-            for _, part in parts
-        ]
-        results = [torch.zeros(stop - start) for start, stop in runs]
-        for (run, part), values in zip(parts, reader.read(wanted), strict=True):
-            results[run][part.start : part.stop] = values
-        return results
-
-    return read
 
 
 def initial_progress(blueprint: Blueprint) -> TrainingProgress:
@@ -162,6 +259,7 @@ def owned_pieces(store: BlockStore, scalars: Scalars = ()) -> Iterable[Piece]:
             for part in held.segments:
                 if part.slot.has(slot):
                     name = stored_name(slot, part.slot.name)
-                    yield Piece(name, part.slot.shape, part.tensor_start, copy[part.start : part.stop])
+                    own = decode(copy[part.start : part.stop], DTYPES[part.slot.dtype])
+                    yield Piece(name, part.slot.shape, part.first_value, own)
         for name, tensor, value in held.scalar_states(scalars):
             yield Piece(stored_name(name, tensor.name), (), 0, value.reshape(1).clone())

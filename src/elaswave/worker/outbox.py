@@ -12,6 +12,7 @@ from elaswave.protocol.worker import WorkerMachine
 from elaswave.state.placement import Role
 from elaswave.state.store import BlockStore, HeldBlock, Scalars
 from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.frozen import frozen_digests
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.messages import (
@@ -107,7 +108,7 @@ class ControlOutbox:
         owned, followed = list(store.with_role(Role.OWNER)), list(store.with_role(Role.FOLLOWER))
         shapes = [self._blueprint.shapes[layer] for layer in self.machine.engine.layers]
         holding = Holding(
-            num_parameters=sum(slot.numel for shape in shapes for slot in shape.tensors),
+            num_parameters=sum(slot.numel for shape in shapes for slot in shape.tensors if not slot.is_buffer),
             num_owned_blocks=len(owned),
             num_owned_parameters=sum(held.num_elements for held in owned),
             num_followed_blocks=len(followed),
@@ -215,6 +216,11 @@ class ControlOutbox:
         """The optimizer's states that tensors have once, after the newest committed step."""
         return self._engine.updater.scalars()
 
+    def _frozen_digests(self) -> dict[str, int]:
+        machine = self.machine
+        assert isinstance(machine.engine, TorchEngine)
+        return frozen_digests(machine.engine.layers, machine.layout, machine.worker)
+
     def finished(self, stopped: bool) -> Finished:
         """The last state: all workers wait until every one has said so."""
         machine = self.machine
@@ -224,7 +230,7 @@ class ControlOutbox:
             worker=machine.worker,
             standing=self.standing(machine.last_step),
             stopped=stopped,
-            owner_digests=store.digest_parts(Role.OWNER, scalars),
+            owner_digests=store.digest_parts(Role.OWNER, scalars) | self._frozen_digests(),
             follower_digests=store.digest_parts(Role.FOLLOWER, scalars),
             complete=all(len(workers) == num_followers for workers in machine.placement.followers),
             optimizer_bytes=store.optimizer_bytes(),

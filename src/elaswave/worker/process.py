@@ -9,6 +9,7 @@ the machine leaves what it does and goes on as the coordinator's decision says.
 
 import socket
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ from elaswave.config.schema import Config
 from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, VoteError, WaitTimeoutError
 from elaswave.observability.trace import TraceRecorder
 from elaswave.planning.execution import programs_of
+from elaswave.protocol.ballot import BufferTensor
 from elaswave.protocol.engine import JobTerms, Pause, Wait
 from elaswave.protocol.messages import FIRST_EPOCH, Decision, Fenced, LayoutChange, Prepare
 from elaswave.protocol.position import START
@@ -34,6 +36,7 @@ from elaswave.worker.batches import BatchError, Batches, BatchMaker, Supply
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.compute import LayerError
 from elaswave.worker.frequency import make_actuator
+from elaswave.worker.frozen import changed_frozen
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.loader import loader_log
 from elaswave.worker.loading import LoaderSupply
@@ -74,6 +77,8 @@ class WorkerSetup(NamedTuple):
     """What is trained; None: what the configuration describes."""
     loaders: socket.socket | None = None
     """Where the template hands over lines to loaders; None: the worker makes its micro-batches itself."""
+    frozen: Mapping[str, torch.Tensor] | None = None
+    """Frozen parameters that the checkpoint has otherwise than they are built; None: they are still to be compared."""
 
 
 class Worker:
@@ -95,6 +100,7 @@ class Worker:
         self._client = client
         self._mailbox = mailbox
         self._blueprint = blueprint = Blueprint(config, setup.training)
+        blueprint.frozen = changed_frozen(blueprint, setup.checkpoint) if setup.frozen is None else setup.frozen
         layout, placement = blueprint.layout, blueprint.placement
         stage = layout.stage_of(setup.worker)
         self._trace = TraceRecorder(setup.worker, stage=stage, enabled=setup.profile)
@@ -292,7 +298,7 @@ def terms_of(blueprint: Blueprint) -> JobTerms:
 
     return JobTerms(
         blocks=blueprint.blocks,
-        num_layers=len(blueprint.shapes),
+        num_layers=blueprint.state.num_layers,
         num_tensors=len(blueprint.tensors),
         num_microbatches=config.batch.num_microbatches,
         num_steps=run.steps,
@@ -300,12 +306,16 @@ def terms_of(blueprint: Blueprint) -> JobTerms:
         copy_elements=elastic.refill_bytes_per_step // (4 * len(blueprint.state.slots)),
         compile=compile_one,
         metrics=tuple(blueprint.model.metrics),
-        layer_name=lambda layer: blueprint.model.layers[layer].name if layer < len(blueprint.shapes) else "loss",
+        layer_name=lambda layer: blueprint.model.layers[layer].name if layer < blueprint.state.num_layers else "loss",
         verify=elastic.verify,
         skip_nonfinite=run.skip_nonfinite,
         eval_every=run.eval_every,
         eval_microbatches=run.eval_microbatches,
         checkpoint_every=run.checkpoint_every,
+        lowest_trained=blueprint.state.lowest_trained,
+        uses={slot.id: shape.num_uses for shape in blueprint.shapes for slot in shape.tensors if shape.num_uses > 1},
+        buffers=tuple(BufferTensor(slot.id, slot.is_whole) for slot in blueprint.tensors if slot.is_buffer),
+        tensor_name=lambda tensor: blueprint.tensors[tensor].name,
     )
 
 

@@ -133,7 +133,9 @@ class Reduction:
         self.balance -= sum(_coverage(self._slots[layer, peer]) for peer in peers)
         for run, parts in self._parts(layer):
             total = _add_up(list(parts.values()))
-            gradient = reduced_gradient(total, shape, run.start, self._exponents[layer], self._num_microbatches)
+            gradient = reduced_gradient(
+                total, shape, run.start, self._exponents[layer], self._num_microbatches, shape.num_uses
+            )
             if self.checked:
                 # After its use, so that whatever had changed before it shows.
                 self.balance -= checksum(total, shape, run.start)

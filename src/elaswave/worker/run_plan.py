@@ -35,18 +35,22 @@ class RunPlan:
 
     @property
     def shapes(self) -> tuple[LayerShape, ...]:
-        """The flat storage of every layer."""
+        """The flat storage of every unit."""
         return self.state.layers
+
+    def slots_of(self, shape: LayerShape) -> tuple[str, ...]:
+        """The float32 states that the elements of a unit have: buffers only have values."""
+        return self.state.slots[:1] if shape.is_buffers else self.state.slots
 
     @cached_property
     def tensors(self) -> tuple[TensorSlot, ...]:
-        """Every tensor of the model."""
+        """Every trained parameter and persistent buffer of the model."""
         return all_tensors(self.shapes)
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:
         """Number of parameters of each layer."""
-        return tuple(sum(slot.numel for slot in shape.tensors) for shape in self.shapes)
+        return tuple(map(self.state.num_parameters, range(self.state.num_layers)))
 
     @property
     def tokens_per_sample(self) -> int | None:
@@ -67,6 +71,7 @@ class RunPlan:
             widths=config.widths,
             layers_per_stage=config.layers_per_stage,
             num_microbatches=config.batch.num_microbatches,
+            shared=self.state.shared,
         )
 
     @cached_property

@@ -2,16 +2,18 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from elaswave.errors import CheckpointError, WaitTimeoutError
 from elaswave.state.checkpoint import shard_folder, shard_name
-from elaswave.state.checkpoint_shards import write_shard
+from elaswave.state.checkpoint_shards import Piece, write_shard
 from elaswave.state.store import BlockStore, Scalars
+from elaswave.worker.frozen import frozen_pieces
 from elaswave.worker.materialise import owned_pieces
 from elaswave.worker.messages import ShardFailed, ShardWritten, Standing
 from elaswave.worker.outbox import ControlOutbox
+from elaswave.worker.torch_engine import TorchEngine
 
 WRITE_TIMEOUT_S = 1800.0
 """Bound of waiting for one shard's writing."""
@@ -39,10 +41,17 @@ class ShardWriter:
         """Whether a shard is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, store: BlockStore, standing: Standing, scalars: Scalars = ()) -> None:
-        """Copies the owned blocks and begins to write them; the shard before this one must be written."""
+    def start(self, store: BlockStore, standing: Standing, scalars: Scalars = (), fixed: Iterable[Piece] = ()) -> None:
+        """Copies the owned blocks and begins to write them; the shard before this one must be written.
+
+        Args:
+            store: with the owned blocks.
+            standing: where training stands.
+            scalars: the optimizer's states that tensors have once.
+            fixed: further pieces, whose values do not change.
+        """
         assert not self.is_busy
-        pieces = list(owned_pieces(store, scalars))
+        pieces = [*owned_pieces(store, scalars), *fixed]
 
         def write() -> None:
             try:
@@ -107,7 +116,11 @@ class ShardDisk:
 
     def write(self, step: int) -> None:
         """Begins to write the owned copies as they are now."""
-        self._writer.start(BlockStore(self._outbox.machine.copies), self._outbox.standing(step), self._outbox.scalars())
+        machine = self._outbox.machine
+        assert isinstance(machine.engine, TorchEngine)
+        frozen = frozen_pieces(machine.engine.layers, machine.layout, machine.worker)
+        standing = self._outbox.standing(step)
+        self._writer.start(BlockStore(machine.copies), standing, self._outbox.scalars(), frozen)
 
     def finish(self, check: Callable[[], None]) -> None:
         """Waits until nothing is being written; see `ShardWriter.finish`."""

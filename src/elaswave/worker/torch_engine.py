@@ -2,8 +2,9 @@
 `elaswave.protocol` says what is done when; nothing here knows of links, epochs or votes.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +15,7 @@ from elaswave.protocol.environment import ENVIRONMENT, Environment
 from elaswave.protocol.scores import Scores
 from elaswave.state.checkpoint import read_meta
 from elaswave.state.checkpoint_format import EMA, MASTER
-from elaswave.state.flat import FlatLayer
+from elaswave.state.flat import FlatLayer, FlatUnit
 from elaswave.state.placement import Placement, Role
 from elaswave.state.store import HeldBlock
 from elaswave.state.sums import square_sum
@@ -64,16 +65,21 @@ class TorchEngine:
 
     Args:
         context: what it works with.
-        layers: the materialised layers of this worker's stage, with current parameters.
+        here: the materialised layers of this worker's stage, and the units that they share, with current parameters.
         updater: makes the updates, and has those behind it that the parameters have; None: there were none.
     """
 
-    def __init__(self, context: EngineContext, layers: Mapping[int, FlatLayer], updater: Updater | None = None) -> None:
+    def __init__(
+        self, context: EngineContext, here: Mapping[int, FlatLayer | FlatUnit], updater: Updater | None = None
+    ) -> None:
         self.context = context
         blueprint, elastic = context.blueprint, context.blueprint.config.elastic
         self.blocks = blueprint.blocks
-        self.layers: dict[int, FlatLayer] = dict(layers)
-        """The layers that are here; changed only by `use_layout` and `load`."""
+        self.layers: dict[int, FlatLayer | FlatUnit] = dict(here)
+        """The units that are here: layers, and what they share; changed only by `use_layout` and `load`."""
+        self._own: dict[int, FlatLayer] = {}
+        """The layers among them."""
+        self._note_layers()
         self.reduction = Reduction(
             context.worker,
             self.blocks,
@@ -85,13 +91,14 @@ class TorchEngine:
         self._microbatches = Microbatches(context.batches, context.evaluation_batches)
         self.compute = Compute(
             blueprint.model,
-            self.layers,
+            self._own,
             self.reduction.accumulators,
             seed=blueprint.config.run.seed,
             recompute=blueprint.config.model.recompute,
             between_layers=context.check,
             inputs=self._microbatches.inputs,
             has_canary=elastic.verify,
+            lowest_trained=blueprint.state.lowest_trained,
         )
         self._num_microbatches = blueprint.layout.num_microbatches
         self.updater = updater or blueprint.optimizer.updater()
@@ -101,15 +108,16 @@ class TorchEngine:
     # ---------------------------------------------------------------------------------------------------- layouts
 
     def use_layout(self, layout: Layout, execution: ExecutionParameters, copies: Iterable[HeldBlock]) -> frozenset[int]:
-        """Makes and drops layers so that exactly those of the worker's stage are here."""
+        """Makes and drops units so that exactly those of the worker's stage are here."""
         stage = layout.stages[layout.stage_of(self.context.worker)]
-        new = self._materialise(range(stage.start, stage.stop), copies)
+        layers = range(stage.start, stage.stop)
+        new = self._materialise((*layout.shared_units(layers), *layers), copies)
         self._num_microbatches = layout.num_microbatches
         self.context.on_execution(execution)
         self.context.on_layout(layout)
         return new
 
-    def _materialise(self, wanted: range, copies: Iterable[HeldBlock]) -> frozenset[int]:
+    def _materialise(self, wanted: Sequence[int], copies: Iterable[HeldBlock]) -> frozenset[int]:
         gone = set(self.layers) - set(wanted)
         for copy in copies:
             if copy.block.layer in gone:
@@ -119,12 +127,20 @@ class TorchEngine:
             del self.layers[index]
         new = frozenset(wanted) - self.layers.keys()
         blueprint = self.context.blueprint
-        for index in sorted(new):
-            shape = blueprint.shapes[index]
-            self.layers[index] = FlatLayer(blueprint.model.layers[index], shape, blueprint.dtype)
+        units = {index: unit for index, unit in self.layers.items() if isinstance(unit, FlatUnit)}
+        for index in wanted:  # shared units first: layers lie in them
+            if index in new and index >= blueprint.state.num_layers:
+                units[index] = self.layers[index] = FlatUnit(blueprint.shapes[index], blueprint.dtype)
+            elif index in new:
+                self.layers[index] = blueprint.flat_layer(index, units)
         if gone or new:
+            self._note_layers()
             self.reduction.hold(list(self.layers))
         return new
+
+    def _note_layers(self) -> None:
+        self._own.clear()
+        self._own.update({index: layer for index, layer in self.layers.items() if isinstance(layer, FlatLayer)})
 
     # -------------------------------------------------------------------------------------------------------- RUN
 
@@ -174,6 +190,7 @@ class TorchEngine:
     def forget_scores(self) -> None:
         """An evaluation begins."""
         self.compute.scoring.clear()
+        self.compute.refresh()
 
     # ----------------------------------------------------------------------------------------------------- REDUCE
 
@@ -209,8 +226,15 @@ class TorchEngine:
             for accumulator in self.reduction.accumulators.values()
             for slot, maximum in zip(accumulator.shape.tensors, accumulator.maxima, strict=True)
         }
+        partial_sums = self.reduction.partial_sums()
         return Measured(
-            compute.coverage, self.reduction.partial_sums(), self.scores(), maxima, compute.nonfinite, self._canaries()
+            compute.coverage,
+            partial_sums,
+            self.scores(),
+            maxima,
+            compute.nonfinite,
+            self._canaries(),
+            dict(compute.writes),
         )
 
     def _canaries(self) -> dict[int, int]:
@@ -220,7 +244,9 @@ class TorchEngine:
         return {ENVIRONMENT: environment().canary, **layers}
 
     def square_sum(self, copy: HeldBlock) -> float:
-        """Sum of squares of a copy's mean gradient."""
+        """Sum of squares of a copy's mean gradient; buffers are no part of the norm."""
+        if copy.is_buffers:
+            return 0.0 if bool(_gradient(copy).isfinite().all()) else math.nan
         return square_sum(_gradient(copy))
 
     def gradient_hash(self, copy: HeldBlock) -> int:
@@ -249,10 +275,22 @@ class TorchEngine:
         """Options of the optimizer, and what it keeps once, go on by one step."""
         self.updater.committed(step, loss, updates=updates)
 
-    def apply(self, copy: HeldBlock, step: int, norm: float | None, scale: float, num_updates: int) -> None:
-        """Applies a copy's mean gradient, clipped by the norm, and forgets it."""
+    def apply(
+        self,
+        copy: HeldBlock,
+        step: int,
+        norm: float | None,
+        scale: float,
+        num_updates: int,
+        written: Collection[int] = (),
+    ) -> None:
+        """Applies a copy's mean gradient, clipped by the norm, and forgets it. Buffers that were written take theirs as
+        it is."""
         gradient, copy.gradient = _gradient(copy), None
         if norm is None:
+            return
+        if copy.is_buffers:
+            copy.assign(gradient, written)
             return
         config = self.context.blueprint.config.optimizer
         factor = scale * clip_factor(norm, config.grad_clip)
@@ -273,7 +311,8 @@ class TorchEngine:
 
     def parameters_of(self, copies: Sequence[HeldBlock]) -> list[torch.Tensor]:
         """The parameters of copies in the dtype that layers compute in."""
-        return [copy.slots[MASTER].to(self.context.blueprint.dtype) for copy in copies]
+        dtype = self.context.blueprint.dtype
+        return [copy.slots[MASTER].to(torch.float32 if copy.is_buffers else dtype) for copy in copies]
 
     def parameters_slot(self, layer: int, blocks: Sequence[int]) -> list[torch.Tensor]:
         """Where parameters arrive: in the layer itself."""
@@ -300,8 +339,12 @@ class TorchEngine:
 
     def parameter_bytes(self, blocks: Iterable[int]) -> int:
         """Bytes of the parameters of blocks, as they travel."""
-        itemsize = self.context.blueprint.dtype.itemsize
-        return sum(self.blocks[block].num_elements * itemsize for block in blocks)
+        blueprint = self.context.blueprint
+        return sum(
+            self.blocks[block].num_elements
+            * (4 if blueprint.shapes[self.blocks[block].layer].is_buffers else blueprint.dtype.itemsize)
+            for block in blocks
+        )
 
     def load(self, step: int, layout: Layout, placement: Placement) -> Loaded[HeldBlock]:
         """Loads a durable checkpoint, every used byte of which is checked, or begins from the seed."""
@@ -313,6 +356,7 @@ class TorchEngine:
         self.layers.clear()
         layers, store, progress = materialise(context.blueprint, context.worker, layout, placement, checkpoint)
         self.layers.update(layers)
+        self._note_layers()
         self.reduction.hold(list(self.layers))
         self.updater = updater_after(context.blueprint, checkpoint)
         num_bytes = sum(layer.flat.nbytes for layer in layers.values()) + store.optimizer_bytes()

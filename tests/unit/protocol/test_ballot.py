@@ -12,6 +12,7 @@ from elaswave.protocol.ballot import (
     NOTHING_COUNTED,
     UNKNOWN_MICROBATCH,
     Ballot,
+    BufferTensor,
     Expected,
     GridState,
     NonFinite,
@@ -399,3 +400,69 @@ def test_metrics_are_read_from_the_vote():
     verdict = judge(vector, shape, expected(), GRIDS, skip_nonfinite=False)
     assert verdict.outcome is VoteOutcome.COMMIT
     assert verdict.means.metrics == (3 / 6,) and verdict.means.aux_loss == 1.5 / NUM_MICROBATCHES
+
+
+# ------------------------------------------------------------------------------------------ shared tensors and buffers
+
+OWN = VoteShape(
+    NUM_MICROBATCHES,
+    NUM_TENSORS + 2,
+    uses={1: 3},
+    buffers=(BufferTensor(NUM_TENSORS, is_whole=False), BufferTensor(NUM_TENSORS + 1, is_whole=True)),
+)
+OWN_GRIDS = GridState(
+    tuple(next_exponent(m, 0, n) for m, n in zip((*MAXIMA, 1.0, 255.0), OWN.num_terms, strict=True)),
+    calibrated=True,
+    exact=True,
+)
+
+
+def own_verdict(*writes, maxima=None, grids=OWN_GRIDS):
+    votes = certificates()
+    for worker, told in enumerate(writes):
+        votes[worker] = votes[worker]._replace(writes=told)
+    if maxima is not None:
+        votes[0] = votes[0]._replace(maxima=maxima)
+    vectors = [OWN.vector_of(vote) for vote in votes]
+    return judge(functools.reduce(OWN.merge, vectors), OWN, expected(), grids, skip_nonfinite=False)
+
+
+def test_a_buffer_that_any_microbatch_has_written_is_written():
+    whole = {3: (77, -77)}
+    assert own_verdict(whole, whole).written == (3,)
+    assert own_verdict({2: (0, 0)} | whole, {2: (1, 0)}, {}).written == (2, 3)
+    assert own_verdict({2: (0, 0)} | whole, {2: (0, 0)} | whole).outcome is VoteOutcome.COMMIT
+
+
+@pytest.mark.parametrize("other", [0, 76, 78, 2**62 - 1])
+def test_whole_numbers_that_differ_are_seen(other):
+    verdict = own_verdict({3: (77, -77)}, {}, {3: (other, -other)})
+    assert (verdict.outcome, verdict.unequal) == (VoteOutcome.UNEQUAL, (3,))
+    assert not verdict.commits
+
+
+def test_a_certificate_that_fails_says_nothing_about_buffers():
+    votes = changed(0, coverage=0)
+    vectors = [OWN.vector_of(vote) for vote in votes]
+    verdict = judge(functools.reduce(OWN.merge, vectors), OWN, expected(), OWN_GRIDS, skip_nonfinite=False)
+    assert verdict.outcome is VoteOutcome.REJECT
+
+
+def test_sums_of_a_shared_tensor_have_headroom_for_every_use():
+    assert OWN.num_terms == [4, 12, 4, 4]
+    whole = {3: (77, -77)}
+    once = VoteShape(NUM_MICROBATCHES, NUM_TENSORS + 2)
+    assert own_verdict(whole).grids[1] == next_exponent(3.0, 0, 12) == next_exponent(3.0, 0, once.num_terms[1]) - 1
+    # The largest gradient of 12 terms that still fits, and the next power of two.
+    largest = 2.0 ** (62 - 4 - OWN_GRIDS.exponents[1])
+    assert own_verdict(whole, maxima={1: largest * 0.999}).outcome is VoteOutcome.COMMIT
+    assert own_verdict(whole, maxima={1: largest}).outcome is VoteOutcome.RETRY
+
+
+def test_every_use_of_a_shared_unit_counts_in_the_coverage():
+    shared = ((0, 2),)
+    keys = [coverage_key(layer, m) for layer in range(3) for m in range(2)]
+    keys += [coverage_key(3, m, use) for m in range(2) for use in range(2)]
+    assert len(set(keys)) == 10
+    assert expected_coverage(3, 2, shared) == sum(keys) % 2**64
+    assert expected_coverage(3, 2, ()) == expected_coverage(3, 2)

@@ -19,6 +19,7 @@ from torch import nn
 
 from elaswave.errors import UsageError
 from elaswave.models.calls import batch
+from elaswave.state.flat import model_shapes
 from elaswave.worker import canary
 from elaswave.worker.compute import LayerError
 
@@ -29,7 +30,7 @@ def model_of(*builds):
 
 def watched(model, layers=None, *, microbatches=(0,), step=3, **options):
     compute = make_compute(model, layers, has_canary=True, **options)
-    compute.begin(step, [[40] * len(layer.shape.tensors) for layer in compute.layers.values()])
+    compute.begin(step, [[40] * len(shape.tensors) for shape in model_shapes(model)])
     train([compute], [range(len(model.layers))], list(microbatches))
     return compute
 
@@ -161,6 +162,8 @@ def test_nothing_is_left_behind():
     assert [p.data_ptr() for layer in compute.layers.values() for p in layer.parameters] == addresses
     after = [p for layer in compute.layers.values() for p in layer.module.parameters()]
     assert all(one.equal(other) for one, other in zip(values, after, strict=True))
+    for each in (plain, compute):
+        each.layers[1].buffers.restore()
     for one, other in zip(plain.layers[1].module.buffers(), compute.layers[1].module.buffers(), strict=True):
         assert one.equal(other)
     assert_same(results([compute]), results([plain]))

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+from tests.unit.held import make_held
 from torch import nn
 
 from elaswave.models.kernels import linear
 from elaswave.models.layers import Layer, ModelSpec, build_layer
 from elaswave.models.registry import build_model
 from elaswave.protocol.ballot import NonFinite, coverage_key, expected_coverage
-from elaswave.state.flat import FlatLayer, initial_values, model_shapes
 from elaswave.state.sums import ExactAccumulator
 from elaswave.worker.compute import Compute, LayerError
 from elaswave.worker.values import at_boundary
@@ -58,15 +58,11 @@ def mean_square(output, targets):
 
 
 def make_compute(model, layers=None, *, recompute=False, between=lambda: None, dtype=torch.float32):
-    shapes = model_shapes(model)
-    held = {}
-    for index in range(len(shapes)) if layers is None else layers:
-        held[index] = FlatLayer(model.layers[index], shapes[index], dtype)
-        held[index].flat.copy_(initial_values(model.layers[index], shapes[index], SEED))
+    held, units, shapes = make_held(model, layers, SEED, dtype)
     compute = Compute(
         model,
         held,
-        {index: ExactAccumulator(shapes[index]) for index in held},
+        {index: ExactAccumulator(shapes[index]) for index in (*held, *units)},
         seed=SEED,
         recompute=recompute,
         between_layers=between,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.unit.held import make_held
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,7 +18,6 @@ from elaswave.errors import UsageError
 from elaswave.models.calls import Call, LossOutput, aux_loss, batch, inside
 from elaswave.models.layers import Layer, ModelSpec, build_layer
 from elaswave.protocol.ballot import expected_coverage
-from elaswave.state.flat import FlatLayer, initial_values, model_shapes
 from elaswave.state.sums import ExactAccumulator, reduced_gradient
 from elaswave.worker.compute import Compute, LayerError
 from elaswave.worker.payloads import pack, unpack
@@ -173,12 +173,8 @@ def model_of(*builds, loss=cross_entropy, metrics=None, recompute=False):
 
 
 def make_compute(model, layers=None, **options):
-    shapes = model_shapes(model)
-    held = {}
-    for index in layers if layers is not None else range(len(shapes)):
-        held[index] = FlatLayer(model.layers[index], shapes[index], torch.float32)
-        held[index].flat.copy_(initial_values(model.layers[index], shapes[index], SEED))
-    accumulators = {index: ExactAccumulator(shapes[index]) for index in held}
+    held, units, shapes = make_held(model, layers, SEED)
+    accumulators = {index: ExactAccumulator(shapes[index]) for index in (*held, *units)}
     compute = Compute(
         model,
         held,

@@ -3,7 +3,7 @@
 A slot is a function: a frame that was posted for is given to it the moment it arrives, as the real one's bytes land.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from elaswave.hashing import MASK64
@@ -56,7 +56,7 @@ class ToyEngine:
         self._see = host.world.see
         self._job = host.job
         self._model = host.model
-        self.layers: range = range(0)
+        self.layers: tuple[int, ...] = ()
         self.parameters: dict[int, int] = {}
         """By block, of the layers that are here."""
         self._ran: set[int] = set()
@@ -65,8 +65,7 @@ class ToyEngine:
 
     def use_layout(self, layout: Layout, execution: ExecutionParameters, copies: Iterable[ToyCopy]) -> frozenset[int]:
         """Makes room for the layers of the worker's stage."""
-        stage = layout.stages[layout.stage_of(self._host.id)]
-        before, self.layers = self.layers, range(stage.start, stage.stop)
+        before, self.layers = self.layers, _units_of(layout, self._host.id)
         here = self._blocks_here()
         self.parameters = {block: self.parameters[block] for block in here if block in self.parameters}
         return frozenset(self.layers) - frozenset(before)
@@ -95,28 +94,31 @@ class ToyEngine:
 
     def run(self, action: Action, layers: range, step: int, value: Any, *, first: bool, last: bool) -> Any:
         """Runs an action."""
-        microbatch, blocks_of_layer = action.microbatch, self._model.blocks_of_layer
+        microbatch, model = action.microbatch, self._model
         x: int = value
         if action.kind == "F":
             if first:
                 x = sample(step, microbatch)
             for layer in layers:
                 self._inputs[microbatch, layer] = x
-                x = forward(layer, step, microbatch, [self.parameters[block] for block in blocks_of_layer[layer]], x)
+                x = forward(layer, step, microbatch, [self.parameters[block] for block in model.blocks_used(layer)], x)
             if last:
                 self._losses[microbatch], self._outputs[microbatch] = loss_of(x), x
             return x
         dy = self._outputs[microbatch] if last else x
         for layer in reversed(layers):
-            parameters = [self.parameters[block] for block in blocks_of_layer[layer]]
+            blocks = model.blocks_used(layer)
+            parameters = [self.parameters[block] for block in blocks]
             dy, gradients = backward(self._job, step, parameters, self._inputs[microbatch, layer], dy)
-            for block, gradient in zip(blocks_of_layer[layer], gradients, strict=True):
-                units = to_units(gradient, self._exponents[layer])
+            for block, gradient in zip(blocks, gradients, strict=True):
+                unit = model.blocks[block].layer
+                units = to_units(gradient, self._exponents[unit])
                 self._sums[block] += units
                 self._balance += units
-                self._maxima[layer] = max(self._maxima.get(layer, 0.0), maximum_of(gradient))
-            self._coverage[layer] += coverage_key(layer, microbatch)
-            self._counts[layer, microbatch] = self._counts.get((layer, microbatch), 0) + 1
+                self._maxima[unit] = max(self._maxima.get(unit, 0.0), maximum_of(gradient))
+            for unit, use in ((layer, 0), *model.uses[layer]):
+                self._coverage[unit] += coverage_key(unit, microbatch, use)
+                self._counts[unit, microbatch] = self._counts.get((unit, microbatch), 0) + 1
             host = self._host
             self._see.computed(host.id, host.epoch, step, host.machine.attempt, layer, microbatch)
         return dy
@@ -125,7 +127,7 @@ class ToyEngine:
         """Runs layers forward."""
         x: int = sample(step, microbatch) if first else value
         for layer in layers:
-            parameters = [self.parameters[block] for block in self._model.blocks_of_layer[layer]]
+            parameters = [self.parameters[block] for block in self._model.blocks_used(layer)]
             x = forward(layer, step, microbatch, parameters, x)
         if last:
             self._losses[microbatch] = loss_of(x)
@@ -219,7 +221,15 @@ class ToyEngine:
     def committed(self, step: int, loss: float, *, updates: bool) -> None:
         """Nothing but blocks has a state here."""
 
-    def apply(self, copy: ToyCopy, step: int, norm: float | None, scale: float, num_updates: int) -> None:
+    def apply(
+        self,
+        copy: ToyCopy,
+        step: int,
+        norm: float | None,
+        scale: float,
+        num_updates: int,
+        written: Collection[int] = (),
+    ) -> None:
         """Updates a copy."""
         gradient, copy.gradient = _gradient(copy), None
         assert norm is not None and scale == 1.0, "no step of the toy job is skipped, and no loss has counts"
@@ -278,11 +288,16 @@ class ToyEngine:
         }
         for block, copy in copies.items():
             self._see.loaded(host.id, block, step, copy.state)
-        stage = layout.stages[layout.stage_of(host.id)]
-        self.layers = range(stage.start, stage.stop)
+        self.layers = _units_of(layout, host.id)
         self.parameters = {block: parameter(states[block]) for block in self._blocks_here()}
         progress = TrainingProgress(step, model.progress.grids._replace(exponents=grid))
         return Loaded(copies, progress, len(copies))
+
+
+def _units_of(layout: Layout, worker: int) -> tuple[int, ...]:
+    stage = layout.stages[layout.stage_of(worker)]
+    layers = range(stage.start, stage.stop)
+    return (*layers, *layout.shared_units(layers))
 
 
 def _gradient(copy: ToyCopy) -> int:

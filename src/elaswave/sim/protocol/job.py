@@ -37,7 +37,7 @@ FRACTION_BITS = 28
 """More than an ordinary grid resolves, so that sums depend on their grids."""
 
 Exponents = tuple[int, ...]
-"""Of the grids, by tensor; a layer is one tensor."""
+"""Of the grids, by tensor; a unit is one tensor."""
 
 BlockState = tuple[int, int]
 """Master and momentum of one block: all of its state."""
@@ -66,6 +66,9 @@ class Job(NamedTuple):
     blocks_per_round: int = 1
     """New copies that one owner sends, and one worker receives, in one step."""
     min_workers: int = 1
+    tied: bool = False
+    """Whether the first and the last layer share a unit of state, and also the second one where stages have several
+    layers: so uses share a stage or not, and there are stages without one."""
 
     @property
     def num_workers(self) -> int:
@@ -80,27 +83,48 @@ class Model(NamedTuple):
     blocks: tuple[Block, ...]
     placement: Placement
     blocks_of_layer: tuple[tuple[int, ...], ...]
+    """By unit: first the layers."""
+    uses: tuple[tuple[tuple[int, int], ...], ...]
+    """For each layer the shared units that it uses, each with the number of that use."""
     terms: JobTerms
     progress: TrainingProgress
     """Of the beginning: on grids that the first step's gradients fit, as after a resume."""
+
+    def blocks_used(self, layer: int) -> list[int]:
+        """Blocks of the layer itself, and of the units that it shares."""
+        units = (layer, *(unit for unit, _ in self.uses[layer]))
+        return [block for unit in units for block in self.blocks_of_layer[unit]]
+
+    def num_terms(self, unit: int) -> int:
+        """Terms of the sums of a unit."""
+        return self.layout.num_microbatches * self.layout.num_uses(unit)
 
 
 @cache
 def model_of(job: Job) -> Model:
     """Layout, blocks and placement of a job."""
     num_layers = job.layers_per_stage * len(job.widths)
+    users = {0, num_layers - 1} | ({1} if job.layers_per_stage > 1 else set())
+    shared = (tuple(sorted(users)),) if job.tied and num_layers > 1 else ()
     layout = make_layout(
         widths=job.widths,
         layers_per_stage=[job.layers_per_stage] * len(job.widths),
         num_microbatches=job.num_microbatches,
+        shared=shared,
     )
-    blocks = make_blocks([job.blocks_per_layer] * num_layers, 1)
-    of_layer = tuple(tuple(block.id for block in blocks if block.layer == layer) for layer in range(num_layers))
+    num_units = num_layers + len(shared)
+    blocks = make_blocks([job.blocks_per_layer] * num_units, 1)
+    of_layer = tuple(tuple(block.id for block in blocks if block.layer == unit) for unit in range(num_units))
+    uses = tuple(
+        tuple((num_layers + index, users.index(layer)) for index, users in enumerate(shared) if layer in users)
+        for layer in range(num_layers)
+    )
     placement = place_blocks(layout, blocks, num_followers=job.num_followers)
     terms = JobTerms(
         blocks=blocks,
         num_layers=num_layers,
-        num_tensors=num_layers,
+        num_tensors=num_units,
+        uses={num_layers + index: len(users) for index, users in enumerate(shared)},
         num_microbatches=job.num_microbatches,
         num_steps=job.steps,
         num_followers=job.num_followers,
@@ -108,9 +132,10 @@ def model_of(job: Job) -> Model:
         compile=_compile,
         checkpoint_every=job.checkpoint_every,
     )
-    exponent = next_exponent(maximum_of(1 << (GRADIENT_BITS - 1)), 0, job.num_microbatches)
-    grids = GridState((exponent,) * num_layers, calibrated=True, exact=True)
-    return Model(layout, blocks, placement, of_layer, terms, TrainingProgress(0, grids))
+    maximum = maximum_of(1 << (GRADIENT_BITS - 1))
+    exponents = [next_exponent(maximum, 0, job.num_microbatches * layout.num_uses(unit)) for unit in range(num_units)]
+    grids = GridState(tuple(exponents), calibrated=True, exact=True)
+    return Model(layout, blocks, placement, of_layer, uses, terms, TrainingProgress(0, grids))
 
 
 def _compile(worker: int, layout: Layout, execution: ExecutionParameters, *, forward_only: bool = False) -> Program:
@@ -149,7 +174,7 @@ def other_layout(layout: Layout) -> Layout:
         )
         for microbatch in range(layout.num_microbatches)
     )
-    return Layout(stages=stages, routes=routes)
+    return Layout(stages=stages, routes=routes, shared=layout.shared)
 
 
 # ------------------------------------------------------------------------------------------------------ the arithmetic
@@ -252,11 +277,11 @@ def undisturbed(job: Job) -> Truth:
         grid, fits = grids[-1], False
         while not fits:
             step_losses, gradients, maxima = _one_attempt(job, model, step, states[-1], grid)
-            after = tuple(next_exponent(maximum, 0, job.num_microbatches) for maximum in maxima)
+            after = tuple(next_exponent(maximum, 0, model.num_terms(unit)) for unit, maximum in enumerate(maxima))
             fits = not any(
-                could_overflow(maximum, exponent, job.num_microbatches)
+                could_overflow(maximum, exponent, model.num_terms(unit))
                 or (is_too_coarse(maximum, exponent) and finer > exponent)
-                for maximum, exponent, finer in zip(maxima, grid, after, strict=True)
+                for unit, (maximum, exponent, finer) in enumerate(zip(maxima, grid, after, strict=True))
             )
             grid = after
         norm = norm_from_limbs(norm_limbs([float(gradient) for gradient in gradients]))
@@ -277,18 +302,19 @@ def _one_attempt(
     for microbatch in range(job.num_microbatches):
         x = sample(step, microbatch)
         inputs = []
-        for layer, blocks in enumerate(model.blocks_of_layer):
+        for layer in range(model.terms.num_layers):
             inputs.append(x)
-            x = forward(layer, step, microbatch, [parameter(states[block]) for block in blocks], x)
+            x = forward(layer, step, microbatch, [parameter(states[block]) for block in model.blocks_used(layer)], x)
         losses.append(loss_of(x))
         dy = x
         for layer in reversed(range(len(inputs))):
-            blocks = model.blocks_of_layer[layer]
+            blocks = model.blocks_used(layer)
             parameters = [parameter(states[block]) for block in blocks]
             dy, gradients = backward(job, step, parameters, inputs[layer], dy)
             for block, gradient in zip(blocks, gradients, strict=True):
-                sums[block] += to_units(gradient, grid[layer])
-                maxima[layer] = max(maxima[layer], maximum_of(gradient))
+                unit = model.blocks[block].layer
+                sums[block] += to_units(gradient, grid[unit])
+                maxima[unit] = max(maxima[unit], maximum_of(gradient))
     means = [from_units(total, grid[block.layer]) for block, total in zip(model.blocks, sums, strict=True)]
     return tuple(losses), means, maxima
 

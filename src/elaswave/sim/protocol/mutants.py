@@ -32,7 +32,7 @@ from elaswave.protocol.ledger import CatchUp, Held, Ledger
 from elaswave.protocol.member import Member
 from elaswave.protocol.messages import CoreToWorker, Decision, LayoutChange, Registered, Report
 from elaswave.protocol.shards import Complete, GivenUp, Shards
-from elaswave.protocol.traffic import Traffic, traffic_of
+from elaswave.protocol.traffic import Shipment, Traffic, traffic_of
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.engine import ToyCopy
@@ -74,8 +74,7 @@ class LearnsAfterAnswering(_Machine):
     ledger_class = _TalkativeLedger
 
     def move(self, epoch: int, members: tuple[int, ...]) -> None:
-        layers = sorted(self.engine.layers)
-        self.report = self.ledger.promise(epoch, self.held(), (layers[0], layers[-1] + 1))
+        self.report = self.ledger.promise(epoch, self.held(), self.layers_here())
         self.outbox.send(self.report)
         self._pending = (epoch, members)
 
@@ -281,6 +280,33 @@ class SwitchesAgain(_Machine):
 
 
 # -------------------------------------------------------------------------------------------- W9, W10: reports, the end
+
+
+def _traffic_within_stages(
+    worker: int, blocks: tuple[Block, ...], layout: Layout, placement: Placement, voting: Placement
+) -> Traffic:
+    right = traffic_of(worker, blocks, layout, placement, voting)
+    stage = layout.stage_of(worker)
+
+    def stays(shipment: Shipment) -> bool:
+        return shipment.layer < layout.num_layers or layout.stage_of(shipment.peer) == stage
+
+    out = {unit: tuple(filter(stays, shipments)) for unit, shipments in right.partials_out.items()}
+    return right._replace(partials_out=out, partials_in=tuple(filter(stays, right.partials_in)))
+
+
+class SumsWithinStages(_Machine):
+    """The sum of a shared unit lacks the uses in other stages than its owner's."""
+
+    traffic_of = staticmethod(_traffic_within_stages)
+
+
+class DeliversLayersOnly(_Machine):
+    """Shared units are not delivered to those that take over a layer which uses them."""
+
+    def install(self, decision: Decision) -> Life[None]:
+        layers = tuple(pair for pair in decision.deliver if pair[1] < decision.layout.num_layers)
+        yield from super().install(msgspec.structs.replace(decision, deliver=layers))
 
 
 class ReportsOnce(_Machine):
@@ -541,6 +567,18 @@ MUTANTS = {
             "a change that has come into force is still held",
             Build(machine=SwitchesAgain),
             "widths=1,1 num_microbatches=1 steps=4 change_step=1",
+        ),
+        Mutant(
+            "tie-one-stage",
+            "the sum of a shared unit lacks the uses in other stages than its owner's",
+            Build(machine=SumsWithinStages),
+            "widths=1,1 num_microbatches=1 tied=1",
+        ),
+        Mutant(
+            "tie-undelivered",
+            "a worker that takes over a layer is not sent the unit that it shares with others",
+            Build(machine=DeliversLayersOnly),
+            "widths=1,1,1 tied=1 kill:0@40",
         ),
         Mutant(
             "reports-once",

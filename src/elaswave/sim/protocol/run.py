@@ -66,7 +66,7 @@ def run_schedule(
         The outcome; never raises for a defect of what is simulated.
     """
     job = schedule.job
-    num_layers = len(model_of(job).blocks_of_layer)
+    num_layers = model_of(job).terms.num_layers
     checkers = all_checkers(
         undisturbed(job),
         num_layers,

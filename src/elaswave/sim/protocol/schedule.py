@@ -127,7 +127,7 @@ def parse_schedule(text: str) -> Schedule:
         elif name == "widths":
             job[name] = tuple(_whole(word, width) for width in value.split(","))
         elif name in job:
-            job[name] = _whole(word, value)
+            job[name] = bool(_whole(word, value)) if name == "tied" else _whole(word, value)
         elif name in conditions:
             conditions[name] = bool(_whole(word, value)) if name == "keeps_in_flight" else _whole(word, value)
         else:
@@ -167,6 +167,7 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         change_step=random.Random(f"change of {seed}").choice((0, 0, 1, 2)),
         ask_step=random.Random(f"request of {seed}").choice((0, 0, 1, 2)),
         stop_step=random.Random(f"stop of {seed}").choice((0, 0, 0, 0, 0, 1, 2)),
+        tied=random.Random(f"tie of {seed}").random() < 0.5,
     )
     job = drawn if job is None else job
     num_workers, steps = job.num_workers, job.steps

@@ -112,6 +112,8 @@ _SLOW_COMMIT = _PROMPT._replace(commit_delay=20)
 
 JOB_OF_3 = Job(widths=(2, 1), steps=2, checkpoint_every=1, retry_step=2)
 JOB_OF_4 = Job(widths=(2, 2), steps=2, retry_step=2)
+TIED_JOB = Job(widths=(1, 2), steps=2, tied=True)
+"""Two stages share a unit, owned in either of them."""
 CHANGING_JOB = Job(widths=(2, 1), steps=3, change_step=1)
 """The layout changes while its second step runs, so that its third one is the first under the next layout."""
 
@@ -139,6 +141,8 @@ SPACES = {
         Space("3-workers-change-2-kills", CHANGING_JOB, (_PROMPT,), (("kill",), ("kill", "suspect"))),
         Space("3-workers-slow-plan-2-faults", JOB_OF_3, (_SLOW_PLAN,), (("kill", "suspect"), ("kill", "suspect"))),
         Space("3-workers-slow-commit-2-faults", JOB_OF_3, (_SLOW_COMMIT,), (("kill", "suspect"), ("kill", "suspect"))),
+        Space("3-workers-tied-1-fault", TIED_JOB, _weathers(3), (ALL_KINDS,)),
+        Space("3-workers-tied-2-kills", TIED_JOB, (_PROMPT,), (("kill",), ("kill",))),
         Space("4-workers-2-kills", JOB_OF_4, (_PROMPT,), (("kill",), ("kill",))),
     )
 }

@@ -1,0 +1,217 @@
+"""The buffers of a layer's module: every micro-batch begins with the step's, and what it leaves behind is noted.
+
+Persistent buffers are state: they lie in a unit of their own, as float32, and a forward is given copies of them. Those
+that are not persistent are put back to their built values. So no forward sees what another one has written, whichever
+came first, and recomputation and evaluation leave nothing behind.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from elaswave.errors import UsageError
+from elaswave.state.shapes import LayerShape, TensorSlot
+
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Element types of persistent buffers that float32 holds exactly."""
+
+_NUM_LOOKS = 8
+"""So many forwards of a module are watched for kernels that write buffers without telling autograd, as those of batch
+normalisation do. Whatever is seen to be written so is looked at from then on."""
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that ``module.state_dict()`` holds, each under its first name."""
+    seen: set[int] = set()
+    found = {}
+    for name, owner, key, buffer in _places(module):
+        if key not in owner._non_persistent_buffers_set and id(buffer) not in seen:
+            seen.add(id(buffer))
+            found[name] = buffer
+    return found
+
+
+def _places(module: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Every place where a buffer is registered: full name, submodule, its name there, tensor."""
+    return [
+        (f"{path}.{key}" if path else key, owner, key, buffer)
+        for path, owner in module.named_modules()
+        for key, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+
+
+def encode(buffer: torch.Tensor) -> torch.Tensor:
+    """The elements of flat storage of a buffer, float32, one dimension; see `elaswave.state.shapes.WHOLE_BYTES`."""
+    flat = buffer.detach().contiguous().reshape(-1)
+    return flat.to(torch.float32) if buffer.is_floating_point() else flat.view(torch.uint8).to(torch.float32)
+
+
+def decode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The inverse of `encode`, still in one dimension; always in memory of its own."""
+    if dtype.is_floating_point:
+        return values.to(dtype, copy=True)
+    return values.to(torch.uint8).view(dtype)
+
+
+class _Persistent(NamedTuple):
+    slot: TensorSlot
+    dtype: torch.dtype
+    places: list[tuple[nn.Module, str]]
+
+
+class _Fixed(NamedTuple):
+    """A buffer that is not persistent, at one of its places."""
+
+    owner: nn.Module
+    key: str
+    buffer: torch.Tensor
+    """What is registered while a forward runs."""
+    built: torch.Tensor
+    """A copy of its built value that nothing writes."""
+    is_compared: bool
+    """Whether its content is looked at, and not only the number of writes that autograd knows of."""
+
+
+class LayerBuffers:
+    """The buffers of one module.
+
+    Args:
+        module: just built, so that buffers that are not persistent have their values.
+        name: of the layer, for errors.
+        unit: where its persistent buffers lie; None: it has none.
+    """
+
+    def __init__(self, module: nn.Module, name: str, unit: LayerShape | None) -> None:
+        self._name = name
+        places = _places(module)
+        by_name = {slot.name: slot for slot in unit.tensors} if unit else {}
+        by_tensor: dict[int, _Persistent] = {}
+        self._fixed: list[_Fixed] = []
+        for full, owner, key, buffer in places:
+            if id(buffer) in by_tensor:
+                by_tensor[id(buffer)].places.append((owner, key))
+            elif f"{name}.{full}" in by_name:
+                slot = by_name[f"{name}.{full}"]
+                by_tensor[id(buffer)] = _Persistent(slot, buffer.dtype, [(owner, key)])
+            else:
+                is_compared = isinstance(owner, _NormBase)
+                self._fixed.append(_Fixed(owner, key, buffer, buffer.detach().clone(), is_compared))
+        self._versions = [fixed.buffer._version for fixed in self._fixed]
+        self._looks_left = _NUM_LOOKS
+        self._persistent = list(by_tensor.values())
+        self._initial: list[torch.Tensor] = []
+        """Encoded, of the step."""
+        self._is_finite: list[bool] = []
+
+    @property
+    def tensors(self) -> list[TensorSlot]:
+        """The persistent ones, in the order of `left`."""
+        return [each.slot for each in self._persistent]
+
+    def refresh(self, flat: torch.Tensor) -> None:
+        """Takes over the buffers that a step begins with.
+
+        Args:
+            flat: of their unit, float32.
+        """
+        self._initial = [flat[each.slot.offset : each.slot.stop] for each in self._persistent]
+        self._is_finite = [bool(values.isfinite().all()) for values in self._initial]
+
+    @contextmanager
+    def made_up(self) -> Iterator[None]:
+        """For a while every forward begins with ones in persistent buffers of floating-point numbers and zeros in
+        others, whatever the step begins with."""
+        kept, self._initial = (
+            self._initial,
+            [
+                torch.full_like(values, 0.0 if each.slot.is_whole else 1.0)
+                for each, values in zip(self._persistent, self._initial, strict=True)
+            ],
+        )
+        try:
+            yield
+        finally:
+            self._initial = kept
+
+    def restore(self) -> None:
+        """A forward begins: persistent buffers are copies of the step's, the others have their built values."""
+        for each, initial in zip(self._persistent, self._initial, strict=True):
+            value = decode(initial, each.dtype).view(each.slot.shape)
+            for owner, key in each.places:
+                owner._buffers[key] = value
+        looks = self._looks_left > 0
+        self._looks_left -= looks
+        for index, fixed in enumerate(self._fixed):
+            now = fixed.owner._buffers[fixed.key]
+            is_untouched = now is fixed.buffer and fixed.buffer._version == self._versions[index]
+            is_compared = looks or fixed.is_compared
+            if is_untouched and not (is_compared and not _same_bits(fixed.buffer, fixed.built)):
+                continue
+            # A new tensor: a graph that is still needed may have saved the one that was written.
+            fresh = fixed.built.clone()
+            fixed.owner._buffers[fixed.key] = fresh
+            self._fixed[index] = fixed._replace(buffer=fresh, is_compared=fixed.is_compared or is_untouched)
+            self._versions[index] = fresh._version
+
+    def left(self) -> list[torch.Tensor]:
+        """What a forward has left in the persistent buffers, encoded.
+
+        Raises:
+            UsageError: a buffer has another shape or type now, or held values that are not finite and was written.
+        """
+        found = []
+        for each, initial, is_finite in zip(self._persistent, self._initial, self._is_finite, strict=True):
+            owner, key = each.places[0]
+            buffer = owner._buffers[key]
+            if buffer is None or buffer.dtype != each.dtype or tuple(buffer.shape) != each.slot.shape:
+                now = "nothing" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
+                raise UsageError(
+                    f"the forward of layer {self._name} has made buffer {each.slot.name} {now}; it was {each.dtype} "
+                    f"{list(each.slot.shape)}, and must stay so. Register it with persistent=False, or keep it out of "
+                    "the buffers"
+                )
+            values = encode(buffer)
+            if not is_finite:
+                if not _same_bits(values, initial):
+                    raise UsageError(
+                        f"the forward of layer {self._name} writes buffer {each.slot.name}, which holds values that "
+                        "are not finite: their mean over micro-batches means nothing. Keep the values finite, or "
+                        "register it with persistent=False"
+                    )
+                values = torch.zeros_like(values)
+            found.append(values)
+        return found
+
+    def writes(self, left: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+        """What the vote is to know of each persistent buffer, see `elaswave.protocol.ballot.BufferTensor`.
+
+        Args:
+            left: of one micro-batch.
+        """
+        found = []
+        for each, initial, is_finite, values in zip(
+            self._persistent, self._initial, self._is_finite, left, strict=True
+        ):
+            if each.slot.is_whole:
+                content = _hash62(values)
+                found.append((content, -content))
+            else:
+                found.append((int(is_finite and not _same_bits(values, initial)), 0))
+        return found
+
+
+def _hash62(values: torch.Tensor) -> int:
+    content = values.to(torch.uint8).numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 2
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)))
