@@ -163,7 +163,7 @@ def _family(kind: str) -> Callable[..., ModelSpec]:
         spec = model.layers[middle]
         layers = list(model.layers)
         build = lambda: Scaled(spec.build(), int(sizes["hidden_size"]), kind)  # noqa: E731
-        layers[middle] = Layer(spec.name, build, spec.decays)
+        layers[middle] = Layer(spec.name, build)
         return ModelSpec(tuple(layers), model.loss)
 
     return family

@@ -215,7 +215,7 @@ def _plain(config: Config, num_workers: int, folder: Path, *, shards_optimizer: 
         for step in range(1, NUM_STEPS + 1):
             for microbatch in own:
                 model.require_backward_grad_sync = microbatch == own[-1]
-                tokens, targets = source.batch(sampler.microbatch(step, microbatch), "train")
+                tokens, targets = source.batch(sampler.draws(step, microbatch), "train")
                 (run.model.loss(model(tokens), targets) / len(own)).backward()
             nn.utils.clip_grad_norm_(parameters, config.optimizer.grad_clip)
             optimizer.step()

@@ -49,7 +49,7 @@ def plain_loop(config: Config, *, tuned: bool) -> Body:
                 gate.before_step(0)
                 total = torch.zeros(())
                 for microbatch in range(num_microbatches):
-                    tokens, targets = source.batch(sampler.microbatch(step, microbatch), "train")
+                    tokens, targets = source.batch(sampler.draws(step, microbatch), "train")
                     loss = run.model.loss(model(tokens), targets) / num_microbatches
                     loss.backward()
                     total += loss.detach()
@@ -139,8 +139,8 @@ class _PipelineJob(NamedTuple):
             for step in range(1, self.num_steps + 1):
                 self.gate.before_step(rank)
                 losses: list[torch.Tensor] = []
-                indices = [sample for m in own_microbatches for sample in sampler.microbatch(step, m)]
-                tokens, targets = source.batch(indices, "train") if is_first or is_last else (None, None)
+                draws = [draw for m in own_microbatches for draw in sampler.draws(step, m)]
+                tokens, targets = source.batch(draws, "train") if is_first or is_last else (None, None)
                 gradients.zero_()
                 schedule.step(
                     *([tokens] if is_first else []),

@@ -197,9 +197,7 @@ def run_replica(
             manager.start_quorum()
             for microbatch in range(MICROBATCHES):
                 number = replica * MICROBATCHES + microbatch
-                tokens, targets = source.batch(
-                    sampler.microbatch(step, number % config.batch.num_microbatches), "train"
-                )
+                tokens, targets = source.batch(sampler.draws(step, number % config.batch.num_microbatches), "train")
                 loss = run.model.loss(model(tokens), targets) / MICROBATCHES
                 time.sleep(pace_s / 3)
                 if replica == victim and manager.current_step() >= KILL_AT_STEP and microbatch:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from elaswave.data.sampler import Sampler
-from elaswave.data.sources import TokenSource
 from elaswave.hashing import key64
 from elaswave.models.layers import ModelSpec, build_layer
+from elaswave.training.definition import Samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +107,14 @@ def run_layers(layers: Sequence[nn.Module], x: torch.Tensor, seed: int, step: in
 
 
 def microbatch_gradients(
-    model: ModelSpec, layers: Sequence[nn.Module], source: TokenSource, recipe: Recipe, *, step: int
+    model: ModelSpec, layers: Sequence[nn.Module], source: Samples, recipe: Recipe, *, step: int
 ) -> list[list[torch.Tensor]]:
     """The float32 gradient of every micro-batch's own mean loss, by micro-batch and parameter; nothing is updated."""
     sampler = _sampler(source, recipe)
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
     result = []
     for microbatch in range(recipe.num_microbatches):
-        tokens_BT, targets_BT = source.batch(sampler.microbatch(step, microbatch), "train")
+        tokens_BT, targets_BT = source.batch(sampler.draws(step, microbatch), "train")
         output = run_layers(layers, tokens_BT, recipe.seed, step, microbatch)
         result.append(list(torch.autograd.grad(model.loss(output, targets_BT), parameters)))
     return result
@@ -122,7 +122,7 @@ def microbatch_gradients(
 
 def reference_run(
     model: ModelSpec,
-    source: TokenSource,
+    source: Samples,
     recipe: Recipe,
     steps: int,
     *,
@@ -155,7 +155,7 @@ def reference_run(
         optimizer.zero_grad(set_to_none=True)
         losses = []
         for microbatch in range(recipe.num_microbatches):
-            tokens_BT, targets_BT = source.batch(sampler.microbatch(step, microbatch), "train")
+            tokens_BT, targets_BT = source.batch(sampler.draws(step, microbatch), "train")
             output = run_layers(layers, tokens_BT, recipe.seed, step, microbatch)
             reseed(recipe.seed, step, microbatch, len(layers))
             loss = model.loss(output, targets_BT)
@@ -173,5 +173,5 @@ def reference_run(
     return result
 
 
-def _sampler(source: TokenSource, recipe: Recipe) -> Sampler:
+def _sampler(source: Samples, recipe: Recipe) -> Sampler:
     return Sampler(recipe.seed, source.num_samples("train"), recipe.microbatch_size, recipe.num_microbatches)

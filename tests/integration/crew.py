@@ -11,6 +11,7 @@ import msgspec
 from tests.integration.jobs import small_config
 from tests.memory_transport import MemoryNetwork
 
+from elaswave.data.sampler import Draw
 from elaswave.observability.trace import ACTION, TraceRecorder
 from elaswave.planning.layout import validate_layout
 from elaswave.protocol.execution import Life, T
@@ -90,8 +91,8 @@ def train(
         context = EngineContext(
             blueprint=blueprint,
             worker=worker,
-            batches=lambda step, microbatch: source.batch(sampler.microbatch(step, microbatch), "train"),
-            evaluation_batches=lambda step, microbatch: source.batch([microbatch], "validation"),
+            batches=lambda step, microbatch: source.batch(sampler.draws(step, microbatch), "train"),
+            evaluation_batches=lambda step, microbatch: source.batch([Draw(microbatch, 0, microbatch)], "validation"),
             check=lambda: None,
             timer=timer,
             run_dir=folder,

@@ -1,6 +1,6 @@
 """A model that uses all that layers may do: trees, writing in place, auxiliary losses, `batch`, counts, metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,10 +9,12 @@ from tests.integration.jobs import small_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from elaswave.data.fingerprint import SampleHash
+from elaswave.data.sampler import Draw, Source
 from elaswave.models.calls import LossOutput, aux_loss, batch
 from elaswave.models.layers import Layer, ModelSpec
 from elaswave.training.definition import Training
-from elaswave.training.optimizer import OPTIMIZERS
+from elaswave.training.optimizer import ConfiguredOptimizer
 
 VOCABULARY, LENGTH, WIDTH, NUM_SAMPLES = 40, 8, 16, 64
 
@@ -91,13 +93,18 @@ def accuracy(logits: torch.Tensor, targets: Values) -> tuple[torch.Tensor, torch
 class Sequences:
     """Sequences of several lengths, padded to one."""
 
+    sources: tuple[Source, ...] = ()
+
     def num_samples(self, split: str) -> int:
         return NUM_SAMPLES
 
-    def batch(self, indices: Any, split: str) -> tuple[Values, Values]:
+    def hashes(self, num_hashes: int) -> Iterator[SampleHash]:
+        return iter(())
+
+    def batch(self, draws: Sequence[Draw], split: str) -> tuple[Values, Values]:
         tokens, masks = [], []
-        for index in indices:
-            source = torch.Generator().manual_seed(index + (1000 if split == "validation" else 0))
+        for draw in draws:
+            source = torch.Generator().manual_seed(draw.sample + (1000 if split == "validation" else 0))
             tokens.append(torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=source))
             masks.append(torch.arange(LENGTH) < torch.randint(2, LENGTH + 1, (1,), generator=source))
         all_tokens, mask = torch.stack(tokens), torch.stack(masks)
@@ -136,6 +143,6 @@ def training_of(settings: Mapping[str, Any] | None = None, model: ModelSpec | No
     return Training(
         model=model or make_model(),
         dtype=torch.float32,
-        make_optimizer=lambda shapes: OPTIMIZERS["adamw"](config.optimizer),
+        make_optimizer=lambda shapes: ConfiguredOptimizer(config.optimizer, config.run.steps),
         open_samples=lambda folder: Sequences(),
     )

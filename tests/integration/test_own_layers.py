@@ -111,7 +111,7 @@ def test_losses_metrics_and_updates_are_those_of_ordinary_pytorch(tmp_path: Path
     for step in range(1, steps + 1):
         total, aux, right, count = torch.zeros(()), torch.zeros(()), 0.0, 0
         for microbatch in range(config.batch.num_microbatches):
-            inputs, targets = source.batch(sampler.microbatch(step, microbatch), "train")
+            inputs, targets = source.batch(sampler.draws(step, microbatch), "train")
             call = Call(functools.partial(dict, inputs))
             with inside(call):
                 value: Any = inputs
