@@ -14,6 +14,7 @@ from tests.integration.thread_jobs import Killed, Machine, ThreadJob
 import elaswave
 from elaswave.api.session import ScriptSession, active
 from elaswave.control.job import JobOptions
+from elaswave.data.sampler import Draw
 from elaswave.errors import NonFiniteError
 from elaswave.models.calls import Call, LossOutput, inside
 from elaswave.models.layers import build_layer
@@ -161,7 +162,7 @@ class Points:
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> tuple[Values, Values]:
-        inputs, targets = Sequences().batch([index], "train")
+        inputs, targets = Sequences().batch([Draw(index, 0, index)], "train")
         return {name: value[0] for name, value in inputs.items()}, {name: value[0] for name, value in targets.items()}
 
 
