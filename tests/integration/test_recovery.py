@@ -259,7 +259,7 @@ def _wait_until(condition: Any) -> None:
 def test_the_line_on_the_terminal_says_what_happened(tmp_path: Path, reference: Job) -> None:
     class InOrder(QuietReporter):
         def step(self, step: int, *facts: Any) -> None:
-            shown.append((step, facts[-1]))
+            shown.append((step, facts[-2]))
             self.losses[step] = facts[1]
 
         def message(self, text: str) -> None:

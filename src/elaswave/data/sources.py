@@ -230,8 +230,9 @@ def known_vocabulary(source: str | Sequence[str]) -> int | None:
     Raises:
         DataError: see `files_of` and `elaswave.data.token_files.read_header`.
     """
-    if source == PYTHON_DOCS:
-        return None
+    names = [source] if isinstance(source, str) else source
+    if not any(name.endswith(SUFFIX) for name in names):
+        return None  # no header to read: whether there are such files is found out when they are opened
     headers = [read_header(path) if path.suffix == SUFFIX else None for path in files_of(source)]
     sizes = [header.vocab_size for header in headers if header is not None]
     return max(sizes) if sizes and len(sizes) == len(headers) else None

@@ -186,8 +186,7 @@ class LoaderSupply:
             except BlockingIOError:
                 continue  # stopped, with a full line
             except OSError:
-                self._replace(loader, self._ends)
-                continue
+                continue  # it has ended; that is met when what it has answered has been taken
             if not loader.asked:
                 loader.since_s = time.monotonic()
             loader.asked.append(name)
@@ -229,7 +228,10 @@ class LoaderSupply:
             BlockingIOError: none has come.
             OSError: the loader has ended.
         """
-        message, fds, _, _ = socket.recv_fds(loader.line, MESSAGE_BYTES_MAX, 1)
+        try:
+            message, fds, _, _ = socket.recv_fds(loader.line, MESSAGE_BYTES_MAX, 1)
+        except ConnectionResetError:  # it has ended with something unread: told once, before its last answers
+            message, fds, _, _ = socket.recv_fds(loader.line, MESSAGE_BYTES_MAX, 1)
         if not message:
             self._replace(loader, self._ends)
             return False

@@ -28,7 +28,7 @@ def test_it_says_how_many_layers_there_are_and_their_type_and_reads_back(tmp_pat
 
 def test_an_optimizer_of_the_scripts_own_leaves_its_section_to_it() -> None:
     config = load_config(own=WITH_OPTIMIZER)
-    assert config.to_dict()["optimizer"] == {"name": OWN, "grad_clip": 0.5}
+    assert config.to_dict()["optimizer"] == {"name": OWN, "grad_clip": 0.5, "ema_decay": 0.0}
     with pytest.raises(ConfigError, match=r"optimizer\.grad_clip: not for .* leave it out: give grad_clip to"):
         load_config(None, ["optimizer.grad_clip=1"], own=WITH_OPTIMIZER)
     resumed = load_config(base=config, own=MODEL)

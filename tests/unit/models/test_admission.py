@@ -24,6 +24,7 @@ class FullyShardedDataParallel(nn.Linear):
     """Stands for torch's, which needs processes."""
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 @pytest.mark.parametrize(
     ("build", "words"),
     [

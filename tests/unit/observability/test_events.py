@@ -54,6 +54,7 @@ def test_every_line_carries_kind_time_and_elapsed_seconds(tmp_path: Path) -> Non
         "tokens_per_s": 10000.0,
         "duration_s": 0.1,
         "samples_per_s": None,
+        "metrics": {},
         "finished_s": 0.0,
         "phases_s": {},
         "retries": [],
