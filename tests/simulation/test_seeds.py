@@ -76,6 +76,15 @@ def test_what_comes_while_a_recovery_is_planned_is_dealt_with(schedule, what):
     assert outcome.counts[what] == 1
 
 
+def test_a_member_that_is_interrupted_on_its_way_back_to_a_checkpoint_goes_back_once_more():
+    schedule = (
+        "widths=2,3 blocks_per_layer=1 num_microbatches=3 retry_step=2 ask_step=1 tied=1 seed=357586546 exit_delay=3 "
+        "link_delay=30 slow_worker=1 slow_by=5 plan_delay=4 kill:2@107 suspect:3@145 kill:3@148 kill:4@167"
+    )
+    outcome = run_schedule(parse_schedule(schedule))
+    assert (outcome.violation, outcome.ended) == (None, "finished")
+
+
 def test_a_link_that_is_made_again_within_an_epoch_does_not_hide_that_frames_were_lost():
     schedule = "widths=2,1,1 blocks_per_round=8 slow_worker=3 slow_by=40 kill:1@15 cut:0-3@42"
     outcome = run_schedule(parse_schedule(schedule))

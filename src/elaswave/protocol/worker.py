@@ -344,13 +344,17 @@ class WorkerMachine(StepLoop[C]):
 
     def install(self, decision: Decision) -> Life[None]:
         """Carries out a decision, and goes on."""
-        todo = self.ledger.accept(decision)
         self.members = decision.members
         self.links.connect(decision.layout, decision.placement)
+        if decision.rollback is not None:
+            yield Pause.MOMENT
+        # From here on its reports say that it has the decision. A worker that goes back must then have loaded:
+        # nothing may interrupt it in between (W4), or it would go on with the grids of steps that count no more.
+        todo = self.ledger.accept(decision)
         self._step, self._attempt = decision.resume_step, decision.resume_attempt
         self._duties = []
         if todo is CatchUp.ROLL_BACK:
-            received = yield from self.roll_back(decision)
+            received = self.roll_back(decision)
         else:
             yield from self.catch_up(todo, decision)
             received = yield from self.take_roles(decision)
@@ -439,7 +443,7 @@ class WorkerMachine(StepLoop[C]):
             block for shipment in incoming if shipment.layer in new for block in shipment.blocks
         )
 
-    def roll_back(self, decision: Decision) -> Life[int]:
+    def roll_back(self, decision: Decision) -> int:
         """Starts over from the decision's checkpoint, under its layout.
 
         Returns:
@@ -451,7 +455,6 @@ class WorkerMachine(StepLoop[C]):
         while self._reports and self._reports[-1][0] > decision.rollback:
             self._reports.pop()
         self.known_vote = None
-        yield Pause.MOMENT
         loaded = self.engine.load(decision.rollback, decision.layout, decision.placement)
         self.copies, self.arriving, self.progress = dict(sorted(loaded.copies.items())), {}, loaded.progress
         self.placement = decision.placement
