@@ -146,6 +146,11 @@ def another_next_layout(machine: Machine) -> None:
     machine.agreement_hash += 1
 
 
+def other_grids(machine: Machine) -> None:
+    grids = machine.progress.grids
+    machine.progress = machine.progress._replace(grids=grids._replace(exponents=(0, *grids.exponents[1:])))
+
+
 def flip_master(machine: Machine) -> None:
     flip_bit(followed(machine).slots["master"], 100, 5)
 
@@ -217,8 +222,9 @@ def test_a_fault_that_strikes_once_costs_an_attempt_and_no_bit(
         (Mutation(own_it_too, 1), "block 0 has 2 owners and 0 followers, needed are 1 and 1"),
         (Mutation(lose_update, 1), "a copy of block 0 is 1 steps behind"),
         (Mutation(another_next_layout, 2), "the next layout differs between workers [0, 1, 3] and [2]"),
+        (Mutation(other_grids, 1), "grids or the number of updates differ between workers [0, 2, 3] and [1]"),
     ],
-    ids=["run twice", "not run", "flipped", "sum", "two owners", "stale follower", "two next layouts"],
+    ids=["run twice", "not run", "flipped", "sum", "two owners", "stale follower", "two next layouts", "grids"],
 )
 def test_a_bug_that_stays_ends_the_job_and_is_named(probe: Any, finding: str, tmp_path: Path) -> None:
     with pytest.raises(WorkerError) as raised:

@@ -15,6 +15,7 @@ import click
 import msgspec
 
 from elaswave.api.environment import prepare_to_compute
+from elaswave.cli.job_options import job_options
 from elaswave.errors import ElaswaveError, UsageError
 from elaswave.observability.output import say_error
 
@@ -26,30 +27,8 @@ from elaswave.observability.output import say_error
     epilog="Exit codes: the script's own, or 0 done, 1 failed, 2 bad input, 129 SIGHUP (a closed terminal), 130 "
     "Ctrl-C, 143 SIGTERM.",
 )
-@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Number of workers; the layout fits itself.")
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set one key of the configuration, stronger than the script's; may be repeated. VALUE is TOML, or else a "
-    "string.",
-)
-@click.option(
-    "--run-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Folder for everything that the run writes; default: the script's, or runs/<UTC time>-<short id>.",
-)
-@click.option("--resume", is_flag=True, help="Go on from the newest valid checkpoint in DIR, under any layout.")
-@click.option("--overwrite", is_flag=True, help="Replace the run that DIR holds.")
-@click.option("--profile", is_flag=True, help="Write DIR/trace.json, to be opened in Perfetto or Chrome.")
-@click.option(
-    "--fault",
-    "fault_specs",
-    multiple=True,
-    metavar="KIND:WORKER@STEP[:PHASE[+N]]",
-    help="Inject a fault, as elaswave train does; may be repeated.",
+@job_options(
+    "the script's", "the script's, or runs/<UTC time>-<short id>", ", as elaswave train does; may be repeated."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document; all else to stderr.")
 @click.argument("script", type=click.Path(path_type=Path))

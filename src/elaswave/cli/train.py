@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from elaswave.api.environment import prepare_to_compute
+from elaswave.cli.job_options import job_options
 from elaswave.config.load import load_config
 from elaswave.config.own import OWN
 from elaswave.control.job import JobOptions, run_job
@@ -23,31 +24,12 @@ from elaswave.observability.run_folder import resume_command
     "Exit codes: 0 done, 1 failed, 2 bad input, 129 SIGHUP (a closed terminal), 130 Ctrl-C, 143 SIGTERM.",
 )
 @click.argument("config_file", metavar="[CONFIG.toml]", required=False, type=click.Path(path_type=Path))
-@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Number of workers; the layout fits itself.")
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set one key of the configuration, stronger than the file; may be repeated. VALUE is TOML, or else a string.",
-)
-@click.option(
-    "--run-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Folder for everything that the run writes; default: runs/<UTC time>-<short id>.",
-)
-@click.option("--resume", is_flag=True, help="Go on from the newest valid checkpoint in DIR, under any layout.")
-@click.option("--overwrite", is_flag=True, help="Replace the run that DIR holds.")
-@click.option("--profile", is_flag=True, help="Write DIR/trace.json, to be opened in Perfetto or Chrome.")
-@click.option(
-    "--fault",
-    "fault_specs",
-    multiple=True,
-    metavar="KIND:WORKER@STEP[:PHASE[+N]]",
-    help="Inject a fault, such as kill:3@17:gather, hang:random@5, kill:coordinator@9; may be repeated. KIND: "
-    "kill, hang, cut, cut-close. WORKER: a number, random, or, to be killed, coordinator. PHASE: forward, backward, "
-    "reduce, vote, apply, gather, any.",
+@job_options(
+    "the file's",
+    "runs/<UTC time>-<short id>",
+    ", such as kill:3@17:gather, hang:random@5, kill:coordinator@9; may be repeated. KIND: kill, hang, cut, cut-close. "
+    "WORKER: a number, random, or, to be killed, coordinator. PHASE: forward, backward, reduce, vote, apply, gather, "
+    "any.",
 )
 @click.option("--print-config", is_flag=True, help="Print the resolved configuration and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document; progress to stderr.")

@@ -13,7 +13,8 @@ The parts:
 - partial sums: workers add the sum of all words that they have added to their partial sums, and the coverage that they
   have sent beside them; owners subtract those of the totals, and the coverage that has come: zero unless a word of a
   partial sum has changed in an accumulator, on the way, or in being added up;
-- layout: max(h) and max(-h) of the hash h of layout and placement; all workers agree exactly if they add to 0;
+- layout and grids: max(h) and max(-h) of the hash h of layout, placement, grids and number of updates; all workers
+  agree exactly if they add to 0;
 - canaries: the same of what processes compute with, and of what each layer makes of made-up numbers; of those that a
   worker knows and of its own ones;
 - change: the same of the planned change of layout that each worker holds; it comes into force if all hold the same one;
@@ -122,8 +123,8 @@ class Ballot(NamedTuple):
     residency: int
     agreement: int
     partial_sums: int
-    next_layout: int
-    """62-bit hash of the layout, and of the placement that this vote brings into force."""
+    next_state: int
+    """62-bit hash of the layout, of the placement that this vote brings into force, of grids and number of updates."""
     scores: Scores
     square_sums: Sequence[float]
     """Of the mean gradient of each owned block, finite."""
@@ -145,7 +146,7 @@ class Expected(NamedTuple):
     num_workers: int
     coverage: int
     residency: int
-    next_layout: int
+    next_state: int
     num_microbatches: int
     """Of the step: a policy may let the batch shrink, then the first ones are run."""
 
@@ -238,8 +239,8 @@ class VoteShape:
         sums += norm_limbs(ballot.square_sums)
         sums += score_words(ballot.scores, self.num_microbatches, self.num_metrics)
         maxima = [
-            ballot.next_layout,
-            -ballot.next_layout,
+            ballot.next_state,
+            -ballot.next_state,
             _nonfinite_code(ballot.nonfinite),
             ballot.request.value,
             ballot.change,
@@ -318,7 +319,7 @@ def judge(
         "residency": residency == expected.residency,
         "agreement": agreement == 0,
         "partial sums": partial_sums == 0,
-        "layout": layout_max == -layout_min == expected.next_layout,
+        "layout and grids": layout_max == -layout_min == expected.next_state,
         "loss counts": means.num_counted in (0, expected.num_microbatches),
         "environment": ENVIRONMENT not in canaries.differing,
         "layers": all(place == ENVIRONMENT for place in canaries.differing),

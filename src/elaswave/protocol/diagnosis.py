@@ -34,6 +34,10 @@ class Voter(Protocol):
     """What layers made of made-up numbers where they ran before, by place."""
 
     @property
+    def progress_hash(self) -> int:
+        """Of grids and number of updates."""
+
+    @property
     def voting_copies(self) -> Mapping[int, Copy]:
         """The copies that have voted, by block."""
 
@@ -60,20 +64,9 @@ def diagnose(voter: Voter, failed: Sequence[str]) -> Generator[Wait, None, str]:
         A clause such as "block 17 differs between its owner, worker 0, and its followers, workers [1]".
     """
     findings: list[str] = []
-    if "coverage" in failed:
-        findings += yield from _coverage(voter)
-    if "agreement" in failed:
-        findings += yield from _agreement(voter)
-    if "partial sums" in failed:
-        findings += yield from _partial_sums(voter)
-    if "residency" in failed:
-        findings += yield from _residency(voter)
-    if "layout" in failed:
-        findings += yield from _layouts(voter)
-    if "environment" in failed:
-        findings += yield from _environments(voter)
-    if "layers" in failed:
-        findings += yield from _layers(voter)
+    for what, find in _FINDERS.items():
+        if what in failed:
+            findings += yield from find(voter)
     if "loss counts" in failed:
         findings.append("the loss returned a count for some micro-batches and none for others")
     if not findings:
@@ -168,15 +161,21 @@ def _residency(voter: Voter) -> _Finding:
     return findings
 
 
-def _layouts(voter: Voter) -> _Finding:
+def _layouts_and_grids(voter: Voter) -> _Finding:
     workers = voter.layout.workers
-    hashes = [0] * len(workers)
-    hashes[workers.index(voter.worker)] = voter.agreement_hash
-    held = dict(zip(workers, (yield from _sum(voter, hashes, part=4)), strict=True))
-    groups: dict[int, list[int]] = {}
-    for worker, layout in held.items():
-        groups.setdefault(layout, []).append(worker)
-    return ["the next layout differs between workers " + " and ".join(map(str, groups.values()))]
+    own = (voter.agreement_hash, voter.progress_hash)
+    hashes = [0] * (len(own) * len(workers))
+    for kind, value in enumerate(own):
+        hashes[kind * len(workers) + workers.index(voter.worker)] = value
+    total = yield from _sum(voter, hashes, part=4)
+    findings = []
+    for kind, what in enumerate(("the next layout differs", "grids or the number of updates differ")):
+        groups: dict[int, list[int]] = {}
+        for worker, held in zip(workers, total[kind * len(workers) :], strict=False):
+            groups.setdefault(held, []).append(worker)
+        if len(groups) > 1:
+            findings.append(f"{what} between workers " + " and ".join(map(str, groups.values())))
+    return findings
 
 
 def _environments(voter: Voter) -> _Finding:
@@ -229,3 +228,15 @@ def _layers(voter: Voter) -> _Finding:
             name = voter.terms.layer_name(layer)
             findings.append(f"layer {name} differs in shapes or bits between " + " and ".join(sides))
     return findings
+
+
+_FINDERS: dict[str, Callable[[Voter], _Finding]] = {
+    "coverage": _coverage,
+    "agreement": _agreement,
+    "partial sums": _partial_sums,
+    "residency": _residency,
+    "layout and grids": _layouts_and_grids,
+    "environment": _environments,
+    "layers": _layers,
+}
+"""By part of the certificate, in the order in which all workers look."""

@@ -132,6 +132,16 @@ class StepLoop(Execution[C]):
         self.traffic: Traffic = self.traffic_of(self.worker, self.terms.blocks, self.layout, self.placement, voting)
 
     @property
+    def progress_hash(self) -> int:
+        """62-bit hash of grids and number of updates, which every worker must go into a vote with."""
+        return _progress_hash(self.progress)
+
+    @property
+    def next_state(self) -> int:
+        """62-bit hash of all that a vote needs to be the same on all workers beside the copies."""
+        return key64(self.agreement_hash, self.progress_hash) >> 2
+
+    @property
     def voting_copies(self) -> dict[int, C]:
         """The copies that this worker votes with, by block; ascending."""
         return dict(sorted({**self.copies, **self.arriving}.items())) if self.arriving else self.copies
@@ -359,7 +369,7 @@ class StepLoop(Execution[C]):
             residency=residency & MASK64,
             agreement=agreement & MASK64,
             partial_sums=measured.partial_sums if self.terms.verify else 0,
-            next_layout=self.agreement_hash,
+            next_state=self.next_state,
             scores=measured.scores,
             square_sums=square_sums,
             maxima=measured.maxima,
@@ -392,7 +402,7 @@ class StepLoop(Execution[C]):
             num_workers=len(self.layout.workers),
             coverage=expected_coverage(terms.num_layers, num_microbatches, self.layout.shared),
             residency=expected_residency(self.voting, step) if terms.verify else 0,
-            next_layout=self.agreement_hash,
+            next_state=self.next_state,
             num_microbatches=num_microbatches,
         )
         return _judge(tuple(vector), self._vote_shape, expected, self.progress.grids, terms.skip_nonfinite)
@@ -508,6 +518,12 @@ def _shape(
     buffers: tuple[BufferTensor, ...],
 ) -> VoteShape:
     return VoteShape(num_microbatches, num_tensors, num_metrics, num_canaries, uses=dict(uses), buffers=buffers)
+
+
+@functools.lru_cache(maxsize=64)
+def _progress_hash(progress: TrainingProgress) -> int:
+    grids = progress.grids
+    return key64("progress", progress.num_updates, grids.calibrated, *grids.exponents) >> 2
 
 
 @functools.lru_cache(maxsize=64)  # in a simulation all workers read the same vote in one process

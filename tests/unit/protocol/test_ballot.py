@@ -60,7 +60,7 @@ def certificates():
                 residency=residency,
                 agreement=agreements[worker],
                 partial_sums=[2**63, 2**62, 2**62][worker],
-                next_layout=LAYOUT_HASH,
+                next_state=LAYOUT_HASH,
                 scores=Scores({m: 2.0 + m for m in ran}),
                 square_sums=[[9.0], [16.0], []][worker],
                 maxima=[{0: 0.5}, {0: 0.25, 1: 3.0}, {1: 1.0}][worker],
@@ -126,8 +126,8 @@ def test_the_order_in_which_votes_meet_does_not_matter():
         ("agreement", changed(0, agreement=0)),
         ("partial sums", changed(0, partial_sums=2**63 + 2**40)),
         ("partial sums", changed(2, partial_sums=2**62 - 1)),
-        ("layout", changed(1, next_layout=LAYOUT_HASH + 1)),
-        ("layout", changed(1, next_layout=LAYOUT_HASH - 1)),
+        ("layout and grids", changed(1, next_state=LAYOUT_HASH + 1)),
+        ("layout and grids", changed(1, next_state=LAYOUT_HASH - 1)),
     ],
 )  # fmt: skip
 def test_every_part_of_the_certificate_can_fail(part, votes):
@@ -141,8 +141,8 @@ def test_every_part_of_the_certificate_can_fail(part, votes):
 
 
 def test_all_workers_on_the_same_wrong_next_layout_are_rejected():
-    votes = [vote._replace(next_layout=5) for vote in certificates()]
-    assert verdict_of(votes).failed == ("layout",)
+    votes = [vote._replace(next_state=5) for vote in certificates()]
+    assert verdict_of(votes).failed == ("layout and grids",)
 
 
 def test_nothing_that_failed_is_committed_because_of_a_value_that_is_not_finite():

@@ -194,6 +194,16 @@ class SaysItHasThem(_Machine):
         pass
 
 
+class SaysItWentBack(_Machine):
+    """A worker reports that it has gone back to a checkpoint before it has loaded it."""
+
+    def install(self, decision: Decision) -> Life[None]:
+        if decision.rollback is not None:
+            self.ledger.decided_epoch = decision.epoch
+            self.ledger.evidence, self.ledger.checkpoint = None, 0
+        yield from super().install(decision)
+
+
 # --------------------------------------------------------------------------------------------------- W6: re-replication
 
 
@@ -519,6 +529,15 @@ MUTANTS = {
             "a worker that waits for deliveries says that it has them",
             Build(machine=SaysItHasThem),
             "widths=2,1,1 num_followers=2 kill:3@0 isolate:0@15+50",
+        ),
+        Mutant(
+            "back-claimed",
+            "a worker says that it has gone back to a checkpoint before it has loaded it",
+            Build(machine=SaysItWentBack),
+            "widths=2,3 blocks_per_layer=1 num_microbatches=3 retry_step=2 ask_step=1 tied=1 seed=357586546 "
+            "exit_delay=3 link_delay=30 slow_worker=1 slow_by=5 plan_delay=4 kill:2@107 suspect:3@145 kill:3@148 "
+            "kill:4@167",
+            real=True,
         ),
         Mutant(
             "count-under-way",

@@ -1,0 +1,55 @@
+"""The options that every command which trains has: `elaswave train` and `elaswave run`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def job_options(weaker: str, default_run_dir: str, faults: str) -> Callable[[Function], Function]:
+    """A decorator that adds them.
+
+    Args:
+        weaker: whose configuration `--set` is stronger than: "the file's".
+        default_run_dir: in words.
+        faults: the end of the help for `--fault`.
+    """
+    options = (
+        click.option(
+            "--workers", type=click.IntRange(min=1), metavar="N", help="Number of workers; the layout fits itself."
+        ),
+        click.option(
+            "--set",
+            "overrides",
+            multiple=True,
+            metavar="SECTION.KEY=VALUE",
+            help=f"Set one key of the configuration, stronger than {weaker}; may be repeated. VALUE is TOML, or else a "
+            "string.",
+        ),
+        click.option(
+            "--run-dir",
+            type=click.Path(path_type=Path),
+            metavar="DIR",
+            help=f"Folder for everything that the run writes; default: {default_run_dir}.",
+        ),
+        click.option("--resume", is_flag=True, help="Go on from the newest valid checkpoint in DIR, under any layout."),
+        click.option("--overwrite", is_flag=True, help="Replace the run that DIR holds."),
+        click.option("--profile", is_flag=True, help="Write DIR/trace.json, to be opened in Perfetto or Chrome."),
+        click.option(
+            "--fault",
+            "fault_specs",
+            multiple=True,
+            metavar="KIND:WORKER@STEP[:PHASE[+N]]",
+            help=f"Inject a fault{faults}",
+        ),
+    )
+
+    def add(function: Function) -> Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
