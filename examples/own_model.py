@@ -19,13 +19,11 @@ import elaswave
 CONTEXT, WIDTH, HEADS = 64, 64, 4
 
 
-class StandardLibrary(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of CONTEXT bytes, and the byte after each."""
+class Bytes(Dataset[tuple[Tensor, Tensor]]):
+    """Pieces of CONTEXT bytes of a text, and the byte after each."""
 
-    def __init__(self) -> None:
-        modules = ("argparse", "ast", "dataclasses", "inspect", "pathlib", "pickle", "typing")
-        texts = [(Path(argparse.__file__).parent / f"{name}.py").read_bytes() for name in modules]
-        self.text = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
+    def __init__(self, text: bytes) -> None:
+        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def __len__(self) -> int:
         return (len(self.text) - 1) // CONTEXT
@@ -33,6 +31,12 @@ class StandardLibrary(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         piece = self.text[index * CONTEXT : (index + 1) * CONTEXT + 1].long()
         return piece[:-1], piece[1:]
+
+
+def standard_library() -> Bytes:
+    """The source code of some of Python's modules."""
+    modules = ("argparse", "ast", "dataclasses", "inspect", "pathlib", "pickle", "typing")
+    return Bytes(b"".join((Path(argparse.__file__).parent / f"{name}.py").read_bytes() for name in modules))
 
 
 class Embed(nn.Module):
@@ -82,7 +86,7 @@ def main() -> None:
     trainer = elaswave.Trainer(
         model,
         loss,
-        StandardLibrary(),
+        standard_library(),
         config={
             "run.steps": 40,
             "batch.num_microbatches": 8,

@@ -23,6 +23,7 @@ EXPECTED: dict[str, dict[str, int]] = {
         "\nexit code 1\n": 1,
     },
     "docs/own-models.md": {"same computation: 40 steps": 1, "lost in": 1},
+    "docs/tutorial.md": {"lost in backward of step 20": 1, "lost in vote of step 40": 1, "lost in": 3},
     "docs/checkpoints.md": {"same computation: 12 steps": 1, "\nmodel optimizer\n": 1, "\n53 tensors\n": 1},
     "docs/planning.md": {"<- bottleneck": 4, "\nrecycle\n": 1, "a step is predicted to take": 1, "goodput": 1},
     "docs/devices.md": {"lost in backward of step 8 (exit)": 1, "finished 24 steps": 1},
@@ -76,6 +77,9 @@ def settled(text: str) -> list[str]:
 @pytest.mark.parametrize("page", EXPECTED)
 def test_the_commands_of_a_page(page: str, tmp_path: Path) -> None:
     commands = [block for block in blocks(page, "sh") if "pip install" not in block]
+    for code in blocks(page, "python"):
+        if file := re.match(r"# (\w+\.py)\n", code):
+            (tmp_path / file[1]).write_text(code)
     output = run_shell("".join(commands), tmp_path)
     assert {text: output.count(text) for text in EXPECTED[page]} == EXPECTED[page]
     printed = settled(output)

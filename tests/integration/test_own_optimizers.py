@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.integration.jobs import nothing_left, small_config
 from tests.integration.own import CONFIG, Points, mean_square, mlp
 from tests.integration.test_instants_of_loss import DiesAt, Probe
@@ -16,6 +17,7 @@ from torch.optim import lr_scheduler
 
 import elaswave
 from elaswave.api.session import ScriptSession, active
+from elaswave.cli.main import main
 from elaswave.control.job import JobOptions
 from elaswave.data.sampler import Sampler
 from elaswave.errors import CheckpointError, ConfigError, UsageError
@@ -210,6 +212,11 @@ def test_a_script_with_groups_a_scheduler_and_an_average_through_losses(script_a
     model = mlp()
     result.load_into(model, ema=True)
     assert all(value.equal(average[name]) for name, value in model.state_dict().items())
+    for option, expected in (((), weights), (("--ema",), average)):
+        assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "out.safetensors"), *option]) == 0
+        exported = load_file(tmp_path / "out.safetensors")
+        assert exported.keys() == expected.keys()
+        assert all(value.equal(expected[name]) for name, value in exported.items())
 
 
 def sgd(parameters: Parameters) -> torch.optim.Optimizer:

@@ -8,17 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from tests.integration.scripts import ROOT, RUN, members, run, script
 
 from elaswave.observability.processes import read_processes
-
-ROOT = Path(__file__).resolve().parents[2]
-RUN = (sys.executable, "-c", "import sys; from elaswave.cli.main import main; sys.exit(main())", "run")
-EXAMPLE = str(ROOT / "examples" / "own_model.py")
-SHORT = ("--set", "run.steps=8", "--set", "batch.num_microbatches=5")
 
 HEAD = """
 import torch, elaswave
@@ -72,43 +66,6 @@ if __name__ == "__main__":
 """
 )
 """As an issue has it, word for word, with its default optimizer."""
-
-
-@contextlib.contextmanager
-def script(tmp_path: Path, text: str) -> Iterator[Path]:
-    path = tmp_path / "train.py"
-    path.write_text(text)
-    yield path
-
-
-def run(tmp_path: Path, *command: str, threads: int = 1, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a folder; what it starts must have ended with it."""
-    variables = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **dict.fromkeys(variables, str(threads))}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, errors = process.communicate(timeout=timeout_s)
-    finally:
-        left = _members(process.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert not left, f"left behind: {left}\n{errors}"
-    return subprocess.CompletedProcess(command, process.returncode, out, errors)
-
-
-def _members(session: int) -> list[int]:
-    """Living processes of a session."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
-            if int(its_session) == session and state != "Z":
-                found.append(int(path.parent.name))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -190,9 +147,9 @@ def test_no_process_outlives_a_script_that_is_killed(tmp_path):
             assert len(read_processes(tmp_path / "r")) == 6
             process.kill()
             process.wait()
-            while time.monotonic() < deadline_s and _members(process.pid):
+            while time.monotonic() < deadline_s and members(process.pid):
                 time.sleep(0.05)
-            assert _members(process.pid) == []
+            assert members(process.pid) == []
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -226,18 +183,9 @@ def test_a_script_that_is_not_there_and_its_own_arguments(tmp_path):
     assert done.stdout.strip() == f"['train.py', '--workers', 'x', '--json', '-h'] {tmp_path} __main__"
 
 
-def test_the_example_has_the_same_bits_when_workers_are_killed(tmp_path):
-    calm = run(tmp_path, *RUN, *SHORT, "--workers", "1", EXAMPLE, "--blocks", "2")
-    faults = ("--fault", "kill:random@5:any", "--fault", "kill:0@7:backward")
-    struck = run(tmp_path, *RUN, *SHORT, "--workers", "4", *faults, EXAMPLE, "--blocks", "2")
-    lines = [done.stdout.splitlines()[-1] for done in (calm, struck)]
-    assert lines[0] == lines[1] and lines[0].startswith("loss 5."), calm.stderr + struck.stderr
-    assert struck.stdout.count("lost in") == 2
-
-
 @pytest.mark.slow
 def test_the_script_on_the_page_runs(tmp_path):
-    (text,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "own-models.md").read_text(), re.M | re.S)
+    text, *_ = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "own-models.md").read_text(), re.M | re.S)
     with script(tmp_path, text) as path:
         done = run(tmp_path, *RUN, "--run-dir", "r", path.name)
     assert done.returncode == 0 and "finished 20 steps" in done.stdout, done.stderr

@@ -108,38 +108,82 @@ from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.materialise import materialise
 
 torch.set_num_threads(1)
-SIDE, NUM_LAYERS, OWN = 2048, 40, 2
 trains = sys.argv[1] == "trained"
 
-def build():
-    return nn.Linear(SIDE, SIDE, bias=False).requires_grad_(trains)
+def measure(build, num_layers, own, block_size, dtype):
+    layers = [Layer(f"l{index}", build) for index in range(num_layers - 1)]
+    layers.append(Layer("last", lambda: nn.Linear(1, 1, dtype=dtype)))
+    training = training_of(*layers, optimizer=OptimizerConfig(name="sgd", momentum=0.0), dtype=dtype)
+    settings = settings_of(training) | {"elastic.num_followers": 0, "elastic.block_size": block_size,
+                                        "batch.num_microbatches": 1, "layout.widths": [1]}
+    blueprint = Blueprint(small_config(settings), training)
+    layout = make_layout(widths=[1] * (num_layers // own), layers_per_stage=[own] * (num_layers // own),
+                         num_microbatches=1, shared=blueprint.state.shared)
+    placement = place_blocks(layout, blueprint.blocks, num_followers=0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = peak_bytes()
+    here, store, _ = materialise(blueprint, 3, layout, placement, None)
+    peak = peak_bytes() - before
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in build().parameters())
+    return peak / parameters, parameters * num_layers
 
-layers = [Layer(f"l{index}", build) for index in range(NUM_LAYERS - 1)] + [Layer("last", lambda: nn.Linear(SIDE, 1))]
-training = training_of(*layers, optimizer=OptimizerConfig(name="sgd", momentum=0.0))
-settings = settings_of(training) | {"elastic.num_followers": 0, "elastic.block_size": 65536,
-                                    "batch.num_microbatches": 1, "layout.widths": [1]}
-blueprint = Blueprint(small_config(settings), training)
-layout = make_layout(widths=[1] * (NUM_LAYERS // OWN), layers_per_stage=[OWN] * (NUM_LAYERS // OWN),
-                     num_microbatches=1, shared=blueprint.state.shared)
-placement = place_blocks(layout, blueprint.blocks, num_followers=0)
-
-def peak_kib():
-    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-before = peak_kib()
-here, store, _ = materialise(blueprint, 3, layout, placement, None)
-print((peak_kib() - before) * 1024 / (4 * SIDE * SIDE))
+def peak_bytes():
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 """
+LINEARS = r"""
+def build():
+    return nn.Linear(2048, 2048, bias=False).requires_grad_(trains)
+
+per_parameter, _ = measure(build, 40, 2, 65536, torch.float32)
+print(per_parameter / 4)
+"""
+LLAMA_70B = r"""
+class Linear(nn.Module):
+    "torch.nn.Linear without minutes of random numbers."
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((outputs, inputs), 0.01, dtype=torch.bfloat16), requires_grad=trains)
+
+class Block(nn.Module):
+    "https://arxiv.org/abs/2307.09288: 80 of these, hidden size 8,192, 8 heads of keys and values of 64."
+    def __init__(self):
+        super().__init__()
+        self.q, self.o = Linear(8192, 8192), Linear(8192, 8192)
+        self.k, self.v = Linear(8192, 1024), Linear(8192, 1024)
+        self.gate, self.up, self.down = Linear(8192, 28672), Linear(8192, 28672), Linear(28672, 8192)
+        self.norm1, self.norm2 = nn.RMSNorm(8192, dtype=torch.bfloat16), nn.RMSNorm(8192, dtype=torch.bfloat16)
+
+per_parameter, parameters = measure(Block, 80, 1, 1 << 22, torch.bfloat16)
+print(per_parameter, parameters)
+"""
+
+
+def measured(model: str, kind: str) -> list[float]:
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE + model, kind], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(number) for number in done.stdout.split()]
 
 
 @pytest.mark.parametrize("kind", ["trained", "frozen"])
 def test_the_peak_is_the_stages_share_and_one_layer(kind: str) -> None:
     """A stage of 2 of 40 layers of 16 MB; sums and momentum are not counted, as SGD without momentum has none."""
-    root = Path(__file__).parents[3]
-    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
-    measured = subprocess.run(
-        [sys.executable, "-c", MEASURE, kind], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    layers = float(measured.stdout)
+    (layers,) = measured(LINEARS, kind)
     assert 1.5 < layers < 3.4, f"{layers} layers at the peak: 2 are kept, and one is being made"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["trained", "frozen"])
+def test_a_stage_of_a_70b_model_is_built_where_the_whole_has_no_room(kind: str) -> None:
+    """One of 80 blocks in bfloat16: 1.7 GB, with masters 5.1 GB."""
+    bytes_per_parameter, parameters = measured(LLAMA_70B, kind)
+    assert parameters > 68e9
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 2 * parameters > memory, "the whole would have room here"
+    kept = 6 if kind == "trained" else 2
+    assert bytes_per_parameter < kept + 4, f"{bytes_per_parameter} bytes per parameter at the peak, {kept} are kept"

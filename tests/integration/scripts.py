@@ -1,0 +1,49 @@
+"""Scripts as processes of their own."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = (sys.executable, "-c", "import sys; from elaswave.cli.main import main; sys.exit(main())", "run")
+
+
+@contextlib.contextmanager
+def script(tmp_path: Path, text: str) -> Iterator[Path]:
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    yield path
+
+
+def run(tmp_path: Path, *command: str, threads: int = 1, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a folder; what it starts must have ended with it."""
+    variables = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **dict.fromkeys(variables, str(threads))}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, errors = process.communicate(timeout=timeout_s)
+    finally:
+        left = members(process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not left, f"left behind: {left}\n{errors}"
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def members(session: int) -> list[int]:
+    """Living processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its_session = path.read_text().rpartition(")")[2].split()[:4]
+            if int(its_session) == session and state != "Z":
+                found.append(int(path.parent.name))
+    return found
