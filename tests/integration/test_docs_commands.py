@@ -23,7 +23,12 @@ EXPECTED: dict[str, dict[str, int]] = {
         "\nexit code 1\n": 1,
     },
     "docs/own-models.md": {"same computation: 40 steps": 1, "lost in": 1},
-    "docs/tutorial.md": {"lost in backward of step 20": 1, "lost in vote of step 40": 1, "lost in": 3},
+    "docs/tutorial.md": {
+        "lost in backward of step 20": 1,
+        "lost in vote of step 40": 1,
+        "lost in": 3,
+        "finished 400 steps": 1,
+    },
     "docs/checkpoints.md": {"same computation: 12 steps": 1, "\nmodel optimizer\n": 1, "\n53 tensors\n": 1},
     "docs/planning.md": {"<- bottleneck": 4, "\nrecycle\n": 1, "a step is predicted to take": 1, "goodput": 1},
     "docs/devices.md": {"lost in backward of step 8 (exit)": 1, "finished 24 steps": 1},
