@@ -90,23 +90,24 @@ def test_two_losses_do_not_show(
     assert told(job) == told(alone)
 
 
-def test_losses_metrics_and_updates_are_those_of_ordinary_pytorch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_losses_metrics_and_updates_are_those_of_ordinary_pytorch(name: str, tmp_path: Path) -> None:
+    """AdamW's updates show no constant factor of all gradients; SGD's do."""
     model, steps = make_model(dropout=0.0), 4
-    settings = {**ONE, "run.steps": steps, "run.eval_every": 0}
+    settings = {**ONE, "run.steps": steps, "run.eval_every": 0, "optimizer.name": name, "optimizer.lr": 1e-2}
     with pytest.MonkeyPatch.context() as monkeypatch:
         job = ThreadJob(tmp_path, {**SETTINGS, **settings}, training=training_of(settings, model)).run(monkeypatch)
     config = job.config
     layers = [build_layer(layer, config.run.seed, index) for index, layer in enumerate(model.layers)]
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
     options = config.optimizer
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": options.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        betas=options.betas,
-        eps=options.eps,
-    )
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, momentum=options.momentum)
+    if name == "adamw":
+        optimizer = torch.optim.AdamW(groups, betas=options.betas, eps=options.eps)
     source = Sequences()
     sampler = job.blueprint.sampler(source)
     for step in range(1, steps + 1):

@@ -38,8 +38,6 @@ class Call:
     inputs: Callable[[], Any]
     aux_losses: list[torch.Tensor] = field(default_factory=list)
     """In the order in which they were given."""
-    is_repeated: bool = False
-    """Whether a part of the layer is only run again, for its backward: what it says has been heard."""
 
 
 class _Here(threading.local):
@@ -72,7 +70,7 @@ def aux_loss(value: torch.Tensor) -> None:
         UsageError: it is no scalar of a floating-point type.
     """
     call = _HERE.call
-    if call is None or call.is_repeated:
+    if call is None:
         return
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.is_floating_point():
         raise UsageError(

@@ -374,6 +374,8 @@ class WorkerMachine(StepLoop[C]):
         Args:
             todo: what the ledger says about it.
             decision: with the vote.
+        Raises:
+            StateError: this worker reads the vote in another way than those that completed it.
         """
         evidence = decision.evidence
         if evidence is None or todo is CatchUp.NOTHING:
@@ -383,6 +385,12 @@ class WorkerMachine(StepLoop[C]):
             verdict = known[2]
         else:
             verdict = self.judge(decode_certificate(evidence.vector), evidence.step)
+            if verdict.commits is not evidence.commits:
+                raise StateError(
+                    f"those that completed the vote on step {evidence.step} read that it "
+                    f"{'commits' if evidence.commits else 'does not commit'}; worker {self.worker} reads "
+                    f"{verdict.outcome.value} ({', '.join(verdict.failed) or 'nothing failed'})"
+                )
             self.take(verdict)
             self.known_vote = (*evidence.order, verdict)
         if todo is not CatchUp.APPLY:

@@ -247,7 +247,7 @@ class Compute:
             left = self._left.pop((index, microbatch))
             with self._at(microbatch, index):
                 if isinstance(left, _Half):
-                    with inside(self._call(microbatch, train=True, is_repeated=True)):
+                    with inside(self._call(microbatch, train=True)):
                         found = left.half.run()
                     self._add(index, microbatch, found, left.buffers)
                 elif isinstance(left, _Deferred):
@@ -314,8 +314,9 @@ class Compute:
         module = self.layers[index].module
         return self._compiled(index, module) if self.model.layers[index].compile else module
 
-    def _call(self, microbatch: int, train: bool, *, is_repeated: bool = False) -> Call:
-        return Call(lambda: self._fetch(self._step, microbatch, train=train), is_repeated=is_repeated)
+    def _call(self, microbatch: int, train: bool) -> Call:
+        """For one run of a layer; what a part that is run again says goes to a call of its own, which is forgotten."""
+        return Call(lambda: self._fetch(self._step, microbatch, train=train))
 
     @contextmanager
     def _argument(self, index: int, given: Given, train: bool) -> Iterator[Any]:
@@ -384,7 +385,7 @@ class Compute:
         (output,) = filter(is_differentiable, run.leaves)
         parameters, (gradient,) = self.layers[index].parameters, reached.gradients
         if self._splits.get(index, False):
-            with inside(self._call(microbatch, train=True, is_repeated=True)):
+            with inside(self._call(microbatch, train=True)):
                 halves = input_half(output, inputs[0], parameters, gradient)
             if halves is not None:
                 input_gradient, half = halves
@@ -393,7 +394,7 @@ class Compute:
         is_first = index not in self._splits
         found, passed_on = self._whole(index, microbatch, saved, run, reached, retain_graph=is_first)
         if is_first:
-            with inside(self._call(microbatch, train=True, is_repeated=True)):
+            with inside(self._call(microbatch, train=True)):
                 answer = is_exact(output, inputs[0], parameters, gradient, [*found, *passed_on])
             if answer is not None:
                 self._splits[index] = answer
@@ -442,7 +443,7 @@ class Compute:
         if not ends or not wanted:
             return [None] * len(wanted)
         outputs, gradients = zip(*ends, strict=True)
-        with inside(self._call(microbatch, train=True, is_repeated=True)):
+        with inside(self._call(microbatch, train=True)):
             found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True, retain_graph=retain_graph)
         check_dense(self._who(index), self.layers[index].parameter_names, found)
         return list(found)

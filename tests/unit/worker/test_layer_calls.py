@@ -115,6 +115,15 @@ class Routed(Block):
         return x * weights
 
 
+class RoutedAtTimes(Block):
+    """Says an auxiliary loss in micro-batch 2 only, after the halves of a backward have been tried in another one."""
+
+    def forward(self, x):
+        if batch().equal(inputs_of(2)):
+            aux_loss(0.25 * x.square().mean())
+        return self.map(x)
+
+
 class Masked(Block):
     def forward(self, x):
         return self.map(x) * (batch() % 2)[..., None]
@@ -158,6 +167,7 @@ CASES = {
     "trees": [Table, Spread, Mix, Mix, Gather, Head],
     "in place": [Table, Remembers, lambda: nn.ReLU(inplace=True), Remembers, WritesInput, Head],
     "auxiliary losses": [Table, Routed, Block, Routed, Head],
+    "auxiliary losses at times": [Table, RoutedAtTimes, RoutedAtTimes, Head],
     "batch": [Table, Masked, Masked, Head],
     "checkpoint": [Table, Checkpointed, Checkpointed, Head],
     "autocast": [Table, Autocast, Autocast, Head],

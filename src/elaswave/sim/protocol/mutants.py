@@ -194,6 +194,14 @@ class SaysItHasThem(_Machine):
         pass
 
 
+class JudgesAgain(_Machine):
+    """A worker forgets the vote that it has taken over, and reads it again from the decision."""
+
+    def catch_up(self, todo: CatchUp, decision: Decision) -> Life[None]:
+        self.known_vote = None
+        yield from super().catch_up(todo, decision)
+
+
 class SaysItWentBack(_Machine):
     """A worker reports that it has gone back to a checkpoint before it has loaded it."""
 
@@ -529,6 +537,12 @@ MUTANTS = {
             "a worker that waits for deliveries says that it has them",
             Build(machine=SaysItHasThem),
             "widths=2,1,1 num_followers=2 kill:3@0 isolate:0@15+50",
+        ),
+        Mutant(
+            "vote-taken-twice",
+            "a worker takes over a vote that it has completed once more, from the decision",
+            Build(machine=JudgesAgain),
+            "widths=1,1 num_microbatches=1 kill:0@12",
         ),
         Mutant(
             "back-claimed",
