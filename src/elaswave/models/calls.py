@@ -5,8 +5,7 @@ ordinary PyTorch, an auxiliary loss goes nowhere and there is no batch.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,14 +46,20 @@ class _Here(threading.local):
 _HERE = _Here()
 
 
-@contextmanager
-def inside(call: Call) -> Iterator[None]:
-    """Puts a call in place for this thread."""
-    before, _HERE.call = _HERE.call, call
-    try:
-        yield
-    finally:
-        _HERE.call = before
+class inside:
+    """Puts a call in place for this thread, as a context manager. A class: it stands around every run of a layer, and
+    takes a quarter of the time of a generator."""
+
+    __slots__ = ("_before", "_call")
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def __enter__(self) -> None:
+        self._before, _HERE.call = _HERE.call, self._call
+
+    def __exit__(self, *exception: object) -> None:
+        _HERE.call = self._before
 
 
 def aux_loss(value: torch.Tensor) -> None:

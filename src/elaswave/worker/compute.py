@@ -561,10 +561,25 @@ class Compute:
     def _boundary_name(self, boundary: int) -> str:
         return "the model is given" if boundary < 0 else f"{self._who(boundary)} returns"
 
-    @contextmanager
-    def _at(self, microbatch: int, layer: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            position = ErrorPlace(self._step, microbatch, layer, self.layer_name(layer))
-            raise LayerError(position, error) from error
+    def _at(self, microbatch: int, layer: int) -> "_Located":
+        return _Located(self, microbatch, layer)
+
+    def place(self, microbatch: int, layer: int) -> ErrorPlace:
+        """Where the computation of a layer stands."""
+        return ErrorPlace(self._step, microbatch, layer, self.layer_name(layer))
+
+
+class _Located:
+    """Adds the place to an exception that is raised inside, as a context manager; a class for the same reason as
+    `inside`."""
+
+    __slots__ = ("_compute", "_layer", "_microbatch")
+
+    def __init__(self, compute: Compute, microbatch: int, layer: int) -> None:
+        self._compute, self._microbatch, self._layer = compute, microbatch, layer
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            raise LayerError(self._compute.place(self._microbatch, self._layer), error) from error
