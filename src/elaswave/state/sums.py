@@ -133,7 +133,7 @@ class ExactAccumulator:
             Whether all of them were finite.
         """
         present = [
-            torch.zeros(slot.added_shape) if gradient is None else gradient
+            torch.zeros(slot.added_shape, dtype=torch.float32) if gradient is None else gradient
             for gradient, slot in zip(gradients, self.shape.tensors, strict=True)
         ]
         maxima = [_largest(gradient) for gradient in present]

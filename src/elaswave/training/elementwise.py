@@ -23,7 +23,7 @@ from elaswave.state.checkpoint_shards import DTYPE_NAMES
 from elaswave.state.placement import Block, Role
 from elaswave.state.shapes import ALIGNMENT_ELEMENTS, LayerShape, TensorSlot, align
 from elaswave.state.store import HeldBlock
-from elaswave.training.parameters import Parameters, groups_of, kind_of, make_optimizer, stand_ins
+from elaswave.training.parameters import Parameters, float32_by_default, groups_of, kind_of, make_optimizer, stand_ins
 from elaswave.training.torch_optimizer import State, TorchUpdater, Traits, lend_and_step, options_of
 
 STEPS = 16
@@ -356,7 +356,8 @@ def _undisturbed() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        with float32_by_default():
+            yield
     finally:
         torch.set_num_threads(num_threads)
         random.setstate(states[0])

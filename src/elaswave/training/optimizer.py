@@ -145,7 +145,7 @@ class AdamW:
             [exp_avg],
             [exp_avg_sq],
             [],
-            [torch.tensor(float(num_updates))],
+            [torch.tensor(float(num_updates), dtype=torch.float32)],
             amsgrad=False,
             lr=learning_rate,
             beta1=self._beta1,

@@ -4,6 +4,7 @@ An optimizer is made once in each process, of every trainable parameter of the m
 some only. So what it gets has no memory; a tensor's group is what is read from it (`groups_of`).
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -98,6 +99,21 @@ def _without_memory(shape: Sequence[int]) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(tuple(shape), dtype=torch.float32, device="meta"))
 
 
+@contextlib.contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Inside, new tensors are float32: a script may have set another default type, and an optimizer's state follows it
+    (torch's own count of steps is then float64)."""
+    before = torch.get_default_dtype()
+    if before is torch.float32:
+        yield
+        return
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def make_optimizer(factory: Callable[[Parameters], object], parameters: Parameters) -> torch.optim.Optimizer:
     """The optimizer that a person's callable makes of parameters.
 
@@ -105,7 +121,7 @@ def make_optimizer(factory: Callable[[Parameters], object], parameters: Paramete
         OptimizerError: it makes something else, or gives a parameter no group, or two.
     """
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), float32_by_default():
             warnings.filterwarnings("ignore", ".*parameter group with duplicate parameters")  # `groups_of` refuses it
             optimizer = factory(parameters)
     except ValueError as error:

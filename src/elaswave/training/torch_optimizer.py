@@ -24,7 +24,7 @@ from elaswave.state.checkpoint_format import MASTER
 from elaswave.state.checkpoint_shards import DTYPES
 from elaswave.state.shapes import Segment
 from elaswave.state.store import HeldBlock
-from elaswave.training.parameters import kind_of
+from elaswave.training.parameters import float32_by_default, kind_of
 
 PILOT_ELEMENTS = 32
 
@@ -68,7 +68,8 @@ def lend_and_step(
     lent: defaultdict[torch.Tensor, State] = defaultdict(dict, state)
     optimizer.param_groups, optimizer.state = groups, lent
     try:
-        optimizer.step()
+        with float32_by_default():
+            optimizer.step()
     finally:
         optimizer.param_groups, optimizer.state = own_groups, own_state
     return lent
@@ -119,7 +120,7 @@ class TorchUpdater:
     ) -> None:
         self._optimizer, self._traits, self._slots = optimizer, traits, slots
         self._groups = optimizer.param_groups
-        self._pilots = [torch.nn.Parameter(torch.zeros(PILOT_ELEMENTS)) for _ in self._groups]
+        self._pilots = [torch.nn.Parameter(torch.zeros(PILOT_ELEMENTS, dtype=torch.float32)) for _ in self._groups]
         self._scalars: list[State] = [dict(each.initial) for each in traits]
         """After the newest committed step, by parameter group; as the optimizer has them."""
         self._scheduler = None if make_scheduler is None else _scheduler_of(make_scheduler, optimizer)
@@ -143,10 +144,11 @@ class TorchUpdater:
         self._fix()
         if updates:
             self._move_on()
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step(loss)
-        elif self._scheduler is not None:
-            self._scheduler.step()
+        with float32_by_default():
+            if isinstance(self._scheduler, ReduceLROnPlateau):
+                self._scheduler.step(loss)
+            elif self._scheduler is not None:
+                self._scheduler.step()
         self._step = step
 
     def _move_on(self) -> None:
@@ -154,8 +156,8 @@ class TorchUpdater:
         state: dict[torch.Tensor, State] = {}
         for pilot, traits, scalars in zip(self._pilots, self._traits, self._scalars, strict=True):
             there = traits.states if self._num_updates else traits.fills
-            state[pilot] = {name: torch.zeros(PILOT_ELEMENTS) for name in there} | _copied(scalars)
-            pilot.grad = torch.zeros(PILOT_ELEMENTS)
+            state[pilot] = {name: torch.zeros(PILOT_ELEMENTS, dtype=torch.float32) for name in there} | _copied(scalars)
+            pilot.grad = torch.zeros(PILOT_ELEMENTS, dtype=torch.float32)
         found = lend_and_step(self._optimizer, groups, state)
         self._num_updates += 1
         self._scalars = [
@@ -205,7 +207,7 @@ class TorchUpdater:
         there = set(copy.slots)
         for name in self._slots:
             if name not in there and any(name in self._states_of(segment) for segment in copy.segments):
-                copy.slots[name] = torch.zeros(copy.num_elements)
+                copy.slots[name] = torch.zeros(copy.num_elements, dtype=torch.float32)
         parts = []
         parameters: dict[int, list[torch.nn.Parameter]] = {}
         state: dict[torch.Tensor, State] = {}
@@ -278,7 +280,8 @@ class TorchUpdater:
 
 
 def _scheduler_of(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> Any:
-    scheduler = make(optimizer)
+    with float32_by_default():
+        scheduler = make(optimizer)
     missing = [
         name for name in ("step", "state_dict", "load_state_dict") if not callable(getattr(scheduler, name, None))
     ]

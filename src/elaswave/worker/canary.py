@@ -69,7 +69,7 @@ class _Source:
 
     def __call__(self, *shape: int) -> torch.Tensor:
         """A tensor of a shape, whose gradient is looked at too."""
-        self.drawn.append(torch.randn(shape, generator=self.generator).requires_grad_(True))
+        self.drawn.append(torch.randn(shape, generator=self.generator, dtype=torch.float32).requires_grad_(True))
         return self.drawn[-1]
 
 
@@ -105,7 +105,10 @@ def _operators() -> dict[str, Callable[[_Source], torch.Tensor]]:
 def _random(draw: _Source) -> torch.Tensor:
     source = draw.generator
     words = torch.empty(100, dtype=torch.int64).random_(-(2**63), None, generator=source)
-    drawn = [torch.rand(500, generator=source), torch.empty(500).bernoulli_(0.3, generator=source)]
+    drawn = [
+        torch.rand(500, generator=source, dtype=torch.float32),
+        torch.empty(500, dtype=torch.float32).bernoulli_(0.3, generator=source),
+    ]
     return torch.cat([draw(500), *drawn, words.view(torch.int32).double()])
 
 
@@ -117,7 +120,7 @@ def _adamw(draw: _Source) -> torch.Tensor:
         [average],
         [square.abs_()],
         [],
-        [torch.tensor(3.0)],
+        [torch.tensor(3.0, dtype=torch.float32)],
         amsgrad=False,
         lr=1e-3,
         beta1=0.9,
@@ -143,7 +146,7 @@ def _run_operator(name: str, function: Callable[[_Source], torch.Tensor]) -> int
         gradients: Sequence[torch.Tensor | None] = ()
         if result.requires_grad:
             inputs = list(draw.drawn)
-            gradient = torch.randn(result.shape, generator=draw.generator).to(result.dtype)
+            gradient = torch.randn(result.shape, generator=draw.generator, dtype=torch.float32).to(result.dtype)
             gradients = torch.autograd.grad(result, inputs, gradient, allow_unused=True)
     return hash_of([result, *gradients])
 
@@ -174,7 +177,7 @@ def made_up(tensor: torch.Tensor, key: int) -> torch.Tensor:
     if not tensor.is_floating_point():
         return torch.ones_like(tensor) if tensor.dtype == torch.bool else torch.zeros_like(tensor)
     source = torch.Generator().manual_seed(key & 0xFFFFFFFF)
-    return torch.randn(tensor.shape, generator=source).mul_(0.25).to(tensor.dtype)
+    return torch.randn(tensor.shape, generator=source, dtype=torch.float32).mul_(0.25).to(tensor.dtype)
 
 
 @contextmanager

@@ -175,7 +175,7 @@ class _Made:
 
     def _read(self, shape: LayerShape, slot: str, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         """Values of a state, each run in a tensor of its own: from the checkpoint, or zeros."""
-        results = [torch.zeros(stop - start) for start, stop in runs]
+        results = [torch.zeros(stop - start, dtype=torch.float32) for start, stop in runs]
         if self._reader is None:
             return results
         parts = [
@@ -222,7 +222,7 @@ def updater_after(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta] 
 
 
 def _initial_state(optimizer: Optimizer, shape: LayerShape, slot: str, start: int, stop: int) -> torch.Tensor:
-    values = torch.zeros(stop - start)
+    values = torch.zeros(stop - start, dtype=torch.float32)
     for part in segments(shape, start, stop):
         if part.slot.has(slot) and (value := optimizer.initial(slot, part.slot)):
             values[part.start : part.stop] = value
