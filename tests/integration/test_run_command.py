@@ -178,6 +178,8 @@ def test_ends_of_scripts(text, options, code, message, tmp_path):
 def test_a_script_that_is_not_there_and_its_own_arguments(tmp_path):
     done = run(tmp_path, *RUN, "no.py")
     assert done.returncode == 2 and "there is no script no.py" in done.stderr
+    done = run(tmp_path, *RUN, "--worker-s", "4", "no.py")
+    assert done.returncode == 2 and "--worker-s" in done.stderr and "--workers" in done.stderr
     with script(tmp_path, "import sys\nprint(sys.argv, sys.path[0], __name__)\nsys.exit(0)\n") as path:
         done = run(tmp_path, *RUN, path.name, "--workers", "x", "--json", "-h")
     assert done.stdout.strip() == f"['train.py', '--workers', 'x', '--json', '-h'] {tmp_path} __main__"

@@ -114,8 +114,9 @@ def _problems_with_metrics(metrics: Any) -> list[str]:
         for name, metric in metrics.items()
         if not isinstance(name, str) or not callable(metric)
     ]
-    if AUX_LOSS in metrics:
-        problems.append(f"a metric is called {AUX_LOSS}, as what auxiliary losses add to the loss is; rename it")
+    for taken, what in ((AUX_LOSS, "what auxiliary losses add to the loss is"), ("loss", "the loss is")):
+        if taken in metrics:
+            problems.append(f"a metric is called {taken}, as {what}; rename it")
     return problems
 
 

@@ -1,6 +1,7 @@
 """The trainer of a script: its own layers, loss and dataset, trained under any layout and through any failure."""
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from elaswave.control.job import JobOptions, run_job
 from elaswave.control.script import Script
 from elaswave.errors import UsageError, WorkerError
 from elaswave.models.layers import Layer
-from elaswave.observability.run_folder import saved_config
+from elaswave.observability.run_folder import is_run, saved_config
 from elaswave.state.shapes import LayerShape
 from elaswave.training.dataset import DatasetSamples
 from elaswave.training.definition import Training
@@ -81,6 +82,10 @@ class Trainer:
         run_dir: str | Path | None = None,
         resume: bool = False,
     ) -> None:
+        problems = _problems_with_optimizer(optimizer, lr_scheduler, grad_clip)
+        problems += _problems_with_run(config, loaders, callbacks, run_dir, resume)
+        if problems:
+            raise UsageError("; ".join(problems))
         self._model = OwnModelSpec(model, loss, metrics)
         self._optimizer = None if optimizer is None else OwnOptimizer(optimizer, lr_scheduler)
         self._grad_clip = grad_clip
@@ -92,10 +97,6 @@ class Trainer:
         self._resume = resume
         self._newest: Path | None = self._run_dir
         """Folder of the newest run."""
-        problems = [*_unsupported(optimizer, lr_scheduler, grad_clip, loaders)]
-        problems += _problems_with_config(self._config)
-        if problems:
-            raise UsageError("; ".join(problems))
 
     def train(self) -> Result:
         """Trains to the end; returns in this process only.
@@ -134,10 +135,17 @@ class Trainer:
             UsageError: there is no evaluation dataset, or no run.
             CheckpointError: there is no such checkpoint, or it is damaged.
         """
+        if isinstance(checkpoint, bool) or not isinstance(checkpoint, str | os.PathLike | int | None):
+            raise UsageError(
+                f"evaluate was given {checkpoint!r}, needed: the step of a checkpoint, its folder, or nothing for the "
+                "newest one"
+            )
         if not self._samples.num_samples("validation"):
             raise UsageError("there is nothing to evaluate on; give eval_dataset to the Trainer")
         if self._newest is None:
             raise UsageError("nothing was trained yet: call train first, or give the run_dir of a run to the Trainer")
+        if not is_run(self._newest):
+            raise UsageError(f"{self._newest} holds no run yet: call train first, or give the run_dir of one that is")
         config = saved_config(self._newest)
         means = evaluation_means(config, self._training(config), self._newest, checkpoint)
         return {"loss": means.loss, **means.by_name(list(self._model.spec.metrics))}
@@ -190,8 +198,7 @@ def _step_function(callback: Any) -> Callable[[int, float, Mapping[str, float]],
     return function
 
 
-def _unsupported(optimizer: object, lr_scheduler: object, grad_clip: float, loaders: int) -> list[str]:
-    """Arguments that cannot be used, or not yet."""
+def _problems_with_optimizer(optimizer: object, lr_scheduler: object, grad_clip: object) -> list[str]:
     problems = []
     for name, value in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
         if value is not None and not callable(value):
@@ -201,14 +208,25 @@ def _unsupported(optimizer: object, lr_scheduler: object, grad_clip: float, load
             )
     if lr_scheduler is not None and optimizer is None:
         problems.append("lr_scheduler goes with an optimizer; set optimizer.schedule in the config")
-    if grad_clip and optimizer is None:
+    if isinstance(grad_clip, bool) or not isinstance(grad_clip, int | float) or not 0 <= grad_clip < float("inf"):
+        problems.append(f"grad_clip = {grad_clip!r}, needed: the largest norm of the gradient, or 0 for no clipping")
+    elif grad_clip and optimizer is None:
         problems.append(f"grad_clip = {grad_clip} goes with an optimizer; set optimizer.grad_clip in the config")
-    if not isinstance(loaders, int) or not 0 <= loaders <= LOADERS_MAX:
-        problems.append(f"loaders = {loaders!r}, needed: a number of processes for each worker, 0 to {LOADERS_MAX}")
     return problems
 
 
-def _problems_with_config(config: Any) -> list[str]:
-    if isinstance(config, Mapping):
-        return []
-    return [f"config is of type {type(config).__name__}, needed: a dictionary of keys and values"]
+def _problems_with_run(
+    config: object, loaders: object, callbacks: object, run_dir: object, resume: object
+) -> list[str]:
+    problems = []
+    if config is not None and not isinstance(config, Mapping):
+        problems.append(f"config is of type {type(config).__name__}, needed: a dictionary of keys and values")
+    if isinstance(loaders, bool) or not isinstance(loaders, int) or not 0 <= loaders <= LOADERS_MAX:
+        problems.append(f"loaders = {loaders!r}, needed: a number of processes for each worker, 0 to {LOADERS_MAX}")
+    if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
+        problems.append(f"callbacks are of type {type(callbacks).__name__}, needed: a list, also of a single one")
+    if run_dir is not None and not isinstance(run_dir, str | os.PathLike):
+        problems.append(f"run_dir = {run_dir!r}, needed: the path of a folder, or None for a new one below runs")
+    if not isinstance(resume, bool):
+        problems.append(f"resume = {resume!r}, needed: True or False")
+    return problems

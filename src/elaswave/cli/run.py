@@ -23,7 +23,7 @@ from elaswave.observability.output import say_error
 @click.command(
     name="run",
     short_help="Run a script that trains its own model.",
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False},
     epilog="Exit codes: the script's own, or 0 done, 1 failed, 2 bad input, 129 SIGHUP (a closed terminal), 130 "
     "Ctrl-C, 143 SIGTERM.",
 )

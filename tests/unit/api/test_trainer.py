@@ -1,6 +1,7 @@
 """What a trainer refuses, before anything runs: all that is wrong, in the words of its caller."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,15 @@ def views() -> list[nn.Module]:
         ({"lr_scheduler": 3, "optimizer": torch.optim.SGD}, "lr_scheduler is of type int, needed: a function"),
         ({"lr_scheduler": lambda optimizer: None}, "lr_scheduler goes with an optimizer; set optimizer.schedule"),
         ({"grad_clip": 1.0}, "grad_clip = 1.0 goes with an optimizer; set optimizer.grad_clip"),
+        ({"grad_clip": "1", "optimizer": torch.optim.SGD}, "grad_clip = '1', needed: the largest norm"),
+        ({"grad_clip": None}, "grad_clip = None, needed: the largest norm"),
+        ({"grad_clip": -1.0}, "grad_clip = -1.0, needed: the largest norm"),
+        ({"loaders": True}, "loaders = True, needed: a number"),
+        ({"callbacks": print}, "callbacks are of type builtin_function_or_method, needed: a list"),
+        ({"callbacks": None}, "callbacks are of type NoneType, needed: a list"),
+        ({"run_dir": 5}, "run_dir = 5, needed: the path of a folder"),
+        ({"resume": "no"}, "resume = 'no', needed: True or False"),
+        ({"metrics": {"loss": lambda outputs, targets: 1.0}}, "a metric is called loss, as the loss is; rename it"),
         ({"loaders": -1}, "loaders = -1, needed: a number of processes for each worker, 0 to 64"),
         ({"metrics": {"accuracy": 1.0}}, "the metric 'accuracy' is of type float, needed: a function"),
         ({"metrics": {"aux_loss": lambda outputs, targets: 1.0}}, "a metric is called aux_loss"),
@@ -111,6 +121,15 @@ def test_bad_keys_are_listed_all_at_once(config: dict[Any, Any], problems: list[
 def test_evaluations_need_a_dataset() -> None:
     with pytest.raises(UsageError, match="run.eval_every = 2 asks for evaluations"):
         make(config={"run.eval_every": 2}).train()
+
+
+def test_what_cannot_be_evaluated_is_said(tmp_path: Path) -> None:
+    trainer = make(eval_dataset=SAMPLES, run_dir=tmp_path / "run")
+    with pytest.raises(UsageError, match="run holds no run yet: call train first"):
+        trainer.evaluate()
+    for checkpoint in (2.0, True):
+        with pytest.raises(UsageError, match=f"evaluate was given {checkpoint}, needed: the step of a checkpoint"):
+            trainer.evaluate(checkpoint)  # type: ignore[arg-type]
 
 
 def test_resuming_needs_a_folder() -> None:
