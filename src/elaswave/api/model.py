@@ -11,8 +11,16 @@ import torch
 from torch import nn
 
 from elaswave.errors import UsageError
-from elaswave.models.admission import check_module
-from elaswave.models.instances import CopyOf, put_in_training, ties_of, without_values
+from elaswave.models.admission import check_hooks, check_module, check_sizes_known, check_values
+from elaswave.models.builders import problems_with_captured, problems_with_layer_fields
+from elaswave.models.instances import (
+    CopyOf,
+    problems_with_shared_buffers,
+    put_in_training,
+    refuse_overlap,
+    ties_of,
+    without_values,
+)
 from elaswave.models.layers import Layer, ModelSpec
 from elaswave.protocol.scores import AUX_LOSS
 from elaswave.state.flat import model_shapes
@@ -32,22 +40,15 @@ class OwnModelSpec:
     """
 
     def __init__(self, model: Any, loss: Any, metrics: Any = None) -> None:
-        named = _named(model)
-        instances = {name: each for name, each in named if isinstance(each, nn.Module)}
-        put_in_training(instances)
-        ties = ties_of(instances)
-        layers = tuple(
-            each if isinstance(each, Layer) else Layer(name, CopyOf(each, name), ties=ties.get(name, {}))
-            for name, each in named
-        )
-        problems = _problems_with_names(layers)
+        layers, problems = _layers_of(_named(model))
         if not callable(loss):
             problems.append(f"the loss is of type {type(loss).__name__}, needed: a function of outputs and targets")
         problems += _problems_with_metrics(metrics or {})
         self.spec = ModelSpec(layers=layers, loss=loss, metrics=metrics or {})
-        modules = [without_values(layer) for layer in layers]
+        modules = _modules(layers, problems)
         for layer, module in zip(layers, modules, strict=True):
             problems += _problems_with_layer(layer, module)
+        problems += _problems_with_builders(layers, modules)
         parameters = [each for module in modules for each in module.parameters() if each.requires_grad]
         dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
         if not parameters:
@@ -56,8 +57,7 @@ class OwnModelSpec:
             problems.append(
                 f"the parameters to be trained are of the types {' and '.join(dtypes)}, needed: one type for all layers"
             )
-        if problems:
-            raise UsageError("the model cannot be trained: " + "; ".join(problems))
+        _refuse(problems)
         model_shapes(self.spec)  # says what cannot be tied or kept
         self.dtype = parameters[0].dtype
         """That all layers compute in."""
@@ -77,7 +77,8 @@ def _named(model: Any) -> list[tuple[str, nn.Module | Layer]]:
         UsageError: it is no model.
     """
     if isinstance(model, nn.Sequential):
-        named: list[tuple[str, Any]] = list(model.named_children())
+        _check_container(model)
+        named: list[tuple[str, Any]] = list(model._modules.items())  # named_children() leaves out repeated modules
     elif isinstance(model, Sequence) and not isinstance(model, str):
         named = [(each.name if isinstance(each, Layer) else str(index), each) for index, each in enumerate(model)]
     else:
@@ -91,6 +92,98 @@ def _named(model: Any) -> list[tuple[str, nn.Module | Layer]]:
     if not 1 <= len(named) <= _LAYERS_MAX:
         raise UsageError(f"the model has {len(named)} layers, needed: 1 to {_LAYERS_MAX}")
     return named
+
+
+def _layers_of(named: Sequence[tuple[str, nn.Module | Layer]]) -> tuple[tuple[Layer, ...], list[str]]:
+    """All layers, those of instances with their ties, and what is wrong with how they are put together.
+
+    Raises:
+        UsageError: layers that cannot be looked at further.
+    """
+    instances = {name: each for name, each in named if isinstance(each, nn.Module)}
+    _refuse([problem for _, each in named if isinstance(each, Layer) for problem in problems_with_layer_fields(each)])
+    for name, each in instances.items():
+        check_sizes_known(name, each)
+    put_in_training(instances)
+    ties = ties_of(instances)
+    layers = tuple(
+        each if isinstance(each, Layer) else Layer(name, CopyOf(each, name), ties=ties.get(name, {}))
+        for name, each in named
+    )
+    return layers, [*problems_with_shared_buffers(instances), *_problems_with_names(layers)]
+
+
+def _check_container(model: nn.Sequential) -> None:
+    """Refuses a container that does more than to call its layers one after the other: only they are trained.
+
+    Raises:
+        UsageError: names what it does.
+    """
+    kind = type(model)
+    own = [name for name, _ in (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))]
+    hooks = [model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks]
+    if (kind.forward, kind.__call__) != (nn.Sequential.forward, nn.Sequential.__call__) or "forward" in vars(model):
+        found, instead = "a forward of its own", "the parts of its forward as layers in a list"
+    elif own:
+        found, instead = f"{', '.join(own)} of its own", "it to one of the layers"
+    elif any(hooks):
+        found, instead = "forward or backward hooks", "them to its layers, or write what they do as a layer"
+    else:
+        return
+    raise UsageError(
+        f"model is a {kind.__name__} with {found}, which would be left out: an nn.Sequential is taken for the list of "
+        f"its layers. Give {instead}; a list with the whole model in it, [model], is one layer"
+    )
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    """Raises:
+    UsageError: there are problems; all of them.
+    """
+    if problems:
+        raise UsageError("the model cannot be trained: " + "; ".join(problems))
+
+
+def _modules(layers: Sequence[Layer], problems: list[str]) -> list[nn.Module]:
+    """Every layer's module for its shapes.
+
+    Args:
+        layers: of the model.
+        problems: found so far.
+    Raises:
+        UsageError: some cannot be built: these and all other problems.
+    """
+    modules, failed = [], []
+    for layer in layers:
+        try:
+            modules.append(without_values(layer))
+        except UsageError as error:
+            failed.append(error)
+    if failed:
+        raise UsageError(f"the model cannot be trained: {'; '.join([*problems, *map(str, failed)])}") from failed[0]
+    return modules
+
+
+def _problems_with_builders(layers: Sequence[Layer], modules: Sequence[nn.Module]) -> list[str]:
+    """What functions have not made themselves."""
+    both = list(zip(layers, modules, strict=True))
+    problems = problems_with_captured(
+        [(layer, module) for layer, module in both if not isinstance(layer.build, CopyOf)],
+        {layer.name: module for layer, module in both if isinstance(layer.build, CopyOf)},
+    )
+    trained = {
+        id(parameter): (f"{layer.name}.{name}", parameter)
+        for layer, module in both
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and not parameter.is_meta
+    }
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for full, parameter in trained.values():
+        try:
+            refuse_overlap(full, parameter, spans)
+        except UsageError as error:
+            problems.append(str(error))
+    return problems
 
 
 def _problems_with_names(layers: Sequence[Layer]) -> list[str]:
@@ -124,6 +217,9 @@ def _problems_with_layer(layer: Layer, module: nn.Module) -> list[str]:
     """What of a layer cannot be trained, by its full names."""
     try:
         check_module(layer.name, module)
+        check_hooks(layer.name, module)
+        if isinstance(layer.build, CopyOf):
+            check_values(layer.name, module)
         problems = []
     except UsageError as error:
         problems = [str(error)]

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from elaswave.errors import UsageError
 
@@ -26,10 +27,42 @@ def check_module(layer: str, module: nn.Module) -> None:
                 f"{where} is wrapped in {type(part).__name__}: hand in the plain module, elaswave divides the work "
                 "itself"
             )
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            raise UsageError(f"{where} makes sparse gradients: pass sparse=False, sums of gradients are dense")
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            _check_embedding(where, part)
+    check_sizes_known(layer, module)
     for name, parameter in module.named_parameters():
         _check_parameter(f"parameter {name} of layer {layer}", parameter)
+
+
+def check_sizes_known(layer: str, module: nn.Module) -> None:
+    """Refuses a module that waits for its first input to know its shapes.
+
+    Raises:
+        UsageError: names layer and tensor.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise UsageError(
+                f"{name} of layer {layer} has no shape yet, as in nn.LazyLinear: give all sizes, or run the model once "
+                "before it is handed in"
+            )
+
+
+def check_values(layer: str, module: nn.Module) -> None:
+    """Refuses a module whose tensors have no values.
+
+    Args:
+        layer: its name.
+        module: as it is to be computed with.
+    Raises:
+        UsageError: names the first one.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise UsageError(
+                f"{name} of layer {layer} is on the meta device, so it has no values: make it on the CPU, or give the "
+                "layer as elaswave.Layer(name, build)"
+            )
 
 
 def check_hooks(layer: str, module: nn.Module) -> None:
@@ -46,10 +79,23 @@ def check_hooks(layer: str, module: nn.Module) -> None:
             )
 
 
+def _check_embedding(where: str, part: nn.Embedding | nn.EmbeddingBag) -> None:
+    if part.sparse:
+        raise UsageError(f"{where} makes sparse gradients: pass sparse=False, sums of gradients are dense")
+    if part.max_norm is not None:
+        raise UsageError(
+            f"{where} has max_norm={part.max_norm}, so its forward writes its weight: every copy of the weight must "
+            "change by updates only. Leave max_norm out, and scale the vectors that were looked up in the forward"
+        )
+
+
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if parameter.dtype not in _COMPUTED and parameter.requires_grad:
         dtype = str(parameter.dtype).removeprefix("torch.")
-        raise UsageError(f"{name} is {dtype}: master weights are float32, convert the module with .float()")
+        instead = "convert the module with .float()"
+        if parameter.is_complex():
+            instead = "keep real and imaginary parts in a float32 parameter, use torch.view_as_complex in the forward"
+        raise UsageError(f"{name} is {dtype}: master weights are float32, {instead}")
     if not parameter.is_contiguous():
         raise UsageError(
             f"{name} has strides {parameter.stride()}, as channels_last makes them: convert the module with "

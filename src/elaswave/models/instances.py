@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from elaswave.errors import UsageError
+from elaswave.models.builders import build_for_shapes
 from elaswave.models.layers import Layer
 
 
@@ -53,11 +54,14 @@ class CopyOf:
 
 
 def without_values(layer: Layer) -> nn.Module:
-    """A layer's module for its shapes, types and names: built without memory, or the instance itself."""
+    """A layer's module for its shapes, types and names: built without memory, or the instance itself.
+
+    Raises:
+        UsageError: it cannot be built.
+    """
     if isinstance(layer.build, CopyOf):
         return layer.build.module
-    with torch.device("meta"):
-        return layer.build()
+    return build_for_shapes(layer)
 
 
 def put_in_training(instances: Mapping[str, nn.Module]) -> None:
@@ -88,6 +92,33 @@ def ties_of(instances: Mapping[str, nn.Module]) -> dict[str, dict[str, str]]:
             else:
                 ties.setdefault(layer, {})[name] = owner
     return ties
+
+
+def problems_with_shared_buffers(instances: Mapping[str, nn.Module]) -> list[str]:
+    """Names persistent buffers of one module that stands in two layers: each layer's running statistics are its own.
+
+    Args:
+        instances: the modules of layers, by name.
+    """
+    first: dict[int, str] = {}
+    problems = []
+    for layer, module in instances.items():
+        found = {
+            id(buffer): ".".join(filter(None, (layer, path, key)))
+            for path, part in module.named_modules()
+            for key, buffer in part._buffers.items()
+            if buffer is not None and key not in part._non_persistent_buffers_set
+        }
+        shared = [(first[key], name) for key, name in found.items() if key in first]
+        if shared:
+            problems.append(
+                f"layer {layer} has its buffer {shared[0][1]} in common with {shared[0][0]}: running statistics of one "
+                "module in two layers cannot be kept. Give each layer a module of its own, put both uses into one "
+                "layer, or register the buffer with persistent=False if it is a constant"
+            )
+        for key, name in found.items():
+            first.setdefault(key, name)
+    return problems
 
 
 def refuse_overlap(full: str, parameter: torch.Tensor, spans: dict[int, list[tuple[int, int, str]]]) -> None:

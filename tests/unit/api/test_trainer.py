@@ -39,6 +39,63 @@ def views() -> list[nn.Module]:
     return [first, second]
 
 
+class Doubled(nn.Sequential):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Scaled(nn.Sequential):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+def watched(register: str) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 1))
+    getattr(model, register)(lambda *args: None)
+    return model
+
+
+def hooked(register: str) -> list[nn.Module]:
+    layer = nn.Linear(2, 1)
+    getattr(layer.weight, register)(lambda *args: None)
+    return [layer]
+
+
+def on_meta() -> list[nn.Module]:
+    with torch.device("meta"):
+        return [nn.Linear(2, 2), nn.Linear(2, 1)]
+
+
+class Around(nn.Module):
+    """A layer around what was made outside of its build."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.map = nn.Linear(2, 2)
+
+
+class OnMemory(nn.Module):
+    """A layer whose parameter lies on a tensor that was made outside of its build."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values)
+
+
+def around(inner: nn.Module, kind: type = Around) -> list[elaswave.Layer]:
+    return [elaswave.Layer(name, lambda: kind(inner)) for name in ("a", "b")]
+
+
+def layer(build: Any = lambda: nn.Linear(2, 1), name: Any = "a", **options: Any) -> dict[str, Any]:
+    return {"model": [elaswave.Layer(name, build, **options)]}
+
+
+SHARED, SHARED_NORM = nn.Linear(2, 2), nn.BatchNorm1d(2)
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature", "ignore:Lazy modules are a new feature")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -58,6 +115,41 @@ def views() -> list[nn.Module]:
             "ties: a.x is to be one tensor with y",
         ),
         ({"model": views()}, "parameters 0.weight and 1.weight are different views of the same memory"),
+        ({"model": Doubled(nn.Linear(2, 1))}, "model is a Doubled with a forward of its own, which would be left out"),
+        ({"model": Scaled(nn.Linear(2, 1))}, "model is a Scaled with scale of its own, which would be left out"),
+        ({"model": watched("register_forward_hook")}, "model is a Sequential with forward or backward hooks"),
+        ({"model": watched("register_full_backward_pre_hook")}, "model is a Sequential with forward or backward hooks"),
+        ({"model": hooked("register_hook")}, "parameter weight of layer 0 has a gradient hook: remove it"),
+        ({"model": hooked("register_post_accumulate_grad_hook")}, "parameter weight of layer 0 has a gradient hook"),
+        (
+            {"model": nn.Sequential(nn.Linear(2, 2), SHARED_NORM, nn.Linear(2, 2), SHARED_NORM)},
+            "layer 3 has its buffer 3.running_mean in common with 1.running_mean: running statistics of one module",
+        ),
+        ({"model": on_meta()}, "weight of layer 1 is on the meta device, so it has no values: make it on the CPU, or"),
+        ({"model": [nn.LazyLinear(1)]}, "weight of layer 0 has no shape yet, as in nn.LazyLinear: give all sizes, or"),
+        (layer(lambda: nn.LazyLinear(1)), "weight of layer a has no shape yet"),
+        ({"model": [nn.Embedding(2, 1, max_norm=1.0)]}, "layer 0 has max_norm=1.0, so its forward writes its weight"),
+        ({"model": [nn.EmbeddingBag(2, 1, max_norm=1.0)]}, "layer 0 has max_norm=1.0"),
+        ({"model": [nn.Linear(2, 1, dtype=torch.complex64)]}, "keep real and imaginary parts in a float32 parameter"),
+        (layer(nn.Linear(2, 1)), "layer 'a' has the module Linear as its build, needed: a function that makes one"),
+        (layer(5), "layer 'a' has a build of type int, needed: a function"),
+        (layer(lambda: None), "the build of layer a returned None of type NoneType, needed: an nn.Module"),
+        (layer(name=3), "a layer is called 3, of type int, needed: a text"),
+        (layer(name=""), "a layer is called '', needed: a name of printable characters"),
+        (layer(name="a/b"), "a layer is called 'a/b', needed: a name"),
+        (layer(name="a..b"), "a layer is called 'a..b', needed: a name"),
+        (layer(ties=5), "layer 'a' has ties of type int, needed: a dictionary"),
+        (layer(ties={"weight": 3}), "layer 'a' has the tie ('weight', 3), needed: names of two parameters"),
+        (
+            layer(lambda: nn.Dropout(torch.ones(1).item())),
+            "its build raised RuntimeError: Tensor.item() cannot be called on meta tensors. elaswave calls it once "
+            "under torch.device('meta'), where tensors have shapes and no values: take numbers",
+        ),
+        (layer(lambda: SHARED), "the build of layer a did not make its parameter weight itself: another build of laye"),
+        ({"model": around(SHARED)}, "layer b did not make its parameter inner.weight itself: another build of layer a"),
+        ({"model": around(nn.BatchNorm1d(2, affine=False))}, "layer a did not make its module inner itself"),
+        ({"model": [SHARED, *around(SHARED)]}, "inner.weight itself: layer 0 has the same object"),
+        ({"model": around(torch.ones(3), OnMemory)}, "parameters a.weight and b.weight are different views"),
         ({"loss": "mse"}, "the loss is of type str, needed: a function of outputs and targets"),
         ({"dataset": Stream()}, "Stream, which can only be iterated over; needed a map-style dataset"),
         ({"dataset": []}, "dataset is empty"),
@@ -174,6 +266,20 @@ def test_layers_have_the_names_of_sequential_or_their_own() -> None:
     model = OwnModelSpec(mixed, min)
     assert [layer.name for layer in model.spec.layers] == ["0", "head"]
     assert model.layer_parameters == (6, 3)
+
+
+def test_a_module_that_a_sequential_has_twice_is_two_layers_that_share_its_parameters() -> None:
+    act, scale = nn.Tanh(), nn.PReLU()
+    model = nn.Sequential(nn.Linear(2, 2), act, scale, nn.Linear(2, 2), act, scale, nn.Linear(2, 1))
+    layers = OwnModelSpec(model, min).spec.layers
+    assert [each.name for each in layers] == list("0123456")
+    assert [dict(each.ties) for each in layers if each.ties] == [{"weight": "2.weight"}]
+
+
+def test_what_functions_may_share() -> None:
+    OwnModelSpec([*around(nn.Tanh())], min)
+    OwnModelSpec([*around(nn.Linear(2, 2).requires_grad_(False))], min)
+    OwnModelSpec([elaswave.Layer("a", lambda: OnMemory(torch.ones(3).requires_grad_(False)))], min)
 
 
 def test_the_package_exports_lazily() -> None:
