@@ -11,11 +11,12 @@ from elaswave.config.schema import Config
 from elaswave.errors import CheckpointError
 from elaswave.protocol.scores import Means, means_of, score_words
 from elaswave.state.checkpoint import CheckpointRef, checkpoint_of_step, find_newest_checkpoint, verify_checkpoint
+from elaswave.training.dataset import UserDataError
 from elaswave.training.definition import Training
 from elaswave.training.evaluation import evaluation_draws
 from elaswave.training.random_state import generators_kept
 from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.compute import Compute
+from elaswave.worker.compute import Compute, LayerError
 from elaswave.worker.frozen import changed_frozen
 from elaswave.worker.materialise import stored_layers
 from elaswave.worker.microbatches import Microbatches
@@ -57,8 +58,9 @@ def evaluation_means(config: Config, training: Training, run_dir: Path, checkpoi
         )
         compute.begin(found.step, ())
         for microbatch in range(config.run.eval_microbatches):
-            inputs, targets = microbatches.get(found.step, microbatch, train=False)
-            compute.forward(range(len(layers)), microbatch, inputs, targets, train=False)
+            with _interruptible():
+                inputs, targets = microbatches.get(found.step, microbatch, train=False)
+                compute.forward(range(len(layers)), microbatch, inputs, targets, train=False)
             microbatches.release(found.step, microbatch, train=False, is_over=True)
     num_microbatches = config.run.eval_microbatches
     words = score_words(compute.scoring.scores, num_microbatches, len(blueprint.model.metrics))
@@ -74,6 +76,17 @@ def _checkpoint(run_dir: Path, checkpoint: str | Path | int | None) -> Checkpoin
     if newest is None:
         raise CheckpointError(f"{run_dir} has no valid checkpoint to evaluate; a run writes one at its end")
     return newest
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """An interrupt of the script, which may come while a layer or the dataset runs, ends it as itself."""
+    try:
+        yield
+    except (LayerError, UserDataError) as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            raise error.__cause__ from None
+        raise
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from elaswave.control.parent_death import end_with_parent
 from elaswave.control.template import TemplateSetup, run_template
 from elaswave.control.template_messages import Unprepared, framed, pack, read_framed
 from elaswave.errors import LaunchError, UsageError
+from elaswave.training.raised import said
 
 _LINK_FD = 3
 
@@ -48,7 +49,7 @@ def pickled_setup(setup: TemplateSetup) -> bytes:
         return framed(cloudpickle.dumps(sent))
     except Exception as error:
         raise UsageError(
-            f"{_culprit(setup.training)} cannot be sent to the processes of the job: {type(error).__name__}: {error}. "
+            f"{_culprit(setup.training)} cannot be sent to the processes of the job: {said(error)}. "
             "This process has more than one thread, or a GPU's state, so it cannot be forked and what is trained is "
             "pickled: leave locks, generators and connections out of it, or make them when they are first used"
         ) from error
@@ -106,14 +107,10 @@ def main(parent: int, log: str) -> int:
     except BaseException as error:
         traceback.print_exc()
         with contextlib.suppress(OSError):
-            link.sendall(pack(Unprepared(text=f"what the script trains cannot be loaded: {_one_line(error)}")))
+            link.sendall(pack(Unprepared(text=f"what the script trains cannot be loaded: {said(error)}")))
         return 1
     deaths = DeathWatch(range(sum(sent.setup.config.widths)))
     return run_template(sent.setup._replace(deaths=deaths), link)
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _module_folders() -> list[str]:

@@ -126,6 +126,8 @@ class RecoveryLog:
         for waiting in self._waiting:
             if not waiting.redone_s and _is_redo(waiting, report):
                 waiting.redone_s = report.finished_s
+                if waiting.redone_s <= waiting.resumed_s:  # the last member was heard after it had made the step
+                    waiting.resumed_s = report.finished_s - report.duration_s
         return self._done([waiting for waiting in self._waiting if waiting.redone_s])
 
     def flush(self) -> list[Recovery]:

@@ -79,6 +79,7 @@ from elaswave.protocol.template import (
     TemplateEffect,
     TemplateEvent,
 )
+from elaswave.training.raised import readable, said
 from elaswave.training.tokens import sampler_of
 from elaswave.worker.probe import Probe
 from elaswave.worker.run_plan import RunPlan
@@ -130,11 +131,11 @@ def run_template(setup: TemplateSetup, link: socket.socket) -> int:
         torch.set_num_threads(1)  # a process with idle threads of a library must not fork
         plan = Blueprint(setup.config, setup.training)
     except UsageError as error:
-        link.sendall(pack(Unprepared(text=str(error), is_usage=True)))
+        link.sendall(pack(Unprepared(text=readable(str(error)), is_usage=True)))
         return 1
     except BaseException as error:
         traceback.print_exc()
-        link.sendall(pack(Unprepared(text=f"{type(error).__name__}: {error}")))
+        link.sendall(pack(Unprepared(text=said(error))))
         return 1
     samples = [] if setup.training is None else _survey(setup)
     link.sendall(pack(Prepared(state=plan.state, samples=samples)))

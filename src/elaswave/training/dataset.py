@@ -18,6 +18,7 @@ from elaswave.data.sampler import Draw, Source
 from elaswave.data.sources import Split
 from elaswave.errors import DataError
 from elaswave.hashing import key64
+from elaswave.training.raised import said
 from elaswave.training.random_state import seed_everything
 
 Collate = Callable[[list[Any]], Any]
@@ -37,7 +38,7 @@ class UserDataError(Exception):
 
     def __init__(self, place: str, cause: BaseException) -> None:
         self.place = place
-        super().__init__(f"{type(cause).__name__}: {cause} (in {place})")
+        super().__init__(f"{said(cause)} (in {place})")
 
 
 class _Part(NamedTuple):
@@ -126,7 +127,7 @@ class DatasetSamples:
         seed_everything(self._seed, "collate", _PURPOSES[split], draws[0].data_pass, draws[0].position)
         try:
             collated = self._collate(samples)
-        except Exception as error:
+        except BaseException as error:  # also sys.exit: it ends no process, and is told
             raise UserDataError(f"collate of {', '.join(self._named(draw, split) for draw in draws)}", error) from error
         return as_pair(collated)
 
@@ -135,7 +136,7 @@ class DatasetSamples:
         part = self._part(draw, split)
         try:
             return part.dataset[draw.sample - part.start]
-        except Exception as error:
+        except BaseException as error:  # also sys.exit: it ends no process, and is told
             raise UserDataError(self._named(draw, split), error) from error
 
     def _part(self, draw: Draw, split: Split) -> _Part:

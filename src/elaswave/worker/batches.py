@@ -5,7 +5,6 @@ ones, since nothing in them depends on who makes them.
 """
 
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -17,10 +16,9 @@ from elaswave.protocol.position import DATA
 from elaswave.training.dataset import UserDataError
 from elaswave.training.definition import Samples
 from elaswave.training.evaluation import evaluation_draws
+from elaswave.training.raised import readable, said, traceback_of
 from elaswave.types import Layout
 from elaswave.worker.activity import Activity
-
-_TRACEBACK_CHARACTERS = 20_000
 
 
 class BatchName(NamedTuple):
@@ -149,6 +147,5 @@ class Batches:
 def failure_of(name: BatchName, error: Exception) -> BatchError:
     """What a person is told of an exception from the data."""
     cause = error.__cause__ if isinstance(error, UserDataError) and error.__cause__ is not None else error
-    text = "".join(traceback.format_exception(cause))
-    summary = str(error) if isinstance(error, UserDataError) else f"{type(error).__name__}: {error}"
-    return BatchError(name, type(cause).__name__, summary, text[-_TRACEBACK_CHARACTERS:])
+    summary = readable(str(error)) if isinstance(error, UserDataError) else said(error)
+    return BatchError(name, type(cause).__name__, summary, traceback_of(cause))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from elaswave.errors import UsageError
+from elaswave.errors import CommError, UsageError
 from elaswave.hashing import MASK64
 from elaswave.models.admission import check_hooks
 from elaswave.models.calls import Call, inside
@@ -23,8 +23,10 @@ from elaswave.models.layers import ModelSpec
 from elaswave.protocol.ballot import NonFinite, coverage_key
 from elaswave.state.flat import FlatLayer
 from elaswave.state.sums import Accumulator
+from elaswave.training.raised import said
 from elaswave.training.random_state import seed_everything
 from elaswave.worker.admission import check_dense, check_graph
+from elaswave.worker.batches import BatchError
 from elaswave.worker.canary import made_up_tree, prove
 from elaswave.worker.compiled import CompiledLayers
 from elaswave.worker.layer_runs import Given, Reached, Run, Saved, received, to_send, zeros_where_none
@@ -50,7 +52,7 @@ class LayerError(Exception):
 
     def __init__(self, position: ErrorPlace, cause: BaseException) -> None:
         self.position = position
-        super().__init__(f"{type(cause).__name__}: {cause} (at {position})")
+        super().__init__(f"{said(cause)} (at {position})")
 
 
 class FetchInputs(Protocol):
@@ -581,5 +583,7 @@ class _Located:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception):
+        # Also sys.exit and an interrupt that the layer raises. What ends a wait of the worker within `elaswave.batch`
+        # is none of the layer's.
+        if error is not None and not isinstance(error, CommError | BatchError):
             raise LayerError(self._compute.place(self._microbatch, self._layer), error) from error

@@ -8,7 +8,7 @@ the machine leaves what it does and goes on as the coordinator's decision says.
 """
 
 import socket
-import traceback
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +28,7 @@ from elaswave.protocol.worker import WorkerMachine
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.store import HeldBlock
 from elaswave.training.definition import Training
+from elaswave.training.raised import readable, said, traceback_of
 from elaswave.transport.interface import Transport
 from elaswave.transport.stream import StreamTransport
 from elaswave.types import ExecutionParameters, Layout, Program
@@ -359,8 +360,8 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
     except FencedError as error:
         print(str(error), flush=True)
         return 1
-    except Exception as error:
-        traceback.print_exc()
+    except BaseException as error:  # also sys.exit of a person's code: the signals that end a job do not come here
+        print(traceback_of(error), file=sys.stderr, flush=True)
         if client is not None:
             client.send(_failure(setup.worker, worker, error), durable=True)
         return 1
@@ -384,17 +385,17 @@ def _check_coordinator(client: WorkerClient, waited_for: str) -> None:
         raise WaitTimeoutError(f"{waited_for}, and no coordinator has answered for {gone_s:.0f} s")
 
 
-def _failure(worker_id: int, worker: Worker | None, error: Exception) -> Failed:
+def _failure(worker_id: int, worker: Worker | None, error: BaseException) -> Failed:
     if isinstance(error, BatchError):
         return Failed(
             worker=worker_id,
             kind=error.kind,
             signature=f"{error.kind} at {error.name}",
-            summary=str(error),
+            summary=readable(str(error)),
             traceback_text=error.traceback_text,
         )
     cause = error.__cause__ if isinstance(error, LayerError) and error.__cause__ is not None else error
-    summary = str(error) if isinstance(error, LayerError) else f"{type(error).__name__}: {error}"
+    summary = readable(str(error)) if isinstance(error, LayerError) else said(error)
     step = worker.machine.step if worker is not None else 0
     place = f"step {step}"
     if isinstance(error, LayerError):
@@ -407,5 +408,5 @@ def _failure(worker_id: int, worker: Worker | None, error: Exception) -> Failed:
         signature=f"{type(cause).__name__} at {place}",
         summary=summary,
         # The vote's finding says all; the place in this code where it was raised does not help the user.
-        traceback_text="" if isinstance(error, VoteError) else "".join(traceback.format_exception(cause)),
+        traceback_text="" if isinstance(error, VoteError) else traceback_of(cause),
     )

@@ -104,6 +104,16 @@ def test_a_step_that_is_redone_before_everybody_was_heard_waits_for_what_they_ha
     assert log.committed(_report(4, 2, 26.0)) == log.flush() == []
 
 
+def test_a_step_that_is_done_before_the_last_was_heard_takes_no_negative_time(log: RecoveryLog) -> None:
+    _lose(log, 0, 2)
+    for worker in (1, 2, 3):
+        log.installed(_installed(worker))
+    assert log.resumed(24.5) == []
+    (recovery,) = log.committed(_report(3, 2, 24.0))
+    assert recovery.redo_s == 2.0 and recovery.total_s == 4.0
+    assert "step redone in 2000 ms" in log.describe(recovery)
+
+
 def test_a_survivor_that_is_lost_before_it_was_heard_holds_no_report_up(log: RecoveryLog) -> None:
     after = _lose(log, 0, 2)
     log.installed(_installed(1))
