@@ -5,6 +5,7 @@ some only. So what it gets has no memory; a tensor's group is what is read from 
 """
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -13,6 +14,7 @@ import torch
 
 from elaswave.errors import OptimizerError
 from elaswave.state.shapes import TensorSlot
+from elaswave.training.raised import said, traceback_of
 
 SHOWN_NAMES_MAX = 4
 """Names that an error lists."""
@@ -118,17 +120,25 @@ def make_optimizer(factory: Callable[[Parameters], object], parameters: Paramete
     """The optimizer that a person's callable makes of parameters.
 
     Raises:
-        OptimizerError: it makes something else, or gives a parameter no group, or two.
+        OptimizerError: it raises, makes something else, or gives a parameter no group, or two.
     """
     try:
         with warnings.catch_warnings(), float32_by_default():
             warnings.filterwarnings("ignore", ".*parameter group with duplicate parameters")  # `groups_of` refuses it
             optimizer = factory(parameters)
-    except ValueError as error:
+    except OptimizerError:
+        raise
+    except (Exception, SystemExit) as error:
         twice = parameters.taken_twice()
         if twice and "more than one parameter group" in str(error):
             raise OptimizerError(_in_two_groups(twice)) from error
-        raise
+        if isinstance(error, ValueError) and re.search(r"\b2-?D\b", str(error)):  # as torch.optim.Muon
+            raise OptimizerError(
+                f"optimizer= takes matrices only ({said(error)}), and cannot be used: blocks of state hold any run of "
+                "a tensor's elements, so an optimizer must update every element by itself, and one for matrices needs "
+                "the others of its matrix. Give one that does, as torch.optim.AdamW or SGD"
+            ) from error
+        raise has_raised("optimizer=, called with the parameters of the model,", error) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
             f"optimizer= must be a callable that takes the parameters and returns a torch.optim.Optimizer, but it has "
@@ -136,6 +146,19 @@ def make_optimizer(factory: Callable[[Parameters], object], parameters: Paramete
         )
     groups_of(optimizer, parameters)
     return optimizer
+
+
+def has_raised(who: str, error: BaseException) -> OptimizerError:
+    """What a person is told of an exception in a callable of theirs: with the traceback, since it is raised in another
+    process than the script's.
+
+    Args:
+        who: the callable.
+        error: that it has raised, caught where it was called.
+    """
+    inside = None if error.__traceback__ is None else error.__traceback__.tb_next  # without the place of the call
+    text = "" if inside is None else f"\n\n{traceback_of(error.with_traceback(inside)).rstrip()}"
+    return OptimizerError(f"{who} has raised {said(error)}{text}")
 
 
 def groups_of(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[str, int]:

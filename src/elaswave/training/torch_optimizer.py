@@ -24,7 +24,7 @@ from elaswave.state.checkpoint_format import MASTER
 from elaswave.state.checkpoint_shards import DTYPES
 from elaswave.state.shapes import Segment
 from elaswave.state.store import HeldBlock
-from elaswave.training.parameters import float32_by_default, kind_of
+from elaswave.training.parameters import float32_by_default, has_raised, kind_of
 
 PILOT_ELEMENTS = 32
 
@@ -108,7 +108,7 @@ class TorchUpdater:
         slots: its states per element, those of all groups, in the order in which blocks keep them.
         make_scheduler: of the learning rate and other options; None: they stay.
     Raises:
-        OptimizerError: what `make_scheduler` returns is no scheduler.
+        OptimizerError: `make_scheduler` raises, or what it returns is no scheduler.
     """
 
     def __init__(
@@ -280,8 +280,11 @@ class TorchUpdater:
 
 
 def _scheduler_of(make: MakeScheduler, optimizer: torch.optim.Optimizer) -> Any:
-    with float32_by_default():
-        scheduler = make(optimizer)
+    try:
+        with float32_by_default():
+            scheduler = make(optimizer)
+    except (Exception, SystemExit) as error:
+        raise has_raised(f"lr_scheduler=, called with {kind_of(optimizer)},", error) from error
     missing = [
         name for name in ("step", "state_dict", "load_state_dict") if not callable(getattr(scheduler, name, None))
     ]

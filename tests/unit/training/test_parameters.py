@@ -1,5 +1,7 @@
 """Parameter groups: how parameters are chosen by name, and what is wrong with groups."""
 
+import sys
+
 import pytest
 import torch
 from tests.unit.shapes import make_shape
@@ -103,9 +105,34 @@ def test_what_is_no_optimizer_is_refused(parameters):
         make_optimizer(lambda p: None, parameters)
 
 
-def test_errors_of_the_callable_are_its_own(parameters):
-    with pytest.raises(ValueError, match="Invalid learning rate"):
-        make_optimizer(lambda p: torch.optim.SGD(p, lr=-1.0), parameters)
+def misses(parameters, learning_rate):
+    """Needs one argument too many."""
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=-1.0), r"ValueError: Invalid learning rate: -1\.0"),
+        (lambda p: torch.optim.SGD([]), "ValueError: optimizer got an empty parameter list"),
+        (lambda p: 1 / 0, "ZeroDivisionError: division by zero"),
+        (misses, r"TypeError: misses\(\) missing 1 required positional argument"),
+        (lambda p: sys.exit(3), "SystemExit: 3"),
+    ],
+    ids=["torch's", "empty", "own", "argument", "exit"],
+)
+def test_errors_of_the_callable_come_with_its_traceback(parameters, factory, words):
+    with pytest.raises(OptimizerError, match=f"^optimizer=, called with .*, has raised {words}") as caught:
+        make_optimizer(factory, parameters)
+    text = str(caught.value)
+    assert ("\n\nTraceback (most recent call last):" in text) is (factory is not misses)  # which was never entered
+    assert ("test_parameters.py" in text) is (factory is not misses) and "in make_optimizer" not in text
+
+
+def test_an_optimizer_for_matrices_is_refused_for_what_it_does(parameters):
+    with pytest.raises(
+        OptimizerError, match=r"takes matrices only \(ValueError: Muon .*update every element by itself"
+    ):
+        make_optimizer(lambda p: torch.optim.Muon(p), parameters)
 
 
 def test_classes_are_called_what_a_person_calls_them():

@@ -274,6 +274,13 @@ def test_what_is_no_scheduler_is_refused():
         tried(OPTIMIZERS["AdamW"], lambda optimizer: [lr_scheduler.ConstantLR(optimizer)])
 
 
+def test_a_scheduler_that_raises_is_told_with_its_traceback():
+    with pytest.raises(OptimizerError, match=r"^lr_scheduler=, called with torch\.optim\.AdamW, has raised ") as caught:
+        tried(OPTIMIZERS["AdamW"], lambda optimizer: lr_scheduler.StepLR(optimizer))
+    assert "TypeError: StepLR.__init__() missing 1 required" in str(caught.value)
+    assert "lr_scheduler.StepLR(optimizer)" in str(caught.value), "the traceback"
+
+
 def test_a_scheduler_that_cannot_be_kept_is_refused():
     class Keeping(lr_scheduler.LambdaLR):
         def state_dict(self):
