@@ -316,6 +316,12 @@ class FlatLayer:
         if self.buffer_unit is not None:
             self.buffers.refresh(self.buffer_unit.flat)
 
+    def fixed(self) -> list[torch.Tensor]:
+        """What is the same in every process that holds the layer, and never sent: frozen parameters, and the values
+        that other buffers than persistent ones are built with."""
+        frozen = [each.detach() for each in self.module.parameters() if not each.requires_grad]
+        return [*frozen, *self.buffers.built()]
+
     def set_training(self, train: bool) -> None:
         """Switches the module between training and evaluation; submodules that were built in evaluation stay so."""
         if self._is_training is train:

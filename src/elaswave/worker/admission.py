@@ -1,14 +1,129 @@
-"""What only the graph of a layer's first micro-batch shows: a weight that is not the layer's own, a checkpoint that
-cannot be run again here, a gradient that is sparse.
+"""What only a real build and a layer's first micro-batch show: other parameters than those described, a weight that is
+not the layer's own or that its forward writes, a checkpoint that cannot be run again here, a gradient that is sparse.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
+from torch import nn
 from torch.autograd.graph import Node
 
 from elaswave.errors import UsageError
+from elaswave.models.admission import check_sizes_known, check_values
+from elaswave.models.builders import check_is_module
 from elaswave.models.calls import describe
+from elaswave.models.instances import CopyOf
+from elaswave.models.layers import Layer, build_layer
+from elaswave.state.buffers import persistent_buffers
+from elaswave.state.shapes import LayerShape
+from elaswave.training.raised import said
+
+
+def build_as_described(layer: Layer, seed: int, index: int, shapes: Sequence[LayerShape]) -> nn.Module:
+    """Builds a layer, and compares it with what it was for its shapes.
+
+    Args:
+        layer: to be built.
+        seed: of the run.
+        index: its position in the model.
+        shapes: of all units.
+    Raises:
+        UsageError: it cannot be built, or has other parameters or persistent buffers than it had under
+            ``torch.device("meta")``.
+    """
+    try:
+        module = build_layer(layer, seed, index)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"layer {layer.name} cannot be built: {said(error)}") from error
+    check_is_module(layer, module)
+    if isinstance(layer.build, CopyOf):  # a copy of what was described
+        return module
+    check_sizes_known(layer.name, module)
+    check_values(layer.name, module)
+    described, built = _described(layer, index, shapes), _built(module)
+    for name in (*described, *built):
+        if described.get(name) != built.get(name):
+            raise UsageError(
+                f"the build of layer {layer.name} made {built.get(name, 'nothing')} as {name}, and under "
+                f"torch.device('meta') {described.get(name, 'nothing')}: it must make parameters and persistent "
+                "buffers of the same names and shapes whenever it is called"
+            )
+    return module
+
+
+def _described(layer: Layer, index: int, shapes: Sequence[LayerShape]) -> dict[str, str]:
+    """What a layer has, by name in its module."""
+    shape = shapes[index]
+    found = {slot.name: _kind("trained", slot.shape) for slot in shape.tensors}
+    found |= {f"{layer.name}.{use.name}": _kind("trained", shapes[use.unit].tensors[0].shape) for use in shape.shared}
+    found |= {tensor.name: _kind("frozen", tensor.shape, tensor.dtype) for tensor in shape.frozen}
+    buffers = () if shape.buffers is None else shapes[shape.buffers].tensors
+    found |= {slot.name: _kind("buffer", slot.shape, slot.dtype) for slot in buffers}
+    return {name.removeprefix(f"{layer.name}."): kind for name, kind in found.items()}
+
+
+def _built(module: nn.Module) -> dict[str, str]:
+    """As `_described`, of a module that is there."""
+    found = {
+        name: _kind("trained", each.shape) if each.requires_grad else _kind("frozen", each.shape, each.dtype)
+        for name, each in module.named_parameters()
+    }
+    return found | {name: _kind("buffer", each.shape, each.dtype) for name, each in persistent_buffers(module).items()}
+
+
+def _kind(kind: str, shape: Sequence[int], dtype: object = "") -> str:
+    what = "a persistent buffer" if kind == "buffer" else f"a {kind} parameter"
+    of_type = f" of type {str(dtype).removeprefix('torch.')}" if dtype else ""
+    return f"{what} of shape {list(shape)}{of_type}"
+
+
+class Unwritten:
+    """Compares the parameters of a layer before and after a forward.
+
+    Args:
+        module: of the layer.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = [(name, each, *_state(each), each.detach().clone()) for name, each in module.named_parameters()]
+
+    def check(self, who: str) -> None:
+        """Refuses a forward that has written parameters, or put others in their place.
+
+        Args:
+            who: the layer, for errors.
+        Raises:
+            UsageError: names the first one.
+        """
+        now = dict(self._module.named_parameters())
+        for name, parameter, place, version, values in self._before:
+            found = now.pop(name, None)
+            # Not the bits alone: a clamp may write what was there, at first. Not the version alone: .data has its own.
+            is_same = found is parameter and _state(parameter) == (place, version) and _same_bits(parameter, values)
+            if not is_same:
+                _refuse_written(who, name)
+        for name in now:
+            _refuse_written(who, name)
+
+
+def _state(parameter: torch.Tensor) -> tuple[int, int]:
+    return parameter.data_ptr(), parameter._version
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    first, second = (each.detach().reshape(-1).view(torch.uint8).numpy() for each in (one, other))
+    return np.array_equal(first, second)
+
+
+def _refuse_written(who: str, name: str) -> None:
+    raise UsageError(
+        f"the forward of {who} writes its parameter {name}: parameters change in updates only, so that every copy has "
+        "the same bits. Compute with a changed copy, or make it a buffer, which a forward may write"
+    )
 
 
 def check_graph(

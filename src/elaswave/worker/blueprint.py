@@ -16,6 +16,7 @@ from elaswave.state.shapes import StateShapes, with_states
 from elaswave.training.builtin import builtin_training
 from elaswave.training.definition import Samples, Training
 from elaswave.training.tokens import sampler_of
+from elaswave.worker.admission import build_as_described
 from elaswave.worker.run_plan import RunPlan
 
 
@@ -60,6 +61,16 @@ class Blueprint(RunPlan):
         """What forward and backward compute in."""
         return self.training.dtype
 
+    def build(self, index: int) -> nn.Module:
+        """A layer's module with its initial values.
+
+        Args:
+            index: its position in the model.
+        Raises:
+            UsageError: it cannot be built, or is another one than for its shapes.
+        """
+        return build_as_described(self.model.layers[index], self.config.run.seed, index, self.shapes)
+
     def flat_layer(self, index: int, units: Mapping[int, FlatUnit], module: nn.Module | None = None) -> FlatLayer:
         """A layer, as `FlatLayer` makes it.
 
@@ -73,8 +84,7 @@ class Blueprint(RunPlan):
             self.shapes[index],
             self.dtype,
             units=units,
-            module=module,
-            seed=self.config.run.seed,
+            module=self.build(index) if module is None else module,
             frozen=self.frozen,
         )
 

@@ -25,7 +25,7 @@ from elaswave.state.flat import FlatLayer
 from elaswave.state.sums import Accumulator
 from elaswave.training.raised import said
 from elaswave.training.random_state import seed_everything
-from elaswave.worker.admission import check_dense, check_graph
+from elaswave.worker.admission import Unwritten, check_dense, check_graph
 from elaswave.worker.batches import BatchError
 from elaswave.worker.canary import made_up_tree, prove
 from elaswave.worker.compiled import CompiledLayers
@@ -295,11 +295,15 @@ class Compute:
         call = self._call(microbatch, train)
         seed_everything(self._seed, self._step, microbatch, index, "forward")
         has_graph = train and self._has_backward(index)
+        is_first = train and index not in self._admitted
+        unwritten = Unwritten(layer.module) if is_first and self._has_canary else None
         with inside(call), torch.set_grad_enabled(has_graph), self._argument(index, given, train) as argument:
             structure, leaves = flatten(self._callable(index)(argument))
         self._signatures.check(index, train, structure, leaves)
         run = Run(structure, leaves, call.aux_losses)
-        if train and index not in self._admitted:
+        if unwritten is not None:
+            unwritten.check(self._who(index))
+        if is_first:
             check_hooks(self.layer_name(index), layer.module)
             self._admit(index, [*leaves, *run.aux_losses], [*layer.parameters, *given.leaves])
         return run
@@ -471,7 +475,7 @@ class Compute:
         layer, who = self.layers[index], self._who(index)
         names = layer.parameter_names
         canary, is_known_by_bits = prove(
-            who, layer.module, names, saved.given, run, reached, found, again, from_scratch
+            who, layer.module, names, layer.fixed(), saved.given, run, reached, found, again, from_scratch
         )
         if self.model.layers[index].compile and not is_known_by_bits:
             raise UsageError(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from elaswave.models.layers import build_layer
 from elaswave.state.checkpoint_format import MASTER, CheckpointMeta, WantedPiece, stored_name
 from elaswave.state.checkpoint_shards import Piece, PieceReader
 from elaswave.state.flat import FlatLayer
@@ -42,7 +41,7 @@ def changed_frozen(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta]
     for shape, spec in zip(blueprint.shapes, blueprint.model.layers):
         if not shape.frozen:
             continue
-        module = build_layer(spec, blueprint.config.run.seed, shape.layer)
+        module = blueprint.build(shape.layer)
         for tensor in shape.frozen:
             built = module.get_parameter(tensor.name.removeprefix(f"{spec.name}.")).detach()
             wanted = WantedPiece(stored_name(MASTER, tensor.name), tensor.shape, 0, built.numel())

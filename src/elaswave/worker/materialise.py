@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elaswave.errors import CheckpointError
-from elaswave.models.layers import Layer, build_layer
+from elaswave.models.layers import Layer
 from elaswave.planning.layout import make_layout
 from elaswave.protocol.ballot import GridState
 from elaswave.protocol.engine import TrainingProgress
@@ -95,7 +95,7 @@ class _Made:
         spec = blueprint.model.layers[source]
         module = None
         if is_run or self._reader is None:
-            module = build_layer(spec, blueprint.config.run.seed, source)
+            module = blueprint.build(source)
         masters: dict[int, list[torch.Tensor] | None] = {}
         if module is not None and self._reader is None:
             for unit in units:

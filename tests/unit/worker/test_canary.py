@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.unit.worker.test_layer_calls import (
     CASES,
+    SIZE,
     Block,
     Head,
     Table,
@@ -213,3 +214,55 @@ def test_another_kernel_shows_in_the_environment(monkeypatch):
 def test_hashes_tell_types_shapes_and_bits_apart(different):
     assert canary.hash_of([torch.zeros(2)]) != canary.hash_of([different])
     assert canary.hash_of([torch.zeros(2)]) == canary.hash_of([torch.zeros(4)[::2]])
+
+
+class Writes(Block):
+    """Has a frozen parameter beside those that are trained, and writes one."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.code = nn.Parameter(torch.zeros(SIZE), requires_grad=False)
+        self.kind = kind
+
+    def forward(self, x):
+        y = self.map(x) + 0 * self.code
+        with torch.no_grad():
+            if self.kind == "nothing-yet":
+                self.map.weight.clamp_(-10, 10)
+            elif self.kind == "data":
+                self.map.weight.data.mul_(0.999)
+            elif self.kind == "frozen":
+                self.code.data.add_(y.mean())
+            elif self.kind == "another":
+                self.map.weight.data = self.map.weight.data.clone()
+        return y
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("nothing-yet", "map.weight"), ("data", "map.weight"), ("frozen", "code"), ("another", "map.weight")],
+)
+def test_a_forward_that_writes_parameters_is_refused(kind, name):
+    compute = make_compute(model_of(Table, lambda: Writes(kind), Head), has_canary=True)
+    with pytest.raises(LayerError, match=f"the forward of layer l1 writes its parameter {name}: ") as raised:
+        train([compute], [range(3)], [0])
+    assert isinstance(raised.value.__cause__, UsageError)
+    compute = make_compute(model_of(Table, lambda: Writes("none"), Head), has_canary=True)
+    train([compute], [range(3)], [0])
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_what_is_fixed_shows_and_what_is_trained_does_not(is_frozen):
+    def block(value, *, trained=0.0):
+        made = Writes("none")
+        made.map.weight.data.fill_(trained)
+        made.code.data.fill_(value if is_frozen else 0.0)
+        made.register_buffer("table", torch.full((3,), 0.0 if is_frozen else value), persistent=False)
+        return made
+
+    one, same, other = (
+        watched(model_of(Table, build, Head)).canaries
+        for build in (lambda: block(1.0), lambda: block(1.0, trained=3.0), lambda: block(2.0))
+    )
+    assert one == same
+    assert [layer for layer in one if one[layer] != other[layer]] == [1]

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.integration.jobs import small_config
 from tests.own_models import WIDTH, Head, Mix, settings_of, training_of
 from torch import nn
 
+from elaswave.errors import UsageError
 from elaswave.models.layers import Layer
 from elaswave.planning.layout import make_layout
 from elaswave.state.placement import place_blocks
@@ -187,3 +189,45 @@ def test_a_stage_of_a_70b_model_is_built_where_the_whole_has_no_room(kind: str) 
     assert 2 * parameters > memory, "the whole would have room here"
     kept = 6 if kind == "trained" else 2
     assert bytes_per_parameter < kept + 4, f"{bytes_per_parameter} bytes per parameter at the peak, {kept} are kept"
+
+
+def is_for_shapes() -> bool:
+    return torch.empty(0).device.type == "meta"
+
+
+def raises() -> nn.Module:
+    if not is_for_shapes():
+        raise FileNotFoundError("no such weights")
+    return Mix()
+
+
+def with_buffer() -> nn.Module:
+    module = Mix()
+    if not is_for_shapes():
+        module.register_buffer("mean", torch.zeros(3))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (raises, "layer own cannot be built: FileNotFoundError: no such weights"),
+        (with_buffer, r"layer own made a persistent buffer of shape \[3\] of type float32 as mean, and .* nothing: it"),
+        (
+            lambda: nn.Linear(2, 2 if is_for_shapes() else 3),
+            r"layer own made a trained parameter of shape \[3, 2\] as weight, and under .*'meta'\) .* shape \[2, 2\]",
+        ),
+        (
+            lambda: nn.Linear(2, 2).requires_grad_(is_for_shapes()),
+            r"made a frozen parameter of shape \[2, 2\] of type float32 as weight, and .* a trained parameter of shape",
+        ),
+        (lambda: nn.Sequential(nn.Linear(2, 2)) if not is_for_shapes() else nn.Linear(2, 2), "made nothing as weight"),
+        (lambda: nn.Linear(2, 2, device="meta"), "weight of layer own is on the meta device, so it has no values"),
+        (lambda: Mix() if is_for_shapes() else None, "the build of layer own returned None of type NoneType"),
+    ],
+)
+def test_a_build_that_makes_another_module_than_for_its_shapes_is_refused(build: Any, words: str) -> None:
+    blueprint = blueprint_of(Layer("a", Mix), Layer("own", build), Layer("b", Mix, ties={"weight": "a.weight"}))
+    assert blueprint.build(2) is not None
+    with pytest.raises(UsageError, match=words):
+        blueprint.flat_layer(1, {})
