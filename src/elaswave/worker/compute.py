@@ -19,6 +19,7 @@ from elaswave.errors import CommError, UsageError
 from elaswave.hashing import MASK64
 from elaswave.models.admission import check_hooks
 from elaswave.models.calls import Call, inside
+from elaswave.models.instances import CopyOf
 from elaswave.models.layers import ModelSpec
 from elaswave.protocol.ballot import NonFinite, coverage_key
 from elaswave.state.flat import FlatLayer
@@ -339,9 +340,10 @@ class Compute:
                 f"{self._who(index)} writes its input now, but did not in its first micro-batch: write to a copy"
             )
         if wrote and train and index < self.num_layers and self._is_recomputed(index):
+            off = "model.recompute=false" if self._recompute else "Layer(recompute=False)"
             raise UsageError(
                 f"{self._who(index)} writes its input, and is to be run again from it: use operations that do not "
-                "work in place, or switch recomputation off (Layer(recompute=False), model.recompute=false)"
+                f"work in place, or switch recomputation off ({off})"
             )
 
     def _is_recomputed(self, index: int) -> bool:
@@ -349,10 +351,11 @@ class Compute:
 
     def _admit(self, index: int, outputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
         """Looks at the graph of a first micro-batch."""
+        instances = [(each.name, each.build.module) for each in self.model.layers if isinstance(each.build, CopyOf)]
         others = {
-            id(parameter): f"parameter {layer.spec.name}.{name}"
-            for layer in self.layers.values()
-            for name, parameter in layer.module.named_parameters()
+            id(parameter): f"parameter {layer}.{name}"
+            for layer, module in (*instances, *((each.spec.name, each.module) for each in self.layers.values()))
+            for name, parameter in module.named_parameters()
         }
         check_graph(self._who(index), outputs, own, others)
         self._admitted.add(index)
@@ -529,6 +532,11 @@ class Compute:
                 scored = self.scoring.loss(microbatch, argument, targets)
                 if call.aux_losses:
                     raise UsageError("aux_loss was called in the loss: add the value to what the loss returns")
+            if train and given.inputs and not scored.total.requires_grad:
+                raise UsageError(
+                    "the loss returned a tensor without a graph, so nothing could be trained: compute it from the "
+                    "last layer's output by torch's operations, without detach(), torch.no_grad() or numbers in between"
+                )
             if train and index not in self._admitted:
                 self._admit(index, [scored.total], given.leaves)
             if self.model.metrics:

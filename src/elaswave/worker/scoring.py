@@ -9,6 +9,7 @@ from elaswave.errors import UsageError
 from elaswave.models.calls import describe
 from elaswave.models.layers import ModelSpec
 from elaswave.protocol.scores import MetricSum, Scores
+from elaswave.worker.values import versions
 
 _LARGEST_COUNT = 1 << 53
 
@@ -53,9 +54,12 @@ class Scoring:
         """Runs the loss.
 
         Raises:
-            UsageError: it returns neither a scalar nor total and count, or not always the same of them.
+            UsageError: it returns neither a scalar nor total and count, or not always the same of them, or it writes
+                its targets.
         """
+        before = versions(targets)
         returned = self._model.loss(output, targets)
+        _refuse_written(before, versions(targets), "the loss writes its targets")
         total, count = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         what = "the loss returned"
         if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.is_floating_point():
@@ -79,11 +83,14 @@ class Scoring:
         """Runs the metrics.
 
         Raises:
-            UsageError: one returns neither a number nor total and count.
+            UsageError: one returns neither a number nor total and count, or writes what it is given.
         """
         with torch.no_grad():
             for name, metric in self._model.metrics.items():
-                self._metrics[name] = self._metrics[name].plus(*_total_and_count(name, metric(output, targets)))
+                before = versions(output, targets)
+                returned = metric(output, targets)
+                _refuse_written(before, versions(output, targets), f"the metric {name} writes what it is given")
+                self._metrics[name] = self._metrics[name].plus(*_total_and_count(name, returned))
 
     def add_aux_loss(self, value: float) -> None:
         """Counts an auxiliary loss.
@@ -92,6 +99,14 @@ class Scoring:
             value: weighted with the count of its micro-batch, if losses have counts.
         """
         self._aux_loss = self._aux_loss.plus(value, 1)
+
+
+def _refuse_written(before: list[int], now: list[int], what: str) -> None:
+    if before != now:
+        raise UsageError(
+            f"{what}: they may be the dataset's own memory, which is read again in other passes and by other workers. "
+            "Work on a copy (targets = targets.clone())"
+        )
 
 
 def _total_and_count(name: str, returned: Any) -> tuple[float, int]:

@@ -195,11 +195,26 @@ def _why_not(leaf: torch.Tensor) -> str:
     """Why a tensor cannot travel, or an empty text."""
     if leaf.layout is not torch.strided:
         return f"of layout {leaf.layout}: make it dense with .to_dense()"
+    if leaf.is_inference():
+        return "that torch.inference_mode() has made, of which no gradient can be had: use torch.no_grad()"
     if leaf.is_quantized:
         return "that is quantized: dequantize it"
     if leaf.is_complex():
         return "of complex numbers: hand it on with torch.view_as_real"
     return "" if leaf.device.type == "cpu" else f"on {leaf.device}: elaswave computes on CPUs"
+
+
+def versions(*values: Any) -> list[int]:
+    """How often each tensor of some values was written, whatever containers they stand in."""
+    found: list[int] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found += [] if value.is_inference() else [value._version]
+        elif isinstance(value, Mapping):
+            found += versions(*value.values())
+        elif isinstance(value, tuple | list):
+            found += versions(*value)
+    return found
 
 
 def is_differentiable(leaf: torch.Tensor) -> bool:

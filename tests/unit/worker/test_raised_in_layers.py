@@ -1,5 +1,6 @@
 """What a person's code raises in a layer, the loss or the data, and how its worker reports it."""
 
+import re
 import socket
 import sys
 from types import SimpleNamespace
@@ -9,19 +10,25 @@ import msgspec
 import pytest
 import torch
 from tests.unit.worker.test_layer_calls import (
+    SIZE,
     Block,
     Head,
     Table,
+    cross_entropy,
     inputs_of,
     make_compute,
     model_of,
+    refused,
     run_one,
     targets_of,
 )
+from torch import nn
 
 from elaswave.data.sampler import Draw
 from elaswave.errors import InterruptedWaitError
 from elaswave.models.calls import batch
+from elaswave.models.instances import CopyOf
+from elaswave.models.layers import Layer, ModelSpec
 from elaswave.training.dataset import DatasetSamples, UserDataError
 from elaswave.worker import loader
 from elaswave.worker import process as worker_process
@@ -70,6 +77,67 @@ def test_what_ends_a_wait_for_the_inputs_is_none_of_the_layers(error: Exception)
     compute: Compute = make_compute(model_of(Table, Asks, Head))
     compute._fetch = fetch
     with pytest.raises(type(error)):
+        compute.forward(range(3), 0, inputs_of(0), targets_of(0))
+
+
+class Infers(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.map(x)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_layer_in_inference_mode_is_named(train: bool) -> None:
+    compute = make_compute(model_of(Table, Infers, Head))
+    with pytest.raises(
+        LayerError, match=r"layer l1 returns a float32 tensor .* that torch\.inference_mode\(\) has made"
+    ):
+        compute.forward(range(3), 0, inputs_of(0), targets_of(0), train=train)
+
+
+@pytest.mark.parametrize("loss", [lambda o, t: torch.tensor(5.0), lambda o, t: o.detach().mean()])
+def test_a_loss_without_a_graph_is_refused(loss: Any) -> None:
+    assert "the loss returned a tensor without a graph" in refused(Table, Head, loss=loss)
+    make_compute(model_of(Table, Head, loss=loss)).forward(range(2), 0, inputs_of(0), targets_of(0), train=False)
+
+
+def test_a_loss_or_metric_that_writes_what_it_is_given_is_refused() -> None:
+    def writes_targets(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        targets[targets == 2] = 0
+        return cross_entropy(output, targets)
+
+    def writes_output(output: torch.Tensor, targets: torch.Tensor) -> float:
+        return float(output.sigmoid_().mean())
+
+    assert "the loss writes its targets: " in refused(Table, Head, loss=writes_targets)
+    for metric in (writes_output, lambda output, targets: targets.zero_().sum()):
+        assert "the metric odd writes what it is given: " in refused(Table, Head, metrics={"odd": metric})
+    compute = make_compute(model_of(Table, Head, loss=lambda output, targets: cross_entropy(output, targets["ids"][0])))
+    compute.forward(range(2), 0, inputs_of(0), {"ids": (targets_of(0),), "mask": None})
+
+
+def test_a_weight_of_another_layers_instance_is_named() -> None:
+    first = nn.Linear(SIZE, SIZE)
+
+    class Reaches(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.map(x) @ first.weight
+
+    layers = (Layer("table", Table), Layer("first", CopyOf(first, "first")), Layer("x", Reaches), Layer("head", Head))
+    compute = make_compute(ModelSpec(layers, cross_entropy))
+    with pytest.raises(LayerError, match=r"layer x reaches parameter first\.weight, which is not its own"):
+        compute.forward(range(4), 0, inputs_of(0), targets_of(0))
+
+
+@pytest.mark.parametrize(("whole", "words"), [(True, "(model.recompute=false)"), (False, "(Layer(recompute=False))")])
+def test_recomputation_is_switched_off_where_it_was_switched_on(whole: bool, words: str) -> None:
+    class Writes(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.map(x.relu_())
+
+    layers = (Layer("table", Table), Layer("x", Writes, recompute=not whole), Layer("head", Head))
+    compute = make_compute(ModelSpec(layers, cross_entropy), recompute=whole)
+    with pytest.raises(LayerError, match=re.escape(words)):
         compute.forward(range(3), 0, inputs_of(0), targets_of(0))
 
 
