@@ -271,6 +271,40 @@ def test_what_cannot_be_pickled_is_named(tmp_path, monkeypatch):
         train(tmp_path / "run", {"layout.widths": [1]}, dataset=points)
 
 
+PAIR = """
+from typing import NamedTuple
+import torch
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: torch.Tensor
+
+class Splits(torch.nn.Linear):
+    def forward(self, x):
+        return Pair(super().forward(x), x)
+
+class Joins(torch.nn.Module):
+    def forward(self, pair):
+        assert type(pair) is Pair
+        return pair.one + pair.other
+"""
+
+
+def test_named_tuples_of_a_script_that_must_not_be_forked_travel(tmp_path, monkeypatch):
+    """Its classes reach the workers by value."""
+    use(FRESH, monkeypatch)
+    script = types.ModuleType("__main__")
+    exec(PAIR, script.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    torch.manual_seed(2)
+    result = train(
+        tmp_path / "run",
+        {"layout.widths": [1, 1], "layout.layers": [2, 2], "run.steps": 2},
+        model=[torch.nn.Linear(6, 8), script.Splits(8, 8), script.Joins(), torch.nn.Linear(8, 2)],
+    )
+    assert len(result.losses) == 2
+
+
 def test_what_the_fresh_interpreter_cannot_load_is_named(tmp_path, monkeypatch):
     use(FRESH, monkeypatch)
     ghost = types.ModuleType("ghost")

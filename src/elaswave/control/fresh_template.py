@@ -32,6 +32,8 @@ class _Handed(NamedTuple):
     setup: TemplateSetup
     """Without the watch for deaths, whose memory it makes itself: it forks all that share it."""
     settings: dict[str, Any]
+    classes: dict[str, Any]
+    """The script's own named tuples, by name."""
 
 
 def pickled_setup(setup: TemplateSetup) -> bytes:
@@ -44,7 +46,7 @@ def pickled_setup(setup: TemplateSetup) -> bytes:
     """
     import cloudpickle  # late: a launcher that forks its template needs none of it
 
-    sent = _Handed(setup._replace(deaths=None), _torch_settings())
+    sent = _Handed(setup._replace(deaths=None), _torch_settings(), _named_tuples_of_script())
     try:
         return framed(cloudpickle.dumps(sent))
     except Exception as error:
@@ -104,6 +106,7 @@ def main(parent: int, log: str) -> int:
     try:
         sent: _Handed = pickle.loads(read_framed(link))
         _apply_torch_settings(sent.settings)
+        vars(sys.modules["__main__"]).update(sent.classes)
     except BaseException as error:
         traceback.print_exc()
         with contextlib.suppress(OSError):
@@ -118,6 +121,22 @@ def _module_folders() -> list[str]:
     folders = [os.path.abspath(folder) for folder in sys.path if isinstance(folder, str)]
     own = str(Path(__file__).resolve().parents[2])
     return folders if own in folders else [*folders, own]
+
+
+def _named_tuples_of_script() -> dict[str, Any]:
+    """The classes of named tuples at the top of the script or notebook. Its layers bring them by value, but a value
+    that travels names them (`elaswave.worker.values`): so the same objects must stand in the other interpreter's
+    ``__main__`` as well."""
+    import cloudpickle
+
+    found = {}
+    for name, kind in vars(sys.modules["__main__"]).items():
+        is_named_tuple = isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+        if is_named_tuple and (kind.__module__, kind.__qualname__) == ("__main__", name):
+            with contextlib.suppress(Exception):  # one that no layer uses does no harm; else the layer is named
+                cloudpickle.dumps(kind)
+                found[name] = kind
+    return found
 
 
 def _torch_settings() -> dict[str, Any]:

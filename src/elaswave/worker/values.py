@@ -108,8 +108,8 @@ def _name_of(kind: Any) -> str:
     except UsageError:
         pass
     raise UsageError(
-        f"a value is a named tuple of the class {name}, which other processes cannot find: define it at the top of a "
-        "module, or return a dictionary"
+        f"a value is a named tuple of the class {name}, which other processes cannot find: define it at the top of the "
+        "script or of a module, under its own name, or return a dictionary"
     )
 
 

@@ -104,7 +104,7 @@ def test_a_class_that_no_other_process_finds_is_refused():
     class Local(NamedTuple):
         x: torch.Tensor
 
-    with pytest.raises(UsageError, match="define it at the top of a module"):
+    with pytest.raises(UsageError, match="define it at the top of the script or of a module"):
         flatten(Local(A))
 
 
