@@ -64,7 +64,7 @@ def build_for_shapes(layer: Layer) -> nn.Module:
     except Exception as error:
         raise UsageError(
             f"layer {layer.name} cannot be built for its shapes: its build raised {type(error).__name__}: {error}. "
-            "elaswave calls it once under torch.device('meta'), where tensors have shapes and no values: take numbers "
+            "elaswave also calls it under torch.device('meta'), where tensors have shapes and no values: take numbers "
             "(.item(), .tolist()) from plain Python instead, or make those tensors with device='cpu'; or give the "
             "layer as a module that is built already"
         ) from error

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import elaswave
+from elaswave.api import result
 from elaswave.api.model import OwnModelSpec
 from elaswave.api.session import ScriptSession, active, current_session
 from elaswave.control.job import JobOptions
@@ -142,7 +144,7 @@ SHARED, SHARED_NORM = nn.Linear(2, 2), nn.BatchNorm1d(2)
         (layer(ties={"weight": 3}), "layer 'a' has the tie ('weight', 3), needed: names of two parameters"),
         (
             layer(lambda: nn.Dropout(torch.ones(1).item())),
-            "its build raised RuntimeError: Tensor.item() cannot be called on meta tensors. elaswave calls it once "
+            "its build raised RuntimeError: Tensor.item() cannot be called on meta tensors. elaswave also calls it "
             "under torch.device('meta'), where tensors have shapes and no values: take numbers",
         ),
         (layer(lambda: SHARED), "the build of layer a did not make its parameter weight itself: another build of laye"),
@@ -274,6 +276,18 @@ def test_a_module_that_a_sequential_has_twice_is_two_layers_that_share_its_param
     layers = OwnModelSpec(model, min).spec.layers
     assert [each.name for each in layers] == list("0123456")
     assert [dict(each.ties) for each in layers if each.ties] == [{"weight": "2.weight"}]
+
+
+def test_weights_go_back_into_a_sequential_that_has_a_module_twice(tmp_path: Path, monkeypatch) -> None:
+    scale = nn.PReLU()
+    model = nn.Sequential(nn.Linear(2, 2), scale, nn.Linear(2, 1), scale)
+    stored = {name: torch.rand_like(value) for name, value in model.state_dict().items() if name != "3.weight"}
+    monkeypatch.setattr(result, "checkpoint_of_step", lambda run_dir, step: None)
+    monkeypatch.setattr(result, "stored_weights", lambda checkpoint, *, ema: SimpleNamespace(tensors=stored))
+    record: Any = SimpleNamespace(steps=1)
+    result.Result(tmp_path, record, OwnModelSpec(model, min).spec.layers).load_into(model)
+    assert list(model[3].parameters())[0] is scale.weight
+    assert all(model.state_dict()[name].equal(value) for name, value in stored.items())
 
 
 def test_what_functions_may_share() -> None:
