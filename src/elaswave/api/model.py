@@ -220,6 +220,7 @@ def _problems_with_layer(layer: Layer, module: nn.Module) -> list[str]:
         check_hooks(layer.name, module)
         if isinstance(layer.build, CopyOf):
             check_values(layer.name, module)
+            layer.build.check()
         problems = []
     except UsageError as error:
         problems = [str(error)]

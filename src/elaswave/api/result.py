@@ -57,7 +57,7 @@ class Result:
         """The final weights, under the names that ``nn.Sequential`` of all layers gives them, in the layers' type.
 
         They are read from the run's last checkpoint, with persistent buffers and frozen parameters. A tied tensor is
-        there under each of its names.
+        there under each of its names. What a module's ``get_extra_state`` returns is as the module has it now.
 
         Args:
             ema: their moving average instead, which ``optimizer.ema_decay`` keeps.
@@ -71,6 +71,9 @@ class Result:
             first: dict[int, str] = {}
             for name, value in without_values(layer).state_dict(keep_vars=True).items():
                 full = f"{layer.name}.{name}"
+                if name.rpartition(".")[2] == "_extra_state":  # of get_extra_state: no state of the training
+                    state[full] = value
+                    continue
                 known = first.setdefault(id(value), full)  # a tensor may have several names in a layer
                 state[full] = weights[ties.get(known, known)].to(value.dtype)
         return state

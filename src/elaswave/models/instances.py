@@ -47,10 +47,24 @@ class CopyOf:
         try:
             return copy.deepcopy(self.module, memo)
         except Exception as error:
-            raise UsageError(
-                f"layer {self.name} ({type(self.module).__name__}) cannot be copied: {error}. Give it as "
-                f"elaswave.Layer({self.name!r}, build), with a function that builds it"
-            ) from error
+            raise self._not_copied(error) from error
+
+    def check(self) -> None:
+        """Copies it but for parameters and buffers, to see whether it can be done.
+
+        Raises:
+            UsageError: the module holds something that cannot be copied.
+        """
+        try:
+            copy.deepcopy(self.module, {id(each): each for each in (*self.module.parameters(), *self.module.buffers())})
+        except Exception as error:
+            raise self._not_copied(error) from error
+
+    def _not_copied(self, error: Exception) -> UsageError:
+        return UsageError(
+            f"layer {self.name} ({type(self.module).__name__}) cannot be copied: {error}. Give it as "
+            f"elaswave.Layer({self.name!r}, build), with a function that builds it"
+        )
 
 
 def without_values(layer: Layer) -> nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import IterableDataset
 
 import elaswave
@@ -86,6 +87,20 @@ class OnMemory(nn.Module):
         self.weight = nn.Parameter(values)
 
 
+class Versioned(nn.Linear):
+    """Has something in its state that is no tensor."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        assert state == 1
+
+
+def pruned() -> nn.Module:
+    return prune.l1_unstructured(nn.Linear(2, 1), "weight", 0.5)  # its weight is a product
+
+
 def around(inner: nn.Module, kind: type = Around) -> list[elaswave.Layer]:
     return [elaswave.Layer(name, lambda: kind(inner)) for name in ("a", "b")]
 
@@ -128,6 +143,7 @@ SHARED, SHARED_NORM = nn.Linear(2, 2), nn.BatchNorm1d(2)
             "layer 3 has its buffer 3.running_mean in common with 1.running_mean: running statistics of one module",
         ),
         ({"model": on_meta()}, "weight of layer 1 is on the meta device, so it has no values: make it on the CPU, or"),
+        ({"model": [pruned()]}, "layer 0 (Linear) cannot be copied: Only Tensors created explicitly by the user"),
         ({"model": [nn.LazyLinear(1)]}, "weight of layer 0 has no shape yet, as in nn.LazyLinear: give all sizes, or"),
         (layer(lambda: nn.LazyLinear(1)), "weight of layer a has no shape yet"),
         ({"model": [nn.Embedding(2, 1, max_norm=1.0)]}, "layer 0 has max_norm=1.0, so its forward writes its weight"),
@@ -280,8 +296,10 @@ def test_a_module_that_a_sequential_has_twice_is_two_layers_that_share_its_param
 
 def test_weights_go_back_into_a_sequential_that_has_a_module_twice(tmp_path: Path, monkeypatch) -> None:
     scale = nn.PReLU()
-    model = nn.Sequential(nn.Linear(2, 2), scale, nn.Linear(2, 1), scale)
-    stored = {name: torch.rand_like(value) for name, value in model.state_dict().items() if name != "3.weight"}
+    model = nn.Sequential(nn.Linear(2, 2), scale, Versioned(2, 1), scale)
+    names = {"0.weight", "0.bias", "1.weight", "2.weight", "2.bias"}
+    assert model.state_dict().keys() == names | {"2._extra_state", "3.weight"}
+    stored = {name: torch.rand_like(value) for name, value in model.state_dict().items() if name in names}
     monkeypatch.setattr(result, "checkpoint_of_step", lambda run_dir, step: None)
     monkeypatch.setattr(result, "stored_weights", lambda checkpoint, *, ema: SimpleNamespace(tensors=stored))
     record: Any = SimpleNamespace(steps=1)
