@@ -104,8 +104,8 @@ class Scoring:
 def _refuse_written(before: list[int], now: list[int], what: str) -> None:
     if before != now:
         raise UsageError(
-            f"{what}: they may be the dataset's own memory, which is read again in other passes and by other workers. "
-            "Work on a copy (targets = targets.clone())"
+            f"{what}, which may be the dataset's own memory, read again in later passes, or what the backward needs: "
+            "work on a copy (targets = targets.clone())"
         )
 
 

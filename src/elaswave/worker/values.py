@@ -196,7 +196,7 @@ def _why_not(leaf: torch.Tensor) -> str:
     if leaf.layout is not torch.strided:
         return f"of layout {leaf.layout}: make it dense with .to_dense()"
     if leaf.is_inference():
-        return "that torch.inference_mode() has made, of which no gradient can be had: use torch.no_grad()"
+        return "that torch.inference_mode() has made, with which others cannot compute: use torch.no_grad()"
     if leaf.is_quantized:
         return "that is quantized: dequantize it"
     if leaf.is_complex():

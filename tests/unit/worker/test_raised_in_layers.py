@@ -24,6 +24,7 @@ from tests.unit.worker.test_layer_calls import (
 )
 from torch import nn
 
+from elaswave.api.evaluation import _interruptible
 from elaswave.data.sampler import Draw
 from elaswave.errors import InterruptedWaitError
 from elaswave.models.calls import batch
@@ -109,9 +110,9 @@ def test_a_loss_or_metric_that_writes_what_it_is_given_is_refused() -> None:
     def writes_output(output: torch.Tensor, targets: torch.Tensor) -> float:
         return float(output.sigmoid_().mean())
 
-    assert "the loss writes its targets: " in refused(Table, Head, loss=writes_targets)
+    assert "the loss writes its targets, which" in refused(Table, Head, loss=writes_targets)
     for metric in (writes_output, lambda output, targets: targets.zero_().sum()):
-        assert "the metric odd writes what it is given: " in refused(Table, Head, metrics={"odd": metric})
+        assert "the metric odd writes what it is given, which" in refused(Table, Head, metrics={"odd": metric})
     compute = make_compute(model_of(Table, Head, loss=lambda output, targets: cross_entropy(output, targets["ids"][0])))
     compute.forward(range(2), 0, inputs_of(0), {"ids": (targets_of(0),), "mask": None})
 
@@ -139,6 +140,15 @@ def test_recomputation_is_switched_off_where_it_was_switched_on(whole: bool, wor
     compute = make_compute(ModelSpec(layers, cross_entropy), recompute=whole)
     with pytest.raises(LayerError, match=re.escape(words)):
         compute.forward(range(3), 0, inputs_of(0), targets_of(0))
+
+
+def test_an_interrupt_of_an_evaluation_ends_it_as_itself() -> None:
+    """It may come while a layer runs, in the script's own process."""
+    for cause in (KeyboardInterrupt(), ValueError("own")):
+        error = LayerError(PLACE, cause)
+        error.__cause__ = cause
+        with pytest.raises(KeyboardInterrupt if isinstance(cause, KeyboardInterrupt) else LayerError), _interruptible():
+            raise error
 
 
 class Data:
