@@ -65,6 +65,17 @@ def test_any_layout_through_losses_gives_the_bits_of_one_worker(way, widths, fau
     assert kinds.count("coordinator") == sum("coordinator" in fault for fault in faults)
 
 
+def test_another_default_type_gives_a_float32_model_the_same_bits(alone, tmp_path, monkeypatch):
+    use(FORK, monkeypatch)
+    model = mlp()
+    torch.set_default_dtype(torch.float64)
+    try:
+        result = train(tmp_path / "run", {"layout.widths": [1]}, model=model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert computation(result) == computation(alone)
+
+
 def test_it_learns_what_plain_torch_learns(tmp_path, monkeypatch):
     use(FORK, monkeypatch)
     torch.manual_seed(3)
