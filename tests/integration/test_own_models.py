@@ -258,7 +258,7 @@ def test_evaluate_gives_what_evaluations_while_training_gave(tmp_path, monkeypat
     trainer = elaswave.Trainer(
         mlp(), mean_square, Points(), config=settings, eval_dataset=Points(7), run_dir=tmp_path / "run"
     )
-    with pytest.raises(RunFolderError):
+    with pytest.raises(UsageError, match="holds no run yet"):
         trainer.evaluate()
     result = trainer.train()
     draw = torch.rand(1)
