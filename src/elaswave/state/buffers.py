@@ -114,10 +114,6 @@ class LayerBuffers:
         """The persistent ones, in the order of `left`."""
         return [each.slot for each in self._persistent]
 
-    def built(self) -> list[torch.Tensor]:
-        """What those that are not persistent were built with."""
-        return [fixed.built for fixed in self._fixed]
-
     def refresh(self, flat: torch.Tensor) -> None:
         """Takes over the buffers that a step begins with.
 

@@ -6,10 +6,12 @@ Where each tensor lies is described by `elaswave.state.shapes`.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from elaswave.errors import UsageError
+from elaswave.hashing import key64
 from elaswave.models.admission import check_module
 from elaswave.models.instances import CopyOf, refuse_overlap, without_values
 from elaswave.models.layers import Layer, ModelSpec, build_layer
@@ -238,6 +240,21 @@ def initial_values(spec: Layer, shape: LayerShape, seed: int, layer: int | None 
     return initial_runs(spec, module, shape, [(0, shape.size)])[0]
 
 
+def built_sum(module: nn.Module) -> int:
+    """A sum of all values of a module just built, that differs where they were drawn from a generator of their own.
+
+    A tenth of the time of a hash: whoever takes over a layer waits for it.
+    """
+    total = 0
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.numel() and tensor.device.type == "cpu":
+            bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            rest = len(bits) % 8
+            words = bits[: len(bits) - rest].view(np.uint64)
+            total = key64("built", total, int(words.sum(dtype=np.uint64)), int(bits[len(bits) - rest :].sum()))
+    return total
+
+
 class FlatUnit:
     """A shared unit: a flat tensor, and no module of its own.
 
@@ -282,6 +299,8 @@ class FlatLayer:
         self.spec = spec
         self.shape = shape
         self.module = build_layer(spec, seed, shape.layer) if module is None else module
+        self.built = built_sum(self.module)
+        """Of the values that it was built with, which are the same in every process of a job."""
         self.flat = torch.zeros(shape.size, dtype=dtype)
         self.buffer_unit = None if shape.buffers is None else units[shape.buffers]
         self.parameters: list[nn.Parameter] = []
@@ -315,12 +334,6 @@ class FlatLayer:
         """Takes over what lies in flat storage, as far as the module has copies of it."""
         if self.buffer_unit is not None:
             self.buffers.refresh(self.buffer_unit.flat)
-
-    def fixed(self) -> list[torch.Tensor]:
-        """What is the same in every process that holds the layer, and never sent: frozen parameters, and the values
-        that other buffers than persistent ones are built with."""
-        frozen = [each.detach() for each in self.module.parameters() if not each.requires_grad]
-        return [*frozen, *self.buffers.built()]
 
     def set_training(self, train: bool) -> None:
         """Switches the module between training and evaluation; submodules that were built in evaluation stay so."""

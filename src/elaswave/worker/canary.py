@@ -213,7 +213,7 @@ def prove(
     who: str,
     module: nn.Module,
     names: Sequence[str],
-    fixed: Iterable[torch.Tensor],
+    built: int,
     given: Given,
     run: Run,
     reached: Reached,
@@ -227,12 +227,12 @@ def prove(
         who: the layer.
         module: of the layer.
         names: of its parameters that are trained.
-        fixed: what it has beside them that is the same in every process.
+        built: of the values that it was built with, the same in every process.
         given, run, reached, found: of the first micro-batch: input, outputs, gradients that came, those that it made.
         again: runs the layer as the first micro-batch was run.
         from_scratch: runs it in a way that does not depend on where training stands.
     Returns:
-        A hash of shapes, types, what is fixed and, unless the layer cannot be run on made-up numbers, of all bits, in
+        A hash of shapes, types, built values and, unless the layer cannot be run on made-up numbers, of all bits, in
         [1, 2**62); and whether it is one of bits.
     Raises:
         UsageError: the second run has other bits.
@@ -245,7 +245,7 @@ def prove(
     check_equal(who, places, [*run.leaves, *found], [*second.leaves, *its])
     shapes = f"{[(leaf.dtype, list(leaf.shape)) for leaf in (*given.leaves, *run.leaves)]} {run.structure}"
     bits = _probe(module, given, run, from_scratch)
-    return key64("canary", shapes, bits, hash_of(fixed)) >> 2 or 1, bits != 0
+    return key64("canary", shapes, bits, built) >> 2 or 1, bits != 0
 
 
 def _probe(module: nn.Module, given: Given, run: Run, from_scratch: Again) -> int:

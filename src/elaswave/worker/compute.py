@@ -478,7 +478,7 @@ class Compute:
         layer, who = self.layers[index], self._who(index)
         names = layer.parameter_names
         canary, is_known_by_bits = prove(
-            who, layer.module, names, layer.fixed(), saved.given, run, reached, found, again, from_scratch
+            who, layer.module, names, layer.built, saved.given, run, reached, found, again, from_scratch
         )
         if self.model.layers[index].compile and not is_known_by_bits:
             raise UsageError(

@@ -20,7 +20,7 @@ from torch import nn
 
 from elaswave.errors import UsageError
 from elaswave.models.calls import batch
-from elaswave.state.flat import model_shapes
+from elaswave.state.flat import built_sum, model_shapes
 from elaswave.worker import canary
 from elaswave.worker.compute import LayerError
 
@@ -251,18 +251,33 @@ def test_a_forward_that_writes_parameters_is_refused(kind, name):
     train([compute], [range(3)], [0])
 
 
-@pytest.mark.parametrize("is_frozen", [True, False])
-def test_what_is_fixed_shows_and_what_is_trained_does_not(is_frozen):
-    def block(value, *, trained=0.0):
+@pytest.mark.parametrize("what", ["trained", "frozen", "buffer"])
+def test_what_is_built_shows_and_what_is_trained_since_does_not(what):
+    def block(value):
         made = Writes("none")
-        made.map.weight.data.fill_(trained)
-        made.code.data.fill_(value if is_frozen else 0.0)
-        made.register_buffer("table", torch.full((3,), 0.0 if is_frozen else value), persistent=False)
+        made.register_buffer("table", torch.zeros(3), persistent=False)
+        {"trained": made.map.weight.data[1], "frozen": made.code.data, "buffer": made.table}[what].fill_(value)
         return made
 
-    one, same, other = (
-        watched(model_of(Table, build, Head)).canaries
-        for build in (lambda: block(1.0), lambda: block(1.0, trained=3.0), lambda: block(2.0))
-    )
-    assert one == same
+    def canaries(value, trained_since=0.0):
+        model = model_of(Table, lambda: block(value), Head)
+        compute = make_compute(model, has_canary=True)
+        compute.layers[1].flat.add_(trained_since)
+        train([compute], [range(3)], [0])
+        return compute.canaries
+
+    one, other = canaries(1.0), canaries(2.0)
+    assert one == canaries(1.0, trained_since=3.0)
     assert [layer for layer in one if one[layer] != other[layer]] == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+def test_the_sum_of_built_values_sees_every_element(dtype):
+    def table(*values):
+        module = nn.Module()
+        module.register_buffer("empty", torch.zeros(0, 2))
+        module.register_buffer("table", torch.tensor(values, dtype=dtype))
+        return module
+
+    nothing, first, last = (built_sum(table(*(place == where for where in range(9)))) for place in (9, 0, 8))
+    assert nothing not in (first, last)
