@@ -1,4 +1,4 @@
-"""The pieces of Python on the page about own models train as they stand there; its script has a test of its own."""
+"""The pieces of Python on the pages about own models train as they stand there; the script has a test of its own."""
 
 import re
 from collections import OrderedDict
@@ -14,14 +14,15 @@ from elaswave.api.session import ScriptSession, active
 from elaswave.control.job import JobOptions
 
 SHORT = ("run.steps=3", "batch.num_microbatches=4", "batch.microbatch_size=4", "layout.widths=[1,1]")
-PIECES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "own-models.md").read_text(), re.M | re.S)
-_, MASKED, COUNTED_LOSS, TRAINER, GROUPS, NOISY, TIED = PIECES
+PAGES = sorted((ROOT / "docs" / "own-models").glob("*.md"))
+PIECES = [piece for page in PAGES for piece in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)]
+MASKED, NOISY, COUNTED_LOSS, TRAINER, GROUPS, TIED = PIECES
 
 
 def names_of(piece: str, **given: Any) -> dict[str, Any]:
     """What a piece defines, with the imports of the page."""
     names = {"elaswave": elaswave, "nn": nn, "torch": torch, "__name__": "page", **given}
-    exec(compile(piece, "own-models.md", "exec"), names)
+    exec(compile(piece, "a page", "exec"), names)
     return names
 
 
