@@ -102,7 +102,7 @@ class TestSeveralDatasets:
 
 
 class TestHuggingFace:
-    """Stand-ins for `datasets.Dataset`; with the library itself this was tried by hand (see docs/own-models/data.md)."""
+    """Stand-ins for `datasets.Dataset`; the library itself was tried by hand (see docs/own-models/data.md)."""
 
     class Formatted:
         def __init__(self, kind: str | None) -> None:
