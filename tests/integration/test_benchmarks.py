@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -31,6 +33,7 @@ def test_throughput_is_compared_with_plain_pytorch_which_learns_the_same() -> No
         assert abs(row["plain_loss"] - row["elaswave_loss"]) < 0.05
 
 
+@pytest.mark.slow
 def test_the_tax_of_every_part_is_measured() -> None:
     document = run("tax.py", "--size", "tiny", "--tokens", "64", "--starts", "1", "--rounds", "2")
     parts = ["exact sums", "followers", "vote and verification", "all together"]
@@ -38,6 +41,7 @@ def test_the_tax_of_every_part_is_measured() -> None:
     assert all(row["step_s"] > 0 for row in document["rows"])
 
 
+@pytest.mark.slow
 def test_the_checksum_of_partial_sums_is_measured() -> None:
     document = run("checksum.py", "--sizes", "tiny", "--steps", "8")
     (row,) = document["rows"]
@@ -47,6 +51,7 @@ def test_the_checksum_of_partial_sums_is_measured() -> None:
     assert len(row["added"]) == 3
 
 
+@pytest.mark.slow
 def test_gradients_that_alternate_cost_a_try_of_every_step() -> None:
     document = run("grids.py", "--size", "tiny", "--steps", "6", "--tensors", "alternates")
     assert [row["scale"] for row in document["errors"]] == [10.0**-decade for decade in range(3, 14)]
@@ -126,6 +131,7 @@ def test_throughput_after_losses_is_predicted_for_all_policies() -> None:
     assert document["missed"] == []
 
 
+@pytest.mark.slow
 def test_policies_run_in_real_jobs_beside_their_predictions() -> None:
     document = run("throughput_real.py", "--quick", "--time-scale", "3", "--policies", "recycle", "torchft")
     rows = {row["policy"]: row for row in document["rows"]}
