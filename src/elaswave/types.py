@@ -55,6 +55,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shared: tuple[tuple[int, ...], ...] = ()
     """``shared[k]`` are the layers that use unit num_layers + k, one entry for each use: of a tensor that is tied
     between layers, or of the buffers of one layer. Follows from the model, and is the same in all layouts of a job."""
+    idle: tuple[int, ...] = ()
+    """Members that are in no stage, ascending: they vote, and run no layer. One that has just joined holds nothing; one
+    that is about to leave may still hold blocks."""
 
     @property
     def num_layers(self) -> int:
@@ -79,14 +82,30 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """All workers, ascending."""
+        """All members, ascending: those of stages and the idle ones."""
+        return tuple(sorted((*self.active, *self.idle)))
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """The workers of stages, ascending."""
         return tuple(sorted(worker for stage in self.stages for worker in stage.workers))
+
+    def layers_of(self, worker: int) -> range:
+        """The layers of a worker's stage; none for an idle one.
+
+        Raises:
+            KeyError: the worker is not in the layout.
+        """
+        if worker in self.idle:
+            return range(0)
+        stage = self.stages[self.stage_of(worker)]
+        return range(stage.start, stage.stop)
 
     def stage_of(self, worker: int) -> int:
         """Index of the stage that a worker belongs to.
 
         Raises:
-            KeyError: the worker is in no stage.
+            KeyError: the worker is in no stage; an idle one is in none.
         """
         for index, stage in enumerate(self.stages):
             if worker in stage.workers:
@@ -94,11 +113,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         raise KeyError(worker)
 
     def describe(self) -> str:
-        """A short name: "2x2" (stages x replicas), or "[1,3]" for stages of unequal width."""
+        """A short name: "2x2" (stages x replicas), or "[1,3]" for stages of unequal width; "2x2+1" with one idle."""
         widths = [stage.width for stage in self.stages]
+        idle = f"+{len(self.idle)}" if self.idle else ""
         if len(set(widths)) == 1:
-            return f"{len(widths)}x{widths[0]}"
-        return "[" + ",".join(map(str, widths)) + "]"
+            return f"{len(widths)}x{widths[0]}{idle}"
+        return "[" + ",".join(map(str, widths)) + "]" + idle
 
 
 class ExecutionParameters(msgspec.Struct, frozen=True, kw_only=True):

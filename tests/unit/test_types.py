@@ -5,7 +5,7 @@ import pytest
 from tests.programs import parse_action
 
 from elaswave.planning.layout import make_layout
-from elaswave.types import ACTION_NAMES, Action, ExecutionParameters, struct_hash
+from elaswave.types import ACTION_NAMES, Action, ExecutionParameters, Layout, struct_hash
 
 
 def test_equal_content_has_an_equal_hash():
@@ -33,3 +33,24 @@ def test_actions_travel_as_short_arrays():
     assert msgspec.json.decode(b'[2,"F",7]', type=Action) == Action(2, "F", 7)
     with pytest.raises(msgspec.ValidationError, match="Invalid enum value 'X'"):
         msgspec.json.decode(b'[2,"X",7]', type=Action)
+
+
+def test_a_layout_without_idle_workers_is_written_as_ever():
+    layout = make_layout(widths=[2], layers_per_stage=[1], num_microbatches=2)
+    assert b"idle" not in msgspec.json.encode(layout)
+    joined = msgspec.structs.replace(layout, idle=(7,))
+    assert struct_hash(joined) != struct_hash(layout) == struct_hash(msgspec.structs.replace(joined, idle=()))
+    assert msgspec.json.decode(msgspec.json.encode(joined), type=Layout) == joined
+
+
+def test_idle_workers_are_members_without_layers():
+    layout = make_layout(widths=[1, 2], layers_per_stage=[1, 2], num_microbatches=2)
+    layout = msgspec.structs.replace(layout, idle=(3, 7))
+    assert (layout.workers, layout.active) == ((0, 1, 2, 3, 7), (0, 1, 2))
+    assert [layout.layers_of(worker) for worker in (0, 2, 7)] == [range(1), range(1, 3), range(0)]
+    assert layout.describe() == "[1,2]+2"
+    assert msgspec.structs.replace(layout, idle=()).describe() == "[1,2]"
+    with pytest.raises(KeyError):
+        layout.stage_of(7)
+    with pytest.raises(KeyError):
+        layout.layers_of(8)

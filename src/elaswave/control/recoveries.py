@@ -75,7 +75,7 @@ class RecoveryLog:
                 pending.places[worker] = (fault.step, fault.phase or "any")
             elif worker in self._positions:
                 pending.places[worker] = _place_of(self._positions[worker])
-            if worker in layout.workers:
+            if worker in layout.active:
                 pending.stages[worker] = layout.stage_of(worker)
             pending.rerouted += sum(any(hop.worker == worker for hop in route) for route in layout.routes)
 

@@ -231,7 +231,8 @@ def validate_layout(layout: Layout) -> None:
 
     The stages' first layers never descend, nor do their last ones, and together they hold every layer. They may
     overlap: neighbours that share a boundary layer, or the stages of pipelines of different depth. A worker is in one
-    stage. Every route passes every layer once, in order, over stages in ascending order, on workers that hold them.
+    stage, or idle. Every route passes every layer once, in order, over stages in ascending order, on workers that hold
+    them.
 
     Raises:
         ValueError: with every fault that was found.
@@ -287,10 +288,13 @@ def _stage_faults(layout: Layout) -> list[str]:
             faults.append(
                 f"no stage holds layers [{before.stop}, {after.start}), between stages {index} and {index + 1}"
             )
+    if list(layout.idle) != sorted(set(layout.idle)):
+        faults.append(f"the idle workers are listed as {layout.idle}: they must ascend")
     workers = layout.workers
     for worker, following in pairwise(workers):
         if worker == following:
-            faults.append(f"worker {worker} is in more than one stage")
+            where = "idle and in a stage" if worker in layout.idle else "in more than one stage"
+            faults.append(f"worker {worker} is {where}")
     return faults
 
 

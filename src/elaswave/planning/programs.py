@@ -83,15 +83,15 @@ def compile_programs(
     Returns:
         For every worker of the layout its actions in order; empty for one that no route passes.
     Raises:
-        ValueError: an unknown schedule, a worker without a bound of at least 1 (max_in_flight), a duration that is
-            negative or not finite, or transfers without durations.
+        ValueError: an unknown schedule, a worker of a stage without a bound of at least 1 (max_in_flight), a duration
+            that is negative or not finite, or transfers without durations.
     """
     check_schedule(schedule)
     bounds = in_flight_bounds(layout, "gpipe" if forward_only else schedule)
     if max_in_flight is not None and schedule != "gpipe" and not forward_only:
-        if too_low := [worker for worker in layout.workers if max_in_flight.get(worker, 0) < 1]:
+        if too_low := [worker for worker in layout.active if max_in_flight.get(worker, 0) < 1]:
             raise ValueError(f"max_in_flight of workers {too_low} is missing or below 1: nothing could ever begin")
-        bounds = {worker: max_in_flight[worker] for worker in layout.workers}
+        bounds = {worker: max_in_flight[worker] for worker in layout.active}
     programs: dict[int, Program] = dict.fromkeys(layout.workers, ())
     for part, numbers in parts_of(layout):
         if only is not None and only not in part.workers:

@@ -28,6 +28,7 @@ def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence
     slowest of those (cost of its layers over its width) is as fast as possible; among equal cuts so that the fewest
     (worker, layer) pairs move, then to the later stage. All other boundaries stay, and stages are numbered anew.
     Micro-batches of lost workers go one by one to the survivor of the stage with the fewest, then the lowest id.
+    Idle survivors stay idle; only where no worker of a stage is left do they become one stage of all layers.
 
     Args:
         layout: any valid layout; neighbouring stages may share layers.
@@ -40,14 +41,17 @@ def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence
     """
     gone = frozenset(lost)
     survivors = [tuple(worker for worker in stage.workers if worker not in gone) for stage in layout.stages]
+    idle = tuple(worker for worker in layout.idle if worker not in gone)
     kept = [index for index, workers in enumerate(survivors) if workers]
-    if not kept:
+    if not kept and not idle:
         raise ValueError(
             f"all workers of the layout are lost ({_show(layout.workers)}): no worker can go on; start the job "
             "again from its last durable checkpoint"
         )
     if layer_costs is not None and len(layer_costs) != layout.num_layers:
         raise ValueError(f"{len(layer_costs)} layer costs are given for {layout.num_layers} layers: give one for each")
+    if not kept:
+        return _of_idle(layout, idle)
     ranges = [(layout.stages[index].start, layout.stages[index].stop) for index in kept]
     workers = [survivors[index] for index in kept]
     if len(kept) < len(survivors):
@@ -56,7 +60,16 @@ def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence
     stages = tuple(
         Stage(start=start, stop=stop, workers=members) for (start, stop), members in zip(ranges, workers, strict=True)
     )
-    return Layout(stages=stages, routes=_reroute(layout, kept, stages, gone), shared=layout.shared)
+    return Layout(stages=stages, routes=_reroute(layout, kept, stages, gone), shared=layout.shared, idle=idle)
+
+
+def _of_idle(layout: Layout, idle: tuple[int, ...]) -> Layout:
+    """One stage of all layers, of the workers that were idle; they take the micro-batches in turn."""
+    stage = Stage(start=0, stop=layout.num_layers, workers=idle)
+    routes = tuple(
+        (Hop(idle[microbatch % len(idle)], 0, 0, layout.num_layers),) for microbatch in range(layout.num_microbatches)
+    )
+    return Layout(stages=(stage,), routes=routes, shared=layout.shared)
 
 
 def _close_gaps(
@@ -221,7 +234,8 @@ def choose_followers(
 ) -> Placement:
     """The next placement on the way back to full redundancy: one more follower for some of the blocks that lack one.
 
-    Blocks with the fewest followers come first. Whom a block gets is decided as in `place_blocks`; a block waits for
+    Blocks with the fewest followers come first. Whom a block gets is decided as in `place_blocks`; it is never an idle
+    worker, though an idle one may hold blocks, which count. A block waits for
     a later round when its owner, or every worker of the best kind, has no room left in this one. Some block always gets
     a follower if one is lacking, however large it is, so repeated rounds come to an end.
 
@@ -237,12 +251,12 @@ def choose_followers(
     Raises:
         ValueError: a holder that is not in the layout, or a worker without a host.
     """
-    workers = layout.workers
+    workers, active = layout.workers, frozenset(layout.active)
     wanted = min(num_followers, len(workers) - 1)
     known = set(workers)
     if hosts is not None and (missing := known.difference(hosts)):
         raise ValueError(f"no host is given for workers {_show(sorted(missing))}: name one for every worker, or none")
-    chooser = FollowerChooser(workers, hosts)
+    chooser = FollowerChooser(workers, hosts, layout.idle)
     lacking = []
     for block in blocks:
         holders = placement.holders(block.id)
@@ -252,7 +266,7 @@ def choose_followers(
                 "promote the copies that are left before choosing new ones"
             )
         chooser.count(holders, block.num_elements)
-        if len(holders) <= wanted:
+        if len(holders) <= wanted and not active.issubset(holders):
             lacking.append(block)
     if not lacking:
         return placement

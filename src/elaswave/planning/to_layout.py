@@ -121,22 +121,29 @@ def without_idle(layout: Layout) -> Layout:
 
 
 def with_idle(layout: Layout, present: Layout) -> Layout:
-    """A layout with the workers that it has nothing for: they join the stage that is nearest to where they were.
+    """A layout with the workers that it has nothing for.
+
+    Those of a stage join the stage that is nearest to where they were, since they hold blocks of its layers; those that
+    are idle stay so.
 
     Args:
         layout: as planned.
         present: of all members.
     """
-    idle = sorted(set(present.workers) - set(layout.workers))
-    if not idle:
+    unused = sorted(set(present.workers) - set(layout.workers))
+    if not unused:
         return layout
     middles = np.array([(stage.start + stage.stop) / 2 for stage in layout.stages])
     members = [list(stage.workers) for stage in layout.stages]
-    for worker in idle:
+    idle = set(layout.idle)
+    for worker in unused:
+        if worker in present.idle:
+            idle.add(worker)
+            continue
         stage = present.stages[present.stage_of(worker)]
         members[int(np.argmin(abs(middles - (stage.start + stage.stop) / 2)))].append(worker)
     stages = tuple(
         Stage(start=stage.start, stop=stage.stop, workers=tuple(sorted(workers)))
         for stage, workers in zip(layout.stages, members, strict=True)
     )
-    return Layout(stages=stages, routes=layout.routes, shared=layout.shared)
+    return Layout(stages=stages, routes=layout.routes, shared=layout.shared, idle=tuple(sorted(idle)))

@@ -9,7 +9,7 @@ owned is already everywhere when it dies.
 Block boundaries depend on the model alone, the placement also on the layout: every worker computes both by itself.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from enum import IntEnum
 
 import msgspec
@@ -117,12 +117,13 @@ def place_blocks(
     Owners: the worker of the block's stage that owns the fewest elements so far (ties in turn). The first follower
     is another worker of the stage if there is one, further ones are outside of it; where the preferred kind of
     worker has run out, any other. Among equally fitting workers those on hosts that hold no copy yet come first,
-    then those that follow the owner in the fewest blocks, then those that hold the fewest elements.
+    then those that follow the owner in the fewest blocks, then those that hold the fewest elements. Idle workers get
+    nothing.
 
     Args:
         layout: who runs which layer.
         blocks: of the whole model, as `make_blocks` returns them.
-        num_followers: copies beside the owner; clamped to the number of workers minus one.
+        num_followers: copies beside the owner; clamped to the number of workers of stages minus one.
         hosts: the host of each worker; None means that all are on one, as in every job so far: the launcher starts
             workers on its own machine only.
     Returns:
@@ -130,7 +131,7 @@ def place_blocks(
     Raises:
         ValueError: num_followers < 0, a worker without a host, or a block of a layer that the layout lacks.
     """
-    workers = layout.workers
+    workers = layout.active
     if num_followers < 0:
         raise ValueError(f"num_followers is {num_followers}: it cannot be negative (0 means no copies)")
     if hosts is not None and (missing := [worker for worker in workers if worker not in hosts]):
@@ -173,12 +174,16 @@ class FollowerChooser:
     """Chooses followers one by one and keeps count of what each worker holds and follows.
 
     Args:
-        workers: of the layout, ascending.
+        workers: all that may hold blocks, ascending.
         hosts: the host of each worker; None means that all are on one.
+        excluded: those among the workers that are never chosen.
     """
 
-    def __init__(self, workers: Sequence[int], hosts: Mapping[int, str] | None) -> None:
+    def __init__(
+        self, workers: Sequence[int], hosts: Mapping[int, str] | None, excluded: Collection[int] = ()
+    ) -> None:
         self._workers = workers
+        self._excluded = frozenset(excluded)
         self._hosts = hosts if hosts is not None else dict.fromkeys(workers, "")
         self._held = dict.fromkeys(workers, 0)
         self._followed = {owner: dict.fromkeys(workers, 0) for owner in workers}
@@ -209,7 +214,7 @@ class FollowerChooser:
             num_elements: of the block.
             full: workers that may not be chosen.
         Returns:
-            None if all workers of the best kind are full, or if all workers hold the block.
+            None if all workers of the best kind are full, or if all workers that may be chosen hold the block.
         """
         key = (members, owner, chosen)
         candidates = self._candidates.get(key)
@@ -229,8 +234,9 @@ class FollowerChooser:
         """The workers of the best kind that is there, in a ring that starts after the owner."""
         after_owner = self._workers.index(owner) + 1
         ring = (*self._workers[after_owner:], *self._workers[: after_owner - 1])
-        inside = [worker for worker in ring if worker in members and worker not in chosen]
-        outside = [worker for worker in ring if worker not in members and worker not in chosen]
+        free = [worker for worker in ring if worker not in chosen and worker not in self._excluded]
+        inside = [worker for worker in free if worker in members]
+        outside = [worker for worker in free if worker not in members]
         has_inside = any(worker in members for worker in chosen)
         fitting = (outside or inside) if has_inside else (inside or outside)
         used_hosts = {self._hosts[worker] for worker in (owner, *chosen)}

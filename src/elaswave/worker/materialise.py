@@ -70,8 +70,7 @@ class _Made:
         self._blueprint, self._num_updates = blueprint, num_updates
         self._reader = None if checkpoint is None else PieceReader(checkpoint[0])
         self._step = 0 if checkpoint is None else checkpoint[1].step
-        stage = layout.stages[layout.stage_of(worker)]
-        layers = range(stage.start, stage.stop)
+        layers = layout.layers_of(worker)
         shapes, shared = blueprint.shapes, layout.shared_units(layers)
         self._roles = roles_of(worker, placement, blueprint.blocks)
         self._blocks: dict[int, list[int]] = {}

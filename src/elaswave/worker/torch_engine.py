@@ -109,8 +109,7 @@ class TorchEngine:
 
     def use_layout(self, layout: Layout, execution: ExecutionParameters, copies: Iterable[HeldBlock]) -> frozenset[int]:
         """Makes and drops units so that exactly those of the worker's stage are here."""
-        stage = layout.stages[layout.stage_of(self.context.worker)]
-        layers = range(stage.start, stage.stop)
+        layers = layout.layers_of(self.context.worker)
         new = self._materialise((*layout.shared_units(layers), *layers), copies)
         self._num_microbatches = layout.num_microbatches
         self.context.on_execution(execution)

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace as replace_struct
@@ -319,6 +320,8 @@ def test_idle_workers_join_the_nearest_stage():
     assert [stage.workers for stage in full.stages] == [(0, 1), (2, 3)]
     assert full.routes == planned.routes
     assert with_idle(full, TWO) is full
+    joined = msgspec.structs.replace(TWO, idle=(7,))  # it holds nothing of any stage
+    assert with_idle(planned, joined) == msgspec.structs.replace(full, idle=(7,))
 
 
 def test_without_its_idle_workers_a_layout_is_what_computes():

@@ -222,3 +222,19 @@ def test_peers_by_placement_join_owners_with_stage_members_and_followers():
     layout = make_layout(widths=[2, 2], layers_per_stage=[1, 1], num_microbatches=4)
     blocks = make_blocks([8, 8], 1)
     assert peers_of(layout, place_blocks(layout, blocks, num_followers=1), blocks) == peers_of(layout)
+
+
+@pytest.mark.parametrize(
+    ("idle", "message"),
+    [((5, 3), "the idle workers are listed as (5, 3)"), ((2, 7), "worker 2 is idle and in a stage")],
+)
+def test_impossible_idle_members_are_refused(idle, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        validate_layout(Layout(stages=STAGES, routes=(ROUTE,), idle=idle))
+
+
+def test_idle_members_have_the_peers_that_their_blocks_give_them():
+    layout = Layout(stages=STAGES, routes=(ROUTE,), idle=(7, 8))
+    validate_layout(layout)
+    placement = Placement((0, 7), ((), (2,)))
+    assert peers_of(layout, placement, make_blocks([1, 0, 1], 1)) == {0: {1}, 1: {0, 7}, 2: {7}, 7: {1, 2}, 8: set()}

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from msgspec.structs import replace
 from tests.programs import parse_programs, print_programs
 
 from elaswave.costs.schedules import in_flight_bounds
@@ -235,3 +236,11 @@ def test_an_unknown_schedule_is_refused():
         compile_programs(layout, "zb", forward_only=True)
     with pytest.raises(ValueError, match="unknown schedule"):
         in_flight_bounds(layout, "zb")
+
+
+def test_an_idle_member_has_an_empty_program_and_needs_no_bound():
+    layout = layout_of([1, 1], 2)
+    joined = replace(layout, idle=(5,))
+    programs = compile_programs(joined, "1f1b", max_in_flight={0: 1, 1: 1})
+    validate_programs(joined, programs, max_in_flight={0: 1, 1: 1})
+    assert programs == compile_programs(layout, "1f1b", max_in_flight={0: 1, 1: 1}) | {5: ()}

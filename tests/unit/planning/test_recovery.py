@@ -4,9 +4,10 @@ import re
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 from tests.unit.planning_cases import moved_layers
 
-from elaswave.planning.layout import make_layout, peers_of
+from elaswave.planning.layout import make_layout, peers_of, validate_layout
 from elaswave.planning.recovery import (
     choose_followers,
     promote,
@@ -309,3 +310,46 @@ def test_the_survivors_need_no_link_to_the_lost():
     placement = promote(place_blocks(layout, blocks, num_followers=1), blocks, new, all_but(2)).placement
     assert set(peers_of(new, placement, blocks)) == {0, 1, 3}
     assert all(2 not in peers for peers in peers_of(new, placement, blocks).values())
+
+
+# ------------------------------------------------------------------------------------------------------- idle members
+
+
+def with_idle(layout, *idle):
+    return replace(layout, idle=idle)
+
+
+def test_idle_survivors_stay_idle():
+    layout = with_idle(layout_of([2, 2], num_microbatches=4), 4, 9)
+    new = survivor_layout(layout, {0, 4})
+    assert (new.idle, new.active) == ((9,), (1, 2, 3))
+    assert workers_of_routes(new) == ["12", "13", "12", "13"]
+    assert survivor_layout(layout, {2, 3}).idle == (4, 9)  # a stage is dissolved rather than given to them
+
+
+def test_idle_survivors_become_a_stage_where_nobody_else_is_left():
+    layout = with_idle(layout_of([2, 1], [2, 3], 5), 4, 7, 9)
+    new = survivor_layout(layout, {0, 1, 2, 7})
+    validate_layout(new)
+    assert new.stages == (Stage(start=0, stop=5, workers=(4, 9)),)
+    assert (new.idle, workers_of_routes(new)) == ((), ["4", "9", "4", "9", "4"])
+
+
+def test_the_loss_of_idle_members_too_leaves_nobody():
+    with pytest.raises(ValueError, match="all workers of the layout are lost \\(0, 1, 5\\)"):
+        survivor_layout(with_idle(layout_of([2]), 5), {0, 1, 5})
+
+
+def test_idle_members_are_no_new_followers():
+    layout = with_idle(layout_of([2], num_microbatches=2), 2)
+    blocks = make_blocks([30], 10)
+    placement = Placement((0, 0, 2), ((), (2,), ()))
+    after = choose_followers(placement, blocks, layout, num_followers=1, max_elements=100)
+    # What an idle member still holds counts, and it may be the owner from whom another one copies.
+    assert after == Placement((0, 0, 2), ((1,), (2,), (1,)))
+    after = choose_followers(placement, blocks, layout, num_followers=5, max_elements=100)
+    assert after == Placement((0, 0, 2), ((1,), (2, 1), (1,)))
+    # Nobody else could hold them: nothing is lacking.
+    alone = with_idle(layout_of([1]), 2)
+    placement = Placement((0, 2), ((), (0,)))
+    assert choose_followers(placement, make_blocks([20], 10), alone, num_followers=1, max_elements=1) == placement

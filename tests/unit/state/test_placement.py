@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 
+import msgspec
 import pytest
 
 from elaswave.planning.layout import make_layout
@@ -190,3 +191,10 @@ def test_impossible_placements_are_refused(arguments, message):
 def test_blocks_of_another_model_are_refused(layer):
     with pytest.raises(ValueError, match=f"block 0 is of layer {layer}, but the layout has 1 layers"):
         place_blocks(layout_of([1]), [Block(0, layer, 0, 1)], num_followers=0)
+
+
+def test_idle_members_get_nothing():
+    layout = layout_of([2])
+    blocks = make_blocks([40], 10)
+    joined = msgspec.structs.replace(layout, idle=(5, 6))
+    assert place_blocks(joined, blocks, num_followers=3) == place_blocks(layout, blocks, num_followers=3)

@@ -295,8 +295,7 @@ class ToyEngine:
 
 
 def _units_of(layout: Layout, worker: int) -> tuple[int, ...]:
-    stage = layout.stages[layout.stage_of(worker)]
-    layers = range(stage.start, stage.stop)
+    layers = layout.layers_of(worker)
     return (*layers, *layout.shared_units(layers))
 
 

@@ -174,7 +174,7 @@ def other_layout(layout: Layout) -> Layout:
         )
         for microbatch in range(layout.num_microbatches)
     )
-    return Layout(stages=stages, routes=routes, shared=layout.shared)
+    return Layout(stages=stages, routes=routes, shared=layout.shared, idle=layout.idle)
 
 
 # ------------------------------------------------------------------------------------------------------ the arithmetic
