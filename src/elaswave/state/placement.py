@@ -179,9 +179,7 @@ class FollowerChooser:
         excluded: those among the workers that are never chosen.
     """
 
-    def __init__(
-        self, workers: Sequence[int], hosts: Mapping[int, str] | None, excluded: Collection[int] = ()
-    ) -> None:
+    def __init__(self, workers: Sequence[int], hosts: Mapping[int, str] | None, excluded: Collection[int] = ()) -> None:
         self._workers = workers
         self._excluded = frozenset(excluded)
         self._hosts = hosts if hosts is not None else dict.fromkeys(workers, "")
