@@ -89,7 +89,7 @@ class Ours:
             batches=_no_batches,
             evaluation_batches=_no_batches,
             check=transport.poll,
-            timer=ActionTimer(worker, None),
+            timer=ActionTimer(worker, None, transport.rest),
             run_dir=Path(),
         )
         self._transport = transport

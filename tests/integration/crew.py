@@ -87,7 +87,7 @@ def train(
         transport.connect({peer: address for peer, address in addresses.items() if peer != worker}, 10.0)
         trace = TraceRecorder(worker)
         mailbox = Mailbox(worker, transport)
-        timer = ActionTimer(worker, None)
+        timer = ActionTimer(worker, None, transport.rest)
         context = EngineContext(
             blueprint=blueprint,
             worker=worker,

@@ -81,7 +81,7 @@ class RecoveryLog:
 
     def _fault_of(self, worker: int) -> FaultRecord | None:
         records = read_fault_records(self._run_dir / FAULTS_FILE)
-        return next((record for record in reversed(records) if record.worker == worker), None)
+        return next((record for record in reversed(records) if record.worker == worker and record.loses), None)
 
     def decided(self, decision: Decision, now_s: float, plan_s: float) -> None:
         """Survivors know how to go on.

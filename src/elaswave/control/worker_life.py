@@ -55,10 +55,15 @@ def live(
             machine.links.transport.close()
         threading.Event().wait()
 
+    def slow(machine: Any, factor: float) -> None:
+        """The `slow` fault: from now on this worker computes at a share of its speed."""
+        machine.engine.context.slow_down(factor)
+
     probe: Probe = setup.probe or NoProbe()
     if setup.faults:
         seed = setup.config.run.seed
-        faults = FaultProbe(setup.faults, seed=seed, record=setup.run_dir / FAULTS_FILE, silence=silence)
+        record = setup.run_dir / FAULTS_FILE
+        faults = FaultProbe(setup.faults, seed=seed, record=record, silence=silence, slow=slow)
         probe = Probes(probe, faults)
     worker_setup = WorkerSetup(
         config=setup.config,

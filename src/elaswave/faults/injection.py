@@ -2,8 +2,8 @@
 
     kind:W@STEP[:PHASE[+N]]     kind is one of kill (SIGKILL), hang (SIGSTOP), cut (nothing goes to or from the worker
                                 any more), cut-close (the same, and its links are closed)
-    slow:W@STEP:FACTOR          this one and the next two can be written, but the engine does not carry them out yet
-    drain:W@STEP
+    slow:W@STEP:FACTOR          from STEP on W computes at this share of its speed: 0.5 at half of it, 1 as before
+    drain:W@STEP                this one and the next can be written, but the engine does not carry them out yet
     join@STEP
 
 STEP counts from 1. PHASE is forward, backward, reduce, vote, apply, gather or any (default); ``+N`` skips the first N
@@ -33,7 +33,8 @@ from elaswave.protocol.engine import PHASES, Phase
 Kind = Literal["kill", "hang", "cut", "cut-close", "slow", "drain", "join"]
 LOSING: tuple[Kind, ...] = ("kill", "hang", "cut", "cut-close")
 """Kinds after which the worker is lost; they strike at a point of a step."""
-SUPPORTED: tuple[Kind, ...] = LOSING
+SLOW: Kind = "slow"
+SUPPORTED: tuple[Kind, ...] = (*LOSING, SLOW)
 """Kinds that the engine can carry out."""
 COORDINATOR = "coordinator"
 RANDOM = "random"
@@ -63,13 +64,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     skip: int = 0
     """How many actions of the phase pass before it strikes."""
     factor: float | None = None
-    """``slow``: how many times longer the worker takes."""
+    """``slow``: the worker's speed from then on, as a share of what it was at first: above 0, at most 1."""
 
     def __str__(self) -> str:
         text = self.kind if self.worker is None else f"{self.kind}:{self.worker}"
         text += f"@{self.step}"
         if self.factor is not None:
-            text += f":{self.factor!r}"
+            text += f":{self.factor:g}" if float(f"{self.factor:g}") == self.factor else f":{self.factor!r}"
         elif self.phase != ANY or self.skip:
             text += f":{self.phase}" + (f"+{self.skip}" if self.skip else "")
         return text
@@ -171,7 +172,9 @@ def _parse(spec: str) -> tuple[Fault | None, list[str]]:
     elif kind == "slow":
         factor = _parse_factor(detail)
         if factor is None:
-            problems.append(f"factor {detail or ''!r} is no number above 1; expected {form}, such as slow:1@5:3")
+            problems.append(
+                f"factor {detail or ''!r} is no number above 0 and at most 1; expected {form}, such as slow:1@5:0.5"
+            )
     elif match["colon"]:
         what = "the coordinator takes part in no phase" if worker == COORDINATOR else f"expected {form}"
         problems.append(f"nothing may follow the step, but {':' + detail!r} does: {what}")
@@ -197,7 +200,7 @@ def _parse_factor(detail: str | None) -> float | None:
         factor = float(detail or "")
     except ValueError:
         return None
-    return factor if 1.0 < factor < float("inf") else None
+    return factor if 0.0 < factor <= 1.0 else None
 
 
 def _misfits(fault: Fault, workers: Sequence[int], num_steps: int) -> Iterable[str]:
@@ -228,6 +231,11 @@ class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Number of actions of the phase that had passed in this attempt."""
     time_s: float
     """Monotonic time of this machine, just before it struck."""
+
+    @property
+    def loses(self) -> bool:
+        """Whether the worker is lost by it."""
+        return self.fault.partition(":")[0] in LOSING
 
 
 def read_fault_records(path: Path) -> list[FaultRecord]:
@@ -272,6 +280,19 @@ class Silencer(Protocol):
         ...
 
 
+class Slower(Protocol):
+    """Makes a worker slower than its device is."""
+
+    def __call__(self, machine: Any, factor: float) -> None:
+        """From its next action on the worker computes at a share of its speed.
+
+        Args:
+            machine: the worker's machine.
+            factor: above 0, at most 1; 1 ends it.
+        """
+        ...
+
+
 class FaultProbe:
     """Injects faults into the workers: a probe (see `elaswave.worker.probe`) that strikes where it is told to.
 
@@ -282,13 +303,15 @@ class FaultProbe:
         seed: ``run.seed``; decides the phase of those that may strike in any.
         record: file to which a line is appended before a fault strikes.
         silence: carries out cut and cut-close.
+        slow: carries out slow.
     """
 
-    def __init__(self, faults: Sequence[Fault], *, seed: int, record: Path, silence: Silencer) -> None:
+    def __init__(self, faults: Sequence[Fault], *, seed: int, record: Path, silence: Silencer, slow: Slower) -> None:
         self._seed = seed
         self._record = record
         self._silence = silence
-        self._faults = {index: fault for index, fault in enumerate(faults) if fault.kind in LOSING}
+        self._slow = slow
+        self._faults = {index: fault for index, fault in enumerate(faults) if fault.kind in SUPPORTED}
         self._pending: list[tuple[int, Fault]] | None = None
         """The own faults that have not struck yet; None until this probe knows whose it is."""
 
@@ -304,6 +327,8 @@ class FaultProbe:
                 return
 
     def _is_due(self, position: int, fault: Fault, phase: Phase, index: int, step: int) -> bool:
+        if fault.kind == SLOW:
+            return True
         if fault.phase == ANY:
             # A worker may have nothing to do in the phase drawn; then the beginning of its next step will do.
             return step > fault.step or (index == 0 and phase == drawn_phase(self._seed, position))
@@ -325,6 +350,8 @@ class FaultProbe:
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.factor is not None:
+            self._slow(machine, fault.factor)
         else:
             self._silence(machine, close_links=fault.kind == "cut-close")
 

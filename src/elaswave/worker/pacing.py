@@ -34,6 +34,7 @@ class Pace:
         self._layer_s = layer_s
         self._speed = speed
         self._level_speed = 1.0
+        self._slowness = 1.0
         self._rest = rest
         self._last_end_s = 0.0
         """When the device would have done the last action."""
@@ -42,10 +43,15 @@ class Pace:
         """The frequency level's speed relative to the base level's, from the next action on."""
         self._level_speed = speed
 
+    def slow_down(self, factor: float) -> None:
+        """Leaves the device this share of its speed, from the next action on."""
+        self._slowness = factor
+
     def seconds(self, kind: Kind, layers: range) -> float:
         """How long an action lasts."""
         parts = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}[kind]
-        return sum(self._layer_s[layer][part] for layer in layers for part in parts) / (self._speed * self._level_speed)
+        speed = self._speed * self._level_speed * self._slowness
+        return sum(self._layer_s[layer][part] for layer in layers for part in parts) / speed
 
     def hold(self, kind: Kind, layers: range, start_s: float) -> float:
         """Rests until an action that began at a time would be done.
@@ -102,15 +108,32 @@ class ActionTimer:
     Args:
         worker: its id.
         pace: of an emulated device; None for a real one.
+        rest: blocks until a monotonic time while bytes move.
     """
 
-    def __init__(self, worker: int, pace: Pace | None) -> None:
+    def __init__(self, worker: int, pace: Pace | None, rest: Callable[[float], None]) -> None:
         self.pace = pace
         self.times = ActionTimes(worker)
+        self._rest = rest
+        self._slowness = 1.0
+        """Of a real device."""
+
+    def slow_down(self, factor: float) -> None:
+        """Makes every action last as long as at this share of the device's speed, from the next one on.
+
+        Args:
+            factor: above 0; 1 ends it.
+        """
+        if self.pace is not None:
+            self.pace.slow_down(factor)
+        else:
+            self._slowness = factor
 
     def on_computed(self, action: Action, layers: range, start_ns: int) -> None:
         """An action has been computed; holds it until an emulated device would be done."""
         start_s = start_ns * 1e-9
         if self.pace is not None:
             start_s = self.pace.hold(action.kind, layers, start_s)
+        elif self._slowness < 1.0:
+            self._rest(start_s + (time.monotonic() - start_s) / self._slowness)
         self.times.add(action, layers, time.monotonic() - start_s)

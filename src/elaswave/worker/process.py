@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from msgspec.structs import replace
 
 from elaswave.config.devices import base_level, device_of, emulated_costs
 from elaswave.config.schema import Config
@@ -106,9 +107,11 @@ class Worker:
         stage = layout.stage_of(setup.worker)
         self._trace = TraceRecorder(setup.worker, stage=stage, enabled=setup.profile)
         self._transport: Transport = TracedTransport(transport, self._trace) if setup.profile else transport
-        self._timer = ActionTimer(setup.worker, self._make_pace())
+        self._timer = ActionTimer(setup.worker, self._make_pace(), self._transport.rest)
         self._level = base_level(config)
         """Index of the frequency level at which the device runs."""
+        self._slowness = 1.0
+        """The share of its level's speed that an injected fault leaves the device."""
         self._actuator = make_actuator(config.device.frequency, setup.worker, self._set_level_speed)
         self._must_end = False
         """Whether the coordinator has said that the job is over."""
@@ -126,6 +129,7 @@ class Worker:
             on_execution=self._set_level,
             on_layout=batches.use_layout,
             on_begin=batches.begin,
+            slow_down=self._slow_down,
         )
         self._links = TransportLinks(
             setup.worker,
@@ -194,7 +198,25 @@ class Worker:
         if level != self._level:
             self._timer.times.take()  # of another clock
             self._level = self._outbox.level = level
-            self._actuator.set_level(device_of(self._config).levels[level])
+            self._actuate()
+
+    def _actuate(self) -> None:
+        level = device_of(self._config).levels[self._level]
+        if self._has_quota:
+            level = replace(level, speed=level.speed * self._slowness)
+        self._actuator.set_level(level)
+
+    @property
+    def _has_quota(self) -> bool:
+        return self._config.device.frequency == "cgroup"
+
+    def _slow_down(self, factor: float) -> None:
+        """The fault `slow`: a smaller quota where there is one, else every action lasts longer."""
+        self._slowness = factor
+        if self._has_quota:
+            self._actuate()
+        else:
+            self._timer.slow_down(factor)
 
     def _set_level_speed(self, speed: float) -> None:
         if self._timer.pace is not None:

@@ -58,6 +58,8 @@ class EngineContext(NamedTuple):
     """Told of the layout in force."""
     on_begin: Callable[[int], None] = lambda step: None
     """Told of each step that begins, perhaps again."""
+    slow_down: Callable[[float], None] = lambda factor: None
+    """Makes the worker compute at a share of its speed (fault injection)."""
 
 
 class TorchEngine:

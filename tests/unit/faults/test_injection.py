@@ -37,7 +37,8 @@ SPECS = {
     "cut:0@2:backward+1": Fault(kind="cut", worker=0, step=2, phase="backward", skip=1),
     "cut-close:12@2": Fault(kind="cut-close", worker=12, step=2),
     "kill:coordinator@4": Fault(kind="kill", worker="coordinator", step=4),
-    "slow:1@5:2.5": Fault(kind="slow", worker=1, step=5, factor=2.5),
+    "slow:1@5:0.5": Fault(kind="slow", worker=1, step=5, factor=0.5),
+    "slow:random@30:1": Fault(kind="slow", worker="random", step=30, factor=1.0),
     "drain:1@5": Fault(kind="drain", worker=1, step=5),
     "join@5": Fault(kind="join", worker=None, step=5),
 }
@@ -56,7 +57,8 @@ def test_specs_are_read_and_written(spec):
         ("kill:1@5:any+0", Fault(kind="kill", worker=1, step=5)),
         ("kill:1@5:vote+0", Fault(kind="kill", worker=1, step=5, phase="vote")),
         ("kill:01@05", Fault(kind="kill", worker=1, step=5)),
-        ("slow:1@5:3", Fault(kind="slow", worker=1, step=5, factor=3.0)),
+        ("slow:1@5:.3333333333333333", Fault(kind="slow", worker=1, step=5, factor=1 / 3)),
+        ("slow:1@5:1.0", Fault(kind="slow", worker=1, step=5, factor=1.0)),
     ],
 )
 def test_other_ways_to_write_a_spec(spec, fault):
@@ -64,7 +66,7 @@ def test_other_ways_to_write_a_spec(spec, fault):
     assert parse_fault(str(fault)) == fault
 
 
-KINDS_THAT_WORK = "kill, hang, cut, cut-close"
+KINDS_THAT_WORK = "kill, hang, cut, cut-close, slow"
 BAD = {
     "": [f"unknown kind ''; there are {KINDS_THAT_WORK}"],
     "explode:1@5": [f"unknown kind 'explode'; there are {KINDS_THAT_WORK}"],
@@ -98,11 +100,20 @@ BAD = {
     "kill:3@5:vote+x": ["+N takes a whole number, got '+x'"],
     "kill:3@5:vote+1+1": ["+N takes a whole number, got '+1+1'"],
     "kill:3@5:any+1": ["'+1' needs a phase: the actions of any have no order of their own"],
-    "slow:3@5": ["factor '' is no number above 1; expected slow:W@STEP:FACTOR, such as slow:1@5:3"],
-    "slow:3@5:fast": ["factor 'fast' is no number above 1; expected slow:W@STEP:FACTOR, such as slow:1@5:3"],
-    "slow:3@5:1": ["factor '1' is no number above 1; expected slow:W@STEP:FACTOR, such as slow:1@5:3"],
-    "slow:3@5:inf": ["factor 'inf' is no number above 1; expected slow:W@STEP:FACTOR, such as slow:1@5:3"],
-    "slow:3@5:nan": ["factor 'nan' is no number above 1; expected slow:W@STEP:FACTOR, such as slow:1@5:3"],
+    **{
+        f"slow:3@5{colon}{factor}": [
+            f"factor {factor!r} is no number above 0 and at most 1; expected slow:W@STEP:FACTOR, such as slow:1@5:0.5"
+        ]
+        for colon, factor in (
+            ("", ""),
+            (":", "fast"),
+            (":", "0"),
+            (":", "-0.5"),
+            (":", "2"),
+            (":", "inf"),
+            (":", "nan"),
+        )
+    },
     "drain:1@5:vote": ["nothing may follow the step, but ':vote' does: expected drain:W@STEP"],
     "join:1@5": ["a new worker has no number yet; expected join@STEP"],
     "join": ["no step is given; expected join@STEP"],
@@ -136,13 +147,12 @@ def test_a_job_without_faults():
 
 def test_all_problems_of_all_specs_are_listed():
     with pytest.raises(UsageError) as error:
-        of_job("kill:4@21", "kill:1@3", "boom", "hang:1@5", "slow:1@2:3", "drain:1@2", "join@2", "kill:2@20")
-    supported = "there are kill, hang, cut, cut-close"
+        of_job("kill:4@21", "kill:1@3", "boom", "hang:1@5", "slow:1@2:0.5", "drain:1@2", "join@2", "kill:2@20")
+    supported = f"there are {KINDS_THAT_WORK}"
     assert str(error.value).splitlines() == [
         "--fault kill:4@21: there is no worker 4; the job has 0, 1, 2, 3",
         "--fault kill:4@21: step 21 is never reached; run.steps is 20",
         f"--fault boom: unknown kind 'boom'; there are {KINDS_THAT_WORK}",
-        f"--fault slow:1@2:3: slow cannot be injected yet; {supported}",
         f"--fault drain:1@2: drain cannot be injected yet; {supported}",
         f"--fault join@2: join cannot be injected yet; {supported}",
         "--fault hang:1@5: worker 1 is lost already by kill:1@3",
@@ -195,7 +205,7 @@ class Bench:
         self.faults = of_job(*specs, seed=seed)
         self.file = tmp_path / module.FAULTS_FILE
         self.events: list[object] = []
-        self.probe = FaultProbe(self.faults, seed=seed, record=self.file, silence=self._silence)
+        self.probe = FaultProbe(self.faults, seed=seed, record=self.file, silence=self._silence, slow=self._slow)
 
         def kill(pid: int, number: int) -> None:
             assert pid == os.getpid()
@@ -206,6 +216,10 @@ class Bench:
 
     def _silence(self, engine, *, close_links):
         self.events.append(("silence", engine.worker, close_links))
+
+    def _slow(self, engine, factor):
+        assert read_fault_records(self.file)
+        self.events.append(("slow", engine.worker, engine.step, factor))
 
     def step(self, worker: int, step: int, attempt: int = 1, counts: dict[str, int] | None = None) -> None:
         engine = SimpleNamespace(worker=worker, step=step, attempt=attempt)
@@ -269,6 +283,24 @@ def test_cuts_are_left_to_the_silencer(tmp_path, monkeypatch, kind, closes):
         bench.step(0, step)
     assert bench.events == [("silence", 0, closes)]
     assert read_fault_records(bench.file)[0].fault == f"{kind}:0@2:apply"
+
+
+def test_a_worker_becomes_slow_and_fast_again_and_is_not_lost(tmp_path, monkeypatch):
+    bench = Bench(tmp_path, monkeypatch, "slow:1@3:0.5", "slow:1@5:0.25", "slow:1@5:1", "kill:1@7:vote")
+    for step in range(1, 7):
+        bench.step(1, step)
+        bench.step(1, step, attempt=2)
+    assert bench.events == [("slow", 1, 3, 0.5), ("slow", 1, 5, 0.25), ("slow", 1, 5, 1.0)]
+    bench.step(1, 7)
+    assert bench.events[-1] == "SIGKILL"
+    assert [record.loses for record in read_fault_records(bench.file)] == [False, False, False, True]
+
+
+def test_a_worker_that_computes_nothing_in_the_step_becomes_slow_at_its_next_point(tmp_path, monkeypatch):
+    bench = Bench(tmp_path, monkeypatch, "slow:1@3:0.5")
+    bench.step(1, 4, counts={"forward": 0, "backward": 0})
+    assert bench.events == [("slow", 1, 4, 0.5)]
+    assert read_fault_records(bench.file)[0].phase == "reduce"
 
 
 def test_any_strikes_at_the_beginning_of_a_drawn_phase(tmp_path, monkeypatch):
@@ -356,7 +388,9 @@ record = Path(sys.argv[2])
 assert "torch" not in sys.modules
 if due := coordinator_fault(faults, 2):
     strike_coordinator(due, step=2, record=record)
-probe = FaultProbe(faults, seed=0, record=record, silence=lambda engine, close_links: None)
+probe = FaultProbe(
+    faults, seed=0, record=record, silence=lambda engine, close_links: None, slow=lambda engine, factor: None
+)
 probe.reached("vote", 0, SimpleNamespace(worker=1, step=2, attempt=1))
 print("went on")
 """

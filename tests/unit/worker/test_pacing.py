@@ -6,9 +6,14 @@ import pytest
 
 from elaswave.costs.profiled import ActionTiming
 from elaswave.types import Action
+from elaswave.worker import pacing
 from elaswave.worker.pacing import ActionTimer, ActionTimes, Pace
 
 LAYERS = [(1.0, 2.0, 3.0), (10.0, 20.0, 30.0)]
+
+
+def sleep_until(until_s: float) -> None:
+    time.sleep(max(0.0, until_s - time.monotonic()))
 
 
 def make_pace(speed=1.0):
@@ -30,6 +35,33 @@ def test_speed_and_level_act_on_it():
     assert pace.seconds("F", range(1)) == 2.0
     pace.set_level_speed(0.8)
     assert pace.seconds("F", range(1)) == 2.5
+
+
+def test_a_fault_leaves_a_share_of_the_speed_and_can_end():
+    pace, rests = make_pace(speed=0.5)
+    timer = ActionTimer(0, pace, rests.append)
+    timer.slow_down(0.5)
+    assert pace.seconds("F", range(1)) == 4.0
+    timer.slow_down(1.0)
+    assert pace.seconds("F", range(1)) == 2.0
+    assert rests == []
+
+
+def test_a_real_device_is_slowed_by_a_rest_after_each_action(monkeypatch):
+    now_s = 5.0
+    monkeypatch.setattr(pacing.time, "monotonic", lambda: now_s)
+
+    def rest(until_s):
+        nonlocal now_s
+        now_s = until_s
+
+    timer = ActionTimer(7, None, rest)
+    timer.slow_down(0.25)
+    timer.on_computed(Action(1, "F", 0), range(2, 4), 4_000_000_000)
+    assert now_s == 8.0 and timer.times.take() == [timing("F", 4.0, 1)]
+    timer.slow_down(1.0)
+    timer.on_computed(Action(1, "F", 0), range(2, 4), 6_000_000_000)
+    assert now_s == 8.0 and timer.times.take() == [timing("F", 2.0, 1)]
 
 
 def test_an_action_ends_when_the_device_would_have_done_it():
@@ -73,12 +105,12 @@ def test_only_the_newest_times_are_kept():
 
 
 def test_the_clockwork_measures_what_the_pace_made_of_it():
-    pace = Pace([(0.01, 0.0, 0.0)], 1.0, lambda until_s: time.sleep(max(0.0, until_s - time.monotonic())))
-    paced = ActionTimer(0, pace)
+    pace = Pace([(0.01, 0.0, 0.0)], 1.0, sleep_until)
+    paced = ActionTimer(0, pace, sleep_until)
     paced.on_computed(Action(0, "F", 0), range(1), time.monotonic_ns())
     (taken,) = paced.times.take()
     assert taken.seconds >= 0.0099
-    plain = ActionTimer(0, None)
+    plain = ActionTimer(0, None, sleep_until)
     plain.on_computed(Action(0, "F", 0), range(1), time.monotonic_ns())
     (taken,) = plain.times.take()
     assert taken.seconds >= 0
