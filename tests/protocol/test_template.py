@@ -39,6 +39,14 @@ def test_a_workers_id_is_forked_once_and_its_end_told() -> None:
     assert template.handle(SpawnAsked((1,))) == [], "also after its end"
 
 
+def test_a_joiner_is_forked_like_any_worker_and_ends_with_the_template() -> None:
+    template = Template(num_loaders=1)
+    template.handle(SpawnAsked((0,)))
+    assert template.handle(SpawnAsked((4,), joins=True)) == [ForkWorker(4, joins=True), ForkLoader(Loader(4, 0))]
+    assert template.handle(SpawnAsked((4,), joins=True)) == []
+    assert template.handle(EndAsked()) == [*map(KillChild, (0, 4)), *map(KillChild, (Loader(0, 0), Loader(4, 0)))]
+
+
 def test_only_workers_that_live_are_killed() -> None:
     template = Template()
     template.handle(SpawnAsked((0, 1)))

@@ -67,6 +67,12 @@ class BreakOffCommit(Message, frozen=True, kw_only=True):
     number: int
 
 
+class SpawnJoiner(Message, frozen=True, kw_only=True):
+    """Start a worker that joins. Said again by every later coordinator; ids that were started before are ignored."""
+
+    worker: int
+
+
 class ShowStep(Message, frozen=True, kw_only=True):
     """For the terminal: a committed step."""
 
@@ -118,9 +124,19 @@ class Ended(Message, frozen=True, kw_only=True):
     is_state_error: bool = False
     """Whether the state contradicts itself (a defect, or broken hardware)."""
     lost: list[int] = []
-    """Workers that are no members any more: whatever they still do counts for nothing."""
+    """Workers that are no members, any more or yet: whatever they still do counts for nothing."""
 
 
 FromAgent = AgentHello | Exited | StopJob | CpuTimes | CheckpointCommitted
-ToAgent = Awaited | CommitCheckpoint | BreakOffCommit | ShowStep | StepLosses | ShowEvaluation | ShowText | Ended
+ToAgent = (
+    Awaited
+    | CommitCheckpoint
+    | BreakOffCommit
+    | SpawnJoiner
+    | ShowStep
+    | StepLosses
+    | ShowEvaluation
+    | ShowText
+    | Ended
+)
 ToCoordinator = FromWorker | FromAgent

@@ -17,6 +17,7 @@ from types import FrameType
 
 from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.config.schema import Config
+from elaswave.control import template_messages
 from elaswave.control.agent_messages import (
     AgentHello,
     Awaited,
@@ -29,6 +30,7 @@ from elaswave.control.agent_messages import (
     ShowEvaluation,
     ShowStep,
     ShowText,
+    SpawnJoiner,
     StepLosses,
     StopJob,
     ToAgent,
@@ -73,8 +75,10 @@ from elaswave.protocol.agent import (
     AgentEvent,
     CoordinatorEnded,
     JobEnded,
+    JoinerWanted,
     ReportEnd,
     StartCoordinator,
+    StartJoiner,
     WorkerEnded,
 )
 from elaswave.protocol.events import CoordinatorEffect
@@ -392,6 +396,10 @@ class LocalJob:
         elif isinstance(message, BreakOffCommit):
             if message.number == self._committing:
                 self._processes.ask_template(AbandonCommits())
+        elif isinstance(message, SpawnJoiner):
+            for effect in self._agent.handle(JoinerWanted(message.worker)):
+                assert isinstance(effect, StartJoiner)
+                self._processes.ask_template(template_messages.SpawnJoiner(worker=effect.worker))
         else:
             self._ended = message
             self._agent.handle(JobEnded())
@@ -461,11 +469,22 @@ class LocalJob:
             elif isinstance(message, CommitDone):
                 self._on_commit_done(message)
             elif isinstance(message, SpawnRefused):
-                raise LaunchError(message.text)
+                self._on_refused(message)
             else:
                 assert isinstance(message, Spawned | LoaderSpawned | LoaderGone), message
                 if isinstance(message, Spawned):
                     self._waits.forked(message.child)
+
+    def _on_refused(self, message: SpawnRefused) -> None:
+        """The job goes on without a joiner that the system has no room for, and not without any other process.
+
+        Raises:
+            LaunchError: it is another one.
+        """
+        if message.child not in self._agent.joiners:
+            raise LaunchError(message.text)
+        self._processes.ask_template(KillWorkers(workers=(message.child,)))  # it may be a loader that is lacking
+        self._on_worker_end(WorkerEnded(message.child, f"was not started: {message.text}", time.monotonic()))
 
     def _on_worker_end(self, event: AgentEvent) -> None:
         for effect in self._agent.handle(event):

@@ -42,6 +42,7 @@ from elaswave.control.template_messages import (
     Prepared,
     SpawnCoordinator,
     Spawned,
+    SpawnJoiner,
     SpawnRefused,
     SpawnWorkers,
     StartingPoint,
@@ -163,7 +164,7 @@ class _Serving:
         setup: TemplateSetup,
         plan: RunPlan,
         link: socket.socket,
-        live: Callable[[TemplateSetup, int, StartingPoint | None, socket.socket | None], int],
+        live: Callable[[TemplateSetup, int, StartingPoint | None, socket.socket | None, bool], int],
         load: Callable[[TemplateSetup, socket.socket], int],
     ) -> None:
         self._setup = setup
@@ -216,6 +217,8 @@ class _Serving:
                 self._read_frozen()
                 self._handle(SpawnAsked(message.workers))
                 self._load_for_commits()
+            elif isinstance(message, SpawnJoiner):
+                self._handle(SpawnAsked((message.worker,), joins=True))
             elif isinstance(message, SpawnCoordinator):
                 self._coordinator = message
                 self._handle(CoordinatorAsked())
@@ -256,7 +259,7 @@ class _Serving:
 
     def _carry_out(self, effect: TemplateEffect) -> None:
         if isinstance(effect, ForkWorker):
-            self._fork_worker(effect.worker)
+            self._fork_worker(effect.worker, joins=effect.joins)
         elif isinstance(effect, ForkLoader):
             self._fork_loader(effect.loader)
         elif isinstance(effect, ForkCoordinator):
@@ -302,11 +305,11 @@ class _Serving:
 
     # --------------------------------------------------------------------------------------------------------- forking
 
-    def _fork_worker(self, worker: int) -> None:
+    def _fork_worker(self, worker: int, *, joins: bool) -> None:
         checkpoint = self._checkpoint
         line = self._loader_lines.open(worker) if self._num_loaders else None
         what, log = f"worker {worker}", f"worker-{worker}.log"
-        self._fork(worker, what, log, lambda: self._live(self._setup, worker, checkpoint, line))
+        self._fork(worker, what, log, lambda: self._live(self._setup, worker, checkpoint, line, joins))
         if line is not None:
             line.close()
 
@@ -326,7 +329,7 @@ class _Serving:
             child = fork(what, self._setup.run_dir / "logs" / log, body, let_go=self._let_go)
         except LaunchError as error:
             if name != COMMITTER:
-                self._say(SpawnRefused(text=str(error)))
+                self._say(SpawnRefused(child=name.worker if isinstance(name, Loader) else name, text=str(error)))
                 self._handle(ForkRefused(name))
             else:
                 self._handle(ChildEnded(COMMITTER, 1 << 8, time.monotonic(), str(error)))

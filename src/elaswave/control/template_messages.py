@@ -28,6 +28,12 @@ class SpawnWorkers(Message, frozen=True, kw_only=True):
     """None: they begin from the seed."""
 
 
+class SpawnJoiner(Message, frozen=True, kw_only=True):
+    """Fork a worker that joins the job: it begins without state."""
+
+    worker: int
+
+
 class SpawnCoordinator(Message, frozen=True, kw_only=True):
     """Fork a coordinator; see `elaswave.control.coordinator.CoordinatorSetup`."""
 
@@ -107,6 +113,8 @@ class LoaderGone(Message, frozen=True, kw_only=True):
 class SpawnRefused(Message, frozen=True, kw_only=True):
     """The system refuses a process."""
 
+    child: int
+    """As of `Spawned`; of a loader, its worker."""
     text: str
 
 
@@ -131,7 +139,7 @@ class CommitDone(Message, frozen=True, kw_only=True):
     """Whether it is worth another try."""
 
 
-ToTemplate = SpawnWorkers | SpawnCoordinator | KillWorkers | CommitShards | AbandonCommits
+ToTemplate = SpawnWorkers | SpawnJoiner | SpawnCoordinator | KillWorkers | CommitShards | AbandonCommits
 FromTemplate = Prepared | Unprepared | Spawned | LoaderSpawned | LoaderGone | SpawnRefused | ChildGone | CommitDone
 
 _T = TypeVar("_T")

@@ -34,7 +34,11 @@ SWITCH_INTERVAL_S = 0.001
 
 
 def live(
-    setup: TemplateSetup, worker: int, checkpoint: StartingPoint | None, loaders: socket.socket | None = None
+    setup: TemplateSetup,
+    worker: int,
+    checkpoint: StartingPoint | None,
+    loaders: socket.socket | None = None,
+    joins: bool = False,
 ) -> int:
     """Runs one worker in this process.
 
@@ -43,6 +47,7 @@ def live(
         worker: its id.
         checkpoint: where it begins; None: at the seed.
         loaders: where the template hands over its loaders; None: it has none.
+        joins: whether it joins a job that runs, without any state.
     Returns:
         Exit status.
     """
@@ -77,6 +82,7 @@ def live(
         training=setup.training,
         loaders=loaders,
         frozen=setup.frozen,
+        joins=joins,
     )
 
     def make_client(mailbox: Mailbox) -> ControlClient[ToWorker]:

@@ -26,6 +26,8 @@ class AgentCause(Enum):
     COORDINATOR_ENDS = "the coordinator's process ends"
     COORDINATOR_GIVES_UP = "the coordinator's process ends with an error that another one would meet too"
     TOO_MANY_ENDS = "the coordinator's process ends once too often"
+    JOINER_WANTED = "the coordinator wants a worker started that joins"
+    JOINER_KNOWN = "it says so again"
     OVER = "the coordinator says that the job is over"
 
 
@@ -34,6 +36,7 @@ class AgentResponse(Enum):
 
     REPORT_END = "report it, also to every later coordinator"
     START_COORDINATOR = "start another one, which reads what the last one has persisted"
+    START_JOINER = "start the worker, once"
     GIVE_UP = "end the job with the reason"
 
 
@@ -43,6 +46,8 @@ TRANSITIONS: TransitionTable[AgentState, AgentCause, AgentResponse] = Transition
     Transition((AgentState.RUNNING,), AgentCause.COORDINATOR_ENDS, None, (AgentResponse.START_COORDINATOR,)),
     Transition((AgentState.RUNNING,), AgentCause.COORDINATOR_GIVES_UP, AgentState.ENDED, (AgentResponse.GIVE_UP,)),
     Transition((AgentState.RUNNING,), AgentCause.TOO_MANY_ENDS, AgentState.ENDED, (AgentResponse.GIVE_UP,)),
+    Transition((AgentState.RUNNING,), AgentCause.JOINER_WANTED, None, (AgentResponse.START_JOINER,)),
+    Transition((AgentState.RUNNING,), AgentCause.JOINER_KNOWN, None),
     Transition((AgentState.RUNNING,), AgentCause.OVER, AgentState.ENDED),
 )
 """All that the machine can do; after the end nothing is answered."""
@@ -67,11 +72,18 @@ class CoordinatorEnded(NamedTuple):
     at_s: float
 
 
+class JoinerWanted(NamedTuple):
+    """The coordinator wants a worker started that joins. Every later coordinator says so again (J1)."""
+
+    worker: int
+    """An id that no process has had."""
+
+
 class JobEnded(NamedTuple):
     """The coordinator has said that the job is over."""
 
 
-AgentEvent = WorkerEnded | CoordinatorEnded | JobEnded
+AgentEvent = WorkerEnded | CoordinatorEnded | JoinerWanted | JobEnded
 
 
 class ReportEnd(NamedTuple):
@@ -84,13 +96,19 @@ class StartCoordinator(NamedTuple):
     """Start another coordinator on the same store and address."""
 
 
+class StartJoiner(NamedTuple):
+    """Start a worker that joins."""
+
+    worker: int
+
+
 class GiveUp(NamedTuple):
     """End the job: there can be no coordinator."""
 
     reason: str
 
 
-AgentEffect = ReportEnd | StartCoordinator | GiveUp
+AgentEffect = ReportEnd | StartCoordinator | StartJoiner | GiveUp
 
 
 class Agent:
@@ -100,6 +118,8 @@ class Agent:
         self.state = AgentState.RUNNING
         self.worker_ends: list[WorkerEnded] = []
         self.coordinator_ends_s: list[float] = []
+        self.joiners: set[int] = set()
+        """Those that were started."""
 
     def handle(self, event: AgentEvent) -> list[AgentEffect]:
         """Takes one event; returns effects in their order."""
@@ -111,6 +131,10 @@ class Agent:
             return self._go(AgentCause.OVER, event)
         if isinstance(event, WorkerEnded):
             return self._go(AgentCause.WORKER_ENDS, event)
+        if isinstance(event, JoinerWanted):
+            is_known = event.worker in self.joiners
+            self.joiners.add(event.worker)
+            return self._go(AgentCause.JOINER_KNOWN if is_known else AgentCause.JOINER_WANTED, event)
         self.coordinator_ends_s.append(event.at_s)
         if event.gave_up:
             return self._go(AgentCause.COORDINATOR_GIVES_UP, event, f"the coordinator {event.text}")
@@ -129,4 +153,7 @@ def _effect(response: AgentResponse, event: AgentEvent, reason: str) -> AgentEff
     if response is AgentResponse.REPORT_END:
         assert isinstance(event, WorkerEnded)
         return ReportEnd(event)
+    if response is AgentResponse.START_JOINER:
+        assert isinstance(event, JoinerWanted)
+        return StartJoiner(event.worker)
     return StartCoordinator() if response is AgentResponse.START_COORDINATOR else GiveUp(reason)

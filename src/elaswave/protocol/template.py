@@ -29,6 +29,8 @@ class SpawnAsked(NamedTuple):
     """Workers are to be forked."""
 
     workers: tuple[int, ...]
+    joins: bool = False
+    """Whether they join a job that runs: then they begin without state."""
 
 
 class CoordinatorAsked(NamedTuple):
@@ -100,6 +102,8 @@ class ForkWorker(NamedTuple):
     """Fork a worker."""
 
     worker: int
+    joins: bool = False
+    """As of `SpawnAsked`."""
 
 
 class ForkLoader(NamedTuple):
@@ -210,7 +214,9 @@ class Template:
             new = [worker for worker in event.workers if worker not in self._forked]
             self._forked.update(new)
             self._living.update(new)
-            return [effect for worker in new for effect in (ForkWorker(worker), *self._fork_loaders(worker))]
+            return [
+                effect for worker in new for effect in (ForkWorker(worker, event.joins), *self._fork_loaders(worker))
+            ]
         if isinstance(event, CoordinatorAsked):
             self._living.add(COORDINATOR)
             return [ForkCoordinator()]

@@ -81,6 +81,8 @@ class WorkerSetup(NamedTuple):
     """Where the template hands over lines to loaders; None: the worker makes its micro-batches itself."""
     frozen: Mapping[str, torch.Tensor] | None = None
     """Frozen parameters that the checkpoint has otherwise than they are built; None: they are still to be compared."""
+    joins: bool = False
+    """Whether it joins a job that runs: it begins without state, and says `Joining` before it registers."""
 
 
 class Worker:

@@ -7,13 +7,20 @@ from typing import Any
 
 import pytest
 
-from elaswave.control import local_job
-from elaswave.control.agent_messages import BreakOffCommit, CheckpointCommitted, CommitCheckpoint, Ended
+from elaswave.control import local_job, template_messages
+from elaswave.control.agent_messages import (
+    BreakOffCommit,
+    CheckpointCommitted,
+    CommitCheckpoint,
+    Ended,
+    Exited,
+    SpawnJoiner,
+)
 from elaswave.control.coordinator import JOURNAL_FILE
 from elaswave.control.launcher_waits import LauncherWaits
 from elaswave.control.local_job import LocalJob
 from elaswave.control.template_messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
-from elaswave.errors import RecoveryError
+from elaswave.errors import LaunchError, RecoveryError
 from elaswave.observability.processes import ProcessFacts
 from elaswave.protocol.agent import Agent
 
@@ -109,3 +116,29 @@ def test_a_coordinator_that_the_template_is_to_fork_is_not_waited_for_for_ever(
     told = [launcher._waits.overdue(stopped, begin_s + tick / 4) for tick in range(100)]
     assert told[0] is None and "does not fork the coordinator: it has used no processor time" in str(told[-1])
     assert len([text for text in told if text]) < 25
+
+
+def test_the_template_is_asked_for_a_joiner_once(launcher: Launcher) -> None:
+    for worker in (4, 4, 5):
+        launcher._on_message(SpawnJoiner(worker=worker))
+    assert launcher.asked == [template_messages.SpawnJoiner(worker=4), template_messages.SpawnJoiner(worker=5)]
+
+
+def test_a_joiner_that_the_system_refuses_is_reported_like_one_that_has_died(launcher: Launcher) -> None:
+    launcher._on_message(SpawnJoiner(worker=4))
+    launcher._processes.hear_template = lambda: [  # type: ignore[method-assign]
+        template_messages.SpawnRefused(child=4, text="no process is left")
+    ]
+    launcher._hear_template()
+    (exited,) = launcher.sent
+    assert isinstance(exited, Exited)
+    assert (exited.worker, exited.text) == (4, "was not started: no process is left")
+    assert launcher.asked[-1] == template_messages.KillWorkers(workers=(4,)), "one that lacks a loader is there"
+
+
+def test_any_other_process_that_the_system_refuses_ends_the_job(launcher: Launcher) -> None:
+    launcher._processes.hear_template = lambda: [  # type: ignore[method-assign]
+        template_messages.SpawnRefused(child=1, text="no process is left")
+    ]
+    with pytest.raises(LaunchError, match="no process is left"):
+        launcher._hear_template()
