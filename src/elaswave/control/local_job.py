@@ -449,7 +449,7 @@ class LocalJob:
         self._client.turn()  # its last words
         for effect in self._agent.handle(CoordinatorEnded(text, text.endswith("with status 1"), at_s)):
             if not isinstance(effect, StartCoordinator):
-                assert not isinstance(effect, ReportEnd)
+                assert not isinstance(effect, ReportEnd | StartJoiner)
                 raise RecoveryError(f"{effect.reason}; see {self._run_dir / 'logs' / 'coordinator.log'}")
             if self._committing is None:
                 self._start_coordinator()
