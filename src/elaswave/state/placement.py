@@ -223,7 +223,8 @@ class FollowerChooser:
             candidates = tuple(worker for worker in candidates if worker not in full)
         if not candidates:
             return None
-        follower = min(candidates, key=lambda worker: (followed[worker], held[worker]))
+        fewest = min(map(followed.__getitem__, candidates))
+        follower = min((worker for worker in candidates if followed[worker] == fewest), key=held.__getitem__)
         followed[follower] += 1
         held[follower] += num_elements
         return follower
@@ -232,10 +233,11 @@ class FollowerChooser:
         """The workers of the best kind that is there, in a ring that starts after the owner."""
         after_owner = self._workers.index(owner) + 1
         ring = (*self._workers[after_owner:], *self._workers[: after_owner - 1])
+        in_stage = frozenset(members)
         free = [worker for worker in ring if worker not in chosen and worker not in self._excluded]
-        inside = [worker for worker in free if worker in members]
-        outside = [worker for worker in free if worker not in members]
-        has_inside = any(worker in members for worker in chosen)
+        inside = [worker for worker in free if worker in in_stage]
+        outside = [worker for worker in free if worker not in in_stage]
+        has_inside = any(worker in in_stage for worker in chosen)
         fitting = (outside or inside) if has_inside else (inside or outside)
         used_hosts = {self._hosts[worker] for worker in (owner, *chosen)}
         elsewhere = [worker for worker in fitting if self._hosts[worker] not in used_hosts]
