@@ -199,6 +199,10 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     the start."""
     rebalance: bool = True
     """elaswave: after a loss, plan a better layout while training goes on, and change to it between two steps."""
+    respawn: bool = False
+    """elaswave: when a worker's process has ended, start another one that joins in its place, under a new id: after
+    1 s, then 2 s and so on, up to a minute. A place whose processes end three times before a committed step stays
+    empty."""
     horizon_s: Annotated[float, Meta(gt=0)] | None = None
     """Expected seconds until the next event, in which a change of layout must repay itself; unset: by public rates."""
     restart_s: NonNegative = 30.0

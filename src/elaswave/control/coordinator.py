@@ -25,6 +25,7 @@ from elaswave.control.agent_messages import (
     CpuTimes,
     Ended,
     Exited,
+    SpawnJoiner,
     StepLosses,
     StopJob,
     ToCoordinator,
@@ -32,6 +33,7 @@ from elaswave.control.agent_messages import (
 from elaswave.control.background import Background, in_thread
 from elaswave.control.data_waits import DataWaits
 from elaswave.control.death_watch import DeathWatch
+from elaswave.control.joiners import Answer, Joiners
 from elaswave.control.journal import JournalRecord, core_records
 from elaswave.control.own_faults import OwnFaults
 from elaswave.control.recorder import RunRecorder
@@ -46,15 +48,17 @@ from elaswave.errors import ElaswaveError, RunFolderError, StateError
 from elaswave.faults.injection import Fault
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE, write_digests, write_result
+from elaswave.observability.run_folder import data_facts
 from elaswave.protocol import events
 from elaswave.protocol.coordinator import Bounds, Coordinator
 from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.detection import Detector, Position, Suspicion
 from elaswave.protocol.driver import CoordinatorDriver
 from elaswave.protocol.ending import MemberEnd
-from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Installed, Registered, Report
+from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Fenced, Installed, Joining, Registered, Report
 from elaswave.state.checkpoint import find_newest_checkpoint, put_aside
 from elaswave.state.checkpoint_format import CheckpointMeta
+from elaswave.worker.identity import identity_of
 from elaswave.worker.messages import (
     EvaluationReport,
     Exit,
@@ -124,6 +128,15 @@ class CoordinatorProcess(CoordinatorDriver):
         records = self._store.records()
         self._server: ControlServer[ToCoordinator] = ControlServer()
         self._terminal = Terminal(self._server)
+        self._joiners = Joiners(
+            plan,
+            lambda: identity_of(plan, data_facts(setup.run_dir)),
+            records,
+            self._store.append,
+            self._terminal.say,
+        )
+        self._environment = ""
+        """What a member computes with, for people."""
         self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._terminal.say_trouble)
         self._recorder = RunRecorder(
             plan,
@@ -339,7 +352,10 @@ class CoordinatorProcess(CoordinatorDriver):
             self._finish_if_complete()
         if self._asked_of_agent and not self._detector.awaited:
             self._ask_agent(())
-        wait_s = max(0.005, min(0.2, self._detector.next_tick_s(now_s) - now_s))
+        for worker in self._joiners.due(now_s):
+            self._begin_join(worker)
+        next_s = min(self._detector.next_tick_s(now_s), self._joiners.next_s)
+        wait_s = max(0.005, min(0.2, next_s - now_s))
         self._ticker = asyncio.get_running_loop().call_later(wait_s, self._background.guarded, self._tick)
 
     def _take_suspicions(self, suspicions: Sequence[Suspicion]) -> None:
@@ -355,6 +371,9 @@ class CoordinatorProcess(CoordinatorDriver):
                 self._on_agent(message)
         elif message.worker != peer:
             _log.warning("worker %d says that it is worker %d; its %s is ignored", peer, message.worker, type(message))
+        elif isinstance(message, Joining):
+            if self._ended is None:
+                self._answer_joiners(self._joiners.heard(message))
         elif isinstance(message, StepReport) and self._ended is None:
             self._on_step(message, now_s)
         elif self._ended is None and not isinstance(message, Failed) and not self.hears(message.worker):
@@ -413,6 +432,7 @@ class CoordinatorProcess(CoordinatorDriver):
             self._stop_workers()
 
     def _stop_workers(self) -> None:
+        self._joiners.stop()
         self._stop = Stop()
         self._server.send_all(self.core.members, self._stop)
 
@@ -433,6 +453,7 @@ class CoordinatorProcess(CoordinatorDriver):
         threading.Thread(target=wait, name=f"end of worker {worker}", daemon=True).start()
 
     def _on_end_of_process(self, worker: int, text: str) -> None:
+        self._joiners.ended(worker, time.monotonic())
         if worker in self.core.members and self._ended is None and worker not in self._failures:
             self._detector.exited(worker, text, time.monotonic())
             self._tick_soon()
@@ -491,6 +512,7 @@ class CoordinatorProcess(CoordinatorDriver):
     ) -> None:
         try:
             if isinstance(message, Ready):
+                self._environment = message.environment
                 self._recorder.ready(message)
             elif isinstance(message, StepReport):
                 self._recoveries.committed(message)
@@ -506,6 +528,7 @@ class CoordinatorProcess(CoordinatorDriver):
                 if self._recorder.checkpoints.is_settled(step):
                     self._server.send(message.worker, Settled(step=step))
             else:
+                self._joiners.stop()
                 self._recorder.finish(message)
             self._tell_settled()
             self._finish_if_complete()
@@ -536,7 +559,8 @@ class CoordinatorProcess(CoordinatorDriver):
             self._server.send_all(self.core.members, Settled(step=step))
 
     def _after_step(self, message: StepReport) -> None:
-        """Looks at what a published step says of layouts."""
+        """Looks at what a published step says of layouts, and of what joiners must have in common."""
+        self._answer_joiners(self._joiners.committed(self.core.members, message.vector, self._environment))
         change = self.core.change_in_force(message.change)
         if change is not None:
             self._recorder.changed(change, message.step + 1)
@@ -586,7 +610,8 @@ class CoordinatorProcess(CoordinatorDriver):
         """The job is over: all processes may end."""
         if self._ended is not None:
             return
-        lost_workers = sorted(set(self._setup.plan.layout.workers) - set(self.core.members))
+        self._joiners.stop()
+        lost_workers = sorted({*self._setup.plan.layout.workers, *self._joiners.started} - set(self.core.members))
         self._ended = msgspec.structs.replace(ended, lost=lost_workers)
         if write:
             outcome: Literal["finished", "failed", "interrupted"] = "failed"
@@ -605,6 +630,44 @@ class CoordinatorProcess(CoordinatorDriver):
             self._server.send(peer, self._ended if peer == AGENT else Exit())
             self._informed.add(peer)
         self._over.set()
+
+    # --------------------------------------------------------------------------------------------------------- joiners
+
+    def request_join(self, count: int) -> list[int]:
+        """Has workers started that join, beside those that the job aims at.
+
+        Args:
+            count: how many.
+        Returns:
+            Their ids; none where the job is about to end.
+        """
+        workers = self._joiners.request(count, time.monotonic())
+        for worker in workers:
+            self._begin_join(worker)
+        return workers
+
+    def _begin_join(self, worker: int) -> None:
+        """A worker is to join whose id is durable."""
+        self.spawn(worker)
+
+    def spawn(self, worker: int) -> None:
+        """Asks the agent for a worker's process; one that it has started before it does not start again."""
+        self._server.send(AGENT, SpawnJoiner(worker=worker))
+
+    def _answer_joiners(self, answers: Sequence[Answer]) -> None:
+        for joining, problem in answers:
+            if problem is None:
+                self._admit(joining)
+                continue
+            text = f"worker {joining.worker} is not admitted: {problem}"
+            _log.warning("%s", text)
+            self._terminal.say(text)
+            fenced = Fenced(term=self.core.term, epoch=self.core.epoch, reason=problem)
+            self._server.send(joining.worker, fenced)
+
+    def _admit(self, joining: Joining) -> None:
+        """A worker may join: the place at which the protocol's core takes over."""
+        _log.info("worker %d at %s may join", joining.worker, joining.address)
 
     # --------------------------------------------------------------------------------------------------------- effects
 
@@ -672,6 +735,7 @@ class CoordinatorProcess(CoordinatorDriver):
         self._state.new_epoch(effect.epoch)
         for suspicion in effect.suspicions:
             self._detector.left(suspicion.worker)
+            self._joiners.ended(suspicion.worker, now_s)
             _log.warning("epoch %d: %s", effect.epoch, suspicion.reason)
         self._recoveries.new_epoch(effect, now_s)
 

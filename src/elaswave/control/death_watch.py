@@ -50,7 +50,7 @@ class DeathWatch:
 
     def live(self, worker: int) -> None:
         """Called once by the worker's main thread: from now on its end is seen."""
-        if self.works:
+        if self.works and worker in self._slots:
             self._libc.pthread_mutex_lock(self._mutex(worker))
 
     def wait(self, worker: int) -> bool:
@@ -59,7 +59,7 @@ class DeathWatch:
         Returns:
             True once it has; False if the worker has never said that it lives, or nothing can be told here.
         """
-        if not self.works:
+        if not self.works or worker not in self._slots:
             return False
         result = int(self._libc.pthread_mutex_lock(self._mutex(worker)))
         if result == 0:

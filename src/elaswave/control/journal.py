@@ -9,6 +9,7 @@ import msgspec
 
 from elaswave.observability.events import AnyEvent
 from elaswave.protocol import events
+from elaswave.protocol.admission import Founders
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, tag="published"):
@@ -34,12 +35,23 @@ class CheckpointGivenUp(msgspec.Struct, frozen=True, kw_only=True, tag="given up
     step: int
 
 
+class PlaceTaken(msgspec.Struct, frozen=True, kw_only=True, tag="place"):
+    """A worker that joins is about to be started, in a place of the job; see `elaswave.protocol.respawn`."""
+
+    worker: int
+    place: int
+    at_s: float
+    """Monotonic time of the machine."""
+
+
+JoinersRecord = PlaceTaken | Founders
+"""Records of those who let joiners in."""
 RecorderRecord = Published | Entered | CheckpointGivenUp
 """Records of the run recorder."""
-JournalRecord = events.Record | RecorderRecord
+JournalRecord = events.Record | RecorderRecord | JoinersRecord
 """All records."""
 
 
 def core_records(records: list[JournalRecord]) -> list[events.Record]:
     """Those of the protocol's core, in order."""
-    return [record for record in records if not isinstance(record, RecorderRecord)]
+    return [record for record in records if not isinstance(record, RecorderRecord | JoinersRecord)]

@@ -69,7 +69,7 @@ def make_result(
     standing = reports[0].standing
     digests = add_digests(report.owner_digests for report in reports)
     if all(report.complete for report in reports):
-        num_followers = min(plan.config.elastic.num_followers, len(state.members) - 1)
+        num_followers = min(plan.config.elastic.num_followers, state.num_active - 1)
         frozen = {f"{MASTER}.{tensor.name}" for tensor in plan.state.frozen}  # nobody follows what cannot change
         followed = {name: value for name, value in digests.items() if name not in frozen}
         check_followers(followed, add_digests(report.follower_digests for report in reports), num_followers)

@@ -5,12 +5,13 @@ between the blocks is found only by reading the whole file.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from elaswave.errors import DataError
+from elaswave.hashing import key64
 
 NUM_BLOCKS = 64
 BLOCK_BYTES = 1 << 16
@@ -162,6 +163,17 @@ def check_same_dataset(then: DatasetFingerprint | None, now: DatasetFingerprint)
     if not compared:
         return "no sample of the dataset could be compared with the run's, only how many there are"
     return ""
+
+
+def data_hash(facts: Mapping[str, object]) -> int:
+    """A hash by which workers know each other's data. Of that which a worker finds out in milliseconds: size and sample
+    of files, sizes of own datasets.
+
+    Args:
+        facts: a `Fingerprint` or a `DatasetFingerprint`, as plain data.
+    """
+    known = {key: facts[key] for key in ("num_bytes", "sample", "num_samples") if key in facts}
+    return key64(msgspec.json.encode(known, order="deterministic").decode()) >> 2
 
 
 def dataset_fingerprint_in(extra: dict[str, object]) -> DatasetFingerprint | None:

@@ -172,4 +172,24 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True, tag="installed"):
     """Bytes of state that it received before it could go on, the step's own gather not counted."""
 
 
+class Joining(msgspec.Struct, frozen=True, kw_only=True, tag="joining"):
+    """The first thing that a worker says that is no member yet; said again on every new connection until it is one."""
+
+    worker: int
+    address: str
+    """Where its data plane listens."""
+    protocol: int
+    """Its `PROTOCOL_VERSION`."""
+    libraries: str
+    """Their versions, for people: `elaswave.protocol.admission.libraries`."""
+    environment: str
+    """Processor and kernels, for people; empty where bits are not compared (elastic.verify)."""
+    config_hash: int
+    model_hash: int
+    """Of the shapes of model and optimizer."""
+    data_hash: int
+    canaries: dict[int, int]
+    """By place, see `elaswave.protocol.environment`: of the environment, and of the first layer of each kind."""
+
+
 CoreToWorker = Prepare | Decision | Fenced | LayoutChange

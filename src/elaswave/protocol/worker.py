@@ -334,9 +334,9 @@ class WorkerMachine(StepLoop[C]):
         self.outbox.send(self.report)
 
     def layers_here(self) -> tuple[int, int]:
-        """First layer of those that are here, and one past the last; shared units follow from it."""
+        """First layer of those that are here, and one past the last; shared units follow from it. (0, 0) for none."""
         layers = sorted(unit for unit in self.engine.layers if unit < self.terms.num_layers)
-        return layers[0], layers[-1] + 1
+        return (layers[0], layers[-1] + 1) if layers else (0, 0)
 
     def held(self) -> dict[int, Held]:
         """The copies at the last committed step, for a report (W6)."""

@@ -275,6 +275,37 @@ class Compute:
             self._between_layers()
         return None if layers.start <= self._lowest_trained else to_send(reached)
 
+    def try_out(self, index: int, value: Any, *, prove: bool) -> Any:
+        """Runs one layer on a micro-batch for its canary alone: nothing is added, and no loss is made.
+
+        Args:
+            index: of the layer.
+            value: its input.
+            prove: also run it backward, and note its canary.
+        Returns:
+            Its output, detached.
+        """
+        with self._at(0, index):
+            self.layers[index].refresh()
+            given = self._given(index, value, True)
+            run = self._run_layer(index, 0, given, train=True)
+            if prove:
+                saved = Saved(given, run, self.layers[index].buffers.left())
+                if self._has_backward(index):
+                    reached = Reached(
+                        [
+                            torch.zeros_like(at_boundary(leaf.detach()))
+                            for leaf in run.leaves
+                            if is_differentiable(leaf)
+                        ],
+                        None,
+                    )
+                    found = self._gradients(index, 0, run, reached, given.inputs)
+                    self._prove(index, 0, saved, run, reached, found)
+                else:
+                    self._nothing(index, 0, saved)
+        return run.value()
+
     # ---------------------------------------------------------------------------------------------------------- forward
 
     def _given(self, index: int, value: Any, train: bool) -> Given:

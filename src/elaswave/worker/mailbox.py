@@ -8,7 +8,7 @@ from typing import Any
 from elaswave.errors import WaitTimeoutError
 from elaswave.protocol.ballot import Request
 from elaswave.protocol.facts import Facts
-from elaswave.protocol.messages import FIRST_EPOCH, Fenced, Prepare, Registered
+from elaswave.protocol.messages import FIRST_EPOCH, Fenced, Joining, Prepare, Registered
 from elaswave.transport.interface import Transport
 from elaswave.worker.activity import Activity
 from elaswave.worker.messages import Heartbeat, Settled, Stop, ToWorker
@@ -77,6 +77,8 @@ class Mailbox:
         """What the coordinator has told this worker to ask for."""
         self.registration = Registered(worker=worker, address=transport.address, epoch=FIRST_EPOCH, report=None)
         """As of `WorkerMachine.registration`, which another thread must not ask."""
+        self.joining: Joining | None = None
+        """What a worker says instead that is no member yet."""
         self.facts = SharedFacts()
         self.activity = Activity()
         self.place = (FIRST_EPOCH, 0, 0)
@@ -85,16 +87,18 @@ class Mailbox:
         self._messages: deque[ToWorker] = deque()
         self._changed = threading.Condition()
 
-    def hello(self) -> Registered:
+    def hello(self) -> Registered | Joining:
         """The first message on a new connection."""
-        return self.registration
+        return self.joining or self.registration
 
     def standing(self) -> list[Any]:
         """What is said on a new connection after all that has not been acknowledged."""
         return self.facts.standing()
 
-    def heartbeat(self) -> Heartbeat:
-        """Where the main thread is."""
+    def heartbeat(self) -> Heartbeat | None:
+        """Where the main thread is; None of a worker that is no member yet, of which nobody asks."""
+        if self.joining is not None:
+            return None
         doing = self.activity.told()
         epoch, step, attempt = self.place
         return Heartbeat(
@@ -151,7 +155,7 @@ class Mailbox:
     def registers_as(self, registration: Registered) -> None:
         """What this worker says of itself has changed, and with it which messages are urgent."""
         with self._changed:
-            self.registration = registration
+            self.registration, self.joining = registration, None
             self._look()
 
     def _look(self) -> None:

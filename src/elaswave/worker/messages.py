@@ -10,7 +10,7 @@ before as a repetition.
 import msgspec
 
 from elaswave.costs.profiled import ActionTiming
-from elaswave.protocol.messages import Decision, Fenced, Installed, LayoutChange, Prepare, Registered, Report
+from elaswave.protocol.messages import Decision, Fenced, Installed, Joining, LayoutChange, Prepare, Registered, Report
 from elaswave.state.checkpoint_format import WrittenItem
 
 
@@ -39,6 +39,8 @@ class Ready(Message, frozen=True, kw_only=True):
 
     worker: int
     holding: Holding
+    environment: str = ""
+    """Processor and kernels, for people; empty where bits are not compared."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -201,7 +203,8 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 FromWorker = (
-    Registered
+    Joining
+    | Registered
     | Report
     | Installed
     | Ready

@@ -114,7 +114,8 @@ class ControlOutbox:
             num_followed_blocks=len(followed),
             num_followed_parameters=sum(held.num_elements for held in followed),
         )
-        return Ready(worker=self.machine.worker, holding=holding)
+        text = self._engine.environment().text if self._config.elastic.verify else ""
+        return Ready(worker=self.machine.worker, holding=holding, environment=text)
 
     def link_lost(self, peer: int, detail: str) -> LinkLost:
         """The link to a peer has ended."""
@@ -225,7 +226,7 @@ class ControlOutbox:
         """The last state: all workers wait until every one has said so."""
         machine = self.machine
         store, scalars = BlockStore(machine.copies), self.scalars()
-        num_followers = min(self._config.elastic.num_followers, len(machine.members) - 1)
+        num_followers = min(self._config.elastic.num_followers, len(machine.layout.active) - 1)
         return Finished(
             worker=machine.worker,
             standing=self.standing(machine.last_step),

@@ -39,6 +39,7 @@ from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.compute import LayerError
 from elaswave.worker.frequency import make_actuator
 from elaswave.worker.frozen import changed_frozen
+from elaswave.worker.joining import first_words
 from elaswave.worker.links import TransportLinks
 from elaswave.worker.loader import loader_log
 from elaswave.worker.loading import LoaderSupply
@@ -105,8 +106,11 @@ class Worker:
         self._mailbox = mailbox
         self._blueprint = blueprint = Blueprint(config, setup.training)
         blueprint.frozen = changed_frozen(blueprint, setup.checkpoint) if setup.frozen is None else setup.frozen
-        layout, placement = blueprint.layout, blueprint.placement
-        stage = layout.stage_of(setup.worker)
+        layout, placement, stage = blueprint.layout, blueprint.placement, None
+        if setup.joins:  # it holds nothing until a decision says otherwise
+            layout = replace(layout, idle=(setup.worker,))
+        else:
+            stage = layout.stage_of(setup.worker)
         self._trace = TraceRecorder(setup.worker, stage=stage, enabled=setup.profile)
         self._transport: Transport = TracedTransport(transport, self._trace) if setup.profile else transport
         self._timer = ActionTimer(setup.worker, self._make_pace(), self._transport.rest)
@@ -254,8 +258,8 @@ class Worker:
             while (wait is None or wait is Pause.MOMENT) and not self._mailbox.is_empty:
                 self._hand_over(self._mailbox.next(0.0))
             if self.machine.fenced is not None:
-                worker, reason = self._setup.worker, self.machine.fenced
-                raise FencedError(f"worker {worker} is no member any more and ends itself: {reason}")
+                what = "is not admitted" if self._mailbox.joining else "is no member any more"
+                raise FencedError(f"worker {self._setup.worker} {what} and ends itself: {self.machine.fenced}")
             if self._must_end and self.machine.is_done:
                 self._trace.dump(self._setup.run_dir)
                 return
@@ -291,7 +295,9 @@ class Worker:
             WaitTimeoutError: there has been no coordinator for too long.
         """
         machine = self.machine
-        if not machine.is_started:
+        if self._mailbox.joining is not None:
+            waited_for = "it has not been admitted"
+        elif not machine.is_started:
             waited_for = "the start has not been given"
         elif machine.is_done:
             waited_for = "all steps are made, and the job has not been ended"
@@ -377,6 +383,8 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
     try:
         transport = StreamTransport(setup.worker, key=setup.key, listen=setup.listen, epoch=FIRST_EPOCH)
         mailbox = Mailbox(setup.worker, transport)
+        if setup.joins:
+            mailbox.joining = first_words(setup, transport.address)
         client = make_client(mailbox)
         worker = Worker(setup, client, mailbox, transport)
         worker.train()

@@ -1,0 +1,151 @@
+"""The joiners of a job, as its coordinator sees them: who is started when, and who is let in.
+
+When a place is taken again is `elaswave.protocol.respawn`'s, who may join is `elaswave.protocol.admission`'s. What a
+successor must know of both is in the journal. What follows from a joiner that may come in is the protocol's core's.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from elaswave.control.journal import JournalRecord, PlaceTaken, Published
+from elaswave.control.replanning import ELASWAVE
+from elaswave.protocol.admission import Founders, admission_problem, canaries_in
+from elaswave.protocol.ballot import decode_certificate
+from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
+from elaswave.protocol.respawn import PlaceClosed, Respawn, Spawn
+from elaswave.worker.identity import Identity
+from elaswave.worker.run_plan import RunPlan
+
+
+class Answer(NamedTuple):
+    """What becomes of a joiner."""
+
+    joining: Joining
+    problem: str | None
+    """Why it may not come in; None if it may."""
+
+
+class Joiners:
+    """The joiners of one job.
+
+    Args:
+        plan: of the run.
+        identity: of those that begin; found out anew by every coordinator, and used by the first one that needs it.
+        records: of the journal.
+        persist: writes one more.
+        say: tells people.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        identity: Callable[[], Identity],
+        records: Iterable[JournalRecord],
+        persist: Callable[[PlaceTaken | Founders], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._plan = plan
+        self._identity = identity
+        self._persist = persist
+        self._say = say
+        self._founders: Founders | None = None
+        self._waiting: dict[int, Joining] = {}
+        """Those that have come before it is known what to compare them with."""
+        elastic = plan.config.elastic
+        self._respawn = Respawn(plan.layout.workers, enabled=elastic.respawn and elastic.policy == ELASWAVE)
+        self.started: list[int] = []
+        """Ids of all joiners that there ever were, ascending."""
+        self._restore(records)
+
+    def _restore(self, records: Iterable[JournalRecord]) -> None:
+        members: Sequence[int] = self._plan.layout.workers
+        for record in records:
+            if isinstance(record, PlaceTaken):
+                self._respawn.spawned(record.worker, record.place, record.at_s)
+                self.started.append(record.worker)
+            elif isinstance(record, Decision):
+                members = record.members
+            elif isinstance(record, Published):
+                self._respawn.committed(members)
+            elif isinstance(record, Founders):
+                self._founders = record
+
+    # ------------------------------------------------------------------------------------------------ who is started
+
+    @property
+    def next_s(self) -> float:
+        """When the next one is due; infinite if none is."""
+        return self._respawn.next_s
+
+    def due(self, now_s: float) -> list[int]:
+        """Workers that are to be started now. The core makes that durable, and asks the agent."""
+        return self._take(self._respawn.tick(now_s), now_s)
+
+    def request(self, count: int, now_s: float) -> list[int]:
+        """Workers that are to be started now because a person wants so many more."""
+        return self._take(self._respawn.join(count, now_s), now_s)
+
+    def _take(self, spawns: Iterable[Spawn], now_s: float) -> list[int]:
+        workers = []
+        for worker, place in spawns:
+            self._persist(PlaceTaken(worker=worker, place=place, at_s=now_s))
+            self.started.append(worker)
+            workers.append(worker)
+        return workers
+
+    def ended(self, worker: int, now_s: float) -> None:
+        """A worker's process has ended, or the others go on without it; may be said again."""
+        self._waiting.pop(worker, None)
+        for answer in self._respawn.ended(worker, now_s):
+            if isinstance(answer, PlaceClosed):
+                self._say(answer.text)
+
+    def left(self, worker: int) -> None:
+        """A worker leaves because it was asked to."""
+        self._respawn.left(worker)
+
+    def stop(self) -> None:
+        """The job is stopping, or has made its steps."""
+        self._respawn.stop()
+
+    # ---------------------------------------------------------------------------------------------------- who is let in
+
+    def committed(self, members: Collection[int], vector: bytes, environment: str) -> list[Answer]:
+        """A step is committed: with the first one it is known what workers have in common.
+
+        Args:
+            members: that have made it.
+            vector: the merged vote.
+            environment: of a member, for people.
+        Returns:
+            What becomes of those that have waited for it.
+        """
+        self._respawn.committed(members)
+        if self._founders is not None:
+            return []
+        plan, identity = self._plan, self._identity()
+        canaries = canaries_in(
+            decode_certificate(vector),
+            num_layers=plan.state.num_layers,
+            num_tensors=len(plan.tensors),
+            num_buffers=sum(tensor.is_buffer for tensor in plan.tensors),
+        )
+        self._founders = Founders(
+            protocol=PROTOCOL_VERSION,
+            libraries=identity.libraries,
+            environment=environment,
+            config_hash=identity.config_hash,
+            model_hash=identity.model_hash,
+            data_hash=identity.data_hash,
+            canaries=dict(canaries),
+        )
+        self._persist(self._founders)
+        waiting, self._waiting = list(self._waiting.values()), {}
+        return [answer for joining in waiting for answer in self.heard(joining)]
+
+    def heard(self, joining: Joining) -> list[Answer]:
+        """A joiner has said who it is; may be said again. Nothing follows until there is something to compare with."""
+        if self._founders is None:
+            self._waiting[joining.worker] = joining
+            return []
+        return [Answer(joining, admission_problem(joining, self._founders, self._plan.state.layer_names))]

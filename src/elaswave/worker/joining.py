@@ -1,0 +1,123 @@
+"""What a worker says of itself that is no member yet: which libraries, configuration, model, data and bits it has.
+
+It finds that out by itself, before it connects, so that the others wait for nothing. Bits are those of the canary
+(`elaswave.worker.canary`), of the first layer of each kind: forward and backward at the run's shapes, on made-up
+numbers. Layers are built one after the other, and never are two of them here.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from torch import nn
+
+from elaswave.data.fingerprint import fingerprint_of_all
+from elaswave.protocol.environment import ENVIRONMENT
+from elaswave.protocol.messages import PROTOCOL_VERSION, Joining
+from elaswave.state.flat import FlatLayer, FlatUnit
+from elaswave.training.tokens import open_tokens
+from elaswave.worker.batches import BatchMaker, BatchName
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.canary import environment
+from elaswave.worker.compute import Compute
+from elaswave.worker.identity import identity_of
+
+if TYPE_CHECKING:
+    from elaswave.worker.process import WorkerSetup
+
+
+def first_words(setup: "WorkerSetup", address: str) -> Joining:
+    """Finds out what a joiner has to say.
+
+    Args:
+        setup: what it is started with.
+        address: where its data plane listens.
+    Raises:
+        BatchError, DataError: the data cannot be read.
+        LayerError: a layer cannot be run.
+    """
+    blueprint = Blueprint(setup.config, setup.training)
+    identity = identity_of(blueprint, _data_facts(setup, blueprint))
+    compared = setup.config.elastic.verify
+    return Joining(
+        worker=setup.worker,
+        address=address,
+        protocol=PROTOCOL_VERSION,
+        libraries=identity.libraries,
+        environment=environment().text if compared else "",
+        config_hash=identity.config_hash,
+        model_hash=identity.model_hash,
+        data_hash=identity.data_hash,
+        canaries={ENVIRONMENT: environment().canary, **layer_canaries(blueprint, _first_inputs(setup, blueprint))}
+        if compared
+        else {},
+    )
+
+
+def _data_facts(setup: "WorkerSetup", blueprint: Blueprint) -> Mapping[str, object]:
+    """What is known of the data here, as the launcher has written it for those that began."""
+    if setup.training is None:
+        paths = open_tokens(setup.config, setup.run_dir / "data").paths
+        facts: dict[str, object] = msgspec.to_builtins(fingerprint_of_all(paths, whole=False))
+        return facts
+    samples: Any = blueprint.open_samples(setup.run_dir / "data")
+    return {"num_samples": samples.sizes}
+
+
+def _first_inputs(setup: "WorkerSetup", blueprint: Blueprint) -> Any:
+    """Inputs of the first micro-batch of all; only their shapes count."""
+    samples = blueprint.open_samples(setup.run_dir / "data")
+    inputs, _ = BatchMaker(setup.config, samples, blueprint.sampler(samples)).get(BatchName("train", 1, 0))
+    return inputs
+
+
+def layer_canaries(blueprint: Blueprint, inputs: Any) -> dict[int, int]:
+    """Canaries of the first layer of each kind, by place.
+
+    Args:
+        blueprint: the run.
+        inputs: of a micro-batch.
+    """
+    layers: dict[int, FlatLayer] = {}
+    compute = Compute(
+        blueprint.model,
+        layers,
+        {},
+        seed=blueprint.config.run.seed,
+        recompute=False,
+        between_layers=lambda: None,
+        inputs=lambda step, microbatch, train: inputs,
+        has_canary=True,
+        lowest_trained=blueprint.state.lowest_trained,
+    )
+    kinds: set[str] = set()
+    value = inputs
+    for index in range(blueprint.state.num_layers):
+        module = blueprint.build(index)
+        kind = _kind(module)
+        layers[index] = _alone(blueprint, index, module)
+        value = compute.try_out(index, value, prove=kind not in kinds)
+        kinds.add(kind)
+        del layers[index], module
+    return {ENVIRONMENT + 1 + index: canary for index, canary in compute.canaries.items()}
+
+
+def _kind(module: nn.Module) -> str:
+    """What layers have in common of which one is enough: modules, and shapes and types of parameters."""
+    parameters = [
+        f"{name} {tuple(values.shape)} {values.dtype} {values.requires_grad}"
+        for name, values in module.named_parameters()
+    ]
+    return f"{module!r} {parameters}"
+
+
+def _alone(blueprint: Blueprint, index: int, module: nn.Module) -> FlatLayer:
+    """A layer with what it shares with others, which are not here."""
+    first = blueprint.state.num_layers
+    shared = range(first, len(blueprint.shapes))
+    units = {
+        unit: FlatUnit(blueprint.shapes[unit], blueprint.dtype)
+        for unit in shared
+        if index in blueprint.shapes[unit].users
+    }
+    return blueprint.flat_layer(index, units, module)

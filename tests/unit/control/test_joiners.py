@@ -1,0 +1,180 @@
+"""The joiners of a job as its coordinator sees them, and what a successor knows of them."""
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from tests.integration.jobs import small_config
+from tests.unit.shapes import make_shape
+
+from elaswave.control.joiners import Answer, Joiners
+from elaswave.control.journal import JournalRecord, PlaceTaken, Published, core_records
+from elaswave.protocol.admission import Founders
+from elaswave.protocol.ballot import Ballot, Request, VoteShape, encode_certificate
+from elaswave.protocol.environment import pairs_of
+from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
+from elaswave.protocol.scores import Scores
+from elaswave.state.placement import Placement
+from elaswave.state.shapes import StateShapes
+from elaswave.worker.identity import identity_of
+from elaswave.worker.run_plan import RunPlan
+
+NAMES = ("embedding", "block.0", "block.1", "head")
+SHAPES = StateShapes(NAMES, tuple(make_shape([(4,)], layer=layer, first_id=layer) for layer in range(4)), ("master",))
+FACTS = {"num_bytes": 12, "sample": "ab"}
+CANARIES = {0: 100, 1: 101, 2: 102, 3: 103, 4: 104}
+
+
+class Job:
+    """A journal, what people were told, and the joiners that its newest coordinator knows."""
+
+    def __init__(self, **settings: Any) -> None:
+        config = small_config({"elastic.respawn": True, "layout.stages": 2, "layout.replicas": 1, **settings})
+        self.plan = RunPlan(config, SHAPES)
+        self.identity = identity_of(self.plan, FACTS)
+        self.journal: list[JournalRecord] = []
+        self.told: list[str] = []
+        self.take_over()
+
+    def take_over(self) -> Joiners:
+        """The next coordinator reads the journal, as it lies on the disk."""
+        written = [msgspec.json.encode(record) for record in self.journal]
+        self.journal = [msgspec.json.decode(line, type=JournalRecord) for line in written]
+        self.joiners = Joiners(
+            self.plan, lambda: self.identity, self.journal, self.journal.append, self.told.append
+        )  # fmt: skip
+        return self.joiners
+
+    def publish(self, step: int, members: tuple[int, ...] = (0, 1)) -> list[Answer]:
+        """A step is committed and published."""
+        self.journal.append(Published(step=step, loss=2.0, finished_s=float(step)))
+        return self.joiners.committed(members, vote(self.plan), "Processor A")
+
+    def joining(self, worker: int, **differs: Any) -> Joining:
+        own = Joining(
+            worker=worker,
+            address=f"unix:/{worker}",
+            protocol=PROTOCOL_VERSION,
+            environment="Processor A",
+            canaries={0: 100, 1: 101, 2: 102, 4: 104},
+            **self.identity._asdict(),
+        )
+        return msgspec.structs.replace(own, **differs)
+
+
+def vote(plan: RunPlan) -> bytes:
+    shape = VoteShape(plan.config.batch.num_microbatches, len(plan.tensors), num_canaries=1 + len(NAMES))
+    ballot = Ballot(
+        coverage=0,
+        residency=0,
+        agreement=0,
+        partial_sums=0,
+        next_state=17,
+        scores=Scores({}),
+        square_sums=(),
+        maxima={},
+        nonfinite=None,
+        request=Request.NONE,
+        canaries=pairs_of({}, CANARIES),
+    )
+    return encode_certificate(shape.vector_of(ballot))
+
+
+def decision(*members: int) -> Decision:
+    job = Job()
+    return Decision(
+        term=1, epoch=2, members=members, lost=(), evidence=None, resume_step=2, resume_attempt=1,
+        layout=job.plan.layout, placement=Placement((), ()), deliver=(), rollback=None, evaluate=False,
+        checkpoint=False, published=1, promoted=0, reason="",
+    )  # fmt: skip
+
+
+def test_a_joiner_is_compared_with_those_that_began():
+    job = Job()
+    assert job.publish(1) == []
+    assert job.joiners.heard(job.joining(2)) == [Answer(job.joining(2), None)]
+    (answer,) = job.joiners.heard(job.joining(3, data_hash=1))
+    assert answer.problem == "its data are others: give it the files that the run trains on"
+    (answer,) = job.joiners.heard(job.joining(4, canaries={0: 100, 2: 7}, environment="Processor B"))
+    assert answer.problem is not None and "the same kind as block.0 give other bits" in answer.problem
+    (answer,) = job.joiners.heard(job.joining(4, canaries={0: 99}, environment="Processor B"))
+    assert answer.problem is not None and "Processor B, and the job Processor A" in answer.problem
+
+
+def test_one_that_comes_before_the_first_step_is_answered_with_it():
+    job = Job()
+    assert job.joiners.heard(job.joining(2)) == job.joiners.heard(job.joining(2)) == []
+    assert job.joiners.heard(job.joining(3, model_hash=1)) == []
+    job.joiners.ended(3, 1.0)
+    assert job.publish(1) == [Answer(job.joining(2), None)], "once, and nobody who has ended"
+    assert job.publish(2) == []
+
+
+def test_a_successor_compares_with_the_founders_and_not_with_itself():
+    job = Job()
+    job.publish(1)
+    (founders,) = [record for record in job.journal if isinstance(record, Founders)]
+    assert founders.canaries == CANARIES
+    job.identity = job.identity._replace(libraries="torch 99")
+    joiners = job.take_over()
+    assert joiners.heard(job.joining(2, libraries=founders.libraries))[0].problem is None
+    (answer,) = joiners.heard(job.joining(3))
+    assert answer.problem is not None and "it has torch 99, and the job" in answer.problem
+    job.publish(2)
+    assert sum(isinstance(record, Founders) for record in job.journal) == 1
+    assert core_records(job.journal) == []
+
+
+def test_places_and_back_offs_outlive_the_coordinator():
+    job = Job()
+    job.publish(1)
+    job.joiners.ended(1, 10.0)
+    assert (job.joiners.next_s, job.joiners.due(10.5), job.joiners.due(11.0)) == (11.0, [], [2])
+    assert job.journal[-1] == PlaceTaken(worker=2, place=1, at_s=11.0)
+    assert job.joiners.request(1, 12.0) == [3]
+    joiners = job.take_over()
+    assert joiners.started == [2, 3] and math.isinf(joiners.next_s)
+    joiners.ended(1, 10.0)  # the agent tells every coordinator of all ends
+    joiners.ended(2, 13.0)
+    assert joiners.due(20.0) == [4], "ids are never used again"
+    joiners.ended(4, 21.0)
+    assert joiners.due(30.0) == [5]
+    joiners.ended(5, 31.0)
+    assert "place 1 stays empty: workers 2, 4 and 5" in job.told[0]
+
+
+def test_a_successor_knows_who_has_committed_steps():
+    job = Job()
+    job.journal += [
+        Published(step=1, loss=2.0, finished_s=1.0),
+        PlaceTaken(worker=2, place=1, at_s=11.0),
+        decision(0, 2),
+        Published(step=2, loss=2.0, finished_s=2.0),
+        PlaceTaken(worker=3, place=1, at_s=20.0),
+        PlaceTaken(worker=4, place=1, at_s=30.0),
+    ]
+    joiners = job.take_over()
+    joiners.ended(4, 31.0)
+    assert (job.told, joiners.due(60.0)) == ([], [5]), "two have died since worker 2 had committed step 2"
+    joiners.ended(5, 61.0)
+    assert len(job.told) == 1
+
+
+@pytest.mark.parametrize("settings", [{"elastic.respawn": False}, {"elastic.policy": "recycle"}])
+def test_rivals_and_runs_that_shrink_take_no_place_again(settings):
+    job = Job(**settings)
+    job.publish(1)
+    job.joiners.ended(1, 10.0)
+    assert math.isinf(job.joiners.next_s) and job.joiners.due(1e6) == []
+    assert job.joiners.request(2, 20.0) == [2, 3], "what is asked for is started all the same"
+
+
+def test_nobody_takes_the_place_of_one_that_was_asked_to_leave_or_when_the_job_stops():
+    job = Job()
+    job.publish(1)
+    job.joiners.left(0)
+    job.joiners.ended(0, 5.0)
+    job.joiners.ended(1, 5.0)
+    job.joiners.stop()
+    assert job.joiners.due(1e6) == job.joiners.request(1, 1e6) == []

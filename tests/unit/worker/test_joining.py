@@ -1,0 +1,200 @@
+"""What a joiner says of itself is what those that began have in common, found out without them."""
+
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from tests.integration.crew import train
+from tests.integration.jobs import small_config
+from tests.unit.worker.test_materialise import blueprint_of as plain_blueprint_of
+from torch import nn
+
+from elaswave.planning.layout import make_layout
+from elaswave.protocol.environment import ENVIRONMENT
+from elaswave.protocol.messages import PROTOCOL_VERSION, Fenced, Joining
+from elaswave.transport.stream import StreamTransport
+from elaswave.worker import joining
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.canary import environment
+from elaswave.worker.identity import identity_of
+from elaswave.worker.joining import first_words, layer_canaries
+from elaswave.worker.mailbox import Mailbox
+from elaswave.worker.messages import Exit, Holding
+from elaswave.worker.probe import NoProbe
+from elaswave.worker.process import Worker, WorkerSetup, run_worker
+
+FACTS = {"num_bytes": 12, "sample": "ab", "content": ""}
+
+
+def blueprint_of(*layers, **run):
+    blueprint = plain_blueprint_of(*layers)
+    config = msgspec.structs.replace(blueprint.config, run=msgspec.structs.replace(blueprint.config.run, **run))
+    return Blueprint(config, blueprint.training)
+
+
+@pytest.fixture
+def setup(tmp_path):
+    return WorkerSetup(
+        config=small_config(),
+        worker=7,
+        run_dir=tmp_path,
+        key=bytes(32),
+        listen=f"unix:{tmp_path}",
+        checkpoint=None,
+        probe=NoProbe(),
+        profile=False,
+        joins=True,
+    )
+
+
+def test_all_that_is_compared_is_said(setup):
+    words = first_words(setup, "unix:/7")
+    assert (words.worker, words.address, words.protocol) == (7, "unix:/7", PROTOCOL_VERSION)
+    assert f"torch {torch.__version__}" in words.libraries
+    assert words.environment == environment().text
+    assert words.canaries[ENVIRONMENT] == environment().canary
+    assert msgspec.json.decode(msgspec.json.encode(words), type=Joining) == words
+
+
+def test_where_bits_are_not_compared_none_are_said(setup):
+    elastic = msgspec.structs.replace(setup.config.elastic, verify=False)
+    words = first_words(setup._replace(config=msgspec.structs.replace(setup.config, elastic=elastic)), "unix:/7")
+    assert (words.environment, words.canaries) == ("", {})
+
+
+def test_another_configuration_model_or_data_shows():
+    def identity(*sizes, facts=FACTS, **settings):
+        shapes = zip(sizes, sizes[1:])
+        return identity_of(blueprint_of(*(nn.Linear(*shape) for shape in shapes), **settings), facts)
+
+    plain = identity(4, 4, 4, 4)
+    assert plain == identity(4, 4, 4, 4)
+    wider, longer = identity(4, 4, 5, 4), identity(4, 4, 4, 4, steps=99)
+    assert wider.model_hash != plain.model_hash and wider.config_hash == plain.config_hash
+    assert longer.model_hash == plain.model_hash and longer.config_hash != plain.config_hash
+    assert identity(4, 4, 4, 4, facts={**FACTS, "num_bytes": 13}).data_hash != plain.data_hash
+    assert identity(4, 4, 4, 4, facts={**FACTS, "content": "cd"}) == plain, "only one of them has read all"
+    assert identity(4, 4, 4, 4, facts={"num_samples": {"train": 1}}).data_hash != plain.data_hash
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 1.0000001
+
+
+@pytest.mark.parametrize("settings", [{}, {"model.family": "llama"}, {"model.dtype": "bfloat16", "model.dropout": 0.1}])
+def test_a_joiner_says_what_the_first_vote_of_the_others_has_found(setup, settings, tmp_path):
+    layout = make_layout(widths=[1, 1], layers_per_stage=[2, 2], num_microbatches=4)
+    loops = []
+    train(layout, tmp_path, settings, steps=1, change=loops.append)
+    known = loops[0].canaries
+    said = first_words(setup._replace(config=small_config(settings)), "unix:/7").canaries
+    assert said.keys() == {ENVIRONMENT, 1, 2, 4}, "embedding, blocks, head"
+    assert said.items() <= known.items()
+
+
+def test_one_layer_of_each_kind_is_tried():
+    kinds = [nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)]
+    assert sorted(layer_canaries(blueprint_of(*kinds), torch.ones(4, 6))) == [1, 2, 4]
+
+
+def test_another_kernel_and_other_initial_values_show():
+    def canaries(kind, gain=1.0):
+        layers = [kind(6, 6), kind(6, 6), kind(6, 6)]
+        for layer in layers:
+            nn.init.constant_(layer.weight, gain)
+            nn.init.zeros_(layer.bias)
+        return layer_canaries(blueprint_of(*layers), torch.ones(4, 6))
+
+    plain = canaries(nn.Linear)
+    assert plain == canaries(nn.Linear)
+    assert plain != canaries(Scaled) and plain.keys() == canaries(Scaled).keys()
+    assert plain != canaries(nn.Linear, gain=1.5)
+
+
+def test_no_two_layers_are_here_at_once(monkeypatch):
+    seen = []
+
+    class Watched(joining.Compute):
+        def try_out(self, index, value, *, prove):
+            seen.append(sorted(self.layers))
+            return super().try_out(index, value, prove=prove)
+
+    monkeypatch.setattr(joining, "Compute", Watched)
+    layer_canaries(blueprint_of(*(nn.Linear(6, 6) for _ in range(3))), torch.ones(4, 6))
+    assert seen == [[0], [1], [2]]
+
+
+# ------------------------------------------------------------------------------------------------------- a whole worker
+
+
+class Client:
+    """A connection to a coordinator that says one thing, and keeps what is said to it."""
+
+    disconnected_s = 0.0
+
+    def __init__(self, mailbox, *messages):
+        self.hello, self.beat, self.said = mailbox.hello(), mailbox.heartbeat(), []
+        for message in messages:
+            mailbox.receive(message)
+
+    def send(self, message, durable=False):
+        self.said.append(message)
+
+    def close(self, timeout_s=0.0):
+        pass
+
+
+def live(setup, *messages):
+    clients = []
+
+    def make_client(mailbox):
+        clients.append(Client(mailbox, *messages))
+        return clients[0]
+
+    return run_worker(setup, make_client), clients[0]
+
+
+def test_a_joiner_listens_and_says_first_who_it_is(setup, capsys):
+    status, client = live(setup, Exit())
+    assert isinstance(client.hello, Joining)
+    assert client.hello.address.startswith("unix:") and client.hello.worker == 7
+    assert client.beat is None, "nobody asks how one gets on that is no member"
+    assert (status, client.said) == (1, [])
+    assert "the job has ended before it began" in capsys.readouterr().out
+
+
+def test_a_joiner_that_is_refused_ends_with_the_reason(setup, capsys):
+    status, client = live(setup, Fenced(term=1, epoch=4, reason="its data are others"))
+    assert (status, client.said) == (1, [])
+    assert "worker 7 is not admitted and ends itself: its data are others" in capsys.readouterr().out
+
+
+def test_a_joiner_holds_nothing(setup):
+    transport = StreamTransport(7, key=setup.key, listen=setup.listen, epoch=1)
+    try:
+        mailbox = Mailbox(7, transport)
+        worker = Worker(setup, Client(mailbox), mailbox, transport)
+        machine = worker.machine
+        assert (machine.copies, machine.engine.layers, machine.program) == ({}, {}, ())
+        assert machine.layers_here() == (0, 0) and 7 in machine.layout.idle
+        assert machine.outbox.ready().holding == Holding(
+            num_parameters=0,
+            num_owned_blocks=0,
+            num_owned_parameters=0,
+            num_followed_blocks=0,
+            num_followed_parameters=0,
+        )
+        worker.close()
+    finally:
+        transport.close()
+
+
+def test_a_member_says_so_from_its_first_report_on(setup):
+    mailbox = Mailbox(7, SimpleNamespace(address="unix:/7"))
+    mailbox.joining = first_words(setup, "unix:/7")
+    assert mailbox.hello() is mailbox.joining
+    registered = msgspec.structs.replace(mailbox.registration, epoch=5)
+    mailbox.registers_as(registered)
+    assert mailbox.hello() is registered and mailbox.heartbeat() is not None
