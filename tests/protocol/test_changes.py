@@ -93,6 +93,22 @@ def test_until_a_vote_shows_it_a_change_is_not_in_force():
     assert core.in_force() == (OTHER, EXECUTION, 1)
 
 
+def test_a_change_is_under_way_until_a_vote_shows_it_or_a_decision_makes_it_void():
+    core = training()
+    assert not core.is_changing
+    core.handle(planned(), 0.0)
+    assert core.is_changing
+    core.handle(EvidenceSeen(vote(1), 1), 0.0)
+    assert core.is_changing
+    core.handle(EvidenceSeen(changed_vote(2, 1), 1), 0.0)
+    assert not core.is_changing
+    core = training()
+    core.handle(planned(), 0.0)
+    assert core.is_changing
+    decide(core, 2, [report(0, 2, version=0), report(1, 2, version=0)])
+    assert not core.is_changing
+
+
 def test_a_loss_after_the_vote_goes_on_from_the_next_layout():
     core = training()
     core.handle(planned(), 0.0)

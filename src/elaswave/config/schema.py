@@ -198,7 +198,8 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     losses and state are others; with ``full_restart`` all workers go back to the last durable checkpoint, or to
     the start."""
     rebalance: bool = True
-    """elaswave: after a loss, plan a better layout while training goes on, and change to it between two steps."""
+    """elaswave: after a loss, or when workers have become slower or faster, plan a better layout while training goes
+    on, and change to it between two steps."""
     respawn: bool = False
     """elaswave: when a worker's process has ended, start another one that joins in its place, under a new id: after
     1 s, then 2 s and so on, up to a minute. A place whose processes end three times before a committed step stays

@@ -39,6 +39,7 @@ from elaswave.control.own_faults import OwnFaults
 from elaswave.control.recorder import RunRecorder
 from elaswave.control.recoveries import RecoveryLog
 from elaswave.control.recovery_reports import RecoveryReports
+from elaswave.control.replanning import Replanned
 from elaswave.control.run_planner import LayoutSearch, RunPlanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import FileStore, Store
@@ -168,6 +169,9 @@ class CoordinatorProcess(CoordinatorDriver):
         )
         self._has_begun = any(isinstance(record, events.StartRecord | Decision) for record in records)
         """Whether all members have registered before: with an earlier coordinator."""
+        self._knows_speeds = not self._has_begun
+        """Whether the planner counts with the speeds that the layout in force was planned with; a new coordinator
+        learns the layout from the first step."""
         self._asked_of_agent: tuple[int, ...] = ()
         """The workers of whose processes the agent tells."""
         self._decisions = [record for record in records if isinstance(record, Decision)]
@@ -186,6 +190,8 @@ class CoordinatorProcess(CoordinatorDriver):
         """How long that took."""
         self._background = Background()
         """Planning, and looking for checkpoints."""
+        self._is_searching = False
+        """Whether a better layout is looked for."""
         self._stop: Stop | None = None
         self._start: Start | None = None
         self._failures: dict[int, Failed] = {}
@@ -226,39 +232,57 @@ class CoordinatorProcess(CoordinatorDriver):
 
     def _predict_first(self) -> None:
         """Begins to predict the step of the first layout, once, as soon as costs are known."""
-        if self.core.decision is None:
+        if self.core.decision is None and not self._is_searching:
             self._begin_search(self._planner.first_prediction())
 
     def _look_for_better(self) -> None:
         """Begins to plan a better layout, once after every decision, as soon as the members compute again and costs are
         known. Planning takes no part of the recovery: a thread does it."""
         decision, core = self.core.decision, self.core
-        if decision is None or self._ended is not None or core.state is not State.TRAINING:
+        if decision is None or not self._may_search():
             return
         if core.epoch == decision.epoch and not core.has_planned:
             self._begin_search(self._planner.search(decision, self._state.layout_before(decision.epoch)))
 
+    def _rebalance(self) -> None:
+        """Begins to plan again if workers have become slower or faster, while no other change is under way."""
+        if self._may_search() and not self.core.is_changing:
+            layout, execution, _ = self.core.in_force()
+            self._begin_search(self._planner.rebalance(layout, execution))
+
+    def _may_search(self) -> bool:
+        return not self._is_searching and self._ended is None and self.core.state is State.TRAINING
+
     def _begin_search(self, search: Callable[[], LayoutSearch] | None) -> None:
         if search is not None:
-            self._background.begin(self._search(self.core.decision, search))
+            self._is_searching = True
+            self._background.begin(self._search(self.core.epoch, self.core.in_force()[2], search))
 
-    async def _search(self, decision: Decision | None, search: Callable[[], LayoutSearch]) -> None:
-        """Looks for a better layout. A job can go on without one."""
+    async def _search(self, epoch: int, change: int, search: Callable[[], LayoutSearch]) -> None:
+        """Looks for a better layout than the one of an epoch and a change. A job can go on without one."""
         try:
             found = await in_thread(search)
         except Exception:
             _log.exception("planning has failed; the layout stays as it is")
             return
-        if self.core.decision is not decision or self._ended is not None:
+        finally:
+            self._is_searching = False
+        core = self.core
+        if (core.epoch, core.in_force()[2]) != (epoch, change) or core.is_changing or self._ended is not None:
             return
         self._recorder.predicted(found.predicted_step_s)
-        if decision is not None and found.better is not None:
-            better = found.better
-            self.feed(
-                events.ChangePlanned(
-                    decision.epoch, better.layout, better.execution, better.reason, better.predicted_step_s
-                )
+        if found.news:
+            self._terminal.say(found.news)
+        if found.better is not None:
+            self._change_layout(found.better)
+
+    def _change_layout(self, planned: Replanned) -> None:
+        """All members are to hold a planned layout, and to change to it together."""
+        self.feed(
+            events.ChangePlanned(
+                self.core.epoch, planned.layout, planned.execution, planned.reason, planned.predicted_step_s
             )
+        )
 
     # -------------------------------------------------------------------------------------------------------- running
 
@@ -399,7 +423,8 @@ class CoordinatorProcess(CoordinatorDriver):
         elif isinstance(message, Timings):
             if (slow := self._data_waits.add(message)) is not None:
                 self._terminal.say(slow)
-            self._recorder.timings(message.step, self._planner.measurements.add(message, len(self.core.members)))
+            self._recorder.timings(message.step, self._planner.measurements.add(message, self.core.members))
+            self._rebalance()
         else:
             self._to_recorder(message, now_s)
 
@@ -564,6 +589,9 @@ class CoordinatorProcess(CoordinatorDriver):
         change = self.core.change_in_force(message.change)
         if change is not None:
             self._recorder.changed(change, message.step + 1)
+        if not self._knows_speeds:
+            self._knows_speeds = True
+            self._planner.take_over(self.core.in_force()[1])
         self._predict_first()
         self._look_for_better()
 

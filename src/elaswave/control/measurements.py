@@ -1,25 +1,25 @@
 """What the coordinator knows of how long things take in the running job: the planner's costs, kept current.
 
 Workers tell medians of their actions now and then (`Timings`), and one of them with every step how long its phases
-took. `elaswave.costs.profiled` makes costs of it. On emulated devices the analytic costs are the truth, and only
-what a step costs beside its actions is measured.
+took. `elaswave.costs.profiled` makes costs of it. On emulated devices the analytic costs are the truth; what a step
+costs beside its actions is measured, and how fast workers are. `elaswave.control.stragglers` judges the speeds.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 
 import msgspec
 
 from elaswave.config.devices import cluster_of, device_of, emulated_costs, estimated_costs
 from elaswave.config.schema import Config
+from elaswave.control.stragglers import Shift, Stragglers
 from elaswave.costs.layers import Costs
 from elaswave.costs.profiled import ActionTiming, CostMeter
+from elaswave.types import ExecutionParameters
 from elaswave.worker.messages import StepReport, Timings
 
 _KEPT_STEPS = 16
-SLOW_SPEED = 0.85
-"""A worker nearer to the others' speed counts as equally fast: processes on one machine differ by chance."""
 
 
 class Measurements:
@@ -34,35 +34,45 @@ class Measurements:
         self._is_emulated = config.device.kind == "emulated"
         self._analytic = emulated_costs(config) if self._is_emulated else estimated_costs(config, layer_parameters)
         self._meter = CostMeter(self._analytic)
-        self._speeds = cluster_of(config).speed.tolist()
-        self._levels = device_of(config).levels
+        self.stragglers = Stragglers()
+        self.shift: Shift | None = None
+        """Workers whose speed is another one by the newest round, until the planner has been asked."""
+        cluster = cluster_of(config)
+        self._configured = dict(zip(cluster.ids.tolist(), cluster.speed.tolist(), strict=True))
+        device = device_of(config)
+        self._levels, self._base_level = device.levels, device.base_level
         self._waiting: dict[int, Timings] = {}
         """Of a round in which some workers have not reported."""
         self._overheads_s: deque[float] = deque(maxlen=_KEPT_STEPS)
 
-    def add(self, timings: Timings, num_members: int) -> list[ActionTiming]:
+    def add(self, timings: Timings, members: Collection[int]) -> list[ActionTiming]:
         """A worker tells how long its actions take. What all say in one round is one report.
 
         Args:
             timings: of one worker.
-            num_members: workers that are there.
+            members: workers that are there.
         Returns:
             The report of a round that has ended by this, else nothing.
         """
-        ended = self._end_round() if timings.worker in self._waiting else []
-        if timings.actions and timings.actions[-1].stop <= self._analytic.num_layers:
+        ended = self._end_round(members) if timings.worker in self._waiting else []
+        if not timings.actions or timings.actions[-1].stop <= self._analytic.num_layers:
             self._waiting[timings.worker] = timings
-        return self._end_round() if len(self._waiting) >= num_members else ended
+        return self._end_round(members) if self._waiting.keys() >= set(members) else ended
 
-    def _end_round(self) -> list[ActionTiming]:
-        speeds = {worker: self._speeds[worker] for worker in self._waiting}
+    def _end_round(self, members: Collection[int]) -> list[ActionTiming]:
+        known = self.stragglers.speeds
+        speeds = {worker: self._configured.get(worker, 1.0) * known.get(worker, 1.0) for worker in self._waiting}
         actions = [
             msgspec.structs.replace(action, level_speed=self._levels[timings.level].speed)
             for timings in self._waiting.values()
             for action in timings.actions
         ]
         self._waiting.clear()
+        if not actions:
+            return []
         self._meter.add(actions, speeds=speeds)
+        ratios = self._meter.relative_speeds(actions, speeds)
+        self.shift = self.stragglers.observe(ratios, members) or self.shift
         return actions
 
     def add_step(self, report: StepReport) -> None:
@@ -91,11 +101,21 @@ class Measurements:
         return msgspec.structs.replace(costs, step_overhead_s=self.step_overhead_s)
 
     def speeds(self) -> dict[int, float]:
-        """Speeds of the workers that are clearly slower than others with the same layers, relative to what the
-        configuration says of them; on emulated devices that is the truth."""
-        if self._is_emulated:
-            return {}
-        return {worker: speed for worker, speed in self._meter.speeds().items() if speed < SLOW_SPEED}
+        """Speeds of the workers that have turned out to be slower, or faster, than the configuration says, relative to
+        that."""
+        return self.stragglers.speeds
+
+    def plan_with(self, execution: ExecutionParameters) -> None:
+        """Counts with the speeds that a layout was planned with.
+
+        Args:
+            execution: beside the layout.
+        """
+        known = {}
+        for worker, configured in self._configured.items():
+            level = self._levels[execution.levels.get(worker, self._base_level)].speed
+            known[worker] = execution.speeds.get(worker, 1.0) / (configured * level)
+        self.stragglers.plan_with(known)
 
     def known_or_estimated(self) -> Costs:
         """The planner's costs; before anything is measured those that follow from the layers' sizes."""

@@ -10,7 +10,7 @@ Workers without micro-batches stay where they were, so that they go on holding b
 import copy
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -154,7 +154,7 @@ class Replanner:
         """
         interim = survivor_layout(layout, lost)
         try:
-            plan = self._ask(self.policy, layout, execution, lost, costs)
+            plan = self._ask_after_loss(self.policy, layout, execution, lost, costs)
             return self._replanned(plan, interim, costs)
         except Exception as error:  # whatever is wrong with a baseline must not end a job that can go on
             is_answer = isinstance(error, InfeasiblePlan | ValueError)
@@ -177,29 +177,57 @@ class Replanner:
         Returns:
             The predicted step of the present layout, and a better one if there is any.
         """
-        now_s = self.predict(present, execution, costs)
         if not set(lost) & set(before.workers):
-            return now_s, None
+            return self.predict(present, execution, costs), None
+        return self._better(
+            lambda: self._ask_after_loss(ELASWAVE, before, execution, lost, costs), present, execution, costs
+        )
+
+    def rebalance(
+        self, present: Layout, execution: ExecutionParameters, shifted: Collection[int], costs: Costs
+    ) -> tuple[float, Replanned | None]:
+        """What ElasWave's planner makes of workers that have become slower or faster.
+
+        Args:
+            present: the layout in force.
+            execution: in force.
+            shifted: the workers; their speeds now are those that this replanner knows (`at`).
+            costs: of the layers.
+        Returns:
+            The predicted step of the present layout, and a better one if there is any.
+        """
+        slowed = ClusterEvent(kind="slowed", workers=tuple(sorted(shifted)))  # the cluster has their speeds
+        return self._better(lambda: self._ask(ELASWAVE, present, execution, slowed, costs), present, execution, costs)
+
+    def _better(
+        self, ask: Callable[[], Plan], present: Layout, execution: ExecutionParameters, costs: Costs
+    ) -> tuple[float, Replanned | None]:
+        """The predicted step of the present layout, and what the planner has found, if that is better."""
+        now_s = self.predict(present, execution, costs)
         try:
-            plan = self._ask(ELASWAVE, before, execution, lost, costs)
-            found = self._replanned(plan, present, costs)
+            found = self._replanned(ask(), present, costs)
         except (InfeasiblePlan, ValueError) as error:
             _log.warning("no better layout is planned: %s", error)
             return now_s, None
         better = found.predicted_step_s < now_s * (1 - GAIN_MIN[self._config.device.kind])
         return now_s, found if better else None
 
-    def _ask(
+    def _ask_after_loss(
         self, policy: str, layout: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs
     ) -> Plan:
-        gone = set(lost) & set(layout.workers)
-        absent = [int(worker) for worker in self._job.cluster.ids if worker not in layout.workers or worker in gone]
+        gone = tuple(sorted(set(lost) & set(layout.workers)))
+        return self._ask(policy, layout, execution, ClusterEvent(kind="lost", workers=gone), costs)
+
+    def _ask(
+        self, policy: str, layout: Layout, execution: ExecutionParameters, event: ClusterEvent, costs: Costs
+    ) -> Plan:
+        there = set(layout.workers) - set(event.workers if event.kind == "lost" else ())
+        absent = [int(worker) for worker in self._job.cluster.ids if worker not in there]
         schedule: Schedule = execution.schedule or self._config.layout.schedule  # type: ignore[assignment]
         levels = {worker: execution.levels.get(worker, self._device.base_level) for worker in layout.workers}
         if policy != ELASWAVE:
             layout = without_idle(layout)  # baselines do not see idle workers until one joins
         allocation = allocation_of(layout, schedule, levels)
-        event = ClusterEvent(kind="lost", workers=tuple(sorted(gone)))
         return self._policies[policy](self._job.cluster.without(absent), costs, allocation, event)
 
     def _replanned(self, plan: Plan, present: Layout, costs: Costs) -> Replanned:

@@ -14,7 +14,7 @@ from elaswave.planning.recovery import survivor_layout
 from elaswave.protocol.decisions import plan_with
 from elaswave.protocol.events import PlanRecovery, RecoveryPlan
 from elaswave.protocol.messages import Decision
-from elaswave.types import Layout
+from elaswave.types import ExecutionParameters, Layout
 from elaswave.worker.run_plan import RunPlan
 
 
@@ -24,6 +24,14 @@ class LayoutSearch(NamedTuple):
     predicted_step_s: float
     """Of the present layout."""
     better: Replanned | None = None
+    news: str = ""
+    """For people: why it was looked for, and what was found."""
+
+
+def _outcome(predicted_s: float, better: Replanned | None) -> str:
+    if better is None:
+        return f"no layout is better than the present one ({predicted_s:.3g} s per step)"
+    return f"the layout changes ({predicted_s:.3g} to {better.predicted_step_s:.3g} s per step)"
 
 
 class RunPlanner:
@@ -105,11 +113,45 @@ class RunPlanner:
         if self._searched_epoch >= decision.epoch or costs is None:
             return None
         self._searched_epoch = decision.epoch
+        self.measurements.shift = None  # this search knows the newest speeds
         layout, execution = decision.layout, decision.execution
         before, lost = self._struck
         if not lost:  # an earlier coordinator has decided
             before, lost = layout_before, decision.lost
         replanner = self._replanner.at(self.measurements.speeds())
-        if self._replanner.policy == ELASWAVE and self._plan.config.elastic.rebalance:
+        if self._rebalances:
             return lambda: LayoutSearch(*replanner.improve(before, layout, execution, lost, costs))
         return lambda: LayoutSearch(replanner.predict(layout, execution, costs))
+
+    @property
+    def _rebalances(self) -> bool:
+        return self._replanner.policy == ELASWAVE and self._plan.config.elastic.rebalance
+
+    def rebalance(self, layout: Layout, execution: ExecutionParameters) -> Callable[[], LayoutSearch] | None:
+        """A layout for workers that have become slower or faster; None unless any has since this was asked last.
+
+        Args:
+            layout, execution: in force.
+        """
+        shift, costs = self.measurements.shift, self.measurements.costs()
+        if shift is None or costs is None or not self._rebalances:
+            return None
+        self.measurements.shift = None
+        replanner = self._replanner.at(self.measurements.speeds())
+
+        def search() -> LayoutSearch:
+            predicted_s, better = replanner.rebalance(layout, execution, shift.workers, costs)
+            if better is not None:
+                better = better._replace(reason=f"{better.reason}; {shift.reason}")
+            return LayoutSearch(predicted_s, better, f"{shift.reason}: {_outcome(predicted_s, better)}")
+
+        return search
+
+    def take_over(self, execution: ExecutionParameters) -> None:
+        """Counts with the speeds that the layout in force was planned with, perhaps by an earlier coordinator.
+
+        Args:
+            execution: in force.
+        """
+        if execution.layer_s:
+            self.measurements.plan_with(execution)

@@ -154,6 +154,28 @@ class CostMeter:
             for worker, values in sorted(ratios.items())
         }
 
+    def relative_speeds(
+        self, timings: Sequence[ActionTiming], speeds: Mapping[int, float] | None = None
+    ) -> dict[int, float]:
+        """How fast workers were in one report, relative to what all reports say of the same layers.
+
+        Args:
+            timings: of the report, which has been added.
+            speeds: as it was added with.
+        Returns:
+            Worker -> expected over measured seconds of all its actions; a worker that runs its layers alone is compared
+            with its own past. Those whose actions took no measurable time are left out.
+        """
+        base = self._base_seconds()
+        expected: dict[int, float] = {}
+        taken: dict[int, float] = {}
+        for timing in timings:
+            worker, seconds = timing.worker, base[timing.start, timing.stop, timing.kind]
+            speed = timing.level_speed * (1.0 if speeds is None else speeds.get(worker, 1.0))
+            expected[worker] = expected.get(worker, 0.0) + timing.count * seconds
+            taken[worker] = taken.get(worker, 0.0) + timing.count * timing.seconds * speed
+        return {worker: expected[worker] / s for worker, s in taken.items() if s > 0 and expected[worker] > 0}
+
     def costs(self) -> Costs:
         """Costs by what has been measured; by the analytic costs, scaled, where nothing has.
 

@@ -244,6 +244,11 @@ class Coordinator:
         """Whether a change has been planned since the newest decision, perhaps by an earlier coordinator."""
         return bool(self._changes)
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether a planned change is under way: no vote is known here that has brought it into force."""
+        return bool(self._changes) and self._num_changes > self.in_force()[2]
+
     def believes(self, worker: int, peer: int, epoch: int) -> bool:
         """Whether it counts what a worker says: that its link to a peer has ended.
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from elaswave.config.devices import base_level
 from elaswave.protocol.ballot import Request
 from elaswave.protocol.engine import Committed
 from elaswave.protocol.messages import Installed
@@ -31,7 +32,7 @@ from elaswave.worker.torch_engine import TorchEngine
 from elaswave.worker.watch import StepWatch
 
 TIMINGS_EVERY_S_MIN = 1.0
-TIMINGS_EVERY_S_MAX = 8.0
+TIMINGS_EVERY_S_MAX = 4.0
 """A worker tells how long its actions take after so long at first, and then less and less often, down to this."""
 
 
@@ -77,7 +78,7 @@ class ControlOutbox:
         timer: ActionTimer,
     ) -> None:
         self.machine: WorkerMachine[HeldBlock]
-        self.level = 0
+        self.level = base_level(blueprint.config)
         """Index of the frequency level at which the device runs."""
         self._config = blueprint.config
         self._blueprint = blueprint

@@ -1,11 +1,18 @@
 """What the coordinator makes of the workers' timings."""
 
-import pytest
+import json
+from collections.abc import Sequence
+from pathlib import Path
 
-from elaswave.config.devices import cluster_of, emulated_costs
+import pytest
+from msgspec.structs import replace
+
+from elaswave.config.devices import base_level, cluster_of, device_of, emulated_costs
 from elaswave.config.load import build_config
 from elaswave.control.measurements import Measurements
+from elaswave.control.stragglers import HYSTERESIS
 from elaswave.costs.profiled import ActionTiming
+from elaswave.types import ExecutionParameters
 from elaswave.worker.messages import StepReport, Timings
 
 CPU = build_config({"layout": {"widths": [2, 2], "layers": [3, 3]}})
@@ -33,10 +40,10 @@ def step(duration_s: float, run_s: float, attempt: int = 1) -> StepReport:
 def test_costs_are_known_once_everybody_has_reported():
     measured = Measurements(CPU)
     for worker in range(3):
-        measured.add(timings(worker, 0.3), 4)
+        measured.add(timings(worker, 0.3), ALL)
     assert measured.costs() is None
     assert measured.known_or_estimated().source.startswith("estimated")
-    measured.add(timings(3, 0.6), 4)
+    measured.add(timings(3, 0.6), ALL)
     costs = measured.costs()
     assert costs is not None and costs.source.startswith("measured")
     assert abs(costs.between("forward_s", 0, 3) - 0.3) < 1e-9
@@ -44,21 +51,108 @@ def test_costs_are_known_once_everybody_has_reported():
     assert abs(costs.between("forward_s", 3, 6) - 0.3) < 1e-9
 
 
-def test_who_is_clearly_slower_is_known_and_who_is_hardly_is_not():
-    measured = Measurements(CPU)
-    for worker, seconds in enumerate((0.3, 0.32, 0.3, 0.6)):
-        measured.add(timings(worker, seconds), 4)
+ALL = (0, 1, 2, 3)
+ROUNDS = HYSTERESIS.rounds
+
+
+def tell(measured: Measurements, seconds: Sequence[float], num_rounds: int = ROUNDS, level: int = 0) -> None:
+    for _ in range(num_rounds):
+        for worker, forward_s in enumerate(seconds):
+            measured.add(replace(timings(worker, forward_s), level=level), ALL)
+
+
+@pytest.mark.parametrize("config", [CPU, EMULATED], ids=["cpu", "emulated"])
+def test_who_is_clearly_slower_is_known_and_who_is_hardly_is_not(config):
+    measured = Measurements(config)
+    tell(measured, (0.3, 0.32, 0.3, 0.6), ROUNDS - 1)
+    assert measured.speeds() == {} and measured.shift is None
+    tell(measured, (0.3, 0.32, 0.3, 0.6), 1)
     assert measured.speeds() == {3: pytest.approx(0.5)}
-    emulated = Measurements(EMULATED)
-    for worker, seconds in enumerate((0.3, 0.3, 0.3, 0.6)):
-        emulated.add(timings(worker, seconds), 4)
-    assert emulated.speeds() == {}
+    assert measured.shift is not None and measured.shift.workers == (3,)
+    measured.shift = None
+    # What it takes is what is expected of it now, and no news; neither do its layers cost more.
+    tell(measured, (0.3, 0.32, 0.3, 0.6), 50)
+    assert measured.shift is None
+    if config is CPU:
+        assert measured.known_or_estimated().between("forward_s", 3, 6) == pytest.approx(0.3)
+    tell(measured, (0.3, 0.32, 0.3, 0.3))
+    assert measured.speeds() == {} and measured.shift is not None
+
+
+def test_a_worker_that_runs_layers_alone_is_compared_with_its_own_past():
+    alone = build_config({"layout": {"widths": [1, 1], "layers": [3, 3]}})
+    measured = Measurements(alone)
+
+    def told(first_s: float, second_s: float, num_rounds: int) -> None:
+        for _ in range(num_rounds):
+            measured.add(timings(0, first_s), (0, 2))
+            measured.add(timings(2, second_s), (0, 2))
+
+    told(0.3, 0.5, 10)
+    assert measured.speeds() == {}  # the second stage has costlier layers
+    told(0.3, 1.0, ROUNDS)
+    assert measured.speeds() == {2: pytest.approx(0.5)}
+    told(0.3, 1.0, 50)
+    assert measured.speeds() == {2: pytest.approx(0.5)}
+    assert measured.known_or_estimated().between("forward_s", 3, 6) == pytest.approx(0.5)
+
+
+def test_the_speeds_of_the_configuration_and_of_frequency_levels_are_no_news():
+    device = {"kind": "emulated", "model": "gpt2-small", "name": "ascend-910b", "speeds": [1, 1, 1, 0.5]}
+    config = build_config({"device": device, "model": {"num_layers": 12}})
+    levels = device_of(config).levels
+    base = base_level(config)
+    measured = Measurements(config)
+    tell(measured, (0.3, 0.3, 0.3, 0.6), 10, base)
+    assert measured.speeds() == {}
+    other = levels[0].speed
+    for _ in range(10):
+        for worker, seconds in enumerate((0.3, 0.3 / other, 0.3, 0.6)):
+            measured.add(replace(timings(worker, seconds), level=0 if worker == 1 else base), ALL)
+    assert measured.speeds() == {} and other != 1.0
+
+
+def test_an_idle_worker_holds_up_no_round():
+    measured = Measurements(CPU)
+    for worker, seconds in enumerate((0.3, 0.3, 0.3)):
+        assert measured.add(timings(worker, seconds), ALL) == []
+    assert len(measured.add(replace(timings(3, 0.3), actions=[]), ALL)) == 6
+
+
+def test_a_new_coordinator_takes_the_speeds_from_what_stands_beside_the_layout():
+    device = {"kind": "emulated", "model": "gpt2-small", "name": "ascend-910b", "speeds": [1, 0.8, 1, 1]}
+    config = build_config({"device": device, "model": {"num_layers": 12}})
+    slow = device_of(config).levels[0].speed
+    measured = Measurements(config)
+    measured.plan_with(ExecutionParameters(speeds={0: slow, 1: 0.8, 2: 0.5}, levels={0: 0}))
+    assert measured.speeds() == {2: pytest.approx(0.5)}
+
+
+NOISE = json.loads((Path(__file__).parent / "noise.json").read_text())
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_a_recorded_run_on_a_busy_machine_changes_nothing(name):
+    config = {"cpu": build_config({}), "emulated": EMULATED}[name.partition(",")[0]]
+    measured = Measurements(config)
+    num_rounds = 0
+    for worker, step, actions in NOISE[name]:
+        told = [
+            ActionTiming(
+                worker=worker, stage=worker // 2, start=start, stop=stop, kind=kind, seconds=us * 1e-6, count=n
+            )
+            for start, stop, kind, us, n in actions
+        ]
+        report = Timings(worker=worker, epoch=1, step=step, level=base_level(config), actions=told)
+        num_rounds += bool(measured.add(report, ALL))
+        assert measured.shift is None
+    assert num_rounds >= 15
 
 
 def test_a_worker_that_is_not_heard_holds_up_nobody():
     measured = Measurements(CPU)
-    measured.add(timings(0, 0.3), 4)
-    measured.add(timings(0, 0.3), 4)
+    measured.add(timings(0, 0.3), ALL)
+    measured.add(timings(0, 0.3), ALL)
     assert measured.costs() is not None
 
 

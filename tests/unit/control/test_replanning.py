@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace as replace_struct
 
-from elaswave.config.devices import emulated_costs, estimated_costs
+from elaswave.config.devices import device_of, emulated_costs, estimated_costs
 from elaswave.config.load import build_config
 from elaswave.control import replanning
 from elaswave.control.replanning import Replanner
@@ -242,6 +242,60 @@ def test_a_measured_straggler_is_given_less():
     assert replanner.predict(layout, ExecutionParameters(), costs) < now_s  # it knows nothing of it
 
 
+def done_by(layout, costs):
+    """Seconds of each worker in a step, at speed 1; 0 for those without work."""
+    done = dict.fromkeys(layout.workers, 0.0)
+    for hop in (hop for route in layout.routes for hop in route):
+        done[hop.worker] += costs.between("busy_s", hop.start, hop.stop)
+    return done
+
+
+@pytest.mark.parametrize("speed", [0.7, 0.5, 0.3, 0.01])
+def test_who_becomes_slow_gets_as_much_less_to_do(speed):
+    given = config()
+    layout, execution, costs = start(given)
+    now_s, found = Replanner(given).at({1: speed}).rebalance(layout, execution, [1], costs)
+    assert found is not None and found.layout.workers == layout.workers
+    validate_layout(found.layout)
+    assert now_s > found.predicted_step_s
+    assert found.reason.startswith("elaswave: ")
+    done = done_by(found.layout, costs)
+    most = max(done.values())
+    assert done[1] < (speed + 0.15) * most
+    assert (1 in busy(found.layout)) is (speed > 0.1)  # it costs more than it gives
+    assert sum(done.values()) == pytest.approx(12 * costs.between("busy_s", 0, costs.num_layers))
+
+
+def test_who_is_fast_again_gets_as_much_as_the_others():
+    given = config()
+    layout, execution, costs = start(given)
+    _, slow = Replanner(given).at({1: 0.3}).rebalance(layout, execution, [1], costs)
+    assert slow is not None
+    now_s, found = Replanner(given).rebalance(slow.layout, slow.execution, [1], costs)
+    assert found is not None and found.predicted_step_s < now_s
+    done = done_by(found.layout, costs)
+    assert done[1] > 0.8 * max(done.values())
+
+
+def test_no_layout_changes_for_a_speed_that_does_not_matter():
+    given = config()
+    layout, execution, costs = start(given)
+    _, found = Replanner(given).at({1: 0.5}).rebalance(layout, execution, [1], costs)
+    assert found is not None
+    _, again = Replanner(given).at({1: 0.49}).rebalance(found.layout, found.execution, [1], costs)
+    assert again is None
+
+
+def test_a_slow_worker_gets_a_higher_clock_where_there_is_one():
+    """Its stage's others cannot take its part: they draw what the power limit leaves."""
+    given = config(name="ascend-910b", frequency="emulated")
+    layout, execution, costs = start(given)
+    _, found = Replanner(given).at({1: 0.8}).rebalance(layout, execution, [1], costs)
+    assert found is not None
+    levels = [found.execution.levels.get(worker, device_of(given).base_level) for worker in layout.workers]
+    assert levels[1] == max(levels) > min(levels)
+
+
 def test_a_real_device_keeps_its_schedule():
     given = build_config({"batch": {"num_microbatches": 12}, "layout": {"widths": [3, 3]}})
     blueprint = Blueprint(given)
@@ -291,7 +345,7 @@ def test_only_elaswave_is_told_of_idle_workers(policy):
     replanner = Replanner(config(policy))
     planner = replanner._policies[policy]
     replanner._policies[policy] = lambda *given: (asked.append(given[2]), planner(*given))[1]
-    replanner._ask(policy, first.layout, first.execution, [lost], costs)
+    replanner._ask_after_loss(policy, first.layout, first.execution, [lost], costs)
     assert (idle in asked[0].workers) == (policy == "elaswave")
 
 
