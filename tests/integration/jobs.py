@@ -31,6 +31,7 @@ SMALL: dict[str, Any] = {
     "optimizer.lr": 1e-3,
     "elastic.block_size": 1024,
     "elastic.rebalance": False,
+    "elastic.respawn": False,
     "run.steps": 12,
 }
 """A GPT of 4 layers and some 42,000 parameters in 44 blocks; five micro-batches divide by no number of workers."""
@@ -123,7 +124,13 @@ def run_job(
     run_dir.mkdir(parents=True, exist_ok=True)
     reporter = reporter or QuietReporter()
     config = small_config(settings)
-    injected = parse_faults(faults, seed=config.run.seed, workers=range(sum(config.widths)), num_steps=config.run.steps)
+    injected = parse_faults(
+        faults,
+        seed=config.run.seed,
+        workers=range(sum(config.widths)),
+        num_steps=config.run.steps,
+        respawns=config.elastic.respawns,
+    )
     with nothing_left():
         result = launcher.train(
             config,

@@ -204,6 +204,8 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """elaswave: when a worker's process has ended, start another one that joins in its place, under a new id: after
     1 s, then 2 s and so on, up to a minute. A place whose processes end three times before a committed step stays
     empty."""
+    drain_deadline_s: NonNegative = 30.0
+    """Seconds that a worker has which is asked to leave; one that has not left by then is lost."""
     horizon_s: Annotated[float, Meta(gt=0)] | None = None
     """Expected seconds until the next event, in which a change of layout must repay itself; unset: by public rates."""
     restart_s: NonNegative = 30.0
@@ -212,6 +214,11 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The run ends with an error rather than go on with fewer workers."""
     max_failures_per_hour: Count = 100
     """The run ends with an error when more workers than this are lost within an hour."""
+
+    @property
+    def respawns(self) -> bool:
+        """Whether the place of a lost worker is taken again: the baselines have no joins of this kind."""
+        return self.respawn and self.policy == "elaswave"
 
 
 class DeviceConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

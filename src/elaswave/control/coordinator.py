@@ -182,7 +182,7 @@ class CoordinatorProcess(CoordinatorDriver):
             num_steps=plan.config.run.steps,
             coordinator_ends_s=setup.coordinator_ends_s[self._state.num_restarts :],
         )
-        self._faults = OwnFaults(setup.faults, setup.run_dir)
+        self._faults = OwnFaults(setup.faults, setup.run_dir, self)
         self._detector = Detector(takes_over=self._has_begun)
         self._asked_planner_s = 0.0
         """When the newest recovery began to be planned."""
@@ -673,6 +673,16 @@ class CoordinatorProcess(CoordinatorDriver):
         for worker in workers:
             self._begin_join(worker)
         return workers
+
+    def request_drain(self, worker: int, deadline_s: float | None = None) -> None:
+        """Has a worker leave: the place at which the protocol's core takes over.
+
+        Args:
+            worker: its id.
+            deadline_s: seconds after which it is lost; None: elastic.drain_deadline_s.
+        """
+        within_s = self._setup.plan.config.elastic.drain_deadline_s if deadline_s is None else deadline_s
+        _log.info("worker %d is to leave within %g s", worker, within_s)
 
     def _begin_join(self, worker: int) -> None:
         """A worker is to join whose id is durable."""

@@ -79,7 +79,13 @@ def run_job(
     """
     check_memory(config, layer_parameters)
     workers = range(sum(config.widths))
-    faults = parse_faults(options.fault_specs, seed=config.run.seed, workers=workers, num_steps=config.run.steps)
+    faults = parse_faults(
+        options.fault_specs,
+        seed=config.run.seed,
+        workers=workers,
+        num_steps=config.run.steps,
+        respawns=config.elastic.respawns,
+    )
 
     now = datetime.now(UTC)
     folder = options.run_dir or default_run_dir(now, secrets.token_hex(3))

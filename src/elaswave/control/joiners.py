@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from elaswave.control.journal import JournalRecord, PlaceTaken, Published
-from elaswave.control.replanning import ELASWAVE
 from elaswave.protocol.admission import Founders, admission_problem, canaries_in
 from elaswave.protocol.ballot import decode_certificate
 from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
@@ -51,8 +50,7 @@ class Joiners:
         self._founders: Founders | None = None
         self._waiting: dict[int, Joining] = {}
         """Those that have come before it is known what to compare them with."""
-        elastic = plan.config.elastic
-        self._respawn = Respawn(plan.layout.workers, enabled=elastic.respawn and elastic.policy == ELASWAVE)
+        self._respawn = Respawn(plan.layout.workers, enabled=plan.config.elastic.respawns)
         self.started: list[int] = []
         """Ids of all joiners that there ever were, ascending."""
         self._restore(records)

@@ -1,4 +1,4 @@
-"""Faults that are to strike the coordinator itself, and what is said of those that never struck anything."""
+"""Faults that the coordinator carries out itself, and what is said of those that never struck anything."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from elaswave.faults.injection import (
     FAULTS_FILE,
     Fault,
+    Requests,
     coordinator_fault,
     never_struck,
     read_fault_records,
@@ -19,10 +20,12 @@ class OwnFaults:
     Args:
         faults: all that were asked for.
         run_dir: where those that have struck leave a record, for every later coordinator too.
+        requests: to the coordinator.
     """
 
-    def __init__(self, faults: Sequence[Fault], run_dir: Path) -> None:
+    def __init__(self, faults: Sequence[Fault], run_dir: Path, requests: Requests) -> None:
         self._faults = faults
+        self._requests = requests
         self._record = run_dir / FAULTS_FILE
 
     def strike(self, step: int) -> None:
@@ -30,9 +33,9 @@ class OwnFaults:
         if not self._faults:
             return
         struck = {entry.position for entry in read_fault_records(self._record)}
-        due = coordinator_fault(self._faults, step, struck)
-        if due is not None:
-            strike_coordinator(due, step=step, record=self._record)
+        while (due := coordinator_fault(self._faults, step, struck)) is not None:
+            struck.add(due.position)
+            strike_coordinator(due, self._requests, step=step, record=self._record)
 
     def never_struck(self) -> list[str]:
         """One line for each that has not struck."""

@@ -3,8 +3,8 @@
     kind:W@STEP[:PHASE[+N]]     kind is one of kill (SIGKILL), hang (SIGSTOP), cut (nothing goes to or from the worker
                                 any more), cut-close (the same, and its links are closed)
     slow:W@STEP:FACTOR          from STEP on W computes at this share of its speed: 0.5 at half of it, 1 as before
-    drain:W@STEP                this one and the next can be written, but the engine does not carry them out yet
-    join@STEP
+    drain:W@STEP                when a worker begins STEP, W is asked to leave, as by a spot notice
+    join@STEP                   when a worker begins STEP, one more is started, which joins
 
 STEP counts from 1. PHASE is forward, backward, reduce, vote, apply, gather or any (default); ``+N`` skips the first N
 actions of the phase in that step. W is a worker, or ``random``, or, for kill, ``coordinator``. A fault fires once, also
@@ -34,7 +34,11 @@ Kind = Literal["kill", "hang", "cut", "cut-close", "slow", "drain", "join"]
 LOSING: tuple[Kind, ...] = ("kill", "hang", "cut", "cut-close")
 """Kinds after which the worker is lost; they strike at a point of a step."""
 SLOW: Kind = "slow"
-SUPPORTED: tuple[Kind, ...] = (*LOSING, SLOW)
+JOIN: Kind = "join"
+DRAIN: Kind = "drain"
+ASKING: tuple[Kind, ...] = (JOIN, DRAIN)
+"""Kinds that are requests to the coordinator, which carries them out when a worker begins the step."""
+SUPPORTED: tuple[Kind, ...] = (*LOSING, SLOW, *ASKING)
 """Kinds that the engine can carry out."""
 COORDINATOR = "coordinator"
 RANDOM = "random"
@@ -88,33 +92,40 @@ def parse_fault(spec: str) -> Fault:
     return fault
 
 
-def parse_faults(specs: Sequence[str], *, seed: int, workers: Iterable[int], num_steps: int) -> tuple[Fault, ...]:
+def parse_faults(
+    specs: Sequence[str], *, seed: int, workers: Iterable[int], num_steps: int, respawns: bool = False
+) -> tuple[Fault, ...]:
     """Reads the faults of a job and draws its random workers.
 
     Args:
         specs: in their order; it decides what is drawn.
         seed: ``run.seed``.
-        workers: the job's worker ids.
+        workers: ids of those that the job begins with; the ids of those that join follow the largest.
         num_steps: the job's last step.
+        respawns: whether the places of lost workers are taken again.
     Returns:
-        One fault per spec, each with a worker's id or ``coordinator``. No worker is drawn that another fault loses.
+        One fault per spec, each with a worker's id, ``coordinator``, or None for ``join``. Drawn are workers that are
+        there from the beginning, and none that another fault loses or drains.
     Raises:
         ConfigError: lists every problem of every spec.
     """
     there = sorted(workers)
+    kinds = [spec.partition(":")[0].partition("@")[0] for spec in specs]
+    num_joiners = kinds.count(JOIN) + (sum(kind in LOSING for kind in kinds) if respawns else 0)
+    known = range(there[-1] + 1 + num_joiners) if num_joiners else there
     problems: list[str] = []
     faults: list[tuple[int, str, Fault]] = []
     for position, spec in enumerate(specs):
         fault, wrong = _parse(spec)
         if fault is not None:
-            wrong = list(_misfits(fault, there, num_steps))
+            wrong = list(_misfits(fault, known, num_steps))
             faults.append((position, spec, fault))
         problems += [f"--fault {spec}: {problem}" for problem in wrong]
     lost: dict[int, str] = {}
     for _, spec, fault in faults:
-        if fault.kind in LOSING and isinstance(fault.worker, int):
+        if fault.kind in (*LOSING, DRAIN) and isinstance(fault.worker, int):
             if fault.worker in lost:
-                problems.append(f"--fault {spec}: worker {fault.worker} is lost already by {lost[fault.worker]}")
+                problems.append(f"--fault {spec}: worker {fault.worker} is gone already by {lost[fault.worker]}")
             lost.setdefault(fault.worker, spec)
     result = []
     for position, spec, fault in faults:
@@ -124,7 +135,7 @@ def parse_faults(specs: Sequence[str], *, seed: int, workers: Iterable[int], num
                 problems.append(f"--fault {spec}: the other faults leave none of the {len(there)} workers to draw from")
                 continue
             worker = left[key64(seed, position, "fault worker") % len(left)]
-            if fault.kind in LOSING:
+            if fault.kind in (*LOSING, DRAIN):
                 lost[worker] = spec
             fault = msgspec.structs.replace(fault, worker=worker)
         result.append(fault)
@@ -204,8 +215,6 @@ def _parse_factor(detail: str | None) -> float | None:
 
 
 def _misfits(fault: Fault, workers: Sequence[int], num_steps: int) -> Iterable[str]:
-    if fault.kind not in SUPPORTED:
-        yield f"{fault.kind} cannot be injected yet; there are {', '.join(SUPPORTED)}"
     if isinstance(fault.worker, int) and fault.worker not in workers:
         yield f"there is no worker {fault.worker}; the job has {', '.join(map(str, workers))}"
     if fault.step > num_steps:
@@ -222,11 +231,12 @@ class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Of the fault in the list."""
     fault: str
     """Its spec."""
-    worker: int | Literal["coordinator"]
+    worker: int | Literal["coordinator"] | None
+    """None for ``join``."""
     step: int
     attempt: int
     phase: Phase | None
-    """Where it struck; None for the coordinator."""
+    """Where it struck; None for what the coordinator carries out."""
     action: int
     """Number of actions of the phase that had passed in this attempt."""
     time_s: float
@@ -311,7 +321,7 @@ class FaultProbe:
         self._record = record
         self._silence = silence
         self._slow = slow
-        self._faults = {index: fault for index, fault in enumerate(faults) if fault.kind in SUPPORTED}
+        self._faults = {index: fault for index, fault in enumerate(faults) if fault.kind in (*LOSING, SLOW)}
         self._pending: list[tuple[int, Fault]] | None = None
         """The own faults that have not struck yet; None until this probe knows whose it is."""
 
@@ -374,7 +384,7 @@ class DueFault(NamedTuple):
 
 
 def coordinator_fault(faults: Sequence[Fault], step: int, struck: Collection[int] = ()) -> DueFault | None:
-    """The fault that is to kill the coordinator now, if any.
+    """The next fault that the coordinator is to carry out now, if any: its own end, or a request to it.
 
     Args:
         faults: of `parse_faults`.
@@ -382,23 +392,43 @@ def coordinator_fault(faults: Sequence[Fault], step: int, struck: Collection[int
         struck: positions of those that have struck already, also in earlier coordinators: see `read_fault_records`.
     """
     for position, fault in enumerate(faults):
-        if fault.worker == COORDINATOR and fault.step <= step and position not in struck:
+        is_ours = fault.worker == COORDINATOR or fault.kind in ASKING
+        if is_ours and fault.step <= step and position not in struck:
             return DueFault(position, fault)
     return None
 
 
-def strike_coordinator(due: DueFault, *, step: int, record: Path) -> None:
-    """Records the fault and kills this process.
+class Requests(Protocol):
+    """What faults may ask the coordinator for, as people may."""
+
+    def request_join(self, count: int) -> object:
+        """So many workers are to join."""
+        ...
+
+    def request_drain(self, worker: int, deadline_s: float | None = None) -> object:
+        """A worker is to leave.
+
+        Args:
+            worker: its id.
+            deadline_s: seconds after which it is lost; None: as configured.
+        """
+        ...
+
+
+def strike_coordinator(due: DueFault, requests: Requests, *, step: int, record: Path) -> None:
+    """Records the fault and carries it out: asks for what it asks for, or kills this process.
 
     Args:
         due: of `coordinator_fault`.
+        requests: to the coordinator.
         step: the newest step that any worker has begun.
         record: file to which a line is appended.
     """
+    fault = due.fault
     entry = FaultRecord(
         position=due.position,
-        fault=str(due.fault),
-        worker="coordinator",
+        fault=str(fault),
+        worker=fault.worker,  # type: ignore[arg-type]  # random ones are drawn
         step=step,
         attempt=0,
         phase=None,
@@ -406,4 +436,10 @@ def strike_coordinator(due: DueFault, *, step: int, record: Path) -> None:
         time_s=time.monotonic(),
     )
     _record(record, entry)
-    os.kill(os.getpid(), signal.SIGKILL)
+    if fault.kind == JOIN:
+        requests.request_join(1)
+    elif fault.kind == DRAIN:
+        assert isinstance(fault.worker, int)
+        requests.request_drain(fault.worker)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from elaswave.control.own_faults import OwnFaults
 from elaswave.errors import ConfigError, UsageError
 from elaswave.faults import injection as module
 from elaswave.faults.injection import (
@@ -66,7 +67,7 @@ def test_other_ways_to_write_a_spec(spec, fault):
     assert parse_fault(str(fault)) == fault
 
 
-KINDS_THAT_WORK = "kill, hang, cut, cut-close, slow"
+KINDS_THAT_WORK = "kill, hang, cut, cut-close, slow, join, drain"
 BAD = {
     "": [f"unknown kind ''; there are {KINDS_THAT_WORK}"],
     "explode:1@5": [f"unknown kind 'explode'; there are {KINDS_THAT_WORK}"],
@@ -137,8 +138,10 @@ def test_bad_specs_are_refused_with_all_that_is_wrong(spec):
 # ------------------------------------------------------------------------------------------------------------ of a job
 
 
-def of_job(*specs: str, seed: int = 0, num_workers: int = 4, num_steps: int = 20) -> tuple[Fault, ...]:
-    return parse_faults(specs, seed=seed, workers=range(num_workers), num_steps=num_steps)
+def of_job(
+    *specs: str, seed: int = 0, num_workers: int = 4, num_steps: int = 20, respawns: bool = False
+) -> tuple[Fault, ...]:
+    return parse_faults(specs, seed=seed, workers=range(num_workers), num_steps=num_steps, respawns=respawns)
 
 
 def test_a_job_without_faults():
@@ -147,21 +150,29 @@ def test_a_job_without_faults():
 
 def test_all_problems_of_all_specs_are_listed():
     with pytest.raises(UsageError) as error:
-        of_job("kill:4@21", "kill:1@3", "boom", "hang:1@5", "slow:1@2:0.5", "drain:1@2", "join@2", "kill:2@20")
-    supported = f"there are {KINDS_THAT_WORK}"
+        of_job("kill:4@21", "kill:1@3", "boom", "hang:1@5", "slow:1@2:0.5", "drain:1@2", "kill:2@20")
     assert str(error.value).splitlines() == [
         "--fault kill:4@21: there is no worker 4; the job has 0, 1, 2, 3",
         "--fault kill:4@21: step 21 is never reached; run.steps is 20",
         f"--fault boom: unknown kind 'boom'; there are {KINDS_THAT_WORK}",
-        f"--fault drain:1@2: drain cannot be injected yet; {supported}",
-        f"--fault join@2: join cannot be injected yet; {supported}",
-        "--fault hang:1@5: worker 1 is lost already by kill:1@3",
+        "--fault hang:1@5: worker 1 is gone already by kill:1@3",
+        "--fault drain:1@2: worker 1 is gone already by kill:1@3",
     ]
 
 
 def test_more_random_faults_than_workers():
     with pytest.raises(ConfigError, match="the other faults leave none of the 2 workers to draw from"):
         of_job("kill:1@2", "hang:random@3", "cut:random@4", num_workers=2)
+
+
+def test_those_that_join_can_be_named_and_are_not_drawn():
+    assert [fault.worker for fault in of_job("join@2", "join@3", "kill:5@9", "drain:4@12")] == [None, None, 5, 4]
+    with pytest.raises(ConfigError, match="there is no worker 5; the job has 0, 1, 2, 3, 4"):
+        of_job("join@2", "kill:5@9")
+    assert of_job("kill:1@3", "kill:4@9", respawns=True)[1].worker == 4, "it has taken the place of worker 1"
+    for seed in range(20):
+        drawn = of_job("drain:random@2", "join@2", *["kill:random@5"] * 3, seed=seed)
+        assert sorted(fault.worker for fault in drawn if fault.worker is not None) == [0, 1, 2, 3]
 
 
 def test_the_coordinator_may_be_killed_more_than_once():
@@ -361,6 +372,38 @@ def test_when_the_coordinator_is_to_be_killed():
     assert coordinator_fault(faults, 20, struck=[1, 2]) is None
 
 
+class Asked:
+    """A coordinator that takes note of what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, float]] = []
+
+    def request_join(self, count: int) -> None:
+        self.asked.append(("join", count))
+
+    def request_drain(self, worker: int, deadline_s: float | None = None) -> None:
+        assert deadline_s is None, "as configured"
+        self.asked.append(("drain", worker))
+
+
+NOTHING_ASKED = Asked()
+
+
+def test_joins_and_drains_are_asked_of_the_coordinator_once(tmp_path):
+    faults = of_job("join@2", "drain:1@3", "kill:0@2", "join@3")
+    asked = Asked()
+    for step in (1, 2, 2, 4, 5):
+        OwnFaults(faults, tmp_path, asked).strike(step)  # by another coordinator each time
+    assert asked.asked == [("join", 1), ("drain", 1), ("join", 1)]
+    records = read_fault_records(tmp_path / module.FAULTS_FILE)
+    assert [(record.fault, record.worker, record.step) for record in records] == [
+        ("join@2", None, 2),
+        ("drain:1@3", 1, 4),
+        ("join@3", None, 4),
+    ]
+    assert not any(record.loses for record in records)
+
+
 def test_killing_the_coordinator(tmp_path, monkeypatch):
     file = tmp_path / module.FAULTS_FILE
     killed = []
@@ -368,7 +411,7 @@ def test_killing_the_coordinator(tmp_path, monkeypatch):
     faults = of_job("kill:coordinator@4")
     due = coordinator_fault(faults, 4)
     assert due is not None
-    strike_coordinator(due, step=4, record=file)
+    strike_coordinator(due, NOTHING_ASKED, step=4, record=file)
     assert killed == [(os.getpid(), signal.SIGKILL)]
     [record] = read_fault_records(file)
     assert (record.worker, record.step, record.phase) == ("coordinator", 4, None)
@@ -387,7 +430,7 @@ faults = parse_faults([sys.argv[1]], seed=0, workers=range(4), num_steps=9)
 record = Path(sys.argv[2])
 assert "torch" not in sys.modules
 if due := coordinator_fault(faults, 2):
-    strike_coordinator(due, step=2, record=record)
+    strike_coordinator(due, None, step=2, record=record)
 probe = FaultProbe(
     faults, seed=0, record=record, silence=lambda engine, close_links: None, slow=lambda engine, factor: None
 )

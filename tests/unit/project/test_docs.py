@@ -110,7 +110,11 @@ def check_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None
             return  # made by an earlier command of the page
         config = load_config(file and ROOT / file, parsed["overrides"], parsed["workers"])
         parse_faults(
-            parsed["fault_specs"], seed=config.run.seed, workers=range(sum(config.widths)), num_steps=config.run.steps
+            parsed["fault_specs"],
+            seed=config.run.seed,
+            workers=range(sum(config.widths)),
+            num_steps=config.run.steps,
+            respawns=config.elastic.respawns,
         )
 
 
