@@ -175,3 +175,4 @@ def one_at_a_time(engine: TorchEngine) -> None:
     compute.backward_input = locked(compute.backward_input)  # type: ignore[method-assign]
     compute.backward_weights = locked(compute.backward_weights)  # type: ignore[method-assign]
     engine._materialise = locked(engine._materialise)  # type: ignore[method-assign]
+    engine.prepare_layout = locked(engine.prepare_layout)  # type: ignore[method-assign]

@@ -8,9 +8,11 @@ import pytest
 from tests.integration.crew import Loop, train
 from tests.integration.test_any_layout import MODELS, pipelines_of_unequal_depth, regular, shared_boundary
 
+from elaswave.planning.target_placement import target_placement
 from elaswave.protocol.engine import Committed
 from elaswave.protocol.execution import Life
 from elaswave.protocol.messages import LayoutChange
+from elaswave.state.placement import Role
 from elaswave.types import ExecutionParameters, Hop, Layout, Stage
 from elaswave.worker.torch_engine import TorchEngine
 
@@ -26,11 +28,13 @@ def exchanged() -> Layout:
 
 CHANGES: dict[int, tuple[Layout, str]] = {
     2: (exchanged(), ""),
-    3: (shared_boundary(), "gpipe"),
-    4: (pipelines_of_unequal_depth(), "zero-bubble"),
-    6: (START, "1f1b"),
+    4: (shared_boundary(), "gpipe"),
+    6: (pipelines_of_unequal_depth(), "zero-bubble"),
+    9: (START, "1f1b"),
 }
-"""Step with whose vote it comes into force -> layout and schedule."""
+"""Step with whose vote it is adopted -> layout and schedule. With the next step's it is in force at the latest, and the
+step after that drops copies."""
+STEPS = 11
 
 
 class Changing:
@@ -52,20 +56,23 @@ class Changing:
             if step in self._changes:
                 layout, schedule = self._changes[step]
                 execution = ExecutionParameters(schedule=schedule)
+                terms = loop.terms
+                placement = target_placement(layout, terms.blocks, loop.placement, num_followers=terms.num_followers)
                 loop.hold(
                     LayoutChange(
                         term=1,
                         epoch=1,
                         number=step,
                         layout=layout,
+                        placement=placement,
                         execution=execution,
                         reason="",
                         predicted_step_s=None,
                     )
                 )
             result = yield from run(step, attempt)
-            if step in self._changes:
-                assert loop.layout == self._changes[step][0]
+            if step - 1 in self._changes:
+                assert loop.layout == self._changes[step - 1][0]
             return result
 
         loop.run_step = run_step  # type: ignore[method-assign]
@@ -75,22 +82,26 @@ class Changing:
 @pytest.mark.parametrize("model", MODELS)
 def test_changes_do_not_show(tmp_path: Path, model: str, num_followers: int) -> None:
     settings: dict[str, Any] = MODELS[model] | {"elastic.num_followers": num_followers}
-    alone = train(START, tmp_path, settings, steps=7)
+    alone = train(START, tmp_path, settings, steps=STEPS)
     changing = Changing(CHANGES)
-    found = train(START, tmp_path, settings, steps=7, change=changing)
+    found = train(START, tmp_path, settings, steps=STEPS, change=changing)
     assert found.losses == alone.losses
     assert found.digests == alone.digests
     assert found.followers_digests == alone.followers_digests
     for loop in changing.loops:
         stage = loop.layout.stages[loop.layout.stage_of(loop.worker)]
         assert sorted(loop.engine.layers) == list(range(stage.start, stage.stop))
+        assert loop.placement == target_placement(START, loop.terms.blocks, loop.placement, num_followers=num_followers)
+        for block, copy in loop.copies.items():
+            assert loop.worker in loop.placement.holders(block)
+            assert (loop.placement.owner[block] == loop.worker) == (copy.role is Role.OWNER)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_layer_that_has_gone_leaves_nothing_behind(tmp_path: Path, model: str) -> None:
     """A float32 layer's masters lie in its own storage: the whole of it must not stay for the sake of some blocks."""
     changing = Changing({2: (exchanged(), "")})
-    train(START, tmp_path, MODELS[model], steps=2, change=changing)
+    train(START, tmp_path, MODELS[model], steps=4, change=changing)
     for loop in changing.loops:
         assert isinstance(loop.engine, TorchEngine)
         storages = {layer.flat.untyped_storage().data_ptr() for layer in loop.engine.layers.values()}

@@ -20,6 +20,7 @@ from tests.integration.jobs import small_config
 from tests.memory_transport import MemoryNetwork
 
 from elaswave.errors import FencedError
+from elaswave.planning.target_placement import target_placement
 from elaswave.protocol import events
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.decisions import plan_survivors
@@ -37,6 +38,7 @@ from elaswave.protocol.messages import (
     Registered,
     Report,
 )
+from elaswave.protocol.moves import refilled
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.state.store import HeldBlock
 from elaswave.training.definition import Training
@@ -200,7 +202,12 @@ class ThreadJob(CoordinatorDriver):
     def plan(self, layout: Layout) -> None:
         """A planner finds a better layout for the present members."""
         with self._lock:
-            self.feed(events.ChangePlanned(self.core.epoch, layout, ExecutionParameters(), "a test wants it"))
+            blocks, num_followers = self.blueprint.blocks, self.config.elastic.num_followers
+            before = self.core.in_force()
+            here = refilled(blocks, before.layout, before.placement, num_followers, self.blueprint.refill_elements)
+            placement = target_placement(layout, blocks, here, num_followers=num_followers)
+            execution = ExecutionParameters()
+            self.feed(events.ChangePlanned(self.core.epoch, layout, placement, execution, "a test wants it"))
 
     # ------------------------------------------------------------------------------------------------- the workers
 

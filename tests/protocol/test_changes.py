@@ -20,16 +20,19 @@ from elaswave.protocol.ledger import Ledger, LedgerError
 from elaswave.protocol.member import Hold, Ignored, Member, MemberState
 from elaswave.protocol.messages import Decision, LayoutChange, Prepare
 from elaswave.sim.protocol.job import Job, model_of, other_layout
+from elaswave.state.placement import place_blocks
 from elaswave.types import ExecutionParameters
 
 LAYOUT = model_of(THREE).layout
 OTHER = other_layout(LAYOUT)
 """Worker 1 has moved to the second stage."""
 EXECUTION = ExecutionParameters(schedule="gpipe", levels={0: 1})
+PLACEMENT = model_of(THREE).placement
+TARGET = place_blocks(OTHER, model_of(THREE).blocks, num_followers=1)
 
 
 def planned(epoch=1, layout=OTHER):
-    return ChangePlanned(epoch, layout, EXECUTION, "faster", 0.5)
+    return ChangePlanned(epoch, layout, TARGET, EXECUTION, "faster", 0.5)
 
 
 def training(records=()):
@@ -65,7 +68,18 @@ def test_a_change_is_persisted_before_it_is_sent_to_every_member():
     assert isinstance(first, Persist) and isinstance(first.record, LayoutChange)
     change = first.record
     assert (change.epoch, change.number, change.layout, change.execution) == (1, 1, OTHER, EXECUTION)
+    assert change.placement == TARGET
     assert others == [Send(worker, change) for worker in range(3)]
+
+
+def test_there_is_one_change_at_a_time():
+    core = training()
+    core.handle(planned(), 0.0)
+    assert core.is_changing
+    (note,) = core.handle(planned(layout=LAYOUT), 0.0)
+    assert isinstance(note, Note) and "a plan comes while change 1 is under way" in note.text
+    core.handle(EvidenceSeen(changed_vote(2, 1), 1), 0.0)
+    assert not core.is_changing
     second = core.handle(planned(layout=LAYOUT), 0.0)[0]
     assert isinstance(second, Persist) and second.record.number == 2
 
@@ -86,11 +100,11 @@ def test_a_plan_for_other_workers_is_dropped():
 def test_until_a_vote_shows_it_a_change_is_not_in_force():
     core = training()
     core.handle(planned(), 0.0)
-    assert core.in_force() == (LAYOUT, ExecutionParameters(), 0)
+    assert core.in_force() == (LAYOUT, PLACEMENT, ExecutionParameters(), 0)
     core.handle(EvidenceSeen(vote(1), 1), 0.0)
-    assert core.in_force() == (LAYOUT, ExecutionParameters(), 0)
+    assert core.in_force() == (LAYOUT, PLACEMENT, ExecutionParameters(), 0)
     core.handle(EvidenceSeen(changed_vote(2, 1), 1), 0.0)
-    assert core.in_force() == (OTHER, EXECUTION, 1)
+    assert core.in_force() == (OTHER, TARGET, EXECUTION, 1)
 
 
 def test_a_change_is_under_way_until_a_vote_shows_it_or_a_decision_makes_it_void():
@@ -154,7 +168,7 @@ def test_a_new_coordinator_knows_that_its_predecessor_has_planned():
     assert core.has_planned
     records = [
         StartRecord(term=1),
-        LayoutChange(term=1, epoch=1, number=1, layout=OTHER, execution=EXECUTION, reason="faster"),
+        LayoutChange(term=1, epoch=1, number=1, layout=OTHER, placement=TARGET, execution=EXECUTION, reason="faster"),
     ]
     successor = training(records)
     assert successor.has_planned
@@ -169,7 +183,7 @@ def test_changes_of_before_a_decision_are_forgotten():
     again = coordinator([change, decision])
     effects = again.begin() + again.handle(registered(1, epoch=2), 0.0)
     assert not [m for m in messages_to(effects, 1) if isinstance(m, LayoutChange)]
-    assert again.in_force() == (decision.layout, ExecutionParameters(), 0)
+    assert again.in_force() == (decision.layout, decision.placement, ExecutionParameters(), 0)
 
 
 def test_a_return_to_a_checkpoint_makes_changes_void():
@@ -192,7 +206,9 @@ def test_a_return_to_a_checkpoint_makes_changes_void():
 
 
 def change_of(epoch=1, number=1, term=1):
-    return LayoutChange(term=term, epoch=epoch, number=number, layout=OTHER, execution=EXECUTION, reason="faster")
+    return LayoutChange(
+        term=term, epoch=epoch, number=number, layout=OTHER, placement=TARGET, execution=EXECUTION, reason="faster"
+    )
 
 
 def test_a_member_holds_a_change_of_its_epoch():

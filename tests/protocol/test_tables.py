@@ -94,7 +94,7 @@ def everything_has_happened() -> None:
     for worker in (0, 2, 3, 4):
         machine.handle(Installed(worker=worker, epoch=2, edit_s=0, promote_s=0, critical_bytes=0), 0.0)
     machine.handle(registered(0, epoch=1), 0.0)
-    machine.handle(ChangePlanned(2, machine.layout, ExecutionParameters(), "better"), 0.0)
+    machine.handle(ChangePlanned(2, machine.layout, machine.placement, ExecutionParameters(), "better"), 0.0)
     machine.handle(registered(0, epoch=2), 0.0)
     machine = in_state(State.PLANNING)
     machine.handle(failure(machine.question), 0.0)

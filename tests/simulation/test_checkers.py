@@ -7,6 +7,7 @@ from elaswave.sim.protocol.checkers import (
     Agreement,
     CheckpointsKept,
     Ends,
+    EnoughCopies,
     ExactlyOnce,
     Fencing,
     LogCounts,
@@ -121,11 +122,24 @@ def test_one_owner():
     checker = OneOwner()
     checker.began(0, 1, 1, 1, P)
     checker.began(1, 1, 1, 1, P)
-    with pytest.raises(Violation, match="worker 2 has other owners in epoch 1"):
+    with pytest.raises(Violation, match="worker 2 has other owners in step 1"):
         checker.began(2, 1, 1, 1, OTHER_OWNER)
-    checker.began(2, 2, 1, 1, OTHER_OWNER)
+    checker.began(2, 1, 2, 1, OTHER_OWNER)  # a change has come into force
+    checker.began(2, 2, 2, 1, OTHER_OWNER)
     with pytest.raises(Violation, match="two decisions about epoch 2"):
         checker.decided(decision(2))
+
+
+def test_enough_copies():
+    checker = EnoughCopies(2)
+    layout = MODEL.layout
+    holders = tuple(tuple(worker for worker in range(3) if worker != owner) for owner in P.owner)
+    checker.settled(0, layout, Placement(P.owner, holders))
+    with pytest.raises(Violation, match="block 0 is left with holders .*: 3 are needed"):
+        checker.settled(0, layout, P)
+    with pytest.raises(Violation, match="block 0 is left with holders"):
+        twice = tuple((owner, other[0]) for owner, other in zip(P.owner, holders))
+        checker.settled(0, layout, Placement(P.owner, twice))
 
 
 def test_fencing():
@@ -260,7 +274,7 @@ def test_progress():
 
 def test_an_observer_may_ignore_everything():
     calls = [name for name in vars(Observer) if not name.startswith("_")]
-    assert len(calls) == 22
+    assert len(calls) == 24
     seen = []
 
     class Listens(Observer):
@@ -276,6 +290,7 @@ def test_an_observer_may_ignore_everything():
         ExactlyOnce,
         OneLayout,
         OneOwner,
+        EnoughCopies,
         Fencing,
         LogCounts,
         Agreement,

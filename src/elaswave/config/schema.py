@@ -188,6 +188,9 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     up to 65536."""
     refill_bytes_per_step: Annotated[int, Meta(ge=1)] = 4 << 20
     """After a loss, bytes of state that a worker sends during one step, and receives, to make new copies of blocks."""
+    copy_bytes_per_step: Annotated[int, Meta(ge=1)] | None = None
+    """Bytes of state that a worker sends during one step, and receives, when blocks move to other workers by plan;
+    unset: what makes a step at most 5 % longer, as measured."""
     verify: bool = True
     """Compare the copies of gradients and state, and the checksums of partial sums, in every vote. Off only to measure
     what it costs."""

@@ -39,7 +39,6 @@ from elaswave.control.own_faults import OwnFaults
 from elaswave.control.recorder import RunRecorder
 from elaswave.control.recoveries import RecoveryLog
 from elaswave.control.recovery_reports import RecoveryReports
-from elaswave.control.replanning import Replanned
 from elaswave.control.run_planner import LayoutSearch, RunPlanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import FileStore, Store
@@ -51,7 +50,7 @@ from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE, write_digests, write_result
 from elaswave.observability.run_folder import data_facts
 from elaswave.protocol import events
-from elaswave.protocol.coordinator import Bounds, Coordinator
+from elaswave.protocol.coordinator import Bounds, Coordinator, InForce
 from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.detection import Detector, Position, Suspicion
 from elaswave.protocol.driver import CoordinatorDriver
@@ -247,8 +246,8 @@ class CoordinatorProcess(CoordinatorDriver):
     def _rebalance(self) -> None:
         """Begins to plan again if workers have become slower or faster, while no other change is under way."""
         if self._may_search() and not self.core.is_changing:
-            layout, execution, _ = self.core.in_force()
-            self._begin_search(self._planner.rebalance(layout, execution))
+            before = self.core.in_force()
+            self._begin_search(self._planner.rebalance(before.layout, before.execution))
 
     def _may_search(self) -> bool:
         return not self._is_searching and self._ended is None and self.core.state is State.TRAINING
@@ -256,33 +255,35 @@ class CoordinatorProcess(CoordinatorDriver):
     def _begin_search(self, search: Callable[[], LayoutSearch] | None) -> None:
         if search is not None:
             self._is_searching = True
-            self._background.begin(self._search(self.core.epoch, self.core.in_force()[2], search))
+            self._background.begin(self._search(self.core.epoch, self.core.in_force(), search))
 
-    async def _search(self, epoch: int, change: int, search: Callable[[], LayoutSearch]) -> None:
-        """Looks for a better layout than the one of an epoch and a change. A job can go on without one."""
+    async def _search(self, epoch: int, before: InForce, search: Callable[[], LayoutSearch]) -> None:
+        """Looks for a better layout than what is in force, and has all members change to it. A job can go on without
+        one."""
+
+        def find() -> tuple[LayoutSearch, events.ChangePlanned | None]:
+            found = search()
+            return found, None if found.better is None else self._planner.change(found.better, epoch, before)
+
         try:
-            found = await in_thread(search)
+            found, change = await in_thread(find)
         except Exception:
             _log.exception("planning has failed; the layout stays as it is")
             return
         finally:
             self._is_searching = False
         core = self.core
-        if (core.epoch, core.in_force()[2]) != (epoch, change) or core.is_changing or self._ended is not None:
+        if (
+            (core.epoch, core.in_force().change) != (epoch, before.change)
+            or core.is_changing
+            or self._ended is not None
+        ):
             return
         self._recorder.predicted(found.predicted_step_s)
         if found.news:
             self._terminal.say(found.news)
-        if found.better is not None:
-            self._change_layout(found.better)
-
-    def _change_layout(self, planned: Replanned) -> None:
-        """All members are to hold a planned layout, and to change to it together."""
-        self.feed(
-            events.ChangePlanned(
-                self.core.epoch, planned.layout, planned.execution, planned.reason, planned.predicted_step_s
-            )
-        )
+        if change is not None:
+            self.feed(change)
 
     # -------------------------------------------------------------------------------------------------------- running
 
@@ -591,7 +592,7 @@ class CoordinatorProcess(CoordinatorDriver):
             self._recorder.changed(change, message.step + 1)
         if not self._knows_speeds:
             self._knows_speeds = True
-            self._planner.take_over(self.core.in_force()[1])
+            self._planner.take_over(self.core.in_force().execution)
         self._predict_first()
         self._look_for_better()
 

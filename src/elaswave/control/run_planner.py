@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 from elaswave.control.measurements import Measurements
 from elaswave.control.replanning import ELASWAVE, Replanned, Replanner
 from elaswave.planning.recovery import survivor_layout
+from elaswave.planning.target_placement import target_placement
+from elaswave.protocol.coordinator import InForce
 from elaswave.protocol.decisions import plan_with
-from elaswave.protocol.events import PlanRecovery, RecoveryPlan
+from elaswave.protocol.events import ChangePlanned, PlanRecovery, RecoveryPlan
 from elaswave.protocol.messages import Decision
+from elaswave.protocol.moves import refilled
 from elaswave.types import ExecutionParameters, Layout
 from elaswave.worker.run_plan import RunPlan
 
@@ -119,9 +122,28 @@ class RunPlanner:
         if not lost:  # an earlier coordinator has decided
             before, lost = layout_before, decision.lost
         replanner = self._replanner.at(self.measurements.speeds())
-        if self._rebalances:
-            return lambda: LayoutSearch(*replanner.improve(before, layout, execution, lost, costs))
-        return lambda: LayoutSearch(replanner.predict(layout, execution, costs))
+
+        def search() -> LayoutSearch:
+            now_s, better = replanner.improve(before, layout, execution, lost, costs)
+            present = Replanned(layout, execution, "blocks go to the workers that run their layers", now_s)
+            return LayoutSearch(now_s, better or present)
+
+        return search if self._rebalances else lambda: LayoutSearch(replanner.predict(layout, execution, costs))
+
+    def change(self, planned: Replanned, epoch: int, before: InForce) -> ChangePlanned | None:
+        """A change to a layout, with its blocks where they should be; None if all is so already.
+
+        Args:
+            planned: the layout.
+            epoch: of its workers.
+            before: what is in force.
+        """
+        blocks, num_followers = self._plan.blocks, self._plan.config.elastic.num_followers
+        here = refilled(blocks, before.layout, before.placement, num_followers, self._plan.refill_elements)
+        target = target_placement(planned.layout, blocks, here, num_followers=num_followers)
+        if (planned.layout, planned.execution, target) == (before.layout, before.execution, here):
+            return None
+        return ChangePlanned(epoch, planned.layout, target, planned.execution, planned.reason, planned.predicted_step_s)
 
     @property
     def _rebalances(self) -> bool:

@@ -8,6 +8,8 @@ The parts:
 
 - coverage: `coverage_key` of every (layer, micro-batch) that was added, against the known total;
 - residency: a key for every held block, its role, holder and version, against what the placement says;
+- next residency: the same of the placement that a planned change leads to, as far as its copies are held already: once
+  it comes to what that placement says, the change comes into force;
 - agreement: owners add (number of followers x hash) of each gradient and of a rotating sample of state blocks,
   followers subtract theirs: zero unless a copy differs;
 - partial sums: workers add the sum of all words that they have added to their partial sums, and the coverage that they
@@ -17,7 +19,8 @@ The parts:
   agree exactly if they add to 0;
 - canaries: the same of what processes compute with, and of what each layer makes of made-up numbers; of those that a
   worker knows and of its own ones;
-- change: the same of the planned change of layout that each worker holds; it comes into force if all hold the same one;
+- change: the same of the planned change of layout that each worker holds; it is adopted if all hold the same one;
+- duration: how long the slowest worker has taken for the attempt, by which all of them know what copies may travel;
 - the gradient norm in exact limbs, the scores (one slot per micro-batch for the losses, their counts, exact sums of
   metrics), the largest gradient per tensor, and the requests (stop, checkpoint) that must take effect at the same step
   everywhere;
@@ -29,7 +32,7 @@ No IO here.
 import functools
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -49,9 +52,9 @@ from elaswave.state.grids import (
 from elaswave.state.placement import Placement, Role
 
 _ROW_BITS = 20
-_NUM_CHECKS = 5
+_NUM_CHECKS = 6
 """Sums before those of the norm."""
-_NUM_FLAGS = 6
+_NUM_FLAGS = 7
 """Maxima before those of the tensors."""
 _SIGN = 1 << 63
 _NO_HASH = -_SIGN
@@ -76,9 +79,11 @@ class Request(Enum):
     """What a worker asks of all in its ballot; the largest one takes effect after the step that the vote commits."""
 
     NONE = 0
-    CHECKPOINT = 1
+    PAUSE = 1
+    """Wait, before the next step, for what the coordinator says: the membership is about to change."""
+    CHECKPOINT = 2
     """Write a durable checkpoint of the step, and go on."""
-    STOP = 2
+    STOP = 3
     """Write a durable checkpoint of the step, and end the job."""
 
 
@@ -133,7 +138,11 @@ class Ballot(NamedTuple):
     nonfinite: NonFinite | None
     request: Request
     change: int = 0
-    """62-bit hash of the planned change that this worker holds, 0 for none."""
+    """62-bit hash of the planned change that this worker holds and that is not adopted yet, 0 for none."""
+    next_residency: int = 0
+    """Of the copies that this worker has under the placement that a change leads to."""
+    duration_us: int = 0
+    """That the attempt has taken here so far."""
     canaries: Mapping[int, environment.Pair] = {}
     """By place."""
     writes: Mapping[int, tuple[int, int]] = {}
@@ -168,6 +177,10 @@ class Verdict(NamedTuple):
     nonfinite: NonFinite | None = None
     change: int = 0
     """Hash of the planned change that all workers hold, if the step commits; else 0."""
+    next_residency: int = 0
+    """The merged sum, modulo 2**64."""
+    duration_us: int = 0
+    """Of the slowest worker."""
     canaries: Canaries = Canaries({}, ())
     written: tuple[int, ...] = ()
     """Tensors that are buffers and that a micro-batch may have changed."""
@@ -182,7 +195,7 @@ class Verdict(NamedTuple):
     @property
     def asks_checkpoint(self) -> bool:
         """Whether it commits a step of which a worker wants a durable checkpoint."""
-        return self.commits and self.request is not Request.NONE
+        return self.commits and self.request in (Request.CHECKPOINT, Request.STOP)
 
     @property
     def loss(self) -> float:
@@ -235,7 +248,7 @@ class VoteShape:
 
     def vector_of(self, ballot: Ballot) -> list[int]:
         """The vector of one worker's ballot: signed 64-bit integers, [size]."""
-        sums = [1, ballot.coverage, ballot.residency, ballot.agreement, ballot.partial_sums]
+        sums = [1, ballot.coverage, ballot.residency, ballot.next_residency, ballot.agreement, ballot.partial_sums]
         sums += norm_limbs(ballot.square_sums)
         sums += score_words(ballot.scores, self.num_microbatches, self.num_metrics)
         maxima = [
@@ -245,6 +258,7 @@ class VoteShape:
             ballot.request.value,
             ballot.change,
             -ballot.change,
+            ballot.duration_us,
             *environment.flat(ballot.canaries, self.num_canaries),
         ]
         maxima += [float_bits(ballot.maxima.get(index, 0.0)) for index in range(self.num_tensors)]
@@ -305,11 +319,12 @@ def judge(
         grids: the grids of this attempt.
         skip_nonfinite: commit a step whose loss or gradient is not finite without an update.
     """
-    num_voters, coverage, residency, agreement, partial_sums = (value & MASK64 for value in vector[:_NUM_CHECKS])
+    sums = tuple(value & MASK64 for value in vector[:_NUM_CHECKS])
+    num_voters, coverage, residency, next_residency, agreement, partial_sums = sums
     limbs = vector[_NUM_CHECKS : shape.SCORES]
     means = shape.means(vector, expected.num_microbatches)
     flags = vector[shape.num_sums : shape.num_sums + _NUM_FLAGS]
-    layout_max, layout_min, nonfinite_code, request, change_max, change_min = flags
+    layout_max, layout_min, nonfinite_code, request, change_max, change_min, duration_us = flags
     canaries = environment.read(vector[shape.num_sums + _NUM_FLAGS : shape.first_tensor])
     maxima = [bits_float(value) for value in vector[shape.first_tensor : shape.first_write]]
     written, unequal = _read_writes(shape, vector[shape.first_write :])
@@ -341,6 +356,8 @@ def judge(
             failed,
             nonfinite,
             change,
+            next_residency,
+            duration_us,
             canaries,
             written,
             unequal,
@@ -398,6 +415,16 @@ def agreement_key(kind: str, block: int, step: int, attempt: int, run_hash: int)
         kind: "gradient" or "state".
     """
     return key64(kind, block, step, attempt, run_hash)
+
+
+def residency_of(copies: Iterable[tuple[int, int, int]], worker: int) -> int:
+    """What a worker brings to a residency sum.
+
+    Args:
+        copies: (block, role, version) that count.
+        worker: its id.
+    """
+    return sum(residency_key(block, role, worker, version) for block, role, version in copies) & MASK64
 
 
 @functools.lru_cache(maxsize=1024)

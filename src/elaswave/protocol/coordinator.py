@@ -70,6 +70,17 @@ from elaswave.state.placement import Block, Placement
 from elaswave.types import ExecutionParameters, Layout
 
 
+class InForce(NamedTuple):
+    """By what the members train."""
+
+    layout: Layout
+    placement: Placement
+    """Owners; followers that were missing may have been added since."""
+    execution: ExecutionParameters
+    change: int
+    """The number of the planned change that all this is of; 0 for none."""
+
+
 class Bounds(NamedTuple):
     """When to give up."""
 
@@ -228,16 +239,17 @@ class Coordinator:
 
     # ---------------------------------------------------------------------------------------------- what is asked of it
 
-    def in_force(self) -> tuple[Layout, ExecutionParameters, int]:
-        """Layout and execution in force by the newest vote that is known here, and the number of their change."""
+    def in_force(self) -> InForce:
+        """What is in force by the newest vote that is known here."""
         return self._in_force(self._evidence)
 
-    def _in_force(self, evidence: Evidence | None) -> tuple[Layout, ExecutionParameters, int]:
+    def _in_force(self, evidence: Evidence | None) -> InForce:
         number = 0 if self.decision is None else self.decision.change
         if evidence is not None:
             number = max(number, evidence.change)
         change = self._changes.get(number)
-        return (self.layout, self.execution, number) if change is None else (change.layout, change.execution, number)
+        found = self if change is None else change
+        return InForce(found.layout, found.placement, found.execution, number)
 
     @property
     def has_planned(self) -> bool:
@@ -246,8 +258,8 @@ class Coordinator:
 
     @property
     def is_changing(self) -> bool:
-        """Whether a planned change is under way: no vote is known here that has brought it into force."""
-        return bool(self._changes) and self._num_changes > self.in_force()[2]
+        """Whether a planned change is not known to be in force yet (M1)."""
+        return bool(self._changes) and self._num_changes > self.in_force().change
 
     def believes(self, worker: int, peer: int, epoch: int) -> bool:
         """Whether it counts what a worker says: that its link to a peer has ended.
@@ -449,11 +461,14 @@ class Coordinator:
             return [Note(f"a plan for epoch {event.epoch} comes in epoch {self.epoch}, {self.state.value}")]
         if event.layout.workers != self.members:
             return [Note(f"a plan for workers {event.layout.workers}, but the members are {self.members}")]
+        if self.is_changing:
+            return [Note(f"a plan comes while change {self._num_changes} is under way")]
         change = LayoutChange(
             term=self.term,
             epoch=self.epoch,
             number=self._num_changes + 1,
             layout=event.layout,
+            placement=event.placement,
             execution=event.execution,
             reason=event.reason,
             predicted_step_s=event.predicted_step_s,
@@ -522,7 +537,7 @@ class Coordinator:
         rollback = self._rollback_step
         evidence = None if rollback is not None else self._newest_evidence()
         base = self._base_step(evidence) if rollback is None else rollback
-        layout, execution, change = self.in_force() if rollback is not None else self._in_force(evidence)
+        layout, owners, execution, change = self.in_force() if rollback is not None else self._in_force(evidence)
         self._question = PlanRecovery(
             sequence=self._sequence,
             epoch=self.epoch,
@@ -531,7 +546,7 @@ class Coordinator:
             layout=layout,
             execution=execution,
             change=change,
-            placement=merged_placement(self.placement, reports) if rollback is None else self.placement,
+            placement=merged_placement(owners, reports) if rollback is None else owners,
             valid=valid_copies(reports, evidence, base) if rollback is None else {},
             base=base,
             evidence=evidence,

@@ -75,7 +75,7 @@ def merged_placement(placement: Placement, reports: Sequence[Report]) -> Placeme
     """A placement with the followers that have been added since, as the members report them.
 
     Args:
-        placement: of the newest decision.
+        placement: of the newest decision, or of the change that has come into force since.
         reports: of all members, in their order.
     """
     followers: list[list[int]] = [[] for _ in placement.owner]

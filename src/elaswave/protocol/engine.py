@@ -107,6 +107,8 @@ class Measured(NamedTuple):
     by place (`elaswave.protocol.environment`)."""
     writes: Mapping[int, tuple[int, int]] = {}
     """What micro-batches have left in buffers, by tensor index; see `elaswave.protocol.ballot.BufferTensor`."""
+    duration_us: int = 0
+    """Since the attempt began."""
 
 
 class Imbalance(NamedTuple):
@@ -132,6 +134,15 @@ class Engine(Protocol[C]):
         Returns:
             The units that are new here, yet without values.
         """
+        ...
+
+    def prepare_layout(self, layout: Layout) -> None:
+        """Begins to make room for the layers of a layout that comes into force later; called in every attempt until
+        then, so that a little can be done each time. What is not done is `use_layout`'s."""
+        ...
+
+    def forget_layout(self) -> None:
+        """The layout that was prepared does not come into force."""
         ...
 
     @property
@@ -454,6 +465,9 @@ class StepObserver:
     def switched(self) -> None:
         """A planned change of layout is in force."""
 
+    def settled(self) -> None:
+        """The copies that it does not need have been dropped."""
+
     def moved(self) -> None:
         """The worker has left its epoch and made its promise."""
 
@@ -473,7 +487,12 @@ class JobTerms(NamedTuple):
     num_followers: int
     """Copies beside the owner."""
     copy_elements: int
-    """The most elements of new copies that one owner sends, and one worker receives, in one step."""
+    """The most elements of new copies that one owner sends, and one worker receives, in one step, to make up for
+    missing followers."""
+    move_elements: int
+    """The same towards the placement of a planned change, to begin with."""
+    move_bounds: tuple[int, int]
+    """The least and the most that it becomes by what is measured."""
     compile: "Compile"
     layer_name: Callable[[int], str] = str
     metrics: tuple[str, ...] = ()

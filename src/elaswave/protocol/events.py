@@ -103,10 +103,11 @@ class CheckpointFound(NamedTuple):
 
 
 class ChangePlanned(NamedTuple):
-    """The planner has a better layout for the members of an epoch."""
+    """The planner has a better layout, or better places for the blocks, for the members of an epoch."""
 
     epoch: int
     layout: Layout
+    placement: Placement
     execution: ExecutionParameters
     reason: str
     predicted_step_s: float | None = None

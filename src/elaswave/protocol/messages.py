@@ -9,7 +9,7 @@ import msgspec
 from elaswave.state.placement import Placement
 from elaswave.types import ExecutionParameters, Layout
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Both ends of a control connection must have the same."""
 FIRST_EPOCH = 1
 """In which a job begins."""
@@ -85,10 +85,11 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
 
 
 class LayoutChange(msgspec.Struct, frozen=True, kw_only=True, tag="change"):
-    """A planned change of layout. Persisted before it is sent.
+    """A planned change of layout and placement. Persisted before it is sent.
 
-    A worker that holds it says so in its vote; with the first vote that commits a step and in which all workers hold
-    it, it is in force: the step's GATHER already runs under it.
+    A worker that holds it says so in its vote. The first vote that commits a step and in which all workers hold it
+    adopts it: from then on blocks move to those that will hold them. The first that also proves all of them in their
+    places brings it into force: the step's GATHER already runs under it.
     """
 
     term: int
@@ -98,6 +99,8 @@ class LayoutChange(msgspec.Struct, frozen=True, kw_only=True, tag="change"):
     """Grows over the whole job; the newest one that a worker holds counts."""
     layout: Layout
     """Of exactly the members of the epoch."""
+    placement: Placement
+    """Who holds what from then on."""
     execution: ExecutionParameters
     reason: str
     predicted_step_s: float | None = None

@@ -30,7 +30,7 @@ from elaswave.protocol.ballot import (
     expected_coverage,
     expected_residency,
     judge,
-    residency_key,
+    residency_of,
 )
 from elaswave.protocol.diagnosis import diagnose
 from elaswave.protocol.engine import (
@@ -49,13 +49,8 @@ from elaswave.protocol.environment import pairs_of
 from elaswave.protocol.execution import Execution, Life
 from elaswave.protocol.ledger import Ledger
 from elaswave.protocol.messages import LayoutChange
-from elaswave.protocol.traffic import (
-    Shipment,
-    Traffic,
-    agreement_hash,
-    next_placement,
-    traffic_of,
-)
+from elaswave.protocol.moves import CopyBudget, held_keys, merged_into, next_placement
+from elaswave.protocol.traffic import Shipment, Traffic, agreement_hash, traffic_of
 from elaswave.state.placement import Placement, Role
 from elaswave.types import ExecutionParameters, Layout, struct_hash
 
@@ -101,9 +96,14 @@ class StepLoop(Execution[C]):
         self.placement = placement
         self.progress = progress
         self.held_change: LayoutChange | None = None
-        """The planned change of layout that is held, and told in every ballot until it is in force."""
+        """The planned change that is held, and told in every ballot until it is adopted (M2)."""
+        self.moving: LayoutChange | None = None
+        """The one that all members have adopted: blocks move to those that will hold them (M4)."""
         self.coming: LayoutChange | None = None
-        """The one that has come into force with the vote of the step in hand, until its GATHER."""
+        """The one that has come into force with the vote of the step in hand, until its GATHER (M5)."""
+        self.settling: Placement | None = None
+        """That of the change in force, until the copies that it does not need are dropped (M6)."""
+        self.budget = CopyBudget(terms.move_elements)
         self.request = request
         self._vote_shape = _shape(
             terms.num_microbatches,
@@ -139,7 +139,7 @@ class StepLoop(Execution[C]):
     @property
     def next_state(self) -> int:
         """62-bit hash of all that a vote needs to be the same on all workers beside the copies."""
-        return key64(self.agreement_hash, self.progress_hash) >> 2
+        return key64(self.agreement_hash, self.progress_hash, self.budget.hash) >> 2
 
     @property
     def voting_copies(self) -> dict[int, C]:
@@ -147,21 +147,40 @@ class StepLoop(Execution[C]):
         return dict(sorted({**self.copies, **self.arriving}.items())) if self.arriving else self.copies
 
     def hold(self, change: LayoutChange | None) -> None:
-        """Holds a planned change of layout, whose links are there, until it is in force; None forgets it (W8)."""
+        """Holds a planned change, whose links are there, until it is adopted; None forgets all changes (W8, M7)."""
         self.held_change, self._change_hash = change, 0
         if change is None:
-            self.coming = None  # the decision knows of it
+            self.moving = self.coming = self.settling = None  # of one that is in force the decision knows
+            self.engine.forget_layout()
         else:
-            content = (struct_hash(change.layout), struct_hash(change.execution))
+            content = (struct_hash(change.layout), struct_hash(change.execution), struct_hash(change.placement))
             self._change_hash = key64("change", change.number, *content) >> 2
 
     def switch(self, change: LayoutChange) -> None:
-        """The next layout is in force (W7): makes room for its layers. What is not held here comes with GATHER."""
-        self.coming = None
+        """The next layout is in force, and its owners serve GATHER (M5). What is not held here comes with GATHER."""
+        self.coming, self.settling = None, change.placement
+        self.placement = merged_into(change.placement, self.placement)
+        self._take_roles()
         self._use_layout(change.layout, change.execution)
         self._use_placement(self.placement)
+        self.budget = CopyBudget(self.terms.move_elements)
         self.engine.publish(self.copies.values())
         self.observer.switched()
+
+    def _take_roles(self) -> None:
+        owners = self.placement.owner
+        for block, copy in self.copies.items():
+            copy.role = Role.OWNER if owners[block] == self.worker else Role.FOLLOWER
+
+    def settle(self) -> None:
+        """Drops the copies that the change in force does not need (M6). All members begin this attempt, so all have
+        learned that it is in force."""
+        placement, self.settling = self.settling, None
+        assert placement is not None
+        self.placement = placement
+        self.copies = {block: copy for block, copy in self.copies.items() if self.worker in placement.holders(block)}
+        self._use_placement(placement)
+        self.observer.settled()
 
     # --------------------------------------------------------------------------------------------------------- a step
 
@@ -268,17 +287,33 @@ class StepLoop(Execution[C]):
     # ------------------------------------------------------------------------------------------------ re-replication
 
     def replicate(self) -> None:
-        """Begins to give new followers to blocks that lack some (W6): their base copies travel while the step runs.
+        """Begins to give blocks new holders: followers where some are missing (W6), then those that a change asks for
+        (M4). Their base copies travel while the step runs.
 
         Every worker comes to the same placement by itself; the vote compares its hash, and with it the copies count.
         """
         self.arriving = {}
-        if self._complete is self.placement is self.voting:
+        if self.settling is not None:
+            self.settle()
+        target = None
+        if self.moving is not None:
+            target = self.moving.placement
+            self.engine.prepare_layout(self.moving.layout)
+        elif self._complete is self.placement is self.voting:
             return
         terms = self.terms
-        voting = next_placement(terms.blocks, self.layout, self.placement, terms.num_followers, terms.copy_elements)
+        voting = next_placement(
+            terms.blocks,
+            self.layout,
+            self.placement,
+            target,
+            terms.num_followers,
+            terms.copy_elements,
+            self.budget.elements,
+        )
         if voting == self.placement:
-            self._complete = voting = self.placement
+            voting = self.placement
+            self._complete = voting if target is None else self._complete
         self._use_placement(voting)
         for block, peer in self.traffic.copies_out:
             payload = self.engine.state(self.copies[block])
@@ -362,11 +397,11 @@ class StepLoop(Execution[C]):
                 square_sums.append(value)
         residency = agreement = 0
         if self.terms.verify:
-            residency = sum(residency_key(copy.block.id, copy.role, self.worker, copy.version) for copy in copies)
+            residency = residency_of(((copy.block.id, copy.role, copy.version) for copy in copies), self.worker)
             agreement = sum(weight * key for _, weight, key in self.agreement_terms())
         return Ballot(
             coverage=measured.coverage,
-            residency=residency & MASK64,
+            residency=residency,
             agreement=agreement & MASK64,
             partial_sums=measured.partial_sums if self.terms.verify else 0,
             next_state=self.next_state,
@@ -377,8 +412,18 @@ class StepLoop(Execution[C]):
             nonfinite=nonfinite,
             request=self.request(),
             change=self._change_hash,
+            next_residency=self._next_residency(),
+            duration_us=measured.duration_us,
             canaries=pairs_of(self.canaries, measured.canaries),
         )
+
+    def _next_residency(self) -> int:
+        """Of the copies that are in their places under the change that is held or adopted."""
+        change = self.moving or self.held_change
+        if change is None:
+            return 0
+        versions = ((block, copy.version) for block, copy in self.voting_copies.items())
+        return residency_of(held_keys(self.worker, change.placement, self.terms.blocks, versions), self.worker)
 
     def agreement_terms(self) -> list[tuple[int, int, int]]:
         """(block, weight, key) of every copy that this worker compares; weights of equal copies add up to zero."""
@@ -410,7 +455,9 @@ class StepLoop(Execution[C]):
     def learn(self, vector: Sequence[int], verdict: Verdict) -> None:
         """The own vote is complete. One moment: what is known of the vote and what follows from it change together."""
         if self.adopts(verdict):
-            self.coming, self.held_change, self._change_hash = self.held_change, None, 0
+            self.moving, self.held_change, self._change_hash = self.held_change, None, 0
+        if self.arrives(verdict):
+            self.coming, self.moving = self.moving, None
         evidence = self.ledger.learn(
             encode_certificate(vector),
             commits=verdict.commits,
@@ -425,14 +472,22 @@ class StepLoop(Execution[C]):
         self.observer.learned(evidence)
 
     def adopts(self, verdict: Verdict) -> bool:
-        """Whether the held change comes into force with a vote (W7)."""
+        """Whether a vote adopts the held change: all hold it (M3)."""
         assert verdict.change in (0, self._change_hash), "a vote for a planned change that this worker does not hold"
         return verdict.change != 0
+
+    def arrives(self, verdict: Verdict) -> bool:
+        """Whether the adopted change comes into force with a vote: its copies are proven in their places (M5)."""
+        if self.moving is None or not verdict.commits:
+            return False
+        return verdict.next_residency == expected_residency(self.moving.placement, self.step)
 
     def take(self, verdict: Verdict) -> None:
         """Takes over what a vote says about grids and the number of updates."""
         if verdict.outcome is not VoteOutcome.REJECT:
             self.canaries.update(verdict.canaries.known)
+        copied = bool(self.traffic.changed)
+        self.budget = self.budget.after(verdict.duration_us, copied=copied, bounds=self.terms.move_bounds)
         progress, grids = self.progress, self.progress.grids
         # An attempt that was rejected has measured nothing that could be trusted.
         measured = grids.calibrated or verdict.outcome is VoteOutcome.RETRY

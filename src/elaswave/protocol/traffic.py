@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from elaswave.hashing import key64
-from elaswave.planning.recovery import choose_followers
 from elaswave.state.placement import Block, Placement, holders_of_layers
 from elaswave.types import Action, Hop, Layout, Program, struct_hash
 
@@ -154,17 +153,6 @@ def deliveries_of(
                 by_owner.setdefault(placement.owner[block.id], []).append(block.id)
         found += [(owner, Shipment(layer, worker, tuple(ids))) for owner, ids in by_owner.items()]
     return tuple(found)
-
-
-@functools.lru_cache(maxsize=4096)
-def next_placement(
-    blocks: tuple[Block, ...], layout: Layout, placement: Placement, num_followers: int, max_elements: int
-) -> Placement:
-    """The placement that the next vote brings into force: some blocks that lack followers get one.
-
-    Arguments as of `elaswave.planning.recovery.choose_followers`.
-    """
-    return choose_followers(placement, blocks, layout, num_followers=num_followers, max_elements=max_elements)
 
 
 @functools.lru_cache(maxsize=4096)

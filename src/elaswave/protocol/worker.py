@@ -35,6 +35,7 @@ from elaswave.protocol.facts import Facts
 from elaswave.protocol.ledger import CatchUp, Held, Ledger
 from elaswave.protocol.member import Hold, Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
 from elaswave.protocol.messages import FIRST_EPOCH, CoreToWorker, Decision, Fenced, LayoutChange, Registered, Report
+from elaswave.protocol.moves import CopyBudget, merged_into
 from elaswave.protocol.position import WRITE
 from elaswave.protocol.step import StepLoop
 from elaswave.protocol.traffic import deliveries_of
@@ -253,7 +254,7 @@ class WorkerMachine(StepLoop[C]):
             return
         action = self.member.handle(change)
         if isinstance(action, Hold):
-            self.links.connect(change.layout, self.placement)
+            self.links.connect(change.layout, merged_into(change.placement, self.placement))
             self.hold(change)
 
     def _request(self) -> Request:
@@ -358,6 +359,7 @@ class WorkerMachine(StepLoop[C]):
         else:
             yield from self.catch_up(todo, decision)
             received = yield from self.take_roles(decision)
+        self.budget = CopyBudget(self.terms.move_elements)  # not all members have taken over the same votes
         self.send_reports_again(decision)
         if decision.evaluate:
             self._duties.append(("evaluate", decision.resume_step - 1))

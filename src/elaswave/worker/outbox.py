@@ -234,7 +234,7 @@ class ControlOutbox:
             stopped=stopped,
             owner_digests=store.digest_parts(Role.OWNER, scalars) | self._frozen_digests(),
             follower_digests=store.digest_parts(Role.FOLLOWER, scalars),
-            complete=all(len(workers) == num_followers for workers in machine.placement.followers),
+            complete=all(len(workers) >= num_followers for workers in machine.placement.followers),
             optimizer_bytes=store.optimizer_bytes(),
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             bytes_sent=sum(self._links.transport.bytes_sent.values()),

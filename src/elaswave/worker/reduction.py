@@ -65,6 +65,8 @@ class Reduction:
         self._exact = exact
         self._scratch = Scratch() if exact else None
         self._accumulators: dict[int, Accumulator] = {}
+        self._prepared: dict[int, Accumulator] = {}
+        """Of layers that will be held later."""
         self._exponents: Sequence[Sequence[int]] = ()
         self._num_microbatches = 1
         self._slots: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -89,10 +91,22 @@ class Reduction:
         for index in set(self._accumulators) - set(layers):
             del self._accumulators[index]
         for index in sorted(set(layers) - set(self._accumulators)):
-            shape = self._shapes[index]
-            self._accumulators[index] = (
-                ExactAccumulator(shape, self._scratch, checked=self.checked) if self._exact else FloatAccumulator(shape)
-            )
+            prepared = self._prepared.pop(index, None)
+            self._accumulators[index] = self._accumulator(index) if prepared is None else prepared
+
+    def prepare(self, layer: int) -> None:
+        """Makes the sums of a layer that will be held later."""
+        self._prepared[layer] = self._accumulator(layer)
+
+    def forget_prepared(self) -> None:
+        """Drops sums that were made in advance."""
+        self._prepared.clear()
+
+    def _accumulator(self, layer: int) -> Accumulator:
+        shape = self._shapes[layer]
+        if self._exact:
+            return ExactAccumulator(shape, self._scratch, checked=self.checked)
+        return FloatAccumulator(shape)
 
     def begin(self, exponents: Sequence[Sequence[int]], num_microbatches: int) -> None:
         """A new attempt; the accumulators are emptied by the `Compute` that adds to them.

@@ -20,6 +20,9 @@ from elaswave.state.placement import Block, Placement, default_block_size, make_
 from elaswave.state.shapes import LayerShape, StateShapes, TensorSlot, all_tensors
 from elaswave.types import ExecutionParameters, Layout, Program
 
+MOVE_BYTES_MIN, MOVE_BYTES_MAX = 1 << 20, 1 << 28
+"""Bounds of what a worker sends in a step while blocks move, where it follows from what is measured."""
+
 
 class RunPlan:
     """Everything about a run that follows from its configuration but the model itself.
@@ -78,6 +81,29 @@ class RunPlan:
     def placement(self) -> Placement:
         """Who holds which block."""
         return place_blocks(self.layout, self.blocks, num_followers=self.config.elastic.num_followers)
+
+    @property
+    def refill_elements(self) -> int:
+        """The most elements of new copies that an owner sends, and a worker receives, in a step, to make up for missing
+        followers."""
+        return self.config.elastic.refill_bytes_per_step // self._element_bytes
+
+    @property
+    def move_elements(self) -> int:
+        """The same when blocks move as a plan asks for, to begin with."""
+        elastic = self.config.elastic
+        return (elastic.copy_bytes_per_step or elastic.refill_bytes_per_step) // self._element_bytes
+
+    @property
+    def move_bounds(self) -> tuple[int, int]:
+        """What that may become by what is measured."""
+        fixed = self.config.elastic.copy_bytes_per_step
+        least, most = (MOVE_BYTES_MIN, MOVE_BYTES_MAX) if fixed is None else (fixed, fixed)
+        return least // self._element_bytes, most // self._element_bytes
+
+    @property
+    def _element_bytes(self) -> int:
+        return 4 * len(self.state.slots)
 
     @cached_property
     def execution(self) -> ExecutionParameters:

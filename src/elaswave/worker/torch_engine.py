@@ -79,6 +79,8 @@ class TorchEngine:
         self.blocks = blueprint.blocks
         self.layers: dict[int, FlatLayer | FlatUnit] = dict(here)
         """The units that are here: layers, and what they share; changed only by `use_layout` and `load`."""
+        self._prepared: dict[int, FlatLayer] = {}
+        """Layers that are built for a layout which is not in force yet."""
         self._own: dict[int, FlatLayer] = {}
         """The layers among them."""
         self._note_layers()
@@ -103,6 +105,7 @@ class TorchEngine:
             lowest_trained=blueprint.state.lowest_trained,
         )
         self._num_microbatches = blueprint.layout.num_microbatches
+        self._began_ns = time.monotonic_ns()
         self.updater = updater or blueprint.optimizer.updater()
         if elastic.verify:
             environment()  # now, since it takes as long as a small step
@@ -117,6 +120,22 @@ class TorchEngine:
         self.context.on_execution(execution)
         self.context.on_layout(layout)
         return new
+
+    def prepare_layout(self, layout: Layout) -> None:
+        """Builds one layer that is new here in that layout, with its sums. Layers that share units are left to
+        `use_layout`: they lie in units that are not here yet."""
+        blueprint = self.context.blueprint
+        for index in layout.layers_of(self.context.worker):
+            is_new = index not in self.layers and index not in self._prepared
+            if is_new and not layout.shared_units(range(index, index + 1)):
+                self._prepared[index] = blueprint.flat_layer(index, {})
+                self.reduction.prepare(index)
+                return
+
+    def forget_layout(self) -> None:
+        """Drops layers that were built for a layout which does not come into force."""
+        self._prepared.clear()
+        self.reduction.forget_prepared()
 
     def _materialise(self, wanted: Sequence[int], copies: Iterable[HeldBlock]) -> frozenset[int]:
         gone = set(self.layers) - set(wanted)
@@ -133,10 +152,12 @@ class TorchEngine:
             if index in new and index >= blueprint.state.num_layers:
                 units[index] = self.layers[index] = FlatUnit(blueprint.shapes[index], blueprint.dtype)
             elif index in new:
-                self.layers[index] = blueprint.flat_layer(index, units)
+                prepared = self._prepared.pop(index, None)
+                self.layers[index] = blueprint.flat_layer(index, units) if prepared is None else prepared
         if gone or new:
             self._note_layers()
             self.reduction.hold(list(self.layers))
+        self.forget_layout()
         return new
 
     def _note_layers(self) -> None:
@@ -147,6 +168,7 @@ class TorchEngine:
 
     def begin(self, step: int, exponents: Sequence[int]) -> None:
         """Empties all sums for a new attempt."""
+        self._began_ns = time.monotonic_ns()
         self.context.on_begin(step)
         by_layer = [[exponents[slot.id] for slot in shape.tensors] for shape in self.context.blueprint.shapes]
         self._microbatches.clear()
@@ -236,6 +258,7 @@ class TorchEngine:
             compute.nonfinite,
             self._canaries(),
             dict(compute.writes),
+            (time.monotonic_ns() - self._began_ns) // 1000,
         )
 
     def _canaries(self) -> dict[int, int]:

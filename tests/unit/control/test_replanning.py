@@ -199,7 +199,7 @@ def test_a_coordinator_begins_with_the_execution_parameters_of_the_start_and_tak
         )
 
     assert blueprint.execution.layer_s
-    assert coordinator().in_force() == (blueprint.layout, blueprint.execution, 0)
+    assert coordinator().in_force() == (blueprint.layout, blueprint.placement, blueprint.execution, 0)
     after = survivor_layout(blueprint.layout, [1])
     decision = Decision(
         term=1,
@@ -220,7 +220,7 @@ def test_a_coordinator_begins_with_the_execution_parameters_of_the_start_and_tak
         reason="worker 1 has ended",
         execution=replace_struct(blueprint.execution, in_flight={0: 1}),
     )
-    assert coordinator(decision).in_force()[1].in_flight == {0: 1}
+    assert coordinator(decision).in_force().execution.in_flight == {0: 1}
 
 
 def test_a_measured_straggler_is_given_less():

@@ -302,7 +302,7 @@ def test_keys_of_different_things_differ():
 
 def test_the_vector_is_small_and_whole():
     vector = SHAPE.vector_of(certificates()[0])
-    assert len(vector) == SHAPE.size == 5 + 21 + 2 + NUM_MICROBATCHES + 12 + 6 + NUM_TENSORS
+    assert len(vector) == SHAPE.size == 6 + 21 + 2 + NUM_MICROBATCHES + 12 + 7 + NUM_TENSORS
     assert all(-(2**63) <= value < 2**63 for value in merged(certificates()))
 
 

@@ -105,18 +105,38 @@ class ExactlyOnce(Observer):
 
 
 class OneOwner(Observer):
-    """A block has one owner in an epoch: all workers that run in it know the same one."""
+    """A block has one owner in a step of an epoch: all workers that run in it know the same one."""
 
     def __init__(self) -> None:
-        self._owners: dict[int, tuple[float, ...]] = {}
+        self._owners: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
-        owners = self._owners.setdefault(epoch, placement.owner)
-        _require(owners == placement.owner, f"worker {worker} has other owners in epoch {epoch} than a peer")
+        owners = self._owners.setdefault((epoch, step), placement.owner)
+        _require(owners == placement.owner, f"worker {worker} has other owners in step {step} than a peer")
 
     def decided(self, decision: Decision) -> None:
-        owners = self._owners.setdefault(decision.epoch, decision.placement.owner)
+        owners = self._owners.setdefault((decision.epoch, decision.resume_step), decision.placement.owner)
         _require(owners == decision.placement.owner, f"two decisions about epoch {decision.epoch}")
+
+
+class EnoughCopies(Observer):
+    """When copies are dropped, no block is left with fewer than asked for.
+
+    Args:
+        num_followers: copies beside the owner that are asked for.
+    """
+
+    def __init__(self, num_followers: int) -> None:
+        self._num_followers = num_followers
+
+    def settled(self, worker: int, layout: Layout, placement: Placement) -> None:
+        needed = 1 + min(self._num_followers, len(layout.workers) - 1)
+        for block in range(len(placement.owner)):
+            holders = placement.holders(block)
+            _require(
+                len(set(holders)) == len(holders) >= needed,
+                f"worker {worker} drops copies, and block {block} is left with holders {holders}: {needed} are needed",
+            )
 
 
 class OneLayout(Observer):
@@ -384,6 +404,7 @@ def all_checkers(
     checkpoint_every: int = 0,
     asks_checkpoint: Callable[[bytes], bool] = lambda vector: False,
     stop_step: int = 0,
+    num_followers: int = 0,
 ) -> list[Observer]:
     """One of each."""
     num_steps = len(truth.states) - 1
@@ -392,6 +413,7 @@ def all_checkers(
         ExactlyOnce(num_layers, num_microbatches),
         OneOwner(),
         OneLayout(),
+        EnoughCopies(num_followers),
         Fencing(),
         Agreement(),
         LogCounts(),

@@ -4,6 +4,7 @@ keeps of the run."""
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from elaswave.planning.target_placement import target_placement
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.decisions import plan_survivors
 from elaswave.protocol.driver import CoordinatorDriver
@@ -25,6 +26,7 @@ from elaswave.protocol.events import (
     Suspected,
 )
 from elaswave.protocol.messages import CoreToWorker, Decision, Installed, Registered, Report
+from elaswave.protocol.moves import refilled
 from elaswave.protocol.shards import Complete, GivenUp, Shards
 from elaswave.sim.protocol.job import BlockState, Exponents, model_of, other_layout
 from elaswave.sim.protocol.messages import CheckpointSettled, FinishedReport, PeerLost, Shard, StepDone
@@ -281,9 +283,16 @@ class SimCoordinator(CoordinatorDriver):
         fresh = message.epoch == epoch > self._planned_epoch and not core.has_planned
         if begin and message.evidence.step >= begin and fresh:
             self._planned_epoch = epoch
-            layout, execution, _ = core.in_force()
-            planned = ChangePlanned(epoch, other_layout(layout), execution, "another layout")
-            world.after(world.delay(), self, self._on_planned, planned)
+            world.after(world.delay(), self, self._on_planned, self._other_plan())
+
+    def _other_plan(self) -> ChangePlanned:
+        """Another layout, and its blocks where they should be."""
+        model, job = model_of(self.world.job), self.world.job
+        before = self.core.in_force()
+        layout = other_layout(before.layout)
+        here = refilled(model.blocks, before.layout, before.placement, job.num_followers, job.blocks_per_round)
+        placement = target_placement(layout, model.blocks, here, num_followers=job.num_followers)
+        return ChangePlanned(self.core.epoch, layout, placement, before.execution, "another layout")
 
     def _on_planned(self, planned: ChangePlanned) -> None:
         self.feed(planned)

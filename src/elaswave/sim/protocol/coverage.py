@@ -23,6 +23,8 @@ class CoverageCounter(Observer):
         self._installing: set[int] = set()
         self._switched: dict[int, int] = {}
         """Worker -> newest step whose vote has brought a planned change into force there."""
+        self._moving = False
+        """Whether a worker has adopted a planned change that is not in force."""
         self._asked: tuple[int, PlanRecovery] | None = None
         """Term and question that the planner was asked and that no decision has followed."""
 
@@ -33,7 +35,11 @@ class CoverageCounter(Observer):
         if not commits:
             self.counts["votes that asked for another attempt"] += 1
 
+    def adopted(self, worker: int) -> None:
+        self._moving = True
+
     def switched(self, worker: int, epoch: int, step: int, layout: Layout) -> None:
+        self._moving = False
         if step not in self._switched.values():
             self.counts["planned changes of the layout"] += 1
         self._switched[worker] = step
@@ -63,6 +69,9 @@ class CoverageCounter(Observer):
         if decision.plan:
             counts["planners that took too long"] += 1
         newest = max(self._switched.values(), default=-1)
+        if self._moving:
+            counts["losses while blocks moved towards a planned change"] += 1
+            self._moving = False
         if newest == decision.resume_step - 1 and decision.rollback is None:
             switched = sum(self._switched.get(worker) == newest for worker in decision.members)
             if switched < len(decision.members):

@@ -70,6 +70,12 @@ class ToyEngine:
         self.parameters = {block: self.parameters[block] for block in here if block in self.parameters}
         return frozenset(self.layers) - frozenset(before)
 
+    def prepare_layout(self, layout: Layout) -> None:
+        """Room costs nothing here."""
+
+    def forget_layout(self) -> None:
+        """Nothing was prepared."""
+
     def _blocks_here(self) -> list[int]:
         return [block for layer in self.layers for block in self._model.blocks_of_layer[layer]]
 
@@ -77,6 +83,7 @@ class ToyEngine:
 
     def begin(self, step: int, exponents: Sequence[int]) -> None:
         """Empties all sums."""
+        self._began = self._host.world.now
         self._exponents = exponents
         self._sums: dict[int, int] = {}
         self._received: dict[tuple[int, int], tuple[int, Sequence[int]]] = {}
@@ -185,7 +192,16 @@ class ToyEngine:
     def measured(self) -> Measured:
         """What was computed."""
         coverage = sum(self._coverage.values()) & MASK64
-        return Measured(coverage, self._balance & MASK64, self.scores(), self._maxima, None, self._canaries())
+        duration = self._host.world.now - self._began
+        return Measured(
+            coverage,
+            self._balance & MASK64,
+            self.scores(),
+            self._maxima,
+            None,
+            self._canaries(),
+            duration_us=duration,
+        )
 
     def _canaries(self) -> dict[int, int]:
         """The same everywhere; a layer's is known once one of its micro-batches has run here."""

@@ -129,6 +129,8 @@ def model_of(job: Job) -> Model:
         num_steps=job.steps,
         num_followers=job.num_followers,
         copy_elements=job.blocks_per_round,
+        move_elements=2 * job.blocks_per_round,
+        move_bounds=(1, 4 * job.blocks_per_round),
         compile=_compile,
         checkpoint_every=job.checkpoint_every,
     )

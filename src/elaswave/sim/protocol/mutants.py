@@ -264,15 +264,55 @@ class LeavesOutNewFollowers(_Machine):
 # --------------------------------------------------------------------------------------- W7, W8: layouts change by vote
 
 
-class ChangesAlone(_Machine):
-    """A planned change of the layout comes into force where it is held, whatever the others hold."""
+class AdoptsAlone(_Machine):
+    """A planned change is adopted where it is held, whatever the others hold."""
 
     def adopts(self, verdict: Verdict) -> bool:
         return verdict.commits and self.held_change is not None
 
 
+class MovesWhenHeld(_Machine):
+    """Copies travel towards a change that is held, but not adopted yet."""
+
+    def replicate(self) -> None:
+        adopted, self.moving = self.moving, self.moving or self.held_change
+        super().replicate()
+        self.moving = adopted
+
+
+class SwitchesUnproven(_Machine):
+    """An adopted change comes into force though not all of its copies are in their places."""
+
+    def arrives(self, verdict: Verdict) -> bool:
+        return self.moving is not None and verdict.commits
+
+
+class BudgetsAlone(_Machine):
+    """What may travel follows from what a worker has measured itself, and not from the vote."""
+
+    def take(self, verdict: Verdict) -> None:
+        super().take(verdict._replace(duration_us=self.engine.measured().duration_us))
+
+
+class KeepsOldRoles(_Machine):
+    """A change is in force, and a worker goes on with the roles that it had."""
+
+    def _take_roles(self) -> None:
+        pass
+
+
+class DropsUnproven(_Machine):
+    """Copies that the next placement does not need are dropped as soon as the change is adopted."""
+
+    def replicate(self) -> None:
+        if self.moving is not None:
+            placement, worker = self.moving.placement, self.worker
+            self.copies = {block: copy for block, copy in self.copies.items() if worker in placement.holders(block)}
+        super().replicate()
+
+
 class KeepsOldChanges(_Machine):
-    """A planned change of the layout outlives its epoch."""
+    """A planned change outlives its epoch."""
 
     def hold(self, change: LayoutChange | None) -> None:
         if change is not None:
@@ -289,12 +329,12 @@ class GathersUnderTheOldLayout(_Machine):
 
 
 class SwitchesAgain(_Machine):
-    """A change that has come into force is still held."""
+    """A change that has come into force is adopted once more."""
 
     def learn(self, vector: Sequence[int], verdict: Verdict) -> None:
-        change, change_hash = self.held_change, self._change_hash
         super().learn(vector, verdict)
-        self.held_change, self._change_hash = change, change_hash
+        if self.coming is not None:
+            self.moving = self.coming
 
 
 # -------------------------------------------------------------------------------------------- W9, W10: reports, the end
@@ -579,21 +619,51 @@ MUTANTS = {
         ),
         Mutant(
             "change-alone",
-            "a planned change of the layout comes into force though a worker does not hold it",
-            Build(machine=ChangesAlone),
-            "widths=1,1 num_microbatches=1 change_step=1 seed=214199310",
+            "a planned change is adopted though a worker does not hold it",
+            Build(machine=AdoptsAlone),
+            "change_step=1 seed=242090808",
+        ),
+        Mutant(
+            "move-when-held",
+            "copies travel towards a change that is held, but not adopted",
+            Build(machine=MovesWhenHeld),
+            "steps=6 change_step=1 slow_worker=0 slow_by=40",
+        ),
+        Mutant(
+            "switch-unproven",
+            "a change comes into force though not all of its copies are in their places",
+            Build(machine=SwitchesUnproven),
+            "steps=6 change_step=1",
+        ),
+        Mutant(
+            "budget-alone",
+            "what may travel follows from what a worker has measured itself",
+            Build(machine=BudgetsAlone),
+            "widths=1,1 num_microbatches=1",
+        ),
+        Mutant(
+            "switch-old-roles",
+            "a change is in force, and a worker goes on with the roles that it had",
+            Build(machine=KeepsOldRoles),
+            "widths=1,1 num_microbatches=1 steps=6 change_step=1",
+        ),
+        Mutant(
+            "drop-unproven",
+            "copies that the next placement does not need are dropped before it is in force",
+            Build(machine=DropsUnproven),
+            "steps=6 change_step=1",
         ),
         Mutant(
             "old-change",
             "a planned change of the layout outlives its epoch",
             Build(machine=KeepsOldChanges),
-            "widths=3,1 num_microbatches=3 change_step=1 suspect:0@78",
+            "widths=1,1,1 num_microbatches=1 steps=6 change_step=1 kill:1@86",
         ),
         Mutant(
             "switch-old-gather",
             "a changed layout is in force, and GATHER still follows the old one",
             Build(machine=GathersUnderTheOldLayout),
-            "widths=1,1 num_microbatches=1 steps=4 change_step=1",
+            "widths=2,2 steps=6 change_step=1",
         ),
         Mutant(
             "switch-again",

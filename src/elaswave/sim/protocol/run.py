@@ -74,6 +74,7 @@ def run_schedule(
         job.checkpoint_every,
         lambda vector: asks_checkpoint(job, vector),
         job.stop_step,
+        job.num_followers,
     )
     counter = CoverageCounter(job.steps)
     world = World(

@@ -169,6 +169,8 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         stop_step=random.Random(f"stop of {seed}").choice((0, 0, 0, 0, 0, 1, 2)),
         tied=random.Random(f"tie of {seed}").random() < 0.5,
     )
+    if drawn.change_step:  # blocks move for some steps before it is in force
+        drawn = drawn._replace(steps=drawn.steps + random.Random(f"moves of {seed}").choice((1, 2, 3)))
     job = drawn if job is None else job
     num_workers, steps = job.num_workers, job.steps
     conditions = Conditions(

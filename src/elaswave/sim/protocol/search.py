@@ -114,8 +114,9 @@ JOB_OF_3 = Job(widths=(2, 1), steps=2, checkpoint_every=1, retry_step=2)
 JOB_OF_4 = Job(widths=(2, 2), steps=2, retry_step=2)
 TIED_JOB = Job(widths=(1, 2), steps=2, tied=True)
 """Two stages share a unit, owned in either of them."""
-CHANGING_JOB = Job(widths=(2, 1), steps=3, change_step=1)
-"""The layout changes while its second step runs, so that its third one is the first under the next layout."""
+CHANGING_JOB = Job(widths=(2, 1), steps=5, change_step=1)
+"""A change is adopted with its second step, blocks move in the third, which brings it into force, and the fourth drops
+copies."""
 
 
 def _weathers(num_workers: int) -> tuple[Conditions, ...]:

@@ -300,6 +300,8 @@ class _Watch(StepObserver):
             evidence.vector,
             machine.progress.grids.exponents,
         )
+        if machine.moving is not None:
+            self._see.adopted(host.id)
         if evidence.commits:
             for block in machine.copies.keys() - self.known:
                 copy = machine.copies[block]
@@ -310,6 +312,13 @@ class _Watch(StepObserver):
     def switched(self) -> None:
         machine = self._host.machine
         self._see.switched(self._host.id, self._host.links.epoch, machine.step, machine.layout)
+        self._see.placed(self._host.id, machine.placement)
+
+    def settled(self) -> None:
+        machine = self._host.machine
+        self.known = set(machine.copies)
+        self._see.placed(self._host.id, machine.placement)
+        self._see.settled(self._host.id, machine.layout, machine.placement)
 
     def installed(self, decision: Decision) -> None:
         machine = self._host.machine

@@ -1,0 +1,162 @@
+"""How blocks come to new holders while training runs: pure functions that every worker computes with the same result.
+
+Missing followers come first. Then, towards the placement that a planned change leads to, those that will hold a block
+follow it: each gets a base copy, and from the same step on the gradients. Once all of them hold what they will, and the
+change is in force, the copies that it does not need are dropped (docs/protocol.md, rules M).
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from elaswave.hashing import key64
+from elaswave.planning.recovery import choose_followers
+from elaswave.state.placement import Block, Placement, Role, roles_of
+from elaswave.types import Layout
+
+SLOWDOWN_MAX = 1.05
+"""Copies travel at a rate at which a step takes at most so much longer than one without them."""
+_SMOOTHING = 4
+"""One step changes what is taken for usual by this fraction of the difference."""
+
+
+class CopyBudget(NamedTuple):
+    """How much may travel in an attempt towards a planned placement. Follows from the votes since the newest decision
+    or change of layout, so all members have the same."""
+
+    elements: int
+    """The most that one owner sends, and one worker receives."""
+    usual_us: int = 0
+    """Of a step in which nothing travels; 0 before one was seen."""
+
+    @property
+    def hash(self) -> int:
+        """62 bits."""
+        return key64("budget", *self) >> 2
+
+    def after(self, duration_us: int, *, copied: bool, bounds: tuple[int, int]) -> "CopyBudget":
+        """The budget after a vote.
+
+        Args:
+            duration_us: of the attempt, as the vote says it.
+            copied: whether base copies have travelled in it.
+            bounds: the least and the most elements.
+        """
+        usual = self.usual_us
+        if not copied:
+            usual = duration_us if usual == 0 else usual + (duration_us - usual) // _SMOOTHING
+            return self._replace(usual_us=usual)
+        if usual == 0:
+            return self
+        elements = self.elements // 2 if duration_us > SLOWDOWN_MAX * usual else self.elements * 5 // 4
+        least, most = bounds
+        return self._replace(elements=max(least, min(most, elements)))
+
+
+@functools.lru_cache(maxsize=4096)
+def next_placement(
+    blocks: tuple[Block, ...],
+    layout: Layout,
+    placement: Placement,
+    target: Placement | None,
+    num_followers: int,
+    refill_elements: int,
+    move_elements: int,
+) -> Placement:
+    """The placement that the next vote brings into force.
+
+    Args:
+        blocks: of the model.
+        layout, placement: in force.
+        target: the placement that an adopted change leads to; None: there is none.
+        num_followers: copies wanted beside the owner.
+        refill_elements: the most that one owner sends, and one worker receives, to make up for missing followers.
+        move_elements: the same towards the target.
+    Returns:
+        An equal placement if there is nothing to copy.
+    """
+    complete = choose_followers(placement, blocks, layout, num_followers=num_followers, max_elements=refill_elements)
+    if complete != placement or target is None:
+        return complete
+    return towards(placement, target, blocks, move_elements)
+
+
+def towards(placement: Placement, target: Placement, blocks: Sequence[Block], max_elements: int) -> Placement:
+    """A placement with some of the holders that a target has in addition, as followers.
+
+    At least one copy travels if any is missing, however large it is.
+
+    Args:
+        placement: in force.
+        target: where blocks will be.
+        blocks: of the model.
+        max_elements: the most that one owner sends, and that one worker receives.
+    """
+    followers = list(placement.followers)
+    sent: dict[int, int] = {}
+    received: dict[int, int] = {}
+    for block in blocks:
+        index, size = block.id, block.num_elements
+        owner, here = placement.owner[index], placement.holders(index)
+        for worker in target.holders(index):
+            if worker in here:
+                continue
+            after = sent.get(owner, 0) + size, received.get(worker, 0) + size
+            if sent and max(after) > max_elements:
+                continue
+            sent[owner], received[worker] = after
+            followers[index] += (worker,)
+    return Placement(placement.owner, tuple(followers))
+
+
+def merged_into(target: Placement, placement: Placement) -> Placement:
+    """A target's roles, with the other present holders as followers: the placement once a change is in force.
+
+    Args:
+        target: all of its holders hold their blocks.
+        placement: before.
+    """
+    followers = tuple(
+        (*after, *(worker for worker in before if worker != owner and worker not in after))
+        for owner, after, before in zip(
+            target.owner,
+            target.followers,
+            map(placement.holders, range(len(placement.owner))),
+            strict=True,
+        )
+    )
+    return Placement(target.owner, followers)
+
+
+def held_keys(
+    worker: int, target: Placement, blocks: Sequence[Block], versions: Iterable[tuple[int, int]]
+) -> list[tuple[int, int, int]]:
+    """(block, role, version) of what a worker holds of a target, for the second residency sum.
+
+    Args:
+        worker: its id.
+        target: where blocks will be.
+        blocks: of the model.
+        versions: (block, version) of its copies.
+    """
+    roles = _roles_of(worker, target, tuple(blocks))
+    return [(block, roles[block], version) for block, version in versions if block in roles]
+
+
+@functools.lru_cache(maxsize=4096)
+def _roles_of(worker: int, placement: Placement, blocks: tuple[Block, ...]) -> dict[int, Role]:
+    return roles_of(worker, placement, blocks)
+
+
+def refilled(
+    blocks: tuple[Block, ...], layout: Layout, placement: Placement, num_followers: int, max_elements: int
+) -> Placement:
+    """The placement to which the members come by making up for all missing followers, step by step.
+
+    Arguments as of `next_placement`.
+    """
+    while True:
+        after = choose_followers(placement, blocks, layout, num_followers=num_followers, max_elements=max_elements)
+        if after == placement:
+            return placement
+        placement = after
