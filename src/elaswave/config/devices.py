@@ -130,23 +130,40 @@ def base_level(config: Config) -> int:
     return device_of(config).base_level
 
 
-def cluster_of(config: Config) -> Cluster:
-    """The workers of a resolved configuration, as the planner sees them.
+def speed_of(config: Config, worker: int) -> float:
+    """Speed of a worker as configured; 1.0 for one that joins later."""
+    speeds = config.device.speeds or ()
+    return speeds[worker] if worker < len(speeds) else 1.0
 
-    Together they may draw what they draw at their base level; who is lost leaves power for the others' clocks.
+
+def power_limit_w(config: Config, num_workers: int) -> float | None:
+    """What so many workers may draw together: as many as there are or were at first, whichever is more, at base level.
+
+    So who is lost leaves power for the others' clocks, and who joins a job of full size brings its own.
     """
-    num_workers = sum(config.widths)
     device = device_of(config)
     base_w = device.levels[device.base_level].power_w
-    speeds = config.device.speeds or (1.0,) * num_workers
+    return max(num_workers, sum(config.widths)) * base_w if base_w > 0 else None
+
+
+def cluster_of(config: Config, workers: Sequence[int] | None = None) -> Cluster:
+    """Workers of a job, as the planner sees them.
+
+    Args:
+        config: of the run, resolved.
+        workers: ids, ascending; None: those that the job begins with.
+    """
+    ids = range(sum(config.widths)) if workers is None else workers
+    num_workers = len(ids)
+    device = device_of(config)
     return Cluster(
-        ids=np.arange(num_workers),
+        ids=np.array(ids, dtype=np.int64),
         node=np.zeros(num_workers, dtype=np.int64),
-        speed=np.array(speeds),
+        speed=np.array([speed_of(config, worker) for worker in ids]),
         memory_bytes=np.full(num_workers, device.memory_bytes * USABLE_MEMORY),
         device=np.zeros(num_workers, dtype=np.int64),
         devices=(device,),
         within_node=REAL_LINK,
         between_nodes=REAL_LINK,
-        power_limit_w=num_workers * base_w if base_w > 0 else None,
+        power_limit_w=power_limit_w(config, num_workers),
     )

@@ -240,7 +240,7 @@ class DeviceConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """emulated: seconds that a described second takes; above 1 where the processor is too busy to keep the pace."""
     speeds: Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)] | None = None
     """Speed of each worker relative to the device's, by id; an emulated one keeps to it, a real one is planned with it;
-    unset: 1.0 for all."""
+    1.0 for those that join later; unset: 1.0 for all."""
     frequency: Literal["none", "emulated", "cgroup", "nvidia"] = "none"
     """What sets the frequency level that a plan gives a worker: nothing; the emulated device; a CPU quota of a control
     group; an NVIDIA GPU's clocks (extra ``gpu``)."""

@@ -112,7 +112,7 @@ def main(parent: int, log: str) -> int:
         with contextlib.suppress(OSError):
             link.sendall(pack(Unprepared(text=f"what the script trains cannot be loaded: {said(error)}")))
         return 1
-    deaths = DeathWatch(range(sum(sent.setup.config.widths)))
+    deaths = DeathWatch()
     return run_template(sent.setup._replace(deaths=deaths), link)
 
 

@@ -169,7 +169,7 @@ class LocalJob:
         # Made here, so that a coordinator that follows another one knows whether it is still there.
         (self._folder / JOURNAL_FILE).touch(0o600)
         self._listen = f"unix:{self._folder / 'control.sock'}"
-        self._deaths = DeathWatch(range(sum(config.widths)))
+        self._deaths = DeathWatch()
         setup = TemplateSetup(
             config=config,
             run_dir=run_dir,

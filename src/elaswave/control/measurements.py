@@ -11,7 +11,7 @@ from statistics import median
 
 import msgspec
 
-from elaswave.config.devices import cluster_of, device_of, emulated_costs, estimated_costs
+from elaswave.config.devices import device_of, emulated_costs, estimated_costs, speed_of
 from elaswave.config.schema import Config
 from elaswave.control.stragglers import Shift, Stragglers
 from elaswave.costs.layers import Costs
@@ -37,8 +37,7 @@ class Measurements:
         self.stragglers = Stragglers()
         self.shift: Shift | None = None
         """Workers whose speed is another one by the newest round, until the planner has been asked."""
-        cluster = cluster_of(config)
-        self._configured = dict(zip(cluster.ids.tolist(), cluster.speed.tolist(), strict=True))
+        self._config = config
         device = device_of(config)
         self._levels, self._base_level = device.levels, device.base_level
         self._waiting: dict[int, Timings] = {}
@@ -61,7 +60,7 @@ class Measurements:
 
     def _end_round(self, members: Collection[int]) -> list[ActionTiming]:
         known = self.stragglers.speeds
-        speeds = {worker: self._configured.get(worker, 1.0) * known.get(worker, 1.0) for worker in self._waiting}
+        speeds = {worker: speed_of(self._config, worker) * known.get(worker, 1.0) for worker in self._waiting}
         actions = [
             msgspec.structs.replace(action, level_speed=self._levels[timings.level].speed)
             for timings in self._waiting.values()
@@ -112,9 +111,9 @@ class Measurements:
             execution: beside the layout.
         """
         known = {}
-        for worker, configured in self._configured.items():
+        for worker in sorted({*range(sum(self._config.widths)), *execution.speeds, *execution.levels}):
             level = self._levels[execution.levels.get(worker, self._base_level)].speed
-            known[worker] = execution.speeds.get(worker, 1.0) / (configured * level)
+            known[worker] = execution.speeds.get(worker, 1.0) / (speed_of(self._config, worker) * level)
         self.stragglers.plan_with(known)
 
     def known_or_estimated(self) -> Costs:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elaswave.config.devices import cluster_of, device_of, emulated_costs
+from elaswave.config.devices import cluster_of, device_of, emulated_costs, power_limit_w
 from elaswave.config.schema import Config
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
@@ -111,10 +111,18 @@ class Replanner:
         if not speeds:
             return self
         other = copy.copy(self)
-        cluster = self._job.cluster
+        cluster = self._knowing(speeds).cluster
         slowed = [speeds.get(worker, 1.0) for worker in cluster.ids.tolist()]
         other._job = self._job._replace(cluster=dataclasses.replace(cluster, speed=cluster.speed * np.array(slowed)))
         return other
+
+    def _knowing(self, workers: Collection[int]) -> JobModel:
+        """The job with these workers, also those that have joined since it began: they are as configured."""
+        new = sorted(set(workers).difference(self._job.cluster.ids.tolist()))
+        if new:
+            cluster = self._job.cluster.joined_by(cluster_of(self._config, new))
+            self._job = self._job._replace(cluster=cluster)
+        return self._job
 
     @property
     def restarts(self) -> bool:
@@ -128,7 +136,7 @@ class Replanner:
             layout, execution: in force.
             costs: of the layers.
         """
-        return self._job.step_s(layout, execution, costs)
+        return self._knowing(layout.workers).step_s(layout, execution, costs)
 
     def within_memory(self, layout: Layout, execution: ExecutionParameters) -> ExecutionParameters:
         """The execution with what emulated devices have room for under another layout, as far as it fits at all.
@@ -137,7 +145,7 @@ class Replanner:
             layout: from now on.
             execution: before.
         """
-        return self._job.within_memory(layout, execution)
+        return self._knowing(layout.workers).within_memory(layout, execution)
 
     def baseline(
         self, layout: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs
@@ -222,15 +230,18 @@ class Replanner:
         self, policy: str, layout: Layout, execution: ExecutionParameters, event: ClusterEvent, costs: Costs
     ) -> Plan:
         there = set(layout.workers) - set(event.workers if event.kind == "lost" else ())
-        absent = [int(worker) for worker in self._job.cluster.ids if worker not in there]
+        known = self._knowing(layout.workers).cluster
+        absent = [int(worker) for worker in known.ids if worker not in there]
+        limit_w = power_limit_w(self._config, len(layout.workers))
+        cluster = dataclasses.replace(known.without(absent), power_limit_w=limit_w)
         schedule: Schedule = execution.schedule or self._config.layout.schedule  # type: ignore[assignment]
         levels = {worker: execution.levels.get(worker, self._device.base_level) for worker in layout.workers}
         if policy != ELASWAVE:
             layout = without_idle(layout)  # baselines do not see idle workers until one joins
         allocation = allocation_of(layout, schedule, levels)
-        return self._policies[policy](self._job.cluster.without(absent), costs, allocation, event)
+        return self._policies[policy](cluster, costs, allocation, event)
 
     def _replanned(self, plan: Plan, present: Layout, costs: Costs) -> Replanned:
         """A plan as a layout of the present members."""
-        found = to_layout(plan.allocation, self._job, costs, present)
+        found = to_layout(plan.allocation, self._knowing(present.workers), costs, present)
         return Replanned(found.layout, found.execution, f"{plan.policy}: {plan.reason}", found.predicted_step_s)

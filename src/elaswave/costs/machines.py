@@ -5,7 +5,7 @@ Workers are columns of arrays, not objects: plans are made for a million of them
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -204,6 +204,25 @@ class Cluster:
             return float(self.speed[index]) * device.levels[known.get(worker, device.base_level)].speed
 
         return speed
+
+    def joined_by(self, others: "Cluster") -> "Cluster":
+        """The cluster with other workers of the same devices; those that are in it already stay as they are.
+
+        Raises:
+            ValueError: other devices.
+        """
+        if others.devices != self.devices:
+            raise ValueError(
+                f"the others have the devices {[device.name for device in others.devices]}, those of the cluster are "
+                f"{[device.name for device in self.devices]}: describe both by the same list"
+            )
+        new = others.without(self.ids)
+        order = np.argsort(np.concatenate((self.ids, new.ids)))
+        names = ("ids", "node", "speed", "memory_bytes", "device")
+        columns: dict[str, Any] = {
+            name: np.concatenate((getattr(self, name), getattr(new, name)))[order] for name in names
+        }
+        return replace(self, **columns)
 
     def without(self, workers: Collection[int] | np.ndarray) -> "Cluster":
         """The cluster after these workers are gone; those that are not in it do not matter."""

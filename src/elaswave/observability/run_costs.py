@@ -7,17 +7,15 @@ as it did. The job's clock is wall time: on a machine with fewer cores than work
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from elaswave.config.devices import (
-    REAL_LINK,
     base_level,
     cluster_of,
-    device_of,
     element_bytes,
     emulated_costs,
     estimated_costs,
@@ -26,7 +24,7 @@ from elaswave.config.devices import (
 )
 from elaswave.config.own import OWN
 from elaswave.config.schema import Config
-from elaswave.costs.analytic import ACCUMULATOR_BYTES, USABLE_MEMORY, analytic_shares
+from elaswave.costs.analytic import ACCUMULATOR_BYTES, analytic_shares
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.profiled import CostMeter, prediction_error
@@ -204,21 +202,9 @@ def _analytic(config: Config) -> Costs:
 
 
 def _cluster(config: Config, layout: Layout, measured: dict[int, float]) -> Cluster:
-    device, limit_w = device_of(config), cluster_of(config).power_limit_w
-    given = config.device.speeds or ()
-    ids = np.array(layout.workers, dtype=np.int64)
-    speeds = [(given[worker] if worker < len(given) else 1.0) * measured.get(worker, 1.0) for worker in layout.workers]
-    return Cluster(
-        ids=ids,
-        node=np.zeros(len(ids), dtype=np.int64),
-        speed=np.array(speeds),
-        memory_bytes=np.full(len(ids), device.memory_bytes * USABLE_MEMORY),
-        device=np.zeros(len(ids), dtype=np.int64),
-        devices=(device,),
-        within_node=REAL_LINK,
-        between_nodes=REAL_LINK,
-        power_limit_w=limit_w,
-    )
+    cluster = cluster_of(config, layout.workers)
+    slowed = np.array([measured.get(worker, 1.0) for worker in layout.workers])
+    return replace(cluster, speed=cluster.speed * slowed)
 
 
 def _run_s(

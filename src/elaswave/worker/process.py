@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from msgspec.structs import replace
 
-from elaswave.config.devices import base_level, device_of, emulated_costs
+from elaswave.config.devices import base_level, device_of, emulated_costs, speed_of
 from elaswave.config.schema import Config
 from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, VoteError, WaitTimeoutError
 from elaswave.observability.trace import TraceRecorder
@@ -195,8 +195,7 @@ class Worker:
             (layer.forward_s, layer.input_gradient_s, layer.weight_gradient_s)
             for layer in emulated_costs(config).layers
         ]
-        speeds = config.device.speeds
-        return Pace(layer_s, 1.0 if speeds is None else speeds[self._setup.worker], self._transport.rest)
+        return Pace(layer_s, speed_of(config, self._setup.worker), self._transport.rest)
 
     def _set_level(self, execution: ExecutionParameters) -> None:
         """Sets the frequency level that a plan gives this worker."""

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from elaswave.control.death_watch import DeathWatch
+from elaswave.control.death_watch import NUM_SLOTS, DeathWatch
 
 WAIT_S = 20.0
 
@@ -40,7 +40,7 @@ def _wait_in_thread(watch: DeathWatch, worker: int) -> tuple[threading.Thread, l
 
 @pytest.mark.parametrize("how", ["killed", "ends"])
 def test_an_end_is_seen(how: str) -> None:
-    watch = DeathWatch([3, 7])
+    watch = DeathWatch()
     if not watch.works:
         pytest.skip("this C library has no robust mutexes")
     pid, hold = _fork_worker(watch, 7)
@@ -57,7 +57,7 @@ def test_an_end_is_seen(how: str) -> None:
 
 def test_a_second_watcher_sees_the_end_too() -> None:
     """A coordinator that takes over learns of workers that died under the one before it."""
-    watch = DeathWatch([0])
+    watch = DeathWatch()
     if not watch.works:
         pytest.skip("this C library has no robust mutexes")
     pid, hold = _fork_worker(watch, 0)
@@ -73,12 +73,51 @@ def test_a_second_watcher_sees_the_end_too() -> None:
     assert answers == [True]
 
 
+def _end(pid: int, hold: int) -> None:
+    os.close(hold)
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_a_slot_is_taken_again_after_its_owners_end(is_watched: bool) -> None:
+    """By a worker that nobody had thought of when the memory was made."""
+    watch = DeathWatch()
+    if not watch.works:
+        pytest.skip("this C library has no robust mutexes")
+    first, second = 5, 5 + 3 * NUM_SLOTS
+    _end(*_fork_worker(watch, first))
+    if is_watched:
+        assert watch.wait(first)
+    pid, hold = _fork_worker(watch, second)
+    thread, answers = _wait_in_thread(watch, second)
+    assert watch.wait(first) is False  # its end can no longer be told here, nor is it mistaken for the other one
+    thread.join(0.05)
+    assert answers == []
+    _end(pid, hold)
+    thread.join(WAIT_S)
+    assert answers == [True]
+
+
+def test_a_slot_whose_owner_lives_is_not_taken() -> None:
+    watch = DeathWatch()
+    if not watch.works:
+        pytest.skip("this C library has no robust mutexes")
+    pid, hold = _fork_worker(watch, 2)
+    other = _fork_worker(watch, 2 + NUM_SLOTS)
+    assert watch.wait(2 + NUM_SLOTS) is False
+    _end(*other)
+    thread, answers = _wait_in_thread(watch, 2)
+    _end(pid, hold)
+    thread.join(WAIT_S)
+    assert answers == [True]
+
+
 def test_who_never_lived_is_not_dead() -> None:
-    assert DeathWatch([0]).wait(0) is False
+    assert DeathWatch().wait(0) is False
 
 
 def test_without_robust_mutexes_nothing_is_told() -> None:
-    watch = DeathWatch([0])
+    watch = DeathWatch()
     watch.works = False
     watch.live(0)
     assert watch.wait(0) is False

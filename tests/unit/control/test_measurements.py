@@ -124,8 +124,8 @@ def test_a_new_coordinator_takes_the_speeds_from_what_stands_beside_the_layout()
     config = build_config({"device": device, "model": {"num_layers": 12}})
     slow = device_of(config).levels[0].speed
     measured = Measurements(config)
-    measured.plan_with(ExecutionParameters(speeds={0: slow, 1: 0.8, 2: 0.5}, levels={0: 0}))
-    assert measured.speeds() == {2: pytest.approx(0.5)}
+    measured.plan_with(ExecutionParameters(speeds={0: slow, 1: 0.8, 2: 0.5, 9: 0.25}, levels={0: 0}))
+    assert measured.speeds() == {2: pytest.approx(0.5), 9: pytest.approx(0.25)}
 
 
 NOISE = json.loads((Path(__file__).parent / "noise.json").read_text())
