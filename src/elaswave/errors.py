@@ -23,6 +23,7 @@ ElaswaveError
 │   ├── NonFiniteError         a loss or gradient that is not finite: names step, micro-batch and layer
 │   └── UnequalBufferError     a buffer of whole numbers in which the micro-batches of a step do not agree
 ├── WorkerError                a worker ended with an error: names worker, step, micro-batch and layer
+├── ControlError               a running job cannot be talked to, or refuses what it was asked for
 ├── LaunchError                the system refuses a process or a folder that a job needs
 ├── RecoveryError              too much was lost to go on; says what
 ├── FencedError                a worker that was declared lost has learned of it
@@ -168,6 +169,10 @@ class StoppedBySignalError(ElaswaveError):
 
 class LaunchError(ElaswaveError):
     """The system refuses what a job is made of: a process, a folder. The message says what, and what to do."""
+
+
+class ControlError(ElaswaveError):
+    """`elaswave ctl`: no job runs there, it cannot be talked to, or what was asked for is not done. Says why."""
 
 
 class FencedError(ElaswaveError):

@@ -13,7 +13,8 @@ from tests.integration.jobs import coordinator_of, run_job
 
 from elaswave.control import coordinator, local_job
 from elaswave.control.checkpoints import Checkpoints
-from elaswave.control.coordinator import CoordinatorProcess, CoordinatorSetup
+from elaswave.control.coordinator import CoordinatorProcess
+from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.recorder import RunRecorder
 from elaswave.errors import RecoveryError, StoppedBySignalError
 from elaswave.protocol import events

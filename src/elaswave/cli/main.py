@@ -35,6 +35,7 @@ COMMANDS = {
     "demo": "elaswave.cli.demo:demo_command",
     "train": "elaswave.cli.train:train_command",
     "run": "elaswave.cli.run:run_command",
+    "ctl": "elaswave.cli.ctl:ctl_group",
     "inspect": "elaswave.cli.inspect:inspect_group",
     "export": "elaswave.cli.export:export_command",
     "plan": "elaswave.cli.plan:plan_command",

@@ -1,5 +1,6 @@
 """What an agent (the process beside the workers, which has the terminal) and the coordinator say to each other."""
 
+from elaswave.control.operator_messages import FromOperator
 from elaswave.worker.messages import FromWorker, Message
 
 
@@ -73,6 +74,10 @@ class SpawnJoiner(Message, frozen=True, kw_only=True):
     worker: int
 
 
+class StopAsked(Message, frozen=True, kw_only=True):
+    """A person has asked the coordinator for the end: the agent deals with it as with a signal."""
+
+
 class ShowStep(Message, frozen=True, kw_only=True):
     """For the terminal: a committed step."""
 
@@ -133,10 +138,11 @@ ToAgent = (
     | CommitCheckpoint
     | BreakOffCommit
     | SpawnJoiner
+    | StopAsked
     | ShowStep
     | StepLosses
     | ShowEvaluation
     | ShowText
     | Ended
 )
-ToCoordinator = FromWorker | FromAgent
+ToCoordinator = FromWorker | FromAgent | FromOperator

@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
+from elaswave.control.death_watch import DeathWatch
+
 _T = TypeVar("_T")
 
 
@@ -68,3 +70,15 @@ def in_thread(function: Callable[[], _T]) -> "asyncio.Future[_T]":
 
     threading.Thread(target=work, name="planner", daemon=True).start()
     return future
+
+
+def call_at_end(deaths: DeathWatch, worker: int, turn: Callable[[], None]) -> None:
+    """Waits in a thread for the end of a worker's process, then calls back on the event loop that runs now."""
+    loop = asyncio.get_running_loop()
+
+    def wait() -> None:
+        if deaths.wait(worker):
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
+                loop.call_soon_threadsafe(turn)
+
+    threading.Thread(target=wait, name=f"end of worker {worker}", daemon=True).start()

@@ -135,6 +135,11 @@ class Checkpoints:
         """Whether an answer to a commit is waited for."""
         return self._shards.num_committing > 0
 
+    @property
+    def unsettled(self) -> list[int]:
+        """Steps of checkpoints that are being written or committed, ascending."""
+        return sorted({*self._shards.pending, *(commit.step for commit in self._commits)})
+
     def hold(self) -> None:
         """The newest checkpoint has been found that the job may go back to; see `Shards.hold`."""
         assert not self.is_committing

@@ -5,14 +5,12 @@ another one, which reads the journal and goes on where this one stood.
 """
 
 import asyncio
-import contextlib
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,14 +25,19 @@ from elaswave.control.agent_messages import (
     Exited,
     SpawnJoiner,
     StepLosses,
+    StopAsked,
     StopJob,
     ToCoordinator,
 )
-from elaswave.control.background import Background, in_thread
+from elaswave.control.background import Background, call_at_end, in_thread
+from elaswave.control.coordinator_setup import JOURNAL_FILE, CoordinatorSetup
 from elaswave.control.data_waits import DataWaits
-from elaswave.control.death_watch import DeathWatch
+from elaswave.control.job_status import JobParts
 from elaswave.control.joiners import Answer, Joiners
 from elaswave.control.journal import JournalRecord, core_records
+from elaswave.control.operations import Operations
+from elaswave.control.operator_desk import OperatorDesk
+from elaswave.control.operator_messages import FromOperator
 from elaswave.control.own_faults import OwnFaults
 from elaswave.control.recorder import RunRecorder
 from elaswave.control.recoveries import RecoveryLog
@@ -43,9 +46,8 @@ from elaswave.control.run_planner import LayoutSearch, RunPlanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import FileStore, Store
 from elaswave.control.terminal import AGENT, Terminal
-from elaswave.data.sampler import Sampler
+from elaswave.control.wire import is_operator
 from elaswave.errors import ElaswaveError, RunFolderError, StateError
-from elaswave.faults.injection import Fault
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE, write_digests, write_result
 from elaswave.observability.run_folder import data_facts
@@ -57,7 +59,6 @@ from elaswave.protocol.driver import CoordinatorDriver
 from elaswave.protocol.ending import MemberEnd
 from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Fenced, Installed, Joining, Registered, Report
 from elaswave.state.checkpoint import find_newest_checkpoint, put_aside
-from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.worker.identity import identity_of
 from elaswave.worker.messages import (
     EvaluationReport,
@@ -75,9 +76,7 @@ from elaswave.worker.messages import (
     Stop,
     Timings,
 )
-from elaswave.worker.run_plan import RunPlan
 
-JOURNAL_FILE = "journal"
 LINGER_S = 5.0
 """After the end, how long workers and agent may take to hear of it."""
 SWITCH_INTERVAL_S = 0.001
@@ -87,27 +86,6 @@ PLAN_TIMEOUT_S = 10.0
 """Within this time a recovery must be planned; else survivors keep their stages (P4)."""
 
 _log = logging.getLogger("elaswave.control")
-
-
-class CoordinatorSetup(NamedTuple):
-    """What a coordinator is started with."""
-
-    plan: RunPlan
-    sampler: Sampler
-    run_dir: Path
-    control_dir: Path
-    """Private folder of the job: journal and socket."""
-    listen: str
-    key: bytes
-    checkpoint: tuple[Path, CheckpointMeta] | None
-    started_s: float
-    deaths: DeathWatch
-    faults: tuple[Fault, ...]
-    """Those of the coordinator are carried out here."""
-    coordinator_ends_s: tuple[float, ...]
-    """Monotonic times at which earlier coordinators of the job have ended."""
-    before_effect: Callable[[events.CoordinatorEffect], None]
-    """Called before each effect is carried out (fault injection and tests)."""
 
 
 class CoordinatorProcess(CoordinatorDriver):
@@ -191,6 +169,9 @@ class CoordinatorProcess(CoordinatorDriver):
         """Planning, and looking for checkpoints."""
         self._is_searching = False
         """Whether a better layout is looked for."""
+        job = JobParts(plan, self.core, self._state, self._recorder.checkpoints, self._planner)
+        self._operations = Operations(job, send_all=self._server.send_all, stop=self._stop_for_operator)
+        self._desk = OperatorDesk(self._server, job, self._operations)
         self._stop: Stop | None = None
         self._start: Start | None = None
         self._failures: dict[int, Failed] = {}
@@ -349,9 +330,12 @@ class CoordinatorProcess(CoordinatorDriver):
 
     def _all_know(self) -> bool:
         """Whether all have heard of the end and are gone. A new coordinator may first have to be found by them."""
-        return not self._server.peers and self._informed >= {AGENT, *self.core.members}
+        return all(map(is_operator, self._server.peers)) and self._informed >= {AGENT, *self.core.members}
 
     def _on_connected(self, peer: int) -> None:
+        if is_operator(peer):
+            self._desk.connected(peer)
+            return
         if peer == AGENT:
             self._ask_agent(self._detector.awaited)
             self._terminal.agent_came()
@@ -360,7 +344,9 @@ class CoordinatorProcess(CoordinatorDriver):
             self._informed.add(peer)
 
     def _on_closed(self, peer: int) -> None:
-        if peer != AGENT:
+        if is_operator(peer):
+            self._desk.closed(peer)
+        elif peer != AGENT:
             self._detector.disconnected(peer, time.monotonic())
 
     def _ask_agent(self, workers: tuple[int, ...]) -> None:
@@ -375,6 +361,7 @@ class CoordinatorProcess(CoordinatorDriver):
         if self._recorder.checkpoints.tick(now_s):
             self._tell_settled()
             self._finish_if_complete()
+        self._desk.turn()
         if self._asked_of_agent and not self._detector.awaited:
             self._ask_agent(())
         for worker in self._joiners.due(now_s):
@@ -391,7 +378,9 @@ class CoordinatorProcess(CoordinatorDriver):
 
     def _on_message(self, peer: int, message: ToCoordinator) -> None:
         now_s = time.monotonic()
-        if isinstance(message, AgentHello | Exited | StopJob | CpuTimes | CheckpointCommitted):
+        if is_operator(peer) or isinstance(message, FromOperator):
+            self._desk.received(peer, message)
+        elif isinstance(message, AgentHello | Exited | StopJob | CpuTimes | CheckpointCommitted):
             if peer == AGENT:
                 self._on_agent(message)
         elif message.worker != peer:
@@ -457,9 +446,15 @@ class CoordinatorProcess(CoordinatorDriver):
         else:
             self._stop_workers()
 
+    def _stop_for_operator(self) -> None:
+        """The agent deals with it as with a signal, and tells every later coordinator."""
+        self._server.send(AGENT, StopAsked())
+        self._stop_workers()
+
     def _stop_workers(self) -> None:
         self._joiners.stop()
         self._stop = Stop()
+        self._operations.stopping()
         self._server.send_all(self.core.members, self._stop)
 
     def _watch(self, worker: int) -> None:
@@ -467,16 +462,8 @@ class CoordinatorProcess(CoordinatorDriver):
         if worker in self._watched:
             return
         self._watched.add(worker)
-        loop = asyncio.get_running_loop()
-
-        def wait() -> None:
-            if self._setup.deaths.wait(worker):
-                with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
-                    loop.call_soon_threadsafe(
-                        self._background.guarded, lambda: self._on_end_of_process(worker, "has ended")
-                    )
-
-        threading.Thread(target=wait, name=f"end of worker {worker}", daemon=True).start()
+        ended = partial(self._on_end_of_process, worker, "has ended")
+        call_at_end(self._setup.deaths, worker, partial(self._background.guarded, ended))
 
     def _on_end_of_process(self, worker: int, text: str) -> None:
         self._joiners.ended(worker, time.monotonic())
@@ -496,6 +483,7 @@ class CoordinatorProcess(CoordinatorDriver):
             self._server.send(worker, self._start)  # one that trains already takes no notice
         if self._stop is not None:
             self._server.send(worker, self._stop)
+        self._operations.registered(worker)
         self._report_restart(now_s)
 
     def _report_restart(self, now_s: float) -> None:
@@ -516,6 +504,7 @@ class CoordinatorProcess(CoordinatorDriver):
             since_s=message.since_s,
         )
         self._detector.heartbeat(message.worker, position, now_s)
+        self._desk.heard(message)
         self._recoveries.log.seen(message.worker, position)
         self._faults.strike(message.step)
 
@@ -529,6 +518,7 @@ class CoordinatorProcess(CoordinatorDriver):
             checkpoint=message.checkpoint,
         )
         if self.hears_vote(message.worker, evidence, message.epoch) and self._ended is None:
+            self._operations.committed(message)
             self._to_recorder(message, now_s)
 
     def _to_recorder(
@@ -655,9 +645,11 @@ class CoordinatorProcess(CoordinatorDriver):
                 self._terminal.say_trouble(
                     f"{self._events.path} lacks the last {self._events.num_lost} events of the run"
                 )
+        self._desk.ended(ended.outcome, ended.reason)
         for peer in self._server.peers:
-            self._server.send(peer, self._ended if peer == AGENT else Exit())
-            self._informed.add(peer)
+            if not is_operator(peer):
+                self._server.send(peer, self._ended if peer == AGENT else Exit())
+                self._informed.add(peer)
         self._over.set()
 
     # --------------------------------------------------------------------------------------------------------- joiners
@@ -783,6 +775,7 @@ class CoordinatorProcess(CoordinatorDriver):
         decision = effect.decision
         self._detector.resume(time.monotonic())
         self._report_restart(time.monotonic())  # workers that were still missing are no members any more
+        self._operations.decided(decision)
         self._recoveries.log.decided(decision, time.monotonic(), self._plan_s)
         self._recorder.decided(decision)
         if effect.predicted_step_s is not None:

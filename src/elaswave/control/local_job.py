@@ -32,11 +32,14 @@ from elaswave.control.agent_messages import (
     ShowText,
     SpawnJoiner,
     StepLosses,
+    StopAsked,
     StopJob,
     ToAgent,
 )
 from elaswave.control.client import ControlClient
-from elaswave.control.coordinator import JOURNAL_FILE, CoordinatorSetup, run_coordinator
+from elaswave.control.control_file import remove_control_file, write_control_file
+from elaswave.control.coordinator import run_coordinator
+from elaswave.control.coordinator_setup import JOURNAL_FILE, CoordinatorSetup
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import how_it_ended
 from elaswave.control.job_folder import JobFolder
@@ -137,6 +140,8 @@ class LocalJob:
         script: Script | None = None,
     ) -> None:
         self.stop_signal: int | None = None
+        self._stop_by_ctl = False
+        """Whether it stands for the command of a person elsewhere."""
         self._prepared: Prepared | None = None
         """What the template has said, once it is there."""
         self._script = script
@@ -190,6 +195,10 @@ class LocalJob:
             raise
         self.template_pid = self._processes.template_pid
         self._selector = self._processes.selector
+        try:
+            write_control_file(run_dir, self._listen, self._key)
+        except OSError as error:
+            reporter.message(f"elaswave ctl cannot reach this run, its key cannot be written: {error}")
 
     def await_template(self) -> StateShapes:
         """Waits until workers can be forked.
@@ -348,6 +357,7 @@ class LocalJob:
         """Passes a signal on; later coordinators are told with the hello."""
         assert self._client is not None
         name = "a callback has failed" if self.stop_signal is None else STOP_SIGNALS[self.stop_signal]
+        name = "elaswave ctl stop" if self._stop_by_ctl else name
         self._reporter.message(f"{name}: ending after this step, with a checkpoint; Ctrl-C ends at once")
         self._client.send(StopJob())
 
@@ -400,6 +410,9 @@ class LocalJob:
             for effect in self._agent.handle(JoinerWanted(message.worker)):
                 assert isinstance(effect, StartJoiner)
                 self._processes.ask_template(template_messages.SpawnJoiner(worker=effect.worker))
+        elif isinstance(message, StopAsked):
+            if self.stop_signal is None:
+                self.stop_signal, self._stop_by_ctl = signal.SIGTERM, True
         else:
             self._ended = message
             self._agent.handle(JobEnded())
@@ -540,6 +553,7 @@ class LocalJob:
         if self._is_over:
             return
         self._is_over = True
+        remove_control_file(self._run_dir)
         self._processes.end()
         if self._client is not None:
             self._client.close(0.0)

@@ -7,18 +7,32 @@ each for a bounded time and with bounded memory; a connection that is turned awa
 A message that must not be lost carries a number. It is acknowledged when `on_message` has returned; one that comes
 again, because its connection ended before the acknowledgement, is handled once in the life of a server. A new server
 knows of none, so that messages may be handled once by each.
+
+Operators hold the job's key too, but are no part of the job: they come and go, and a person may stop one in the middle
+of a word. What one of them may send, and leave unread, is a small part of what a worker may (`OPERATOR_LIMITS`).
 """
 
 import asyncio
 import ipaddress
 import logging
+import math
 import socket
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from elaswave.control.wire import COORDINATOR, MAX_MESSAGE_BYTES, Frame, Kind, Session, Tls, encode, peer_name
+from elaswave.control.wire import (
+    COORDINATOR,
+    MAX_MESSAGE_BYTES,
+    Frame,
+    Kind,
+    Session,
+    Tls,
+    encode,
+    is_operator,
+    peer_name,
+)
 from elaswave.errors import AuthenticationError, FrameError
 from elaswave.transport import addresses
 from elaswave.transport.handshake import check_key
@@ -37,6 +51,21 @@ _log = logging.getLogger("elaswave.control")
 _T = TypeVar("_T")
 
 
+class PeerLimits(NamedTuple):
+    """What is borne of one peer before it is cut off."""
+
+    message_bytes_max: int
+    """Of one message from it."""
+    outbox_bytes_max: int
+    """That wait for it."""
+    frames_per_s: float = math.inf
+    """From it, in the mean; `BURST_S` of it may come at once."""
+
+
+OPERATOR_LIMITS = PeerLimits(message_bytes_max=1 << 16, outbox_bytes_max=4 << 20, frames_per_s=50.0)
+BURST_S = 10.0
+
+
 class ControlServer(Generic[_T]):
     """Listens for workers and agents, and exchanges messages with them.
 
@@ -45,6 +74,7 @@ class ControlServer(Generic[_T]):
     Args:
         max_message_bytes: largest message in either direction.
         max_outbox_bytes: a peer for which more waits is cut off.
+        operator_limits: the same, and more, for operators.
         handshake_timeout_s: how long an unauthenticated peer may take to prove that it holds the key.
         stall_timeout_s: how long a peer may leave unread what waits for it.
     """
@@ -54,13 +84,15 @@ class ControlServer(Generic[_T]):
         *,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         max_outbox_bytes: int = MAX_OUTBOX_BYTES,
+        operator_limits: PeerLimits = OPERATOR_LIMITS,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         self.address = ""
         """Where clients connect, once started."""
         self.max_message_bytes = max_message_bytes
-        self.max_outbox_bytes = max_outbox_bytes
+        self.limits = PeerLimits(max_message_bytes, max_outbox_bytes)
+        self.operator_limits = operator_limits
         self.handshake_timeout_s = handshake_timeout_s
         self.stall_timeout_s = stall_timeout_s
         self._unauthenticated: UnauthenticatedPeers[_Connection] = UnauthenticatedPeers()
@@ -169,6 +201,12 @@ class ControlServer(Generic[_T]):
                 reached.append(peer)
         return reached
 
+    def hang_up(self, peer: int) -> None:
+        """Ends a peer's connection: what is written already still goes out, what does not fit is dropped."""
+        connection = self._peers.get(peer)
+        if connection is not None:
+            connection.hang_up()
+
     async def close(self, flush_timeout_s: float = 1.0) -> None:
         """Stops listening, sends what waits, ends all connections. No callback is called any more.
 
@@ -221,6 +259,8 @@ class ControlServer(Generic[_T]):
         peer = connection.session.peer
         if self._peers.get(peer) is connection:
             del self._peers[peer]
+            if is_operator(peer):
+                del self._handled[peer]  # it never comes again: another one has another id
             if not self._closing:
                 self._call(self._on_closed, peer)
 
@@ -228,9 +268,10 @@ class ControlServer(Generic[_T]):
         """Frames have come from a peer that has proved that it holds the key."""
         peer = connection.session.peer
         answer = False
+        connection.count(len(frames))
         try:
             for frame in frames:
-                if self._closing or self._done.done():
+                if self._closing or self._done.done() or connection.is_hung_up:
                     return
                 if frame.kind is Kind.OPEN:
                     self._opened(connection, peer, frame.number)
@@ -271,7 +312,7 @@ class ControlServer(Generic[_T]):
         if connection not in self._unauthenticated:
             raise FrameError(f"{peer_name(peer)} opened its connection twice")
         self._unauthenticated.remove(connection)
-        connection.settle()
+        connection.settle(self.operator_limits if is_operator(peer) else self.limits)
         older = self._peers.get(peer)
         self._peers[peer] = connection
         if older is not None:
@@ -303,6 +344,12 @@ class _Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._refused = False
         self._settled = False
+        self.is_hung_up = False
+        """What comes is not read any more."""
+        self._limits = server.limits
+        self._num_frames = 0.0
+        """That count against the limit."""
+        self._counted_s = self._loop.time()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -315,7 +362,7 @@ class _Connection(asyncio.Protocol):
         self._timer = self._loop.call_later(self._server.handshake_timeout_s, self.refuse, slow)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._refused or self.is_hung_up:
             return
         self.heard = self._loop.time()
         try:
@@ -329,20 +376,43 @@ class _Connection(asyncio.Protocol):
 
     def write(self, kind: Kind, number: int, payload: bytes) -> bool:
         """Sends a frame; returns whether the connection still stands."""
-        if self._refused or self.transport.is_closing():
+        if self._refused or self.is_hung_up or self.transport.is_closing():
             return False
         self.session.write(kind, number, payload)
         self._flush()
         waiting = self.transport.get_write_buffer_size()
-        if waiting > self._server.max_outbox_bytes:
+        if waiting > self._limits.outbox_bytes_max:
             self.refuse(f"{peer_name(self.session.peer)} does not read: {waiting} bytes wait for it")
             return False
         return True
 
-    def settle(self) -> None:
-        """The handshake is over: its time limit ends."""
+    def settle(self, limits: PeerLimits) -> None:
+        """The handshake is over: its time limit ends, the peer's own limits begin."""
         self._settled = True
+        self._limits = limits
+        self.session.max_message_bytes = limits.message_bytes_max
         self._stop_timer()
+
+    def count(self, num_frames: int) -> None:
+        """Frames have come.
+
+        Raises:
+            FrameError: too many in too short a time.
+        """
+        now_s, rate = self._loop.time(), self._limits.frames_per_s
+        if rate < math.inf:
+            left = self._num_frames - (now_s - self._counted_s) * rate
+            self._num_frames, self._counted_s = max(0.0, left) + num_frames, now_s
+            if self._num_frames > rate * BURST_S:
+                raise FrameError(f"{peer_name(self.session.peer)} sends more than {rate:g} frames a second")
+
+    def hang_up(self) -> None:
+        """Ends the connection, without waiting for a peer that does not read."""
+        self.is_hung_up = True
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         if self._timer is None:

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from elaswave.config.schema import Config
-from elaswave.control.coordinator import CoordinatorSetup, run_coordinator
+from elaswave.control.coordinator import run_coordinator
+from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.data_survey import survey
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import Child, fork

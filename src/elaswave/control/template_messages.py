@@ -35,7 +35,7 @@ class SpawnJoiner(Message, frozen=True, kw_only=True):
 
 
 class SpawnCoordinator(Message, frozen=True, kw_only=True):
-    """Fork a coordinator; see `elaswave.control.coordinator.CoordinatorSetup`."""
+    """Fork a coordinator; see `elaswave.control.coordinator_setup.CoordinatorSetup`."""
 
     num_samples: int
     """Of a data pass."""

@@ -35,6 +35,8 @@ COORDINATOR = 2**32 - 2
 """The coordinator's id in the handshake."""
 FIRST_AGENT = 2**31
 """Ids of agents begin here; those below belong to workers."""
+FIRST_OPERATOR = 3 * 2**30
+"""Ids of operators (`elaswave ctl`) begin here."""
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message, encoded: checkpoint items of models with very many tensors."""
 
@@ -49,10 +51,26 @@ def agent_id(node: int) -> int:
     return FIRST_AGENT + node
 
 
+def operator_id(number: int) -> int:
+    """The id of an operator on control connections.
+
+    Args:
+        number: drawn at random, so that two operators of a job hardly ever have the same one.
+    """
+    return FIRST_OPERATOR + number % (COORDINATOR - FIRST_OPERATOR)
+
+
+def is_operator(peer: int) -> bool:
+    """Whether an id is an operator's."""
+    return FIRST_OPERATOR <= peer < COORDINATOR
+
+
 def peer_name(peer: int) -> str:
     """What a participant is called in messages."""
     if peer == COORDINATOR:
         return "the coordinator"
+    if is_operator(peer):
+        return f"operator {peer - FIRST_OPERATOR}"
     return f"worker {peer}" if peer < FIRST_AGENT else f"the agent of node {peer - FIRST_AGENT}"
 
 
@@ -197,7 +215,8 @@ class Session(Generic[_T]):
         self._make_side = make_side
         self._key = check_key(key)
         self._listens = listens
-        self._max_message_bytes = max_message_bytes
+        self.max_message_bytes = max_message_bytes
+        """Largest message that may arrive; may be changed."""
         self._decoder: msgspec.msgpack.Decoder[_T] = msgspec.msgpack.Decoder(receives)
         self._tls = _TlsLayer(security, listens=listens) if security else None
         self._side: Dialler | Listener | None = None
@@ -333,9 +352,9 @@ class Session(Generic[_T]):
                     f"{peer_name(self.peer)} speaks version {version} of the control protocol, this process "
                     f"{PROTOCOL_VERSION}: install one release everywhere"
                 )
-            if length > self._max_message_bytes:
+            if length > self.max_message_bytes:
                 raise FrameError(
-                    f"a message of {length} bytes from {peer_name(self.peer)}; at most {self._max_message_bytes} are "
+                    f"a message of {length} bytes from {peer_name(self.peer)}; at most {self.max_message_bytes} are "
                     "allowed"
                 )
             end = at + _HEADER.size + length

@@ -37,6 +37,7 @@ from elaswave.observability.result import (
 MARKER_FILE = "run.json"
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
+CONTROL_FILE = "control.json"
 CHECKPOINTS_DIR = "checkpoints"
 DATA_FILE = "data.json"
 LOGS_DIR = "logs"
@@ -53,6 +54,7 @@ WRITTEN_NAMES = (
     EVENTS_FILE,
     FAULTS_FILE,
     PROCESSES_FILE,
+    CONTROL_FILE,
     TRACE_FILE,
     DATA_FILE,
     CHECKPOINTS_DIR,

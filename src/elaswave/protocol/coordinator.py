@@ -261,6 +261,11 @@ class Coordinator:
         """Whether a planned change is not known to be in force yet (M1)."""
         return bool(self._changes) and self._num_changes > self.in_force().change
 
+    @property
+    def newest_change(self) -> LayoutChange | None:
+        """The newest change that was planned since the newest decision, in force or not."""
+        return self._changes.get(self._num_changes)
+
     def believes(self, worker: int, peer: int, epoch: int) -> bool:
         """Whether it counts what a worker says: that its link to a peer has ended.
 

@@ -11,7 +11,7 @@ from elaswave.protocol.facts import Facts
 from elaswave.protocol.messages import FIRST_EPOCH, Fenced, Joining, Prepare, Registered
 from elaswave.transport.interface import Transport
 from elaswave.worker.activity import Activity
-from elaswave.worker.messages import Heartbeat, Settled, Stop, ToWorker
+from elaswave.worker.messages import Heartbeat, Settled, Stop, TakeCheckpoint, ToWorker
 
 
 class SharedFacts(Facts):
@@ -73,8 +73,10 @@ class Mailbox:
     def __init__(self, worker: int, transport: Transport) -> None:
         self.urgent = False
         """Whether a message waits that the main thread must see before it goes on."""
-        self.request = Request.NONE
-        """What the coordinator has told this worker to ask for."""
+        self.must_stop = False
+        """Whether the coordinator has told this worker to ask for the end."""
+        self.num_held = (0, 0)
+        """Blocks that it owns and follows, for heartbeats."""
         self.registration = Registered(worker=worker, address=transport.address, epoch=FIRST_EPOCH, report=None)
         """As of `WorkerMachine.registration`, which another thread must not ask."""
         self.joining: Joining | None = None
@@ -84,6 +86,11 @@ class Mailbox:
         self.place = (FIRST_EPOCH, 0, 0)
         """Epoch, step and attempt, for heartbeats."""
         self._transport = transport
+        self._wanted = (0, -1)
+        """The newest (epoch, step) after which the coordinator wants a checkpoint."""
+        self._asked = (0, 0)
+        """(epoch, step) of the newest vote that has asked for one and committed. Both are compared, never cleared: one
+        thread sets the one, the other the other."""
         self._messages: deque[ToWorker] = deque()
         self._changed = threading.Condition()
 
@@ -110,12 +117,28 @@ class Mailbox:
             computing=doing.computing,
             waiting_on=doing.waiting_on,
             since_s=time.monotonic() - doing.since_s,
+            num_owned=self.num_held[0],
+            num_followed=self.num_held[1],
         )
+
+    @property
+    def request(self) -> Request:
+        """What the coordinator has told this worker to ask for in its next ballot."""
+        if self.must_stop:
+            return Request.STOP
+        return Request.CHECKPOINT if self._wanted >= self._asked else Request.NONE
+
+    def asked_for_checkpoint(self, epoch: int, step: int) -> None:
+        """A vote has asked for a checkpoint, or for the end, and has committed a step."""
+        self._asked = max(self._asked, (epoch, step))
 
     def receive(self, message: ToWorker) -> None:
         """Takes a message; called on the control client's thread."""
         if isinstance(message, Stop):
-            self.request = Request.STOP
+            self.must_stop = True
+            return
+        if isinstance(message, TakeCheckpoint):
+            self._wanted = max(self._wanted, (message.epoch, message.after))
             return
         if isinstance(message, Settled):
             self.facts.settled(message.step)

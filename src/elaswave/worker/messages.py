@@ -55,6 +55,9 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     waiting_on: tuple[int, ...]
     since_s: float
     """Seconds in this position."""
+    num_owned: int = 0
+    """Blocks that it owned when its newest step began."""
+    num_followed: int = 0
 
 
 class LinkLost(Message, frozen=True, kw_only=True):
@@ -161,6 +164,15 @@ class Settled(Message, frozen=True, kw_only=True):
     step: int
 
 
+class TakeCheckpoint(Message, frozen=True, kw_only=True):
+    """Ask in the votes for a durable checkpoint, until one that has asked for it commits a step later than `after`. It
+    may come twice, and late."""
+
+    epoch: int
+    """The coordinator's. Steps of an older epoch, which a rollback may have made void, are no answer."""
+    after: int
+
+
 class Stop(Message, frozen=True, kw_only=True):
     """End, with a durable checkpoint, after the step whose vote carries it."""
 
@@ -218,4 +230,4 @@ FromWorker = (
     | Finished
     | Failed
 )
-ToWorker = Start | Settled | Stop | Exit | Prepare | Decision | Fenced | LayoutChange
+ToWorker = Start | Settled | TakeCheckpoint | Stop | Exit | Prepare | Decision | Fenced | LayoutChange

@@ -124,6 +124,8 @@ class ControlOutbox:
 
     def committed(self, committed: Committed) -> StepReport:
         """A committed step; now and then also how long actions take."""
+        if committed.request is not Request.NONE:
+            self._mailbox.asked_for_checkpoint(self.machine.member.epoch, committed.step)
         if committed.was_run:
             self._report_timings(committed.step)
         skipped = committed.nonfinite

@@ -7,6 +7,7 @@ from elaswave.protocol.engine import Phase, StepObserver
 from elaswave.protocol.messages import Decision
 from elaswave.protocol.position import DATA
 from elaswave.protocol.worker import WorkerMachine
+from elaswave.state.placement import Role
 from elaswave.state.store import HeldBlock
 from elaswave.types import Action
 from elaswave.worker.mailbox import Mailbox
@@ -49,6 +50,12 @@ class StepWatch(StepObserver):
         """Starts the step's clock."""
         self.step_began_s = time.monotonic()
         self._mailbox.place = (self.machine.member.epoch, step, attempt)
+        self._mailbox.num_held = self._num_held()
+
+    def _num_held(self) -> tuple[int, int]:
+        """How many blocks the worker owns and follows."""
+        num_owned = sum(held.role is Role.OWNER for held in self.machine.copies.values())
+        return num_owned, len(self.machine.copies) - num_owned
 
     def evaluation_begins(self) -> None:
         """Starts the evaluation's clock."""

@@ -1,0 +1,241 @@
+"""``elaswave ctl RUN ACTION``: asks a running job how it gets on, or for something; says what was decided and why."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from elaswave.cli.ctl_status import StatusDisplay, render_status
+from elaswave.cli.tables import terminal_width
+from elaswave.control.operator_client import OperatorClient
+from elaswave.control.operator_messages import (
+    FAILURES,
+    Answer,
+    AskCheckpoint,
+    AskDrain,
+    AskJoin,
+    AskMigrate,
+    AskRebalance,
+    AskStatus,
+    AskStop,
+    JobOver,
+    JobStatus,
+    Request,
+    StatusAnswer,
+)
+from elaswave.errors import ControlError
+from elaswave.observability.output import say_error
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+DEFAULT_TIMEOUT_S = 60.0
+_SECONDS = click.FloatRange(min=0.0, min_open=True)
+
+
+class Numbers(click.ParamType):
+    """Whole numbers with commas between them, each at least 1."""
+
+    name = "N,N,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers; what is none is a bad parameter."""
+        try:
+            numbers = tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is no list of whole numbers with commas between them, such as 3,5", param, ctx)
+        if min(numbers) < 1:
+            self.fail(f"{value!r} has a number below 1; every stage needs a layer and a worker", param, ctx)
+        return numbers
+
+
+NUMBERS = Numbers()
+
+
+@click.group(
+    name="ctl",
+    subcommand_metavar="ACTION [OPTIONS]",
+    short_help="Talk to a running job: status, checkpoint, stop, other layouts.",
+    epilog="Exit codes: 0 done, 1 refused, not done in time, or no job runs there, 2 bad input.",
+)
+@click.argument("run", type=click.Path(path_type=Path))
+@click.pass_context
+def ctl_group(ctx: click.Context, run: Path) -> None:
+    """Talk to the job that runs in the folder RUN. Every action answers with what was decided and why.
+
+    \b
+    elaswave ctl RUN status --watch
+    elaswave ctl RUN checkpoint --wait
+    elaswave ctl RUN rebalance
+    elaswave ctl RUN migrate --layers 3,5
+    elaswave ctl RUN stop --wait
+    elaswave ctl RUN ACTION --help
+    """
+    ctx.obj = run
+
+
+def _options(function: Function) -> Function:
+    """Adds the options that every action has."""
+    timeout = click.option(
+        "--timeout",
+        "timeout_s",
+        type=_SECONDS,
+        default=DEFAULT_TIMEOUT_S,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long to wait for the answer, also while the coordinator is being replaced.",
+    )
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON; how it gets on goes to stderr.")
+    return timeout(as_json(function))
+
+
+@ctl_group.command(name="status", short_help="How the job gets on.")
+@click.option("--watch", is_flag=True, help="Again and again, until the job ends; with --json one line each time.")
+@click.option("--interval", "interval_s", type=_SECONDS, default=1.0, show_default=True, help="Seconds between two.")
+@_options
+@click.pass_obj
+def status_command(run: Path, watch: bool, interval_s: float, timeout_s: float, as_json: bool) -> None:
+    """Show step, loss, layout, workers, copies, recoveries, checkpoints, what is under way, and a prediction."""
+    with OperatorClient(run) as client:
+        if watch:
+            _watch(client, run, max(0.1, interval_s), timeout_s, as_json=as_json)
+            return
+        status = _ask_status(client, timeout_s)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(status), indent=2))
+    else:
+        click.echo("\n".join(render_status(status, run, terminal_width())))
+
+
+def _ask_status(client: OperatorClient, timeout_s: float) -> JobStatus:
+    for answer in client.ask(lambda request: AskStatus(request=request), timeout_s):
+        if isinstance(answer, StatusAnswer):
+            return answer.status
+        raise ControlError(answer.reason)
+    raise AssertionError("an answer or an error comes")
+
+
+def _watch(client: OperatorClient, run: Path, interval_s: float, timeout_s: float, *, as_json: bool) -> None:
+    """Shows the status until the job ends."""
+    with StatusDisplay(run, sys.stdout, as_json=as_json) as display:
+        while client.over() is None:
+            try:
+                display.show(_ask_status(client, timeout_s))
+            except ControlError:
+                if client.over() is None:
+                    raise
+                break
+            client.wait(interval_s)
+        display.over(client.over())
+
+
+@ctl_group.command(name="checkpoint", short_help="Have a durable checkpoint written.")
+@click.option("--wait", is_flag=True, help="Until it is durable; else until the vote that asks all workers for it.")
+@_options
+@click.pass_obj
+def checkpoint_command(run: Path, wait: bool, timeout_s: float, as_json: bool) -> None:
+    """Have a durable checkpoint written of the state after one of the next steps, and say of which."""
+    _act(run, lambda request: AskCheckpoint(request=request, wait=wait), timeout_s, as_json)
+
+
+@ctl_group.command(name="stop", short_help="End the job with a checkpoint.")
+@click.option("--wait", is_flag=True, help="Until the job has ended.")
+@_options
+@click.pass_obj
+def stop_command(run: Path, wait: bool, timeout_s: float, as_json: bool) -> None:
+    """End the job after the step in hand, with a checkpoint, as SIGTERM does."""
+    with OperatorClient(run) as client:
+        answer = _last_answer(client, lambda request: AskStop(request=request), timeout_s, as_json)
+        over = client.wait_for_end(timeout_s) if wait and answer.decided == "stopping" else None
+    _finish(answer, as_json, over)
+
+
+@ctl_group.command(name="rebalance", short_help="Look for a better layout now.")
+@_options
+@click.pass_obj
+def rebalance_command(run: Path, timeout_s: float, as_json: bool) -> None:
+    """Look for a better layout of the present workers, with what was measured, and change to it if there is one."""
+    _act(run, lambda request: AskRebalance(request=request), timeout_s, as_json)
+
+
+@ctl_group.command(name="migrate", short_help="Change to another layout.")
+@click.option("--layers", type=NUMBERS, help="Number of layers of each stage, as layout.layers; default: as they are.")
+@click.option("--widths", type=NUMBERS, help="Number of workers of each stage, as layout.widths; default: as they are.")
+@_options
+@click.pass_obj
+def migrate_command(
+    run: Path, layers: tuple[int, ...] | None, widths: tuple[int, ...] | None, timeout_s: float, as_json: bool
+) -> None:
+    """Change to a layout with these layers and workers of the stages, while training goes on.
+
+    Workers stay in their stage as far as the widths permit; micro-batches go to the workers of a stage in turn. No
+    result depends on it.
+    """
+    if layers is None and widths is None:
+        raise click.UsageError("give --layers, --widths, or both: what is the layout to be?")
+    _act(run, lambda request: AskMigrate(request=request, layers=layers, widths=widths), timeout_s, as_json)
+
+
+@ctl_group.command(name="join", short_help="Take in new workers.")
+@click.argument("num_workers", metavar="[N]", type=click.IntRange(min=1), default=1)
+@_options
+@click.pass_obj
+def join_command(run: Path, num_workers: int, timeout_s: float, as_json: bool) -> None:
+    """Start N new workers (1 if it is not given) and take them into the job."""
+    _act(run, lambda request: AskJoin(request=request, num_workers=num_workers), timeout_s, as_json)
+
+
+@ctl_group.command(name="drain", short_help="Let a worker go.")
+@click.argument("worker", type=click.IntRange(min=0))
+@click.option("--deadline", "deadline_s", type=_SECONDS, metavar="SECONDS", help="After which it is lost instead.")
+@_options
+@click.pass_obj
+def drain_command(run: Path, worker: int, deadline_s: float | None, timeout_s: float, as_json: bool) -> None:
+    """Let a worker leave at a step boundary, when others hold what it held: nothing is done twice."""
+    make = lambda request: AskDrain(request=request, worker=worker, deadline_s=deadline_s)  # noqa: E731
+    _act(run, make, timeout_s, as_json)
+
+
+# ------------------------------------------------------------------------------------------------------------ answers
+
+
+def _act(run: Path, make: Callable[[int], Request], timeout_s: float, as_json: bool) -> None:
+    with OperatorClient(run) as client:
+        answer = _last_answer(client, make, timeout_s, as_json)
+    _finish(answer, as_json)
+
+
+def _last_answer(client: OperatorClient, make: Callable[[int], Request], timeout_s: float, as_json: bool) -> Answer:
+    """Asks, shows how it gets on, and returns the last answer."""
+    for answer in client.ask(make, timeout_s):
+        assert isinstance(answer, Answer)
+        if answer.is_last:
+            return answer
+        click.echo(_line(answer), err=as_json)
+    raise AssertionError("a last answer or an error comes")
+
+
+def _finish(answer: Answer, as_json: bool, over: JobOver | None = None) -> None:
+    """Shows what came of it; ends with 1 if that is not what was asked for."""
+    failed = answer.decided in FAILURES or (over is not None and over.outcome == "failed")
+    if as_json:
+        document = {"decided": answer.decided, "reason": answer.reason}
+        for name in ("step", "layout", "predicted_step_s", "present_step_s"):
+            if (value := getattr(answer, name)) is not None:
+                document[name] = value
+        if over is not None:
+            document["outcome"], document["outcome_reason"] = over.outcome, over.reason
+        click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2))
+    lines = [_line(answer)] + ([f"{over.outcome}: {over.reason}" if over.reason else over.outcome] if over else [])
+    if failed:
+        say_error("error: " + "; ".join(lines))
+        sys.exit(1)
+    if not as_json:
+        click.echo("\n".join(lines))
+
+
+def _line(answer: Answer) -> str:
+    step = "" if answer.step is None else f" (step {answer.step})"
+    return f"{answer.decided}{step}: {answer.reason}"

@@ -1,0 +1,94 @@
+"""`control.json` in the run folder: where a running job is talked to, and its key. No state here.
+
+Whoever can read it can do with the job what its owner can, so its mode is 0600. The launcher writes it when the job
+begins and removes it when the job ends. A launcher that is killed leaves it behind; all processes of the job end with
+the launcher, so that a file whose launcher is gone is known to be stale, and its key opens nothing.
+"""
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+
+from elaswave.errors import ControlError, RunFolderError
+from elaswave.observability.processes import RunProcess, described, lives
+from elaswave.observability.run_folder import CONTROL_FILE, is_run
+
+
+class ControlFile(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands in `control.json`."""
+
+    address: str
+    """Where the coordinator listens."""
+    key: str
+    """The job's, hexadecimal."""
+    host: str
+    """Where the job runs."""
+    launcher: RunProcess
+
+
+def write_control_file(run_dir: Path, address: str, key: bytes) -> None:
+    """Writes it for a job that this process launches. What an earlier one has left is replaced.
+
+    Raises:
+        OSError: the folder takes no file; a job can do without.
+    """
+    content = ControlFile(
+        address=address, key=key.hex(), host=socket.gethostname(), launcher=described("launcher", 0, os.getpid())
+    )
+    temporary = run_dir / f".{CONTROL_FILE}.{os.getpid()}.tmp"
+    try:
+        temporary.unlink(missing_ok=True)
+        # The mode holds from the very first instant: nobody else can ever have opened it.
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(content) + b"\n")
+        os.replace(temporary, run_dir / CONTROL_FILE)
+    except OSError:
+        for path in (temporary, run_dir / CONTROL_FILE):  # an earlier job's must not stand there for this one's
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise
+
+
+def remove_control_file(run_dir: Path) -> None:
+    """Removes it: the job is over."""
+    with contextlib.suppress(OSError):
+        (run_dir / CONTROL_FILE).unlink(missing_ok=True)
+
+
+def read_control_file(run_dir: Path) -> ControlFile:
+    """How the job that runs in a folder is talked to.
+
+    Raises:
+        RunFolderError: the folder holds no run.
+        ControlError: no job runs there, it runs on another machine, or this user may not talk to it.
+    """
+    path = run_dir / CONTROL_FILE
+    try:
+        content = msgspec.json.decode(path.read_bytes(), type=ControlFile)
+    except FileNotFoundError:
+        if not is_run(run_dir):
+            raise RunFolderError(f"{run_dir} holds no run; give the folder of a run that is going on") from None
+        raise ControlError(
+            f"no job runs in {run_dir}: there is no {CONTROL_FILE}, which a job keeps from its start to its end; "
+            f"`elaswave inspect {run_dir}` shows what became of it"
+        ) from None
+    except OSError as error:
+        raise ControlError(
+            f"{path} cannot be read ({error.strerror}): only the user who has started the job can talk to it"
+        ) from error
+    except msgspec.MsgspecError as error:
+        raise ControlError(f"{path} is damaged ({error}): it is written by the job's launcher alone") from None
+    if content.host != socket.gethostname():
+        raise ControlError(
+            f"the job in {run_dir} runs on {content.host}, and is talked to over a socket of that machine: give the "
+            "command there"
+        )
+    if not lives(content.launcher):
+        raise ControlError(
+            f"no job runs in {run_dir}: {CONTROL_FILE} is stale, its launcher (process {content.launcher.pid}) was "
+            "killed, and all processes of a job end with their launcher; the next run in the folder replaces the file"
+        )
+    return content

@@ -1,0 +1,35 @@
+"""What a coordinator's process is started with."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from elaswave.control.death_watch import DeathWatch
+from elaswave.data.sampler import Sampler
+from elaswave.faults.injection import Fault
+from elaswave.protocol import events
+from elaswave.state.checkpoint_format import CheckpointMeta
+from elaswave.worker.run_plan import RunPlan
+
+JOURNAL_FILE = "journal"
+
+
+class CoordinatorSetup(NamedTuple):
+    """What a coordinator is started with."""
+
+    plan: RunPlan
+    sampler: Sampler
+    run_dir: Path
+    control_dir: Path
+    """Private folder of the job: journal and socket."""
+    listen: str
+    key: bytes
+    checkpoint: tuple[Path, CheckpointMeta] | None
+    started_s: float
+    deaths: DeathWatch
+    faults: tuple[Fault, ...]
+    """Those of the coordinator are carried out here."""
+    coordinator_ends_s: tuple[float, ...]
+    """Monotonic times at which earlier coordinators of the job have ended."""
+    before_effect: Callable[[events.CoordinatorEffect], None]
+    """Called before each effect is carried out (fault injection and tests)."""

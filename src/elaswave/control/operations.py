@@ -1,0 +1,145 @@
+"""What a person can ask of a running job with `elaswave ctl`: one method for each request. The coordinator's side.
+
+A method decides in its turn and never waits: a reply says what was decided and why, and how to find out what became of
+it (`Reply.follow`). What cannot be done now is refused. All requests mean the same when they come twice, since an
+operator asks a successor again.
+"""
+
+from collections.abc import Callable, Iterable
+
+from elaswave.control.asked_checkpoints import AskedCheckpoints
+from elaswave.control.job_status import JobParts
+from elaswave.control.operator_messages import (
+    AskCheckpoint,
+    AskDrain,
+    AskJoin,
+    AskMigrate,
+    AskRebalance,
+    AskStop,
+)
+from elaswave.control.reply import Reply, refusal
+from elaswave.protocol.messages import Decision
+from elaswave.worker.messages import StepReport, TakeCheckpoint
+
+Action = AskCheckpoint | AskStop | AskRebalance | AskMigrate | AskJoin | AskDrain
+"""A request that is for something to be done."""
+_NOT_YET = "this version of elaswave cannot do that: {}"
+
+
+class Operations:
+    """What operators can ask of one job.
+
+    Args:
+        job: what is known of it.
+        send_all: sends a message to workers.
+        stop: tells all that the job ends after the step in hand; may be called again.
+    """
+
+    def __init__(
+        self,
+        job: JobParts,
+        *,
+        send_all: Callable[[Iterable[int], TakeCheckpoint], object],
+        stop: Callable[[], None],
+    ) -> None:
+        self._job = job
+        self._send_all = send_all
+        self._stop = stop
+        self._is_stopping = False
+        self._checkpoints = AskedCheckpoints(job, lambda message: send_all(job.core.members, message))
+
+    def reply_to(self, request: Action) -> Reply:
+        """Decides about a request."""
+        if isinstance(request, AskStop):
+            return self.request_stop()
+        if self._is_stopping:
+            return refusal("the job ends after the step in hand, with a checkpoint of it")
+        if isinstance(request, AskCheckpoint):
+            return self.request_checkpoint(wait=request.wait)
+        if isinstance(request, AskJoin):
+            return self.request_join(request.num_workers)
+        if isinstance(request, AskDrain):
+            return self.request_drain(request.worker, request.deadline_s)
+        if isinstance(request, AskMigrate):
+            return self.request_migrate(request.layers, request.widths)
+        return self.request_rebalance()
+
+    # -------------------------------------------------------------------------------------------------- the requests
+
+    def request_stop(self) -> Reply:
+        """Ends the job after the step in hand, with a checkpoint of it."""
+        was_stopping, self._is_stopping = self._is_stopping, True
+        self._stop()
+        newest = self._job.state.last_step
+        if was_stopping:
+            return Reply("stopping", "the workers have been told already", step=newest)
+        return Reply("stopping", f"step {newest} is committed; the step in hand is the last, and is checkpointed")
+
+    def request_checkpoint(self, *, wait: bool) -> Reply:
+        """Has a durable checkpoint written.
+
+        Args:
+            wait: whether the last reply is to come when it is durable; else when a vote has asked for it.
+        """
+        num_steps = self._job.config.run.steps
+        if self._job.state.last_step >= num_steps:
+            return refusal(f"all {num_steps} steps are made, and the last one is checkpointed anyway")
+        return self._checkpoints.ask(wait=wait)
+
+    def request_join(self, num_workers: int) -> Reply:
+        """Takes in new workers."""
+        return refusal(_NOT_YET.format("a job does not take in new workers"))
+
+    def request_drain(self, worker: int, deadline_s: float | None) -> Reply:
+        """Lets a worker go at a step boundary.
+
+        Args:
+            worker: its id.
+            deadline_s: after which it is lost like any other; None: as configured.
+        """
+        members = self._job.core.members
+        if worker not in members:
+            return refusal(f"worker {worker} is no member; the members are {', '.join(map(str, members))}")
+        return refusal(_NOT_YET.format("a worker leaves a job only by being lost"))
+
+    def request_migrate(self, layers: tuple[int, ...] | None, widths: tuple[int, ...] | None) -> Reply:
+        """Changes to a layout.
+
+        Args:
+            layers: number of layers of each stage; None: as they are.
+            widths: number of workers of each stage; None: as they are.
+        """
+        return refusal(_NOT_YET.format("layers move only after a loss"))
+
+    def request_rebalance(self) -> Reply:
+        """Looks for a better layout of the members, and changes to it."""
+        return refusal(_NOT_YET.format("a better layout is looked for only after a loss"))
+
+    # --------------------------------------------------------------------------------------------------- what happens
+
+    @property
+    def under_way(self) -> list[str]:
+        """What is asked for or planned and not done yet, in words."""
+        stopping = ["the job ends after the step in hand, with a checkpoint of it"] if self._is_stopping else []
+        return [*stopping, *self._checkpoints.under_way]
+
+    def turn(self) -> None:
+        """To be called now and then."""
+        self._checkpoints.turn()
+
+    def stopping(self) -> None:
+        """The workers are told to end, by whomever."""
+        self._is_stopping = True
+
+    def committed(self, report: StepReport) -> None:
+        """A member reports a step; may be said again."""
+        self._checkpoints.committed(report)
+
+    def decided(self, decision: Decision) -> None:
+        """Survivors go on with a decision."""
+        self._checkpoints.decided(decision)
+
+    def registered(self, worker: int) -> None:
+        """A member has connected: what was told may have been lost with its connection."""
+        if self._checkpoints.told is not None:
+            self._send_all([worker], self._checkpoints.told)

@@ -1,0 +1,48 @@
+"""Messages with the fewest values that make sense."""
+
+from elaswave.protocol.messages import Decision
+from elaswave.state.placement import Placement
+from elaswave.types import Layout, Stage
+from elaswave.worker.messages import StepReport
+
+
+def report_of(step: int, *, epoch: int = 1, checkpoint: int = 0) -> StepReport:
+    """A committed step."""
+    return StepReport(
+        worker=0,
+        epoch=epoch,
+        step=step,
+        attempt=1,
+        loss=1.0,
+        norm=1.0,
+        learning_rate=0.1,
+        duration_s=1.0,
+        phases_s={},
+        vector=b"",
+        change=0,
+        checkpoint=checkpoint,
+        finished_s=float(step),
+        retries=[],
+    )
+
+
+def decision_of(epoch: int, *, rollback: int | None = None) -> Decision:
+    """A decision of one member."""
+    return Decision(
+        term=1,
+        epoch=epoch,
+        members=(0,),
+        lost=(),
+        evidence=None,
+        resume_step=1 if rollback is None else rollback + 1,
+        resume_attempt=1,
+        layout=Layout(stages=(Stage(start=0, stop=1, workers=(0,)),), routes=()),
+        placement=Placement(owner=(), followers=()),
+        deliver=(),
+        rollback=rollback,
+        evaluate=False,
+        checkpoint=False,
+        published=0,
+        promoted=0,
+        reason="",
+    )
