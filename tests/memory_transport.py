@@ -5,6 +5,7 @@ same conformance suite. Sending copies the bytes into the receiver at once, unde
 done when it returns.
 """
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,7 +75,8 @@ class MemoryTransport:
         self._former: set[int] = set()
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
-        self._waiter = Waiter(worker)
+        self._wanted: frozenset[int] = frozenset()
+        self._waiter = Waiter(worker, self._link_wanted)
 
     @property
     def address(self) -> str:
@@ -112,6 +114,21 @@ class MemoryTransport:
                     f"worker {self.worker} has no link after {timeout_s:g} s to workers {missing}: no sign of them"
                 )
             self._waiter.turn(remaining_s)
+
+    def want(self, addresses: Mapping[int, str]) -> None:
+        """Make links in the background; see ``Transport.want``."""
+        self._wanted = frozenset(addresses) - {self.worker}
+
+    def trouble(self, peer: int) -> str:
+        """The last thing seen of a wanted peer; see ``Transport.trouble``."""
+        return "no sign of it" if peer in self._wanted - self._links else ""
+
+    def _link_wanted(self) -> float:
+        """Links that can be made now; a transport that is made later wakes this one."""
+        with self._network.lock:
+            for peer in self._wanted - self._links:
+                self._link(peer)
+        return math.inf
 
     def send(self, dst: int, tag: Tag, tensors: Tensor | Sequence[Tensor]) -> Handle:
         """Send; see ``Transport.send``. The handle is done when this returns."""
@@ -185,13 +202,13 @@ class MemoryTransport:
             members = frozenset(members)
             self._former |= self._members - members
             self._members = members
-            for peer in sorted(self._links - members):
+            for peer in sorted(self._links - members - self._wanted):
                 detail = f"epoch {epoch} has begun without worker {peer}"
                 self._unlink(peer, detail, InterruptedWaitError(detail))
                 self._network.transports[peer]._unlink(self.worker, "it has closed the connection")
             for peer, inbox in list(self._inboxes.items()):
                 inbox.advance(epoch, None)
-                if peer not in members and peer != self.worker:
+                if peer not in members and peer not in self._wanted and peer != self.worker:
                     del self._inboxes[peer]
             self._sent_to.clear()
             self._broken.clear()

@@ -58,8 +58,9 @@ class Handle:
 class Transport(Protocol):
     """The data plane of one worker.
 
-    Not thread-safe, except ``interrupt``. Bytes move only inside ``send``, ``poll``, ``wait``, ``rest`` and
-    ``connect``, in the thread that calls them: a worker that computes for long calls ``poll`` between layers.
+    Not thread-safe, except ``interrupt``. Bytes move, and wanted links are made, only inside ``send``, ``poll``,
+    ``wait``, ``rest`` and ``connect``, in the thread that calls them: a worker that computes for long calls ``poll``
+    between layers.
     """
 
     worker: int
@@ -98,6 +99,22 @@ class Transport(Protocol):
             InterruptedWaitError: ``interrupt`` was called.
             WaitTimeoutError: some links are still missing; names them and the last thing seen of each.
         """
+        ...
+
+    def want(self, addresses: Mapping[int, str]) -> None:
+        """Make links in the background, for peers that are to become members; never blocks.
+
+        They are made inside the calls that move bytes; `peers` tells when one stands. One that ends is made again.
+        Both sides ask for it, as of ``connect``. A wanted link outlives a new epoch of which the peer is no member.
+
+        Args:
+            addresses: peer to its ``address``, of all that are wanted from now on: those that were wanted before are
+                given up, as far as their links are not there. An entry for this worker is ignored.
+        """
+        ...
+
+    def trouble(self, peer: int) -> str:
+        """The last thing seen of a peer whose link is wanted and not there; empty if nothing was seen yet."""
         ...
 
     def send(self, dst: int, tag: Tag, tensors: Tensor | Sequence[Tensor]) -> Handle:
@@ -169,8 +186,8 @@ class Transport(Protocol):
         """Edit the membership in place: needs no network and cannot block.
 
         Everything pending fails with InterruptedWaitError and its memory is the caller's again at once. Links to
-        workers that are not members are closed; a former member stays refused for ever. Missing links are made by
-        ``connect``.
+        workers that are neither members nor wanted are closed; a former member stays refused for ever. Missing links
+        are made by ``connect``.
 
         Args:
             epoch: larger than the present one.

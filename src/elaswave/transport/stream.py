@@ -9,6 +9,7 @@ it; the control plane decides.
 """
 
 import logging
+import math
 import os
 import socket
 import time
@@ -41,7 +42,20 @@ from elaswave.transport.waiter import READ, WRITE, Waiter
 _log = logging.getLogger("elaswave.transport")
 
 _REDIAL_S = 0.01
+_REDIAL_S_MAX = 0.64
+"""In the background the time between two tries doubles up to this."""
 _MAX_LAST_READS = 64  # of a link that has ended; more than a socket's buffer can hold
+
+
+class _Wanted:
+    """A link that is made in the background."""
+
+    __slots__ = ("address", "backoff_s", "redial_at")
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.redial_at = 0.0
+        self.backoff_s = _REDIAL_S
 
 
 class StreamTransport:
@@ -87,7 +101,9 @@ class StreamTransport:
         self._former: set[int] = set()
         self._past_sent: dict[int, int] = {}
         self._past_received: dict[int, int] = {}
-        self._waiter = Waiter(worker, lambda: self._acceptor.expire())
+        self._wanted: dict[int, _Wanted] = {}
+        """Links that are made in the background."""
+        self._waiter = Waiter(worker, lambda: min(self._acceptor.expire(), self._dial_wanted()))
         try:
             self._acceptor = Acceptor(
                 worker, key, listen, self._waiter, self._add_link, self._refusal, handshake_timeout_s
@@ -212,6 +228,38 @@ class StreamTransport:
                 if peer not in self._links:
                     acceptor.hang_up(peer)
 
+    def want(self, addresses: Mapping[int, str]) -> None:
+        """Make links in the background; see ``Transport.want``."""
+        wanted = {peer: address for peer, address in addresses.items() if peer != self.worker}
+        for peer in self._wanted.keys() - wanted.keys():
+            self._acceptor.hang_up(peer)
+            self._acceptor.trouble.pop(peer, None)
+        self._wanted = {peer: self._wanted.get(peer) or _Wanted(address) for peer, address in wanted.items()}
+        for peer, address in wanted.items():
+            self._wanted[peer].address = address
+
+    def trouble(self, peer: int) -> str:
+        """The last thing seen of a wanted peer; see ``Transport.trouble``."""
+        trouble = self._acceptor.trouble.get(peer)
+        return "" if trouble is None or peer in self._links else str(trouble)
+
+    def _dial_wanted(self) -> float:
+        """Dials the wanted peers that this side dials and whose time has come; returns the seconds until the next."""
+        nearest_s = math.inf
+        for peer, wanted in self._wanted.items():
+            if peer < self.worker or peer in self._links or peer in self._acceptor.dialling:
+                continue
+            now = time.monotonic()
+            if wanted.redial_at <= now:
+                wanted.redial_at = now + wanted.backoff_s
+                wanted.backoff_s = min(2 * wanted.backoff_s, _REDIAL_S_MAX)
+                try:
+                    self._acceptor.dial(peer, wanted.address)
+                except ValueError as error:
+                    self._acceptor.trouble[peer] = error
+            nearest_s = min(nearest_s, wanted.redial_at - now)
+        return nearest_s
+
     def advance_epoch(self, epoch: int, members: Iterable[int]) -> None:
         """Edit the membership in place; see ``Transport.advance_epoch``."""
         if epoch <= self.epoch:
@@ -221,7 +269,7 @@ class StreamTransport:
         self._former |= self._members - members
         self._members = members
         for peer, link in list(self._links.items()):
-            if peer in members:
+            if peer in members or peer in self._wanted:
                 link.advance(epoch)
             else:
                 detail = f"epoch {epoch} has begun without worker {peer}"
@@ -229,7 +277,7 @@ class StreamTransport:
         for peer, inbox in list(self._inboxes.items()):
             if peer not in self._links:
                 inbox.advance(epoch, None)
-            if peer not in members and peer != self.worker:
+            if peer not in members and peer not in self._wanted and peer != self.worker:
                 del self._inboxes[peer]
         self._sent_to.clear()
         self._broken.clear()
@@ -334,6 +382,8 @@ class StreamTransport:
         link = Link(peer, sock, inbox, self._scratch, self._max_frame_bytes)
         self._links[peer] = link
         self._lost.pop(peer, None)
+        if peer in self._wanted:
+            self._wanted[peer].backoff_s = _REDIAL_S
         self._waiter.register(sock.fileno(), lambda event: self._on_link_event(link, event))
 
 

@@ -1,7 +1,7 @@
 """The machine's links over a transport: keys become tags and handles, waits move bytes and say for whom is waited."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ WAIT_TIMEOUT_S = 600.0
 LINK_TURN_S = 10.0
 """How long links are waited for before it is checked whether the coordinator is still there."""
 FULL_MESH_WORKERS = 128
-"""Up to this many workers, each is linked to every other from the start, so that no recovery has to dial."""
+"""Up to this many members, each is linked to every other from the start, so that no recovery has to dial."""
 
 _WORDS = (FrameKind.VOTE, FrameKind.DIAGNOSIS, FrameKind.EVALUATION_LOSS)
 """Kinds whose payload is a sequence of whole numbers."""
@@ -59,6 +59,8 @@ class TransportLinks:
         """Where the data planes of all workers listen."""
         self.is_linked = False
         """Whether the first links have been made."""
+        self.is_dialling = False
+        """Whether a link was missing when `want` was called last."""
         self.edit_s = 0.0
         """Seconds that the newest move to an epoch took, with the links made since."""
         self.connected_s = time.monotonic()
@@ -78,11 +80,7 @@ class TransportLinks:
             WaitTimeoutError: there is no coordinator any more.
         """
         begin_s = time.monotonic()
-        if len(self.addresses) <= FULL_MESH_WORKERS:
-            peers = set(layout.workers) - {self.worker}
-        else:
-            peers = peers_of(layout, placement, self._blocks)[self.worker]
-            peers |= doubling_partners(layout.workers, self.worker)
+        peers = self.needed(layout, placement)
         missing = peers - self.transport.peers
         if unknown := missing - self.addresses.keys():
             # It was lost before this worker heard of the start; the coordinator is about to ask for a report.
@@ -97,6 +95,31 @@ class TransportLinks:
         self.is_linked = True
         self.connected_s = time.monotonic()
         self.edit_s += self.connected_s - begin_s
+
+    def needed(self, layout: Layout, placement: Placement) -> set[int]:
+        """The peers with which this worker exchanges frames under a layout and a placement; all of a small job."""
+        if len(layout.workers) <= FULL_MESH_WORKERS:
+            return set(layout.workers) - {self.worker}
+        peers = peers_of(layout, placement, self._blocks)[self.worker]
+        return peers | doubling_partners(layout.workers, self.worker)
+
+    def want(self, peers: Collection[int]) -> bool:
+        """Makes links in the background, without ever blocking; says whether all of them stand.
+
+        Args:
+            peers: all that are wanted from now on, none to give up the others. One whose address is not known yet has
+                to be wanted again once it is.
+        """
+        addresses = {peer: self.addresses[peer] for peer in peers if peer in self.addresses}
+        self.transport.want(addresses)
+        linked = self.transport.peers | {self.worker}
+        self.is_dialling = not linked.issuperset(addresses)
+        return linked.issuperset(peers)
+
+    def trouble(self, peers: Collection[int]) -> str:
+        """What stands in the way of links that are wanted: one line, empty if nothing was seen."""
+        seen = [(peer, self.transport.trouble(peer)) for peer in sorted(set(peers) - self.transport.peers)]
+        return "; ".join(f"worker {peer} at {self.addresses.get(peer, '?')}: {text}" for peer, text in seen if text)
 
     def edit(self, epoch: int, members: tuple[int, ...]) -> None:
         """Moves the data plane to a newer epoch."""

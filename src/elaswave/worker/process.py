@@ -56,6 +56,8 @@ from elaswave.worker.watch import StepWatch
 
 TURN_S = 5.0
 """How long a message of the coordinator is waited for before it is checked whether there is one."""
+DIAL_TURN_S = 0.01
+"""The same while links are made in the background, which move only while they are looked at."""
 NO_COORDINATOR_S = 120.0
 """Bound of waiting without a coordinator: for the start, for links, for a decision, for the end of the job. While there
 is one it watches all that are waited for, and bounds the wait: by what it sees of them, not by a constant."""
@@ -305,8 +307,11 @@ class Worker:
             waited_for = "it has not been decided how to go on"
         if self._must_end and not machine.is_done:
             raise FencedError("the job has ended" if machine.is_started else "the job has ended before it began")
+        is_dialling = self._links.is_dialling
+        if is_dialling:
+            self._transport.poll()
         try:
-            self._hand_over(self._mailbox.next(TURN_S))
+            self._hand_over(self._mailbox.next(DIAL_TURN_S if is_dialling else TURN_S))
         except WaitTimeoutError:
             _check_coordinator(self._client, waited_for)
 

@@ -49,6 +49,14 @@ class TracedTransport:
         """See `Transport.connect`."""
         self._inner.connect(addresses, timeout_s)
 
+    def want(self, addresses: Mapping[int, str]) -> None:
+        """See `Transport.want`."""
+        self._inner.want(addresses)
+
+    def trouble(self, peer: int) -> str:
+        """See `Transport.trouble`."""
+        return self._inner.trouble(peer)
+
     def send(self, dst: int, tag: Tag, tensors: Tensor | Sequence[Tensor]) -> Handle:
         """See `Transport.send`."""
         start_ns = time.monotonic_ns()

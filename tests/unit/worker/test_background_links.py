@@ -1,0 +1,79 @@
+"""The links of a worker that are made in the background: which ones, when they stand, and who looks after them."""
+
+from types import SimpleNamespace
+
+import pytest
+from msgspec.structs import replace
+from tests.memory_transport import MemoryNetwork
+from tests.unit.worker.test_worker_start import Client, StartedMachine, mailbox, worker_with
+
+from elaswave.planning.layout import make_layout
+from elaswave.state.placement import make_blocks, place_blocks
+from elaswave.worker import links as links_module
+from elaswave.worker import process as worker_module
+from elaswave.worker.links import TransportLinks
+from elaswave.worker.messages import Exit
+
+
+def links_of(worker, network, blocks=()):
+    links = TransportLinks(worker, blocks, network.transport(worker), mailbox().activity, lambda: None)
+    links.addresses = {peer: f"memory:{peer}" for peer in range(6)}
+    return links
+
+
+def test_a_link_that_is_wanted_is_told_once_it_stands():
+    network = MemoryNetwork()
+    a = links_of(0, network)
+    assert not a.want((0, 5)) and a.is_dialling
+    assert a.trouble((0, 5)) == "worker 5 at memory:5: no sign of it"
+    joiner = links_of(5, network)
+    joiner.want((0,))
+    a.transport.poll()
+    assert a.want((0, 5)) and not a.is_dialling and a.trouble((5,)) == ""
+    assert joiner.want((0, 5))
+
+
+def test_one_without_an_address_is_not_there_and_not_dialled():
+    a = links_of(0, MemoryNetwork())
+    assert not a.want((9,)) and not a.is_dialling
+    assert a.trouble((9,)) == ""
+
+
+def test_none_is_wanted_any_more():
+    a = links_of(0, MemoryNetwork())
+    a.want((5,))
+    assert a.want(()) and not a.is_dialling
+
+
+@pytest.mark.parametrize(("num_members", "is_full"), [(8, True), (9, False)])
+def test_members_are_counted_and_not_addresses(num_members, is_full, monkeypatch):
+    """A grown job knows the addresses of all that have ever come."""
+    monkeypatch.setattr(links_module, "FULL_MESH_WORKERS", 8)
+    layout = make_layout(widths=[1] * num_members, layers_per_stage=[1] * num_members, num_microbatches=1)
+    blocks = make_blocks([1] * num_members, 1)
+    links = links_of(0, MemoryNetwork(), blocks)
+    links.addresses = {peer: f"memory:{peer}" for peer in range(100)}
+    placement = place_blocks(layout, blocks, num_followers=0)
+    everyone = set(range(1, num_members))
+    assert (links.needed(layout, placement) == everyone) is is_full
+    idle = replace(layout, idle=(50,))
+    assert (links.needed(idle, placement) == everyone | {50}) is False, "an idle member counts"
+
+
+def test_links_are_looked_after_while_nothing_is_done_but_wait_for_a_message(monkeypatch):
+    """Else a joiner would answer nobody until the coordinator speaks, which waits for its links."""
+    monkeypatch.setattr(worker_module, "TURN_S", 0.0)
+    monkeypatch.setattr(worker_module, "DIAL_TURN_S", 0.0)
+    box, polls = mailbox(), []
+
+    def poll():
+        polls.append(len(polls))
+        if len(polls) == 3:
+            worker._links.is_dialling = False
+            box.receive(Exit())
+
+    worker = worker_with(box, Client(), StartedMachine(is_done=True))
+    worker._transport = SimpleNamespace(poll=poll)
+    worker._links = SimpleNamespace(addresses={}, is_dialling=True)
+    worker.train()
+    assert polls == [0, 1, 2]
