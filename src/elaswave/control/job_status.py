@@ -61,7 +61,8 @@ def job_status(job: JobParts, heard: Mapping[int, Heard], under_way: Sequence[st
         now_s: monotonic time.
     """
     core, state = job.core, job.state
-    layout, execution, _ = core.in_force()
+    in_force = core.in_force()
+    layout, execution = in_force.layout, in_force.execution
     step_s = _pace_s(state)
     unit, per_step = _work(job, layout)
     predicted_s = state.epochs[-1].predicted_step_s if state.epochs else None

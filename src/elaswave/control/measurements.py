@@ -118,7 +118,7 @@ class Measurements:
 
     def speed_of(self, worker: int) -> float:
         """The speed of a worker that plans count with, at the base level."""
-        return self._configured.get(worker, 1.0) * self.stragglers.speeds.get(worker, 1.0)
+        return speed_of(self._config, worker) * self.stragglers.speeds.get(worker, 1.0)
 
     def known_or_estimated(self) -> Costs:
         """The planner's costs; before anything is measured those that follow from the layers' sizes."""
