@@ -2,7 +2,7 @@
 
 elaswave run --workers 4 --fault kill:2@7:backward examples/lora.py
 
-Half a minute on two cores, a third of it for the base: the transformer of own_model.py, which plain PyTorch teaches the
+20 seconds on two cores, a third of it for the base: the transformer of own_model.py, which plain PyTorch teaches the
 source code of the standard library. Then elaswave trains, on the prose of Python's documentation, only the corrections
 (https://arxiv.org/abs/2106.09685). The frozen weights are in memory once, no gradient is kept for them and nothing of
 them travels; only layers above the first correction run backward.

@@ -2,7 +2,7 @@
 
 elaswave run --workers 4 --fault kill:random@5:any examples/moe.py
 
-Half a minute on two cores. The router says its balance loss from inside of its layer (elaswave.aux_loss), so it needs
+11 seconds on two cores. The router says its balance loss from inside of its layer (elaswave.aux_loss), so it needs
 no way through the pipeline; the share of choices that found no room in their expert stays in a buffer, so it is in
 checkpoints. Data, embedding and attention are those of own_model.py.
 """

@@ -2,7 +2,7 @@
 
 elaswave run --workers 4 --fault kill:random@5:any examples/own_model.py
 
-Half a minute on two cores. The model is a list of modules, the data any map-style dataset, the loss a function: nothing
+12 seconds on two cores. The model is a list of modules, the data any map-style dataset, the loss a function: nothing
 here knows of workers, and the result has the same bits with one worker, with four, and when some of them are killed.
 """
 

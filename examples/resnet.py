@@ -2,7 +2,7 @@
 
 elaswave run --workers 4 --fault kill:random@5:any examples/resnet.py
 
-Half a minute on two cores; the images are drawn as they are asked for, nothing is downloaded. Running statistics are
+14 seconds on two cores; the images are drawn as they are asked for, nothing is downloaded. Running statistics are
 state: each step makes their exact mean over its micro-batches, whichever workers ran them.
 """
 

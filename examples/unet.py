@@ -2,7 +2,7 @@
 
 elaswave run --workers 4 --fault kill:random@5:any examples/unet.py
 
-A quarter of a minute on two cores. A layer takes one argument, which may be any tree of tensors: here the features and
+10 seconds on two cores. A layer takes one argument, which may be any tree of tensors: here the features and
 a tuple of those that later layers will join. What a stage does not use itself travels through it.
 """
 

@@ -137,8 +137,12 @@ def _check_container(model: nn.Sequential) -> None:
 
 
 def _refuse(problems: Sequence[str]) -> None:
-    """Raises:
-    UsageError: there are problems; all of them.
+    """Refuses a model that cannot be trained.
+
+    Args:
+        problems: all that was found; none if it can.
+    Raises:
+        UsageError: there is a problem; it names all of them.
     """
     if problems:
         raise UsageError("the model cannot be trained: " + "; ".join(problems))
