@@ -36,3 +36,12 @@ def test_a_rollback_makes_later_parts_void():
     facts = said()
     facts.rolled_back(4)
     assert facts.standing() == ["ready", "lost 3", "part of step 4", "end"]
+
+
+def test_a_notice_stands_until_the_end_and_is_said_before_it():
+    facts = said()
+    facts.leaving("leaves")
+    assert facts.standing() == ["ready", "lost 3", "leaves", "part of step 4", "part of step 8", "end"]
+    facts.moved()
+    facts.rolled_back(0)
+    assert facts.standing() == ["ready", "leaves"]

@@ -66,6 +66,7 @@ from elaswave.worker.messages import (
     Failed,
     Finished,
     Heartbeat,
+    Leaving,
     LinkLost,
     Ready,
     Settled,
@@ -175,6 +176,8 @@ class CoordinatorProcess(CoordinatorDriver):
         self._stop: Stop | None = None
         self._start: Start | None = None
         self._failures: dict[int, Failed] = {}
+        self._leaving: set[int] = set()
+        """Workers that have had a notice."""
         self._watched: set[int] = set()
         """Workers for whose end a thread waits."""
         self._over = asyncio.Event()
@@ -404,6 +407,8 @@ class CoordinatorProcess(CoordinatorDriver):
             if self.core.believes(message.worker, message.peer, message.epoch):
                 self._detector.link_lost(message.worker, message.peer, now_s)
                 self._tick_soon()
+        elif isinstance(message, Leaving):
+            self._on_leaving(message, now_s)
         elif isinstance(message, Failed):
             self._failures[message.worker] = message
             self._detector.left(message.worker)
@@ -417,6 +422,19 @@ class CoordinatorProcess(CoordinatorDriver):
             self._rebalance()
         else:
             self._to_recorder(message, now_s)
+
+    def _on_leaving(self, message: Leaving, now_s: float) -> None:
+        """A worker has had a notice. A job that is stopping, or over, lets it go anyway."""
+        if self._ended is not None or self._stop is not None:
+            return
+        left_s = max(0.0, message.deadline_s - (now_s - message.at_s))
+        if message.worker not in self._leaving:
+            self._leaving.add(message.worker)
+            self._terminal.say(
+                f"worker {message.worker} has had a notice that its machine will be taken away (SIGTERM): it leaves "
+                f"within {left_s:.0f} s"
+            )
+            self.request_drain(message.worker, left_s)
 
     def _tick_soon(self) -> None:
         if self._ticker is not None:

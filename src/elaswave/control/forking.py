@@ -85,7 +85,8 @@ def _be_child(parent: int, log: Path, body: Callable[[], int], let_go: Callable[
 
 
 def leave_signals_to_launcher() -> None:
-    """From now on this process ignores signals that end a job: the launcher decides what they mean to all of them."""
+    """From now on this process ignores signals that end a job: the launcher decides what they mean to all of them.
+    Workers take one of them up again, see `elaswave.control.notices`."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from elaswave.control.client import ControlClient
 from elaswave.control.memory_pressure import offer_to_kernel
+from elaswave.control.notices import hear_notices, hold_notices
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_messages import StartingPoint
 from elaswave.faults.injection import FAULTS_FILE, FaultProbe
@@ -22,7 +24,7 @@ from elaswave.training.tokens import sampler_of
 from elaswave.worker.batches import BatchMaker
 from elaswave.worker.loader import serve
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.messages import ToWorker
+from elaswave.worker.messages import Leaving, ToWorker
 from elaswave.worker.probe import NoProbe, Probe, Probes
 from elaswave.worker.process import WorkerSetup, run_worker
 
@@ -101,11 +103,19 @@ def live(
         )
         clients.append(client)
         client.start()
+
+        def tell() -> None:
+            leaving = Leaving(worker=worker, deadline_s=setup.config.elastic.drain_deadline_s, at_s=time.monotonic())
+            mailbox.facts.leaving(leaving)
+            client.send(leaving)
+
+        hear_notices(tell)
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPUTE_NICENESS)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         return client
 
     offer_to_kernel()
+    hold_notices()
     return run_worker(worker_setup, make_client)
 
 

@@ -24,6 +24,7 @@ class Facts:
         self._broken_links: dict[int, Any] = {}
         self._parts: dict[tuple[int, int], Any] = {}
         """(step, epoch) of a checkpoint -> what this worker said of its part of it."""
+        self._leaving: Any = None
         self._end: Any = None
 
     def ready(self, message: Any) -> None:
@@ -37,6 +38,10 @@ class Facts:
     def part(self, step: int, epoch: int, message: Any) -> None:
         """The worker's part of a checkpoint is written, or could not be."""
         self._parts[step, epoch] = message
+
+    def leaving(self, message: Any) -> None:
+        """The worker's machine will be taken away: it must leave."""
+        self._leaving = message
 
     def ended(self, message: Any) -> None:
         """The worker has made all its steps."""
@@ -61,5 +66,5 @@ class Facts:
     def standing(self) -> list[Any]:
         """All that holds, in the order in which it must be said."""
         parts = [message for _, message in sorted(self._parts.items(), key=lambda part: part[0])]
-        facts = [self._ready, *self._broken_links.values(), *parts, self._end]
+        facts = [self._ready, *self._broken_links.values(), self._leaving, *parts, self._end]
         return [fact for fact in facts if fact is not None]

@@ -36,6 +36,11 @@ class SharedFacts(Facts):
         with self._lock:
             super().part(step, epoch, message)
 
+    def leaving(self, message: Any) -> None:
+        """See `Facts.leaving`."""
+        with self._lock:
+            super().leaving(message)
+
     def ended(self, message: Any) -> None:
         """See `Facts.ended`."""
         with self._lock:

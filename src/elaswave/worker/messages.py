@@ -2,9 +2,9 @@
 
 What a worker says must survive the coordinator's death. Durable messages (`StepReport`, `EvaluationReport`,
 `Installed`, `Failed`) are kept by its control client until the coordinator has handled them, and the coordinator makes
-durable what a successor needs of them. Standing facts (`Ready`, `LinkLost`, `ShardWritten`, `ShardFailed`, `Finished`)
-are said again on every new connection, see `protocol.facts`. The coordinator takes a message that it has seen
-before as a repetition.
+durable what a successor needs of them. Standing facts (`Ready`, `LinkLost`, `Leaving`, `ShardWritten`, `ShardFailed`,
+`Finished`) are said again on every new connection, see `protocol.facts`. The coordinator takes a message that it has
+seen before as a repetition.
 """
 
 import msgspec
@@ -115,6 +115,16 @@ class Timings(Message, frozen=True, kw_only=True):
     """Seconds since then."""
 
 
+class Leaving(Message, frozen=True, kw_only=True):
+    """A worker has had a notice that its machine will be taken away. Until it is told to end it goes on training."""
+
+    worker: int
+    deadline_s: float
+    """From the notice on."""
+    at_s: float
+    """Monotonic time of the machine at which the notice came."""
+
+
 class EvaluationReport(Message, frozen=True, kw_only=True):
     """An evaluation has been made. Sent by the member with the lowest id."""
 
@@ -222,6 +232,7 @@ FromWorker = (
     | Ready
     | Heartbeat
     | LinkLost
+    | Leaving
     | StepReport
     | Timings
     | EvaluationReport
