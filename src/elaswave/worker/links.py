@@ -1,7 +1,7 @@
 """The machine's links over a transport: keys become tags and handles, waits move bytes and say for whom is waited."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,11 +56,11 @@ class TransportLinks:
         self.worker = worker
         self.transport = transport
         self.addresses: dict[int, str] = {}
-        """Where the data planes of all workers listen."""
+        """Where the data planes of all workers listen that were heard of."""
         self.is_linked = False
         """Whether the first links have been made."""
-        self.is_dialling = False
-        """Whether a link was missing when `want` was called last."""
+        self._wanted: frozenset[int] = frozenset()
+        """Peers to which links are made in the background."""
         self.edit_s = 0.0
         """Seconds that the newest move to an epoch took, with the links made since."""
         self.connected_s = time.monotonic()
@@ -103,23 +103,30 @@ class TransportLinks:
         peers = peers_of(layout, placement, self._blocks)[self.worker]
         return peers | doubling_partners(layout.workers, self.worker)
 
-    def want(self, peers: Collection[int]) -> bool:
-        """Makes links in the background, without ever blocking; says whether all of them stand.
+    def want(self, addresses: Mapping[int, str]) -> None:
+        """Makes links to these peers in the background, without ever blocking, and gives up others that are not there.
 
         Args:
-            peers: all that are wanted from now on, none to give up the others. One whose address is not known yet has
-                to be wanted again once it is.
+            addresses: peer -> where its data plane listens; of all that are wanted from now on.
         """
-        addresses = {peer: self.addresses[peer] for peer in peers if peer in self.addresses}
+        self.addresses = {**self.addresses, **addresses}
+        self._wanted = frozenset(addresses) - {self.worker}
         self.transport.want(addresses)
-        linked = self.transport.peers | {self.worker}
-        self.is_dialling = not linked.issuperset(addresses)
-        return linked.issuperset(peers)
 
-    def trouble(self, peers: Collection[int]) -> str:
+    def has(self, peer: int) -> bool:
+        """Whether there is a link to a peer."""
+        return peer in self.transport.peers
+
+    @property
+    def is_dialling(self) -> bool:
+        """Whether a link that is wanted is not there."""
+        return not self._wanted <= self.transport.peers
+
+    @property
+    def trouble(self) -> str:
         """What stands in the way of links that are wanted: one line, empty if nothing was seen."""
-        seen = [(peer, self.transport.trouble(peer)) for peer in sorted(set(peers) - self.transport.peers)]
-        return "; ".join(f"worker {peer} at {self.addresses.get(peer, '?')}: {text}" for peer, text in seen if text)
+        seen = [(peer, self.transport.trouble(peer)) for peer in sorted(self._wanted - self.transport.peers)]
+        return "; ".join(f"worker {peer} at {self.addresses[peer]}: {text}" for peer, text in seen if text)
 
     def edit(self, epoch: int, members: tuple[int, ...]) -> None:
         """Moves the data plane to a newer epoch."""

@@ -343,6 +343,14 @@ class TorchEngine:
         flat = self.layers[layer].flat
         return [flat[run.start : run.stop] for run in self.reduction.runs(blocks)]
 
+    def carried(self) -> str:
+        """What the updater keeps of the steps that have been made, beside the blocks."""
+        return self.updater.state()
+
+    def carry_on(self, carried: str, step: int) -> None:
+        """Takes over what another worker's updater has kept."""
+        self.updater.load(carried, step)
+
     # ----------------------------------------------------------------------------------------------------- copies
 
     def empty_copy(self, block: int, num_updates: int) -> HeldBlock:

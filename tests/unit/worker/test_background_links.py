@@ -21,28 +21,23 @@ def links_of(worker, network, blocks=()):
     return links
 
 
-def test_a_link_that_is_wanted_is_told_once_it_stands():
+def test_a_link_that_is_wanted_is_there_once_it_stands():
     network = MemoryNetwork()
     a = links_of(0, network)
-    assert not a.want((0, 5)) and a.is_dialling
-    assert a.trouble((0, 5)) == "worker 5 at memory:5: no sign of it"
+    a.want({0: "memory:0", 5: "memory:5"})
+    assert a.is_dialling and not a.has(5)
+    assert a.trouble == "worker 5 at memory:5: no sign of it"
     joiner = links_of(5, network)
-    joiner.want((0,))
+    joiner.want({0: "memory:0"})
     a.transport.poll()
-    assert a.want((0, 5)) and not a.is_dialling and a.trouble((5,)) == ""
-    assert joiner.want((0, 5))
+    assert a.has(5) and joiner.has(0) and not a.is_dialling and a.trouble == ""
 
 
-def test_one_without_an_address_is_not_there_and_not_dialled():
+def test_the_address_of_a_wanted_peer_is_kept_for_the_time_when_it_is_a_member():
     a = links_of(0, MemoryNetwork())
-    assert not a.want((9,)) and not a.is_dialling
-    assert a.trouble((9,)) == ""
-
-
-def test_none_is_wanted_any_more():
-    a = links_of(0, MemoryNetwork())
-    a.want((5,))
-    assert a.want(()) and not a.is_dialling
+    a.want({9: "memory:9"})
+    a.want({})
+    assert a.addresses[9] == "memory:9" and not a.is_dialling
 
 
 @pytest.mark.parametrize(("num_members", "is_full"), [(8, True), (9, False)])

@@ -198,3 +198,23 @@ def test_a_member_says_so_from_its_first_report_on(setup):
     registered = msgspec.structs.replace(mailbox.registration, epoch=5)
     mailbox.registers_as(registered)
     assert mailbox.hello() is registered and mailbox.heartbeat() is not None
+
+
+def test_a_joiner_carries_on_with_what_the_others_updaters_keep(setup):
+    engines = []
+    for worker in (setup, setup._replace(worker=8)):
+        transport = StreamTransport(worker.worker, key=setup.key, listen=setup.listen, epoch=1)
+        mailbox = Mailbox(worker.worker, transport)
+        made = Worker(worker, Client(mailbox), mailbox, transport)
+        engines.append(made.machine.engine)
+        made.close()
+        transport.close()
+    old, new = engines
+    for step in (1, 2, 3):
+        old.committed(step, 2.0, updates=True)
+    assert new.updater.learning_rate != old.updater.learning_rate
+    new.carry_on(old.carried(), 3)
+    for engine in engines:
+        engine.committed(4, 2.0, updates=True)
+    assert new.updater.learning_rate == old.updater.learning_rate
+    assert (new.carried(), list(new.updater.scalars())) == (old.carried(), list(old.updater.scalars()))
