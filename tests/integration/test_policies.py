@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.integration.jobs import Job, run_job
 
+from elaswave.config.devices import cpu_under_quota
 from elaswave.errors import FrequencyError
 from elaswave.observability.events import LayoutChosen, StepCommitted, StepTimeMeasured, StepTimePredicted, read_events
 from elaswave.observability.result import EVENTS_FILE
@@ -136,11 +137,49 @@ def test_frequency_levels_do_not_show_in_the_bits(tmp_path: Path, reference: Job
     assert job.computation == reference.computation
 
 
-def test_workers_get_groups_of_their_own_and_leave_none_behind(tmp_path: Path) -> None:
+def _need_groups() -> None:
     try:
         CgroupFrequency(os.getpid(), f"elaswave-test-{os.getpid()}").close()
     except FrequencyError as error:
         pytest.skip(f"no writable CPU controller here: {error}")
+
+
+def _own_quota() -> float:
+    """Share of a core that the group of this process may use."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    path = next((path for _, controllers, path in lines if "cpu" in controllers.split(",")), None)
+    if path is None:  # version 2
+        quota, period = (CGROUP_ROOT / lines[0][2].lstrip("/") / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    controllers = next(each for _, each, own in lines if own == path and "cpu" in each.split(","))
+    folder = CGROUP_ROOT / controllers / path.lstrip("/")
+    return int((folder / "cpu.cfs_quota_us").read_text()) / int((folder / "cpu.cfs_period_us").read_text())
+
+
+def test_quotas_are_in_force_from_the_start_and_a_lost_workers_share_goes_to_the_others(tmp_path: Path) -> None:
+    _need_groups()
+
+    class Looks:
+        def reached(self, phase: str, index: int, engine: Any) -> None:
+            if phase == "vote":
+                (tmp_path / f"quota-{engine.worker}-{engine.step}").write_text(str(_own_quota()))
+
+    settings = {"device.frequency": '"cgroup"', "device.quota": 0.4, "elastic.rebalance": True, "run.steps": 30}
+    reference = run_job(tmp_path / "reference", {"run.steps": 30})
+    job = run_job(tmp_path / "run", settings, probe=Looks(), faults=["kill:1@3:backward"])
+    assert job.computation == reference.computation
+    quotas = {name: float((tmp_path / f"quota-{name}").read_text()) for name in ("0-1", "1-1", "2-2", "3-2")}
+    assert set(quotas.values()) == {0.4}
+    last = layouts(job)[-1]
+    assert last.change and last.levels, last.reason
+    levels = cpu_under_quota(0.4).levels
+    for worker in (0, 2, 3):
+        share = float((tmp_path / f"quota-{worker}-30").read_text())
+        assert share == pytest.approx(0.4 * levels[last.levels.get(worker, 0)].speed, abs=1e-4)
+
+
+def test_workers_get_groups_of_their_own_and_leave_none_behind(tmp_path: Path) -> None:
+    _need_groups()
 
     class Looks:
         def reached(self, phase: str, index: int, engine: Any) -> None:

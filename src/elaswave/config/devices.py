@@ -15,13 +15,16 @@ from elaswave.config.presets import device_preset, model_shape
 from elaswave.config.schema import Config
 from elaswave.costs.analytic import USABLE_MEMORY, analytic_costs, multiplications
 from elaswave.costs.layers import Costs, LayerCosts
-from elaswave.costs.machines import Cluster, Device, NetworkLink
+from elaswave.costs.machines import Cluster, Device, FrequencyLevel, NetworkLink
 from elaswave.costs.presets import ModelShape
 
 REAL_LINK = NetworkLink(bandwidth_bytes_per_s=2e9, latency_s=0.0)
 """Between processes of one machine, as measured; their latency is in the step's overhead."""
 CPU = Device(name="cpu", flops_per_s=1e11, memory_bytes=1e15, source="not described; its memory is not planned with")
 """Stands for the processor that a worker really runs on: costs are measured there, so only speeds' ratios count."""
+
+QUOTA_SPEEDS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
+"""Of the levels of a processor under a quota, as far as they fit in a core."""
 
 _SLOTS = {"adamw": 2, "sgd": 1, OWN: 0}
 """Float32 states of an optimizer per parameter, at least; of a script's own nothing is known here."""
@@ -122,7 +125,25 @@ def estimated_costs(config: Config, layer_parameters: Sequence[int] = ()) -> Cos
 
 def device_of(config: Config) -> Device:
     """What every worker of a run computes on."""
-    return device_preset(config.device.name).device if config.device.kind == "emulated" else CPU
+    if config.device.kind == "emulated":
+        return device_preset(config.device.name).device
+    return CPU if config.device.quota is None else cpu_under_quota(config.device.quota)
+
+
+def cpu_under_quota(share: float) -> Device:
+    """A processor of which each worker may use a share of a core at the base level, at higher ones more.
+
+    What a level draws is its share of a core: then a limit of power is a limit of cores. There are no lower levels,
+    which would leave to nobody what a worker does not use: the kernel does so anyway.
+
+    Args:
+        share: above 0, at most 1.
+    """
+    most = 1.0 / share
+    speeds = sorted({speed for speed in QUOTA_SPEEDS if speed < most} | {most})
+    return msgspec.structs.replace(
+        CPU, levels=tuple(FrequencyLevel(speed=speed, power_w=speed * share) for speed in speeds)
+    )
 
 
 def base_level(config: Config) -> int:

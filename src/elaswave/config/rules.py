@@ -192,6 +192,12 @@ def _emulated_levels_need_an_emulated_device(kind: str, frequency: str) -> str |
     return None
 
 
+def _a_quota_needs_control_groups(frequency: str, quota: float | None) -> str | None:
+    if quota is not None and frequency != "cgroup":
+        return f'device.quota: a share of a core is set by device.frequency = "cgroup", not "{frequency}"'
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     Rule(("model.hidden_size", "model.num_heads"), _heads_divide_hidden_size),
     Rule(("model.family", "model.num_heads", "model.num_kv_heads"), _kv_heads_divide_heads),
@@ -209,4 +215,5 @@ RULES: tuple[Rule, ...] = (
     Rule(("model.family", "device.kind", "device.model", "model.num_layers"), _as_many_blocks_as_described),
     Rule(("device.speeds", "widths"), _a_speed_for_each_worker),
     Rule(("device.kind", "device.frequency"), _emulated_levels_need_an_emulated_device),
+    Rule(("device.frequency", "device.quota"), _a_quota_needs_control_groups),
 )

@@ -244,6 +244,9 @@ class DeviceConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     frequency: Literal["none", "emulated", "cgroup", "nvidia"] = "none"
     """What sets the frequency level that a plan gives a worker: nothing; the emulated device; a CPU quota of a control
     group; an NVIDIA GPU's clocks (extra ``gpu``)."""
+    quota: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """frequency = "cgroup": the share of a core that each worker may use. A plan may give a worker more, up to a whole
+    core, if others are lost or have nothing to do. Unset: no worker is bounded, and no frequencies are planned."""
 
 
 class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

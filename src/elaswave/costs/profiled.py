@@ -43,7 +43,7 @@ class ActionTiming(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     """F, B, I or W."""
     seconds: float
-    """Median of the actions, computing only: without waits for input."""
+    """Median of the actions (their mean under a quota of CPU time), computing only: without waits for input."""
     count: int
     """Number of actions."""
     level_speed: float = 1.0

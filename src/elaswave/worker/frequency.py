@@ -74,20 +74,22 @@ class EmulatedFrequency:
 
 
 class CgroupFrequency:
-    """Bounds the CPU time of a process: level speed 1.0 is one whole core.
+    """Bounds the CPU time of a process.
 
     The process is moved into a group of its own below the one that it is in, and back at the end.
 
     Args:
         pid: the process.
         name: of the new group; must be unused.
+        share: of a core, at level speed 1.0.
         root, proc: where the control groups and the processes are mounted.
     Raises:
         FrequencyError: there is no CPU controller, or it cannot be written.
     """
 
-    def __init__(self, pid: int, name: str, *, root: Path = CGROUP_ROOT, proc: Path = PROC) -> None:
+    def __init__(self, pid: int, name: str, *, share: float = 1.0, root: Path = CGROUP_ROOT, proc: Path = PROC) -> None:
         self._pid = pid
+        self._share = share
         self._home = _group_of(pid, root, proc)
         self._is_v2 = (self._home / "cgroup.controllers").exists()
         self._group = self._home / name
@@ -109,7 +111,7 @@ class CgroupFrequency:
 
     def set_level(self, level: FrequencyLevel) -> None:
         """Takes effect in the next period."""
-        quota_us = max(QUOTA_MIN_US, round(level.speed * PERIOD_US))
+        quota_us = max(QUOTA_MIN_US, round(level.speed * self._share * PERIOD_US))
         try:
             if self._is_v2:
                 (self._group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
@@ -236,13 +238,16 @@ def check_available(kind: str) -> None:
         )
 
 
-def make_actuator(kind: str, worker: int, set_speed: Callable[[float], None]) -> FrequencyActuator:
+def make_actuator(
+    kind: str, worker: int, set_speed: Callable[[float], None], *, share: float = 1.0
+) -> FrequencyActuator:
     """The actuator of one worker, for the process that calls this.
 
     Args:
         kind: ``none``, ``emulated``, ``cgroup`` or ``nvidia``, as `device.frequency`.
         worker: its id; on a machine of its own GPUs it is the index of its device, as workers are numbered by node.
         set_speed: what an emulated device is told.
+        share: of a core, at level speed 1.0 (``cgroup``).
     Raises:
         FrequencyError: it cannot be had here.
         ValueError: an unknown kind.
@@ -252,7 +257,7 @@ def make_actuator(kind: str, worker: int, set_speed: Callable[[float], None]) ->
     if kind == "emulated":
         return EmulatedFrequency(set_speed)
     if kind == "cgroup":
-        return CgroupFrequency(os.getpid(), f"{_prefix(os.getppid())}{worker}")
+        return CgroupFrequency(os.getpid(), f"{_prefix(os.getppid())}{worker}", share=share)
     if kind == "nvidia":
         gpus = _zeus_gpus()
         return NvidiaFrequency(worker % max(1, len(gpus)), gpus=gpus)

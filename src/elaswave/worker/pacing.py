@@ -6,7 +6,7 @@ Both hang on `ActionTimer.on_computed`, which the engine calls when an action is
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import fmean, median
 
 from elaswave.costs.profiled import ActionTiming
 from elaswave.types import Action, Kind
@@ -74,10 +74,12 @@ class ActionTimes:
 
     Args:
         worker: its id.
+        average: of the seconds of many actions.
     """
 
-    def __init__(self, worker: int) -> None:
+    def __init__(self, worker: int, average: Callable[[Sequence[float]], float] = median) -> None:
         self._worker = worker
+        self._average = average
         self._times: dict[tuple[int, int, int, Kind], deque[float]] = {}
 
     def add(self, action: Action, layers: range, seconds: float) -> None:
@@ -86,7 +88,7 @@ class ActionTimes:
         self._times.setdefault(key, deque(maxlen=_KEPT)).append(seconds)
 
     def take(self) -> list[ActionTiming]:
-        """Medians of what was added since the last call."""
+        """Averages of what was added since the last call."""
         taken, self._times = self._times, {}
         return [
             ActionTiming(
@@ -95,7 +97,7 @@ class ActionTimes:
                 start=start,
                 stop=stop,
                 kind=kind,
-                seconds=median(times),
+                seconds=self._average(times),
                 count=len(times),
             )
             for (stage, start, stop, kind), times in taken.items()
@@ -109,11 +111,15 @@ class ActionTimer:
         worker: its id.
         pace: of an emulated device; None for a real one.
         rest: blocks until a monotonic time while bytes move.
+        has_quota: whether the worker's CPU time is bounded. Then it stands still for a part of every period, so that
+            few actions last long and most are short: their mean counts, else their median.
     """
 
-    def __init__(self, worker: int, pace: Pace | None, rest: Callable[[float], None]) -> None:
+    def __init__(
+        self, worker: int, pace: Pace | None, rest: Callable[[float], None], *, has_quota: bool = False
+    ) -> None:
         self.pace = pace
-        self.times = ActionTimes(worker)
+        self.times = ActionTimes(worker, fmean if has_quota else median)
         self._rest = rest
         self._slowness = 1.0
         """Of a real device."""

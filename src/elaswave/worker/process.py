@@ -115,12 +115,15 @@ class Worker:
             stage = layout.stage_of(setup.worker)
         self._trace = TraceRecorder(setup.worker, stage=stage, enabled=setup.profile)
         self._transport: Transport = TracedTransport(transport, self._trace) if setup.profile else transport
-        self._timer = ActionTimer(setup.worker, self._make_pace(), self._transport.rest)
+        self._has_quota = config.device.frequency == "cgroup"
+        self._timer = ActionTimer(setup.worker, self._make_pace(), self._transport.rest, has_quota=self._has_quota)
         self._level = base_level(config)
         """Index of the frequency level at which the device runs."""
         self._slowness = 1.0
         """The share of its level's speed that an injected fault leaves the device."""
-        self._actuator = make_actuator(config.device.frequency, setup.worker, self._set_level_speed)
+        self._actuator = make_actuator(
+            config.device.frequency, setup.worker, self._set_level_speed, share=config.device.quota or 1.0
+        )
         self._must_end = False
         """Whether the coordinator has said that the job is over."""
         self._watch = StepWatch(setup.probe, mailbox, self._trace)
@@ -213,10 +216,6 @@ class Worker:
             level = replace(level, speed=level.speed * self._slowness)
         self._actuator.set_level(level)
 
-    @property
-    def _has_quota(self) -> bool:
-        return self._config.device.frequency == "cgroup"
-
     def _slow_down(self, factor: float) -> None:
         """The fault `slow`: a smaller quota where there is one, else every action lasts longer."""
         self._slowness = factor
@@ -243,6 +242,8 @@ class Worker:
             WaitTimeoutError: something that must come does not.
         """
         self._mailbox.activity.wait(START)
+        if self._config.device.quota is not None:
+            self._actuate()
         while True:
             wait = None
             try:

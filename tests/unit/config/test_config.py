@@ -174,6 +174,8 @@ def test_a_bad_value_is_named(values: dict[str, Any], problem: str) -> None:
         ({"device": {"kind": "emulated"}}, "model.num_layers: 4, but device.model = llama-2-13b has 40 blocks"),
         ({"device": {"speeds": [1, 0.5]}}, "device.speeds: 2 speeds for the 4 workers of the layout"),
         ({"device": {"frequency": "emulated"}}, "device.frequency: emulated levels need device.kind"),
+        ({"device": {"quota": 0.5}}, 'device.quota: a share of a core is set by device.frequency = "cgroup"'),
+        ({"device": {"frequency": "cgroup", "quota": 1.5}}, "device.quota: "),
         (
             {"device": {"kind": "emulated", "frequency": "cgroup"}, "model": {"num_layers": 40}},
             'device.frequency: cgroup acts on real devices; emulated ones take "emulated" or "none"',

@@ -296,6 +296,37 @@ def test_a_slow_worker_gets_a_higher_clock_where_there_is_one():
     assert levels[1] == max(levels) > min(levels)
 
 
+def under_quota(quota):
+    device = {"frequency": "cgroup"} | ({} if quota is None else {"quota": quota})
+    return build_config(
+        {"batch": {"num_microbatches": 24}, "layout": {"widths": [3, 3]}, "model": {"num_layers": 6}, "device": device}
+    )
+
+
+@pytest.mark.parametrize("lost", [[1], [1, 4], [0, 1, 4]])
+def test_the_cores_of_lost_workers_go_to_the_others(lost):
+    """On a real device under quotas: together workers use no more than their shares at the beginning."""
+    given = under_quota(0.25)
+    layout, costs = Blueprint(given).layout, estimated_costs(given)
+    present = survivor_layout(layout, lost)
+    _, found = Replanner(given).improve(layout, present, ExecutionParameters(), lost, costs)
+    _, unbounded = Replanner(under_quota(None)).improve(layout, present, ExecutionParameters(), lost, costs)
+    assert found is not None and unbounded is not None and not unbounded.execution.levels
+    assert set(found.execution.levels) <= set(present.workers)
+    speeds = {worker: device_of(given).levels[level].speed for worker, level in found.execution.levels.items()}
+    assert found.execution.speeds == speeds  # programs are compiled by what the quotas bring
+    cores = sum(0.25 * speeds.get(worker, 1.0) for worker in present.workers)
+    assert 0.25 * len(present.workers) < cores <= 6 * 0.25 + 1e-9
+    assert found.predicted_step_s < 0.85 * unbounded.predicted_step_s
+
+
+def test_no_quota_is_more_than_a_core():
+    levels = device_of(under_quota(0.3)).levels
+    assert levels[0].speed == 1.0 and levels[-1].speed * 0.3 == pytest.approx(1.0)
+    assert [level.power_w / level.speed for level in levels] == pytest.approx([0.3] * len(levels))
+    assert len(device_of(under_quota(1.0)).levels) == len(device_of(under_quota(None)).levels) == 1
+
+
 def test_a_real_device_keeps_its_schedule():
     given = build_config({"batch": {"num_microbatches": 12}, "layout": {"widths": [3, 3]}})
     blueprint = Blueprint(given)

@@ -106,6 +106,12 @@ def test_a_quota_is_written_and_the_group_removed(system):
     assert (home / "cgroup.procs").read_text() == "7" and not (home / "w7").exists()
 
 
+def test_a_level_counts_from_the_share_of_a_core(system):
+    version, home, places = system
+    CgroupFrequency(7, "w7", share=0.3, **places).set_level(HALF)
+    assert _quota(version, home / "w7") == "15000 100000"
+
+
 def test_groups_of_killed_workers_are_removed(system):
     _, home, places = system
     for name in ("elaswave-7-worker-0", "elaswave-7-worker-12", "elaswave-70-worker-0"):
@@ -195,9 +201,14 @@ def test_a_real_process_gets_a_quota_and_is_throttled(process):
 
 def test_this_process_itself(monkeypatch):
     made = []
-    monkeypatch.setattr(frequency, "CgroupFrequency", lambda pid, name: made.append((pid, name)) or NoFrequency())
-    make_actuator("cgroup", 3, lambda speed: None)
-    assert made == [(os.getpid(), f"elaswave-{os.getppid()}-worker-3")]
+
+    def make(pid, name, *, share):
+        made.append((pid, name, share))
+        return NoFrequency()
+
+    monkeypatch.setattr(frequency, "CgroupFrequency", make)
+    make_actuator("cgroup", 3, lambda speed: None, share=0.4)
+    assert made == [(os.getpid(), f"elaswave-{os.getppid()}-worker-3", 0.4)]
 
 
 # ------------------------------------------------------------------------------------------------------------- nvidia

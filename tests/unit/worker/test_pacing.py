@@ -97,6 +97,13 @@ def test_times_are_medians_of_what_was_added_since():
     assert times.take() == []
 
 
+def test_under_a_quota_the_few_actions_that_stand_still_count():
+    timer = ActionTimer(7, None, sleep_until, has_quota=True)
+    for seconds in (1.0, 1.0, 1.0, 5.0):
+        timer.times.add(Action(1, "B", 0), range(2, 4), seconds)
+    assert timer.times.take() == [timing("B", 2.0, 4)]
+
+
 def test_only_the_newest_times_are_kept():
     times = ActionTimes(7)
     for seconds in range(1000):
