@@ -150,6 +150,7 @@ def job_config(num_workers: int, num_steps: int) -> Config:
         f"layout.replicas={num_workers // 2}",
         f"batch.num_microbatches={max(8, num_workers)}",
         f"run.steps={num_steps}",
+        "elastic.respawn=false",
     )
 
 

@@ -188,6 +188,7 @@ def _run(setting: Setting, policy: str, arguments: argparse.Namespace) -> Job:
         f"run.steps={arguments.steps}",
         "run.checkpoint_every=2",
         "elastic.restart_s=5",
+        "elastic.respawn=false",
         f"elastic.policy={'elaswave' if policy == UNDISTURBED else policy}",
     )
     lost: Sequence[int] = () if policy == UNDISTURBED else setting.lost()

@@ -21,6 +21,7 @@ CONFIG: dict[str, Any] = {
     "optimizer.lr": 1e-2,
     "elastic.block_size": 64,
     "elastic.rebalance": False,
+    "elastic.respawn": False,
 }
 """Five micro-batches divide by no number of workers."""
 FORK, FRESH = "fork", "fresh"

@@ -69,6 +69,7 @@ def test_what_shows_in_a_result_is_the_models_alone() -> None:
             "layout.widths",
             "layout.schedule",
             "elastic.num_followers",
+            "elastic.respawn",
             "elastic.refill_bytes_per_step",
             "run.checkpoint_every",
         }
