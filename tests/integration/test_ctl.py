@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -19,6 +20,7 @@ from elaswave.cli.main import main
 from elaswave.control.operator_client import OperatorClient
 from elaswave.control.operator_messages import AskStatus, JobStatus, StatusAnswer
 from elaswave.errors import ControlError
+from elaswave.observability.events import LayoutChosen, read_events
 from elaswave.observability.processes import read_processes, signal_process
 from elaswave.observability.result import read_result
 from elaswave.observability.run_folder import CONTROL_FILE
@@ -129,6 +131,53 @@ def test_a_person_who_asks_changes_no_bit(tmp_path: Path, capsys: pytest.Capture
     undisturbed = run_job(tmp_path / "reference", {"layout.widths": "[1,2]", "run.steps": steps})
     result = read_result(run_dir)
     assert (result.losses, result.state_digest) == undisturbed.computation[:2]
+
+
+def test_layers_and_workers_move_and_no_bit_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    with job(run_dir, run__steps=FOREVER, optimizer__schedule="constant") as process:
+        until_step(run_dir, process, 1)
+        assert ctl(run_dir, "migrate", "--layers", "1,3") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1].startswith("planned: as asked for: 1+3 layers on 1+2 workers, predicted ")
+        assert lines[2].startswith("in force (step ") and lines[2].endswith("changed to 1+3 layers on 1+2 workers")
+        assert ctl(run_dir, "migrate", "--layers", "2,2", "--widths", "2,1", "--json") == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["decided"], answer["layout"]) == ("in force", "[2,1]") and answer["predicted_step_s"] > 0
+        with OperatorClient(run_dir) as client:
+            status = status_of(client)
+            while status.copies.num_held != status.copies.num_wanted:  # surplus copies are dropped a vote later
+                assert status.step < FOREVER
+                client.wait(0.02)
+                status = status_of(client)
+        assert [(stage.layers, stage.workers) for stage in status.stages] == [((0, 2), (0, 2)), ((2, 4), (1,))]
+        assert ctl(run_dir, "migrate", "--layers", "3,5") == 1
+        assert "--layers adds up to 8, but the model has 4 layers" in capsys.readouterr().err
+        assert ctl(run_dir, "migrate", "--layers", "two") == ctl(run_dir, "migrate") == 2
+        assert ctl(run_dir, "migrate", "--layers", "1,1,2", "--widths", "1,1,1") == 0
+        assert ctl(run_dir, "stop", "--wait", "--json") == 0
+        _, errors = process.communicate(timeout=PATIENCE_S)
+    steps = int(re.findall(r"newest checkpoint is of step (\d+)", errors)[0])
+    settings = {"layout.widths": "[1,2]", "run.steps": steps, "optimizer.schedule": "constant"}
+    resumed = run_job(run_dir, settings, resume=True)
+    undisturbed = run_job(tmp_path / "reference", settings)
+    assert resumed.computation == undisturbed.computation
+    layouts = [event for event in read_events(run_dir / "events.jsonl") if isinstance(event, LayoutChosen)]
+    assert [len(event.layout.stages) for event in layouts[:4]] == [2, 2, 2, 3]
+
+
+def test_a_better_layout_is_found_when_a_person_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    emulated = {"device.kind": "emulated", "device.model": "gpt2-small", "device.name": "a100"}
+    uneven = {"model.num_layers": 12, "layout.layers": "[2,12]", "elastic.block_size": 4096}
+    with job(run_dir, run__steps=FOREVER, **emulated, **uneven) as process:
+        until_step(run_dir, process, 1)
+        assert ctl(run_dir, "rebalance", "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["decided"] == "in force" and found["predicted_step_s"] < found["present_step_s"]
+        assert ctl(run_dir, "rebalance", "--json") == 0
+        kept = json.loads(capsys.readouterr().out)
+        assert kept["decided"] == "kept", kept
 
 
 def test_a_coordinator_that_is_replaced_and_a_launcher_that_is_killed(

@@ -171,7 +171,13 @@ class CoordinatorProcess(CoordinatorDriver):
         self._is_searching = False
         """Whether a better layout is looked for."""
         job = JobParts(plan, self.core, self._state, self._recorder.checkpoints, self._planner)
-        self._operations = Operations(job, send_all=self._server.send_all, stop=self._stop_for_operator)
+        self._operations = Operations(
+            job,
+            send_all=self._server.send_all,
+            stop=self._stop_for_operator,
+            begin=self._background.begin,
+            change=self.feed,
+        )
         self._desk = OperatorDesk(self._server, job, self._operations)
         self._stop: Stop | None = None
         self._start: Start | None = None

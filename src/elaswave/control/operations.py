@@ -5,9 +5,11 @@ it (`Reply.follow`). What cannot be done now is refused. All requests mean the s
 operator asks a successor again.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 from elaswave.control.asked_checkpoints import AskedCheckpoints
+from elaswave.control.asked_layouts import AskedLayouts
 from elaswave.control.job_status import JobParts
 from elaswave.control.operator_messages import (
     AskCheckpoint,
@@ -18,6 +20,7 @@ from elaswave.control.operator_messages import (
     AskStop,
 )
 from elaswave.control.reply import Reply, refusal
+from elaswave.protocol.events import ChangePlanned
 from elaswave.protocol.messages import Decision
 from elaswave.worker.messages import StepReport, TakeCheckpoint
 
@@ -33,6 +36,8 @@ class Operations:
         job: what is known of it.
         send_all: sends a message to workers.
         stop: tells all that the job ends after the step in hand; may be called again.
+        begin: begins something beside the coordinator's turns.
+        change: has all members change to a planned layout.
     """
 
     def __init__(
@@ -41,11 +46,14 @@ class Operations:
         *,
         send_all: Callable[[Iterable[int], TakeCheckpoint], object],
         stop: Callable[[], None],
+        begin: Callable[[Coroutine[Any, Any, None]], None],
+        change: Callable[[ChangePlanned], None],
     ) -> None:
         self._job = job
         self._send_all = send_all
         self._stop = stop
         self._is_stopping = False
+        self._layouts = AskedLayouts(job, begin, change)
         self._checkpoints = AskedCheckpoints(job, lambda message: send_all(job.core.members, message))
 
     def reply_to(self, request: Action) -> Reply:
@@ -109,11 +117,11 @@ class Operations:
             layers: number of layers of each stage; None: as they are.
             widths: number of workers of each stage; None: as they are.
         """
-        return refusal(_NOT_YET.format("layers move only after a loss"))
+        return self._layouts.migrate(layers, widths)
 
     def request_rebalance(self) -> Reply:
         """Looks for a better layout of the members, and changes to it."""
-        return refusal(_NOT_YET.format("a better layout is looked for only after a loss"))
+        return self._layouts.rebalance()
 
     # --------------------------------------------------------------------------------------------------- what happens
 
@@ -121,7 +129,7 @@ class Operations:
     def under_way(self) -> list[str]:
         """What is asked for or planned and not done yet, in words."""
         stopping = ["the job ends after the step in hand, with a checkpoint of it"] if self._is_stopping else []
-        return [*stopping, *self._checkpoints.under_way]
+        return [*stopping, *self._layouts.under_way, *self._checkpoints.under_way]
 
     def turn(self) -> None:
         """To be called now and then."""

@@ -80,7 +80,7 @@ FromOperator = OperatorHello | Request
 # ------------------------------------------------------------------------------------------------------------- answers
 
 Decided = Literal[
-    "refused", "stopping", "asked", "taken", "written", "failed", "searching", "kept", "planned", "in force", "void"
+    "refused", "stopping", "asked", "taken", "written", "failed", "planning", "kept", "planned", "in force", "void"
 ]
 """What was decided about a request:
 
@@ -88,7 +88,7 @@ Decided = Literal[
 - stopping: the job ends after the step in hand;
 - asked, taken, written, failed: the workers are told, a vote has asked for the checkpoint, it is durable, it never will
   be;
-- searching, kept: the planner looks for a better layout, there is none;
+- planning, kept: a layout is planned or looked for, the present one stays;
 - planned, in force, void: workers are told of a change of the layout, it is in force, it never will be.
 """
 FAILURES: frozenset[Decided] = frozenset({"refused", "failed", "void"})

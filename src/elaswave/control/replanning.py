@@ -10,7 +10,7 @@ Workers without micro-batches stay where they were, so that they go on holding b
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -29,8 +29,10 @@ from elaswave.planning.planner import plan as elaswave_plan
 from elaswave.planning.policies import ROLL_BACK, make_policies
 from elaswave.planning.recovery import survivor_layout
 from elaswave.planning.routes import allocation_of
+from elaswave.planning.shapes import Shape, build
+from elaswave.planning.shared_layers import cuts_of
 from elaswave.planning.to_layout import JobModel, to_layout, without_idle
-from elaswave.types import ExecutionParameters, Layout
+from elaswave.types import ExecutionParameters, Layout, Stage
 
 ELASWAVE = "elaswave"
 GAIN_MIN = {"emulated": 0.005, "cpu": 0.03}
@@ -207,6 +209,56 @@ class Replanner:
         slowed = ClusterEvent(kind="slowed", workers=tuple(sorted(shifted)))  # the cluster has their speeds
         return self._better(lambda: self._ask(ELASWAVE, present, execution, slowed, costs), present, execution, costs)
 
+    def look(self, present: Layout, execution: ExecutionParameters, costs: Costs) -> tuple[float, Replanned]:
+        """What ElasWave's planner would make of the workers as they are, whether it is better or not.
+
+        Args:
+            present, execution: in force.
+            costs: of the layers.
+        Returns:
+            The predicted step of the present layout, and the best layout that was found.
+        Raises:
+            InfeasiblePlan, ValueError: the planner finds none.
+        """
+        now_s = self.predict(present, execution, costs)
+        nothing_new = ClusterEvent(kind="slowed", workers=present.workers)  # the cluster has their speeds
+        plan = self._ask(ELASWAVE, present, execution, nothing_new, costs)
+        return now_s, self._replanned(plan, present, costs)
+
+    @property
+    def gain_min(self) -> float:
+        """The share by which a step must be predicted to be shorter for a change of the layout."""
+        return GAIN_MIN[self._config.device.kind]
+
+    def with_stages(
+        self, stages: Sequence[Stage], present: Layout, execution: ExecutionParameters, costs: Costs
+    ) -> Replanned:
+        """A layout with given stages: micro-batches are divided by the workers' speeds.
+
+        Args:
+            stages: of members, all layers in them.
+            present, execution: in force.
+            costs: of the layers.
+        Raises:
+            InfeasiblePlan: they have no room for it.
+            ValueError: they cannot be one layout.
+        """
+        job = self._knowing(present.workers)
+        cluster = job.cluster
+        levels = [execution.levels.get(worker, cluster.base_level(worker)) for worker in cluster.ids.tolist()]
+        shape = Shape(
+            members=tuple(np.sort(cluster.index_of(stage.workers)) for stage in stages),
+            cuts=cuts_of([0, *(stage.stop for stage in stages)], present.num_microbatches),
+            num_microbatches=present.num_microbatches,
+            origin="as asked for",
+        )
+        schedule: Schedule = execution.schedule or self._config.layout.schedule  # type: ignore[assignment]
+        allocation = build(
+            cluster, costs, shape, schedule, np.array(levels), followers=self._config.elastic.num_followers
+        )
+        found = to_layout(allocation, job, costs, present)
+        return Replanned(found.layout, found.execution, "as asked for", found.predicted_step_s)
+
     def _better(
         self, ask: Callable[[], Plan], present: Layout, execution: ExecutionParameters, costs: Costs
     ) -> tuple[float, Replanned | None]:
@@ -217,7 +269,7 @@ class Replanner:
         except (InfeasiblePlan, ValueError) as error:
             _log.warning("no better layout is planned: %s", error)
             return now_s, None
-        better = found.predicted_step_s < now_s * (1 - GAIN_MIN[self._config.device.kind])
+        better = found.predicted_step_s < now_s * (1 - self.gain_min)
         return now_s, found if better else None
 
     def _ask_after_loss(

@@ -4,12 +4,13 @@ Each method returns the work as a function without arguments that reads nothing 
 beside it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from elaswave.control.measurements import Measurements
 from elaswave.control.replanning import ELASWAVE, Replanned, Replanner
+from elaswave.planning.asked_stages import asked_stages
 from elaswave.planning.recovery import survivor_layout
 from elaswave.planning.target_placement import target_placement
 from elaswave.protocol.coordinator import InForce
@@ -29,6 +30,19 @@ class LayoutSearch(NamedTuple):
     better: Replanned | None = None
     news: str = ""
     """For people: why it was looked for, and what was found."""
+
+
+class AskedLayout(NamedTuple):
+    """What a person's request for another layout has come to."""
+
+    present_step_s: float
+    """Predicted for the present layout."""
+    found_step_s: float
+    """The same of the one that was found, or asked for."""
+    layout: Layout
+    reason: str
+    change: ChangePlanned | None
+    """What is to be done; None: nothing."""
 
 
 def _outcome(predicted_s: float, better: Replanned | None) -> str:
@@ -168,6 +182,58 @@ class RunPlanner:
             return LayoutSearch(predicted_s, better, f"{shift.reason}: {_outcome(predicted_s, better)}")
 
         return search
+
+    def look(self, epoch: int, before: InForce) -> Callable[[], AskedLayout] | str:
+        """A better layout of the workers as they are, for a person who asks; or why it cannot be looked for.
+
+        Args:
+            epoch: the present one.
+            before: what is in force.
+        """
+        if self._replanner.policy != ELASWAVE:
+            return f"elastic.policy is {self._replanner.policy}, which plans after losses only"
+        costs = self.measurements.costs()
+        if costs is None:
+            return "the workers have not told yet how long their actions take: ask again after some steps"
+        replanner = self._replanner.at(self.measurements.speeds())
+
+        def look() -> AskedLayout:
+            now_s, found = replanner.look(before.layout, before.execution, costs)
+            if found.predicted_step_s < now_s * (1 - replanner.gain_min):
+                change = self.change(found, epoch, before)
+                return AskedLayout(now_s, found.predicted_step_s, found.layout, found.reason, change)
+            reason = (
+                f"the best layout that was found is not {100 * replanner.gain_min:g} % faster than the present one, "
+                f"which a change must be worth ({found.reason})"
+            )
+            return AskedLayout(now_s, found.predicted_step_s, found.layout, reason, None)
+
+        return look
+
+    def asked(
+        self, epoch: int, before: InForce, layers: Sequence[int] | None, widths: Sequence[int] | None
+    ) -> Callable[[], AskedLayout]:
+        """The layout that a person asks for.
+
+        Args:
+            epoch, before: as of `look`.
+            layers, widths: of its stages, see `asked_stages`.
+        Raises:
+            ConfigError: there can be no such stages.
+        """
+        stages = asked_stages(before.layout, layers, widths)
+        costs = self.measurements.known_or_estimated()
+        replanner = self._replanner.at(self.measurements.speeds())
+
+        def plan() -> AskedLayout:
+            now_s = replanner.predict(before.layout, before.execution, costs)
+            found = Replanned(before.layout, before.execution, "blocks go to the workers that run their layers", now_s)
+            if stages != before.layout.stages:
+                found = replanner.with_stages(stages, before.layout, before.execution, costs)
+            change = self.change(found, epoch, before)
+            return AskedLayout(now_s, found.predicted_step_s, found.layout, found.reason, change)
+
+        return plan
 
     def take_over(self, execution: ExecutionParameters) -> None:
         """Counts with the speeds that the layout in force was planned with, perhaps by an earlier coordinator.
