@@ -42,6 +42,8 @@ class Measurements:
         self._levels, self._base_level = device.levels, device.base_level
         self._waiting: dict[int, Timings] = {}
         """Of a round in which some workers have not reported."""
+        self._longest_run_s = 0.0
+        """Of all workers in the newest round."""
         self._overheads_s: deque[float] = deque(maxlen=_KEPT_STEPS)
 
     def add(self, timings: Timings, members: Collection[int]) -> list[ActionTiming]:
@@ -66,6 +68,7 @@ class Measurements:
             for timings in self._waiting.values()
             for action in timings.actions
         ]
+        self._longest_run_s = max(timings.run_s for timings in self._waiting.values())
         self._waiting.clear()
         if not actions:
             return []
@@ -77,11 +80,12 @@ class Measurements:
     def add_step(self, report: StepReport) -> None:
         """A step has been committed: what it cost beside its actions.
 
-        The reporter's RUN must span the step, as it does in the first stage: elsewhere a worker waits in REDUCE for
-        others that still compute. One that was interrupted and begun again counts more time in its phases than it has
-        taken since, and says nothing.
+        Actions end with the longest RUN of all workers: others wait in REDUCE for those that still compute. Until
+        the workers have told theirs, the reporter's counts where it spans the step, as it does in the first stage. A
+        step that was interrupted and begun again counts more time in its phases than it has taken since, and says
+        nothing.
         """
-        run_s = report.phases_s.get("run", 0.0)
+        run_s = max(report.phases_s.get("run", 0.0), self._longest_run_s)
         if report.attempt == 1 and report.duration_s / 2 < run_s <= report.duration_s:
             self._overheads_s.append(report.duration_s - run_s)
 

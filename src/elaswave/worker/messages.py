@@ -109,6 +109,8 @@ class Timings(Message, frozen=True, kw_only=True):
     level: int
     """Index of the frequency level at which the device ran."""
     actions: list[ActionTiming]
+    run_s: float = 0.0
+    """Median of its RUN phases since it told so last; 0 if it had none."""
     data_wait_s: float = 0.0
     """Seconds that it has waited for micro-batches since it told so last."""
     elapsed_s: float = 0.0

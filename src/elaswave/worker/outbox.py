@@ -2,7 +2,9 @@
 
 import resource
 import time
+from collections import deque
 from collections.abc import Mapping
+from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 from elaswave.config.devices import base_level
@@ -92,6 +94,8 @@ class ControlOutbox:
         self._timings_every_s = TIMINGS_EVERY_S_MIN
         self._waits_from = _DataTime(0.0, 0.0)
         """When `Timings` told last how long was waited for data."""
+        self._runs_s: deque[float] = deque(maxlen=256)
+        """Seconds of RUN of the steps since `Timings` were sent last."""
         self._has_warmed_up = False
         """Whether the first step is over, which also loads code and fills caches."""
 
@@ -127,6 +131,8 @@ class ControlOutbox:
         if committed.request is not Request.NONE:
             self._mailbox.asked_for_checkpoint(self.machine.member.epoch, committed.step)
         if committed.was_run:
+            if committed.attempt == 1:
+                self._runs_s.append(self._watch.phases_s.get("run", 0.0))
             self._report_timings(committed.step)
         skipped = committed.nonfinite
         layer_name = self.machine.terms.layer_name
@@ -161,12 +167,15 @@ class ControlOutbox:
         now_s = time.monotonic()
         if not self._has_warmed_up:
             self._timer.times.take()
+            self._runs_s.clear()
             self._has_warmed_up = True
             self._waits_from = _DataTime(now_s, self._watch.data_wait_s)
         elif now_s - self._timed_at_s >= self._timings_every_s:
             self._timed_at_s = now_s
             self._timings_every_s = min(2 * self._timings_every_s, TIMINGS_EVERY_S_MAX)
             actions = self._timer.times.take()
+            run_s = median(self._runs_s) if self._runs_s else 0.0
+            self._runs_s.clear()
             epoch = self.machine.member.epoch
             before, self._waits_from = self._waits_from, _DataTime(now_s, self._watch.data_wait_s)
             self._client.send(
@@ -176,6 +185,7 @@ class ControlOutbox:
                     step=step,
                     level=self.level,
                     actions=actions,
+                    run_s=run_s,
                     data_wait_s=self._waits_from.data_wait_s - before.data_wait_s,
                     elapsed_s=now_s - before.at_s,
                 )

@@ -163,6 +163,13 @@ def test_what_a_step_costs_beside_its_actions_is_measured():
     measured.add_step(step(9.0, 8.0, attempt=2))  # its earlier attempt is in it
     measured.add_step(step(9.0, 1.0))  # of a worker that mostly waits
     assert abs(measured.step_overhead_s - 0.2) < 1e-9
+    # Who waits for a slow worker tells its wait in REDUCE, once the slow one has told how long it runs.
+    for worker, run_s in enumerate((1.0, 1.0, 1.9, 1.0)):
+        measured.add(replace(timings(worker, 0.3), run_s=run_s), ALL)
+    for _ in range(3):
+        measured.add_step(step(2.1, 1.0))
+    measured.add_step(step(1.5, 1.4))  # before it was slow
+    assert abs(measured.step_overhead_s - 0.2) < 1e-9
     costs = measured.costs()
     assert costs is not None
     assert costs.layers == emulated_costs(EMULATED).layers and costs.step_overhead_s == measured.step_overhead_s
