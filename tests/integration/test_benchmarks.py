@@ -61,6 +61,16 @@ def test_gradients_that_alternate_cost_a_try_of_every_step() -> None:
     assert document["errors"][-1]["exact"] > document["errors"][-1]["float32"]
 
 
+@pytest.mark.slow
+def test_a_slow_worker_is_reacted_to() -> None:
+    document = run("straggler.py", "--quick")
+    (row,) = document["rows"]
+    assert row["same_bits"]
+    assert row["with"]["changed_before_step"] and not row["without"]["changed_before_step"]
+    assert 0 < row["divisible_s"] <= row["whole_s"]
+    assert row["gain"] > 0 and row["without"]["of_whole"] > 0
+
+
 def test_repairs_of_communicators_are_compared() -> None:
     document = run("communicator.py", "--workers", "4", "--rounds", "1")
     rows = {row["communicator"]: row for row in document["rows"]}
