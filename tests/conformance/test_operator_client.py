@@ -1,0 +1,143 @@
+"""An operator's end: every wait has its bound, and what makes waiting useless is an error at once."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conformance import coordinators
+from tests.conformance.coordinators import KEY, Coordinator, Town
+
+from elaswave.control.control_file import remove_control_file, write_control_file
+from elaswave.control.operator_client import OperatorClient
+from elaswave.control.operator_messages import (
+    Answer,
+    AskCheckpoint,
+    AskStatus,
+    AskStop,
+    FromOperator,
+    JobOver,
+    OperatorHello,
+    TurnedAway,
+)
+from elaswave.errors import ControlError
+
+PATIENCE_S = 20.0
+
+
+class Job:
+    """A run folder, and a coordinator that does what a test says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.town = Town("unix", folder)
+        self.run_dir = folder / "run"
+        self.run_dir.mkdir()
+        (self.run_dir / "run.json").write_text("{}")
+        write_control_file(self.run_dir, self.town.listen, KEY)
+
+    def serves(self, answer: Callable[[Any], list[Any]], **options: Any) -> Coordinator:
+        """Starts a coordinator that answers each message with these; None hangs up."""
+
+        def on_message(peer: int, message: Any) -> None:
+            for each in answer(message):
+                coordinator.server.send(peer, each) if each is not None else coordinator.server.hang_up(peer)
+
+        coordinator = self.town.coordinator(on_message=on_message, **options)
+        return coordinator
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(coordinators, "FromClient", FromOperator)
+    job = Job(tmp_path)
+    yield job
+    job.town.close()
+
+
+def answers(job: Job, timeout_s: float = PATIENCE_S) -> list[str]:
+    with OperatorClient(job.run_dir) as client:
+        asked = client.ask(lambda request: AskCheckpoint(request=request, wait=True), timeout_s)
+        return [answer.decided for answer in asked if isinstance(answer, Answer)]
+
+
+def taken_and_written(message: Any) -> list[Any]:
+    if isinstance(message, OperatorHello):
+        return []
+    return [
+        Answer(request=message.request + 1, is_last=True, decided="refused", reason="another request's"),
+        Answer(request=message.request, is_last=False, decided="taken", reason="a"),
+        Answer(request=message.request, is_last=True, decided="written", reason="b"),
+    ]
+
+
+def test_answers_come_one_by_one_to_the_last(job: Job) -> None:
+    job.serves(taken_and_written)
+    assert answers(job) == ["taken", "written"]
+
+
+def test_nobody_who_listens_is_waited_for_until_the_bound(job: Job) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(ControlError, match=r"could not be reached within 0.3 s \(.*starting, or being replaced"):
+        answers(job, 0.3)
+    assert time.monotonic() - began_s >= 0.3
+
+
+def test_no_answer_and_no_end_have_the_same_bound(job: Job) -> None:
+    job.serves(lambda message: taken_and_written(message)[:2] if isinstance(message, AskCheckpoint) else [])
+    with pytest.raises(ControlError, match=r"not come to an end within 0.3 s; it is under way \(taken: a\)"):
+        answers(job, 0.3)
+    with OperatorClient(job.run_dir) as client:
+        with pytest.raises(ControlError, match="has not answered within 0.3 s"):
+            list(client.ask(lambda request: AskStatus(request=request), 0.3))
+        with pytest.raises(ControlError, match="the job has not ended within 0.1 s"):
+            client.wait_for_end(0.1)
+
+
+def test_what_is_open_is_asked_again_of_a_successor(job: Job) -> None:
+    first = job.serves(lambda message: [])
+    with OperatorClient(job.run_dir) as client:
+        asked = client.ask(lambda request: AskCheckpoint(request=request, wait=True), PATIENCE_S)
+
+        def replace_once_asked(deadline_s: float) -> None:
+            turn(deadline_s)
+            if any(isinstance(message, AskCheckpoint) for _, _, message in list(first.log)):
+                client._turn = turn  # type: ignore[method-assign]
+                first.close()  # it has heard the request, and has answered nothing
+                job.serves(taken_and_written)
+
+        turn, client._turn = client._turn, replace_once_asked  # type: ignore[method-assign]
+        assert [answer.decided for answer in asked if isinstance(answer, Answer)] == ["taken", "written"]
+        assert client._turn == turn
+
+
+def test_another_key_is_an_error_at_once(job: Job) -> None:
+    job.serves(lambda message: [], key=b"another key of enough bytes")
+    with pytest.raises(ControlError, match="cannot be talked to: AuthenticationError.* does not hold this job's key"):
+        answers(job)
+
+
+def test_who_is_turned_away_is_told_why(job: Job) -> None:
+    job.serves(lambda message: [TurnedAway(reason="16 operators are connected"), None])
+    with pytest.raises(ControlError, match="does not serve this operator: 16 operators are connected"):
+        answers(job)
+
+
+def test_the_end_of_the_job_ends_every_wait(job: Job) -> None:
+    over = JobOver(outcome="stopped", reason="after step 3")
+    job.serves(lambda message: [over, None] if isinstance(message, AskCheckpoint | AskStop) else [])
+    with pytest.raises(ControlError, match="the job is over: stopped, after step 3"):
+        answers(job)
+    with OperatorClient(job.run_dir) as client, pytest.raises(ControlError):
+        list(client.ask(lambda request: AskStop(request=request), PATIENCE_S))
+        assert client.wait_for_end(0.0) == over
+
+
+def test_a_job_that_ends_without_a_word_is_noticed(job: Job) -> None:
+    with OperatorClient(job.run_dir) as client:
+        remove_control_file(job.run_dir)
+        with pytest.raises(ControlError, match="the job has ended meanwhile: no job runs in"):
+            list(client.ask(lambda request: AskStatus(request=request), PATIENCE_S))
+        write_control_file(job.run_dir, "unix:/elsewhere", KEY)
+        with pytest.raises(ControlError, match="another one runs in .* now: ask again"):
+            list(client.ask(lambda request: AskStatus(request=request), PATIENCE_S))
