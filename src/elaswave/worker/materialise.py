@@ -254,11 +254,10 @@ def owned_pieces(store: BlockStore, scalars: Scalars = ()) -> Iterable[Piece]:
     """
     for held in store.with_role(Role.OWNER):
         for slot, values in held.slots.items():
-            copy = values.clone()
             for part in held.segments:
                 if part.slot.has(slot):
                     name = stored_name(slot, part.slot.name)
-                    own = decode(copy[part.start : part.stop], DTYPES[part.slot.dtype])
+                    own = decode(values[part.start : part.stop], DTYPES[part.slot.dtype])
                     yield Piece(name, part.slot.shape, part.first_value, own)
         for name, tensor, value in held.scalar_states(scalars):
             yield Piece(stored_name(name, tensor.name), (), 0, value.reshape(1).clone())

@@ -11,13 +11,14 @@ import torch
 from tests.integration.jobs import small_config
 from tests.own_models import WIDTH, Head, Mix, settings_of, training_of
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elaswave.errors import UsageError
 from elaswave.models.layers import Layer
 from elaswave.planning.layout import make_layout
 from elaswave.state.placement import place_blocks
 from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.materialise import materialise
+from elaswave.worker.materialise import materialise, owned_pieces
 
 FREQUENCIES = 10000.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)
 
@@ -57,6 +58,33 @@ def test_buffers_that_no_checkpoint_has_come_from_a_real_build() -> None:
     x = torch.randn(6, WIDTH)
     assert taken_over.module(x).equal(made(x))
     assert not made(x.flip(0)).flip(0).allclose(made(x)), "positions count"
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            self.num_bytes += made.untyped_storage().nbytes()
+        return made
+
+
+def test_what_a_checkpoint_writes_is_copied_once() -> None:
+    blueprint = blueprint_of(Mix(), Mix(), Head())
+    layout = make_layout(widths=(1, 1), layers_per_stage=(1, 2), num_microbatches=5)
+    placement = place_blocks(layout, blueprint.blocks, num_followers=1)
+    _, store, _ = materialise(blueprint, 1, layout, placement, None)
+    with CopiedBytes() as copied:
+        pieces = list(owned_pieces(store))
+    assert copied.num_bytes == sum(piece.values.nbytes for piece in pieces) > 0
+    held = {values.untyped_storage().data_ptr() for block in store for values in block.slots.values()}
+    own = {piece.values.untyped_storage().data_ptr() for piece in pieces}
+    assert len(own) == len(pieces) and own.isdisjoint(held)
 
 
 def test_an_instance_stays_as_it_was_and_begins_the_run() -> None:
