@@ -13,10 +13,12 @@ import pytest
 from tests.integration.jobs import QuietReporter, nothing_left, run_job, small_config
 
 from elaswave.control import checkpoints, coordinator, launcher, launcher_waits, template, template_link
+from elaswave.control.template_messages import Spawned
 from elaswave.errors import LaunchError, RecoveryError
 from elaswave.observability.events import RunFinished, read_events
 from elaswave.observability.processes import RunProcess, lives, read_processes
 from elaswave.protocol.events import CoordinatorEffect, FindCheckpoint
+from elaswave.protocol.template import COMMITTER
 from elaswave.state import checkpoint_commit
 from elaswave.state.checkpoint import CheckpointSearch, find_newest_checkpoint
 from elaswave.training import builtin
@@ -233,6 +235,18 @@ class Hangs:
         raise AssertionError("it was to be killed")
 
 
+def in_half_a_second(monkeypatch: pytest.MonkeyPatch) -> Callable[[launcher_waits.LauncherWaits, float], None]:
+    """A `LauncherWaits.for_commit` that shortens the bound from then on: a coordinator that a busy machine keeps from
+    starting has the usual one."""
+    for_commit = launcher_waits.LauncherWaits.for_commit
+
+    def shortened(waits: launcher_waits.LauncherWaits, now_s: float) -> None:
+        monkeypatch.setattr(launcher_waits, "KILLED_S_MAX", 0.5)
+        for_commit(waits, now_s)
+
+    return shortened
+
+
 def test_a_commit_that_takes_too_long_is_ended_before_the_next_one_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,19 +263,26 @@ def test_a_commit_that_takes_too_long_is_ended_before_the_next_one_begins(
     ]
 
 
+@pytest.mark.parametrize("is_told", [False, True], ids=["before the launcher knows of it", "at work"])
 def test_a_commit_that_cannot_be_ended_for_the_next_coordinator_ends_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that waits for a disk that is gone; here the process is stopped that would have to end it."""
     run_dir = tmp_path / "run"
+    say = template._Serving._say
 
-    def stop_the_template_and_take_the_coordinator_along() -> None:
-        os.kill(os.getppid(), signal.SIGSTOP)
-        os.kill(roles(run_dir, "coordinator")["coordinator"].pid, signal.SIGKILL)
+    def stop(serving: template._Serving, message: Any) -> None:
+        """In the template, which has forked the committer."""
+        is_of_committer = isinstance(message, Spawned) and message.child == COMMITTER
+        if is_told or not is_of_committer:
+            say(serving, message)
+        if is_of_committer:
+            os.kill(roles(run_dir, "coordinator")["coordinator"].pid, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP)
 
-    hangs = Hangs(tmp_path, stop_the_template_and_take_the_coordinator_along)
-    monkeypatch.setattr(checkpoint_commit, "commit_checkpoint", hangs)
-    monkeypatch.setattr(launcher_waits, "KILLED_S_MAX", 0.5)
+    monkeypatch.setattr(template._Serving, "_say", stop)
+    monkeypatch.setattr(checkpoint_commit, "commit_checkpoint", Hangs(tmp_path))
+    monkeypatch.setattr(launcher_waits.LauncherWaits, "for_commit", in_half_a_second(monkeypatch))
     with pytest.raises(RecoveryError, match="no other one can be started: the process that was committing") as raised:
         run_job(run_dir, SETTINGS)
     assert "it has no checkpoint, so it can only begin again" in str(raised.value)

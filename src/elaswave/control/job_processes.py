@@ -240,11 +240,11 @@ class JobProcesses:
     def end(self) -> None:
         """Kills and reaps the processes that are left. To be called once."""
         self.kill_coordinator()
-        self._template.end(TEMPLATE_GRACE_S)
+        orphans = self._template.end(TEMPLATE_GRACE_S)
         if self._coordinator is not None:
             self._coordinator.reap()
             self._coordinator = None
-        for pid in self._pids.values():
+        for pid in {*self._pids.values(), *orphans}:
             end_orphan(pid)
         self.selector.close()
         self._orphans.close()

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 
 from elaswave.control.forking import Child, fork, how_it_ended
 from elaswave.control.template import TemplateSetup, run_template
-from elaswave.control.template_messages import FromTemplate, ToTemplate, Unpacker, pack
+from elaswave.control.template_messages import FromTemplate, LoaderSpawned, Spawned, ToTemplate, Unpacker, pack
+from elaswave.observability.processes import children_of
 
 TEMPLATE_LOG = "template.log"
 
@@ -101,18 +102,25 @@ class TemplateProcess:
         if self._child is not None:
             os.close(self.pid_fd)
 
-    def end(self, timeout_s: float) -> None:
+    def end(self, timeout_s: float) -> list[int]:
         """Ends it, and with it all that it has forked: it kills and reaps them itself, or is killed after a time.
 
         May be called again.
+
+        Returns:
+            Process ids of children that it may have left, also of those that it had no time to tell of.
         """
+        told = [message.pid for message in self.hear() if isinstance(message, Spawned | LoaderSpawned)]
         self._link.close()
         if self._child is None:
-            return
+            return told
         child, self._child = self._child, None
+        left: list[int] = []
         if not _has_ended(child, timeout_s):
+            left = children_of(child.pid)
             os.kill(child.pid, signal.SIGKILL)
         child.reap()
+        return told + left
 
 
 def _has_ended(child: Child, timeout_s: float) -> bool:

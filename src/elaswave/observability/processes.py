@@ -61,6 +61,15 @@ def facts_of(pid: int) -> ProcessFacts | None:
     )
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes whose parent a process is; none where there is no ``/proc``."""
+    try:
+        found = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    except OSError:
+        return []
+    return [each for each in found if (facts := facts_of(each)) is not None and facts.parent == pid]
+
+
 def described(role: Role, number: int, pid: int) -> RunProcess:
     """The entry of a process that lives now."""
     facts = facts_of(pid)
