@@ -35,6 +35,9 @@ def test_seeded_schedules_have_no_violation(first):
         "planners that took too long",
         "losses while a checkpoint was committed",
         "jobs that were asked to stop",
+        "steps of which something is kept",
+        "steps of which something is kept twice",
+        "micro-batches kept on their way",
     ):
         assert summary.counts[what] > 0, what
 
@@ -50,6 +53,8 @@ def test_seeded_schedules_have_no_violation(first):
         ("3-workers-slow-plan-2-faults", 100),
         ("3-workers-slow-commit-2-faults", 100),
         ("4-workers-2-kills", 60),
+        ("4-workers-salvage-1-fault", 20),
+        ("3-workers-salvage-2-kills", 60),
     ],
 )
 def test_a_part_of_all_schedules_of_small_jobs_has_no_violation(name, parts):

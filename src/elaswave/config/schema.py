@@ -194,6 +194,9 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     verify: bool = True
     """Compare the copies of gradients and state, and the checksums of partial sums, in every vote. Off only to measure
     what it costs."""
+    salvage: bool = True
+    """When a step is tried again after a loss, survivors keep what they have of it, and only what depended on the lost
+    worker runs again; needs ``consistency = "bitwise"``. Off: the whole step runs again."""
     policy: Literal[
         "elaswave", "recycle", "recycle_normalized", "torchft", "torchft_batch_kept", "oobleck", "full_restart"
     ] = "elaswave"

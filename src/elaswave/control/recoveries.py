@@ -171,7 +171,7 @@ class RecoveryLog:
                 redo_s=redo_s,
                 total_s=pending.resumed_s - begin_s + redo_s,
                 critical_bytes=sum(installed.critical_bytes for installed in pending.installed.values()),
-                num_microbatches_recomputed=decision.layout.num_microbatches if retried else 0,
+                num_microbatches_recomputed=_num_recomputed(decision) if retried else 0,
             )
             stage = pending.stages.get(suspicion.worker, -1)
             self._details[entry.epoch, entry.worker] = (stage, pending.rerouted, pending.promoted)
@@ -182,7 +182,9 @@ class RecoveryLog:
         """One readable line."""
         stage, rerouted, promoted = self._details[recovery.epoch, recovery.worker]
         waited_s = recovery.total_s - recovery.redo_s
-        redone = f", step redone in {recovery.redo_s * 1e3:.0f} ms" if recovery.outcome == "retried" else ""
+        number = recovery.num_microbatches_recomputed
+        again = f" ({number} micro-batch{'' if number == 1 else 'es'} run again)"
+        redone = f", step redone in {recovery.redo_s * 1e3:.0f} ms{again}" if recovery.outcome == "retried" else ""
         place = "" if recovery.phase == "any" else f"{recovery.phase} of "
         return (
             f"worker {recovery.worker} (stage {stage}) lost in {place}step {recovery.step} "
@@ -218,6 +220,11 @@ def _is_redo(pending: _OpenRecovery, report: StepReport) -> bool:
     """Whether a step was committed after a recovery's decision, and so by members that have all carried it out."""
     decision = pending.decision
     return decision is not None and report.epoch >= pending.epochs[-1] and report.step >= decision.resume_step
+
+
+def _num_recomputed(decision: Decision) -> int:
+    """Micro-batches that have run in part and run again: after a return to a checkpoint, all of a step."""
+    return decision.num_microbatches_recomputed if decision.rollback is None else decision.layout.num_microbatches
 
 
 def _place_of(position: Position) -> tuple[int, str]:

@@ -6,7 +6,8 @@ reads the verdict off it. A worker fills its ballot only when it is prepared (it
 gradients, its followed blocks the same ones), so learning that the vote passed implies that every worker can apply.
 The parts:
 
-- coverage: `coverage_key` of every (layer, micro-batch) that was added, against the known total;
+- coverage: `coverage_key` of every (layer, micro-batch) that was added, and `loss_key` of every loss, against the known
+  total;
 - residency: a key for every held block, its role, holder and version, against what the placement says;
 - next residency: the same of the placement that a planned change leads to, as far as its copies are held already: once
   it comes to what that placement says, the change comes into force;
@@ -59,6 +60,8 @@ _NUM_FLAGS = 7
 _SIGN = 1 << 63
 _NO_HASH = -_SIGN
 """Less than any hash of 62 bits, and than its negative."""
+LOSS = -1
+"""Stands for the loss where micro-batches are counted by unit."""
 UNKNOWN_MICROBATCH = (1 << _ROW_BITS) - 1
 """Micro-batch of a non-finite value that was found only in the sum (scaled mode)."""
 
@@ -455,6 +458,12 @@ def coverage_key(unit: int, microbatch: int, use: int = 0) -> int:
     return key64("coverage", unit, microbatch, use) if use else key64("coverage", unit, microbatch)
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def loss_key(microbatch: int) -> int:
+    """What a micro-batch's loss adds to the coverage: it must count once, like a gradient (S1)."""
+    return key64("coverage", "loss", microbatch)
+
+
 @functools.lru_cache(maxsize=64)
 def expected_coverage(num_layers: int, num_microbatches: int, shared: tuple[tuple[int, ...], ...] = ()) -> int:
     """The coverage of a step in which everything ran exactly once.
@@ -464,15 +473,13 @@ def expected_coverage(num_layers: int, num_microbatches: int, shared: tuple[tupl
         shared: as of `Layout.shared`.
     """
     uses = [1] * num_layers + [len(users) for users in shared]
-    return (
-        sum(
-            coverage_key(unit, microbatch, use)
-            for unit, num_uses in enumerate(uses)
-            for microbatch in range(num_microbatches)
-            for use in range(num_uses)
-        )
-        & MASK64
+    added = sum(
+        coverage_key(unit, microbatch, use)
+        for unit, num_uses in enumerate(uses)
+        for microbatch in range(num_microbatches)
+        for use in range(num_uses)
     )
+    return (added + sum(map(loss_key, range(num_microbatches)))) & MASK64
 
 
 def _nonfinite_code(nonfinite: NonFinite | None) -> int:

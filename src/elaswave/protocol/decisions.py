@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from elaswave.planning.recovery import promote, survivor_layout
 from elaswave.protocol.events import PendingWork, PlanRecovery, RecoveryPlan
 from elaswave.protocol.messages import Copies, Decision, Evidence, Report
+from elaswave.protocol.salvage import Salvage, salvage
 from elaswave.state.placement import Block, Placement, place_blocks
 from elaswave.types import ExecutionParameters, Layout
 
@@ -108,6 +109,28 @@ def deliveries(layout: Layout, reports: Sequence[Report], base: int) -> tuple[tu
     return tuple(found)
 
 
+def salvaged(question: PlanRecovery, layout: Layout, pending: PendingWork, reports: Sequence[Report]) -> Salvage:
+    """What of the step that was being tried is kept (S5): nothing after a return to a checkpoint, or where an
+    evaluation must be made before the step, which computes losses of its own.
+
+    Args:
+        question: what was planned.
+        layout: to go on with.
+        pending: what of the base step is still to be done.
+        reports: of all members.
+    """
+    if question.rollback or pending.evaluate:
+        return Salvage((), 0)
+    return salvage(
+        [report.partial for report in reports if report.partial is not None],
+        {report.worker: range(*report.layers) for report in reports},
+        layout,
+        question.base + 1,
+        None if question.evidence is None else question.evidence.order,
+        question.layout,
+    )
+
+
 def what_is_lost(orphans: Sequence[int], num_blocks: int, lost: Sequence[int]) -> str:
     """Which blocks have no copy left, for people."""
     named = ", ".join(map(str, orphans[:8])) + (" ..." if len(orphans) > 8 else "")
@@ -197,6 +220,7 @@ def make_decision(
         f"a plan for workers {plan.layout.workers}, but the members are {question.members}"
     )
     base, rollback = question.base, question.rollback
+    kept = salvaged(question, plan.layout, pending, reports)
     return Decision(
         term=term,
         epoch=question.epoch,
@@ -217,4 +241,6 @@ def make_decision(
         change=question.change,
         execution=question.execution if plan.execution is None else plan.execution,
         plan=plan.reason,
+        kept=kept.kept,
+        num_microbatches_recomputed=kept.num_recomputed,
     )

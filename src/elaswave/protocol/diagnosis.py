@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from elaswave.hashing import signed64
-from elaswave.protocol.ballot import add_words
+from elaswave.protocol.ballot import LOSS, add_words
 from elaswave.protocol.engine import Copy, Engine, FrameKind, JobTerms, Wait
 from elaswave.protocol.environment import ENVIRONMENT, TEXT_WORDS, text_words, words_text
 from elaswave.state.placement import Placement, Role
@@ -82,18 +82,21 @@ def _sum(voter: Voter, values: list[int], part: int) -> Generator[Wait, None, Se
 def _coverage(voter: Voter) -> _Finding:
     layout = voter.layout
     num_units, num_microbatches = layout.num_layers + len(layout.shared), layout.num_microbatches
-    counts = [0] * (num_units * num_microbatches)
+    counts = [0] * ((num_units + 1) * num_microbatches)
     for (layer, microbatch), count in voter.engine.counts().items():
-        counts[layer * num_microbatches + microbatch] = count
+        counts[(num_units if layer == LOSS else layer) * num_microbatches + microbatch] = count
     findings: dict[tuple[int, int, int], list[int]] = {}
+    losses = []
     for index, count in enumerate((yield from _sum(voter, counts, part=1))):
         unit, microbatch = divmod(index, num_microbatches)
-        if count != layout.num_uses(unit):
+        if unit == num_units:
+            losses += [f"the loss of micro-batch {microbatch} counts {_times(count)}"] if count != 1 else []
+        elif count != layout.num_uses(unit):
             findings.setdefault((microbatch, count, layout.num_uses(unit)), []).append(unit)
     return [
         f"micro-batch {microbatch} was added {count} times in layers {units}, {_times(needed)} was needed"
         for (microbatch, count, needed), units in sorted(findings.items())
-    ]
+    ] + losses
 
 
 def _times(number: int) -> str:

@@ -21,6 +21,7 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 from elaswave.protocol.ballot import BufferTensor, GridState, NonFinite, Request
 from elaswave.protocol.environment import Environment
 from elaswave.protocol.messages import Decision, Evidence
+from elaswave.protocol.salvage import Flight, Keep, Rows
 from elaswave.protocol.scores import Scores
 from elaswave.state.placement import Block, Placement, Role
 from elaswave.types import Action, ExecutionParameters, Layout, Program
@@ -111,6 +112,17 @@ class Measured(NamedTuple):
     """Since the attempt began."""
 
 
+class Unfinished(NamedTuple):
+    """What an engine has of a step (S1, S2)."""
+
+    can_be_kept: bool
+    """Whether the sums are exact, and all that was added to them was finite."""
+    rows: tuple[Rows, ...] = ()
+    losses: int = 0
+    """Micro-batches whose losses it has, one bit each."""
+    flights: tuple[Flight, ...] = ()
+
+
 class Imbalance(NamedTuple):
     """Where a worker's partial sums are not what they should be; all numbers modulo 2**64."""
 
@@ -152,24 +164,44 @@ class Engine(Protocol[C]):
 
     # RUN
 
-    def begin(self, step: int, exponents: Sequence[int]) -> None:
+    def begin(self, step: int, exponents: Sequence[int], keep: Keep | None = None) -> None:
         """Empties all sums for a new attempt.
 
         Args:
             exponents: of the grids, by tensor.
+            keep: what stays of an earlier attempt, which had the same grids; None: nothing.
         """
         ...
 
-    def run(self, action: Action, layers: range, step: int, value: Any, *, first: bool, last: bool) -> Any:
-        """Runs an action of a training step and adds the gradients that it makes.
+    def run(
+        self, action: Action, layers: range, step: int, value: Any, *, first: bool, last: bool, keeps: bool = True
+    ) -> Any:
+        """Runs an action of a training step and adds the gradients that it makes. Where an earlier attempt was
+        interrupted in the midst of it, it goes on from there.
+
+        An interrupt may come out of it after each layer; until then the layer has run, and is not run again.
 
         Args:
             layers: that it runs.
             value: activation or gradient that came in; None where there is none.
             first, last: whether the micro-batch begins, or ends, in these layers.
+            keeps: whether a backward will need what a forward makes.
         Returns:
             What goes on to the next hop, or back to the one before; None where there is none.
         """
+        ...
+
+    def output(self, action: Action) -> Any:
+        """What an action that was run before has returned. A forward's is kept until its backward begins, a backward's
+        until `release`, and all of it at most until `committed`."""
+        ...
+
+    def release(self, microbatch: int) -> None:
+        """What the backward of a micro-batch has returned is needed no more."""
+        ...
+
+    def unfinished(self) -> Unfinished:
+        """What there is of the step of the last `begin`."""
         ...
 
     def evaluate(self, layers: range, step: int, microbatch: int, value: Any, *, first: bool, last: bool) -> Any:
@@ -500,6 +532,8 @@ class JobTerms(NamedTuple):
     verify: bool = True
     """Whether the ballot proves what happened (``elastic.verify``)."""
     skip_nonfinite: bool = False
+    salvage: bool = True
+    """Whether survivors keep what they have of a step that a loss has interrupted (``elastic.salvage``)."""
     eval_every: int = 0
     """An evaluation after every so many steps; 0 for none."""
     eval_microbatches: int = 0

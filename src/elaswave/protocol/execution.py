@@ -6,12 +6,14 @@ for only by the action that uses it. No torch, IO, clocks or threads.
 Every method that can wait is a generator of `Wait`; its `Pause.MOMENT` stands before each action.
 """
 
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from elaswave.planning.layout import evaluation_layout
 from elaswave.protocol.ballot import add_words
 from elaswave.protocol.engine import C, Engine, FrameKind, JobTerms, Key, Links, Pause, StepObserver, Wait
+from elaswave.protocol.salvage import Partial, Todo, todos_of
 from elaswave.protocol.scores import Means, means_of, score_words
 from elaswave.protocol.traffic import adds_gradients, contributions, doubling, parts_of, units_by_layer
 from elaswave.types import Action, ExecutionParameters, Hop, Layout, Program
@@ -54,6 +56,8 @@ class Execution(Generic[C]):
         self.attempt = 0
         self.copies: dict[int, C] = dict(sorted(copies.items()))
         """The copies held at the last committed step, by block."""
+        self.kept: tuple[Partial, ...] = ()
+        """What all workers have kept of the step in the present attempt."""
         self._use_layout(layout, execution)
 
     def _use_layout(self, layout: Layout, execution: ExecutionParameters) -> frozenset[int]:
@@ -116,35 +120,57 @@ class Execution(Generic[C]):
                 beginning for one that is held here, but runs elsewhere.
         """
         parts, units = parts_of(self.worker, self.layout), units_by_layer(self.layout)
-        remaining = contributions(self.program, parts, self.engine.layers, units)
+        todos = todos_of(self.layout, self.kept, self.terms.lowest_trained)
+        program = [action for action in self.program if _includes(todos, action)]
+        own = tuple(action for action in program if todos[action.stage, action.microbatch].backward)
+        remaining = contributions(own, parts, self.engine.layers, units)
         for layer in sorted((layer for layer, count in remaining.items() if count == 0), reverse=True):
             on_layer_done(layer)  # its owners wait for this worker's sum all the same
         local: dict[Key, Any] = {}
-        for action in self.program:
+        given_back: dict[int, deque[int]] = {}
+        for action in program:
             self.observer.acting(action)
             yield Pause.MOMENT
-            part = parts[action.stage, action.microbatch]
-            forward = action.kind == "F"
+            part, todo = parts[action.stage, action.microbatch], todos[action.stage, action.microbatch]
+            forward, runs = action.kind == "F", todo.runs(action.kind)
             source, target = (part.before, part.after) if forward else (part.after, part.before)
+            takes, sends = (
+                (todo.takes_input, todo.sends_output) if forward else (todo.takes_gradient, todo.sends_gradient)
+            )
             kind = FrameKind.ACTIVATION if forward else FrameKind.GRADIENT
             value = None
-            if not forward:
-                source = source if part.layers.stop > self.terms.lowest_trained else None
-                target = target if part.layers.start > self.terms.lowest_trained else None
-            if source is not None and action.kind != "W":
+            if runs and takes and source is not None and action.kind != "W":
                 value = yield from self._input(kind, source, action, local)
             self.observer.computing(action)
-            output = self.engine.run(
-                action, part.layers, self.step, value, first=part.before is None, last=part.after is None
+            output = (
+                self.engine.run(
+                    action,
+                    part.layers,
+                    self.step,
+                    value,
+                    first=part.before is None,
+                    last=part.after is None,
+                    keeps=todo.keeps,
+                )
+                if runs
+                else self.engine.output(action)
             )
-            if target is not None and action.kind != "W":
+            if sends and target is not None and action.kind != "W":
                 self._pass_on(kind, target, action, output, local)
-            if adds_gradients(action):
+                if not forward:
+                    self._release(given_back.setdefault(target.worker, deque()), action.microbatch, target)
+            if runs and adds_gradients(action):
                 for unit in (unit for layer in reversed(part.layers) for unit in units[layer]):
                     remaining[unit] -= 1
                     if remaining[unit] == 0:
                         on_layer_done(unit)
             self.observer.acted(action)
+
+    def _release(self, given_back: deque[int], microbatch: int, target: Hop) -> None:
+        """Keeps the newest gradients that a worker was sent, as many as it may have yet to use (S2)."""
+        given_back.append(microbatch)
+        if len(given_back) > len(self.layout.stages) - target.stage:
+            self.engine.release(given_back.popleft())
 
     def _input(self, kind: FrameKind, source: Hop, action: Action, local: dict[Key, Any]) -> Life[Any]:
         key = self.key(kind, action.microbatch, action.stage, source.worker)
@@ -188,3 +214,8 @@ class Execution(Generic[C]):
         total = yield from self.all_reduce(FrameKind.EVALUATION_LOSS, words, add_words)
         yield Pause.SENT
         return means_of(total, num_microbatches, num_microbatches)
+
+
+def _includes(todos: Mapping[tuple[int, int], Todo], action: Action) -> bool:
+    todo = todos.get((action.stage, action.microbatch))
+    return todo is not None and todo.includes(action.kind)

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from elaswave.protocol.messages import Copies, Decision, Evidence, Report
+from elaswave.protocol.salvage import Partial
 
 
 class LedgerError(Exception):
@@ -114,7 +115,9 @@ class Ledger:
         """All parameters of the worker's layers are those of a step."""
         self.parameters_step = step
 
-    def promise(self, epoch: int, held: Mapping[int, Held], layers: tuple[int, int]) -> Report:
+    def promise(
+        self, epoch: int, held: Mapping[int, Held], layers: tuple[int, int], partial: Partial | None = None
+    ) -> Report:
         """Makes the report of an epoch. From now on nothing is learned or begun until `accept`."""
         if self.promised_epoch is not None and epoch <= self.promised_epoch:
             raise LedgerError(f"asked to promise epoch {epoch} after {self.promised_epoch}")
@@ -135,6 +138,7 @@ class Ledger:
                 versions=[held[block].version for block in blocks],
             ),
             decided=self.decided_epoch,
+            partial=partial,
         )
 
     def accept(self, decision: Decision) -> CatchUp:

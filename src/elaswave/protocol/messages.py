@@ -6,6 +6,7 @@ Coordinators carry a term, which grows with every start of one.
 
 import msgspec
 
+from elaswave.protocol.salvage import Partial
 from elaswave.state.placement import Placement
 from elaswave.types import ExecutionParameters, Layout
 
@@ -70,6 +71,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     copies: Copies
     decided: int = 0
     """The epoch of the newest decision that it has taken; 0 for none."""
+    partial: Partial | None = None
+    """What it has of the step that it was trying."""
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
@@ -140,6 +143,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
     execution: ExecutionParameters = ExecutionParameters()
     plan: str = ""
     """Why this layout, if a policy other than ElasWave's has chosen it."""
+    kept: tuple[Partial, ...] = ()
+    """What members keep of `resume_step` (S3)."""
+    num_microbatches_recomputed: int = 0
+    """Micro-batches of `resume_step` of which a layer that had run runs again (S6)."""
 
 
 class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag="fenced"):

@@ -47,6 +47,10 @@ class MetricSum(NamedTuple):
         numerator, denominator = total.as_integer_ratio()
         return MetricSum(self.units + (numerator << _FRACTION_BITS) // denominator, self.count + count, self.num_bad)
 
+    def merged(self, other: "MetricSum") -> "MetricSum":
+        """Both sums as one."""
+        return MetricSum(self.units + other.units, self.count + other.count, self.num_bad + other.num_bad)
+
     def over(self, count: int) -> float:
         """The sum divided by a count; nan if a value was bad, or nothing was counted."""
         if self.num_bad or count == 0:

@@ -11,6 +11,8 @@ Every method that can wait is a generator of `Wait`. The numbers W1, W2, ... are
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import msgspec
+
 from elaswave.errors import NonFiniteError, UnequalBufferError, VoteError
 from elaswave.hashing import MASK64, key64
 from elaswave.protocol.ballot import (
@@ -50,6 +52,7 @@ from elaswave.protocol.execution import Execution, Life
 from elaswave.protocol.ledger import Ledger
 from elaswave.protocol.messages import LayoutChange
 from elaswave.protocol.moves import CopyBudget, held_keys, merged_into, next_placement
+from elaswave.protocol.salvage import Keep, Partial, keep_of
 from elaswave.protocol.traffic import Shipment, Traffic, agreement_hash, traffic_of
 from elaswave.state.placement import Placement, Role
 from elaswave.types import ExecutionParameters, Layout, struct_hash
@@ -105,6 +108,12 @@ class StepLoop(Execution[C]):
         """That of the change in force, until the copies that it does not need are dropped (M6)."""
         self.budget = CopyBudget(terms.move_elements)
         self.request = request
+        self.sums: Partial | None = None
+        """What the engine's sums are of, without what is in them; None for nothing."""
+        self.kept_next: tuple[Partial, ...] = ()
+        """What all workers keep, by the newest decision."""
+        self.kept_for = (0, 0)
+        """The step and the attempt for which."""
         self._vote_shape = _shape(
             terms.num_microbatches,
             terms.num_tensors,
@@ -269,7 +278,7 @@ class StepLoop(Execution[C]):
         self.observer.began()
         yield Pause.SENT
         self.replicate()
-        self.engine.begin(step, self.progress.grids.exponents)
+        self.begin_sums()
         self.post_receives()
         self.observer.enter("run")
         yield from self.run(self.send_partials)
@@ -283,6 +292,39 @@ class StepLoop(Execution[C]):
         yield Pause.SENT  # also REDUCE's buffers are free again now
         self.observer.leave("vote")
         return verdict
+
+    def begin_sums(self) -> None:
+        """The sums of the attempt begin: empty, or with what a decision says that workers keep (S3)."""
+        is_redo = (self.step, self.attempt) == self.kept_for
+        self.kept = self.kept_next if is_redo else ()
+        root = next((partial.root for partial in self.kept if partial.worker == self.worker), self.attempt)
+        keep = self.keep()
+        self.sums = None
+        self.engine.begin(self.step, self.progress.grids.exponents, keep)
+        self.sums = Partial(
+            worker=self.worker,
+            step=self.step,
+            root=root,
+            num_microbatches=self.layout.num_microbatches,
+            can_be_kept=self.terms.salvage,
+        )
+
+    def keep(self) -> Keep | None:
+        """What this worker keeps of an earlier attempt."""
+        return keep_of(self.worker, self.kept, self.layout, self.terms.lowest_trained)
+
+    def partial(self) -> Partial | None:
+        """What this worker has of the step that it was trying, for a report (S2)."""
+        if self.sums is None:
+            return None
+        found = self.engine.unfinished()
+        return msgspec.structs.replace(
+            self.sums,
+            can_be_kept=self.sums.can_be_kept and found.can_be_kept,
+            rows=found.rows,
+            losses=f"{found.losses:x}",
+            flights=found.flights,
+        )
 
     # ------------------------------------------------------------------------------------------------ re-replication
 

@@ -330,7 +330,7 @@ class WorkerMachine(StepLoop[C]):
         self.hold(None)  # what was planned for the old epoch is void
         self.facts.moved()
         self.links.edit(epoch, members)
-        self.report = self.ledger.promise(epoch, self.held(), self.layers_here())
+        self.report = self.ledger.promise(epoch, self.held(), self.layers_here(), self.partial())
         self.observer.moved()
         self.outbox.send(self.report)
 
@@ -352,7 +352,8 @@ class WorkerMachine(StepLoop[C]):
         # From here on its reports say that it has the decision. A worker that goes back must then have loaded:
         # nothing may interrupt it in between (W4), or it would go on with the grids of steps that count no more.
         todo = self.ledger.accept(decision)
-        self._step, self._attempt = decision.resume_step, decision.resume_attempt
+        self._step, self._attempt = self.kept_for = decision.resume_step, decision.resume_attempt
+        self.kept_next = decision.kept
         self._duties = []
         if todo is CatchUp.ROLL_BACK:
             received = self.roll_back(decision)
@@ -461,7 +462,7 @@ class WorkerMachine(StepLoop[C]):
         """
         assert decision.rollback is not None
         self.facts.rolled_back(decision.rollback)
-        self.ledger.parameters_step = -1
+        self.ledger.parameters_step, self.sums = -1, None
         while self._reports and self._reports[-1][0] > decision.rollback:
             self._reports.pop()
         self.known_vote = None

@@ -110,6 +110,8 @@ class ExactAccumulator:
         """Largest absolute gradient seen per tensor since `reset`."""
         self.coverage = 0
         """Sum of the keys of all micro-batches that were added since `reset`, modulo 2**64; kept by who adds."""
+        self.covered: dict[int, int] = {}
+        """Those micro-batches, one bit each, by the use that they were added for; kept by who adds."""
         self.checksum = 0
         """Sum of all words that were added since `reset`, modulo 2**64: what the words of `sum` must come to."""
         self._exponents = list(exponents)
@@ -180,6 +182,8 @@ class FloatAccumulator:
         self.maxima = [0.0] * len(shape.tensors)
         self.coverage = 0
         """As an `ExactAccumulator`'s."""
+        self.covered: dict[int, int] = {}
+        """As an `ExactAccumulator`'s."""
         self.checksum = 0
         """Always 0: rounding is not linear, so sums of float32 have no checksum."""
         self._views = [self.sum[slot.offset : slot.stop].view(slot.added_shape) for slot in shape.tensors]
@@ -187,6 +191,7 @@ class FloatAccumulator:
     def reset(self, exponents: Sequence[int]) -> None:
         """Empties the sum; the grids are not used."""
         self.coverage = 0
+        self.covered = {}
         self.sum.zero_()
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> bool:

@@ -9,7 +9,7 @@ A layer never shares the memory that it is given with another one that could sti
 input gets copies of it. Which layers do is found out at the first micro-batch, by the versions of the tensors.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +21,9 @@ from elaswave.models.admission import check_hooks
 from elaswave.models.calls import Call, inside
 from elaswave.models.instances import CopyOf
 from elaswave.models.layers import ModelSpec
-from elaswave.protocol.ballot import NonFinite, coverage_key
+from elaswave.protocol.ballot import LOSS, NonFinite, coverage_key, loss_key
+from elaswave.protocol.engine import Unfinished
+from elaswave.protocol.salvage import Keep, encode_rows, mask_of
 from elaswave.state.flat import FlatLayer
 from elaswave.state.sums import Accumulator
 from elaswave.training.raised import said
@@ -30,6 +32,7 @@ from elaswave.worker.admission import Unwritten, check_dense, check_graph
 from elaswave.worker.batches import BatchError
 from elaswave.worker.canary import made_up_tree, prove
 from elaswave.worker.compiled import CompiledLayers
+from elaswave.worker.flights import Flights, Front
 from elaswave.worker.layer_runs import Given, Reached, Run, Saved, received, to_send, zeros_where_none
 from elaswave.worker.scoring import Scored, Scoring
 from elaswave.worker.split import Gradients, WeightHalf, input_half, is_exact
@@ -144,6 +147,9 @@ class Compute:
         self._lowest_trained = lowest_trained
         self._fetch = inputs
         self._step = 0
+        self._flights = Flights()
+        self._covered: Sequence[int] = ()
+        """By layer, the loss last: micro-batches that are in some worker's sums already; empty for none."""
         self._saved: dict[tuple[int, int], Saved] = {}
         self._loss_inputs: dict[int, tuple[Given, Scored]] = {}
         self._left: dict[tuple[int, int], _Half | _Deferred | _Known] = {}
@@ -164,60 +170,131 @@ class Compute:
 
     @property
     def coverage(self) -> int:
-        """Sum of `coverage_key` over everything added, modulo 2**64."""
-        return sum(accumulator.coverage for accumulator in self.accumulators.values()) & MASK64
+        """Sum of `coverage_key` over everything added, and of `loss_key` over all losses, modulo 2**64."""
+        added = sum(accumulator.coverage for accumulator in self.accumulators.values())
+        return (added + sum(map(loss_key, self.losses))) & MASK64
 
     @property
     def num_layers(self) -> int:
         """Layers of the whole model."""
         return len(self.model.layers)
 
-    def begin(self, step: int, exponents: Sequence[Sequence[int]]) -> None:
-        """Empties everything for a new attempt of a step.
+    def begin(self, step: int, exponents: Sequence[Sequence[int]], keep: Keep | None = None) -> None:
+        """Empties everything for a new attempt of a step, but for what is kept of an earlier one.
 
         Args:
             exponents: grid exponents per unit of the model and tensor of the unit.
+            keep: as of `elaswave.protocol.engine.Engine.begin`.
         """
         self._step = step
         self.refresh()
-        self.scoring.clear()
-        self.counts.clear()
-        self.writes.clear()
+        keep = keep or Keep(frozenset(), 0, {}, ())
+        self._covered = keep.covered
+        kept = {unit for layer in keep.layers for unit in self._units_of(layer)}
+        tensors = {slot.id for layer in keep.layers for slot in self.layers[layer].buffers.tensors}
+        self.scoring.keep(keep.losses, lambda layer, number: layer in keep.layers and self._has_added(layer, number))
+        self.counts = {
+            (unit, number): count
+            for (unit, number), count in self.counts.items()
+            if unit in kept or (unit == LOSS and keep.losses >> number & 1)
+        }
+        self.writes = {tensor: pair for tensor, pair in self.writes.items() if tensor in tensors}
         self.nonfinite = None
-        self._saved.clear()
-        self._loss_inputs.clear()
-        self._left.clear()
+        self._keep_flights(keep.flights.keys())
         for index, accumulator in self.accumulators.items():
-            accumulator.reset(exponents[index])
+            if index not in kept:
+                accumulator.reset(exponents[index])
+
+    def _units_of(self, layer: int) -> set[int]:
+        """All that a layer's backward adds to."""
+        shape = self.layers[layer].shape
+        return {layer, *(use.unit for use in shape.shared)} | (set() if shape.buffers is None else {shape.buffers})
+
+    def _has_added(self, layer: int, microbatch: int) -> bool:
+        return bool(self.accumulators[layer].covered.get(0, 0) >> microbatch & 1)
+
+    def _keep_flights(self, microbatches: Collection[int]) -> None:
+        self._flights.keep(microbatches)
+        self._saved = {place: saved for place, saved in self._saved.items() if place[1] in microbatches}
+        self._loss_inputs = {number: value for number, value in self._loss_inputs.items() if number in microbatches}
+        self._left.clear()
+
+    def forget(self, layers: Collection[int]) -> None:
+        """These layers are here no more, nor is what depends on them."""
+        for microbatch in self._flights.through(layers):
+            self._flights.end(microbatch)
+        self._saved = {place: saved for place, saved in self._saved.items() if place[0] not in layers}
+
+    def end_step(self, step: int) -> None:
+        """A step is committed: nothing of it runs again. It may be told of later, when the next one has begun."""
+        if step == self._step:
+            self._keep_flights(())
+
+    def unfinished(self) -> Unfinished:
+        """What there is of the step. A micro-batch between the halves of its backward begins anew."""
+        rows = {
+            (unit, use): mask
+            for unit, accumulator in self.accumulators.items()
+            for use, mask in accumulator.covered.items()
+        }
+        flights = self._flights.facts({number for _, number in self._left})
+        return Unfinished(self.nonfinite is None, encode_rows(rows), mask_of(self.losses), flights)
+
+    def front(self, kind: str, microbatch: int) -> Front | None:
+        """How far a forward ("F") or backward has come of which something is kept."""
+        return self._flights.forward(microbatch) if kind == "F" else self._flights.backward(microbatch)
+
+    def output(self, kind: str, microbatch: int) -> Any:
+        """What a forward ("F") or backward has returned."""
+        front = self.front(kind, microbatch)
+        assert front is not None, f"micro-batch {microbatch} has no output to be handed on again"
+        return front.value if kind == "F" else to_send(front.value)
+
+    def release(self, microbatch: int) -> None:
+        """What the backward of a micro-batch has returned is needed no more."""
+        self._flights.end(microbatch)
 
     def refresh(self) -> None:
         """Takes over the buffers that lie in flat storage now: a step or an evaluation begins."""
         for layer in self.layers.values():
             layer.refresh()
 
-    def forward(self, layers: range, microbatch: int, value: Any, targets: Any, *, train: bool = True) -> Any:
-        """Runs layers in order; after the model's last layer also the loss.
+    def forward(
+        self, layers: range, microbatch: int, value: Any, targets: Any, *, train: bool = True, keeps: bool = True
+    ) -> Any:
+        """Runs layers in order, from where it was interrupted before; after the model's last layer also the loss.
 
         Args:
             layers: the hop's layers, all materialised here.
             microbatch: index in the global batch.
             value: input of the first of them: the micro-batch's inputs, or what the layer before has returned.
             targets: of the loss, where the last of them is the model's last; else not used.
-            train: keep what backward needs (False: evaluation).
+            train: False: evaluation.
+            keeps: in training, keep what backward needs.
         Returns:
             The last layer's output, detached.
         """
-        for index in layers:
+        front, first = self._flights.forward(microbatch) if train else None, layers.start
+        if front is not None:
+            first, value = front.at, front.value
+        for index in range(first, layers.stop):
             with self._at(microbatch, index):
                 given = self._given(index, value, train)
                 run = self._run_layer(index, microbatch, given, train)
                 value = run.value()
-                if train:
+                if train and keeps:
                     kept = None if self._is_recomputed(index) or not self._keeps_run(index) else run
                     self._saved[index, microbatch] = Saved(given, kept, self.layers[index].buffers.left())
+                    self._flights.went(microbatch, layers, index + 1, value)
             self._between_layers()
         if layers.stop == self.num_layers:
-            self._forward_loss(microbatch, value, targets, train)
+            self._forward_loss(microbatch, value, targets, train, keeps)
+            if train and keeps:
+                self._flights.went(microbatch, layers, layers.stop + 1, None)
+        if train and not keeps and self._flights.backward(microbatch) is None:
+            self._flights.end(microbatch)
+            for index in layers:
+                self._saved.pop((index, microbatch), None)
         return value
 
     def backward(self, layers: range, microbatch: int, gradient: Any) -> Any:
@@ -266,14 +343,26 @@ class Compute:
         gradient: Any,
         one_layer: Callable[[int, int, Saved, Reached], list[torch.Tensor]],
     ) -> Any:
-        reached = self._backward_loss(microbatch) if layers.stop == self.num_layers else received(gradient)
-        for index in reversed(layers):
-            saved = self._saved.pop((index, microbatch))
+        front, last = self._flights.backward(microbatch), layers.stop
+        if front is not None:
+            last, reached = front.at, front.value
+        else:
+            reached = self._backward_loss(microbatch) if layers.stop == self.num_layers else received(gradient)
+            self._flights.returned(microbatch, layers, layers.stop, reached)
+        for index in reversed(range(layers.start, last)):
+            saved = self._saved[index, microbatch]
+            # Interrupted in the midst of the layer, it is run again from its input: its graph may be used up.
+            self._saved[index, microbatch] = saved._replace(run=None)
             with self._at(microbatch, index):
                 aligned = reached._replace(gradients=list(map(at_boundary, reached.gradients)))
                 reached = reached._replace(gradients=one_layer(index, microbatch, saved, aligned))
+            del self._saved[index, microbatch]
+            self._flights.returned(microbatch, layers, index, reached)
             self._between_layers()
-        return None if layers.start <= self._lowest_trained else to_send(reached)
+        if layers.start <= self._lowest_trained:
+            self._flights.end(microbatch)
+            return None
+        return to_send(reached)
 
     def try_out(self, index: int, value: Any, *, prove: bool) -> Any:
         """Runs one layer on a micro-batch for its canary alone: nothing is added, and no loss is made.
@@ -456,8 +545,9 @@ class Compute:
     ) -> tuple[Gradients, list[torch.Tensor]]:
         """Gradients of the layer's parameters, and of its inputs (zeros where none flows)."""
         num_parameters, inputs = len(self.layers[index].parameters), saved.given.inputs
-        for value in run.aux_losses:
-            self.scoring.add_aux_loss(reached.weight * float(value.detach()))
+        if run.aux_losses and not self._is_covered(index, microbatch):
+            values = [reached.weight * float(value.detach()) for value in run.aux_losses]
+            self.scoring.note_aux_losses(index, microbatch, values)
         found = self._gradients(index, microbatch, run, reached, inputs, retain_graph=retain_graph)
         if self.model.layers[index].compile and self._compiled.has_grown():
             self.canaries.pop(index, None)
@@ -528,6 +618,8 @@ class Compute:
             gradients: of its parameters, in their order.
             buffers: as its forward has left them.
         """
+        if self._is_covered(index, microbatch):
+            return  # a gradient has only passed it
         layer = self.layers[index]
         shape, num_own = layer.shape, len(layer.shape.tensors)
         self._add_to(index, index, microbatch, gradients[:num_own])
@@ -545,7 +637,12 @@ class Compute:
         if not accumulator.add(gradients):
             self._note_nonfinite(microbatch, layer)
         accumulator.coverage = (accumulator.coverage + coverage_key(unit, microbatch, use)) & MASK64
+        accumulator.covered[use] = accumulator.covered.get(use, 0) | 1 << microbatch
         self.counts[unit, microbatch] = self.counts.get((unit, microbatch), 0) + 1
+
+    def _is_covered(self, layer: int, microbatch: int) -> bool:
+        """Whether it is in some worker's sums already; the loss is one past the last layer."""
+        return bool(self._covered) and bool(self._covered[layer] >> microbatch & 1)
 
     def _note_writes(self, layer: FlatLayer, left: Sequence[torch.Tensor]) -> None:
         for slot, (first, second) in zip(layer.buffers.tensors, layer.buffers.writes(left), strict=True):
@@ -554,13 +651,14 @@ class Compute:
 
     # ------------------------------------------------------------------------------------------------------------- loss
 
-    def _forward_loss(self, microbatch: int, output: Any, targets: Any, train: bool) -> None:
+    def _forward_loss(self, microbatch: int, output: Any, targets: Any, train: bool, keeps: bool) -> None:
         index = self.num_layers
+        counts = not train or not self._is_covered(index, microbatch)
         with self._at(microbatch, index):
             seed_everything(self._seed, self._step, microbatch, index, "forward")
             given, call = self._given(index, output, train), self._call(microbatch, train)
             with inside(call), torch.set_grad_enabled(train), self._argument(index, given, train) as argument:
-                scored = self.scoring.loss(microbatch, argument, targets)
+                scored = self.scoring.loss(microbatch, argument, targets, counts=counts)
                 if call.aux_losses:
                     raise UsageError("aux_loss was called in the loss: add the value to what the loss returns")
             if train and given.inputs and not scored.total.requires_grad:
@@ -570,10 +668,12 @@ class Compute:
                 )
             if train and index not in self._admitted:
                 self._admit(index, [scored.total], given.leaves)
-            if self.model.metrics:
-                self.scoring.measure(output, targets)
-        if train:
+            if self.model.metrics and counts:
+                self.scoring.measure(microbatch, output, targets)
+        if train and keeps:
             self._loss_inputs[microbatch] = (given, scored)
+        if train and counts:
+            self.counts[LOSS, microbatch] = self.counts.get((LOSS, microbatch), 0) + 1
             value = self.losses[microbatch]
             if value - value != 0.0:
                 self._note_nonfinite(microbatch, index)

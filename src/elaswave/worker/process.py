@@ -347,6 +347,7 @@ def terms_of(blueprint: Blueprint) -> JobTerms:
         layer_name=lambda layer: blueprint.model.layers[layer].name if layer < blueprint.state.num_layers else "loss",
         verify=elastic.verify,
         skip_nonfinite=run.skip_nonfinite,
+        salvage=elastic.salvage,
         eval_every=run.eval_every,
         eval_microbatches=run.eval_microbatches,
         checkpoint_every=run.checkpoint_every,

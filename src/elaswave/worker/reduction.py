@@ -62,7 +62,8 @@ class Reduction:
         self._worker = worker
         self._blocks = blocks
         self._shapes = shapes
-        self._exact = exact
+        self.exact = exact
+        """Whether sums are free of order."""
         self._scratch = Scratch() if exact else None
         self._accumulators: dict[int, Accumulator] = {}
         self._prepared: dict[int, Accumulator] = {}
@@ -84,7 +85,7 @@ class Reduction:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return torch.int64 if self._exact else torch.float32
+        return torch.int64 if self.exact else torch.float32
 
     def hold(self, layers: Sequence[int]) -> None:
         """Has sums for exactly these layers."""
@@ -104,7 +105,7 @@ class Reduction:
 
     def _accumulator(self, layer: int) -> Accumulator:
         shape = self._shapes[layer]
-        if self._exact:
+        if self.exact:
             return ExactAccumulator(shape, self._scratch, checked=self.checked)
         return FloatAccumulator(shape)
 

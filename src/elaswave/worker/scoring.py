@@ -1,6 +1,7 @@
 """Losses and metrics of the micro-batches that end on this worker."""
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,18 +42,40 @@ class Scoring:
     def clear(self) -> None:
         """Nothing has been scored."""
         self.losses.clear()
-        self._count = self._num_counted = 0
-        self._metrics = {name: MetricSum() for name in self._model.metrics}
-        self._aux_loss = MetricSum()
+        self._counts: dict[int, int] = {}
+        self._metrics: dict[int, list[MetricSum]] = {}
+        """By micro-batch, in the order of their names."""
+        self._aux_losses: dict[tuple[int, int], MetricSum] = {}
+        """By layer and micro-batch."""
+
+    def keep(self, losses: int, aux_losses: Callable[[int, int], bool]) -> None:
+        """Forgets all but some.
+
+        Args:
+            losses: micro-batches whose loss and metrics stay, one bit each.
+            aux_losses: whether those of (layer, micro-batch) stay.
+        """
+        for by_microbatch in (self.losses, self._counts, self._metrics):
+            for microbatch in [number for number in by_microbatch if not losses >> number & 1]:
+                del by_microbatch[microbatch]
+        self._aux_losses = {place: total for place, total in self._aux_losses.items() if aux_losses(*place)}
 
     @property
     def scores(self) -> Scores:
         """All that has been scored."""
-        return Scores(dict(self.losses), self._count, self._num_counted, tuple(self._metrics.values()), self._aux_loss)
+        metrics = [MetricSum()] * len(self._model.metrics)
+        for of_one in self._metrics.values():
+            metrics = [total.merged(one) for total, one in zip(metrics, of_one, strict=True)]
+        aux_loss = MetricSum()
+        for total in self._aux_losses.values():
+            aux_loss = aux_loss.merged(total)
+        return Scores(dict(self.losses), sum(self._counts.values()), len(self._counts), tuple(metrics), aux_loss)
 
-    def loss(self, microbatch: int, output: Any, targets: Any) -> Scored:
+    def loss(self, microbatch: int, output: Any, targets: Any, *, counts: bool = True) -> Scored:
         """Runs the loss.
 
+        Args:
+            counts: whether it is one of those that are added up.
         Raises:
             UsageError: it returns neither a scalar nor total and count, or not always the same of them, or it writes
                 its targets.
@@ -73,32 +96,37 @@ class Scoring:
             self._has_counts = has_counts
         elif self._has_counts is not has_counts:
             raise UsageError(f"{what} a count for some micro-batches and none for others: always return one, or never")
-        self.losses[microbatch] = float(total.detach())
-        if scored.count is not None:
-            self._count += scored.count
-            self._num_counted += 1
+        if counts:
+            self.losses[microbatch] = float(total.detach())
+            if scored.count is not None:
+                self._counts[microbatch] = scored.count
         return scored
 
-    def measure(self, output: Any, targets: Any) -> None:
+    def measure(self, microbatch: int, output: Any, targets: Any) -> None:
         """Runs the metrics.
 
         Raises:
             UsageError: one returns neither a number nor total and count, or writes what it is given.
         """
+        found = []
         with torch.no_grad():
             for name, metric in self._model.metrics.items():
                 before = versions(output, targets)
                 returned = metric(output, targets)
                 _refuse_written(before, versions(output, targets), f"the metric {name} writes what it is given")
-                self._metrics[name] = self._metrics[name].plus(*_total_and_count(name, returned))
+                found.append(MetricSum().plus(*_total_and_count(name, returned)))
+        self._metrics[microbatch] = found
 
-    def add_aux_loss(self, value: float) -> None:
-        """Counts an auxiliary loss.
+    def note_aux_losses(self, layer: int, microbatch: int, values: Iterable[float]) -> None:
+        """Counts the auxiliary losses of a layer and a micro-batch, instead of what was noted of them before.
 
         Args:
-            value: weighted with the count of its micro-batch, if losses have counts.
+            values: weighted with the count of the micro-batch, if losses have counts.
         """
-        self._aux_loss = self._aux_loss.plus(value, 1)
+        total = MetricSum()
+        for value in values:
+            total = total.plus(value, 1)
+        self._aux_losses[layer, microbatch] = total
 
 
 def _refuse_written(before: list[int], now: list[int], what: str) -> None:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from elaswave.protocol.engine import Imbalance, Loaded, Measured
+from elaswave.protocol.engine import Imbalance, Loaded, Measured, Unfinished
 from elaswave.protocol.environment import ENVIRONMENT, Environment
+from elaswave.protocol.salvage import Keep
 from elaswave.protocol.scores import Scores
 from elaswave.state.checkpoint import read_meta
 from elaswave.state.checkpoint_format import EMA, MASTER
@@ -145,6 +146,7 @@ class TorchEngine:
                 copy.slots[MASTER] = copy.slots[MASTER].clone()
         for index in gone:
             del self.layers[index]
+        self.compute.forget(gone)
         new = frozenset(wanted) - self.layers.keys()
         blueprint = self.context.blueprint
         units = {index: unit for index, unit in self.layers.items() if isinstance(unit, FlatUnit)}
@@ -166,35 +168,58 @@ class TorchEngine:
 
     # -------------------------------------------------------------------------------------------------------- RUN
 
-    def begin(self, step: int, exponents: Sequence[int]) -> None:
-        """Empties all sums for a new attempt."""
+    def begin(self, step: int, exponents: Sequence[int], keep: Keep | None = None) -> None:
+        """Empties all sums for a new attempt, but for those that are kept."""
         self._began_ns = time.monotonic_ns()
         self.context.on_begin(step)
         by_layer = [[exponents[slot.id] for slot in shape.tensors] for shape in self.context.blueprint.shapes]
         self._microbatches.clear()
-        self.compute.begin(step, by_layer)
+        self.compute.begin(step, by_layer, keep)
         self.reduction.begin(by_layer, self._num_microbatches)
 
-    def run(self, action: Action, layers: range, step: int, value: Any, *, first: bool, last: bool) -> Any:
-        """Runs an action, and makes it last on an emulated device."""
+    def run(
+        self, action: Action, layers: range, step: int, value: Any, *, first: bool, last: bool, keeps: bool = True
+    ) -> Any:
+        """Runs an action, or what is left of it, and makes that last on an emulated device."""
         compute, microbatch = self.compute, action.microbatch
-        targets = None
+        left, targets = self._left_of(action, layers), None
         if action.kind == "F" and (first or last):
             inputs, targets = self._microbatches.get(step, microbatch, train=True)
             value = inputs if first else value
         start_ns = time.monotonic_ns()
         output: Any = None
         if action.kind == "F":
-            output = compute.forward(layers, microbatch, value, targets if last else None)
+            output = compute.forward(layers, microbatch, value, targets if last else None, keeps=keeps)
         elif action.kind == "W":
             compute.backward_weights(layers, microbatch)
         elif action.kind == "I":
             output = compute.backward_input(layers, microbatch, value)
         else:
             output = compute.backward(layers, microbatch, value)
-        self._microbatches.release(step, microbatch, train=True, is_over=action.kind in ("B", "W"))
-        self.context.timer.on_computed(action, layers, start_ns)
+        self._microbatches.release(step, microbatch, train=True, is_over=action.kind in ("B", "W") or not keeps)
+        if left:
+            self.context.timer.on_computed(action, left, start_ns)
         return output
+
+    def _left_of(self, action: Action, layers: range) -> range:
+        """The layers of an action that have not run before an interrupt."""
+        front = None if action.kind == "W" else self.compute.front(action.kind, action.microbatch)
+        if front is None:
+            return layers
+        return range(min(front.at, layers.stop), layers.stop) if action.kind == "F" else range(layers.start, front.at)
+
+    def output(self, action: Action) -> Any:
+        """What an action has returned."""
+        return self.compute.output(action.kind, action.microbatch)
+
+    def release(self, microbatch: int) -> None:
+        """What the backward of a micro-batch has returned is needed no more."""
+        self.compute.release(microbatch)
+
+    def unfinished(self) -> Unfinished:
+        """What there is of the step."""
+        found = self.compute.unfinished()
+        return found._replace(can_be_kept=found.can_be_kept and self.reduction.exact)
 
     def evaluate(self, layers: range, step: int, microbatch: int, value: Any, *, first: bool, last: bool) -> Any:
         """Runs layers forward for a validation micro-batch."""
@@ -296,7 +321,9 @@ class TorchEngine:
     # --------------------------------------------------------------------------------------- APPLY, GATHER, delivery
 
     def committed(self, step: int, loss: float, *, updates: bool) -> None:
-        """Options of the optimizer, and what it keeps once, go on by one step."""
+        """Options of the optimizer, and what it keeps once, go on by one step; what was kept for another attempt
+        goes."""
+        self.compute.end_step(step)
         self.updater.committed(step, loss, updates=updates)
 
     def apply(

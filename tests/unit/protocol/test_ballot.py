@@ -27,6 +27,7 @@ from elaswave.protocol.ballot import (
     expected_coverage,
     expected_residency,
     judge,
+    loss_key,
     residency_key,
 )
 from elaswave.protocol.scores import MetricSum, Scores, bits_float, float_bits
@@ -56,7 +57,8 @@ def certificates():
         residency = sum(residency_key(block, role, worker, 6) for block, role in holds[worker])
         result.append(
             Ballot(
-                coverage=sum(coverage_key(layer, m) for layer in range(NUM_LAYERS) for m in ran),
+                coverage=sum(coverage_key(layer, m) for layer in range(NUM_LAYERS) for m in ran)
+                + sum(map(loss_key, ran)),
                 residency=residency,
                 agreement=agreements[worker],
                 partial_sums=[2**63, 2**62, 2**62][worker],
@@ -297,7 +299,8 @@ def test_keys_of_different_things_differ():
     keys = {residency_key(*parts) for parts in itertools.product(pair, (1, 2), pair, (5, 6))}
     keys |= {agreement_key(*parts) for parts in itertools.product(("gradient", "master"), pair, (1, 2), (1, 2), pair)}
     keys |= {coverage_key(*parts) for parts in itertools.product(range(3), range(3))}
-    assert len(keys) == 16 + 32 + 9
+    keys |= {loss_key(microbatch) for microbatch in range(3)}
+    assert len(keys) == 16 + 32 + 9 + 3
 
 
 def test_the_vector_is_small_and_whole():
@@ -462,7 +465,7 @@ def test_sums_of_a_shared_tensor_have_headroom_for_every_use():
 def test_every_use_of_a_shared_unit_counts_in_the_coverage():
     shared = ((0, 2),)
     keys = [coverage_key(layer, m) for layer in range(3) for m in range(2)]
-    keys += [coverage_key(3, m, use) for m in range(2) for use in range(2)]
-    assert len(set(keys)) == 10
+    keys += [coverage_key(3, m, use) for m in range(2) for use in range(2)] + [loss_key(m) for m in range(2)]
+    assert len(set(keys)) == 12
     assert expected_coverage(3, 2, shared) == sum(keys) % 2**64
     assert expected_coverage(3, 2, ()) == expected_coverage(3, 2)

@@ -10,7 +10,7 @@ from torch import nn
 from elaswave.models.kernels import linear
 from elaswave.models.layers import Layer, ModelSpec, build_layer
 from elaswave.models.registry import build_model
-from elaswave.protocol.ballot import NonFinite, coverage_key, expected_coverage
+from elaswave.protocol.ballot import LOSS, NonFinite, coverage_key, expected_coverage, loss_key
 from elaswave.state.sums import ExactAccumulator
 from elaswave.worker.compute import Compute, LayerError
 from elaswave.worker.values import at_boundary
@@ -105,8 +105,11 @@ def run_split(compute, microbatches, num_layers):
 def test_coverage_counts_what_was_added():
     compute = make_compute(GPT)
     run(compute, [0, 2], 4)
-    assert compute.coverage == sum(coverage_key(layer, m) for layer in range(4) for m in (0, 2)) % 2**64
-    assert compute.counts == {(layer, m): 1 for layer in range(4) for m in (0, 2)}
+    assert (
+        compute.coverage
+        == (sum(coverage_key(layer, m) for layer in range(4) for m in (0, 2)) + loss_key(0) + loss_key(2)) % 2**64
+    )
+    assert compute.counts == {(layer, m): 1 for layer in (*range(4), LOSS) for m in (0, 2)}
     run(compute, [1], 4)
     assert compute.coverage == expected_coverage(4, 3)
     run(compute, [1], 4)
@@ -273,7 +276,7 @@ def test_a_gradient_that_is_not_finite_is_noted_with_its_layer():
     run(compute, [1], 2)
     assert compute.nonfinite == NonFinite(1, 0)
     assert math.isfinite(compute.losses[1])
-    assert compute.coverage == coverage_key(0, 1) + coverage_key(1, 1) & 2**64 - 1
+    assert compute.coverage == coverage_key(0, 1) + coverage_key(1, 1) + loss_key(1) & 2**64 - 1
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
@@ -295,7 +298,7 @@ def test_a_split_backward_has_the_bits_of_the_whole(family, dtype, recompute, dr
         back.forward(range(2, 4), microbatch, value, targets)
         gradient = back.backward_input(range(2, 4), microbatch, None)
         assert front.backward_input(range(2), microbatch, gradient.clone()) is None
-    assert front.counts == back.counts == {}
+    assert (front.counts, back.counts) == ({}, {(LOSS, microbatch): 1 for microbatch in range(4)})
     for microbatch in (2, 0, 3, 1):
         back.backward_weights(range(2, 4), microbatch)
         front.backward_weights(range(2), microbatch)

@@ -81,6 +81,9 @@ class ExactlyOnce(Observer):
     def computed(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
         self._added.setdefault((epoch, step, attempt), []).append((layer, microbatch))
 
+    def kept(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
+        self._added.setdefault((epoch, step, attempt), []).append((layer, microbatch))
+
     def learned(
         self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from elaswave.planning.target_placement import target_placement
 from elaswave.protocol.coordinator import Coordinator
-from elaswave.protocol.decisions import plan_survivors
+from elaswave.protocol.decisions import plan_survivors, plan_with
 from elaswave.protocol.driver import CoordinatorDriver
 from elaswave.protocol.duties import pending_after
 from elaswave.protocol.ending import MemberEnd
@@ -155,7 +155,11 @@ class SimCoordinator(CoordinatorDriver):
 
     def plan(self, question: PlanRecovery) -> RecoveryPlan:
         """How survivors go on: the real planning functions."""
-        return plan_survivors(question, model_of(self.world.job).blocks, self.world.job.num_followers)
+        blocks, num_followers = model_of(self.world.job).blocks, self.world.job.num_followers
+        plan = plan_survivors(question, blocks, num_followers)
+        if self.world.conditions.replans:
+            plan = plan_with(question, other_layout(plan.layout), blocks, num_followers)
+        return plan
 
     def pending_work(self, step: int, asked: bool) -> PendingWork:
         """What the disk and the publications leave to be done."""

@@ -94,6 +94,14 @@ class CoverageCounter(Observer):
             counts["decisions that send parameters"] += 1
         if decision.resume_attempt > 1:
             counts["steps tried again"] += 1
+        if decision.kept:
+            counts["steps of which something is kept"] += 1
+            if any(partial.root < decision.resume_attempt - 1 for partial in decision.kept):
+                counts["steps of which something is kept twice"] += 1
+            if any(partial.flights for partial in decision.kept):
+                counts["micro-batches kept on their way"] += 1
+            if len({partial.root for partial in decision.kept}) > 1:
+                counts["steps kept from several attempts"] += 1
 
     def installed(self, worker: int, decision: Decision, versions: Iterable[int], grid: Exponents) -> None:
         self._installing.discard(worker)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from elaswave.hashing import MASK64
-from elaswave.protocol.ballot import coverage_key
-from elaswave.protocol.engine import Imbalance, Loaded, Measured, TrainingProgress
+from elaswave.protocol.engine import Imbalance, Loaded, Measured, TrainingProgress, Unfinished
 from elaswave.protocol.environment import ENVIRONMENT, Environment
+from elaswave.protocol.salvage import Keep
 from elaswave.protocol.scores import Scores
 from elaswave.sim.protocol.host import Host
 from elaswave.sim.protocol.job import (
@@ -19,12 +19,11 @@ from elaswave.sim.protocol.job import (
     from_units,
     initial_state,
     loss_of,
-    maximum_of,
     parameter,
     sample,
-    to_units,
     update,
 )
+from elaswave.sim.protocol.sums import Front, ToySums
 from elaswave.state.placement import Block, Placement, Role, roles_of
 from elaswave.types import Action, ExecutionParameters, Layout
 
@@ -61,11 +60,15 @@ class ToyEngine:
         """By block, of the layers that are here."""
         self._ran: set[int] = set()
         """Layers of which this worker has run a micro-batch."""
+        self.sums = ToySums(host.model)
+        self._losses: dict[int, float] = {}
+        """Of an evaluation."""
         self.begin(0, host.model.progress.grids.exponents)
 
     def use_layout(self, layout: Layout, execution: ExecutionParameters, copies: Iterable[ToyCopy]) -> frozenset[int]:
         """Makes room for the layers of the worker's stage."""
         before, self.layers = self.layers, _units_of(layout, self._host.id)
+        self.sums.forget(set(before) - set(self.layers))
         here = self._blocks_here()
         self.parameters = {block: self.parameters[block] for block in here if block in self.parameters}
         return frozenset(self.layers) - frozenset(before)
@@ -81,54 +84,89 @@ class ToyEngine:
 
     # -------------------------------------------------------------------------------------------------------- RUN
 
-    def begin(self, step: int, exponents: Sequence[int]) -> None:
-        """Empties all sums."""
+    def begin(self, step: int, exponents: Sequence[int], keep: Keep | None = None) -> None:
+        """Empties all sums but those that are kept."""
         self._began = self._host.world.now
         self._exponents = exponents
-        self._sums: dict[int, int] = {}
-        self._received: dict[tuple[int, int], tuple[int, Sequence[int]]] = {}
-        self._coverage: dict[int, int] = dict.fromkeys(self.layers, 0)
-        self._maxima: dict[int, float] = {}
-        self._losses: dict[int, float] = {}
-        self._counts: dict[tuple[int, int], int] = {}
-        self._inputs: dict[tuple[int, int], int] = {}
-        self._outputs: dict[int, int] = {}
-        self._balance = 0
+        self.received: dict[tuple[int, int], tuple[int, Sequence[int]]] = {}
+        self.sums.begin(self.layers, keep)
+        self._sent = 0
+        host = self._host
+        for layer, microbatch in self.sums.added():
+            self._see.kept(host.id, host.epoch, step, host.machine.attempt, layer, microbatch)
         for block in self._blocks_here():
-            self._sums[block] = 0
             if step:
-                self._see.used_parameter(self._host.id, step, block, self.parameters[block])
+                self._see.used_parameter(host.id, step, block, self.parameters[block])
 
-    def run(self, action: Action, layers: range, step: int, value: Any, *, first: bool, last: bool) -> Any:
-        """Runs an action."""
-        microbatch, model = action.microbatch, self._model
-        x: int = value
+    def run(
+        self, action: Action, layers: range, step: int, value: Any, *, first: bool, last: bool, keeps: bool = True
+    ) -> Any:
+        """Runs an action, from where an earlier attempt was interrupted in it."""
         if action.kind == "F":
-            if first:
-                x = sample(step, microbatch)
+            return self._forward(layers, step, action.microbatch, value, first=first, last=last, keeps=keeps)
+        return self._backward(layers, step, action.microbatch, value, last=last)
+
+    def _forward(
+        self, layers: range, step: int, microbatch: int, value: Any, *, first: bool, last: bool, keeps: bool
+    ) -> int:
+        sums, model = self.sums, self._model
+        front = sums.forwards.get(microbatch)
+        if front is None:
+            front = Front(layers, layers.start, sample(step, microbatch) if first else value)
+        for layer in range(front.at, layers.stop):
+            x = front.value
+            if keeps:
+                sums.inputs[microbatch, layer] = x
+            x = forward(layer, step, microbatch, [self.parameters[block] for block in model.blocks_used(layer)], x)
+            front = Front(layers, layer + 1, x)
+            if keeps:
+                sums.forwards[microbatch] = front
+            self._host.between_layers()
+        if last:
+            if not sums.is_covered(layers.stop, microbatch):
+                sums.losses[microbatch] = loss_of(front.value)
+            if keeps:
+                sums.inputs[microbatch, layers.stop] = front.value
+                sums.forwards[microbatch] = front._replace(at=layers.stop + 1)
+        if not keeps and microbatch not in sums.backwards:
+            sums.forwards.pop(microbatch, None)
             for layer in layers:
-                self._inputs[microbatch, layer] = x
-                x = forward(layer, step, microbatch, [self.parameters[block] for block in model.blocks_used(layer)], x)
-            if last:
-                self._losses[microbatch], self._outputs[microbatch] = loss_of(x), x
-            return x
-        dy = self._outputs[microbatch] if last else x
-        for layer in reversed(layers):
+                sums.inputs.pop((microbatch, layer), None)
+        return front.value
+
+    def _backward(self, layers: range, step: int, microbatch: int, value: Any, *, last: bool) -> int:
+        sums, model, host = self.sums, self._model, self._host
+        sums.forwards.pop(microbatch, None)
+        front = sums.backwards.get(microbatch)
+        if front is None:
+            front = Front(layers, layers.stop, sums.inputs.pop((microbatch, layers.stop)) if last else value)
+            sums.backwards[microbatch] = front
+        for layer in reversed(range(layers.start, front.at)):
             blocks = model.blocks_used(layer)
             parameters = [self.parameters[block] for block in blocks]
-            dy, gradients = backward(self._job, step, parameters, self._inputs[microbatch, layer], dy)
-            for block, gradient in zip(blocks, gradients, strict=True):
-                unit = model.blocks[block].layer
-                units = to_units(gradient, self._exponents[unit])
-                self._sums[block] += units
-                self._balance += units
-                self._maxima[unit] = max(self._maxima.get(unit, 0.0), maximum_of(gradient))
-            for unit, use in ((layer, 0), *model.uses[layer]):
-                self._coverage[unit] += coverage_key(unit, microbatch, use)
-                self._counts[unit, microbatch] = self._counts.get((unit, microbatch), 0) + 1
-            host = self._host
-            self._see.computed(host.id, host.epoch, step, host.machine.attempt, layer, microbatch)
-        return dy
+            x = sums.inputs.pop((microbatch, layer))
+            dy, gradients = backward(self._job, step, parameters, x, front.value)
+            if not sums.is_covered(layer, microbatch):
+                sums.add(layer, microbatch, dict(zip(blocks, gradients, strict=True)), self._exponents)
+                self._see.computed(host.id, host.epoch, step, host.machine.attempt, layer, microbatch)
+            front = sums.backwards[microbatch] = Front(layers, layer, dy)
+            host.between_layers()
+        if layers.start == 0:
+            sums.backwards.pop(microbatch)  # nobody is sent it
+        return front.value
+
+    def output(self, action: Action) -> int:
+        """What an action has returned."""
+        fronts = self.sums.forwards if action.kind == "F" else self.sums.backwards
+        return fronts[action.microbatch].value
+
+    def release(self, microbatch: int) -> None:
+        """A gradient is needed no more."""
+        self.sums.backwards.pop(microbatch, None)
+
+    def unfinished(self) -> Unfinished:
+        """What there is of the step."""
+        return self.sums.unfinished()
 
     def evaluate(self, layers: range, step: int, microbatch: int, value: Any, *, first: bool, last: bool) -> Any:
         """Runs layers forward."""
@@ -152,26 +190,27 @@ class ToyEngine:
 
     def partial_sums(self, layer: int, blocks: Sequence[int]) -> tuple[int, list[int]]:
         """Coverage, and the own partial sums."""
-        self._balance += self._coverage[layer]
-        return self._coverage[layer], [self._sums[block] for block in blocks]
+        coverage = self.sums.coverage(layer)
+        self._sent += coverage
+        return coverage, [self.sums.words[block] for block in blocks]
 
     def partial_sums_slot(self, layer: int, peer: int, blocks: Sequence[int]) -> Slot:
         """Where a peer's arrive."""
 
         def arrive(value: tuple[int, list[int]]) -> None:
-            self._received[layer, peer] = value
+            self.received[layer, peer] = value
 
         return arrive
 
     def reduce(self, layer: int, copies: Sequence[ToyCopy], peers: Sequence[int]) -> None:
         """Adds up."""
-        totals = [self._sums.get(copy.block.id, 0) for copy in copies]
+        totals = [self.sums.words.get(copy.block.id, 0) for copy in copies]
         for peer in peers:
-            coverage, sums = self._received[layer, peer]
-            self._balance -= coverage
+            coverage, sums = self.received[layer, peer]
+            self._sent -= coverage
             totals = [total + part for total, part in zip(totals, sums, strict=True)]
         for copy, total in zip(copies, totals, strict=True):
-            self._balance -= total
+            self._sent -= total
             copy.gradient = from_units(total, self._exponents[layer])
 
     def gradients(self, copies: Sequence[ToyCopy]) -> list[int]:
@@ -191,13 +230,14 @@ class ToyEngine:
 
     def measured(self) -> Measured:
         """What was computed."""
-        coverage = sum(self._coverage.values()) & MASK64
+        sums = self.sums
+        balance = (sum(sums.checksums.values()) + self._sent) & MASK64
         duration = self._host.world.now - self._began
         return Measured(
-            coverage,
-            self._balance & MASK64,
-            self.scores(),
-            self._maxima,
+            sums.total_coverage,
+            balance,
+            Scores(sums.losses),
+            sums.maxima,
             None,
             self._canaries(),
             duration_us=duration,
@@ -205,7 +245,7 @@ class ToyEngine:
 
     def _canaries(self) -> dict[int, int]:
         """The same everywhere; a layer's is known once one of its micro-batches has run here."""
-        self._ran.update(layer for layer, _ in self._counts)
+        self._ran.update(unit for unit, _ in self.sums.masks)
         return {ENVIRONMENT: 1, **{ENVIRONMENT + 1 + layer: 7 + layer for layer in self._ran}}
 
     def square_sum(self, copy: ToyCopy) -> float:
@@ -222,7 +262,7 @@ class ToyEngine:
 
     def counts(self) -> Mapping[tuple[int, int], int]:
         """How often each (layer, micro-batch) was added."""
-        return self._counts
+        return self.sums.counts()
 
     def imbalance(self) -> Imbalance:
         """Nothing here changes a sum."""

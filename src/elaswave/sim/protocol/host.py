@@ -14,6 +14,9 @@ class Host(WorkerActor, Protocol):
     model: Model
     world: World
 
+    def between_layers(self) -> None:
+        """A layer of an action has run."""
+
     @property
     def machine(self) -> WorkerMachine[Any]:
         """The machine that it drives."""

@@ -38,6 +38,14 @@ from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.engine import ToyCopy
 from elaswave.sim.protocol.job import BlockState
 from elaswave.sim.protocol.run import Build
+from elaswave.sim.protocol.salvage_mutants import (
+    AddsCoveredLayers,
+    AddsTheDeadsPart,
+    CountsLossesTwice,
+    KeepsCoverageOnly,
+    KeepsOldSums,
+    KeepsTooLong,
+)
 from elaswave.sim.protocol.store import SimStore
 from elaswave.state.placement import Block, Placement, Role
 from elaswave.types import Layout
@@ -588,9 +596,8 @@ MUTANTS = {
             "back-claimed",
             "a worker says that it has gone back to a checkpoint before it has loaded it",
             Build(machine=SaysItWentBack),
-            "widths=2,3 blocks_per_layer=1 num_microbatches=3 retry_step=2 ask_step=1 tied=1 seed=357586546 "
-            "exit_delay=3 link_delay=30 slow_worker=1 slow_by=5 plan_delay=4 kill:2@107 suspect:3@145 kill:3@148 "
-            "kill:4@167",
+            "widths=2,3 blocks_per_layer=1 num_microbatches=3 retry_step=2 ask_step=1 tied=1 seed=221338698 "
+            "exit_delay=6 link_delay=30 slow_worker=1 slow_by=5 kill:2@85 kill:3@117 kill:4@137",
             real=True,
         ),
         Mutant(
@@ -682,6 +689,43 @@ MUTANTS = {
             "a worker that takes over a layer is not sent the unit that it shares with others",
             Build(machine=DeliversLayersOnly),
             "widths=1,1,1 tied=1 kill:0@40",
+        ),
+        Mutant(
+            "keep-coverage-only",
+            "what was added before a loss counts as covered, but the sums are emptied",
+            Build(machine=KeepsCoverageOnly),
+            "widths=4 num_microbatches=4 kill:3@54",
+        ),
+        Mutant(
+            "keep-dead-part",
+            "partial sums that a lost worker had sent are added although its part runs again",
+            Build(machine=AddsTheDeadsPart),
+            "retry_step=2 tied=1 kill:2@71",
+        ),
+        Mutant(
+            "keep-loss-twice",
+            "a loss that a survivor has kept counts again where its micro-batch runs again",
+            Build(machine=CountsLossesTwice),
+            "replans=1 hang:0@9+75",
+        ),
+        Mutant(
+            "keep-and-add",
+            "a layer that is covered is added again where it passes a gradient on",
+            Build(machine=AddsCoveredLayers),
+            "widths=1,2 retry_step=2 kill:0@70",
+        ),
+        Mutant(
+            "keep-old-grids",
+            "sums on grids that a vote has changed since are kept",
+            Build(machine=KeepsOldSums),
+            "widths=3,2 num_microbatches=3 num_followers=2 checkpoint_every=1 retry_step=3 keeps_in_flight=0 "
+            "disconnect:0@78 kill:4@170",
+        ),
+        Mutant(
+            "keep-too-long",
+            "what was kept for one attempt is kept for the next one too, on other grids",
+            Build(machine=KeepsTooLong),
+            "retry_step=3 tied=1 kill:0@78",
         ),
         Mutant(
             "reports-once",

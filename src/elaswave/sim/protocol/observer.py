@@ -19,6 +19,9 @@ class Observer:
     def computed(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
         """A worker has added a layer's gradient for a micro-batch to its sums."""
 
+    def kept(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
+        """A worker begins an attempt with a layer's gradient for a micro-batch from an earlier one in its sums."""
+
     def used_parameter(self, worker: int, step: int, block: int, value: int) -> None:
         """A worker computes a step with a parameter."""
 

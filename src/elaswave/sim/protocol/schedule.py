@@ -86,6 +86,10 @@ class Conditions(NamedTuple):
     """How long a recovery is planned; 0: the answer comes in the same turn. Beyond a bound the planner has failed."""
     commit_delay: int = 0
     """How long a complete checkpoint is committed; 0: it is durable in the same turn."""
+    mid_action: int = 0
+    """How many layers of the action at hand a worker still runs before it does what the coordinator asks; 0: none."""
+    replans: bool = False
+    """Whether a recovery also moves survivors and micro-batches; else they stay where they are."""
 
 
 class Schedule(NamedTuple):
@@ -129,7 +133,7 @@ def parse_schedule(text: str) -> Schedule:
         elif name in job:
             job[name] = bool(_whole(word, value)) if name == "tied" else _whole(word, value)
         elif name in conditions:
-            conditions[name] = bool(_whole(word, value)) if name == "keeps_in_flight" else _whole(word, value)
+            conditions[name] = bool(_whole(word, value)) if type(conditions[name]) is bool else _whole(word, value)
         else:
             raise ValueError(f"{word!r} is neither a fault nor one of {', '.join([*job, *conditions])}")
     schedule = Schedule(Job(**job), Conditions(**conditions), tuple(faults))
@@ -171,7 +175,8 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
     )
     if drawn.change_step:  # blocks move for some steps before it is in force
         drawn = drawn._replace(steps=drawn.steps + random.Random(f"moves of {seed}").choice((1, 2, 3)))
-    job = drawn if job is None else job
+    rounds = random.Random(f"rounds of {seed}").choice((1, 1, 2, 3))
+    job = drawn._replace(num_microbatches=rounds * drawn.num_microbatches) if job is None else job
     num_workers, steps = job.num_workers, job.steps
     conditions = Conditions(
         seed=rng.randrange(1, 1 << 30),
@@ -184,8 +189,10 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         keeps_in_flight=rng.random() < 0.6,
         plan_delay=random.Random(f"plan of {seed}").choice((0, 0, 0, 4, 15, 60)),
         commit_delay=random.Random(f"commit of {seed}").choice((0, 0, 4, 15, 60)),
+        mid_action=random.Random(f"layers of {seed}").choice((0, 0, 1, 1, 2)),
+        replans=random.Random(f"recovery of {seed}").random() < 0.3,
     )
-    span = 8 * num_workers * steps
+    span = 8 * num_workers * steps * (job.num_microbatches // max(job.widths))
     at = rng.randrange(span)
     faults = []
     for index in range(rng.choice((1, 2, 2, 3, 3, 4) if num_workers < 5 else (3, 4, 5))):

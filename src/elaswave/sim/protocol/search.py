@@ -118,6 +118,20 @@ CHANGING_JOB = Job(widths=(2, 1), steps=5, change_step=1)
 """A change is adopted with its second step, blocks move in the third, which brings it into force, and the fourth drops
 copies."""
 
+LONG_JOB = Job(widths=(2, 2), layers_per_stage=2, blocks_per_layer=1, num_microbatches=6, steps=1)
+"""Several micro-batches are on their way at once, and a loss may strike in the midst of any."""
+LONG_JOB_OF_3 = Job(widths=(2, 1), layers_per_stage=2, blocks_per_layer=1, num_microbatches=4, steps=1)
+
+
+def _in_the_midst(seeds: Iterable[int]) -> tuple[Conditions, ...]:
+    """Ways in which survivors are told of a loss in the midst of what they do."""
+    return tuple(
+        _PROMPT._replace(seed=seed, link_delay=1, mid_action=num_layers, replans=replans)
+        for seed in seeds
+        for num_layers in (1, 2)
+        for replans in (False, True)
+    )
+
 
 def _weathers(num_workers: int) -> tuple[Conditions, ...]:
     """Ways in which a failure is noticed: early or late, by whom, and which worker hears of it last."""
@@ -145,6 +159,8 @@ SPACES = {
         Space("3-workers-tied-1-fault", TIED_JOB, _weathers(3), (ALL_KINDS,)),
         Space("3-workers-tied-2-kills", TIED_JOB, (_PROMPT,), (("kill",), ("kill",))),
         Space("4-workers-2-kills", JOB_OF_4, (_PROMPT,), (("kill",), ("kill",))),
+        Space("4-workers-salvage-1-fault", LONG_JOB, _in_the_midst(range(1, 9)), (("kill", "suspect"),)),
+        Space("3-workers-salvage-2-kills", LONG_JOB_OF_3, _in_the_midst((1,)), (("kill",), ("kill", "suspect"))),
     )
 }
 """The spaces that are searched completely, by name."""

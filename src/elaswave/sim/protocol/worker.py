@@ -7,10 +7,11 @@ order is the machine's.
 from collections.abc import Mapping
 from typing import Any
 
+from elaswave.errors import InterruptedWaitError
 from elaswave.protocol.ballot import Request, VoteOutcome
 from elaswave.protocol.engine import Committed, Key, Pause, Phase, StepObserver
 from elaswave.protocol.facts import Facts
-from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Installed, Registered
+from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Installed, Prepare, Registered
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.engine import ToyCopy, ToyEngine
 from elaswave.sim.protocol.job import Job, initial_state, model_of, parameter
@@ -67,6 +68,10 @@ class SimWorker:
         self._watch = _Watch(self)
         self._waiting: set[Key] = set()
         self._waits_for_disk = False
+        self._is_computing = False
+        """Whether it is in a moment, and goes on by itself."""
+        self._layers_left: int | None = None
+        """Until it notices that it is asked to report."""
         self._turn = 0
         """Distinguishes the present life's moments from those of earlier ones."""
         copies = {
@@ -128,10 +133,36 @@ class SimWorker:
 
     def on_message(self, message: CoreToWorker) -> None:
         """A message of the coordinator's core."""
+        is_urgent = isinstance(message, Prepare) and message.epoch > self.machine.member.epoch
+        if is_urgent and self._is_computing and self.world.conditions.mid_action:
+            self._run_into_it()
         before = self.machine.num_lives
         self.machine.on_message(message)
         if self.machine.num_lives != before:
             self._live()
+
+    def _run_into_it(self) -> None:
+        """It notices the message in the midst of the action that it is about to begin, or after it."""
+        self._layers_left = self.world.conditions.mid_action
+        try:
+            wait = self.machine.resume()
+            while isinstance(wait, tuple) and not self.links.missing(wait):
+                wait = self.machine.resume()
+        except InterruptedWaitError:
+            self.machine.abandon()
+        finally:
+            self._layers_left = None
+
+    def between_layers(self) -> None:
+        """A layer of an action has run: here it may notice that it is asked to report.
+
+        Raises:
+            InterruptedWaitError: it does.
+        """
+        if self._layers_left is not None:
+            self._layers_left -= 1
+            if self._layers_left == 0:
+                raise InterruptedWaitError("the coordinator asks for a report")
 
     def on_frame(self, key: Key, frame: SimFrame) -> None:
         """A frame arrives; goes on if it was the last one that was missing."""
@@ -158,6 +189,7 @@ class SimWorker:
     def _live(self) -> None:
         """The machine does something else now than what it waited in."""
         self._turn += 1
+        self._is_computing = False
         self._waiting = set()
         self._waits_for_disk = False
         self.go_on()
@@ -166,6 +198,7 @@ class SimWorker:
         """Lets the machine go on until it has to wait."""
         while (wait := self.machine.resume()) is not None:
             if wait is Pause.MOMENT:
+                self._is_computing = True
                 self.world.pause(self, self._turn)
                 return
             if wait is Pause.DISK:
@@ -190,6 +223,7 @@ class SimWorker:
     def on_pause_over(self, turn: int) -> None:
         """The moment is over."""
         if turn == self._turn:
+            self._is_computing = False
             self.go_on()
 
     def on_written(self) -> None:

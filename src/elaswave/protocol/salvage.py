@@ -1,0 +1,432 @@
+"""What of a step that a loss has interrupted is kept, and what runs again: pure functions of reports and layout.
+
+Sums are exact, so it does not matter in which attempt a micro-batch was added, nor where. A survivor tells in its
+report what it has of the step (`Partial`): what was added to its sums, by unit, use and micro-batch; the losses that it
+has computed; and the micro-batches that are on their way through its layers (`Flight`). The decision says what of that
+each member keeps, so that nothing counts twice; the rest is emptied. From this, and from the layout, every worker
+computes what is left to do of each micro-batch at each of its hops (`Todo`). An ordinary attempt is the case in which
+nothing is kept. The numbers S1, S2, ... are those of ``docs/protocol.md``.
+
+The loss is a layer of its own here, one past the last: it is computed by a forward, and counts once.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from elaswave.types import Hop, Layout
+
+
+class Rows(msgspec.Struct, frozen=True, array_like=True):
+    """Adjacent units to which the same micro-batches were added."""
+
+    start: int
+    stop: int
+    use: int
+    """Which of the uses of a shared unit; 0 for a layer."""
+    microbatches: str
+    """One bit each, as a hexadecimal number."""
+
+
+class Flight(msgspec.Struct, frozen=True, array_like=True):
+    """A micro-batch on its way through the layers [start, stop) of one hop.
+
+    Without a `backward`, what layers [start, forward) need for it is here, and the output of the last of them. With
+    one, what layers [start, backward) need is here, and the gradient that they wait for.
+    """
+
+    microbatch: int
+    start: int
+    stop: int
+    forward: int
+    """One past the last layer that has run forward; the loss counts as a layer."""
+    backward: int | None = None
+    """The lowest layer that has run backward; `stop` if none has."""
+
+
+class Partial(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker has of a step, in its report; and what it keeps of that, in a decision."""
+
+    worker: int
+    step: int
+    root: int
+    """The attempt that began with empty sums; later ones went on from what they kept."""
+    num_microbatches: int
+    """Of the step."""
+    can_be_kept: bool
+    """Whether the sums are exact, all finite, and to be kept at all (S5)."""
+    rows: tuple[Rows, ...] = ()
+    """What was added to its sums; in a decision, of the layers that are kept."""
+    losses: str = "0"
+    """Micro-batches whose losses it has, as in `Rows`."""
+    flights: tuple[Flight, ...] = ()
+
+
+class Keep(NamedTuple):
+    """What a worker's engine keeps when an attempt begins, and what is not to be added again."""
+
+    layers: frozenset[int]
+    """Whose sums stay as they are; those of shared units stay with the layers that have added to them."""
+    losses: int
+    """Micro-batches whose losses stay, one bit each."""
+    flights: Mapping[int, Flight]
+    """By micro-batch."""
+    covered: tuple[int, ...]
+    """By layer, the loss last: the micro-batches that some worker has kept, one bit each."""
+
+
+class Todo(NamedTuple):
+    """What is left to be done of a micro-batch at one hop."""
+
+    forward: bool
+    """Its layers run forward, as far as they have not."""
+    keeps: bool
+    """The backward will need what the forward makes."""
+    takes_input: bool
+    """It comes from the hop before."""
+    sends_output: bool
+    """To the hop after; without `forward`, the one that is kept."""
+    backward: bool
+    """Its layers run backward, as far as they have not; those that are covered pass the gradient on without adding."""
+    takes_gradient: bool
+    """It comes from the hop after."""
+    sends_gradient: bool
+    """To the hop before; without `backward`, the one that is kept."""
+
+    def includes(self, kind: str) -> bool:
+        """Whether an action of this kind is to be done."""
+        if kind == "F":
+            return self.forward or self.sends_output
+        return self.backward or (self.sends_gradient and kind != "W")
+
+    def runs(self, kind: str) -> bool:
+        """Whether it computes anything."""
+        return self.forward if kind == "F" else self.backward
+
+
+class Salvage(NamedTuple):
+    """What is kept of a step."""
+
+    kept: tuple[Partial, ...]
+    num_recomputed: int
+    """Micro-batches of which a layer that had run, as far as is known, runs again (S6)."""
+
+
+# ------------------------------------------------------------------------------------------------------- micro-batches
+
+
+def encode_rows(masks: Mapping[tuple[int, int], int]) -> tuple[Rows, ...]:
+    """Rows of a table.
+
+    Args:
+        masks: (unit, use) -> micro-batches, one bit each.
+    """
+    rows: list[Rows] = []
+    for (unit, use), mask in sorted(masks.items(), key=lambda item: (item[0][1], item[0][0])):
+        last = rows[-1] if rows else None
+        text = f"{mask:x}"
+        if mask == 0:
+            continue
+        if last is not None and (last.stop, last.use, last.microbatches) == (unit, use, text):
+            rows[-1] = Rows(last.start, unit + 1, use, text)
+        else:
+            rows.append(Rows(unit, unit + 1, use, text))
+    return tuple(rows)
+
+
+def decode_rows(rows: Iterable[Rows]) -> dict[tuple[int, int], int]:
+    """The inverse of `encode_rows`."""
+    return {(unit, row.use): int(row.microbatches, 16) for row in rows for unit in range(row.start, row.stop)}
+
+
+def numbers_in(mask: int) -> Iterator[int]:
+    """The numbers of the bits that are set, ascending."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
+def mask_of(numbers: Iterable[int]) -> int:
+    """The inverse of `numbers_in`."""
+    mask = 0
+    for number in numbers:
+        mask |= 1 << number
+    return mask
+
+
+def _end_of(hop: Hop | Flight, num_layers: int) -> int:
+    """One past the last layer that a hop runs forward, the loss included."""
+    return hop.stop + (hop.stop == num_layers)
+
+
+# ---------------------------------------------------------------------------------------------------- what is kept (S3)
+
+
+def salvage(
+    partials: Sequence[Partial],
+    here: Mapping[int, range],
+    layout: Layout,
+    step: int,
+    newest_vote: tuple[int, int] | None,
+    before: Layout,
+) -> Salvage:
+    """What of a step all members keep.
+
+    Args:
+        partials: of the members' reports.
+        here: by worker, the layers that it had when it reported.
+        layout: to go on with.
+        step: that is tried next.
+        newest_vote: step and attempt of the newest vote; None: there was none.
+        before: the layout that was in force.
+    """
+    valid = [
+        partial
+        for partial in partials
+        if partial.step == step
+        and partial.num_microbatches == layout.num_microbatches
+        and (newest_vote is None or newest_vote < (partial.step, partial.root))  # it has changed the grids since
+    ]
+    kept = _kept([partial for partial in valid if partial.can_be_kept], here, layout)
+    return Salvage(kept, _num_recomputed(valid, kept, layout, before))
+
+
+def _kept(partials: Sequence[Partial], here: Mapping[int, range], layout: Layout) -> tuple[Partial, ...]:
+    num_layers = layout.num_layers
+    held = {partial.worker: _held_layers(layout, partial.worker, here[partial.worker]) for partial in partials}
+    tables = {partial.worker: decode_rows(partial.rows) for partial in partials}
+    taken = [0] * (num_layers + 1)
+    layers: dict[int, dict[int, int]] = {partial.worker: {} for partial in partials}
+    candidates = [
+        (-mask.bit_count(), worker, unit, mask)
+        for worker, table in tables.items()
+        for (unit, _), mask in table.items()
+        if unit in held[worker]
+    ]
+    for _, worker, layer, mask in sorted(candidates):
+        if not taken[layer] & mask:
+            taken[layer] |= mask
+            layers[worker][layer] = mask
+    for worker, table in tables.items():
+        _drop_entangled(layers[worker], table, layout)
+    covered = [0] * (num_layers + 1)
+    for masks in layers.values():
+        for layer, mask in masks.items():
+            covered[layer] |= mask
+    losses = {}
+    for partial in partials:
+        losses[partial.worker] = int(partial.losses, 16) & ~covered[num_layers]
+        covered[num_layers] |= losses[partial.worker]
+    found = [
+        Partial(
+            worker=partial.worker,
+            step=partial.step,
+            root=partial.root,
+            num_microbatches=partial.num_microbatches,
+            can_be_kept=True,
+            rows=encode_rows({(layer, 0): mask for layer, mask in layers[partial.worker].items()}),
+            losses=f"{losses[partial.worker]:x}",
+            flights=tuple(
+                flight
+                for flight in partial.flights
+                if _can_go_on(flight, partial.worker, here[partial.worker], layout, covered)
+            ),
+        )
+        for partial in partials
+    ]
+    return tuple(partial for partial in found if partial.rows or partial.flights or partial.losses != "0")
+
+
+def _held_layers(layout: Layout, worker: int, here: range) -> range:
+    """The layers that a worker has, and still has under a layout."""
+    layers = layout.layers_of(worker)
+    return range(max(here.start, layers.start), min(here.stop, layers.stop))
+
+
+def _drop_entangled(layers: dict[int, int], table: Mapping[tuple[int, int], int], layout: Layout) -> None:
+    """Takes out layers whose part of a shared unit's sum cannot be told from that of a layer that is not kept.
+
+    Args:
+        layers: layer -> micro-batches, to be kept so far.
+        table: all that was added.
+    """
+    changed = True
+    while changed:
+        changed = False
+        for unit, users in enumerate(layout.shared, start=layout.num_layers):
+            parts = [(layer, table.get((unit, use), 0)) for use, layer in enumerate(users)]
+            if any(layers.get(layer, 0) != mask for layer, mask in parts):
+                dropped = [layers.pop(layer) for layer in dict.fromkeys(users) if layer in layers]
+                changed = changed or bool(dropped)
+
+
+def _can_go_on(flight: Flight, worker: int, here: range, layout: Layout, covered: Sequence[int]) -> bool:
+    """Whether a micro-batch goes on where it is: its hop is the same, and what it would not do again is covered."""
+    number, num_layers = flight.microbatch, layout.num_layers
+    if Hop(worker, _stage_of_hop(layout, number, worker), flight.start, flight.stop) not in layout.routes[number]:
+        return False
+    if not here.start <= flight.start < flight.stop <= here.stop:
+        return False
+    done = range(0 if flight.backward is None else flight.backward, 0 if flight.backward is None else flight.stop)
+    if any(not covered[layer] >> number & 1 for layer in done):
+        return False
+    has_loss = flight.backward is not None or flight.forward > num_layers
+    return not (flight.stop == num_layers and has_loss and not covered[num_layers] >> number & 1)
+
+
+def _stage_of_hop(layout: Layout, microbatch: int, worker: int) -> int:
+    return next((hop.stage for hop in layout.routes[microbatch] if hop.worker == worker), -1)
+
+
+def keep_of(worker: int, kept: Sequence[Partial], layout: Layout, lowest_trained: int) -> Keep | None:
+    """What one worker's engine keeps; None if no worker keeps anything.
+
+    Args:
+        kept: of the decision.
+        layout: of the decision.
+        lowest_trained: no gradient goes to layers below it.
+    """
+    if not kept:
+        return None
+    own = next((partial for partial in kept if partial.worker == worker), None)
+    if own is None:
+        return Keep(frozenset(), 0, {}, covered_by(kept, layout.num_layers))
+    todos = todos_of(layout, tuple(kept), lowest_trained)
+    needed = {
+        number
+        for number, route in enumerate(layout.routes)
+        for hop in route
+        if hop.worker == worker and (hop.stage, number) in todos
+    }
+    return Keep(
+        frozenset(layer for layer, _ in decode_rows(own.rows)),
+        int(own.losses, 16),
+        {flight.microbatch: flight for flight in own.flights if flight.microbatch in needed},
+        covered_by(kept, layout.num_layers),
+    )
+
+
+def covered_by(kept: Iterable[Partial], num_layers: int) -> tuple[int, ...]:
+    """By layer, the loss last: the micro-batches that some worker has kept."""
+    covered = [0] * (num_layers + 1)
+    for partial in kept:
+        for (layer, _), mask in decode_rows(partial.rows).items():
+            covered[layer] |= mask
+        covered[num_layers] |= int(partial.losses, 16)
+    return tuple(covered)
+
+
+# ---------------------------------------------------------------------------------------------- what is left to be done
+
+
+@functools.lru_cache(maxsize=256)
+def todos_of(layout: Layout, kept: tuple[Partial, ...], lowest_trained: int) -> Mapping[tuple[int, int], Todo]:
+    """(stage, micro-batch) -> what is left to be done there; hops with nothing to do are not in it.
+
+    Args:
+        layout: in force.
+        kept: what workers keep of the step.
+        lowest_trained: no gradient goes to layers below it.
+    """
+    covered = covered_by(kept, layout.num_layers)
+    flights = {(partial.worker, flight.microbatch): flight for partial in kept for flight in partial.flights}
+    found = {}
+    for number, route in enumerate(layout.routes):
+        missing = frozenset(layer for layer, mask in enumerate(covered) if not mask >> number & 1)
+        if missing:
+            own = [flights.get((hop.worker, number)) for hop in route]
+            for hop, todo in zip(route, _todos(route, own, missing, layout.num_layers, lowest_trained), strict=True):
+                if any(todo):
+                    found[hop.stage, number] = todo
+    return found
+
+
+def _todos(
+    route: Sequence[Hop],
+    flights: Sequence[Flight | None],
+    missing: frozenset[int],
+    num_layers: int,
+    lowest_trained: int,
+) -> list[Todo]:
+    """What is left of one micro-batch, hop by hop.
+
+    Args:
+        flights: of its hops; None where nothing is kept.
+        missing: layers, the loss among them, that are not covered.
+    """
+    backwards = []
+    is_wanted = False  # the gradient, by the hop before
+    for index, (hop, flight) in enumerate(zip(route, flights, strict=True)):
+        front = None if flight is None else flight.backward
+        runs = not missing.isdisjoint(range(hop.start, hop.stop)) or (is_wanted and front != hop.start)
+        takes = runs and front is None and hop.stop > lowest_trained and index + 1 < len(route)
+        backwards.append((runs, takes, is_wanted))
+        is_wanted = takes
+    todos = []
+    is_wanted = False  # the output, by the hop after
+    for index, (hop, flight) in reversed(list(enumerate(zip(route, flights, strict=True)))):
+        runs, takes, sends = backwards[index]
+        end = _end_of(hop, num_layers)
+        front = None if flight is None else flight.backward
+        reached = hop.start if flight is None or front is not None else flight.forward
+        keeps = runs and front is None
+        is_loss_missing = hop.stop == num_layers and num_layers in missing
+        forward = reached < end and (keeps or is_wanted or is_loss_missing)
+        takes_input = forward and reached == hop.start and index > 0
+        todos.append(Todo(forward, keeps, takes_input, is_wanted, runs, takes, sends))
+        is_wanted = takes_input
+    return todos[::-1]
+
+
+# ------------------------------------------------------------------------------------------------ what runs again (S6)
+
+
+def _num_recomputed(partials: Sequence[Partial], kept: tuple[Partial, ...], layout: Layout, before: Layout) -> int:
+    """How many micro-batches run again in part, as far as survivors know.
+
+    A layer is known to have run forward if a survivor says so, or has what was made behind it. A hop of a lost worker
+    is taken to have run if all that it needs was there.
+    """
+    todos = todos_of(layout, kept, 0)
+    ran = _reached(partials, before)
+    flights = {(partial.worker, flight.microbatch): flight for partial in kept for flight in partial.flights}
+    num_again = 0
+    for number, route in enumerate(layout.routes):
+        for hop in route:
+            todo = todos.get((hop.stage, number))
+            if todo is None or not todo.forward:
+                continue
+            flight = flights.get((hop.worker, number))
+            start = hop.start if flight is None or flight.backward is not None else flight.forward
+            if start < ran[number]:
+                num_again += 1
+                break
+    return num_again
+
+
+def _reached(partials: Sequence[Partial], before: Layout) -> list[int]:
+    """By micro-batch: one past the last layer that is known to have run forward."""
+    num_layers = before.num_layers
+    reached = [0] * before.num_microbatches
+    known: set[tuple[int, int]] = set()
+
+    def note(number: int, layer: int) -> None:
+        reached[number] = max(reached[number], layer)
+
+    for partial in partials:
+        for (layer, _), mask in decode_rows(partial.rows).items():
+            for number in numbers_in(mask):
+                note(number, min(layer + 1, num_layers))
+        for number in numbers_in(int(partial.losses, 16)):
+            note(number, num_layers + 1)
+        for flight in partial.flights:
+            note(flight.microbatch, flight.forward if flight.backward is None else flight.stop)
+        known.update((partial.worker, number) for number in range(before.num_microbatches))
+    for number, route in enumerate(before.routes):
+        for hop in route:
+            if reached[number] == hop.start > 0 and (hop.worker, number) not in known:
+                note(number, hop.stop)
+    return reached

@@ -1,0 +1,76 @@
+"""Bugs planted in what a step keeps of an earlier attempt (S1 to S5); `elaswave.sim.protocol.mutants` lists them."""
+
+# ruff: noqa: D102 (what each class does wrong is its own docstring)
+
+from typing import Any
+
+import msgspec
+
+from elaswave.protocol.salvage import Keep, Partial
+from elaswave.protocol.worker import WorkerMachine
+from elaswave.sim.protocol.engine import ToyCopy
+
+_Machine = WorkerMachine[ToyCopy]
+
+
+class KeepsCoverageOnly(_Machine):
+    """What was covered stays covered, but the sums are emptied (S1)."""
+
+    def begin_sums(self) -> None:
+        super().begin_sums()
+        engine: Any = self.engine
+        engine.sums.words = dict.fromkeys(engine.sums.words, 0)
+
+
+class AddsTheDeadsPart(_Machine):
+    """Partial sums that a lost worker had sent are added all the same (S4)."""
+
+    _from_the_dead: tuple[tuple[int, list[int]], ...] = ()
+
+    def move(self, epoch: int, members: tuple[int, ...]) -> None:
+        engine: Any = self.engine
+        self._from_the_dead = tuple(
+            (layer, sums) for (layer, peer), (_, sums) in engine.received.items() if peer not in members
+        )
+        super().move(epoch, members)
+
+    def begin_sums(self) -> None:
+        super().begin_sums()
+        engine: Any = self.engine
+        for layer, sums in self._from_the_dead if self.kept else ():
+            for block, part in zip(self.traffic.owned.get(layer, ()), sums, strict=False):
+                engine.sums.words[block] = engine.sums.words.get(block, 0) + part
+        self._from_the_dead = ()
+
+
+class CountsLossesTwice(_Machine):
+    """A loss that a survivor has kept counts again where its micro-batch runs again (S1)."""
+
+    def keep(self) -> Keep | None:
+        keep = super().keep()
+        return keep and keep._replace(covered=(*keep.covered[:-1], 0))
+
+
+class AddsCoveredLayers(_Machine):
+    """A layer that is covered is added again where a gradient passes it (S3)."""
+
+    def keep(self) -> Keep | None:
+        keep = super().keep()
+        return keep and keep._replace(covered=(*(0 for _ in keep.covered[1:]), keep.covered[-1]))
+
+
+class KeepsOldSums(_Machine):
+    """A worker says of sums on the grids of an earlier attempt that they are of the last one (S5)."""
+
+    def partial(self) -> Partial | None:
+        partial = super().partial()
+        return partial and msgspec.structs.replace(partial, root=1 << 20)
+
+
+class KeepsTooLong(_Machine):
+    """Takes what is kept into every attempt of the step, not only into the one that the decision is about (S5)."""
+
+    def begin_sums(self) -> None:
+        if self.step == self.kept_for[0]:
+            self.kept_for = (self.step, self.attempt)
+        super().begin_sums()
