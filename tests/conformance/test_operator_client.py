@@ -14,6 +14,8 @@ from elaswave.control.operator_client import OperatorClient
 from elaswave.control.operator_messages import (
     Answer,
     AskCheckpoint,
+    AskDrain,
+    AskJoin,
     AskStatus,
     AskStop,
     FromOperator,
@@ -109,6 +111,30 @@ def test_what_is_open_is_asked_again_of_a_successor(job: Job) -> None:
         turn, client._turn = client._turn, replace_once_asked  # type: ignore[method-assign]
         assert [answer.decided for answer in asked if isinstance(answer, Answer)] == ["taken", "written"]
         assert client._turn == turn
+
+
+@pytest.mark.parametrize("ask", [AskJoin, AskDrain])
+def test_a_successor_is_not_asked_to_begin_once_more(job: Job, ask: type) -> None:
+    heard: list[Any] = []
+
+    def begin(message: Any) -> list[Any]:
+        if isinstance(message, OperatorHello):
+            return []
+        heard.append(message)
+        if len(heard) == 1:  # and then its connection ends
+            return [
+                Answer(request=message.request, is_last=False, decided="joining", reason="a", workers=(4, 5)),
+                None,
+            ]
+        return [Answer(request=message.request, is_last=True, decided="joined", reason="b")]
+
+    job.serves(begin)
+    with OperatorClient(job.run_dir) as client:
+        make = {AskJoin: lambda n: AskJoin(request=n, num_workers=2), AskDrain: lambda n: AskDrain(request=n, worker=4)}
+        asked = list(client.ask(make[ask], PATIENCE_S))
+    assert [answer.decided for answer in asked if isinstance(answer, Answer)] == ["joining", "joined"]
+    first, second = heard
+    assert (first.started, second.started) == ((), (4, 5)) if ask is AskJoin else (first.begun, second.begun) == (0, 1)
 
 
 def test_another_key_is_an_error_at_once(job: Job) -> None:

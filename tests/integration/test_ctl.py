@@ -100,7 +100,7 @@ def test_status_checkpoint_and_stop(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert lines[0].startswith("asked: ") and lines[1].startswith("taken (step ")
 
         assert ctl(run_dir, "drain", "7") == 1
-        assert "worker 7 is no member; the members are 0, 1, 2" in capsys.readouterr().err
+        assert "refused: " in capsys.readouterr().err
 
         assert ctl(run_dir, "stop", "--wait") == 0
         lines = capsys.readouterr().out.splitlines()

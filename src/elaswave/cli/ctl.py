@@ -221,7 +221,9 @@ def _finish(answer: Answer, as_json: bool, over: JobOver | None = None) -> None:
     """Shows what came of it; ends with 1 if that is not what was asked for."""
     failed = answer.decided in FAILURES or (over is not None and over.outcome == "failed")
     if as_json:
-        document = {"decided": answer.decided, "reason": answer.reason}
+        document: dict[str, Any] = {"decided": answer.decided, "reason": answer.reason}
+        if answer.workers:
+            document["workers"] = list(answer.workers)
         for name in ("step", "layout", "predicted_step_s", "present_step_s"):
             if (value := getattr(answer, name)) is not None:
                 document[name] = value

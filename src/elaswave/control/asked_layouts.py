@@ -10,8 +10,10 @@ from elaswave.control.job_status import JobParts
 from elaswave.control.reply import Reply, refusal
 from elaswave.control.run_planner import AskedLayout
 from elaswave.errors import ConfigError, InfeasiblePlan
+from elaswave.planning.asked_stages import asked_stages
 from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.events import ChangePlanned
+from elaswave.protocol.messages import LayoutChange
 from elaswave.types import Layout
 
 _log = logging.getLogger("elaswave.control")
@@ -49,6 +51,8 @@ class AskedLayouts:
 
     def rebalance(self) -> Reply:
         """Looks for a better layout of the members."""
+        if (change := self._outstanding) is not None:
+            return self._follow(change)
         if problem := self._problem():
             return refusal(problem)
         look = self._job.planner.look(self._job.core.epoch, self._job.core.in_force())
@@ -58,25 +62,36 @@ class AskedLayouts:
 
     def migrate(self, layers: tuple[int, ...] | None, widths: tuple[int, ...] | None) -> Reply:
         """Plans the layout that a person asks for; arguments as of `asked_stages`."""
-        if problem := self._problem():
-            return refusal(problem)
         core = self._job.core
         try:
+            if (change := self._outstanding) is not None:
+                if asked_stages(core.in_force().layout, layers, widths) == change.layout.stages:
+                    return self._follow(change)
+                return refusal(f"{self.under_way[0]}, is under way: ask again when it is in force")
+            if problem := self._problem():
+                return refusal(problem)
             plan = self._job.planner.asked(core.epoch, core.in_force(), layers, widths)
         except ConfigError as error:
             return refusal("; ".join(error.problems))
         return self._plan("the layout that is asked for is planned", plan)
+
+    @property
+    def _outstanding(self) -> LayoutChange | None:
+        """The change that is under way."""
+        core = self._job.core
+        return core.newest_change if core.is_changing and core.state is State.TRAINING else None
+
+    def _follow(self, change: LayoutChange) -> Reply:
+        """A change that is under way already: a person asks a second time, or a successor for the first time."""
+        values = {"layout": change.layout.describe(), "predicted_step_s": change.predicted_step_s}
+        return self._told(change, f"change {change.number} is under way already ({change.reason})", values)
 
     def _problem(self) -> str:
         """Why no change can be planned now; empty if one can."""
         core = self._job.core
         if core.state is not State.TRAINING:
             return f"the job is {core.state.value}: the layout can change when it trains; ask again then"
-        if self._planning:
-            return f"{self._planning} already"
-        if core.is_changing:
-            return f"{self.under_way[0]}, is under way: ask again when it is in force"
-        return ""
+        return f"{self._planning} already" if self._planning else ""
 
     def _plan(self, what: str, plan: Callable[[], AskedLayout]) -> Reply:
         self._planning = what
@@ -117,12 +132,14 @@ class AskedLayouts:
         self._change(found.change)
         newest = core.newest_change
         assert newest is not None
-        number = newest.number
-        reason = (
-            f"{found.reason}: {stages_in_words(found.layout)}, predicted {found.found_step_s:.3g} s per step instead "
-            f"of {found.present_step_s:.3g}; it is in force when blocks and layers are where it wants them"
-        )
-        outcome.append(Reply("planned", reason, follow=lambda: self._until_in_force(epoch, number, values), **values))
+        predicted = f"predicted {found.found_step_s:.3g} s per step instead of {found.present_step_s:.3g}"
+        outcome.append(self._told(newest, f"{found.reason}: {stages_in_words(found.layout)}, {predicted}", values))
+
+    def _told(self, change: LayoutChange, reason: str, values: dict[str, Any]) -> Reply:
+        """The members have been told of a change."""
+        reason += "; it is in force when blocks and layers are where it wants them"
+        epoch, number = change.epoch, change.number
+        return Reply("planned", reason, follow=lambda: self._until_in_force(epoch, number, values), **values)
 
     def _until_in_force(self, epoch: int, number: int, values: dict[str, Any]) -> Reply | None:
         core = self._job.core

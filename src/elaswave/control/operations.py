@@ -5,11 +5,12 @@ it (`Reply.follow`). What cannot be done now is refused. All requests mean the s
 operator asks a successor again.
 """
 
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from elaswave.control.asked_checkpoints import AskedCheckpoints
 from elaswave.control.asked_layouts import AskedLayouts
+from elaswave.control.asked_members import AskedMembers
 from elaswave.control.job_status import JobParts
 from elaswave.control.operator_messages import (
     AskCheckpoint,
@@ -26,7 +27,6 @@ from elaswave.worker.messages import StepReport, TakeCheckpoint
 
 Action = AskCheckpoint | AskStop | AskRebalance | AskMigrate | AskJoin | AskDrain
 """A request that is for something to be done."""
-_NOT_YET = "this version of elaswave cannot do that: {}"
 
 
 class Operations:
@@ -38,6 +38,7 @@ class Operations:
         stop: tells all that the job ends after the step in hand; may be called again.
         begin: begins something beside the coordinator's turns.
         change: has all members change to a planned layout.
+        members: lets workers join and leave; None where a job cannot.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class Operations:
         stop: Callable[[], None],
         begin: Callable[[Coroutine[Any, Any, None]], None],
         change: Callable[[ChangePlanned], None],
+        members: AskedMembers | None = None,
     ) -> None:
         self._job = job
         self._send_all = send_all
         self._stop = stop
         self._is_stopping = False
+        self._members = members
         self._layouts = AskedLayouts(job, begin, change)
         self._checkpoints = AskedCheckpoints(job, lambda message: send_all(job.core.members, message))
 
@@ -65,9 +68,9 @@ class Operations:
         if isinstance(request, AskCheckpoint):
             return self.request_checkpoint(wait=request.wait)
         if isinstance(request, AskJoin):
-            return self.request_join(request.num_workers)
+            return self.request_join(request.num_workers, request.started)
         if isinstance(request, AskDrain):
-            return self.request_drain(request.worker, request.deadline_s)
+            return self.request_drain(request.worker, request.deadline_s, begun=request.begun)
         if isinstance(request, AskMigrate):
             return self.request_migrate(request.layers, request.widths)
         return self.request_rebalance()
@@ -94,21 +97,28 @@ class Operations:
             return refusal(f"all {num_steps} steps are made, and the last one is checkpointed anyway")
         return self._checkpoints.ask(wait=wait)
 
-    def request_join(self, num_workers: int) -> Reply:
-        """Takes in new workers."""
-        return refusal(_NOT_YET.format("a job does not take in new workers"))
+    def request_join(self, num_workers: int, started: Sequence[int] = ()) -> Reply:
+        """Takes in new workers.
 
-    def request_drain(self, worker: int, deadline_s: float | None) -> Reply:
+        Args:
+            num_workers: how many.
+            started: those that were started for this request already.
+        """
+        if self._members is None:
+            return refusal("this version of elaswave cannot do that: a job does not take in new workers")
+        return self._members.join(num_workers, started)
+
+    def request_drain(self, worker: int, deadline_s: float | None, *, begun: bool = False) -> Reply:
         """Lets a worker go at a step boundary.
 
         Args:
             worker: its id.
             deadline_s: after which it is lost like any other; None: as configured.
+            begun: whether an earlier coordinator was asked for it.
         """
-        members = self._job.core.members
-        if worker not in members:
-            return refusal(f"worker {worker} is no member; the members are {', '.join(map(str, members))}")
-        return refusal(_NOT_YET.format("a worker leaves a job only by being lost"))
+        if self._members is None:
+            return refusal("this version of elaswave cannot do that: a worker leaves a job only by being lost")
+        return self._members.drain(worker, deadline_s, begun=begun)
 
     def request_migrate(self, layers: tuple[int, ...] | None, widths: tuple[int, ...] | None) -> Reply:
         """Changes to a layout.

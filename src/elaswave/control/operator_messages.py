@@ -63,6 +63,8 @@ class AskJoin(Message, frozen=True, kw_only=True):
 
     request: int
     num_workers: int
+    started: tuple[int, ...] = ()
+    """Those that were started for this request: said to a successor, so that it starts no others."""
 
 
 class AskDrain(Message, frozen=True, kw_only=True):
@@ -72,6 +74,8 @@ class AskDrain(Message, frozen=True, kw_only=True):
     worker: int
     deadline_s: float | None = None
     """After which it is lost; None: as configured."""
+    begun: bool = False
+    """Whether an earlier coordinator has had it leave for this request: it may be gone since."""
 
 
 Request = AskStatus | AskCheckpoint | AskStop | AskRebalance | AskMigrate | AskJoin | AskDrain
@@ -80,15 +84,31 @@ FromOperator = OperatorHello | Request
 # ------------------------------------------------------------------------------------------------------------- answers
 
 Decided = Literal[
-    "refused", "stopping", "asked", "taken", "written", "failed", "planning", "kept", "planned", "in force", "void"
+    "refused",
+    "stopping",
+    "asked",
+    "taken",
+    "written",
+    "failed",
+    "planning",
+    "kept",
+    "planned",
+    "in force",
+    "void",
+    "joining",
+    "joined",
+    "draining",
+    "drained",
 ]
 """What was decided about a request:
 
 - refused: nothing is done;
 - stopping: the job ends after the step in hand;
-- asked, taken, written, failed: the workers are told, a vote has asked for the checkpoint, it is durable, it never will
-  be;
+- asked, taken, written: the workers are told, a vote has asked for the checkpoint, it is durable;
+- failed: what was begun does not come to its end;
 - planning, kept: a layout is planned or looked for, the present one stays;
+- joining, joined: a worker's process is started, it is a member;
+- draining, drained: a worker is asked to leave, it has left;
 - planned, in force, void: workers are told of a change of the layout, it is in force, it never will be.
 """
 FAILURES: frozenset[Decided] = frozenset({"refused", "failed", "void"})
@@ -106,6 +126,8 @@ class Answer(Message, frozen=True, kw_only=True):
     """The checkpoint's; the first one under a new layout."""
     layout: str | None = None
     """The new one."""
+    workers: tuple[int, ...] = ()
+    """That join or leave."""
     predicted_step_s: float | None = None
     """Under the new layout, or the best that was found."""
     present_step_s: float | None = None

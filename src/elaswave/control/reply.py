@@ -13,6 +13,7 @@ class Reply(NamedTuple):
     reason: str
     step: int | None = None
     layout: str | None = None
+    workers: tuple[int, ...] = ()
     predicted_step_s: float | None = None
     present_step_s: float | None = None
     follow: "Callable[[], Reply | None] | None" = None

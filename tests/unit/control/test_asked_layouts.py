@@ -45,7 +45,9 @@ class World:
     def _change(self, change: ChangePlanned) -> None:
         self.changes.append(change)
         self.core.is_changing = True
-        self.core.newest_change = SimpleNamespace(number=3, layout=LAYOUT, reason="as asked for")
+        self.core.newest_change = SimpleNamespace(
+            epoch=1, number=3, layout=LAYOUT, reason="as asked for", predicted_step_s=0.1
+        )
 
     def plans(self) -> None:
         asyncio.run(self.work.pop())  # type: ignore[arg-type]
@@ -121,7 +123,9 @@ def test_what_cannot_be_now_is_refused(world: World) -> None:
     world.asked.rebalance()
     assert "is looked for already" in world.asked.migrate((2, 4), None).reason
     world.plans()
-    assert "change 3 to 2+4 layers on 1+2 workers: as asked for, is under way" in world.asked.rebalance().reason
+    under_way = world.asked.migrate((3, 3), None)
+    assert under_way.decided == "refused"
+    assert "change 3 to 2+4 layers on 1+2 workers: as asked for, is under way" in under_way.reason
     world.core.is_changing, world.core.state = False, State.COLLECTING
     assert "the job is collecting: the layout can change when it trains" in world.asked.rebalance().reason
     world.core.state = State.TRAINING
@@ -133,6 +137,18 @@ def test_what_cannot_be_now_is_refused(world: World) -> None:
 
     world.planner.asked = fail
     assert world.asked.migrate((3, 5), None) == Reply("refused", "--layers adds up to 8; --widths too")
+
+
+def test_who_asks_again_follows_the_change_that_is_under_way(world: World) -> None:
+    """So does a command whose first coordinator is gone."""
+    world.asked.migrate((2, 4), None)
+    world.plans()
+    for reply in (world.asked.migrate((2, 4), None), world.asked.rebalance()):
+        assert reply.decided == "planned" and "change 3 is under way already (as asked for)" in reply.reason
+        assert reply.follow is not None and reply.follow() is None
+        assert world.changes == [CHANGE] and world.work == []
+    world.in_force.change = 3
+    assert next_of(reply).decided == "in force"
 
 
 def test_a_change_of_the_members_while_it_was_planned_wins(world: World) -> None:

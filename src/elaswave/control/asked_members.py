@@ -1,0 +1,98 @@
+"""Members that a person wants to join or to leave: asked for once, followed until it has happened or never will."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from elaswave.control.job_status import JobParts
+from elaswave.control.reply import Reply, refusal
+
+Join = Callable[[int], Sequence[int]]
+"""Has so many workers started that join; returns their ids, none where the job is about to end."""
+Drain = Callable[[int, float | None], object]
+"""Has a worker leave within so many seconds, None: as configured."""
+
+
+class AskedMembers:
+    """The joins and leaves of one job that were asked for.
+
+    Args:
+        job: what is known of it.
+        join, drain: do it.
+    """
+
+    def __init__(self, job: JobParts, join: Join, drain: Drain) -> None:
+        self._job = job
+        self._join, self._drain = join, drain
+        self._refused: dict[int, str] = {}
+        """Joiners that were not let in, or have ended before they were members, and why."""
+        self._lost: set[int] = set()
+        """Leaving members that the others had to go on without."""
+
+    def join(self, count: int, started: Sequence[int]) -> Reply:
+        """Takes in new workers.
+
+        Args:
+            count: how many.
+            started: those that an earlier coordinator has started for the same request: they are followed only.
+        """
+        workers = tuple(started or self._join(count))
+        if not workers:
+            return refusal("the job is about to end, and takes nobody in any more")
+        reason = "the process starts, links are made and state is copied while training goes on"
+        return Reply("joining", f"{_named(workers)}: {reason}", workers=workers, follow=partial(self._joined, workers))
+
+    def _joined(self, workers: Sequence[int]) -> Reply | None:
+        members = self._job.core.members
+        for worker in workers:
+            if worker in self._refused and worker not in members:
+                return Reply("failed", f"worker {worker} is not admitted: {self._refused[worker]}")
+        if not set(workers) <= set(members):
+            return None
+        verb = "is a member" if len(workers) == 1 else "are members"
+        return Reply("joined", f"{_named(workers)} {verb} since epoch {self._job.core.epoch} at the latest")
+
+    def drain(self, worker: int, deadline_s: float | None, *, begun: bool = False) -> Reply:
+        """Lets a worker go.
+
+        Args:
+            worker: its id.
+            deadline_s: after which it is lost; None: as configured.
+            begun: whether an earlier coordinator was asked for it.
+        """
+        core, elastic = self._job.core, self._job.config.elastic
+        if begun and (gone := self._drained(worker)) is not None:
+            return gone
+        if worker not in core.members:
+            return refusal(f"worker {worker} is no member; the members are {', '.join(map(str, core.members))}")
+        if len(core.members) <= max(1, elastic.min_workers):
+            return refusal(
+                f"the job has {len(core.members)} members and needs {max(1, elastic.min_workers)}: `elaswave ctl RUN "
+                "stop` ends it with a checkpoint"
+            )
+        self._lost.discard(worker)
+        self._drain(worker, deadline_s)
+        within_s = elastic.drain_deadline_s if deadline_s is None else deadline_s
+        reason = f"worker {worker} leaves when others hold what it holds, and is lost after {within_s:g} s otherwise"
+        return Reply("draining", reason, workers=(worker,), follow=lambda: self._drained(worker))
+
+    def _drained(self, worker: int) -> Reply | None:
+        core = self._job.core
+        if worker in core.members:
+            return None
+        if worker in self._lost:
+            return Reply("failed", f"worker {worker} was lost before it could leave; epoch {core.epoch} goes on")
+        return Reply("drained", f"worker {worker} is no member of epoch {core.epoch}; no step was done twice")
+
+    # --------------------------------------------------------------------------------------------------- what happens
+
+    def refused(self, worker: int, problem: str) -> None:
+        """A joiner is not let in, or has ended before it was a member."""
+        self._refused[worker] = problem
+
+    def lost(self, workers: Iterable[int]) -> None:
+        """The members go on without these, which have not left by themselves."""
+        self._lost.update(workers)
+
+
+def _named(workers: Sequence[int]) -> str:
+    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"
