@@ -10,6 +10,7 @@ from elaswave.errors import VoteError
 from elaswave.protocol.engine import Measured, Phase
 from elaswave.protocol.environment import ENVIRONMENT, Environment
 from elaswave.worker.canary import environment
+from elaswave.worker.update_canary import UPDATE
 
 SETTINGS: dict[str, Any] = {"run.steps": 3, "layout.widths": [1, 2]}
 
@@ -18,7 +19,7 @@ class Strange:
     """Lets some workers compute something else.
 
     Args:
-        environment: their environment; None: as it is.
+        operators: of their environment, that are others.
         layer: whose bits are others there, or None.
         deaths: worker -> step at whose vote it dies.
     """
@@ -26,12 +27,13 @@ class Strange:
     def __init__(
         self,
         workers: tuple[int, ...],
-        environment: Environment | None = None,
+        operators: dict[str, int] | None = None,
         layer: int | None = None,
         deaths: dict[int, int] | None = None,
     ) -> None:
         self.job: ThreadJob
-        self.workers, self.environment, self.layer, self.deaths = workers, environment, layer, deaths or {}
+        self.workers, self.operators, self.layer, self.deaths = workers, operators, layer, deaths or {}
+        self.environment: Environment | None = None
         self._done: set[int] = set()
 
     def reached(self, phase: Phase, index: int, machine: Machine) -> None:
@@ -40,6 +42,9 @@ class Strange:
             raise Killed
         if machine.worker in self.workers and machine.worker not in self._done:
             self._done.add(machine.worker)
+            if self.operators:
+                ours = machine.engine.environment()
+                self.environment = Environment("torch 9.9, another processor", {**ours.operators, **self.operators})
             self._change(machine.engine)
 
     def _change(self, engine: Any) -> None:
@@ -69,12 +74,11 @@ def finding(folder: Path, strange: Strange) -> str:
 
 def test_another_environment_is_named_with_what_differs(tmp_path: Path) -> None:
     ours = environment()
-    other = Environment("torch 9.9, another processor", {**ours.operators, "gelu": 1, "matmul": 2})
-    found = finding(tmp_path, Strange((2,), other))
+    found = finding(tmp_path, Strange((2,), {"gelu": 1, "matmul": 2, UPDATE: 3}))
     assert "step 1 cannot be committed" in found
     assert "workers [2] (torch 9.9, another processor) compute other bits than workers [0, 1]" in found
     assert ours.text[:40] in found
-    assert "in gelu, matmul." in found
+    assert "in gelu, matmul, update." in found
 
 
 def test_a_layer_that_differs_between_its_holders_is_named(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """What a worker says of itself that is no member yet: which libraries, configuration, model, data and bits it has.
 
 It finds that out by itself, before it connects, so that the others wait for nothing. Bits are those of the canary
-(`elaswave.worker.canary`), of the first layer of each kind: forward and backward at the run's shapes, on made-up
-numbers. Layers are built one after the other, and never are two of them here.
+(`elaswave.worker.canary`), of the first layer of each kind: forward, backward and update at the run's shapes, on
+made-up numbers. Layers are built one after the other, and never are two of them here.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ from elaswave.state.flat import FlatLayer, FlatUnit
 from elaswave.training.tokens import open_tokens
 from elaswave.worker.batches import BatchMaker, BatchName
 from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.canary import environment
 from elaswave.worker.compute import Compute
 from elaswave.worker.identity import identity_of
+from elaswave.worker.update_canary import environment_of
 
 if TYPE_CHECKING:
     from elaswave.worker.process import WorkerSetup
@@ -38,19 +38,21 @@ def first_words(setup: "WorkerSetup", address: str) -> Joining:
     """
     blueprint = Blueprint(setup.config, setup.training)
     identity = identity_of(blueprint, _data_facts(setup, blueprint))
-    compared = setup.config.elastic.verify
+    text, canaries = "", {}
+    if setup.config.elastic.verify:
+        own = environment_of(blueprint)
+        text = own.text
+        canaries = {ENVIRONMENT: own.canary, **layer_canaries(blueprint, _first_inputs(setup, blueprint))}
     return Joining(
         worker=setup.worker,
         address=address,
         protocol=PROTOCOL_VERSION,
         libraries=identity.libraries,
-        environment=environment().text if compared else "",
+        environment=text,
         config_hash=identity.config_hash,
         model_hash=identity.model_hash,
         data_hash=identity.data_hash,
-        canaries={ENVIRONMENT: environment().canary, **layer_canaries(blueprint, _first_inputs(setup, blueprint))}
-        if compared
-        else {},
+        canaries=canaries,
     )
 
 

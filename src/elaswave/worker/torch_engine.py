@@ -24,12 +24,12 @@ from elaswave.state.verify import run_hash
 from elaswave.training.optimizer import Updater, average, clip_factor
 from elaswave.types import Action, ExecutionParameters, Layout
 from elaswave.worker.blueprint import Blueprint
-from elaswave.worker.canary import environment
 from elaswave.worker.compute import Compute
 from elaswave.worker.materialise import materialise, updater_after
 from elaswave.worker.microbatches import Microbatches
 from elaswave.worker.pacing import ActionTimer
 from elaswave.worker.reduction import Reduction
+from elaswave.worker.update_canary import environment_of
 
 
 class Batches(Protocol):
@@ -108,8 +108,8 @@ class TorchEngine:
         self._num_microbatches = blueprint.layout.num_microbatches
         self._began_ns = time.monotonic_ns()
         self.updater = updater or blueprint.optimizer.updater()
-        if elastic.verify:
-            environment()  # now, since it takes as long as a small step
+        self._environment = environment_of(blueprint) if elastic.verify else None
+        """Found out now, since that takes as long as a small step."""
 
     # ---------------------------------------------------------------------------------------------------- layouts
 
@@ -290,7 +290,7 @@ class TorchEngine:
         if not self.context.blueprint.config.elastic.verify:
             return {}
         layers = {ENVIRONMENT + 1 + layer: canary for layer, canary in self.compute.canaries.items()}
-        return {ENVIRONMENT: environment().canary, **layers}
+        return {ENVIRONMENT: self.environment().canary, **layers}
 
     def square_sum(self, copy: HeldBlock) -> float:
         """Sum of squares of a copy's mean gradient; buffers are no part of the norm."""
@@ -316,7 +316,9 @@ class TorchEngine:
 
     def environment(self) -> Environment:
         """What this process computes with."""
-        return environment()
+        if self._environment is None:
+            self._environment = environment_of(self.context.blueprint)
+        return self._environment
 
     # --------------------------------------------------------------------------------------- APPLY, GATHER, delivery
 

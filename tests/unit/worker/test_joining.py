@@ -23,6 +23,7 @@ from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.messages import Exit, Holding
 from elaswave.worker.probe import NoProbe
 from elaswave.worker.process import Worker, WorkerSetup, run_worker
+from elaswave.worker.update_canary import UPDATE, environment_of, update_hash
 
 FACTS = {"num_bytes": 12, "sample": "ab", "content": ""}
 
@@ -53,7 +54,7 @@ def test_all_that_is_compared_is_said(setup):
     assert (words.worker, words.address, words.protocol) == (7, "unix:/7", PROTOCOL_VERSION)
     assert f"torch {torch.__version__}" in words.libraries
     assert words.environment == environment().text
-    assert words.canaries[ENVIRONMENT] == environment().canary
+    assert words.canaries[ENVIRONMENT] == environment_of(Blueprint(setup.config)).canary
     assert msgspec.json.decode(msgspec.json.encode(words), type=Joining) == words
 
 
@@ -111,6 +112,31 @@ def test_another_kernel_and_other_initial_values_show():
     assert plain == canaries(nn.Linear)
     assert plain != canaries(Scaled) and plain.keys() == canaries(Scaled).keys()
     assert plain != canaries(nn.Linear, gain=1.5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_another_update_shows(name, monkeypatch):
+    blueprint = Blueprint(small_config({"optimizer.name": name}))
+    one = environment_of(blueprint)
+    assert one.operators[UPDATE] == update_hash(blueprint) != 0
+    assert environment_of(Blueprint(small_config({"optimizer.name": name, "optimizer.lr": 2e-3}))).canary != one.canary
+    rule = type(blueprint.optimizer._rule)
+    own = rule.update
+
+    def otherwise(self, slots, *arguments, **options):
+        own(self, slots, *arguments, **options)
+        slots["master"][-1] *= 1.0000001
+
+    monkeypatch.setattr(rule, "update", otherwise)
+    assert environment_of(blueprint).canary != one.canary
+
+
+def test_an_optimizer_that_refuses_made_up_numbers_is_not_compared(monkeypatch):
+    blueprint = Blueprint(small_config())
+    monkeypatch.setattr(type(blueprint.optimizer), "updater", lambda self: 1 / 0)
+    before = torch.random.get_rng_state()
+    assert update_hash(blueprint) == 0
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_no_two_layers_are_here_at_once(monkeypatch):
