@@ -139,11 +139,11 @@ def test_layers_and_workers_move_and_no_bit_changes(tmp_path: Path, capsys: pyte
         until_step(run_dir, process, 1)
         assert ctl(run_dir, "migrate", "--layers", "1,3") == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[1].startswith("planned: as asked for: 1+3 layers on 1+2 workers, predicted ")
+        assert lines[1].startswith("planned: as asked for: 1+3 layers on 1+2 workers")
         assert lines[2].startswith("in force (step ") and lines[2].endswith("changed to 1+3 layers on 1+2 workers")
         assert ctl(run_dir, "migrate", "--layers", "2,2", "--widths", "2,1", "--json") == 0
         answer = json.loads(capsys.readouterr().out)
-        assert (answer["decided"], answer["layout"]) == ("in force", "[2,1]") and answer["predicted_step_s"] > 0
+        assert (answer["decided"], answer["layout"]) == ("in force", "[2,1]")
         with OperatorClient(run_dir) as client:
             status = status_of(client)
             while status.copies.num_held != status.copies.num_wanted:  # surplus copies are dropped a vote later
@@ -195,7 +195,9 @@ def test_a_coordinator_that_is_replaced_and_a_launcher_that_is_killed(
             assert time.monotonic() < deadline_s
             client.wait(0.02)
         assert (before.term, after.term, after.recoveries[0].kind) == (1, 2, "coordinator")
-        assert ctl(run_dir, "checkpoint", "--wait") == 0
+        (worker,) = (each for each in read_processes(run_dir) if (each.role, each.id) == ("worker", 2))
+        assert signal_process(worker, signal.SIGKILL)
+        assert ctl(run_dir, "checkpoint", "--wait") == 0, "whether the loss is noticed before or after"
         assert "written (step " in capsys.readouterr().out
 
         process.send_signal(signal.SIGKILL)

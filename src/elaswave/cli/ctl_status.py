@@ -78,29 +78,25 @@ def _duration(seconds: float) -> str:
 
 
 def _worker_table(status: JobStatus, width: int, is_styled: bool | None) -> list[str]:
-    header = ["worker", "role", "stage", "layers", "micro-batches", "speed", "owned", "followed", "doing", "heard"]
-    rows = [_row(worker, status.step) for worker in status.workers]
-    return render_table(header, rows, width, is_styled=is_styled)
+    header = ["worker", "stage", "layers", "micro-batches", "speed", "owned", "followed", "step", "doing", "heard"]
+    return render_table(header, list(map(_row, status.workers)), width, is_styled=is_styled)
 
 
-def _row(worker: WorkerStatus, step: int) -> list[str]:
-    doing = "-" if worker.doing is None else worker.doing
-    if worker.step is not None and worker.step > step:
-        doing += f" of step {worker.step}"
-    if worker.waiting_on:
-        doing += ", waits"
-    return [
-        str(worker.worker),
-        worker.role,
-        "-" if worker.stage is None else str(worker.stage),
-        "-" if worker.layers is None else f"{worker.layers[0]} to {worker.layers[1] - 1}",
-        str(worker.num_microbatches),
+def _row(worker: WorkerStatus) -> list[str]:
+    """Short words, so that the table fits on most terminals whatever the workers do."""
+    cells = [
+        worker.worker,
+        worker.role if worker.stage is None else worker.stage,
+        None if worker.layers is None else f"{worker.layers[0]} to {worker.layers[1] - 1}",
+        worker.num_microbatches,
         f"{worker.speed:.2f}",
-        "-" if worker.num_owned_blocks is None else str(worker.num_owned_blocks),
-        "-" if worker.num_followed_blocks is None else str(worker.num_followed_blocks),
-        doing,
-        "never" if worker.heard_s is None else f"{worker.heard_s:.1f} s ago",
+        worker.num_owned_blocks,
+        worker.num_followed_blocks,
+        worker.step,
+        None if worker.doing is None else worker.doing + (", waits" if worker.waiting_on else ""),
+        None if worker.heard_s is None else f"{worker.heard_s:.1f} s ago",
     ]
+    return ["-" if cell is None else str(cell) for cell in cells]
 
 
 def _copies(status: JobStatus) -> str:

@@ -132,8 +132,10 @@ class AskedLayouts:
         self._change(found.change)
         newest = core.newest_change
         assert newest is not None
-        predicted = f"predicted {found.found_step_s:.3g} s per step instead of {found.present_step_s:.3g}"
-        outcome.append(self._told(newest, f"{found.reason}: {stages_in_words(found.layout)}, {predicted}", values))
+        predicted = ""
+        if found.found_step_s is not None and found.present_step_s is not None:
+            predicted = f", predicted {found.found_step_s:.3g} s per step instead of {found.present_step_s:.3g}"
+        outcome.append(self._told(newest, f"{found.reason}: {stages_in_words(found.layout)}{predicted}", values))
 
     def _told(self, change: LayoutChange, reason: str, values: dict[str, Any]) -> Reply:
         """The members have been told of a change."""

@@ -35,9 +35,9 @@ class LayoutSearch(NamedTuple):
 class AskedLayout(NamedTuple):
     """What a person's request for another layout has come to."""
 
-    present_step_s: float
-    """Predicted for the present layout."""
-    found_step_s: float
+    present_step_s: float | None
+    """Predicted for the present layout; None before anything is measured."""
+    found_step_s: float | None
     """The same of the one that was found, or asked for."""
     layout: Layout
     reason: str
@@ -222,6 +222,7 @@ class RunPlanner:
             ConfigError: there can be no such stages.
         """
         stages = asked_stages(before.layout, layers, widths)
+        is_measured = self.measurements.costs() is not None
         costs = self.measurements.known_or_estimated()
         replanner = self._replanner.at(self.measurements.speeds())
 
@@ -231,7 +232,11 @@ class RunPlanner:
             if stages != before.layout.stages:
                 found = replanner.with_stages(stages, before.layout, before.execution, costs)
             change = self.change(found, epoch, before)
-            return AskedLayout(now_s, found.predicted_step_s, found.layout, found.reason, change)
+            if is_measured:
+                return AskedLayout(now_s, found.predicted_step_s, found.layout, found.reason, change)
+            if change is not None:  # estimates do to divide the work, not to tell seconds
+                change = change._replace(predicted_step_s=None)
+            return AskedLayout(None, None, found.layout, found.reason, change)
 
         return plan
 

@@ -83,6 +83,15 @@ def test_a_layout_is_planned_told_and_in_force(world: World) -> None:
     assert world.asked.under_way == []
 
 
+def test_nothing_is_predicted_before_anything_is_measured(world: World) -> None:
+    world.found = AskedLayout(None, None, LAYOUT, "as asked for", CHANGE)
+    reply = world.asked.migrate((2, 4), None)
+    world.plans()
+    planned = next_of(reply)
+    assert planned.reason.startswith("as asked for: 2+4 layers on 1+2 workers; it is in force when")
+    assert planned.predicted_step_s is planned.present_step_s is None
+
+
 def test_a_loss_before_it_is_in_force_makes_it_void(world: World) -> None:
     reply = world.asked.rebalance()
     world.plans()
