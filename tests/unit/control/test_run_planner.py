@@ -1,0 +1,71 @@
+"""When the coordinator plans again because workers have become slower or faster, and what it says of it."""
+
+from typing import Any
+
+import pytest
+
+from elaswave.config.load import build_config
+from elaswave.control.run_planner import RunPlanner
+from elaswave.control.stragglers import Shift
+from elaswave.worker.blueprint import Blueprint
+from elaswave.worker.run_plan import RunPlan
+
+
+def plan(**elastic: Any) -> RunPlan:
+    config = build_config(
+        {
+            "model": {"num_layers": 12, "hidden_size": 16, "num_heads": 2, "context_length": 8},
+            "batch": {"num_microbatches": 32, "microbatch_size": 1},
+            "layout": {"widths": [2, 2]},
+            "elastic": elastic,
+            "device": {"kind": "emulated", "model": "gpt2-small", "name": "a100"},
+        }
+    )
+    return RunPlan(config, Blueprint(config).state)
+
+
+def shifted(run: RunPlanner, worker: int, speed: float) -> None:
+    run.measurements.stragglers.plan_with({worker: speed})
+    run.measurements.shift = Shift((worker,), f"worker {worker} computes at {speed:.2f} of its speed, not 1.00")
+
+
+def test_a_shift_is_planned_for_once_and_both_are_said():
+    given = plan()
+    run = RunPlanner(given)
+    assert run.rebalance(given.layout, given.execution) is None
+    shifted(run, 1, 0.5)
+    search = run.rebalance(given.layout, given.execution)
+    assert search is not None and run.rebalance(given.layout, given.execution) is None
+    found = search()
+    assert found.better is not None and found.better.predicted_step_s < found.predicted_step_s
+    assert found.better.reason.startswith("elaswave: ")
+    assert found.better.reason.endswith("; worker 1 computes at 0.50 of its speed, not 1.00")
+    assert found.news.startswith("worker 1 computes at 0.50 of its speed, not 1.00: the layout changes (")
+
+
+def test_where_no_layout_is_better_that_is_said_and_a_successor_knows_the_speed():
+    given = plan()
+    run = RunPlanner(given)
+    layout, execution = given.layout, given.execution
+    found = None
+    for _ in range(6):  # each layout is better than the one before
+        shifted(run, 1, 0.5)
+        search = run.rebalance(layout, execution)
+        assert search is not None
+        found = search()
+        if found.better is None:
+            break
+        layout, execution = found.better.layout, found.better.execution
+    assert found is not None and found.better is None
+    assert "no layout is better than the present one (" in found.news
+    successor = RunPlanner(given)
+    successor.take_over(execution)
+    assert successor.measurements.speeds() == {1: pytest.approx(0.5)}
+
+
+@pytest.mark.parametrize("elastic", [{"rebalance": False}, {"policy": "recycle"}])
+def test_a_run_that_does_not_rebalance_or_has_another_policy_stays_as_it_is(elastic):
+    given = plan(**elastic)
+    run = RunPlanner(given)
+    shifted(run, 1, 0.5)
+    assert run.rebalance(given.layout, given.execution) is None
