@@ -14,6 +14,9 @@ from elaswave.protocol.events import (
     CheckpointFound,
     CoordinatorEffect,
     EvidenceSeen,
+    JoinerCame,
+    JoinerGone,
+    LeaveWanted,
     NewEpochRecord,
     Persist,
     PlanRecovery,
@@ -21,7 +24,7 @@ from elaswave.protocol.events import (
     WorkerFailed,
 )
 from elaswave.protocol.member import Member
-from elaswave.protocol.messages import Installed
+from elaswave.protocol.messages import Installed, Linked, Paused
 from elaswave.protocol.table import Transition, TransitionTable, markdown_table, mermaid_diagram
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.coordinator import SimCoordinator
@@ -71,6 +74,15 @@ def pairs_of(table: TransitionTable) -> set[tuple[Enum, Enum]]:
 ALIVE = (State.STARTING, State.TRAINING, State.COLLECTING, State.PLANNING, State.ROLLING_BACK)
 
 
+def linked_joiner(machine: Watched) -> Watched:
+    """Worker 5 may join, and has links to the five members."""
+    machine.handle(JoinerCame(5, "there"), 0.0)
+    for worker in range(5):
+        machine.handle(Linked(worker=worker, peers=(5,)), 0.0)
+    machine.handle(Linked(worker=5, peers=(0, 1, 2, 3, 4)), 0.0)
+    return machine
+
+
 @pytest.fixture(scope="module")
 def everything_has_happened() -> None:
     for state in ALIVE:
@@ -83,6 +95,7 @@ def everything_has_happened() -> None:
         num_lost = 5 - len(in_state(state).members)
         in_state(state, bounds=Bounds(max_failures_per_hour=num_lost)).handle(suspicion(0), 0.0)
         in_state(state, bounds=Bounds(min_workers=5 - num_lost)).handle(WorkerFailed(0, "there", "MemoryError"), 0.0)
+        in_state(state).handle(LeaveWanted(0), 0.0)
         if state is not State.STARTING:
             in_state(state).handle(registered(0, epoch=in_state(state).epoch, report=None), 0.0)
     for records in ([], [StartRecord(term=1)], [NewEpochRecord(term=1, epoch=2, members=(0,), lost=(1,), reason="")]):
@@ -99,6 +112,11 @@ def everything_has_happened() -> None:
     machine = in_state(State.PLANNING)
     machine.handle(failure(machine.question), 0.0)
     in_state(State.PLANNING).handle(EvidenceSeen(vote(7), 1), 0.0)  # no such vote can be: no member has its state
+
+    linked_joiner(in_state(State.TRAINING)).handle(JoinerGone(5), 0.0)
+    machine = linked_joiner(in_state(State.TRAINING))
+    for worker in range(5):
+        machine.handle(Paused(worker=worker, epoch=1, step=3), 0.0)
 
     in_state(State.ROLLING_BACK).handle(CheckpointFound(1, None), 0.0)
     machine = in_state(State.ROLLING_BACK)

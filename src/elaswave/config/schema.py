@@ -206,7 +206,7 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rebalance: bool = True
     """elaswave: after a loss, or when workers have become slower or faster, plan a better layout while training goes
     on, and change to it between two steps."""
-    respawn: bool = False
+    respawn: bool = True
     """elaswave: when a worker's process has ended, start another one that joins in its place, under a new id: after
     1 s, then 2 s and so on, up to a minute. A place whose processes end three times before a committed step stays
     empty."""

@@ -33,8 +33,9 @@ from elaswave.control.background import Background, call_at_end, in_thread
 from elaswave.control.coordinator_setup import JOURNAL_FILE, CoordinatorSetup
 from elaswave.control.data_waits import DataWaits
 from elaswave.control.job_status import JobParts
-from elaswave.control.joiners import Answer, Joiners
+from elaswave.control.joiners import Joiners
 from elaswave.control.journal import JournalRecord, core_records
+from elaswave.control.membership import Membership
 from elaswave.control.operations import Operations
 from elaswave.control.operator_desk import OperatorDesk
 from elaswave.control.operator_messages import FromOperator
@@ -57,7 +58,18 @@ from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.detection import Detector, Position, Suspicion
 from elaswave.protocol.driver import CoordinatorDriver
 from elaswave.protocol.ending import MemberEnd
-from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Fenced, Installed, Joining, Registered, Report
+from elaswave.protocol.messages import (
+    CoreToWorker,
+    Decision,
+    Emptied,
+    Evidence,
+    Installed,
+    Joining,
+    Linked,
+    Paused,
+    Registered,
+    Report,
+)
 from elaswave.state.checkpoint import find_newest_checkpoint, put_aside
 from elaswave.worker.identity import identity_of
 from elaswave.worker.messages import (
@@ -144,6 +156,16 @@ class CoordinatorProcess(CoordinatorDriver):
             first_step=self._state.first_step,
             records=core_records(records),
             execution=plan.execution,
+        )
+        self._membership = Membership(
+            self.core,
+            self._joiners,
+            feed=self.feed,
+            suspect=self._take_suspicions,
+            spawn=lambda worker: self._server.send(AGENT, SpawnJoiner(worker=worker)),
+            send=self.send,
+            say=self._terminal.say,
+            drain_deadline_s=elastic.drain_deadline_s,
         )
         self._has_begun = any(isinstance(record, events.StartRecord | Decision) for record in records)
         """Whether all members have registered before: with an earlier coordinator."""
@@ -238,6 +260,12 @@ class CoordinatorProcess(CoordinatorDriver):
         if self._may_search() and not self.core.is_changing:
             before = self.core.in_force()
             self._begin_search(self._planner.rebalance(before.layout, before.execution))
+
+    def _plan_for_members(self) -> None:
+        """Begins to plan a layout in which members that are to leave are idle, and others are not."""
+        core = self.core
+        if self._may_search() and not core.is_changing and not core.admissions.is_asked:
+            self._begin_search(self._planner.for_members(core.in_force(), core.admissions.leaving))
 
     def _may_search(self) -> bool:
         return not self._is_searching and self._ended is None and self.core.state is State.TRAINING
@@ -334,6 +362,7 @@ class CoordinatorProcess(CoordinatorDriver):
                 self._detector.joined(worker, time.monotonic())
             else:
                 self._detector.expect(worker, time.monotonic())
+        self._membership.take_over(time.monotonic())
         self.carry_out(self.core.begin())
         self._tick()
 
@@ -348,6 +377,7 @@ class CoordinatorProcess(CoordinatorDriver):
         if peer == AGENT:
             self._ask_agent(self._detector.awaited)
             self._terminal.agent_came()
+            self._membership.spawn_again()
         if self._ended is not None:
             self._server.send(peer, self._ended if peer == AGENT else Exit())
             self._informed.add(peer)
@@ -373,9 +403,7 @@ class CoordinatorProcess(CoordinatorDriver):
         self._desk.turn()
         if self._asked_of_agent and not self._detector.awaited:
             self._ask_agent(())
-        for worker in self._joiners.due(now_s):
-            self._begin_join(worker)
-        next_s = min(self._detector.next_tick_s(now_s), self._joiners.next_s)
+        next_s = min(self._detector.next_tick_s(now_s), self._membership.tick(now_s, self._state.step_s))
         wait_s = max(0.005, min(0.2, next_s - now_s))
         self._ticker = asyncio.get_running_loop().call_later(wait_s, self._background.guarded, self._tick)
 
@@ -396,15 +424,17 @@ class CoordinatorProcess(CoordinatorDriver):
             _log.warning("worker %d says that it is worker %d; its %s is ignored", peer, message.worker, type(message))
         elif isinstance(message, Joining):
             if self._ended is None:
-                self._answer_joiners(self._joiners.heard(message))
+                self._on_joining(message, now_s)
         elif isinstance(message, StepReport) and self._ended is None:
             self._on_step(message, now_s)
-        elif self._ended is None and not isinstance(message, Failed) and not self.hears(message.worker):
+        elif self._ended is None and not isinstance(message, Failed | Linked) and not self.hears(message.worker):
             _log.info("%s of worker %d, which is no member, does not count", type(message).__name__, message.worker)
         elif isinstance(message, Heartbeat):
             self._on_heartbeat(message, now_s)
         elif isinstance(message, Registered):
             self._on_registered(message, now_s)
+        elif isinstance(message, Linked | Paused | Emptied):
+            self.feed(message)
         elif isinstance(message, Report | Installed):
             if isinstance(message, Installed):
                 self._recoveries.log.installed(message)
@@ -490,7 +520,7 @@ class CoordinatorProcess(CoordinatorDriver):
         call_at_end(self._setup.deaths, worker, partial(self._background.guarded, ended))
 
     def _on_end_of_process(self, worker: int, text: str) -> None:
-        self._joiners.ended(worker, time.monotonic())
+        self._membership.ended(worker, time.monotonic())
         if worker in self.core.members and self._ended is None and worker not in self._failures:
             self._detector.exited(worker, text, time.monotonic())
             self._tick_soon()
@@ -509,6 +539,13 @@ class CoordinatorProcess(CoordinatorDriver):
             self._server.send(worker, self._stop)
         self._operations.registered(worker)
         self._report_restart(now_s)
+
+    def _on_joining(self, message: Joining, now_s: float) -> None:
+        if message.worker in self.core.members:  # it has not heard yet that it is a member
+            registered = Registered(worker=message.worker, address=message.address, epoch=0, report=None)
+            self._on_registered(registered, now_s)
+        else:
+            self._membership.heard(message, now_s)
 
     def _report_restart(self, now_s: float) -> None:
         """Says that this coordinator follows others, once all members have found it."""
@@ -600,7 +637,8 @@ class CoordinatorProcess(CoordinatorDriver):
 
     def _after_step(self, message: StepReport) -> None:
         """Looks at what a published step says of layouts, and of what joiners must have in common."""
-        self._answer_joiners(self._joiners.committed(self.core.members, message.vector, self._environment))
+        answers = self._joiners.committed(self.core.members, message.vector, self._environment)
+        self._membership.answer(answers, time.monotonic())
         change = self.core.change_in_force(message.change)
         if change is not None:
             self._recorder.changed(change, message.step + 1)
@@ -608,6 +646,7 @@ class CoordinatorProcess(CoordinatorDriver):
             self._knows_speeds = True
             self._planner.take_over(self.core.in_force().execution)
         self._predict_first()
+        self._plan_for_members()
         self._look_for_better()
 
     def ends(self) -> Mapping[int, MemberEnd]:
@@ -679,50 +718,18 @@ class CoordinatorProcess(CoordinatorDriver):
     # --------------------------------------------------------------------------------------------------------- joiners
 
     def request_join(self, count: int) -> list[int]:
-        """Has workers started that join, beside those that the job aims at.
-
-        Args:
-            count: how many.
-        Returns:
-            Their ids; none where the job is about to end.
-        """
-        workers = self._joiners.request(count, time.monotonic())
-        for worker in workers:
-            self._begin_join(worker)
-        return workers
+        """Has workers started that join, beside those that the job aims at; returns their ids, none at the end."""
+        return self._membership.join(count, time.monotonic())
 
     def request_drain(self, worker: int, deadline_s: float | None = None) -> None:
-        """Has a worker leave: the place at which the protocol's core takes over.
+        """Has a worker leave.
 
         Args:
             worker: its id.
             deadline_s: seconds after which it is lost; None: elastic.drain_deadline_s.
         """
-        within_s = self._setup.plan.config.elastic.drain_deadline_s if deadline_s is None else deadline_s
-        _log.info("worker %d is to leave within %g s", worker, within_s)
-
-    def _begin_join(self, worker: int) -> None:
-        """A worker is to join whose id is durable."""
-        self.spawn(worker)
-
-    def spawn(self, worker: int) -> None:
-        """Asks the agent for a worker's process; one that it has started before it does not start again."""
-        self._server.send(AGENT, SpawnJoiner(worker=worker))
-
-    def _answer_joiners(self, answers: Sequence[Answer]) -> None:
-        for joining, problem in answers:
-            if problem is None:
-                self._admit(joining)
-                continue
-            text = f"worker {joining.worker} is not admitted: {problem}"
-            _log.warning("%s", text)
-            self._terminal.say(text)
-            fenced = Fenced(term=self.core.term, epoch=self.core.epoch, reason=problem)
-            self._server.send(joining.worker, fenced)
-
-    def _admit(self, joining: Joining) -> None:
-        """A worker may join: the place at which the protocol's core takes over."""
-        _log.info("worker %d at %s may join", joining.worker, joining.address)
+        self._membership.leave(worker, deadline_s, time.monotonic())
+        self._plan_for_members()
 
     # --------------------------------------------------------------------------------------------------------- effects
 
@@ -788,11 +795,17 @@ class CoordinatorProcess(CoordinatorDriver):
         now_s = time.monotonic()
         self._detector.new_epoch(now_s)
         self._state.new_epoch(effect.epoch)
+        for worker in effect.joined:
+            self._detector.joined(worker, now_s)
+            self._watch(worker)
+        for worker in effect.left:
+            self._detector.left(worker)
         for suspicion in effect.suspicions:
             self._detector.left(suspicion.worker)
-            self._joiners.ended(suspicion.worker, now_s)
             _log.warning("epoch %d: %s", effect.epoch, suspicion.reason)
-        self._recoveries.new_epoch(effect, now_s)
+        self._membership.new_epoch(effect, now_s)
+        if effect.suspicions:
+            self._recoveries.new_epoch(effect, now_s)
 
     def on_decided(self, effect: events.Decided) -> None:
         """Shows how survivors go on."""
@@ -813,6 +826,7 @@ class CoordinatorProcess(CoordinatorDriver):
     def on_resumed(self, effect: events.Resumed) -> None:
         """Shows that all members compute again."""
         self._recoveries.resumed(time.monotonic())
+        self._plan_for_members()
         self._look_for_better()
 
     def note(self, effect: events.Note) -> None:

@@ -11,9 +11,10 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from elaswave.config.devices import cluster_of, device_of, emulated_costs, power_limit_w
@@ -27,7 +28,7 @@ from elaswave.planning.options import AXES, Options
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.planner import plan as elaswave_plan
 from elaswave.planning.policies import ROLL_BACK, make_policies
-from elaswave.planning.recovery import survivor_layout
+from elaswave.planning.recovery import put_to_work, set_idle, survivor_layout
 from elaswave.planning.routes import allocation_of
 from elaswave.planning.shapes import Shape, build
 from elaswave.planning.shared_layers import cuts_of
@@ -259,6 +260,37 @@ class Replanner:
         found = to_layout(allocation, job, costs, present)
         return Replanned(found.layout, found.execution, "as asked for", found.predicted_step_s)
 
+    def for_members(
+        self, present: Layout, execution: ExecutionParameters, leaving: Collection[int], costs: Costs
+    ) -> Replanned:
+        """A layout in which members that are to leave are idle, or else one in which idle members work.
+
+        Where the policy's planner has none, others take over what leaving workers do, and idle ones widen stages.
+
+        Args:
+            present: the layout in force.
+            execution: in force.
+            leaving: members that are to leave.
+            costs: of the layers.
+        """
+        going = tuple(sorted(set(leaving) & set(present.active)))
+        new = tuple(worker for worker in present.idle if worker not in leaving)
+        interim = set_idle(present, going) if going else reduce(put_to_work, new, present)
+        staying = survivor_layout(interim if going else present, leaving) if leaving else present
+        event = ClusterEvent(kind="drained", workers=going) if going else ClusterEvent(kind="joined", workers=new)
+        try:
+            if self.policy != ELASWAVE or not self._config.elastic.rebalance:
+                raise InfeasiblePlan("no better layout is looked for in this run")
+            before = survivor_layout(present, set(leaving) - set(going))
+            found = self._replanned(self._ask(ELASWAVE, before, execution, event, costs), staying, costs)
+        except (InfeasiblePlan, ValueError) as error:
+            _log.warning("no layout is planned for other members: %s", error)
+            execution = self.within_memory(interim, execution)
+            what = f"workers {_named(going)} are to leave" if going else f"workers {_named(new)} have joined"
+            return Replanned(interim, execution, what, self.predict(interim, execution, costs))
+        idle = tuple(sorted({*found.layout.idle, *(set(present.workers) & set(leaving))}))
+        return found._replace(layout=msgspec.structs.replace(found.layout, idle=idle))
+
     def _better(
         self, ask: Callable[[], Plan], present: Layout, execution: ExecutionParameters, costs: Costs
     ) -> tuple[float, Replanned | None]:
@@ -281,7 +313,7 @@ class Replanner:
     def _ask(
         self, policy: str, layout: Layout, execution: ExecutionParameters, event: ClusterEvent, costs: Costs
     ) -> Plan:
-        there = set(layout.workers) - set(event.workers if event.kind == "lost" else ())
+        there = set(layout.workers) - set(event.workers if event.kind in ("lost", "drained") else ())
         known = self._knowing(layout.workers).cluster
         absent = [int(worker) for worker in known.ids if worker not in there]
         limit_w = power_limit_w(self._config, len(layout.workers))
@@ -297,3 +329,7 @@ class Replanner:
         """A plan as a layout of the present members."""
         found = to_layout(plan.allocation, self._knowing(present.workers), costs, present)
         return Replanned(found.layout, found.execution, f"{plan.policy}: {plan.reason}", found.predicted_step_s)
+
+
+def _named(workers: Collection[int]) -> str:
+    return ", ".join(map(str, workers))

@@ -4,7 +4,7 @@ Each method returns the work as a function without arguments that reads nothing 
 beside it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -67,6 +67,8 @@ class RunPlanner:
         self._searched_epoch = 0
         """The newest epoch for which a better layout was looked for."""
         self._has_predicted_first = False
+        self._planned_for: tuple[Layout, frozenset[int]] | None = None
+        """Layout in force and leaving members for which no other layout was found."""
 
     @property
     def restarts(self) -> bool:
@@ -143,6 +145,30 @@ class RunPlanner:
             return LayoutSearch(now_s, better or present)
 
         return search if self._rebalances else lambda: LayoutSearch(replanner.predict(layout, execution, costs))
+
+    def for_members(self, before: InForce, leaving: Collection[int]) -> Callable[[], LayoutSearch] | None:
+        """A layout for members that are to leave, or that are idle; None if there are none, or none was found before.
+
+        Args:
+            before: what is in force.
+            leaving: members that are to leave.
+        """
+        layout = before.layout
+        wanted = (layout, frozenset(leaving))
+        going = set(leaving) & set(layout.active)
+        is_needed = going != set(layout.active) and (going or set(layout.idle) - set(leaving))
+        if not is_needed or wanted == self._planned_for:
+            return None
+        costs = self.measurements.known_or_estimated()
+        replanner = self._replanner.at(self.measurements.speeds())
+
+        def search() -> LayoutSearch:
+            found = replanner.for_members(layout, before.execution, leaving, costs)
+            if found.layout == layout:
+                self._planned_for = wanted
+            return LayoutSearch(replanner.predict(layout, before.execution, costs), found)
+
+        return search
 
     def change(self, planned: Replanned, epoch: int, before: InForce) -> ChangePlanned | None:
         """A change to a layout, with its blocks where they should be; None if all is so already.

@@ -217,6 +217,11 @@ class RunState:
         return self.epochs[-1].layout if self.epochs else self._first_layout
 
     @property
+    def step_s(self) -> float:
+        """Of the newest step under the present layout; 0 before one was made."""
+        return self._steps_s[-1] if self._steps_s else 0.0
+
+    @property
     def newest_change(self) -> int:
         """The newest planned change that has come into force; 0 for none."""
         return max((record.change for record in self.epochs), default=0)

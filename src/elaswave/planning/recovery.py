@@ -63,6 +63,40 @@ def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence
     return Layout(stages=stages, routes=_reroute(layout, kept, stages, gone), shared=layout.shared, idle=idle)
 
 
+def set_idle(layout: Layout, workers: Collection[int]) -> Layout:
+    """The layout in which some workers run nothing, as if they were lost, but stay members.
+
+    Args:
+        layout: any valid layout.
+        workers: ids; those that are idle already do not matter.
+    Raises:
+        ValueError: no worker of a stage is left.
+    """
+    going = set(workers) & set(layout.active)
+    others = survivor_layout(msgspec.structs.replace(layout, idle=()), going)
+    return msgspec.structs.replace(others, idle=tuple(sorted({*layout.idle, *going})))
+
+
+def put_to_work(layout: Layout, worker: int) -> Layout:
+    """The layout in which an idle worker works in the last of the narrowest stages; micro-batches are dealt in turn."""
+    narrowest = min(reversed(range(len(layout.stages))), key=lambda index: layout.stages[index].width)
+    stages = tuple(
+        msgspec.structs.replace(stage, workers=tuple(sorted((*stage.workers, worker)))) if index == narrowest else stage
+        for index, stage in enumerate(layout.stages)
+    )
+    routes = tuple(
+        tuple(
+            Hop(stages[hop.stage].workers[microbatch % stages[hop.stage].width], hop.stage, hop.start, hop.stop)
+            if hop.stage == narrowest
+            else hop
+            for hop in route
+        )
+        for microbatch, route in enumerate(layout.routes)
+    )
+    idle = tuple(other for other in layout.idle if other != worker)
+    return msgspec.structs.replace(layout, stages=stages, routes=routes, idle=idle)
+
+
 def _of_idle(layout: Layout, idle: tuple[int, ...]) -> Layout:
     """One stage of all layers, of the workers that were idle; they take the micro-batches in turn."""
     stage = Stage(start=0, stop=layout.num_layers, workers=idle)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from elaswave.protocol.admissions import Admissions
 from elaswave.protocol.coordinator_table import TRANSITIONS, Cause, Response, State
 from elaswave.protocol.decisions import (
     base_step,
@@ -28,6 +29,7 @@ from elaswave.protocol.decisions import (
     valid_copies,
     what_helps,
     what_is_lost,
+    with_members,
 )
 from elaswave.protocol.events import (
     ChangePlanned,
@@ -38,6 +40,10 @@ from elaswave.protocol.events import (
     End,
     EvidenceSeen,
     FindCheckpoint,
+    JoinerCame,
+    JoinerGone,
+    LeaveWanted,
+    LeavingRecord,
     NewEpoch,
     NewEpochRecord,
     Note,
@@ -57,13 +63,19 @@ from elaswave.protocol.events import (
 )
 from elaswave.protocol.messages import (
     FIRST_EPOCH,
+    AskPause,
     Decision,
+    Emptied,
     Evidence,
     Fenced,
+    GoOn,
     Installed,
     LayoutChange,
+    Linked,
+    Paused,
     Prepare,
     Registered,
+    Released,
     Report,
 )
 from elaswave.state.placement import Block, Placement
@@ -105,6 +117,8 @@ class Coordinator:
         execution: of the start.
     """
 
+    admissions_class = Admissions
+
     def __init__(
         self,
         *,
@@ -134,6 +148,15 @@ class Coordinator:
         self._bounds = bounds
         self._first_step = first_step
 
+        self.admissions = self.admissions_class()
+        self._founders = frozenset(layout.workers)
+        self._fresh: set[int] = set()
+        """Joiners that are not known to have installed a decision."""
+        self._has_called = False
+        """Whether the members were told last that there are joiners."""
+        self._leaver = -1
+        """The worker of the newest request to leave."""
+
         self._addresses: dict[int, str] = {}
         self._addresses_told = False
         self._speaker = -1
@@ -146,6 +169,10 @@ class Coordinator:
         self._evidence: Evidence | None = None
         self._lost: tuple[int, ...] = ()
         """Lost since the newest decision."""
+        self._joined: tuple[int, ...] = ()
+        """Members since the newest decision."""
+        self._left: tuple[int, ...] = ()
+        """Have left on request since the newest decision."""
         self._reason = ""
         self._new_epoch: NewEpochRecord | None = None
         self._suspicions: tuple[Suspected, ...] = ()
@@ -185,10 +212,15 @@ class Coordinator:
             Response.SEND_CHANGE_AGAIN: self._send_change_again,
             Response.PERSIST_CHANGE: lambda: [Persist(self._changes[self._num_changes])],
             Response.SEND_CHANGE: lambda: [Send(worker, self._changes[self._num_changes]) for worker in self.members],
+            Response.PERSIST_LEAVE: lambda: [Persist(LeavingRecord(term=self.term, worker=self._leaver))],
+            Response.CALL: self._call,
+            Response.ASK_PAUSE: self._ask_pause,
+            Response.LET_GO_ON: self._let_go_on,
+            Response.RELEASE: self._release,
             Response.PERSIST_EPOCH: self._persist_epoch,
             Response.ASK: lambda: [Send(worker, self._prepare()) for worker in self.members],
             Response.FENCE_LOST: self._fence_lost,
-            Response.SHOW_EPOCH: lambda: [NewEpoch(self.epoch, self._suspicions)],
+            Response.SHOW_EPOCH: self._show_epoch,
             Response.FIND_CHECKPOINT: self._find_checkpoint,
             Response.PLAN: self._plan,
             Response.PERSIST_DECISION: self._persist_decision,
@@ -206,13 +238,19 @@ class Coordinator:
         if isinstance(record, StartRecord):
             self.state = State.TRAINING
         elif isinstance(record, NewEpochRecord):
-            self._losses_at_s += [record.at_s] * (len(self.members) - len(record.members))
+            gone = set(self.members) - set(record.members)
+            self._losses_at_s += [record.at_s] * len(gone - set(record.left))
             self.epoch, self.members = record.epoch, record.members
+            self.admissions.leaving -= gone
+            self._fresh |= set(record.joined)
+            self._joined, self._left = (*self._joined, *record.joined), (*self._left, *record.left)
             self._lost, self._reason = record.lost, record.reason
             if record.failure is not None:
                 self._failures[record.failure.signature] = record.failure.worker
                 self._errors[record.failure.worker] = record.failure.summary
             self.state = State.COLLECTING
+        elif isinstance(record, LeavingRecord):
+            self.admissions.leaving.add(record.worker)
         elif isinstance(record, LayoutChange):
             self._take_change(record)
         elif isinstance(record, Decision):
@@ -225,7 +263,7 @@ class Coordinator:
         self.layout, self.placement = decision.layout, decision.placement
         self.execution = decision.execution
         self._changes.clear()
-        self._lost = ()
+        self._lost = self._joined = self._left = ()
         self._errors.clear()
         if decision.rollback is not None:
             self._evidence = None
@@ -297,7 +335,14 @@ class Coordinator:
 
     def _prepare(self) -> Prepare:
         lost = self._lost if self.decision is None or self.decision.epoch < self.epoch else self.decision.lost
-        return Prepare(term=self.term, epoch=self.epoch, members=self.members, lost=lost, reason=self._reason)
+        return Prepare(
+            term=self.term,
+            epoch=self.epoch,
+            members=self.members,
+            lost=lost,
+            reason=self._reason,
+            with_progress=not self._fresh.isdisjoint(self.members),
+        )
 
     # ----------------------------------------------------------------------------------------------------------- events
 
@@ -320,18 +365,20 @@ class Coordinator:
         if isinstance(event, Report):
             return self._on_report(event)
         if isinstance(event, Installed):
-            return self._on_installed(event)
+            return self._on_installed(event, now_s)
         if isinstance(event, Suspected):
             return self.suspect([event], now_s)
         if isinstance(event, WorkerFailed):
             return self._on_failed(event, now_s)
         if isinstance(event, EvidenceSeen):
-            return self._on_evidence(event)
+            return self._on_evidence(event) or self._advance(now_s)
         if isinstance(event, ChangePlanned):
             return self._on_change_planned(event)
         if isinstance(event, CheckpointFound):
             return self._on_checkpoint(event)
-        return self._on_planned(event)
+        if isinstance(event, RecoveryPlanned | PlanningFailed):
+            return self._on_planned(event)
+        return self._on_membership(event, now_s)
 
     def _go(self, cause: Cause) -> list[CoordinatorEffect]:
         """Does what the table says about a cause."""
@@ -362,6 +409,8 @@ class Coordinator:
         if self.state is State.TRAINING and self._changes:
             # It may have been lost with a connection; one that is in force already, or held, is ignored.
             effects += self._go(Cause.CHANGE_IN_DOUBT)
+        if self.state is State.TRAINING and self.admissions.joiners:
+            effects += self._go(Cause.CALLED)
         return effects
 
     def _tell_addresses(self) -> list[CoordinatorEffect]:
@@ -410,11 +459,27 @@ class Coordinator:
                 f"{len(members)} workers are left after the loss of workers {lost}, elastic.min_workers asks for "
                 f"{self._bounds.min_workers}",
             )
-        self.epoch += 1
-        self.members = members
         self._lost = (*self._lost, *leaving)
+        self._joined = tuple(worker for worker in self._joined if worker not in leaving)
         self._suspicions = fresh
-        self._reason = "; ".join(suspicion.reason for suspicion in fresh)
+        reason = "; ".join(suspicion.reason for suspicion in fresh)
+        self._begin_epoch(members, reason, now_s, failure=failure)
+        return self._go(Cause.SUSPECTED)
+
+    def _begin_epoch(
+        self,
+        members: tuple[int, ...],
+        reason: str,
+        now_s: float,
+        *,
+        joined: tuple[int, ...] = (),
+        left: tuple[int, ...] = (),
+        failure: WorkerFailure | None = None,
+    ) -> None:
+        self.epoch += 1
+        self.members, self._reason = members, reason
+        self.admissions.new_epoch()
+        self.admissions.leaving &= set(members)
         self._reports.clear()
         self._rollback_step = None
         self._new_epoch = NewEpochRecord(
@@ -422,11 +487,18 @@ class Coordinator:
             epoch=self.epoch,
             members=members,
             lost=self._lost,
-            reason=self._reason,
+            reason=reason,
             at_s=now_s,
             failure=failure,
+            joined=joined,
+            left=left,
         )
-        return self._go(Cause.SUSPECTED)
+
+    def _show_epoch(self) -> list[CoordinatorEffect]:
+        assert self._new_epoch is not None
+        record = self._new_epoch
+        suspicions = () if record.joined or record.left else self._suspicions
+        return [NewEpoch(self.epoch, suspicions, record.joined, record.left)]
 
     def _persist_epoch(self) -> list[CoordinatorEffect]:
         assert self._new_epoch is not None
@@ -459,6 +531,94 @@ class Coordinator:
         self._end = End(reason, worker, orphans)
         return self._go(cause)
 
+    # ------------------------------------------------------------------------------------------------ joins and leaves
+
+    def _on_membership(
+        self, event: JoinerCame | JoinerGone | LeaveWanted | Linked | Paused | Emptied, now_s: float
+    ) -> list[CoordinatorEffect]:
+        """What is told of joiners, and of members that are to leave."""
+        worker, admissions = event.worker, self.admissions
+        effects: list[CoordinatorEffect] = []
+        if isinstance(event, JoinerCame):
+            if worker in self.members:
+                return [Note(f"worker {worker} is a member already")]
+            admissions.came(worker, event.address)
+            if self.state is State.TRAINING:
+                effects = self._go(Cause.CALLED)
+        elif isinstance(event, JoinerGone):
+            if admissions.gone(worker) and self.state is State.TRAINING:
+                effects = self._go(Cause.CALLED)
+        elif isinstance(event, LeaveWanted):
+            if worker not in self.members or worker in admissions.leaving:
+                return [Note(f"worker {worker} is no member, or is leaving already")]
+            admissions.leaving.add(worker)
+            self._leaver = worker
+            effects = self._go(Cause.LEAVE_WANTED)
+        elif isinstance(event, Linked):
+            admissions.linked(worker, event.peers)
+        elif worker not in self.members or event.epoch != self.epoch:
+            return [Note(f"what worker {worker} says is of epoch {event.epoch}, the newest is {self.epoch}")]
+        elif isinstance(event, Emptied):
+            admissions.empty(worker)
+        elif event.step <= admissions.go_on_after or not admissions.is_asked:
+            # This coordinator has thought better of it, or an earlier one has asked for it.
+            admissions.go_on_after = max(admissions.go_on_after, event.step)
+            return [Send(worker, GoOn(term=self.term, epoch=self.epoch))] if self.state is State.TRAINING else []
+        else:
+            admissions.paused[worker] = event.step
+        return effects + self._advance(now_s)
+
+    def _advance(self, now_s: float) -> list[CoordinatorEffect]:
+        """Does what is next on the way to another membership. It waits for a change that is under way: a new epoch
+        would make that void."""
+        admissions = self.admissions
+        if self.state is not State.TRAINING or not self._resumed or self.is_changing:
+            return []
+        joined, left = admissions.ready(self.members), admissions.released(self.members)
+        if not joined and not left:
+            return self._go(Cause.PAUSED_IN_VAIN) if admissions.is_asked else []
+        if not admissions.is_asked:
+            return self._go(Cause.MEMBERSHIP_READY)
+        if not admissions.paused.keys() >= set(self.members):
+            return []
+        members = tuple(sorted({*self.members, *joined} - set(left)))
+        what = [f"worker {worker} joins" for worker in joined] + [f"worker {worker} leaves" for worker in left]
+        self._joined, self._left = (*self._joined, *joined), (*self._left, *left)
+        self._fresh.update(joined)
+        for worker in joined:
+            self._addresses[worker] = admissions.joiners[worker]
+            admissions.gone(worker)
+        self._begin_epoch(members, "; ".join(what), now_s, joined=joined, left=left)
+        return self._go(Cause.ALL_PAUSED)
+
+    def _call(self) -> list[CoordinatorEffect]:
+        """Also when there are none any more: then nobody is wanted."""
+        if not self.admissions.joiners and not self._has_called:
+            return []
+        self._has_called = bool(self.admissions.joiners)
+        addresses = {worker: self._addresses[worker] for worker in self.members if worker in self._addresses}
+        calls = self.admissions.calls(addresses, self.term, self.epoch)
+        return [Send(worker, call) for worker, call in calls]
+
+    def _ask_pause(self) -> list[CoordinatorEffect]:
+        self.admissions.is_asked = True
+        ask = AskPause(term=self.term, epoch=self.epoch)
+        return [Send(worker, ask) for worker in self.members]
+
+    def _let_go_on(self) -> list[CoordinatorEffect]:
+        admissions = self.admissions
+        admissions.go_on_after = max(admissions.go_on_after, *admissions.paused.values(), 0)
+        admissions.is_asked = False
+        admissions.paused.clear()
+        return [Send(worker, GoOn(term=self.term, epoch=self.epoch)) for worker in self.members]
+
+    def _release(self) -> list[CoordinatorEffect]:
+        assert self._new_epoch is not None
+        return [
+            Send(worker, Released(term=self.term, epoch=self.epoch, reason="it has left, as it was asked to"))
+            for worker in self._new_epoch.left
+        ]
+
     # -------------------------------------------------------------------------------------------------- planned changes
 
     def _on_change_planned(self, event: ChangePlanned) -> list[CoordinatorEffect]:
@@ -468,6 +628,8 @@ class Coordinator:
             return [Note(f"a plan for workers {event.layout.workers}, but the members are {self.members}")]
         if self.is_changing:
             return [Note(f"a plan comes while change {self._num_changes} is under way")]
+        if self.admissions.is_asked:
+            return [Note("a plan comes while the membership is about to change")]
         change = LayoutChange(
             term=self.term,
             epoch=self.epoch,
@@ -518,7 +680,7 @@ class Coordinator:
             cause: why now.
         """
         reports = [self._reports[worker] for worker in self.members]
-        if any(report.decided < self._rollback_epoch for report in reports):
+        if any(report.decided < self._rollback_epoch and not self._is_new(report) for report in reports):
             # A member has not gone back to the checkpoint yet: its votes and versions are of steps that do not count
             # any more. No vote can have passed without it since, so nothing is lost by going back once more.
             assert self.decision is not None
@@ -528,9 +690,13 @@ class Coordinator:
         orphans = lost_blocks(len(self._blocks), valid_copies(reports, evidence, base))
         if orphans:
             return self._seek_checkpoint(Cause.NO_COPY_LEFT, base, orphans)
-        if self.restarts:
+        if self.restarts and self._lost:
             return self._seek_checkpoint(Cause.RESTART_POLICY, base)
         return self._go(cause)
+
+    def _is_new(self, report: Report) -> bool:
+        """Whether it is of a member that has no state yet."""
+        return report.decided == 0 and report.worker not in self._founders
 
     def _base_step(self, evidence: Evidence | None) -> int:
         decided = self._first_step - 1 if self.decision is None else self.decision.resume_step - 1
@@ -543,6 +709,7 @@ class Coordinator:
         evidence = None if rollback is not None else self._newest_evidence()
         base = self._base_step(evidence) if rollback is None else rollback
         layout, owners, execution, change = self.in_force() if rollback is not None else self._in_force(evidence)
+        layout = with_members(layout, self.members)
         self._question = PlanRecovery(
             sequence=self._sequence,
             epoch=self.epoch,
@@ -612,6 +779,9 @@ class Coordinator:
             term=self.term,
             lost=self._lost,
             reason=self._rollback_reason if question.rollback else self._reason,
+            joined=self._joined,
+            left=self._left,
+            newcomers=[worker for worker in self.members if self._is_new(self._reports[worker])],
         )
         self._take_over(decision)
         self._predicted_step_s = plan.predicted_step_s
@@ -637,11 +807,12 @@ class Coordinator:
         assert self.decision is not None
         return [Decided(self.decision, self._predicted_step_s)]
 
-    def _on_installed(self, event: Installed) -> list[CoordinatorEffect]:
+    def _on_installed(self, event: Installed, now_s: float) -> list[CoordinatorEffect]:
         if event.epoch != self.epoch or event.worker not in self.members or self._resumed:
             return []
         self._installed[event.worker] = event
+        self._fresh.discard(event.worker)
         if len(self._installed) < len(self.members):
             return []
         self._resumed = True
-        return self._go(Cause.INSTALLED)
+        return self._go(Cause.INSTALLED) + self._advance(now_s)

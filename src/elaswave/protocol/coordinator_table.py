@@ -28,6 +28,11 @@ class Cause(Enum):
     CHANGE_IN_DOUBT = "a member registers, and a planned change may not have reached it"
     CHANGE_PLANNED = "a better layout is planned"
     SUSPECTED = "a member is suspected"
+    LEAVE_WANTED = "a member is asked to leave"
+    CALLED = "there are other joiners than before, or a member may not have heard of them"
+    MEMBERSHIP_READY = "a joiner's links stand, or a member that is to leave holds nothing"
+    ALL_PAUSED = "every member waits at the boundary"
+    PAUSED_IN_VAIN = "members wait, or were asked to, and the membership stays as it is"
     ROLLBACK_MISSED = "every member has reported, and one has missed an earlier return to a checkpoint"
     NO_COPY_LEFT = "every member has reported, and a block has no copy left"
     RESTART_POLICY = "every member has reported, and the policy is to restart"
@@ -57,6 +62,11 @@ class Response(Enum):
     SEND_CHANGE_AGAIN = "send it the change again"
     PERSIST_CHANGE = "persist the change"
     SEND_CHANGE = "send the change"
+    PERSIST_LEAVE = "persist the request"
+    CALL = "tell members and joiners each other's addresses"
+    ASK_PAUSE = "have the members ask for a pause"
+    LET_GO_ON = "let the members go on"
+    RELEASE = "let those go that leave"
     PERSIST_EPOCH = "persist the new epoch"
     ASK = "ask the members"
     FENCE_LOST = "fence the others"
@@ -93,6 +103,16 @@ TRANSITIONS: TransitionTable[State, Cause, Response] = TransitionTable(
     Transition(_ALIVE, Cause.NO_MEMBER, None, (Response.FENCE,)),
     Transition((State.TRAINING,), Cause.CHANGE_PLANNED, None, (Response.PERSIST_CHANGE, Response.SEND_CHANGE)),
     Transition(_ALIVE, Cause.SUSPECTED, State.COLLECTING, _NEW_EPOCH),
+    Transition(_ALIVE, Cause.LEAVE_WANTED, None, (Response.PERSIST_LEAVE,)),
+    Transition((State.TRAINING,), Cause.CALLED, None, (Response.CALL,)),
+    Transition((State.TRAINING,), Cause.MEMBERSHIP_READY, None, (Response.ASK_PAUSE,)),
+    Transition(
+        (State.TRAINING,),
+        Cause.ALL_PAUSED,
+        State.COLLECTING,
+        (Response.PERSIST_EPOCH, Response.ASK, Response.RELEASE, Response.SHOW_EPOCH),
+    ),
+    Transition((State.TRAINING,), Cause.PAUSED_IN_VAIN, None, (Response.LET_GO_ON,)),
     Transition((State.COLLECTING,), Cause.REPORTED, State.PLANNING, (Response.PLAN,)),
     Transition((State.COLLECTING,), Cause.ROLLBACK_MISSED, State.ROLLING_BACK, (Response.FIND_CHECKPOINT,)),
     Transition(_REPORTED, Cause.NO_COPY_LEFT, State.ROLLING_BACK, (Response.FIND_CHECKPOINT,)),
@@ -101,7 +121,7 @@ TRANSITIONS: TransitionTable[State, Cause, Response] = TransitionTable(
     Transition((State.PLANNING,), Cause.NEWER_EVIDENCE, State.PLANNING, (Response.PLAN,)),
     Transition((State.PLANNING,), Cause.PLANNED, State.TRAINING, _DECIDE),
     Transition((State.PLANNING,), Cause.PLANNER_FAILED, State.TRAINING, _DECIDE),
-    Transition((State.TRAINING,), Cause.INSTALLED, None, (Response.SHOW_RESUMED,)),
+    Transition((State.TRAINING,), Cause.INSTALLED, None, (Response.CALL, Response.SHOW_RESUMED)),
     Transition(_ALIVE, Cause.TOO_MANY_LOSSES, State.ENDED, (Response.END,)),
     Transition(_ALIVE, Cause.TOO_FEW_LEFT, State.ENDED, (Response.END,)),
     Transition(_ALIVE, Cause.ERROR_REPEATED, State.ENDED, (Response.END,)),

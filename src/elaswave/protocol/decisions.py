@@ -6,9 +6,11 @@ plan, the decision.
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from elaswave.planning.recovery import promote, survivor_layout
 from elaswave.protocol.events import PendingWork, PlanRecovery, RecoveryPlan
-from elaswave.protocol.messages import Copies, Decision, Evidence, Report
+from elaswave.protocol.messages import Copies, Decision, Evidence, Progress, Report
 from elaswave.protocol.salvage import Salvage, salvage
 from elaswave.state.placement import Block, Placement, place_blocks
 from elaswave.types import ExecutionParameters, Layout
@@ -204,6 +206,9 @@ def make_decision(
     term: int,
     lost: tuple[int, ...],
     reason: str,
+    joined: tuple[int, ...] = (),
+    left: tuple[int, ...] = (),
+    newcomers: Sequence[int] = (),
 ) -> Decision:
     """The decision that follows from a plan.
 
@@ -214,7 +219,9 @@ def make_decision(
         reports: of all members.
         term: of the coordinator.
         lost: workers lost since the last decision.
-        reason: of the loss.
+        reason: of the loss, or of what else has changed the membership.
+        joined, left: as of `Decision`.
+        newcomers: members without state.
     """
     assert plan.layout.workers == question.members, (
         f"a plan for workers {plan.layout.workers}, but the members are {question.members}"
@@ -243,4 +250,20 @@ def make_decision(
         plan=plan.reason,
         kept=kept.kept,
         num_microbatches_recomputed=kept.num_recomputed,
+        joined=joined,
+        left=left,
+        progress=newest_progress(reports) if newcomers and not rollback else None,
     )
+
+
+def newest_progress(reports: Sequence[Report]) -> Progress | None:
+    """Where training stands, as the member says that has learned the newest vote."""
+    told = [report for report in reports if report.progress is not None]
+    newest = max(told, key=lambda report: (0, 0) if report.evidence is None else report.evidence.order, default=None)
+    return None if newest is None else newest.progress
+
+
+def with_members(layout: Layout, members: Sequence[int]) -> Layout:
+    """The layout with the members that it lacks as idle ones; lost workers stay in it."""
+    new = set(members) - set(layout.workers)
+    return msgspec.structs.replace(layout, idle=tuple(sorted({*layout.idle, *new}))) if new else layout

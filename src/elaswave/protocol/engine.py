@@ -328,6 +328,20 @@ class Engine(Protocol[C]):
         """Where the whole state of a copy arrives."""
         ...
 
+    def carried(self) -> str:
+        """What this engine keeps once, and not in blocks, of the steps that have been made (options of the optimizer
+        that change from step to step)."""
+        ...
+
+    def carry_on(self, carried: str, step: int) -> None:
+        """Takes over what another engine has kept.
+
+        Args:
+            carried: as `carried` says it there.
+            step: the newest that is made.
+        """
+        ...
+
     def load(self, step: int, layout: Layout, placement: Placement) -> "Loaded[C]":
         """Forgets all and loads what this worker needs from a durable checkpoint.
 
@@ -353,6 +367,14 @@ class Links(Protocol):
 
     def connect(self, layout: Layout, placement: Placement) -> None:
         """Makes the links that a layout and a placement need and that are not there."""
+        ...
+
+    def want(self, addresses: Mapping[int, str]) -> None:
+        """Makes links to these peers in the background, and gives up others that are wanted and not there."""
+        ...
+
+    def has(self, peer: int) -> bool:
+        """Whether there is a link to a peer."""
         ...
 
     def edit(self, epoch: int, members: tuple[int, ...]) -> None:

@@ -13,9 +13,12 @@ import msgspec
 from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
+    Emptied,
     Evidence,
     Installed,
     LayoutChange,
+    Linked,
+    Paused,
     Registered,
     Report,
 )
@@ -58,9 +61,20 @@ class NewEpochRecord(msgspec.Struct, frozen=True, kw_only=True, tag="new epoch")
     """Monotonic time of the coordinator's machine, for `Bounds.max_failures_per_hour`."""
     failure: WorkerFailure | None = None
     """The worker's own error, if that is what it was lost by."""
+    joined: tuple[int, ...] = ()
+    """Members that were none before."""
+    left: tuple[int, ...] = ()
+    """Members that have left on request."""
 
 
-Record = TermRecord | StartRecord | NewEpochRecord | LayoutChange | Decision
+class LeavingRecord(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
+    """A member is asked to leave."""
+
+    term: int
+    worker: int
+
+
+Record = TermRecord | StartRecord | NewEpochRecord | LeavingRecord | LayoutChange | Decision
 """What a coordinator persists, in order."""
 
 
@@ -155,6 +169,26 @@ class PlanningFailed(NamedTuple):
     pending: PendingWork
 
 
+class JoinerCame(NamedTuple):
+    """A worker that may join is there; may be said again."""
+
+    worker: int
+    address: str
+    """Where its data plane listens."""
+
+
+class JoinerGone(NamedTuple):
+    """A worker that was to join has ended, or takes too long."""
+
+    worker: int
+
+
+class LeaveWanted(NamedTuple):
+    """A member is to leave."""
+
+    worker: int
+
+
 CoordinatorEvent = (
     Registered
     | Report
@@ -166,6 +200,12 @@ CoordinatorEvent = (
     | ChangePlanned
     | RecoveryPlanned
     | PlanningFailed
+    | JoinerCame
+    | JoinerGone
+    | LeaveWanted
+    | Linked
+    | Paused
+    | Emptied
 )
 
 
@@ -233,10 +273,12 @@ class PlanRecovery(NamedTuple):
 
 
 class NewEpoch(NamedTuple):
-    """For the report: a new epoch has begun because of these suspicions."""
+    """For the report: a new epoch has begun, because of these suspicions, or as members join and leave."""
 
     epoch: int
     suspicions: tuple[Suspected, ...]
+    joined: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
 
 
 class Decided(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from elaswave.protocol.messages import Copies, Decision, Evidence, Report
+from elaswave.protocol.messages import Copies, Decision, Evidence, Progress, Report
 from elaswave.protocol.salvage import Partial
 
 
@@ -33,6 +33,8 @@ class CatchUp(Enum):
     """Apply the evidence's step to every block that is still at the version before it."""
     ADOPT_GRIDS = "adopt grids"
     """The evidence asked for another attempt: take over its grids."""
+    JOIN = "join"
+    """It has had no state: take over where training stands."""
     ROLL_BACK = "roll back"
     """Forget the state and load the decision's checkpoint."""
 
@@ -43,10 +45,15 @@ class Ledger:
     Args:
         worker: its id.
         base_step: the step that all its state has behind it.
+        is_fresh: whether it has no state yet: it joins a job that runs.
     """
 
-    def __init__(self, worker: int, base_step: int) -> None:
+    def __init__(self, worker: int, base_step: int, *, is_fresh: bool = False) -> None:
         self.worker = worker
+        self.is_fresh = is_fresh
+        """Whether it has yet to take a first decision."""
+        self._joined_at: tuple[int, int] | None = None
+        """The vote, held without this worker, that its first decision went on from."""
         self.step = base_step
         """The step in flight; the base step itself between steps."""
         self.attempt = 0
@@ -116,9 +123,21 @@ class Ledger:
         self.parameters_step = step
 
     def promise(
-        self, epoch: int, held: Mapping[int, Held], layers: tuple[int, int], partial: Partial | None = None
+        self,
+        epoch: int,
+        held: Mapping[int, Held],
+        layers: tuple[int, int],
+        partial: Partial | None = None,
+        progress: Progress | None = None,
     ) -> Report:
-        """Makes the report of an epoch. From now on nothing is learned or begun until `accept`."""
+        """Makes the report of an epoch. From now on nothing is learned or begun until `accept`.
+
+        Args:
+            epoch: that is asked for.
+            held: its copies, by block.
+            layers: as of `Report`.
+            partial, progress: as of `Report`; of progress one that has no state yet says nothing.
+        """
         if self.promised_epoch is not None and epoch <= self.promised_epoch:
             raise LedgerError(f"asked to promise epoch {epoch} after {self.promised_epoch}")
         self.promised_epoch = epoch
@@ -139,6 +158,7 @@ class Ledger:
             ),
             decided=self.decided_epoch,
             partial=partial,
+            progress=None if self.is_fresh else progress,
         )
 
     def accept(self, decision: Decision) -> CatchUp:
@@ -157,8 +177,9 @@ class Ledger:
         self.step, self.attempt, self.prepared = base, 0, False
         if decision.resume_attempt > 1:
             self.step, self.attempt = decision.resume_step, decision.resume_attempt - 1
+        self.is_fresh = False
         if decision.rollback is not None:
-            self.evidence, self.checkpoint = None, 0
+            self.evidence, self.checkpoint, self._joined_at = None, 0, None
         elif decision.evidence is not None:
             self.evidence, self.checkpoint = decision.evidence, decision.evidence.checkpoint
         return catch_up
@@ -167,6 +188,11 @@ class Ledger:
         if decision.rollback is not None:
             return CatchUp.ROLL_BACK
         theirs, ours = decision.evidence, self.evidence
+        if self.is_fresh:
+            self._joined_at = None if theirs is None else theirs.order
+            return CatchUp.JOIN
+        if ours is not None and ours.order == self._joined_at and (theirs is None or theirs.order == self._joined_at):
+            return CatchUp.NOTHING  # it has nothing that could be behind that vote
         if theirs is None or (ours is not None and ours.order >= theirs.order):
             if ours is not None and (theirs is None or ours.order > theirs.order):
                 raise LedgerError(f"the decision of epoch {decision.epoch} is older than the vote that we know")

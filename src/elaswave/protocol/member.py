@@ -10,7 +10,17 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
-from elaswave.protocol.messages import CoreToWorker, Decision, Fenced, LayoutChange, Prepare
+from elaswave.protocol.messages import (
+    AskPause,
+    CoreToWorker,
+    Decision,
+    Dial,
+    Fenced,
+    GoOn,
+    LayoutChange,
+    Prepare,
+    Released,
+)
 from elaswave.protocol.table import Transition, TransitionTable
 
 
@@ -29,7 +39,11 @@ class MemberCause(Enum):
     ASKED_AGAIN = "it is asked to report for its epoch once more"
     DECIDED = "the decision of that epoch comes"
     OFFERED = "a planned change of that epoch comes"
+    CALLED = "it is told which joiners there are"
+    PAUSE_WANTED = "in that epoch the membership is about to change"
+    PAUSE_OVER = "in that epoch the membership stays as it is"
     LEFT_BEHIND = "it is told that the epoch goes on without it"
+    RELEASED = "it is told that it may leave, as it was asked to"
 
 
 class MemberResponse(Enum):
@@ -39,6 +53,9 @@ class MemberResponse(Enum):
     REPORT_AGAIN = "send the same report"
     INSTALL = "catch up, take over roles, complete parameters"
     HOLD = "hold it, and say so in the next vote"
+    DIAL = "make links to them in the background, and say when they stand"
+    ASK_PAUSE = "ask for a pause in the next vote"
+    GO_ON = "ask for no pause, or begin the next step"
     LEAVE = "end itself"
 
 
@@ -49,7 +66,11 @@ TRANSITIONS: TransitionTable[MemberState, MemberCause, MemberResponse] = Transit
     Transition((MemberState.REPORTED,), MemberCause.ASKED_AGAIN, None, (MemberResponse.REPORT_AGAIN,)),
     Transition((MemberState.REPORTED,), MemberCause.DECIDED, MemberState.TRAINING, (MemberResponse.INSTALL,)),
     Transition((MemberState.TRAINING,), MemberCause.OFFERED, None, (MemberResponse.HOLD,)),
+    Transition((MemberState.TRAINING,), MemberCause.CALLED, None, (MemberResponse.DIAL,)),
+    Transition((MemberState.TRAINING,), MemberCause.PAUSE_WANTED, None, (MemberResponse.ASK_PAUSE,)),
+    Transition((MemberState.TRAINING,), MemberCause.PAUSE_OVER, None, (MemberResponse.GO_ON,)),
     Transition(_ANSWERING, MemberCause.LEFT_BEHIND, MemberState.FENCED, (MemberResponse.LEAVE,)),
+    Transition((MemberState.TRAINING,), MemberCause.RELEASED, MemberState.FENCED, (MemberResponse.LEAVE,)),
 )
 """All that the machine can do; everything else is ignored."""
 
@@ -59,6 +80,8 @@ class MoveAndReport(NamedTuple):
 
     epoch: int
     members: tuple[int, ...]
+    with_progress: bool = False
+    """Whether the report is to tell where training stands."""
 
 
 class ReportAgain(NamedTuple):
@@ -71,10 +94,26 @@ class Install(NamedTuple):
     decision: Decision
 
 
+class Call(NamedTuple):
+    """Make links in the background to these peers, and give up all others that are wanted and not there."""
+
+    addresses: Mapping[int, str]
+
+
+class AskForPause(NamedTuple):
+    """Ask for a pause in the next vote."""
+
+
+class GoOnTraining(NamedTuple):
+    """Ask for no pause; if it has begun, end it."""
+
+
 class Leave(NamedTuple):
     """End this worker; nothing of it counts any more."""
 
     reason: str
+    as_asked: bool = False
+    """Whether it leaves because it was asked to: then that is no error."""
 
 
 class Ignored(NamedTuple):
@@ -89,23 +128,34 @@ class Hold(NamedTuple):
     change: LayoutChange
 
 
-Action = MoveAndReport | ReportAgain | Install | Hold | Leave | Ignored
+Action = MoveAndReport | ReportAgain | Install | Hold | Call | AskForPause | GoOnTraining | Leave | Ignored
 
 
 def _leave(message: Any) -> Leave:
     if isinstance(message, Prepare):
         return Leave(f"epoch {message.epoch} goes on without this worker: {message.reason}")
-    return Leave(message.reason)
+    return Leave(message.reason, as_asked=isinstance(message, Released))
 
 
 _ACTIONS: Mapping[MemberResponse, Callable[[Any], Action]] = {
-    MemberResponse.MOVE_AND_REPORT: lambda message: MoveAndReport(message.epoch, message.members),
+    MemberResponse.MOVE_AND_REPORT: lambda asked: MoveAndReport(asked.epoch, asked.members, asked.with_progress),
     MemberResponse.REPORT_AGAIN: lambda message: ReportAgain(),
     MemberResponse.INSTALL: Install,
     MemberResponse.HOLD: Hold,
+    MemberResponse.DIAL: lambda message: Call(message.addresses),
+    MemberResponse.ASK_PAUSE: lambda message: AskForPause(),
+    MemberResponse.GO_ON: lambda message: GoOnTraining(),
     MemberResponse.LEAVE: _leave,
 }
 """How each response is made from the message that has caused it."""
+
+
+_IN_EPOCH: Mapping[type[CoreToWorker], MemberCause] = {
+    LayoutChange: MemberCause.OFFERED,
+    AskPause: MemberCause.PAUSE_WANTED,
+    GoOn: MemberCause.PAUSE_OVER,
+}
+"""What counts in the epoch that it is of, and only while its member trains."""
 
 
 class Member:
@@ -133,10 +183,15 @@ class Member:
             return self._go(MemberCause.LEFT_BEHIND, message)
         if isinstance(message, Prepare):
             return self._on_prepare(message)
-        if isinstance(message, LayoutChange):
+        if isinstance(message, Released | Dial):
+            if self.state is MemberState.REPORTED:
+                return Ignored(f"{type(message).__name__} comes while the decision is waited for")
+            return self._go(MemberCause.RELEASED if isinstance(message, Released) else MemberCause.CALLED, message)
+        cause = _IN_EPOCH.get(type(message))
+        if cause is not None:
             if self.state is MemberState.TRAINING and message.epoch == self.epoch:
-                return self._go(MemberCause.OFFERED, message)
-            return Ignored(f"change {message.number} of epoch {message.epoch} in epoch {self.epoch}")
+                return self._go(cause, message)
+            return Ignored(f"{type(message).__name__} of epoch {message.epoch} in epoch {self.epoch}")
         if self.state is MemberState.REPORTED and message.epoch == self.epoch:
             return self._go(MemberCause.DECIDED, message)
         return Ignored(f"a decision of epoch {message.epoch} in epoch {self.epoch}, {self.state.value}")

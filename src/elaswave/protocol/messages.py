@@ -73,6 +73,22 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     """The epoch of the newest decision that it has taken; 0 for none."""
     partial: Partial | None = None
     """What it has of the step that it was trying."""
+    progress: "Progress | None" = None
+    """Where training stands, if `Prepare.with_progress` asks for it and this worker knows."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker without state needs to know of the steps that have been made, beside the blocks."""
+
+    num_updates: int
+    exponents: tuple[int, ...]
+    """Of the grids, by tensor."""
+    calibrated: bool
+    exact: bool
+    canaries: dict[int, int]
+    """That all workers have agreed on in votes, by place."""
+    engine: str
+    """What the engine keeps once, as it says it itself."""
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
@@ -85,6 +101,8 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
     lost: tuple[int, ...]
     """Workers that the new epoch leaves behind."""
     reason: str
+    with_progress: bool = False
+    """Whether a member has no state yet, so that the reports are to tell where training stands."""
 
 
 class LayoutChange(msgspec.Struct, frozen=True, kw_only=True, tag="change"):
@@ -147,6 +165,67 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="decision"):
     """What members keep of `resume_step` (S3)."""
     num_microbatches_recomputed: int = 0
     """Micro-batches of `resume_step` of which a layer that had run runs again (S6)."""
+    joined: tuple[int, ...] = ()
+    """Members since this epoch; they run and hold nothing yet."""
+    left: tuple[int, ...] = ()
+    """Workers that have left on request with this epoch."""
+    progress: Progress | None = None
+    """For members that have no state yet."""
+
+
+class Dial(msgspec.Struct, frozen=True, kw_only=True, tag="dial"):
+    """Have links to these peers, beside those to the members; made in the background."""
+
+    term: int
+    epoch: int
+    addresses: dict[int, str]
+    """Peer -> where its data plane listens; of all that are wanted from now on."""
+
+
+class AskPause(msgspec.Struct, frozen=True, kw_only=True, tag="ask pause"):
+    """Ask in the next vote for a pause: the membership is about to change at a boundary between two steps."""
+
+    term: int
+    epoch: int
+    """It is void in any other."""
+
+
+class GoOn(msgspec.Struct, frozen=True, kw_only=True, tag="go on"):
+    """The membership stays as it is: do not pause, or pause no longer."""
+
+    term: int
+    epoch: int
+
+
+class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
+    """To a worker that has left on request: nothing of it is needed any more."""
+
+    term: int
+    epoch: int
+    reason: str
+
+
+class Linked(msgspec.Struct, frozen=True, kw_only=True, tag="linked"):
+    """A worker has links to these of the peers that it is to be linked to (`Dial`)."""
+
+    worker: int
+    peers: tuple[int, ...]
+
+
+class Paused(msgspec.Struct, frozen=True, kw_only=True, tag="paused"):
+    """A worker waits before its next step, as a vote has asked for, with the duties of the last one done."""
+
+    worker: int
+    epoch: int
+    step: int
+    """The last one that is made."""
+
+
+class Emptied(msgspec.Struct, frozen=True, kw_only=True, tag="emptied"):
+    """A worker runs and holds nothing."""
+
+    worker: int
+    epoch: int
 
 
 class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag="fenced"):
@@ -202,4 +281,4 @@ class Joining(msgspec.Struct, frozen=True, kw_only=True, tag="joining"):
     """By place, see `elaswave.protocol.environment`: of the environment, and of the first layer of each kind."""
 
 
-CoreToWorker = Prepare | Decision | Fenced | LayoutChange
+CoreToWorker = Prepare | Decision | Fenced | LayoutChange | Dial | AskPause | GoOn | Released

@@ -16,7 +16,9 @@ WRITE = "write"
 DATA = "data"
 """Label of a worker that makes a micro-batch, or waits for its loaders to make it: a person's own code, which may take
 far longer for one sample than for all before."""
-IDLE = ("idle", "end", START)
+PAUSED = "paused"
+"""Label of a worker that waits between two steps, because the membership is about to change."""
+IDLE = ("idle", "end", START, PAUSED)
 """Labels of workers that wait for the coordinator: never a sign of trouble by themselves."""
 PHASES = ("F", "B", "I", "W", "reduce", "vote", "apply", "gather")
 """What a step consists of, in order of appearance; only these have tight bounds."""

@@ -166,10 +166,18 @@ class Shards(Generic[K, V]):
     def follow(self, decision: Decision) -> "list[Complete[K, V] | GivenUp]":
         """Survivors go on with a decision of the coordinator's. Result as of `decided`."""
         again = decision.resume_step - 1 if decision.checkpoint else None
-        return self.decided(decision.epoch, decision.members, again=again, rollback=decision.rollback)
+        return self.decided(
+            decision.epoch, decision.members, again=again, rollback=decision.rollback, joined=decision.joined
+        )
 
     def decided(
-        self, epoch: int, members: Collection[int], *, again: int | None, rollback: int | None
+        self,
+        epoch: int,
+        members: Collection[int],
+        *,
+        again: int | None,
+        rollback: int | None,
+        joined: Collection[int] = (),
     ) -> "list[Complete[K, V] | GivenUp]":
         """Survivors go on with a decision.
 
@@ -178,10 +186,13 @@ class Shards(Generic[K, V]):
             members: of this epoch.
             again: the step whose checkpoint all members write again, because they are still at it.
             rollback: the step that all members go back to.
+            joined: members that have no part in what was begun before.
         Returns:
             What became of checkpoints that waited for those who were lost.
         """
         self._members = set(members)
+        for pending in self._pending.values():
+            pending.heard.update(dict.fromkeys(joined, epoch - 1))  # of what is written again they have a part
         self._is_held = False
         if rollback is not None:
             self._rollbacks.append((epoch, rollback))

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from elaswave.errors import StateError
-from elaswave.protocol.ballot import Request, decode_certificate
+from elaswave.protocol.ballot import GridState, Request, decode_certificate
 from elaswave.protocol.duties import due_after
 from elaswave.protocol.engine import (
     C,
@@ -33,10 +33,33 @@ from elaswave.protocol.engine import (
 from elaswave.protocol.execution import Life
 from elaswave.protocol.facts import Facts
 from elaswave.protocol.ledger import CatchUp, Held, Ledger
-from elaswave.protocol.member import Hold, Install, Leave, Member, MemberState, MoveAndReport, ReportAgain
-from elaswave.protocol.messages import FIRST_EPOCH, CoreToWorker, Decision, Fenced, LayoutChange, Registered, Report
+from elaswave.protocol.member import (
+    AskForPause,
+    Call,
+    GoOnTraining,
+    Hold,
+    Install,
+    Leave,
+    Member,
+    MemberState,
+    MoveAndReport,
+    ReportAgain,
+)
+from elaswave.protocol.messages import (
+    FIRST_EPOCH,
+    CoreToWorker,
+    Decision,
+    Emptied,
+    Fenced,
+    LayoutChange,
+    Linked,
+    Paused,
+    Progress,
+    Registered,
+    Report,
+)
 from elaswave.protocol.moves import CopyBudget, merged_into
-from elaswave.protocol.position import WRITE
+from elaswave.protocol.position import PAUSED, WRITE
 from elaswave.protocol.step import StepLoop
 from elaswave.protocol.traffic import deliveries_of
 from elaswave.state.placement import Placement, Role, roles_of
@@ -60,6 +83,7 @@ class WorkerMachine(StepLoop[C]):
         facts: what is said again on every new connection to a coordinator; the driver may share it with its threads.
         step: the newest committed step.
         layout, execution, placement, copies, progress: of the beginning.
+        joins: whether it joins a job that runs: it has no state, is idle in the layout, and waits to become a member.
     """
 
     member_class = Member
@@ -82,6 +106,7 @@ class WorkerMachine(StepLoop[C]):
         placement: Placement,
         copies: Mapping[int, C],
         progress: TrainingProgress,
+        joins: bool = False,
     ) -> None:
         super().__init__(
             worker,
@@ -89,7 +114,7 @@ class WorkerMachine(StepLoop[C]):
             engine,
             links,
             observer,
-            self.ledger_class(worker, step),
+            self.ledger_class(worker, step, is_fresh=joins),
             layout=layout,
             execution=execution,
             placement=placement,
@@ -104,18 +129,29 @@ class WorkerMachine(StepLoop[C]):
         self.members = layout.workers
         self.report: Report | None = None
         """The last report, until the decision that answers it is carried out."""
-        self.is_started = False
-        """Whether it has been told where its peers are; until then it can do nothing else."""
+        self.is_started = joins
+        """Whether it has been told where its peers are; until then it can do nothing else. A joiner waits for calls."""
         self.is_done = False
         """Whether it has made all its steps and said so; it stays, since others may need what it holds."""
         self.fenced: str | None = None
         """Why it must end itself."""
+        self.is_released = False
+        """Whether it must because it was asked to leave."""
         self._early: list[CoreToWorker] = []
         """Messages that came before the start."""
         self.num_lives = 0
         """How often it has begun to do something, or left it; tells a driver that what it waited for is void."""
         self._life: Life[None] | None = None
-        self._is_ready = False
+        self._is_ready = joins
+        self._wanted: frozenset[int] = frozenset()
+        """Peers to which links are made in the background."""
+        self._linked: tuple[int, ...] | None = None
+        """Those of them to which links stand, as it was told last."""
+        self._asks_pause = False
+        """Whether it asks for a pause in its ballots."""
+        self.is_paused = False
+        """Whether it waits, between two steps, for what becomes of the membership."""
+        self._has_said_empty = False
         self._step, self._attempt = step + 1, 1
         """The next step, and the number of its next attempt."""
         self._duties: list[Duty] = []
@@ -192,15 +228,23 @@ class WorkerMachine(StepLoop[C]):
             return
         action = self.member.handle(message)
         if isinstance(action, MoveAndReport):
-            self.move(action.epoch, action.members)
+            self.move(action.epoch, action.members, with_progress=action.with_progress)
         elif isinstance(action, ReportAgain):
             if self.report is not None:
                 self.outbox.send(self.report)
         elif isinstance(action, Install):
             self._live(self.install(action.decision))
+        elif isinstance(action, Call):
+            self._wanted = frozenset(action.addresses)
+            self.links.want(action.addresses)
+            self.look_at_links()
+        elif isinstance(action, AskForPause):
+            self._asks_pause = not self.is_paused
+        elif isinstance(action, GoOnTraining):
+            self.go_on()
         elif isinstance(action, Leave):
             self._stop()
-            self.fenced = action.reason
+            self.fenced, self.is_released = action.reason, action.as_asked
 
     def registration(self, address: str) -> Registered:
         """The first words on a new control connection. Until the decision that it answers is carried out, the report is
@@ -232,15 +276,23 @@ class WorkerMachine(StepLoop[C]):
             ready = self.outbox.ready()
             self.facts.ready(ready)
             self.outbox.send(ready)
-        stopped = False
+        stopped = pauses = False
         while True:
             yield from self.do_duties()
             if self._step > self.terms.num_steps or stopped:
                 break
+            if pauses:
+                if self.worker in self.layout.idle:  # perhaps it is let go, and with it what it has not written
+                    yield Pause.DISK
+                self.pause()
+                return
             yield Pause.MOMENT
             self.look_for_change()
+            self.look_at_links()
+            self.tell_if_empty()
             committed = yield from self.run_step(self._step, self._attempt)
             self.note_committed(committed)
+            pauses = committed.request is Request.PAUSE
             stopped = committed.request is Request.STOP and self._step < self.terms.num_steps
             self._step, self._attempt = self._step + 1, 1
             self.note_duties(committed.step, committed.request)
@@ -257,6 +309,45 @@ class WorkerMachine(StepLoop[C]):
             self.links.connect(change.layout, merged_into(change.placement, self.placement))
             self.hold(change)
 
+    def pause(self) -> None:
+        """Says that it waits before the next step, as a vote has asked for, and waits for the coordinator (J4)."""
+        self._asks_pause, self.is_paused = False, True
+        message = Paused(worker=self.worker, epoch=self.member.epoch, step=self.last_step)
+        self.facts.paused(message)
+        self.outbox.send(message)
+        self.observer.doing(PAUSED, computing=False)
+
+    def go_on(self) -> None:
+        """The membership stays as it is."""
+        self._asks_pause = False
+        if self.is_paused:
+            self.is_paused = False
+            self.facts.paused(None)
+            self._live(self.train())
+
+    @property
+    def wants_links(self) -> bool:
+        """Whether links are made in the background, so that `look_at_links` is to be called now and then."""
+        return bool(self._wanted)
+
+    def look_at_links(self) -> None:
+        """Says to which of the wanted peers there are links, when that has changed (J3)."""
+        here = tuple(sorted(peer for peer in self._wanted if self.links.has(peer)))
+        if here != self._linked and (here or self._linked is not None):
+            self._linked = here
+            message = Linked(worker=self.worker, peers=here)
+            self.facts.linked(message)
+            self.outbox.send(message)
+
+    def tell_if_empty(self) -> None:
+        """Says, once in an epoch, that it runs and holds nothing: one that is to leave may go (J6)."""
+        if self._has_said_empty or self.copies or self.worker not in self.layout.idle:
+            return
+        self._has_said_empty = True
+        message = Emptied(worker=self.worker, epoch=self.member.epoch)
+        self.facts.emptied(message)
+        self.outbox.send(message)
+
     def _request(self) -> Request:
         """What this worker asks for in its ballot.
 
@@ -265,15 +356,15 @@ class WorkerMachine(StepLoop[C]):
         is lost.
         """
         asked = self.outbox.request()
-        if asked is not Request.NONE or self.worker != self.members[0]:
-            return asked
-        return Request.CHECKPOINT if self.disk.is_due() and not self.disk.is_busy else Request.NONE
+        if asked is Request.NONE and self.worker == self.members[0] and self.disk.is_due() and not self.disk.is_busy:
+            asked = Request.CHECKPOINT
+        return Request.PAUSE if asked is Request.NONE and self._asks_pause else asked
 
     # --------------------------------------------------------------------------------------------------------- duties
 
     def note_duties(self, step: int, request: Request) -> None:
         """What a committed step leaves to be done before the next one."""
-        due = due_after(step, self.terms.num_steps, self.terms, asked=request is not Request.NONE)
+        due = due_after(step, self.terms.num_steps, self.terms, asked=request.value >= Request.CHECKPOINT.value)
         if due.evaluation:
             self._duties.append(("evaluate", step))
         if due.checkpoint:
@@ -323,14 +414,16 @@ class WorkerMachine(StepLoop[C]):
 
     # ------------------------------------------------------------------------------------------------------- recovery
 
-    def move(self, epoch: int, members: tuple[int, ...]) -> None:
+    def move(self, epoch: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
         """Leaves the old epoch's data plane, and only then promises and reports (W1)."""
         self._stop()
-        self.is_done = False
+        self.is_done = self.is_paused = self._has_said_empty = False
+        self._asks_pause = False
         self.hold(None)  # what was planned for the old epoch is void
         self.facts.moved()
         self.links.edit(epoch, members)
-        self.report = self.ledger.promise(epoch, self.held(), self.layers_here(), self.partial())
+        progress = self.progress_for_joiners() if with_progress else None
+        self.report = self.ledger.promise(epoch, self.held(), self.layers_here(), self.partial(), progress)
         self.observer.moved()
         self.outbox.send(self.report)
 
@@ -338,6 +431,27 @@ class WorkerMachine(StepLoop[C]):
         """First layer of those that are here, and one past the last; shared units follow from it. (0, 0) for none."""
         layers = sorted(unit for unit in self.engine.layers if unit < self.terms.num_layers)
         return (layers[0], layers[-1] + 1) if layers else (0, 0)
+
+    def progress_for_joiners(self) -> Progress:
+        """Where training stands, for a member without state (J5)."""
+        grids = self.progress.grids
+        return Progress(
+            num_updates=self.progress.num_updates,
+            exponents=grids.exponents,
+            calibrated=grids.calibrated,
+            exact=grids.exact,
+            canaries=dict(self.canaries),
+            engine=self.engine.carried(),
+        )
+
+    def _begin_with(self, progress: Progress | None, step: int) -> None:
+        """Takes over where training stands, as a member without state."""
+        if progress is None:
+            raise StateError(f"worker {self.worker} joins, and is not told where training stands")
+        grids = GridState(progress.exponents, calibrated=progress.calibrated, exact=progress.exact)
+        self.progress = TrainingProgress(progress.num_updates, grids)
+        self.canaries = dict(progress.canaries)
+        self.engine.carry_on(progress.engine, step)
 
     def held(self) -> dict[int, Held]:
         """The copies at the last committed step, for a report (W6)."""
@@ -352,6 +466,8 @@ class WorkerMachine(StepLoop[C]):
         # From here on its reports say that it has the decision. A worker that goes back must then have loaded:
         # nothing may interrupt it in between (W4), or it would go on with the grids of steps that count no more.
         todo = self.ledger.accept(decision)
+        if todo is CatchUp.JOIN:
+            self._begin_with(decision.progress, decision.resume_step - 1)
         self._step, self._attempt = self.kept_for = decision.resume_step, decision.resume_attempt
         self.kept_next = decision.kept
         self._duties = []
@@ -381,7 +497,7 @@ class WorkerMachine(StepLoop[C]):
             StateError: this worker reads the vote in another way than those that completed it.
         """
         evidence = decision.evidence
-        if evidence is None or todo is CatchUp.NOTHING:
+        if evidence is None or todo in (CatchUp.NOTHING, CatchUp.JOIN):
             return
         known = self.known_vote
         if known is not None and known[:2] == evidence.order:

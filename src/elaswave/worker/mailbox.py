@@ -31,6 +31,21 @@ class SharedFacts(Facts):
         with self._lock:
             super().link_lost(peer, message)
 
+    def linked(self, message: Any) -> None:
+        """See `Facts.linked`."""
+        with self._lock:
+            super().linked(message)
+
+    def emptied(self, message: Any) -> None:
+        """See `Facts.emptied`."""
+        with self._lock:
+            super().emptied(message)
+
+    def paused(self, message: Any) -> None:
+        """See `Facts.paused`."""
+        with self._lock:
+            super().paused(message)
+
     def part(self, step: int, epoch: int, message: Any) -> None:
         """See `Facts.part`."""
         with self._lock:

@@ -10,7 +10,16 @@ seen before as a repetition.
 import msgspec
 
 from elaswave.costs.profiled import ActionTiming
-from elaswave.protocol.messages import Decision, Fenced, Installed, Joining, LayoutChange, Prepare, Registered, Report
+from elaswave.protocol.messages import (
+    CoreToWorker,
+    Emptied,
+    Installed,
+    Joining,
+    Linked,
+    Paused,
+    Registered,
+    Report,
+)
 from elaswave.state.checkpoint_format import WrittenItem
 
 
@@ -235,6 +244,9 @@ FromWorker = (
     | Heartbeat
     | LinkLost
     | Leaving
+    | Linked
+    | Paused
+    | Emptied
     | StepReport
     | Timings
     | EvaluationReport
@@ -243,4 +255,4 @@ FromWorker = (
     | Finished
     | Failed
 )
-ToWorker = Start | Settled | TakeCheckpoint | Stop | Exit | Prepare | Decision | Fenced | LayoutChange
+ToWorker = Start | Settled | TakeCheckpoint | Stop | Exit | CoreToWorker

@@ -128,7 +128,7 @@ class ControlOutbox:
 
     def committed(self, committed: Committed) -> StepReport:
         """A committed step; now and then also how long actions take."""
-        if committed.request is not Request.NONE:
+        if committed.request in (Request.CHECKPOINT, Request.STOP):
             self._mailbox.asked_for_checkpoint(self.machine.member.epoch, committed.step)
         if committed.was_run:
             if committed.attempt == 1:

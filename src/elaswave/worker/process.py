@@ -23,7 +23,7 @@ from elaswave.observability.trace import TraceRecorder
 from elaswave.planning.execution import programs_of
 from elaswave.protocol.ballot import BufferTensor
 from elaswave.protocol.engine import JobTerms, Pause, Wait
-from elaswave.protocol.messages import FIRST_EPOCH, Decision, Fenced, LayoutChange, Prepare
+from elaswave.protocol.messages import FIRST_EPOCH, CoreToWorker
 from elaswave.protocol.position import START
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.state.checkpoint_format import CheckpointMeta
@@ -169,6 +169,7 @@ class Worker:
             placement=placement,
             copies=store.held,
             progress=progress,
+            joins=setup.joins,
         )
         self._watch.machine = self._outbox.machine = self.machine
 
@@ -256,9 +257,13 @@ class Worker:
                 self.machine.abandon()
             if wait is None:
                 self._wait_for_message()
+            if self.machine.wants_links:
+                self.machine.look_at_links()
             # Not between waits that do not block: what a worker can still finish with what it has, it finishes.
             while (wait is None or wait is Pause.MOMENT) and not self._mailbox.is_empty:
                 self._hand_over(self._mailbox.next(0.0))
+            if self.machine.is_released:
+                return
             if self.machine.fenced is not None:
                 what = "is not admitted" if self._mailbox.joining else "is no member any more"
                 raise FencedError(f"worker {self._setup.worker} {what} and ends itself: {self.machine.fenced}")
@@ -286,7 +291,7 @@ class Worker:
             if not self.machine.is_started:
                 self._links.addresses = message.addresses
                 self.machine.start()
-        elif isinstance(message, Prepare | Decision | Fenced | LayoutChange):
+        elif isinstance(message, CoreToWorker):
             self.machine.on_message(message)
 
     def _wait_for_message(self) -> None:
@@ -297,7 +302,9 @@ class Worker:
             WaitTimeoutError: there has been no coordinator for too long.
         """
         machine = self.machine
-        if self._mailbox.joining is not None:
+        if machine.is_paused:
+            waited_for = "the membership is about to change, and it has not been said how"
+        elif self._mailbox.joining is not None:
             waited_for = "it has not been admitted"
         elif not machine.is_started:
             waited_for = "the start has not been given"
@@ -307,7 +314,8 @@ class Worker:
             self._watch.recovering()
             waited_for = "it has not been decided how to go on"
         if self._must_end and not machine.is_done:
-            raise FencedError("the job has ended" if machine.is_started else "the job has ended before it began")
+            has_begun = machine.is_started and self._mailbox.joining is None
+            raise FencedError("the job has ended" if has_begun else "the job has ended before it began")
         is_dialling = self._links.is_dialling
         if is_dialling:
             self._transport.poll()

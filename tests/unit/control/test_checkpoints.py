@@ -76,7 +76,7 @@ class Job:
 
     def decide(self, epoch: int, *, resume_step: int, again: bool = False, rollback: int | None = None) -> None:
         decision = SimpleNamespace(
-            epoch=epoch, members=(0, 1), resume_step=resume_step, checkpoint=again, rollback=rollback
+            epoch=epoch, members=(0, 1), resume_step=resume_step, checkpoint=again, rollback=rollback, joined=()
         )
         self.checkpoints.decided(decision)  # type: ignore[arg-type]
 

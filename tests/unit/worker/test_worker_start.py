@@ -47,6 +47,7 @@ class StartedMachine:
 
     def __init__(self, *, is_done: bool = False) -> None:
         self.is_started = self.is_done = is_done
+        self.is_paused = self.is_released = self.wants_links = False
         self.fenced: str | None = None
         self.told: list[object] = []
 
@@ -227,7 +228,7 @@ def test_checkpoints_by_time_are_asked_for_by_the_lowest_member_and_then_by_the_
     machine.disk = ShardDisk(writer, None, 30.0)  # type: ignore[arg-type]
     machine.terms = SimpleNamespace(eval_every=0, num_steps=50, checkpoint_every=0)  # type: ignore[assignment]
     machine._duties = []
-    machine.worker, machine.members = 1, (0, 1, 2)
+    machine.worker, machine.members, machine._asks_pause = 1, (0, 1, 2), False
     now_s = 131.0
     assert machine._request() is Request.NONE
     machine.members = (1, 2)  # the one that would have asked is lost

@@ -133,7 +133,7 @@ class EnoughCopies(Observer):
         self._num_followers = num_followers
 
     def settled(self, worker: int, layout: Layout, placement: Placement) -> None:
-        needed = 1 + min(self._num_followers, len(layout.workers) - 1)
+        needed = 1 + min(self._num_followers, len(layout.active) - 1)
         for block in range(len(placement.owner)):
             holders = placement.holders(block)
             _require(

@@ -4,6 +4,7 @@ keeps of the run."""
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from elaswave.planning.recovery import put_to_work, set_idle
 from elaswave.planning.target_placement import target_placement
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.decisions import plan_survivors, plan_with
@@ -16,6 +17,9 @@ from elaswave.protocol.events import (
     Decided,
     End,
     FindCheckpoint,
+    JoinerCame,
+    JoinerGone,
+    LeaveWanted,
     NewEpoch,
     Note,
     PendingWork,
@@ -25,13 +29,23 @@ from elaswave.protocol.events import (
     Resumed,
     Suspected,
 )
-from elaswave.protocol.messages import CoreToWorker, Decision, Installed, Registered, Report
+from elaswave.protocol.messages import (
+    CoreToWorker,
+    Decision,
+    Emptied,
+    Installed,
+    Linked,
+    Paused,
+    Registered,
+    Report,
+)
 from elaswave.protocol.moves import refilled
 from elaswave.protocol.shards import Complete, GivenUp, Shards
 from elaswave.sim.protocol.job import BlockState, Exponents, model_of, other_layout
 from elaswave.sim.protocol.messages import CheckpointSettled, FinishedReport, PeerLost, Shard, StepDone
 from elaswave.sim.protocol.store import StaleTermError
 from elaswave.sim.protocol.world import ControlLink, World
+from elaswave.types import Layout
 
 PLAN_BOUND = 45
 """A planner that takes longer than this is taken to have failed (P4)."""
@@ -63,6 +77,7 @@ class SimCoordinator(CoordinatorDriver):
         self._finished: dict[int, FinishedReport] = {}
         self._suspicions: list[Suspected] = []
         """Those of the present moment, which are taken together."""
+        self._is_planning = False
         self._planned_epoch = 0
         """The newest epoch in which another layout was planned."""
         self._grids: dict[int, Exponents] = {}
@@ -206,9 +221,11 @@ class SimCoordinator(CoordinatorDriver):
 
     # ---------------------------------------------------------------------------------------------------- connections
 
-    def on_registered(self, link: ControlLink, message: Registered) -> None:
+    def on_registered(self, link: ControlLink, message: Registered | JoinerCame) -> None:
         """A worker's first words on a new connection."""
         self.links[message.worker] = link
+        if isinstance(message, JoinerCame) and message.worker in self.core.members:
+            message = Registered(worker=message.worker, address=message.address, epoch=0, report=None)
         self.feed(message)
 
     def on_link_closed(self, worker: int) -> None:
@@ -227,6 +244,8 @@ class SimCoordinator(CoordinatorDriver):
 
     def on_exit(self, worker: int) -> None:
         """A worker's process has ended."""
+        if worker not in self.core.members:
+            self.feed(JoinerGone(worker))
         self.on_suspicion(worker, "exit")
 
     def on_suspicion(self, worker: int, detected_by: str) -> None:
@@ -250,9 +269,11 @@ class SimCoordinator(CoordinatorDriver):
         """A message of a worker."""
         if isinstance(message, StepDone):
             self._on_step_done(message)
+        elif isinstance(message, Linked):
+            self.feed(message)
         elif not self.hears(message.worker):
             pass
-        elif isinstance(message, Report | Installed):
+        elif isinstance(message, Report | Installed | Paused | Emptied):
             self.feed(message)
         elif isinstance(message, PeerLost):
             self.on_peer_lost(message)
@@ -281,24 +302,45 @@ class SimCoordinator(CoordinatorDriver):
         self._plan(message)
 
     def _plan(self, message: StepDone) -> None:
-        """Plans another layout once in every epoch; planning takes a while, in which anything may happen."""
-        core, world = self.core, self.world
-        epoch, begin = core.epoch, world.job.change_step
-        fresh = message.epoch == epoch > self._planned_epoch and not core.has_planned
-        if begin and message.evidence.step >= begin and fresh:
-            self._planned_epoch = epoch
-            world.after(world.delay(), self, self._on_planned, self._other_plan())
+        """Asks for what the job wants from a step on; planning takes a while, in which anything may happen."""
+        core, world, job = self.core, self.world, self.world.job
+        step = message.evidence.step
+        if 0 < job.join_step <= step:
+            world.spawn(job.num_workers)
+        if 0 < job.leave_step <= step and job.leaver in core.members and len(core.members) > 1:
+            self.feed(LeaveWanted(job.leaver))
+        if message.epoch == core.epoch and not core.is_changing and not self._is_planning:
+            planned = self._next_plan(step)
+            if planned is not None:
+                self._is_planning = True
+                world.after(world.delay(), self, self._on_planned, planned)
 
-    def _other_plan(self) -> ChangePlanned:
-        """Another layout, and its blocks where they should be."""
+    def _next_plan(self, step: int) -> ChangePlanned | None:
+        """Who is to leave becomes idle, who is idle works; another layout once in every epoch, where the job asks for
+        it."""
+        core, begin = self.core, self.world.job.change_step
+        before, leaving = core.in_force(), core.admissions.leaving
+        for worker in leaving.intersection(before.layout.active):
+            if len(before.layout.active) > 1:
+                return self._change(set_idle(before.layout, [worker]))
+        for worker in before.layout.idle:
+            if worker not in leaving:
+                return self._change(put_to_work(before.layout, worker))
+        if begin and step >= begin and core.epoch > self._planned_epoch and not core.has_planned:
+            self._planned_epoch = core.epoch
+            return self._change(other_layout(before.layout))
+        return None
+
+    def _change(self, layout: Layout) -> ChangePlanned:
+        """A change to a layout, with its blocks where they should be."""
         model, job = model_of(self.world.job), self.world.job
         before = self.core.in_force()
-        layout = other_layout(before.layout)
         here = refilled(model.blocks, before.layout, before.placement, job.num_followers, job.blocks_per_round)
         placement = target_placement(layout, model.blocks, here, num_followers=job.num_followers)
         return ChangePlanned(self.core.epoch, layout, placement, before.execution, "another layout")
 
     def _on_planned(self, planned: ChangePlanned) -> None:
+        self._is_planning = False
         self.feed(planned)
 
     def _on_shard(self, message: Shard) -> None:

@@ -332,6 +332,14 @@ class ToyEngine:
 
         return arrive
 
+    def carried(self) -> str:
+        """Nothing but blocks has a state here."""
+        return "toy"
+
+    def carry_on(self, carried: str, step: int) -> None:
+        """Nothing to take over."""
+        assert carried == "toy"
+
     def load(self, step: int, layout: Layout, placement: Placement) -> Loaded[ToyCopy]:
         """From the simulated disk, or from the seed."""
         host, model = self._host, self._model

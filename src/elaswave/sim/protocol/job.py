@@ -17,7 +17,7 @@ import msgspec
 from elaswave.hashing import MASK64
 from elaswave.planning.layout import make_layout
 from elaswave.planning.programs import compile_programs
-from elaswave.protocol.ballot import GridState, VoteShape, decode_certificate
+from elaswave.protocol.ballot import GridState, Request, VoteShape, decode_certificate
 from elaswave.protocol.engine import JobTerms, TrainingProgress
 from elaswave.protocol.scores import float_bits
 from elaswave.state.grids import (
@@ -61,6 +61,11 @@ class Job(NamedTuple):
     """The first step after which, once in every epoch, another layout is planned; 0 for none."""
     ask_step: int = 0
     """From this step's vote on the lowest member asks for a durable checkpoint, until one is committed; 0 for none."""
+    join_step: int = 0
+    """From this step on one worker more is wanted, once; 0 for never."""
+    leave_step: int = 0
+    """From this step on worker `leaver` is asked to leave; 0 for never."""
+    leaver: int = 0
     stop_step: int = 0
     """From this step's vote on every worker asks for the end of the job, as after a signal; 0 for never."""
     blocks_per_round: int = 1
@@ -336,4 +341,4 @@ def losses_of(job: Job, vector: bytes) -> tuple[float, ...]:
 def asks_checkpoint(job: Job, vector: bytes) -> bool:
     """Whether a worker has asked for a durable checkpoint in a vote."""
     shape = _vote_shape(job)
-    return decode_certificate(vector)[shape.num_sums + shape.REQUEST] != 0
+    return decode_certificate(vector)[shape.num_sums + shape.REQUEST] >= Request.CHECKPOINT.value

@@ -1,6 +1,6 @@
 """The links of a simulated worker: frames by key and epoch, as the real transport keeps them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from elaswave.protocol.engine import Key
@@ -29,6 +29,8 @@ class SimLinks:
         """Peers whose link has closed."""
         self.broken: int | None = None
         """A peer whose link has ended, though frames of this epoch were sent there, or were to be."""
+        self._wanted: dict[int, bool] = {}
+        """Peers to which links are made in the background -> whether they stand."""
         self._host = host
         self._sent_to: set[int] = set()
         """Peers to which frames of this epoch have been sent."""
@@ -43,6 +45,29 @@ class SimLinks:
         for peer in self.closed & set(layout.workers) - self.dead:
             self.closed.discard(peer)
             self._host.world.open_again(self._host.id, peer)
+
+    def want(self, addresses: Mapping[int, str]) -> None:
+        """They take a while."""
+        before = self._wanted
+        self._wanted = {peer: before.get(peer, False) for peer in addresses}
+        for peer in addresses.keys() - before.keys():
+            self._dial(peer)
+
+    def _dial(self, peer: int) -> None:
+        world = self._host.world
+        world.after(3 * world.delay(), self._host, self._stands, peer)
+
+    def _stands(self, peer: int) -> None:
+        if peer in self._wanted and peer not in self.dead:
+            if peer in self.closed:
+                self.closed.discard(peer)
+                self._host.world.open_again(self._host.id, peer)
+            self._wanted[peer] = True
+            self._host.machine.look_at_links()
+
+    def has(self, peer: int) -> bool:
+        """Whether it stands."""
+        return self._wanted.get(peer, False) and peer not in self.closed
 
     def edit(self, epoch: int, members: tuple[int, ...]) -> None:
         """Frames of older epochs are nothing any more."""
@@ -80,6 +105,8 @@ class SimLinks:
     def close(self, peer: int) -> None:
         """The link to a peer has ended."""
         self.closed.add(peer)
+        if peer in self._wanted and peer not in self.members:
+            self._dial(peer)
         if peer in self._sent_to:
             self.broken = peer
 

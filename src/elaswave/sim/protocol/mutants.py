@@ -11,7 +11,7 @@ core really had, found by this simulation. W1 and so on are the rules of ``docs/
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -37,6 +37,8 @@ from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.engine import ToyCopy
 from elaswave.sim.protocol.job import BlockState
+from elaswave.sim.protocol.membership_mutants import MEMBERSHIP_MUTANTS
+from elaswave.sim.protocol.mutant import Mutant
 from elaswave.sim.protocol.run import Build
 from elaswave.sim.protocol.salvage_mutants import (
     AddsCoveredLayers,
@@ -51,19 +53,6 @@ from elaswave.state.placement import Block, Placement, Role
 from elaswave.types import Layout
 
 _Machine = WorkerMachine[ToyCopy]
-
-
-class Mutant(NamedTuple):
-    """A planted bug."""
-
-    name: str
-    what: str
-    """What is wrong."""
-    build: Build
-    example: str
-    """A schedule that shows it, as short as the search could make it."""
-    real: bool = False
-    """Whether the core once had it."""
 
 
 # ------------------------------------------------------------------------------------------- W1: an answer is a promise
@@ -81,7 +70,7 @@ class LearnsAfterAnswering(_Machine):
 
     ledger_class = _TalkativeLedger
 
-    def move(self, epoch: int, members: tuple[int, ...]) -> None:
+    def move(self, epoch: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
         self.report = self.ledger.promise(epoch, self.held(), self.layers_here())
         self.outbox.send(self.report)
         self._pending = (epoch, members)
@@ -423,9 +412,15 @@ class _CountsOldWords(Shards[int, BlockState]):
     """What was said of parts before a loss counts for the parts that are written again after it."""
 
     def decided(
-        self, epoch: int, members: Collection[int], *, again: int | None, rollback: int | None
+        self,
+        epoch: int,
+        members: Collection[int],
+        *,
+        again: int | None,
+        rollback: int | None,
+        joined: Collection[int] = (),
     ) -> list[Complete[int, BlockState] | GivenUp]:
-        return super().decided(0, members, again=again, rollback=rollback)
+        return super().decided(0, members, again=again, rollback=rollback, joined=joined)
 
 
 class GivesUpEarly(SimCoordinator):
@@ -438,10 +433,16 @@ class _ForgetsCommits(Shards[int, BlockState]):
     """Parts of a checkpoint that is being committed are waited for after a loss, and never come."""
 
     def decided(
-        self, epoch: int, members: Collection[int], *, again: int | None, rollback: int | None
+        self,
+        epoch: int,
+        members: Collection[int],
+        *,
+        again: int | None,
+        rollback: int | None,
+        joined: Collection[int] = (),
     ) -> list[Complete[int, BlockState] | GivenUp]:
         committing, self._committing = self._committing, set()
-        found = super().decided(epoch, members, again=again, rollback=rollback)
+        found = super().decided(epoch, members, again=again, rollback=rollback, joined=joined)
         self._committing = committing
         return found
 
@@ -690,6 +691,7 @@ MUTANTS = {
             Build(machine=DeliversLayersOnly),
             "widths=1,1,1 tied=1 kill:0@40",
         ),
+        *MEMBERSHIP_MUTANTS,
         Mutant(
             "keep-coverage-only",
             "what was added before a loss counts as covered, but the sums are emptied",
@@ -756,7 +758,7 @@ MUTANTS = {
             "end-first",
             "a worker tells a new coordinator of its end before it tells of its parts of checkpoints",
             Build(facts=_EndFirst),
-            "kill:2@0 suspect:1@0 kill:c@35",
+            "usurp:c@56+1",
         ),
         Mutant(
             "forget-request",

@@ -27,12 +27,12 @@ class AddsTheDeadsPart(_Machine):
 
     _from_the_dead: tuple[tuple[int, list[int]], ...] = ()
 
-    def move(self, epoch: int, members: tuple[int, ...]) -> None:
+    def move(self, epoch: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
         engine: Any = self.engine
         self._from_the_dead = tuple(
             (layer, sums) for (layer, peer), (_, sums) in engine.received.items() if peer not in members
         )
-        super().move(epoch, members)
+        super().move(epoch, members, with_progress=with_progress)
 
     def begin_sums(self) -> None:
         super().begin_sums()

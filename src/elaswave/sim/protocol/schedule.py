@@ -140,9 +140,12 @@ def parse_schedule(text: str) -> Schedule:
     num_workers, widest = schedule.job.num_workers, max(schedule.job.widths)
     if min(schedule.job.widths) < 1 or schedule.job.num_microbatches < widest:
         raise ValueError(f"every stage needs a worker, and num_microbatches must be at least {widest}: {text!r}")
+    last = num_workers - 1 + (schedule.job.join_step > 0)
     for fault in faults:
-        if any(worker >= num_workers for worker in fault.workers):
-            raise ValueError(f"{str(fault)!r} strikes a worker that does not exist: they are 0 to {num_workers - 1}")
+        if any(worker > last for worker in fault.workers):
+            raise ValueError(f"{str(fault)!r} strikes a worker that does not exist: they are 0 to {last}")
+    if schedule.job.leaver >= num_workers:
+        raise ValueError(f"worker {schedule.job.leaver} is to leave, but they are 0 to {num_workers - 1}")
     return schedule
 
 
@@ -176,7 +179,8 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
     if drawn.change_step:  # blocks move for some steps before it is in force
         drawn = drawn._replace(steps=drawn.steps + random.Random(f"moves of {seed}").choice((1, 2, 3)))
     rounds = random.Random(f"rounds of {seed}").choice((1, 1, 2, 3))
-    job = drawn._replace(num_microbatches=rounds * drawn.num_microbatches) if job is None else job
+    drawn = drawn._replace(num_microbatches=rounds * drawn.num_microbatches)
+    job = _with_membership(drawn, random.Random(f"membership of {seed}")) if job is None else job
     num_workers, steps = job.num_workers, job.steps
     conditions = Conditions(
         seed=rng.randrange(1, 1 << 30),
@@ -199,8 +203,21 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         if index > 0:
             # Most of the later faults strike while an earlier one is being dealt with.
             at = at + rng.randrange(1, 30) if rng.random() < 0.7 else rng.randrange(span)
-        faults.append(_random_fault(rng, num_workers, at))
+        faults.append(_random_fault(rng, num_workers + (job.join_step > 0), at))
     return Schedule(job, conditions, tuple(sorted(faults, key=lambda fault: fault.instant)))
+
+
+def _with_membership(job: Job, rng: random.Random) -> Job:
+    """Perhaps a worker joins, one leaves, or both."""
+    if rng.random() < 0.5:
+        return job
+    joins, leaves = rng.choice(((1, 0), (1, 0), (0, 1), (1, 1)))
+    return job._replace(
+        join_step=joins * rng.choice((1, 2)),
+        leave_step=leaves * rng.choice((1, 2, 4)),
+        leaver=leaves * rng.randrange(job.num_workers),
+        steps=job.steps + rng.choice((4, 6, 8)),
+    )
 
 
 def _random_job(rng: random.Random) -> Job:

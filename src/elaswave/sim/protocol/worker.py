@@ -9,9 +9,11 @@ from typing import Any
 
 from elaswave.errors import InterruptedWaitError
 from elaswave.protocol.ballot import Request, VoteOutcome
+from elaswave.protocol.decisions import with_members
 from elaswave.protocol.engine import Committed, Key, Pause, Phase, StepObserver
+from elaswave.protocol.events import JoinerCame
 from elaswave.protocol.facts import Facts
-from elaswave.protocol.messages import CoreToWorker, Decision, Evidence, Installed, Prepare, Registered
+from elaswave.protocol.messages import FIRST_EPOCH, CoreToWorker, Decision, Evidence, Installed, Prepare, Registered
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.engine import ToyCopy, ToyEngine
 from elaswave.sim.protocol.job import Job, initial_state, model_of, parameter
@@ -43,6 +45,7 @@ class SimWorker:
         world: time, network and observers.
         worker: its id.
         job: what is trained.
+        joins: whether it joins a job that runs.
         machine_class, facts_class: replaced to plant bugs.
     """
 
@@ -51,14 +54,17 @@ class SimWorker:
         world: World,
         worker: int,
         job: Job,
+        joins: bool = False,
         machine_class: type[SimMachine] = WorkerMachine,
         facts_class: type[Facts] = Facts,
     ) -> None:
         model = model_of(job)
+        layout = with_members(model.layout, (*model.layout.workers, worker))
         self.world = world
         self.id = worker
         self.job = job
         self.dead = False
+        self.joins = joins
         self.model = model
         self.unacknowledged: list[Any] = []
         """Durable messages that no coordinator has acknowledged."""
@@ -88,11 +94,12 @@ class SimWorker:
             self._disk,
             self._watch,
             self.facts,
-            layout=model.layout,
+            layout=layout,
             execution=ExecutionParameters(),
             placement=model.placement,
             copies=copies,
             progress=model.progress,
+            joins=joins,
         )
         engine.parameters = {
             block: parameter(initial_state(block)) for layer in engine.layers for block in model.blocks_of_layer[layer]
@@ -106,8 +113,10 @@ class SimWorker:
 
     # ------------------------------------------------------------------------------------------------ what reaches it
 
-    def registration(self) -> Registered:
+    def registration(self) -> Registered | JoinerCame:
         """The first words on a new control connection."""
+        if self.joins and self.machine.member.epoch == FIRST_EPOCH:
+            return JoinerCame(self.id, str(self.id))
         return self.machine.registration(str(self.id))
 
     def on_connected(self) -> None:

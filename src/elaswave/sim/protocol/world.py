@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.engine import Key
+from elaswave.protocol.events import JoinerCame
 from elaswave.protocol.messages import CoreToWorker, Evidence, Registered
 from elaswave.sim.protocol.job import BlockState, Exponents, Job, losses_of, model_of
 from elaswave.sim.protocol.messages import CheckpointSettled, SimFrame
@@ -61,7 +62,7 @@ class WorkerActor(Protocol):
     def on_pause_over(self, turn: int) -> None:
         """It has computed for a moment."""
 
-    def registration(self) -> Registered:
+    def registration(self) -> Registered | JoinerCame:
         """Its first words on a new connection."""
 
 
@@ -75,7 +76,7 @@ class CoordinatorActor(Protocol):
     def begin(self) -> None:
         """It starts."""
 
-    def on_registered(self, link: "ControlLink", message: Registered) -> None:
+    def on_registered(self, link: "ControlLink", message: Registered | JoinerCame) -> None:
         """A worker has a new control connection."""
 
     def on_message(self, link: "ControlLink", message: Any) -> None:
@@ -121,7 +122,7 @@ class World:
         schedule: Schedule,
         observers: Sequence[Observer],
         *,
-        worker_class: "Callable[[World, int, Job], WorkerActor]",
+        worker_class: "Callable[[World, int, Job, bool], WorkerActor]",
         coordinator_class: "Callable[[World], CoordinatorActor]",
         store: SimStore,
         log: Callable[[str], None] | None = None,
@@ -162,7 +163,10 @@ class World:
         self._set_delays()
         self.see = together(observers)
         self._coordinator_class = coordinator_class
-        self.workers = {worker: worker_class(self, worker, self.job) for worker in model_of(self.job).layout.workers}
+        self._worker_class = worker_class
+        self.workers = {
+            worker: worker_class(self, worker, self.job, False) for worker in model_of(self.job).layout.workers
+        }
         self.links: dict[int, ControlLink] = {}
         """The newest control connection of each worker."""
         self._hung_until: dict[Any, int] = {}
@@ -438,6 +442,13 @@ class World:
             self.disk[step] = (states, grid)
             self._at(self.delay(), self._act, coordinator, coordinator.on_committed, (step,))
 
+    def spawn(self, worker: int) -> None:
+        """The agent starts a worker that joins; one that it has started before it does not start again (J1)."""
+        if worker not in self.workers:
+            self.say(f"worker {worker} is started")
+            actor = self.workers[worker] = self._worker_class(self, worker, self.job, True)
+            self._at(4 * self.delay(), self._connect, actor)
+
     def leave(self, worker: WorkerActor, reason: str) -> None:
         """A worker ends itself."""
         self.say(f"worker {worker.id} leaves: {reason}")
@@ -453,8 +464,8 @@ class World:
             if coordinator is not None:
                 self._strike_coordinator(coordinator, fault)
             return
-        workers = [self.workers[worker] for worker in fault.workers]
-        if all(not worker.dead for worker in workers):
+        workers = [self.workers[worker] for worker in fault.workers if worker in self.workers]
+        if len(workers) == len(fault.workers) and all(not worker.dead for worker in workers):
             getattr(self, f"_{fault.kind}")(*workers, fault.duration)
 
     def _strike_coordinator(self, coordinator: CoordinatorActor, fault: ScheduledFault) -> None:

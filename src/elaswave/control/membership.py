@@ -1,0 +1,168 @@
+"""Joins and leaves of a running job, as its coordinator's process sees them: requests, joiners, bounds.
+
+How the membership changes is the protocol's core's; who is started when, and who may come in, is
+`elaswave.control.joiners`'. Here is what stands between them, and between both and people.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+from elaswave.control.joiners import Answer, Joiners
+from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.events import CoordinatorEvent, JoinerCame, JoinerGone, LeaveWanted, NewEpoch, Suspected
+from elaswave.protocol.messages import CoreToWorker, Fenced, Joining
+
+JOIN_TIMEOUT_S = 120.0
+"""Within this time of its first words a joiner must have become a member; steps of minutes are to fit into it."""
+JOIN_STEPS_MAX = 10.0
+"""And at least within the time of so many steps."""
+
+_log = logging.getLogger("elaswave.control")
+
+
+class Membership:
+    """Who is to become a member of one job, and who is to leave.
+
+    Args:
+        core: the protocol's machine.
+        joiners: who is started, and who may come in.
+        feed: tells the core of an event.
+        suspect: tells the core of suspicions.
+        spawn: asks the agent for a worker's process.
+        send: sends a message to a worker that is connected.
+        say: tells people.
+        drain_deadline_s: seconds that a leaving worker may take, unless its notice says otherwise.
+    """
+
+    def __init__(
+        self,
+        core: Coordinator,
+        joiners: Joiners,
+        *,
+        feed: Callable[[CoordinatorEvent], None],
+        suspect: Callable[[Sequence[Suspected]], None],
+        spawn: Callable[[int], object],
+        send: Callable[[int, CoreToWorker], object],
+        say: Callable[[str], None],
+        drain_deadline_s: float,
+    ) -> None:
+        self._core = core
+        self._joiners = joiners
+        self._feed = feed
+        self._suspect = suspect
+        self._spawn = spawn
+        self._send = send
+        self._say = say
+        self._drain_deadline_s = drain_deadline_s
+        self._deadlines_s: dict[int, float] = {}
+        """Leaving member -> when it is lost."""
+        self._joining_since_s: dict[int, float] = {}
+        """Joiner that may come in -> when it has said so first."""
+
+    @property
+    def started(self) -> list[int]:
+        """All workers that were ever started to join."""
+        return self._joiners.started
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def join(self, count: int, now_s: float) -> list[int]:
+        """Has workers started that join, beside those that the job aims at; returns their ids, none at the end."""
+        return self._start(self._joiners.request(count, now_s))
+
+    def _start(self, workers: Sequence[int]) -> list[int]:
+        for worker in workers:
+            self._spawn(worker)
+        return list(workers)
+
+    def spawn_again(self) -> None:
+        """A coordinator that takes over asks for all that may not have been started (J1); the agent knows which."""
+        self._start([worker for worker in self._joiners.started if worker not in self._core.members])
+
+    def leave(self, worker: int, deadline_s: float | None, now_s: float) -> None:
+        """Has a member leave; nobody takes its place.
+
+        Args:
+            worker: its id.
+            deadline_s: seconds after which it is lost; None: as configured.
+            now_s: monotonic time.
+        """
+        within_s = self._drain_deadline_s if deadline_s is None else deadline_s
+        self._deadlines_s[worker] = min(now_s + within_s, self._deadlines_s.get(worker, math.inf))
+        self._joiners.left(worker)
+        self._feed(LeaveWanted(worker))
+
+    def take_over(self, now_s: float) -> None:
+        """Members that an earlier coordinator has asked to leave have their time anew."""
+        for worker in self._core.admissions.leaving:
+            self._deadlines_s[worker] = now_s + self._drain_deadline_s
+            self._joiners.left(worker)
+
+    # ---------------------------------------------------------------------------------------------------------- joiners
+
+    def heard(self, joining: Joining, now_s: float) -> None:
+        """A joiner has said who it is."""
+        self.answer(self._joiners.heard(joining), now_s)
+
+    def answer(self, answers: Sequence[Answer], now_s: float) -> None:
+        """It is known which joiners may come in."""
+        for joining, problem in answers:
+            worker = joining.worker
+            if problem is None:
+                self._joining_since_s.setdefault(worker, now_s)
+                self._feed(JoinerCame(worker, joining.address))
+            else:
+                self._refuse(worker, problem)
+
+    def _refuse(self, worker: int, problem: str) -> None:
+        text = f"worker {worker} is not admitted: {problem}"
+        _log.warning("%s", text)
+        self._say(text)
+        self._send(worker, Fenced(term=self._core.term, epoch=self._core.epoch, reason=problem))
+
+    def ended(self, worker: int, now_s: float) -> None:
+        """A worker's process has ended, or the others go on without it; may be said again."""
+        self._joiners.ended(worker, now_s)
+        if self._joining_since_s.pop(worker, None) is not None:
+            self._feed(JoinerGone(worker))
+
+    # ------------------------------------------------------------------------------------------------------------- time
+
+    def tick(self, now_s: float, step_s: float) -> float:
+        """Starts those whose time has come, and gives up what takes too long.
+
+        Args:
+            now_s: monotonic time.
+            step_s: of a step, 0 if that is not known.
+        Returns:
+            When it is to be called again at the latest.
+        """
+        self._start(self._joiners.due(now_s))
+        bound_s = max(JOIN_TIMEOUT_S, JOIN_STEPS_MAX * step_s)
+        for worker, since_s in list(self._joining_since_s.items()):
+            if now_s - since_s > bound_s:
+                del self._joining_since_s[worker]
+                self._feed(JoinerGone(worker))
+                self._refuse(worker, f"the members have not made links to it within {bound_s:.0f} s")
+        overdue = [worker for worker, at_s in self._deadlines_s.items() if at_s <= now_s]
+        for worker in overdue:
+            del self._deadlines_s[worker]
+        late = [Suspected(worker, "drain", f"worker {worker} could not leave in time") for worker in overdue]
+        if members := [each for each in late if each.worker in self._core.members]:
+            self._suspect(members)
+        return min(self._joiners.next_s, *self._deadlines_s.values(), math.inf)
+
+    # ----------------------------------------------------------------------------------------------------------- epochs
+
+    def new_epoch(self, effect: NewEpoch, now_s: float) -> None:
+        """Some are members now, others are none any more."""
+        for worker in effect.joined:
+            self._joining_since_s.pop(worker, None)
+            self._say(f"worker {worker} has joined: epoch {effect.epoch}")
+        for worker in effect.left:
+            self._deadlines_s.pop(worker, None)
+            self._say(f"worker {worker} has left, as it was asked to: epoch {effect.epoch}")
+        for suspicion in effect.suspicions:
+            self._deadlines_s.pop(suspicion.worker, None)
+            self.ended(suspicion.worker, now_s)

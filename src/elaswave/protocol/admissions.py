@@ -1,0 +1,84 @@
+"""Who is to become a member, and who is to leave, before the next epoch says so. No IO.
+
+A joiner becomes a member once every member has a link to it and it has one to every member; a worker that is asked to
+leave is let go once it runs and holds nothing. Both happen at a voted boundary between two steps, at which all members
+pause (docs/protocol.md, rules J).
+"""
+
+from collections.abc import Collection, Mapping
+
+from elaswave.protocol.messages import Dial
+
+
+class Admissions:
+    """What a coordinator knows of them. Nothing of it is durable but `leaving`: members, joiners and the agent say the
+    rest again to every successor."""
+
+    def __init__(self) -> None:
+        self.joiners: dict[int, str] = {}
+        """Those that may come in, in the order in which they came -> where their data plane listens."""
+        self.leaving: set[int] = set()
+        """Members that are asked to leave."""
+        self.paused: dict[int, int] = {}
+        """Members that wait, in the present epoch -> the step after which they do."""
+        self.go_on_after = 0
+        """The newest step after which a member was let go on: who has paused after it, or before, is to go on too."""
+        self.is_asked = False
+        """Whether the members were asked to pause, in the present epoch."""
+        self._linked: dict[int, frozenset[int]] = {}
+        """Worker -> those of the wanted peers to which it has links."""
+        self._empty: set[int] = set()
+        """Members that run and hold nothing, in the present epoch."""
+
+    def new_epoch(self) -> None:
+        """What was said of the last epoch is void; links to joiners outlive it."""
+        self.paused.clear()
+        self._empty.clear()
+        self.is_asked = False
+        self.go_on_after = 0
+
+    def came(self, worker: int, address: str) -> None:
+        """A joiner may come in; may be said again."""
+        self.joiners[worker] = address
+
+    def gone(self, worker: int) -> bool:
+        """A joiner has ended, or has not become a member in time; returns whether there was one."""
+        self._linked.pop(worker, None)
+        return self.joiners.pop(worker, None) is not None
+
+    def linked(self, worker: int, peers: Collection[int]) -> None:
+        """A worker says to which of the peers that it is to be linked to it has links."""
+        self._linked[worker] = frozenset(peers)
+
+    def empty(self, worker: int) -> None:
+        """A member says that it runs and holds nothing."""
+        self._empty.add(worker)
+
+    def ready(self, members: Collection[int]) -> tuple[int, ...]:
+        """The joiners whose links stand, from both sides, and between each other."""
+        found: list[int] = []
+        for joiner in self.joiners:
+            peers = {*members, *found}
+            theirs = self._linked.get(joiner, frozenset())
+            if peers <= theirs and all(joiner in self._linked.get(peer, ()) for peer in peers):
+                found.append(joiner)
+        return tuple(found)
+
+    def released(self, members: Collection[int]) -> tuple[int, ...]:
+        """The leaving members that can be let go now, while others stay."""
+        going = self.leaving & self._empty & set(members)
+        return tuple(sorted(going)) if len(going) < len(members) else ()
+
+    def calls(self, addresses: Mapping[int, str], term: int, epoch: int) -> list[tuple[int, Dial]]:
+        """(worker, what it is told): members are to make links to all joiners, joiners to all members and joiners.
+
+        Args:
+            addresses: of the members.
+            term, epoch: of the coordinator.
+        """
+        everybody = {**addresses, **self.joiners}
+        calls = [(worker, Dial(term=term, epoch=epoch, addresses=self.joiners)) for worker in addresses]
+        for joiner in self.joiners:
+            others = {peer: address for peer, address in everybody.items() if peer != joiner}
+            calls.append((joiner, Dial(term=term, epoch=epoch, addresses=others)))
+        return calls

@@ -1,0 +1,209 @@
+"""Joins and leaves, event by event: when members are asked to pause, what a loss or a new coordinator changes."""
+
+import msgspec
+import pytest
+from tests.protocol.machines import THREE, coordinator, registered, report, suspicion, vote
+
+from elaswave.protocol.coordinator_table import State
+from elaswave.protocol.events import (
+    ChangePlanned,
+    Decided,
+    JoinerCame,
+    JoinerGone,
+    LeaveWanted,
+    LeavingRecord,
+    NewEpoch,
+    NewEpochRecord,
+    Note,
+    Persist,
+    Send,
+)
+from elaswave.protocol.ledger import CatchUp, Ledger
+from elaswave.protocol.messages import AskPause, Dial, Emptied, GoOn, Installed, Linked, Paused, Progress, Released
+from elaswave.sim.protocol.job import model_of
+
+PROGRESS = Progress(num_updates=2, exponents=(3, 4), calibrated=True, exact=True, canaries={0: 1}, engine="options")
+
+
+def training(records=()):
+    core = coordinator(records)
+    core.begin()
+    for worker in range(3):
+        core.handle(registered(worker), 0.0)
+    assert core.state is State.TRAINING
+    return core
+
+
+def sent(effects, kind):
+    return {
+        effect.worker: effect.message
+        for effect in effects
+        if isinstance(effect, Send) and isinstance(effect.message, kind)
+    }
+
+
+def link(core, joiner=3, members=(0, 1, 2)):
+    """All say that they have links to a joiner; the effects of the last word."""
+    core.handle(JoinerCame(joiner, "there"), 0.0)
+    for worker in members:
+        core.handle(Linked(worker=worker, peers=(joiner,)), 0.0)
+    return core.handle(Linked(worker=joiner, peers=tuple(members)), 0.0)
+
+
+def pause(core, members=(0, 1, 2), epoch=1, step=2):
+    effects = []
+    for worker in members:
+        effects = core.handle(Paused(worker=worker, epoch=epoch, step=step), 0.0)
+    return effects
+
+
+def installed(core, epoch):
+    effects = []
+    for worker in core.members:
+        effects = core.handle(Installed(worker=worker, epoch=epoch, edit_s=0, promote_s=0, critical_bytes=0), 0.0)
+    return effects
+
+
+def test_a_joiner_becomes_a_member_at_a_voted_boundary():
+    core = training()
+    calls = sent(core.handle(JoinerCame(3, "there"), 0.0), Dial)
+    assert calls[0].addresses == {3: "there"} and set(calls[3].addresses) == {0, 1, 2}
+    for worker in range(3):
+        assert core.handle(Linked(worker=worker, peers=(3,)), 0.0) == []
+    assert sent(core.handle(Linked(worker=3, peers=(0, 1)), 0.0), AskPause) == {}
+    assert set(sent(core.handle(Linked(worker=3, peers=(0, 1, 2)), 0.0), AskPause)) == {0, 1, 2}
+    assert pause(core, members=(0, 2)) == []
+    first, *rest = pause(core, members=(1,))
+    assert isinstance(first, Persist) and isinstance(first.record, NewEpochRecord)
+    assert (first.record.epoch, first.record.members, first.record.joined, first.record.lost) == (
+        2,
+        (0, 1, 2, 3),
+        (3,),
+        (),
+    )
+    assert NewEpoch(2, (), (3,), ()) in rest
+    assert {
+        effect.worker: effect.message.with_progress for effect in rest if isinstance(effect, Send)
+    } == dict.fromkeys(range(4), True)
+    for worker in range(3):
+        told = report(worker, 2, evidence=vote(2), version=2)
+        core.handle(msgspec.structs.replace(told, progress=PROGRESS), 0.0)
+    effects = core.handle(newcomer(3, 2), 0.0)
+    (decision,) = [effect.decision for effect in effects if isinstance(effect, Decided)]
+    assert (decision.joined, decision.progress, decision.resume_step) == ((3,), PROGRESS, 3)
+    assert decision.layout.idle == (3,) and 3 not in {*decision.placement.owner, *sum(decision.placement.followers, ())}
+    # Nobody is wanted any more, once all have installed it.
+    assert {call.addresses == {} for call in sent(installed(core, 2), Dial).values()} == {True}
+
+
+def newcomer(worker, epoch):
+    told = Ledger(worker, 0, is_fresh=True).promise(epoch, {}, (0, 0), progress=PROGRESS)
+    assert told.progress is None and told.decided == 0
+    return told
+
+
+def test_a_joiner_that_ends_is_nobodys_loss():
+    core = training()
+    link(core)
+    effects = core.handle(JoinerGone(3), 0.0)
+    assert set(sent(effects, GoOn)) == {0, 1, 2} and core.epoch == 1
+    # Who has paused meanwhile is let go on, also if the word about it was under way.
+    assert set(sent(pause(core, members=(1,)), GoOn)) == {1}
+
+
+def test_a_loss_does_not_wait_for_a_joiner():
+    core = training()
+    link(core)
+    pause(core, members=(0,))
+    effects = core.handle(suspicion(2), 0.0)
+    assert isinstance(effects[0].record, NewEpochRecord) and effects[0].record.joined == ()
+    assert core.state is State.COLLECTING and core.members == (0, 1)
+    # What was said of the old epoch does not count; the joiner and its links are still there.
+    assert core.admissions.paused == {} and core.admissions.ready(core.members) == (3,)
+    for worker in (0, 1):
+        core.handle(report(worker, 2, version=0), 0.0)
+    assert set(sent(installed(core, 2), AskPause)) == {0, 1}
+
+
+def test_a_pause_for_an_earlier_coordinator_is_over():
+    core = training()
+    assert sent(core.handle(Paused(worker=1, epoch=1, step=4), 0.0), GoOn).keys() == {1}
+    link(core)  # and now this one asks
+    assert sent(core.handle(Paused(worker=2, epoch=1, step=4), 0.0), GoOn).keys() == {2}
+    assert pause(core, step=5)[0].record.joined == (3,)
+
+
+def test_no_pause_is_asked_for_while_blocks_move():
+    core = training()
+    layout = core.layout
+    core.handle(ChangePlanned(1, layout, core.placement, core.execution, "better"), 0.0)
+    assert sent(link(core), AskPause) == {}
+    assert sent(core.handle(Emptied(worker=0, epoch=1), 0.0), AskPause) == {}
+
+
+def test_no_change_is_planned_while_the_members_pause():
+    core = training()
+    link(core)
+    (note,) = core.handle(ChangePlanned(1, core.layout, core.placement, core.execution, "better"), 0.0)
+    assert isinstance(note, Note) and "membership is about to change" in note.text
+
+
+def test_a_member_leaves_once_it_holds_nothing():
+    core = training()
+    (persisted,) = core.handle(LeaveWanted(1), 0.0)
+    assert persisted == Persist(LeavingRecord(term=1, worker=1))
+    assert isinstance(core.handle(LeaveWanted(1), 0.0)[0], Note)
+    assert isinstance(core.handle(LeaveWanted(7), 0.0)[0], Note)
+    assert sent(core.handle(Emptied(worker=0, epoch=1), 0.0), AskPause) == {}  # it is not asked to leave
+    assert set(sent(core.handle(Emptied(worker=1, epoch=1), 0.0), AskPause)) == {0, 1, 2}
+    effects = pause(core)
+    assert (effects[0].record.members, effects[0].record.left, effects[0].record.lost) == ((0, 2), (1,), ())
+    assert set(sent(effects, Released)) == {1}
+    assert core.admissions.leaving == set()
+
+
+def test_a_successor_knows_who_is_leaving():
+    assert training([LeavingRecord(term=1, worker=1)]).admissions.leaving == {1}
+    left = NewEpochRecord(term=1, epoch=2, members=(0, 2), lost=(), reason="", left=(1,))
+    successor = coordinator([LeavingRecord(term=1, worker=1), left])
+    assert successor.admissions.leaving == set() and successor.members == (0, 2)
+    assert successor._losses_at_s == []
+
+
+def test_all_members_cannot_leave_together():
+    core = training()
+    for worker in range(3):
+        core.handle(LeaveWanted(worker), 0.0)
+        core.handle(Emptied(worker=worker, epoch=1), 0.0)
+    assert core.admissions.released(core.members) == ()
+
+
+def test_a_newcomer_takes_over_where_training_stands_and_has_nothing_to_catch_up():
+    ledger = Ledger(3, 0, is_fresh=True)
+    told = ledger.promise(2, {}, (0, 0), progress=PROGRESS)
+    assert (told.decided, told.progress, told.copies.blocks) == (0, None, [])
+    decision = decide_for(newcomer_epoch=2)
+    assert ledger.accept(decision) is CatchUp.JOIN
+    # A loss before the next vote: nothing of it could be behind.
+    assert ledger.promise(3, {}, (0, 0), progress=PROGRESS).progress == PROGRESS
+    assert ledger.accept(decide_for(newcomer_epoch=3)) is CatchUp.NOTHING
+
+
+def decide_for(newcomer_epoch):
+    core = training()
+    link(core)
+    pause(core)
+    for worker in range(3):
+        core.handle(report(worker, 2, evidence=vote(2), version=2), 0.0)
+    effects = core.handle(newcomer(3, 2), 0.0)
+    (decision,) = [effect.decision for effect in effects if isinstance(effect, Decided)]
+    return msgspec.structs.replace(decision, epoch=newcomer_epoch)
+
+
+@pytest.mark.parametrize("decided", [0, 1])
+def test_a_member_without_state_has_missed_no_return_to_a_checkpoint(decided):
+    core = training()
+    core._rollback_epoch = 5
+    assert core._is_new(msgspec.structs.replace(newcomer(3, 2), decided=decided)) is (decided == 0)
+    assert not core._is_new(report(0, 2))  # it began with the job
+    assert model_of(THREE).layout.workers == (0, 1, 2)
