@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 580
 
 EXPECTED: dict[str, dict[str, int]] = {
-    "README.md": {"same computation: 60 steps": 1, "same computation: 36 steps": 2},
+    "README.md": {"same computation: 60 steps": 1, "same computation: 36 steps": 3},
     "docs/command-line.md": {
         "same computation: 12 steps": 3,
         "\n2x2\n": 1,

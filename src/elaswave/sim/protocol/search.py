@@ -133,6 +133,14 @@ def _in_the_midst(seeds: Iterable[int]) -> tuple[Conditions, ...]:
     )
 
 
+JOINING_JOB = Job(widths=(2, 1), steps=8, join_step=1)
+"""Worker 3 joins, and works in the last steps."""
+LEAVING_JOB = Job(widths=(2, 1), steps=8, leave_step=1, leaver=1)
+"""Worker 1 leaves; another one of its stage stays."""
+LAST_LEAVING_JOB = Job(widths=(2, 1), steps=8, leave_step=1, leaver=2)
+"""Worker 2 leaves, the only one of its stage."""
+
+
 def _weathers(num_workers: int) -> tuple[Conditions, ...]:
     """Ways in which a failure is noticed: early or late, by whom, and which worker hears of it last."""
     weathers = []
@@ -158,6 +166,10 @@ SPACES = {
         Space("3-workers-slow-commit-2-faults", JOB_OF_3, (_SLOW_COMMIT,), (("kill", "suspect"), ("kill", "suspect"))),
         Space("3-workers-tied-1-fault", TIED_JOB, _weathers(3), (ALL_KINDS,)),
         Space("3-workers-tied-2-kills", TIED_JOB, (_PROMPT,), (("kill",), ("kill",))),
+        Space("3-workers-join-1-kill", JOINING_JOB, _weathers(4), (("kill", "suspect"),)),
+        Space("3-workers-leave-1-kill", LEAVING_JOB, _weathers(3), (("kill", "suspect"),)),
+        Space("3-workers-last-leaves-1-kill", LAST_LEAVING_JOB, _weathers(3), (("kill", "suspect"),)),
+        Space("3-workers-join-1-fault", JOINING_JOB, (_PROMPT,), (ALL_KINDS,)),
         Space("4-workers-2-kills", JOB_OF_4, (_PROMPT,), (("kill",), ("kill",))),
         Space("4-workers-salvage-1-fault", LONG_JOB, _in_the_midst(range(1, 9)), (("kill", "suspect"),)),
         Space("3-workers-salvage-2-kills", LONG_JOB_OF_3, _in_the_midst((1,)), (("kill",), ("kill", "suspect"))),
@@ -202,7 +214,7 @@ def _with_one_more(schedule: Schedule, kinds: Collection[str], build: Build) -> 
     start = schedule.faults[-1].instant if schedule.faults else 0
     dead = {fault.target for fault in schedule.faults if fault.kind == "kill" and fault.target != COORDINATOR}
     for kind in kinds:
-        for target, workers in _targets(kind, schedule.job.num_workers):
+        for target, workers in _targets(kind, schedule.job.num_workers + (schedule.job.join_step > 0)):
             if dead & set(target.split("-")):
                 continue
             for instant in strike_points(instants, workers, start):
