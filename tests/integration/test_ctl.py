@@ -166,6 +166,22 @@ def test_layers_and_workers_move_and_no_bit_changes(tmp_path: Path, capsys: pyte
     assert [len(event.layout.stages) for event in layouts[:4]] == [2, 2, 2, 3]
 
 
+def test_a_worker_joins_and_another_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    with job(run_dir, run__steps=FOREVER) as process:
+        until_step(run_dir, process, 2)
+        assert ctl(run_dir, "join", "--json") == 0
+        joined = json.loads(capsys.readouterr().out)
+        assert joined["decided"] == "joined" and "worker 3 is a member" in joined["reason"]
+        assert ctl(run_dir, "drain", "0") == 0
+        assert "drained: worker 0 is no member of epoch" in capsys.readouterr().out
+        with OperatorClient(run_dir) as client:
+            assert [worker.worker for worker in status_of(client).workers] == [1, 2, 3]
+        assert ctl(run_dir, "drain", "0") == 1
+        assert "worker 0 is no member; the members are 1, 2, 3" in capsys.readouterr().err
+        assert ctl(run_dir, "stop", "--wait") == 0
+
+
 def test_a_better_layout_is_found_when_a_person_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     emulated = {"device.kind": "emulated", "device.model": "gpt2-small", "device.name": "a100"}

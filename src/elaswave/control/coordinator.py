@@ -29,6 +29,7 @@ from elaswave.control.agent_messages import (
     StopJob,
     ToCoordinator,
 )
+from elaswave.control.asked_members import AskedMembers
 from elaswave.control.background import Background, call_at_end, in_thread
 from elaswave.control.coordinator_setup import JOURNAL_FILE, CoordinatorSetup
 from elaswave.control.data_waits import DataWaits
@@ -166,6 +167,7 @@ class CoordinatorProcess(CoordinatorDriver):
             send=self.send,
             say=self._terminal.say,
             drain_deadline_s=elastic.drain_deadline_s,
+            refused=lambda worker, problem: self._operations.not_admitted(worker, problem),
         )
         self._has_begun = any(isinstance(record, events.StartRecord | Decision) for record in records)
         """Whether all members have registered before: with an earlier coordinator."""
@@ -199,6 +201,7 @@ class CoordinatorProcess(CoordinatorDriver):
             stop=self._stop_for_operator,
             begin=self._background.begin,
             change=self.feed,
+            members=AskedMembers(job, self.request_join, self.request_drain),
         )
         self._desk = OperatorDesk(self._server, job, self._operations)
         self._stop: Stop | None = None
@@ -521,6 +524,7 @@ class CoordinatorProcess(CoordinatorDriver):
 
     def _on_end_of_process(self, worker: int, text: str) -> None:
         self._membership.ended(worker, time.monotonic())
+        self._operations.not_admitted(worker, f"its process {text}")
         if worker in self.core.members and self._ended is None and worker not in self._failures:
             self._detector.exited(worker, text, time.monotonic())
             self._tick_soon()
@@ -804,6 +808,7 @@ class CoordinatorProcess(CoordinatorDriver):
             self._detector.left(suspicion.worker)
             _log.warning("epoch %d: %s", effect.epoch, suspicion.reason)
         self._membership.new_epoch(effect, now_s)
+        self._operations.lost(suspicion.worker for suspicion in effect.suspicions)
         if effect.suspicions:
             self._recoveries.new_epoch(effect, now_s)
 

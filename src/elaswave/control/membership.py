@@ -33,6 +33,7 @@ class Membership:
         send: sends a message to a worker that is connected.
         say: tells people.
         drain_deadline_s: seconds that a leaving worker may take, unless its notice says otherwise.
+        refused: told of a joiner that is not let in, and why.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Membership:
         send: Callable[[int, CoreToWorker], object],
         say: Callable[[str], None],
         drain_deadline_s: float,
+        refused: Callable[[int, str], object] = lambda worker, problem: None,
     ) -> None:
         self._core = core
         self._joiners = joiners
@@ -55,6 +57,7 @@ class Membership:
         self._send = send
         self._say = say
         self._drain_deadline_s = drain_deadline_s
+        self._refused = refused
         self._deadlines_s: dict[int, float] = {}
         """Leaving member -> when it is lost."""
         self._joining_since_s: dict[int, float] = {}
@@ -119,6 +122,7 @@ class Membership:
         text = f"worker {worker} is not admitted: {problem}"
         _log.warning("%s", text)
         self._say(text)
+        self._refused(worker, problem)
         self._send(worker, Fenced(term=self._core.term, epoch=self._core.epoch, reason=problem))
 
     def ended(self, worker: int, now_s: float) -> None:

@@ -38,7 +38,7 @@ class Operations:
         stop: tells all that the job ends after the step in hand; may be called again.
         begin: begins something beside the coordinator's turns.
         change: has all members change to a planned layout.
-        members: lets workers join and leave; None where a job cannot.
+        members: lets workers join and leave.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Operations:
         stop: Callable[[], None],
         begin: Callable[[Coroutine[Any, Any, None]], None],
         change: Callable[[ChangePlanned], None],
-        members: AskedMembers | None = None,
+        members: AskedMembers,
     ) -> None:
         self._job = job
         self._send_all = send_all
@@ -104,8 +104,6 @@ class Operations:
             num_workers: how many.
             started: those that were started for this request already.
         """
-        if self._members is None:
-            return refusal("this version of elaswave cannot do that: a job does not take in new workers")
         return self._members.join(num_workers, started)
 
     def request_drain(self, worker: int, deadline_s: float | None, *, begun: bool = False) -> Reply:
@@ -116,8 +114,6 @@ class Operations:
             deadline_s: after which it is lost like any other; None: as configured.
             begun: whether an earlier coordinator was asked for it.
         """
-        if self._members is None:
-            return refusal("this version of elaswave cannot do that: a worker leaves a job only by being lost")
         return self._members.drain(worker, deadline_s, begun=begun)
 
     def request_migrate(self, layers: tuple[int, ...] | None, widths: tuple[int, ...] | None) -> Reply:
@@ -156,6 +152,14 @@ class Operations:
     def decided(self, decision: Decision) -> None:
         """Survivors go on with a decision."""
         self._checkpoints.decided(decision)
+
+    def not_admitted(self, worker: int, problem: str) -> None:
+        """A joiner is not let in, or its process has ended."""
+        self._members.refused(worker, problem)
+
+    def lost(self, workers: Iterable[int]) -> None:
+        """The members go on without these, which have not left as they were asked to."""
+        self._members.lost(workers)
 
     def registered(self, worker: int) -> None:
         """A member has connected: what was told may have been lost with its connection."""
