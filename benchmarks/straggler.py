@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.microbatches, arguments.time_scale, arguments.steps = 8, 20.0, 80
+        arguments.microbatches, arguments.time_scale, arguments.steps = 8, 20.0, 40
     where = machine()
     if not arguments.json:
         print_header(where)
