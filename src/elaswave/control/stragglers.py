@@ -29,8 +29,8 @@ class Hysteresis(NamedTuple):
 
 
 HYSTERESIS = Hysteresis(0.15, 4)
-"""In ten minutes on two cores with four to eight times as much work as they could do, workers were off by more than 0.15
-in 35 of 467 reports, at worst by a factor of 1.9, and never in more than two in a row."""
+"""In ten minutes on two cores with four to eight times as much work as they could do, workers were off by more than
+0.15 in 35 of 467 reports, at worst by a factor of 1.9, and never in more than two in a row."""
 
 
 class Shift(NamedTuple):
