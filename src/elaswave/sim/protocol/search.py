@@ -154,6 +154,15 @@ def _weathers(num_workers: int) -> tuple[Conditions, ...]:
     return tuple(weathers)
 
 
+_FEW = (
+    _PROMPT,
+    _BY_LINK._replace(keeps_in_flight=False),
+    _LATE,
+    _PROMPT._replace(slow_worker=0, slow_by=9),
+    _PROMPT._replace(slow_worker=1, slow_by=40),
+)
+"""For jobs in which much happens."""
+
 SPACES = {
     space.name: space
     for space in (
@@ -166,9 +175,9 @@ SPACES = {
         Space("3-workers-slow-commit-2-faults", JOB_OF_3, (_SLOW_COMMIT,), (("kill", "suspect"), ("kill", "suspect"))),
         Space("3-workers-tied-1-fault", TIED_JOB, _weathers(3), (ALL_KINDS,)),
         Space("3-workers-tied-2-kills", TIED_JOB, (_PROMPT,), (("kill",), ("kill",))),
-        Space("3-workers-join-1-kill", JOINING_JOB, _weathers(4), (("kill", "suspect"),)),
-        Space("3-workers-leave-1-kill", LEAVING_JOB, _weathers(3), (("kill", "suspect"),)),
-        Space("3-workers-last-leaves-1-kill", LAST_LEAVING_JOB, _weathers(3), (("kill", "suspect"),)),
+        Space("3-workers-join-1-kill", JOINING_JOB, _FEW, (("kill", "suspect"),)),
+        Space("3-workers-leave-1-kill", LEAVING_JOB, _FEW, (("kill", "suspect"),)),
+        Space("3-workers-last-leaves-1-kill", LAST_LEAVING_JOB, _FEW, (("kill", "suspect"),)),
         Space("3-workers-join-1-fault", JOINING_JOB, (_PROMPT,), (ALL_KINDS,)),
         Space("4-workers-2-kills", JOB_OF_4, (_PROMPT,), (("kill",), ("kill",))),
         Space("4-workers-salvage-1-fault", LONG_JOB, _in_the_midst(range(1, 9)), (("kill", "suspect"),)),
