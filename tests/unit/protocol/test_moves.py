@@ -1,0 +1,132 @@
+"""How blocks come to new holders: what travels in one attempt, in which order, and what that costs a step at most."""
+
+import pytest
+
+from elaswave.planning.layout import make_layout
+from elaswave.planning.target_placement import target_placement
+from elaswave.protocol.ballot import expected_residency, residency_of
+from elaswave.protocol.moves import CopyBudget, held_keys, merged_into, next_placement, refilled, towards
+from elaswave.state.placement import Placement, Role, make_blocks, place_blocks
+
+BLOCKS = make_blocks([40, 40], 10)
+LAYOUT = make_layout(widths=[2, 2], layers_per_stage=[1, 1], num_microbatches=4)
+BOUNDS = (10, 1000)
+
+
+def exchanged():
+    """Each worker owns blocks of the other stage, followed there."""
+    here = place_blocks(LAYOUT, BLOCKS, num_followers=1)
+    swap = {0: 2, 1: 3, 2: 0, 3: 1}
+    return here, Placement(
+        tuple(swap[owner] for owner in here.owner),
+        tuple(tuple(swap[worker] for worker in followers) for followers in here.followers),
+    )
+
+
+def copies(before, after):
+    return [
+        (block, worker)
+        for block in range(len(before.owner))
+        for worker in after.holders(block)
+        if worker not in before.holders(block)
+    ]
+
+
+def test_copies_towards_a_target_keep_to_the_budget_and_come_from_all_owners():
+    here, target = exchanged()
+    after = towards(here, target, BLOCKS, 20)
+    assert after.owner == here.owner
+    sent, received = dict.fromkeys(range(4), 0), dict.fromkeys(range(4), 0)
+    for block, worker in copies(here, after):
+        sent[here.owner[block]] += 10
+        received[worker] += 10
+        assert worker in target.holders(block)
+    assert max(*sent.values(), *received.values()) == 20
+    assert min(sent.values()) > 0, "all owners send at the same time"
+
+
+def test_one_receiver_of_all_owners_gets_no_more_than_the_budget():
+    here = place_blocks(LAYOUT, BLOCKS, num_followers=0)
+    target = Placement((3,) * len(BLOCKS), ((),) * len(BLOCKS))
+    assert [worker for _, worker in copies(here, towards(here, target, BLOCKS, 20))] == [3, 3]
+
+
+def test_at_least_one_copy_travels_however_large_it_is():
+    here, target = exchanged()
+    assert len(copies(here, towards(here, target, BLOCKS, 1))) == 1
+
+
+def test_rounds_come_to_all_holders_of_the_target_and_then_to_an_end():
+    here, target = exchanged()
+    placement, rounds = here, 0
+    while (after := towards(placement, target, BLOCKS, 20)) != placement:
+        placement, rounds = after, rounds + 1
+    assert 2 <= rounds <= 8
+    assert all(set(target.holders(block)) <= set(placement.holders(block)) for block in range(len(BLOCKS)))
+
+
+def test_missing_followers_come_first():
+    here, target = exchanged()
+    lacking = Placement(here.owner, ((), *here.followers[1:]))
+    after = next_placement(BLOCKS, LAYOUT, lacking, target, 1, 1000, 1000)
+    assert [block for block, _ in copies(lacking, after)] == [0], "nothing else travels"
+    after = next_placement(BLOCKS, LAYOUT, here, target, 1, 1000, 20)
+    assert copies(here, after) and after == towards(here, target, BLOCKS, 20)
+    assert next_placement(BLOCKS, LAYOUT, here, None, 1, 1000, 20) == here
+
+
+def test_a_target_in_force_keeps_the_other_holders_as_followers():
+    here, target = exchanged()
+    complete = towards(here, target, BLOCKS, 1000)
+    merged = merged_into(target, complete)
+    assert merged.owner == target.owner
+    for block in range(len(BLOCKS)):
+        holders = merged.holders(block)
+        assert len(holders) == len(set(holders)) == 4
+        assert merged.followers[block][: len(target.followers[block])] == target.followers[block]
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_the_second_residency_sum_proves_all_of_the_target_and_nothing_less(is_complete):
+    here, target = exchanged()
+    placement = towards(here, target, BLOCKS, 1000 if is_complete else 20)
+    total = 0
+    for worker in range(4):
+        held = [(block, 6) for block in range(len(BLOCKS)) if worker in placement.holders(block)]
+        total += residency_of(held_keys(worker, target, BLOCKS, held), worker)
+    assert (total % 2**64 == expected_residency(target, 7)) is is_complete
+
+
+def test_roles_in_that_sum_are_those_of_the_target():
+    here, target = exchanged()
+    assert here.owner[0] == 0 and target.owner[0] == 2
+    (key,) = held_keys(2, target, BLOCKS, [(0, 6)])
+    assert key == (0, Role.OWNER, 6)
+    assert held_keys(0, target, BLOCKS, [(0, 6)]) == []
+
+
+def test_the_budget_follows_from_what_votes_say_of_durations():
+    budget = CopyBudget(100)
+    assert budget.after(500, copied=True, bounds=BOUNDS) == budget, "it is not known what is usual"
+    budget = budget.after(1000, copied=False, bounds=BOUNDS)
+    assert budget == CopyBudget(100, 1000)
+    assert budget.after(1400, copied=False, bounds=BOUNDS) == CopyBudget(100, 1100)
+    assert budget.after(1050, copied=True, bounds=BOUNDS) == CopyBudget(125, 1000)
+    assert budget.after(1051, copied=True, bounds=BOUNDS) == CopyBudget(50, 1000)
+    for duration_us, bound in ((5000, 10), (1000, 1000)):
+        after = budget
+        for _ in range(40):
+            after = after.after(duration_us, copied=True, bounds=BOUNDS)
+        assert after.elements == bound
+    assert CopyBudget(100, 1000).hash != CopyBudget(100, 1001).hash != CopyBudget(101, 1000).hash
+
+
+def test_the_coordinator_knows_to_what_the_members_come_by_refilling():
+    here = place_blocks(LAYOUT, BLOCKS, num_followers=1)
+    lacking = Placement(here.owner, ((),) * len(BLOCKS))
+    placement, target = lacking, target_placement(LAYOUT, BLOCKS, here, num_followers=1)
+    for _ in range(20):
+        placement = next_placement(BLOCKS, LAYOUT, placement, None, 1, 20, 20)
+    assert placement == refilled(BLOCKS, LAYOUT, lacking, 1, 20)
+    assert all(len(followers) == 1 for followers in placement.followers)
+    assert target == here
