@@ -71,6 +71,17 @@ def test_a_slow_worker_with_the_reaction_and_without() -> None:
     assert row["gain"] > 0 and row["without"]["of_whole"] > 0
 
 
+@pytest.mark.slow
+def test_what_survivors_keep_of_a_step_does_not_run_again() -> None:
+    document = run("salvage.py", "--quick")
+    assert [row["fault"] for row in document["rows"]] == ["kill:1@3:reduce", "kill:6@3:vote"]
+    for row in document["rows"]:
+        assert row["with"]["outcome"] == row["without"]["outcome"] == "retried"
+        assert 0 < row["with"]["recomputed"] < row["without"]["recomputed"] <= 8
+        assert row["faster"] > 0
+    assert len({row["digest"] for row in document["rows"]}) == 1
+
+
 def test_repairs_of_communicators_are_compared() -> None:
     document = run("communicator.py", "--workers", "4", "--rounds", "1")
     rows = {row["communicator"]: row for row in document["rows"]}

@@ -1,9 +1,11 @@
 """Micro-batches that are in use on this worker: fetched once, and kept for their backward if a layer asks for them."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from elaswave.errors import UsageError
+from elaswave.training.random_state import generators_kept
 from elaswave.worker.values import flatten
 
 Fetch = Callable[[int, int], tuple[Any, Any]]
@@ -31,14 +33,17 @@ class Microbatches:
         return self._here[key]
 
     def inputs(self, step: int, microbatch: int, *, train: bool) -> Any:
-        """The inputs, for a layer that asks for them.
+        """The inputs, for a layer that asks for them. It may draw afterwards: a dataset that has to be asked draws
+        from the same generators, which must not show.
 
         Raises:
             UsageError: a layer has written to them.
         """
-        inputs, _ = self.get(step, microbatch, train=train)
+        key = (step, microbatch, train)
+        with contextlib.nullcontext() if key in self._here else generators_kept():
+            inputs, _ = self.get(step, microbatch, train=train)
         versions = [leaf._version for leaf in flatten(inputs)[1]]
-        if self._versions.setdefault((step, microbatch, train), versions) != versions:
+        if self._versions.setdefault(key, versions) != versions:
             raise UsageError(
                 "a layer has written to what batch() returned, which others are given too: write to a copy"
             )

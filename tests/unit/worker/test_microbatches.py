@@ -47,3 +47,19 @@ def test_one_that_a_layer_has_written_to_is_refused(microbatches):
     microbatches.inputs(1, 0, train=True)["tokens"].add_(1)
     with pytest.raises(UsageError, match="write to a copy"):
         microbatches.inputs(1, 0, train=True)
+
+
+def test_a_layer_draws_the_same_whether_its_batch_was_here_or_not():
+    """A dataset seeds the generators that the layer is about to draw from."""
+
+    def fetch(step, microbatch):
+        torch.manual_seed(1)
+        return torch.ones(2), torch.zeros(1)
+
+    microbatches = Microbatches(fetch, fetch)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        microbatches.inputs(1, 0, train=True)
+        drawn.append(torch.rand(3))
+    assert drawn[0].equal(drawn[1])
