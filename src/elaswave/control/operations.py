@@ -55,6 +55,8 @@ class Operations:
         self._send_all = send_all
         self._stop = stop
         self._is_stopping = False
+        self._moving: list[str] = []
+        """How far blocks have come that move for a planned change, in words."""
         self._members = members
         self._layouts = AskedLayouts(job, begin, change)
         self._checkpoints = AskedCheckpoints(job, lambda message: send_all(job.core.members, message))
@@ -135,7 +137,7 @@ class Operations:
     def under_way(self) -> list[str]:
         """What is asked for or planned and not done yet, in words."""
         stopping = ["the job ends after the step in hand, with a checkpoint of it"] if self._is_stopping else []
-        return [*stopping, *self._layouts.under_way, *self._checkpoints.under_way]
+        return [*stopping, *self._layouts.under_way, *self._moving, *self._checkpoints.under_way]
 
     def turn(self) -> None:
         """To be called now and then."""
@@ -147,6 +149,11 @@ class Operations:
 
     def committed(self, report: StepReport) -> None:
         """A member reports a step; may be said again."""
+        self._moving = (
+            [f"blocks move: {report.num_in_place} of {report.num_moving} copies are in their places"]
+            if report.num_moving
+            else []
+        )
         self._checkpoints.committed(report)
 
     def decided(self, decision: Decision) -> None:

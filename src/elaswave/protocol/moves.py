@@ -109,6 +109,16 @@ def towards(placement: Placement, target: Placement, blocks: Sequence[Block], ma
     return Placement(placement.owner, tuple(followers))
 
 
+def num_in_place(placement: Placement, target: Placement) -> tuple[int, int]:
+    """How many of the copies that a target asks for are there, and how many it asks for."""
+    found = total = 0
+    for block in range(len(target.owner)):
+        wanted = target.holders(block)
+        total += len(wanted)
+        found += len(set(wanted).intersection(placement.holders(block)))
+    return found, total
+
+
 def merged_into(target: Placement, placement: Placement) -> Placement:
     """A target's roles, with the other present holders as followers: the placement once a change is in force.
 

@@ -51,7 +51,7 @@ from elaswave.protocol.environment import pairs_of
 from elaswave.protocol.execution import Execution, Life
 from elaswave.protocol.ledger import Ledger
 from elaswave.protocol.messages import LayoutChange
-from elaswave.protocol.moves import CopyBudget, held_keys, merged_into, next_placement
+from elaswave.protocol.moves import CopyBudget, held_keys, merged_into, next_placement, num_in_place
 from elaswave.protocol.salvage import Keep, Partial, keep_of
 from elaswave.protocol.traffic import Shipment, Traffic, agreement_hash, traffic_of
 from elaswave.state.placement import Placement, Role
@@ -180,6 +180,11 @@ class StepLoop(Execution[C]):
         owners = self.placement.owner
         for block, copy in self.copies.items():
             copy.role = Role.OWNER if owners[block] == self.worker else Role.FOLLOWER
+
+    @property
+    def move_progress(self) -> tuple[int, int]:
+        """Of the adopted change: how many copies are in their places, and how many there will be; (0, 0) if none is."""
+        return (0, 0) if self.moving is None else num_in_place(self.placement, self.moving.placement)
 
     def settle(self) -> None:
         """Drops the copies that the change in force does not need (M6). All members begin this attempt, so all have

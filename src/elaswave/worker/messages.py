@@ -106,6 +106,10 @@ class StepReport(Message, frozen=True, kw_only=True):
     skipped_layer: str | None = None
     metrics: dict[str, float] = {}
     """By name, auxiliary losses among them."""
+    num_in_place: int = 0
+    """Copies that are where a change will have them which is not in force yet."""
+    num_moving: int = 0
+    """Copies that it asks for; 0 if blocks do not move."""
 
 
 class Timings(Message, frozen=True, kw_only=True):

@@ -136,6 +136,7 @@ class ControlOutbox:
             self._report_timings(committed.step)
         skipped = committed.nonfinite
         layer_name = self.machine.terms.layer_name
+        num_in_place, num_moving = self.machine.move_progress
         return StepReport(
             worker=self.machine.worker,
             epoch=self.machine.member.epoch,
@@ -155,6 +156,8 @@ class ControlOutbox:
             skipped_microbatch=None if skipped is None else skipped.microbatch,
             skipped_layer=None if skipped is None else layer_name(skipped.layer),
             metrics=dict(committed.metrics),
+            num_in_place=num_in_place,
+            num_moving=num_moving,
         )
 
     @property

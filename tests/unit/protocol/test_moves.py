@@ -5,7 +5,7 @@ import pytest
 from elaswave.planning.layout import make_layout
 from elaswave.planning.target_placement import target_placement
 from elaswave.protocol.ballot import expected_residency, residency_of
-from elaswave.protocol.moves import CopyBudget, held_keys, merged_into, next_placement, refilled, towards
+from elaswave.protocol.moves import CopyBudget, held_keys, merged_into, next_placement, num_in_place, refilled, towards
 from elaswave.state.placement import Placement, Role, make_blocks, place_blocks
 
 BLOCKS = make_blocks([40, 40], 10)
@@ -73,6 +73,14 @@ def test_missing_followers_come_first():
     after = next_placement(BLOCKS, LAYOUT, here, target, 1, 1000, 20)
     assert copies(here, after) and after == towards(here, target, BLOCKS, 20)
     assert next_placement(BLOCKS, LAYOUT, here, None, 1, 1000, 20) == here
+
+
+def test_how_far_a_move_has_come():
+    here, target = exchanged()
+    total = 2 * len(BLOCKS)
+    assert num_in_place(here, target) == (0, total)
+    assert num_in_place(towards(here, target, BLOCKS, 20), target) == (8, total)
+    assert num_in_place(merged_into(target, towards(here, target, BLOCKS, 1000)), target) == (total, total)
 
 
 def test_a_target_in_force_keeps_the_other_holders_as_followers():
