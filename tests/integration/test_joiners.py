@@ -1,38 +1,16 @@
 """Workers that are started while a job runs: compared with those that began, and refused if they differ."""
 
-import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from tests.integration.jobs import Job, run_job
+from tests.integration.waits import WaitsFor, log_of
 
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
 from elaswave.worker import process
 
-SETTINGS = {"layout.widths": [1, 1], "run.steps": 12}
-PATIENCE_S = 60.0
-
-
-class WaitsForLog:
-    """A probe: at a step worker 0 waits until a log says something.
-
-    Args:
-        path: of the log.
-        text: that is waited for.
-    """
-
-    def __init__(self, path: Path, text: str) -> None:
-        self.path, self.text = path, text
-
-    def reached(self, phase: str, index: int, machine: Any) -> None:
-        if (machine.worker, machine.step, phase, index) != (0, 6, "forward", 0):
-            return
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not (self.path.exists() and self.text in self.path.read_text()):
-            assert time.monotonic() < deadline_s, f"{self.path} never says {self.text!r}"
-            time.sleep(0.01)  # a turn of the wait, which has a bound
+SETTINGS = {"layout.widths": [1, 1], "run.steps": 60}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +23,7 @@ def test_a_joiner_of_the_same_kind_is_let_in(undisturbed: Job, tmp_path: Path) -
         tmp_path,
         SETTINGS,
         faults=["join@3"],
-        probe=WaitsForLog(tmp_path / "logs" / "coordinator.log", "worker 2 at unix:"),
+        probe=WaitsFor(log_of(tmp_path), "worker 2 at unix:"),
     )
     assert job.computation == undisturbed.computation
     (record,) = read_fault_records(tmp_path / FAULTS_FILE)
@@ -61,11 +39,11 @@ def test_a_joiner_that_differs_is_refused_and_both_sides_say_why(
     )
     problem = "its data are others: give it the files that the run trains on"
     log = tmp_path / "logs" / "worker-2.log"
-    job = run_job(tmp_path, SETTINGS, faults=["join@3"], probe=WaitsForLog(log, problem))
+    job = run_job(tmp_path, SETTINGS, faults=["join@3"], probe=WaitsFor(log, problem))
     assert job.computation == undisturbed.computation
     assert f"worker 2 is not admitted and ends itself: {problem}" in log.read_text()
     assert f"worker 2 is not admitted: {problem}" in job.messages
-    assert f"worker 2 is not admitted: {problem}" in (tmp_path / "logs" / "coordinator.log").read_text()
+    assert f"worker 2 is not admitted: {problem}" in log_of(tmp_path).read_text()
 
 
 def test_a_joiner_that_cannot_prepare_itself_disturbs_nobody(
@@ -75,8 +53,8 @@ def test_a_joiner_that_cannot_prepare_itself_disturbs_nobody(
         raise OSError("there is no data here")
 
     monkeypatch.setattr(process, "first_words", fails)
-    log = tmp_path / "logs" / "coordinator.log"
-    job = run_job(tmp_path, SETTINGS, faults=["join@3"], probe=WaitsForLog(log, "worker 2 ended with status 1"))
+    log = log_of(tmp_path)
+    job = run_job(tmp_path, SETTINGS, faults=["join@3"], probe=WaitsFor(log, "worker 2 ended with status 1"))
     assert job.computation == undisturbed.computation
     assert "there is no data here" in (tmp_path / "logs" / "worker-2.log").read_text()
     assert job.result.recoveries == []

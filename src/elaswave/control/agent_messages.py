@@ -75,7 +75,10 @@ class SpawnJoiner(Message, frozen=True, kw_only=True):
 
 
 class StopAsked(Message, frozen=True, kw_only=True):
-    """A person has asked the coordinator for the end: the agent deals with it as with a signal."""
+    """The job is to end, with a checkpoint, though the agent has had no signal: it deals with it as with one."""
+
+    cause: str
+    """Why, for people."""
 
 
 class ShowStep(Message, frozen=True, kw_only=True):

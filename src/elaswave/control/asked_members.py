@@ -64,10 +64,12 @@ class AskedMembers:
             return gone
         if worker not in core.members:
             return refusal(f"worker {worker} is no member; the members are {', '.join(map(str, core.members))}")
-        if len(core.members) <= max(1, elastic.min_workers):
+        going = core.admissions.leaving.intersection(core.members) - {worker}
+        if len(core.members) - len(going) <= max(1, elastic.min_workers):
+            others = f", of which {len(going)} are to leave already," if going else ""
             return refusal(
-                f"the job has {len(core.members)} members and needs {max(1, elastic.min_workers)}: `elaswave ctl RUN "
-                "stop` ends it with a checkpoint"
+                f"the job has {len(core.members)} members{others} and needs {max(1, elastic.min_workers)}: `elaswave "
+                "ctl RUN stop` ends it with a checkpoint"
             )
         self._lost.discard(worker)
         self._drain(worker, deadline_s)

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -198,7 +198,7 @@ class CoordinatorProcess(CoordinatorDriver):
         self._operations = Operations(
             job,
             send_all=self._server.send_all,
-            stop=self._stop_for_operator,
+            stop=partial(self._stop_job, "elaswave ctl stop"),
             begin=self._background.begin,
             change=self.feed,
             members=AskedMembers(job, self.request_join, self.request_drain),
@@ -503,13 +503,13 @@ class CoordinatorProcess(CoordinatorDriver):
         else:
             self._stop_workers()
 
-    def _stop_for_operator(self) -> None:
+    def _stop_job(self, cause: str) -> None:
         """The agent deals with it as with a signal, and tells every later coordinator."""
-        self._server.send(AGENT, StopAsked())
+        self._server.send(AGENT, StopAsked(cause=cause))
         self._stop_workers()
 
     def _stop_workers(self) -> None:
-        self._joiners.stop()
+        self._membership.stop()
         self._stop = Stop()
         self._operations.stopping()
         self._server.send_all(self.core.members, self._stop)
@@ -734,6 +734,15 @@ class CoordinatorProcess(CoordinatorDriver):
         """
         self._membership.leave(worker, deadline_s, time.monotonic())
         self._plan_for_members()
+        self._stop_if_none_stay()
+
+    def _stop_if_none_stay(self) -> None:
+        """A job whose members are all to leave ends, with a checkpoint, before their time is over."""
+        going = self.core.admissions.leaving.intersection(self.core.members)
+        needed = max(1, self._setup.plan.config.elastic.min_workers)
+        if going and len(self.core.members) - len(going) < needed and self._stop is None and self._ended is None:
+            who = "all workers are" if len(going) == len(self.core.members) else f"workers {_named(going)} are"
+            self._stop_job(f"{who} to leave, and the job needs {needed}")
 
     # --------------------------------------------------------------------------------------------------------- effects
 
@@ -831,6 +840,7 @@ class CoordinatorProcess(CoordinatorDriver):
     def on_resumed(self, effect: events.Resumed) -> None:
         """Shows that all members compute again."""
         self._recoveries.resumed(time.monotonic())
+        self._stop_if_none_stay()
         self._plan_for_members()
         self._look_for_better()
 
@@ -849,6 +859,10 @@ class CoordinatorProcess(CoordinatorDriver):
                 traceback_text="" if failure is None else failure.traceback_text,
             )
         )
+
+
+def _named(workers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(workers)))
 
 
 def _result_of(plan: Callable[[], events.RecoveryPlan]) -> events.RecoveryPlan | str:

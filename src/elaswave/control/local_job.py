@@ -140,8 +140,8 @@ class LocalJob:
         script: Script | None = None,
     ) -> None:
         self.stop_signal: int | None = None
-        self._stop_by_ctl = False
-        """Whether it stands for the command of a person elsewhere."""
+        self._stop_cause = ""
+        """Why the coordinator wants the end, if it was not a signal."""
         self._prepared: Prepared | None = None
         """What the template has said, once it is there."""
         self._script = script
@@ -357,7 +357,7 @@ class LocalJob:
         """Passes a signal on; later coordinators are told with the hello."""
         assert self._client is not None
         name = "a callback has failed" if self.stop_signal is None else STOP_SIGNALS[self.stop_signal]
-        name = "elaswave ctl stop" if self._stop_by_ctl else name
+        name = self._stop_cause or name
         self._reporter.message(f"{name}: ending after this step, with a checkpoint; Ctrl-C ends at once")
         self._client.send(StopJob())
 
@@ -412,7 +412,7 @@ class LocalJob:
                 self._processes.ask_template(template_messages.SpawnJoiner(worker=effect.worker))
         elif isinstance(message, StopAsked):
             if self.stop_signal is None:
-                self.stop_signal, self._stop_by_ctl = signal.SIGTERM, True
+                self.stop_signal, self._stop_cause = signal.SIGTERM, message.cause
         else:
             self._ended = message
             self._agent.handle(JobEnded())

@@ -93,8 +93,14 @@ class Membership:
         """
         within_s = self._drain_deadline_s if deadline_s is None else deadline_s
         self._deadlines_s[worker] = min(now_s + within_s, self._deadlines_s.get(worker, math.inf))
+        _log.info("worker %d is to leave within %.1f s", worker, within_s)
         self._joiners.left(worker)
         self._feed(LeaveWanted(worker))
+
+    def stop(self) -> None:
+        """The job is stopping: nobody is started any more, and who was to leave ends with it."""
+        self._joiners.stop()
+        self._deadlines_s.clear()
 
     def take_over(self, now_s: float) -> None:
         """Members that an earlier coordinator has asked to leave have their time anew."""
@@ -113,6 +119,8 @@ class Membership:
         for joining, problem in answers:
             worker = joining.worker
             if problem is None:
+                if worker not in self._joining_since_s:
+                    _log.info("worker %d at %s may come in", worker, joining.address)
                 self._joining_since_s.setdefault(worker, now_s)
                 self._feed(JoinerCame(worker, joining.address))
             else:
@@ -163,10 +171,15 @@ class Membership:
         """Some are members now, others are none any more."""
         for worker in effect.joined:
             self._joining_since_s.pop(worker, None)
-            self._say(f"worker {worker} has joined: epoch {effect.epoch}")
+            self._tell(f"worker {worker} has joined: epoch {effect.epoch}")
         for worker in effect.left:
             self._deadlines_s.pop(worker, None)
-            self._say(f"worker {worker} has left, as it was asked to: epoch {effect.epoch}")
+            self._tell(f"worker {worker} has left, as it was asked to: epoch {effect.epoch}")
         for suspicion in effect.suspicions:
             self._deadlines_s.pop(suspicion.worker, None)
             self.ended(suspicion.worker, now_s)
+
+    def _tell(self, text: str) -> None:
+        """To people, and into the log of the coordinator."""
+        _log.info("%s", text)
+        self._say(text)

@@ -14,7 +14,7 @@ class World:
     """A job of three members that needs two."""
 
     def __init__(self) -> None:
-        self.core = SimpleNamespace(members=(0, 1, 2), epoch=1)
+        self.core = SimpleNamespace(members=(0, 1, 2), epoch=1, admissions=SimpleNamespace(leaving=set()))
         self.drained: list[tuple[int, float | None]] = []
         self.ids: list[int] = [3, 4]
         self.num_joins = 0
@@ -94,3 +94,10 @@ def test_who_cannot_leave(world: World) -> None:
     refused = world.asked.drain(1, None)
     assert refused.decided == "refused" and "has 2 members and needs 2" in refused.reason
     assert world.drained == []
+
+
+def test_a_leave_is_refused_where_others_that_leave_already_would_make_it_one_too_many(world: World) -> None:
+    world.core.admissions.leaving = {2}
+    reply = world.asked.drain(1, None)
+    assert reply.decided == "refused" and "3 members, of which 1 are to leave already, and needs 2" in reply.reason
+    assert world.asked.drain(2, 5.0).decided == "draining", "it may be asked for again, with another deadline"
