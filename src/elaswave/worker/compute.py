@@ -324,7 +324,9 @@ class Compute:
             layers, microbatch: as `backward_input` was called with.
         """
         for index in reversed(layers):
-            left = self._left.pop((index, microbatch))
+            left = self._left.pop((index, microbatch), None)
+            if left is None:  # a whole backward was interrupted below it, and goes on under a schedule that halves it
+                continue
             with self._at(microbatch, index):
                 if isinstance(left, _Half):
                     with inside(self._call(microbatch, train=True)):

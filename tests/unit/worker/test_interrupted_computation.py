@@ -95,6 +95,27 @@ def test_it_goes_on_where_it_was_interrupted(undisturbed: Compute, after: int, r
     assert compute.unfinished().flights == ()
 
 
+@pytest.mark.parametrize("after", range(1, L))
+def test_a_whole_backward_goes_on_in_two_halves(after: int) -> None:
+    """The schedule may change with the loss that has interrupted it."""
+    tokens, targets = batch(0)
+    alone = make_compute(GPT)
+    alone.forward(range(L), 0, tokens, targets)
+    alone.backward(range(L), 0, None)
+    interrupts = Interrupts()
+    compute = make_compute(GPT, between=interrupts)
+    compute.forward(range(L), 0, tokens, targets)
+    interrupts.after = after
+    with pytest.raises(InterruptedWaitError):
+        compute.backward(range(L), 0, None)
+    compute.begin(STEP, exponents(compute), keep_all(compute, compute.unfinished()))
+    compute.backward_input(range(L), 0, None)
+    compute.backward_weights(range(L), 0)
+    assert (compute.coverage, compute.counts) == (alone.coverage, alone.counts)
+    for index, total in sums(alone).items():
+        assert sums(compute)[index].equal(total)
+
+
 def _noting(run_layer, ran):  # type: ignore[no-untyped-def]
     def run(index, microbatch, given, train):  # type: ignore[no-untyped-def]
         ran.append((index, microbatch))
