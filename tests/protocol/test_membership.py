@@ -4,10 +4,12 @@ import msgspec
 import pytest
 from tests.protocol.machines import THREE, coordinator, registered, report, suspicion, vote
 
+from elaswave.planning.recovery import set_idle
 from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.events import (
     ChangePlanned,
     Decided,
+    EvidenceSeen,
     JoinerCame,
     JoinerGone,
     LeaveWanted,
@@ -21,6 +23,8 @@ from elaswave.protocol.events import (
 from elaswave.protocol.ledger import CatchUp, Ledger
 from elaswave.protocol.messages import AskPause, Dial, Emptied, GoOn, Installed, Linked, Paused, Progress, Released
 from elaswave.sim.protocol.job import model_of
+from elaswave.sim.protocol.run import run_schedule
+from elaswave.sim.protocol.schedule import parse_schedule
 
 PROGRESS = Progress(num_updates=2, exponents=(3, 4), calibrated=True, exact=True, canaries={0: 1}, engine="options")
 
@@ -62,6 +66,14 @@ def installed(core, epoch):
     for worker in core.members:
         effects = core.handle(Installed(worker=worker, epoch=epoch, edit_s=0, promote_s=0, critical_bytes=0), 0.0)
     return effects
+
+
+def put_aside(core, worker, step=2):
+    """A change comes into force in which a worker is idle; the effects of that."""
+    layout = set_idle(core.in_force().layout, [worker])
+    core.handle(ChangePlanned(core.epoch, layout, core.placement, core.execution, "it is to leave"), 0.0)
+    change = core.newest_change.number
+    return core.handle(EvidenceSeen(msgspec.structs.replace(vote(step), change=change), core.epoch), 0.0)
 
 
 def test_a_joiner_becomes_a_member_at_a_voted_boundary():
@@ -154,12 +166,26 @@ def test_a_member_leaves_once_it_holds_nothing():
     assert persisted == Persist(LeavingRecord(term=1, worker=1))
     assert isinstance(core.handle(LeaveWanted(1), 0.0)[0], Note)
     assert isinstance(core.handle(LeaveWanted(7), 0.0)[0], Note)
+    put_aside(core, 1)
     assert sent(core.handle(Emptied(worker=0, epoch=1), 0.0), AskPause) == {}  # it is not asked to leave
     assert set(sent(core.handle(Emptied(worker=1, epoch=1), 0.0), AskPause)) == {0, 1, 2}
     effects = pause(core)
     assert (effects[0].record.members, effects[0].record.left, effects[0].record.lost) == ((0, 2), (1,), ())
     assert set(sent(effects, Released)) == {1}
     assert core.admissions.leaving == set()
+
+
+def test_a_member_that_was_empty_once_does_not_leave_with_what_it_holds_now():
+    core = training()
+    core.handle(Emptied(worker=1, epoch=1), 0.0)  # it was idle then
+    assert sent(core.handle(LeaveWanted(1), 0.0), AskPause) == {}
+    assert set(sent(put_aside(core, 1), AskPause)) == {0, 1, 2}
+
+
+def test_a_joiner_leaves_with_nothing_that_nobody_else_holds():
+    schedule = parse_schedule("join_step=1 leave_step=6 leaver=3 steps=14 num_followers=0")
+    outcome = run_schedule(schedule)
+    assert (outcome.violation, outcome.ended) == (None, "finished")
 
 
 def test_a_successor_knows_who_is_leaving():
@@ -175,7 +201,7 @@ def test_all_members_cannot_leave_together():
     for worker in range(3):
         core.handle(LeaveWanted(worker), 0.0)
         core.handle(Emptied(worker=worker, epoch=1), 0.0)
-    assert core.admissions.released(core.members) == ()
+    assert core.admissions.released(core.members, core.members) == ()
 
 
 def test_a_newcomer_takes_over_where_training_stands_and_has_nothing_to_catch_up():

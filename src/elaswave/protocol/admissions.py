@@ -51,7 +51,7 @@ class Admissions:
         self._linked[worker] = frozenset(peers)
 
     def empty(self, worker: int) -> None:
-        """A member says that it runs and holds nothing."""
+        """A member says that it runs and holds nothing; that it said so once is true for as long as it stays idle."""
         self._empty.add(worker)
 
     def ready(self, members: Collection[int]) -> tuple[int, ...]:
@@ -64,9 +64,15 @@ class Admissions:
                 found.append(joiner)
         return tuple(found)
 
-    def released(self, members: Collection[int]) -> tuple[int, ...]:
-        """The leaving members that can be let go now, while others stay."""
-        going = self.leaving & self._empty & set(members)
+    def released(self, members: Collection[int], idle: Collection[int]) -> tuple[int, ...]:
+        """The leaving members that can be let go now, while others stay.
+
+        Args:
+            members: of the epoch.
+            idle: those of them that are in no stage of the layout in force. One that was empty may have been given
+                work since.
+        """
+        going = self.leaving & self._empty & set(members) & set(idle)
         return tuple(sorted(going)) if len(going) < len(members) else ()
 
     def calls(self, addresses: Mapping[int, str], term: int, epoch: int) -> list[tuple[int, Dial]]:

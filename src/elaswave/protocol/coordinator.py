@@ -574,7 +574,7 @@ class Coordinator:
         admissions = self.admissions
         if self.state is not State.TRAINING or not self._resumed or self.is_changing:
             return []
-        joined, left = admissions.ready(self.members), admissions.released(self.members)
+        joined, left = admissions.ready(self.members), admissions.released(self.members, self.in_force().layout.idle)
         if not joined and not left:
             return self._go(Cause.PAUSED_IN_VAIN) if admissions.is_asked else []
         if not admissions.is_asked:

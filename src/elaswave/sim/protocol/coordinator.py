@@ -306,9 +306,12 @@ class SimCoordinator(CoordinatorDriver):
         core, world, job = self.core, self.world, self.world.job
         step = message.evidence.step
         if 0 < job.join_step <= step:
-            world.spawn(job.num_workers)
-        if 0 < job.leave_step <= step and job.leaver in core.members and len(core.members) > 1:
-            self.feed(LeaveWanted(job.leaver))
+            for worker in range(job.num_workers, job.num_ever):
+                world.spawn(worker)
+        if 0 < job.leave_step <= step:
+            for worker in range(job.leaver, job.leaver + job.leavers):
+                if worker in core.members and len(set(core.members) - core.admissions.leaving - {worker}) > 0:
+                    self.feed(LeaveWanted(worker))
         if message.epoch == core.epoch and not core.is_changing and not self._is_planning:
             planned = self._next_plan(step)
             if planned is not None:

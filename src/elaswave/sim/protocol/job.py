@@ -62,10 +62,15 @@ class Job(NamedTuple):
     ask_step: int = 0
     """From this step's vote on the lowest member asks for a durable checkpoint, until one is committed; 0 for none."""
     join_step: int = 0
-    """From this step on one worker more is wanted, once; 0 for never."""
+    """From this step on workers more are wanted, once; 0 for never."""
+    joiners: int = 1
+    """How many."""
     leave_step: int = 0
-    """From this step on worker `leaver` is asked to leave; 0 for never."""
+    """From this step on worker `leaver` is asked to leave, once it is a member; 0 for never."""
     leaver: int = 0
+    """May be a joiner."""
+    leavers: int = 1
+    """How many leave: with it those of the next ids."""
     stop_step: int = 0
     """From this step's vote on every worker asks for the end of the job, as after a signal; 0 for never."""
     blocks_per_round: int = 1
@@ -79,6 +84,11 @@ class Job(NamedTuple):
     def num_workers(self) -> int:
         """Workers at the start."""
         return sum(self.widths)
+
+    @property
+    def num_ever(self) -> int:
+        """Workers that there ever are."""
+        return self.num_workers + (self.joiners if self.join_step else 0)
 
 
 class Model(NamedTuple):

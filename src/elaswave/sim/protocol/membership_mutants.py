@@ -47,9 +47,9 @@ class PausesIfAsked(_Machine):
 
 
 class _LetsGoLoaded(Admissions):
-    def released(self, members: Collection[int]) -> tuple[int, ...]:
+    def released(self, members: Collection[int], idle: Collection[int]) -> tuple[int, ...]:
         self._empty |= self.leaving
-        return super().released(members)
+        return super().released(members, members)
 
 
 class _LoadedCore(Coordinator):

@@ -137,15 +137,15 @@ def parse_schedule(text: str) -> Schedule:
         else:
             raise ValueError(f"{word!r} is neither a fault nor one of {', '.join([*job, *conditions])}")
     schedule = Schedule(Job(**job), Conditions(**conditions), tuple(faults))
-    num_workers, widest = schedule.job.num_workers, max(schedule.job.widths)
+    widest = max(schedule.job.widths)
     if min(schedule.job.widths) < 1 or schedule.job.num_microbatches < widest:
         raise ValueError(f"every stage needs a worker, and num_microbatches must be at least {widest}: {text!r}")
-    last = num_workers - 1 + (schedule.job.join_step > 0)
+    last = schedule.job.num_ever - 1
     for fault in faults:
         if any(worker > last for worker in fault.workers):
             raise ValueError(f"{str(fault)!r} strikes a worker that does not exist: they are 0 to {last}")
-    if schedule.job.leaver >= num_workers:
-        raise ValueError(f"worker {schedule.job.leaver} is to leave, but they are 0 to {num_workers - 1}")
+    if schedule.job.leaver > last:
+        raise ValueError(f"worker {schedule.job.leaver} is to leave, but they are 0 to {last}")
     return schedule
 
 
