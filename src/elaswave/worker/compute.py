@@ -277,6 +277,8 @@ class Compute:
         front, first = self._flights.forward(microbatch) if train else None, layers.start
         if front is not None:
             first, value = front.at, front.value
+        elif train and keeps:
+            self._flights.end(microbatch)  # its backward is to run, whatever one before has made
         for index in range(first, layers.stop):
             with self._at(microbatch, index):
                 given = self._given(index, value, train)
