@@ -47,6 +47,12 @@ class AgentHello(Message, frozen=True, kw_only=True):
     is told again."""
 
 
+class EndJoiner(Message, frozen=True, kw_only=True):
+    """A joiner that does not get on is to be killed, so that its place is free again."""
+
+    worker: int
+
+
 class Awaited(Message, frozen=True, kw_only=True):
     """These workers have not registered: until it is said otherwise, say how their processes get on."""
 
@@ -142,6 +148,7 @@ ToAgent = (
     | BreakOffCommit
     | SpawnJoiner
     | StopAsked
+    | EndJoiner
     | ShowStep
     | StepLosses
     | ShowEvaluation

@@ -22,6 +22,7 @@ from elaswave.control.agent_messages import (
     CommitCheckpoint,
     CpuTimes,
     Ended,
+    EndJoiner,
     Exited,
     SpawnJoiner,
     StepLosses,
@@ -164,6 +165,7 @@ class CoordinatorProcess(CoordinatorDriver):
             feed=self.feed,
             suspect=self._take_suspicions,
             spawn=lambda worker: self._server.send(AGENT, SpawnJoiner(worker=worker)),
+            end=lambda worker: self._server.send(AGENT, EndJoiner(worker=worker)),
             send=self.send,
             say=self._terminal.say,
             drain_deadline_s=elastic.drain_deadline_s,
@@ -378,9 +380,9 @@ class CoordinatorProcess(CoordinatorDriver):
             self._desk.connected(peer)
             return
         if peer == AGENT:
-            self._ask_agent(self._detector.awaited)
             self._terminal.agent_came()
             self._membership.spawn_again()
+            self._ask_agent()
         if self._ended is not None:
             self._server.send(peer, self._ended if peer == AGENT else Exit())
             self._informed.add(peer)
@@ -391,10 +393,11 @@ class CoordinatorProcess(CoordinatorDriver):
         elif peer != AGENT:
             self._detector.disconnected(peer, time.monotonic())
 
-    def _ask_agent(self, workers: tuple[int, ...]) -> None:
-        """Asks how the processes of workers get on that have not registered; of none once all have."""
-        self._asked_of_agent = workers
-        self._server.send(AGENT, Awaited(workers=workers))
+    def _ask_agent(self) -> None:
+        """Asks how the processes of workers get on that have not registered, or have not said a word; of none once all
+        have."""
+        self._asked_of_agent = tuple(sorted({*self._detector.awaited, *self._membership.silent}))
+        self._server.send(AGENT, Awaited(workers=self._asked_of_agent))
 
     def _tick(self) -> None:
         """Asks the detector whom it suspects, and when to ask again."""
@@ -404,8 +407,8 @@ class CoordinatorProcess(CoordinatorDriver):
             self._tell_settled()
             self._finish_if_complete()
         self._desk.turn()
-        if self._asked_of_agent and not self._detector.awaited:
-            self._ask_agent(())
+        if set(self._asked_of_agent) != {*self._detector.awaited, *self._membership.silent}:
+            self._ask_agent()
         next_s = min(self._detector.next_tick_s(now_s), self._membership.tick(now_s, self._state.step_s))
         wait_s = max(0.005, min(0.2, next_s - now_s))
         self._ticker = asyncio.get_running_loop().call_later(wait_s, self._background.guarded, self._tick)
@@ -495,6 +498,7 @@ class CoordinatorProcess(CoordinatorDriver):
         elif isinstance(message, CpuTimes):
             for worker, cpu_s in message.cpu_s.items():
                 self._detector.used(worker, cpu_s, time.monotonic())
+                self._membership.used(worker, cpu_s, time.monotonic())
         elif isinstance(message, CheckpointCommitted):
             self._on_committed(message)
         elif isinstance(message, Exited):

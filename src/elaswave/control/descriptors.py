@@ -9,6 +9,11 @@ _BESIDE = 48
 what libraries open for a moment."""
 
 
+GROWTH = 64
+"""Workers that may join a job, as far as the system's limit permits: there is room for them from the beginning, since
+the limit of a process that runs is raised by itself only."""
+
+
 def needed_descriptors(num_workers: int, num_loaders: int = 0) -> int:
     """Descriptors that the process of a job needs that needs most: a connection to each worker, and one to come; or,
     in the template, each worker and each loader, and a line to each worker."""
@@ -25,12 +30,13 @@ def provide_descriptors(num_workers: int, num_loaders: int = 0) -> None:
         UsageError: the system does not allow enough.
     """
     needed = needed_descriptors(num_workers, num_loaders)
+    wanted = needed_descriptors(num_workers + GROWTH, num_loaders)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= needed or soft == resource.RLIM_INFINITY:
+    if soft >= wanted or soft == resource.RLIM_INFINITY:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise UsageError(
             f"a job of {num_workers} workers needs up to {needed} open files in a process, and the limit here is "
             f"{hard} (ulimit -n): raise it to {needed} or more, or train with fewer workers"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

@@ -26,6 +26,7 @@ from elaswave.control.agent_messages import (
     CommitCheckpoint,
     CpuTimes,
     Ended,
+    EndJoiner,
     Exited,
     ShowEvaluation,
     ShowStep,
@@ -410,6 +411,9 @@ class LocalJob:
             for effect in self._agent.handle(JoinerWanted(message.worker)):
                 assert isinstance(effect, StartJoiner)
                 self._processes.ask_template(template_messages.SpawnJoiner(worker=effect.worker))
+        elif isinstance(message, EndJoiner):
+            if message.worker in self._agent.joiners:
+                self._processes.ask_template(KillWorkers(workers=(message.worker,)))
         elif isinstance(message, StopAsked):
             if self.stop_signal is None:
                 self.stop_signal, self._stop_cause = signal.SIGTERM, message.cause

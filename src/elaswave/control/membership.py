@@ -9,12 +9,15 @@ import math
 from collections.abc import Callable, Sequence
 
 from elaswave.control.joiners import Answer, Joiners
+from elaswave.control.standstill import Standstill
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.events import CoordinatorEvent, JoinerCame, JoinerGone, LeaveWanted, NewEpoch, Suspected
 from elaswave.protocol.messages import CoreToWorker, Fenced, Joining
 
 JOIN_TIMEOUT_S = 120.0
 """Within this time of its first words a joiner must have become a member; steps of minutes are to fit into it."""
+JOINER_STILL_S = 60.0
+"""How long a joiner that has not said a word yet may use no processor time."""
 JOIN_STEPS_MAX = 10.0
 """And at least within the time of so many steps."""
 
@@ -30,6 +33,7 @@ class Membership:
         feed: tells the core of an event.
         suspect: tells the core of suspicions.
         spawn: asks the agent for a worker's process.
+        end: asks the agent to kill a joiner's process.
         send: sends a message to a worker that is connected.
         say: tells people.
         drain_deadline_s: seconds that a leaving worker may take, unless its notice says otherwise.
@@ -44,6 +48,7 @@ class Membership:
         feed: Callable[[CoordinatorEvent], None],
         suspect: Callable[[Sequence[Suspected]], None],
         spawn: Callable[[int], object],
+        end: Callable[[int], object],
         send: Callable[[int, CoreToWorker], object],
         say: Callable[[str], None],
         drain_deadline_s: float,
@@ -54,6 +59,7 @@ class Membership:
         self._feed = feed
         self._suspect = suspect
         self._spawn = spawn
+        self._end = end
         self._send = send
         self._say = say
         self._drain_deadline_s = drain_deadline_s
@@ -62,6 +68,8 @@ class Membership:
         """Leaving member -> when it is lost."""
         self._joining_since_s: dict[int, float] = {}
         """Joiner that may come in -> when it has said so first."""
+        self._silent: dict[int, Standstill | None] = {}
+        """Joiner that has not said a word yet -> what is seen of its process; None before anything is."""
 
     @property
     def started(self) -> list[int]:
@@ -76,6 +84,7 @@ class Membership:
 
     def _start(self, workers: Sequence[int]) -> list[int]:
         for worker in workers:
+            self._silent.setdefault(worker)
             self._spawn(worker)
         return list(workers)
 
@@ -84,13 +93,16 @@ class Membership:
         self._start([worker for worker in self._joiners.started if worker not in self._core.members])
 
     def leave(self, worker: int, deadline_s: float | None, now_s: float) -> None:
-        """Has a member leave; nobody takes its place.
+        """Has a member leave; nobody takes its place. One that is no member cannot.
 
         Args:
             worker: its id.
             deadline_s: seconds after which it is lost; None: as configured.
             now_s: monotonic time.
         """
+        if worker not in self._core.members:
+            self._tell(f"worker {worker} is to leave, but is no member: nothing is done")
+            return
         within_s = self._drain_deadline_s if deadline_s is None else deadline_s
         self._deadlines_s[worker] = min(now_s + within_s, self._deadlines_s.get(worker, math.inf))
         _log.info("worker %d is to leave within %.1f s", worker, within_s)
@@ -110,8 +122,34 @@ class Membership:
 
     # ---------------------------------------------------------------------------------------------------------- joiners
 
+    @property
+    def silent(self) -> tuple[int, ...]:
+        """Joiners that have not said a word yet: how their processes get on is of interest."""
+        return tuple(sorted(self._silent))
+
+    def used(self, worker: int, cpu_s: float, now_s: float) -> None:
+        """What a joiner's process has used up to now; one that hangs before its first word is ended.
+
+        Args:
+            worker: its id; any other one is left to others.
+            cpu_s: processor time.
+            now_s: monotonic time.
+        """
+        if worker not in self._silent:
+            return
+        seen = self._silent[worker] = self._silent[worker] or Standstill(now_s)
+        still_s = seen.look(cpu_s, now_s)
+        if still_s > JOINER_STILL_S:
+            del self._silent[worker]
+            self._tell(
+                f"worker {worker} is ended: it was to join, has not said a word, and has used no processor time for "
+                f"{still_s:.0f} s"
+            )
+            self._end(worker)
+
     def heard(self, joining: Joining, now_s: float) -> None:
         """A joiner has said who it is."""
+        self._silent.pop(joining.worker, None)
         self.answer(self._joiners.heard(joining), now_s)
 
     def answer(self, answers: Sequence[Answer], now_s: float) -> None:
@@ -135,6 +173,7 @@ class Membership:
 
     def ended(self, worker: int, now_s: float) -> None:
         """A worker's process has ended, or the others go on without it; may be said again."""
+        self._silent.pop(worker, None)
         self._joiners.ended(worker, now_s)
         if self._joining_since_s.pop(worker, None) is not None:
             self._feed(JoinerGone(worker))
@@ -157,6 +196,7 @@ class Membership:
                 del self._joining_since_s[worker]
                 self._feed(JoinerGone(worker))
                 self._refuse(worker, f"the members have not made links to it within {bound_s:.0f} s")
+                self._end(worker)  # it may hang
         overdue = [worker for worker, at_s in self._deadlines_s.items() if at_s <= now_s]
         for worker in overdue:
             del self._deadlines_s[worker]

@@ -59,6 +59,8 @@ class ChaosCase(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the reference run."""
     strikes: tuple[str, ...] = ()
     """Signals from outside, see `elaswave.faults.outside`."""
+    keeps_blocks: bool = False
+    """Whether its faults cannot destroy all copies of a block."""
 
     @property
     def config(self) -> Config:
@@ -178,7 +180,7 @@ def draw_case(seed: int, index: int) -> ChaosCase:
         "model.recompute": draw.chance(25),
         "layout.widths": list(widths),
         "layout.schedule": draw.one_of(("1f1b", "1f1b", "gpipe")),
-        "elastic.respawn": False,  # its losses are counted; it has no joins of its own yet
+        "elastic.respawn": False,  # its losses are counted; `elaswave.faults.changing` has joins
         "elastic.num_followers": draw.one_of((1, 1, 2)),
         "elastic.refill_bytes_per_step": draw.one_of((4 << 20, 4 << 20, 256 << 10)),
         "run.checkpoint_every": draw.one_of((0, 0, 2, 3)),
@@ -281,14 +283,14 @@ class Judgement(NamedTuple):
     """One line; empty where there is nothing to say."""
 
 
-def judge(case: ChaosCase, ending: Ending, reference: Ending, placed: "Placed") -> Judgement:
+def judge(case: ChaosCase, ending: Ending, reference: Ending, placed: "Placed | None") -> Judgement:
     """Judges how a case has ended.
 
     Args:
         case: what was run.
         ending: how it ended.
         reference: how its reference run ended.
-        placed: where its state was at the beginning.
+        placed: where its state was at the beginning; None if its faults cannot destroy all copies of a block.
     """
     if ending.hung_s is not None:
         return Judgement("hung", f"not over after {ending.hung_s:.0f} s")
@@ -296,11 +298,11 @@ def judge(case: ChaosCase, ending: Ending, reference: Ending, placed: "Placed") 
         return Judgement("left behind", "; ".join(ending.left_behind))
     if ending.error is not None:
         return _judge_error(ending, placed)
-    differs = compare_with_reference(ending, reference, NUM_STEPS)
+    differs = compare_with_reference(ending, reference, case.settings["run.steps"])
     if differs is not None:
         return differs
     reported = {recovery.worker for recovery in ending.recoveries if recovery.kind == "lost"}
-    unreported = [r.worker for r in ending.struck if isinstance(r.worker, int) and r.worker not in reported]
+    unreported = [r.worker for r in ending.struck if r.loses and isinstance(r.worker, int) and r.worker not in reported]
     if unreported:
         return Judgement("error", f"the report says nothing of the loss of {_workers(unreported)}")
     alarms = false_alarms(ending)
@@ -336,14 +338,15 @@ def without_cause(ending: Ending, struck: Sequence[int]) -> list[int]:
     ]
 
 
-def _judge_error(ending: Ending, placed: "Placed") -> Judgement:
+def _judge_error(ending: Ending, placed: "Placed | None") -> Judgement:
     error = ending.error
     assert error is not None
     if not error.startswith("RecoveryError: all copies of "):
         return Judgement("error", error)
     if ending.num_checkpoints:
         return Judgement("unexplained loss", f"there were {ending.num_checkpoints} checkpoints to go back to: {error}")
-    if not can_lose_blocks(placed, [(r.worker, r.step) for r in ending.struck if isinstance(r.worker, int)]):
+    struck = [(r.worker, r.step) for r in ending.struck if r.loses and isinstance(r.worker, int)]
+    if placed is None or not can_lose_blocks(placed, struck):
         return Judgement("unexplained loss", f"the faults leave a copy of every block: {error}")
     return Judgement("blocks lost", error.removeprefix("RecoveryError: "))
 

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import msgspec
 
+from elaswave.faults.changing import draw_any
 from elaswave.faults.chaos import (
     GOOD,
-    NUM_STEPS,
     ChaosCase,
     Ending,
     Judgement,
     Outcome,
     config_of,
-    draw_case,
     false_alarms,
     judge,
     without_cause,
@@ -92,7 +91,8 @@ class ChaosBench:
         self._folder = folder
         self._timeout_s = timeout_s
         self._keep = keep
-        self._references: dict[int, Ending] = {}
+        self._references: dict[str, Ending] = {}
+        """By model and length."""
 
     def run(self, index: int) -> ChaosRun:
         """Runs and judges one case.
@@ -100,12 +100,13 @@ class ChaosBench:
         Args:
             index: of the case.
         """
-        case = draw_case(self._seed, index) if self._outside is None else draw_outside(self._seed, index)
+        case = draw_any(self._seed, index) if self._outside is None else draw_outside(self._seed, index)
         config = case.config
         begin_s = time.monotonic()
         folder = self._folder / f"{index:05d}"
-        if case.model not in self._references:
-            reference_folder = self._folder / f"reference-{case.model}"
+        name = f"{case.model}-{config.run.steps}-steps"
+        if name not in self._references:
+            reference_folder = self._folder / f"reference-{name}"
             reference = run_trial(reference_folder, config_of(case.reference), (), self._timeout_s)
             if reference.result is None or reference.left_behind:
                 problem = reference.error or "; ".join(reference.left_behind) or "it did not come to an end"
@@ -116,26 +117,34 @@ class ChaosBench:
                     begin_s,
                     reference_folder,
                 )
-            self._references[case.model] = reference
+            self._references[name] = reference
             self._tidy(reference_folder)
             begin_s = time.monotonic()
         if self._outside is not None:
-            return self._run_outside(case, self._outside, begin_s, folder)
+            return self._run_outside(case, self._references[name], self._outside, begin_s, folder)
         workers = range(sum(config.widths))
-        faults = parse_faults(case.faults, seed=config.run.seed, workers=workers, num_steps=NUM_STEPS)
+        faults = parse_faults(
+            case.faults,
+            seed=config.run.seed,
+            workers=workers,
+            num_steps=config.run.steps,
+            respawns=config.elastic.respawns,
+        )
         ending = run_trial(folder, config, faults, self._timeout_s)
-        where = placed(config)
-        verdict = judge(case, ending, self._references[case.model], where)
+        where = None if case.keeps_blocks else placed(config)
+        verdict = judge(case, ending, self._references[name], where)
         if verdict.outcome == "different":
-            verdict = self._told_apart(case, verdict)
+            verdict = self._told_apart(case, self._references[name], verdict)
         return self._record(case, ending, verdict, begin_s, folder)
 
-    def _run_outside(self, case: ChaosCase, environment: Mapping[str, str], begin_s: float, folder: Path) -> ChaosRun:
+    def _run_outside(
+        self, case: ChaosCase, reference: Ending, environment: Mapping[str, str], begin_s: float, folder: Path
+    ) -> ChaosRun:
         run_dir = folder / RUN_FOLDER
         striker = Striker(run_dir, [parse_strike(strike) for strike in case.strikes])
         ending = run_command(folder, case.arguments(str(run_dir)), self._timeout_s, striker, environment)
         ending = msgspec.structs.replace(ending, left_behind=ending.left_behind + striker.left)
-        verdict = judge_outside(case, ending, self._references[case.model], striker.struck)
+        verdict = judge_outside(case, ending, reference, striker.struck)
         run = self._record(case, ending, verdict, begin_s, folder)
         hit = workers_of(each.victim for each in striker.struck)
         return msgspec.structs.replace(
@@ -147,11 +156,11 @@ class ChaosBench:
             struck=striker.struck,
         )
 
-    def _told_apart(self, case: ChaosCase, verdict: Judgement) -> Judgement:
+    def _told_apart(self, case: ChaosCase, reference: Ending, verdict: Judgement) -> Judgement:
         """Says whether the faults made the difference, or the layout alone makes it too."""
         folder = self._folder / f"{case.index:05d}-undisturbed"
         ending = run_trial(folder, case.config, (), self._timeout_s)
-        again = judge(case, ending, self._references[case.model], placed(case.config))
+        again = judge(case, ending, reference, placed(case.config))
         cause = (
             "without faults it has the reference run's bits"
             if again.outcome == "same bits"

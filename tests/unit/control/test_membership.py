@@ -1,0 +1,148 @@
+"""Joins and leaves as a coordinator's process deals with them: what is told, and what is ended in time."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from elaswave.control.joiners import Answer, Joiners
+from elaswave.control.membership import JOIN_TIMEOUT_S, JOINER_STILL_S, Membership
+from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.events import JoinerCame, JoinerGone, LeaveWanted
+from elaswave.protocol.messages import Joining
+
+
+class FakeJoiners:
+    """Starts whom it is told to, and lets in everybody."""
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+        self.over: list[int] = []
+        self.next_s = float("inf")
+
+    def request(self, count: int, now_s: float) -> list[int]:
+        new = [3 + len(self.started) + number for number in range(count)]
+        self.started += new
+        return new
+
+    def heard(self, joining: Joining) -> list[Answer]:
+        return [Answer(joining, None)]
+
+    def ended(self, worker: int, now_s: float) -> None:
+        self.over.append(worker)
+
+    def due(self, now_s: float) -> list[int]:
+        return []
+
+    def left(self, worker: int) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+class World:
+    """A job of three members, as `Membership` sees it."""
+
+    def __init__(self) -> None:
+        self.fed: list[Any] = []
+        self.ended: list[int] = []
+        self.told: list[str] = []
+        self.suspected: list[Any] = []
+        core = SimpleNamespace(members=(0, 1, 2), admissions=SimpleNamespace(leaving=set()), term=1, epoch=1)
+        self.joiners = FakeJoiners()
+        self.membership = Membership(
+            cast(Coordinator, core),
+            cast(Joiners, self.joiners),
+            feed=self.fed.append,
+            suspect=self.suspected.extend,
+            spawn=lambda worker: None,
+            end=self.ended.append,
+            send=lambda worker, message: None,
+            say=self.told.append,
+            drain_deadline_s=30.0,
+        )
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def joining(worker: int) -> Joining:
+    return Joining(
+        worker=worker,
+        address=f"unix:/{worker}",
+        protocol=1,
+        libraries="",
+        environment="",
+        config_hash=1,
+        model_hash=1,
+        data_hash=1,
+        canaries={},
+    )
+
+
+def look(world: World, worker: int, seconds: int, *, begin_s: float = 0.0, uses: bool = False) -> None:
+    """The agent tells of a process, three times a second."""
+    for tick in range(3 * seconds):
+        now_s = begin_s + tick / 3
+        world.membership.used(worker, now_s if uses else 1.0, now_s)
+
+
+def test_a_joiner_that_hangs_before_its_first_word_is_ended(world: World) -> None:
+    assert world.membership.join(1, 0.0) == [3] and world.membership.silent == (3,)
+    look(world, 3, 100, uses=True)
+    look(world, 3, int(JOINER_STILL_S) - 1, begin_s=100.0)
+    assert world.ended == []
+    look(world, 3, 3, begin_s=99.0 + JOINER_STILL_S)
+    assert world.ended == [3] and world.membership.silent == ()
+    assert "worker 3 is ended: it was to join, has not said a word" in world.told[-1]
+    world.membership.ended(3, 200.0)
+    assert world.joiners.over == [3], "its place is free again"
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_a_joiner_that_has_spoken_or_ended_is_not_watched(world: World, speaks: bool) -> None:
+    world.membership.join(1, 0.0)
+    if speaks:
+        world.membership.heard(joining(3), 1.0)
+        assert world.fed == [JoinerCame(3, "unix:/3")]
+    else:
+        world.membership.ended(3, 1.0)
+    assert world.membership.silent == ()
+    look(world, 3, 200)
+    assert world.ended == []
+
+
+def test_a_successor_watches_all_that_are_no_members(world: World) -> None:
+    world.joiners.started = [2, 3, 4]
+    world.membership.spawn_again()
+    assert world.membership.silent == (3, 4)
+    world.membership.ended(4, 0.0)
+    assert world.membership.silent == (3,)
+
+
+def test_a_joiner_to_which_no_links_are_made_is_ended_too(world: World) -> None:
+    world.membership.join(1, 0.0)
+    world.membership.heard(joining(3), 1.0)
+    world.membership.tick(1.0 + JOIN_TIMEOUT_S, 0.1)
+    assert world.ended == []
+    world.membership.tick(1.5 + JOIN_TIMEOUT_S, 0.1)
+    assert world.fed[-1] == JoinerGone(3) and world.ended == [3]
+
+
+def test_who_is_no_member_cannot_leave_and_is_not_lost_for_it_later(world: World) -> None:
+    world.membership.leave(3, 5.0, 0.0)
+    assert world.fed == [] and world.told == ["worker 3 is to leave, but is no member: nothing is done"]
+    world.membership.tick(10.0, 0.1)
+    assert world.suspected == []
+
+
+def test_the_time_of_those_that_leave_does_not_count_once_the_job_stops(world: World) -> None:
+    world.membership.leave(1, 5.0, 0.0)
+    world.membership.leave(2, 5.0, 0.0)
+    assert world.fed == [LeaveWanted(1), LeaveWanted(2)]
+    world.membership.stop()
+    world.membership.tick(10.0, 0.1)
+    assert world.suspected == []

@@ -1,0 +1,54 @@
+"""Drawn jobs whose membership changes: the same on every machine, always possible, and no block can be lost."""
+
+from collections import Counter
+
+from elaswave.faults.changing import MAX_WORKERS, NUM_STEPS, SPACING, draw_any, draw_changing
+from elaswave.faults.chaos import ChaosCase
+from elaswave.faults.injection import Fault, parse_faults
+
+CASES = [draw_changing(seed, index) for seed in (0, 7) for index in range(60)]
+
+
+def faults_of(case: ChaosCase) -> tuple[Fault, ...]:
+    config = case.config
+    workers = range(sum(config.widths))
+    return parse_faults(
+        case.faults, seed=1, workers=workers, num_steps=NUM_STEPS, respawns=config.elastic.respawns
+    )  # raises if one is not possible
+
+
+def test_drawing_is_a_function_of_seed_and_index() -> None:
+    assert CASES == [draw_changing(case.seed, case.index) for case in reversed(CASES)][::-1]
+    assert len({case.faults for case in CASES}) > 100
+    drawn = [draw_any(5, index) for index in range(40)]
+    assert 10 < sum(case.keeps_blocks for case in drawn) < 30, "both sorts take part"
+    assert len({(case.model, str(case.reference)) for case in drawn}) <= 12, "cases of a model share reference runs"
+
+
+def test_all_kinds_of_events_are_drawn() -> None:
+    kinds = Counter(fault.kind for case in CASES for fault in faults_of(case))
+    assert {"kill", "hang", "cut-close", "slow", "drain", "join"} == set(kinds) and min(kinds.values()) >= 5
+    assert any(fault.worker == "coordinator" for case in CASES for fault in faults_of(case))
+    assert {case.config.elastic.respawn for case in CASES} == {False, True}
+
+
+def test_jobs_grow_to_twelve_and_shrink_to_one() -> None:
+    ends = []
+    for case in CASES:
+        faults = faults_of(case)
+        gone = [fault.worker for fault in faults if fault.kind in ("kill", "hang", "cut-close", "drain")]
+        workers = [worker for worker in gone if isinstance(worker, int)]
+        assert 0 not in workers and len(set(workers)) == len(workers), "somebody always stays; nobody goes twice"
+        num_joins = sum(fault.kind == "join" for fault in faults)
+        ends.append((sum(case.config.widths) + num_joins, sum(case.config.widths) + num_joins - len(workers)))
+    assert max(most for most, _ in ends) == MAX_WORKERS and min(least for _, least in ends) == 1
+
+
+def test_losses_are_so_far_apart_that_copies_are_made_in_between() -> None:
+    for case in CASES:
+        losses = sorted(
+            fault.step
+            for fault in faults_of(case)
+            if fault.kind in ("kill", "hang", "cut-close") and isinstance(fault.worker, int)
+        )
+        assert all(later - earlier >= SPACING for earlier, later in zip(losses, losses[1:])), case.faults
