@@ -69,7 +69,7 @@ def chaos_command(
 ) -> None:
     """Train small jobs drawn at random (model, layout, schedule, followers, checkpoints) while up to three faults
     strike each (kill, hang, cut; workers and coordinator; any phase), and compare losses, evaluations and state with
-    a fault-free run.
+    a fault-free run. In half of the jobs workers also join, leave and become slow.
 
     The fault-free run is one worker's: the layout does not show in the result, so all jobs of a model share it.
     With --outside the jobs are longer, and signals strike their processes as a person's would: during start-up,
