@@ -72,6 +72,14 @@ def test_a_slow_worker_with_the_reaction_and_without() -> None:
 
 
 @pytest.mark.slow
+def test_a_job_that_loses_workers_and_gets_others_again_and_again_does_not_grow() -> None:
+    document = run("soak.py", "--steps", "100", "--every", "20")
+    assert document["good"] and document["same_bits"]
+    assert document["losses"] == document["joins"] == 4
+    assert document["ratio"] > 0
+
+
+@pytest.mark.slow
 def test_what_survivors_keep_of_a_step_does_not_run_again() -> None:
     document = run("salvage.py", "--quick")
     assert [row["fault"] for row in document["rows"]] == ["kill:1@3:reduce", "kill:6@3:vote"]
