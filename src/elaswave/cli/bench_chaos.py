@@ -35,7 +35,7 @@ _COLUMNS = (("run", 5), ("layout", 9), ("model", 16), ("outcome", 16), ("struck"
 @click.option(
     "--outside",
     is_flag=True,
-    help="Strike real `elaswave train` commands from outside: SIGKILL, SIGSTOP and SIGCONT to its processes.",
+    help="Strike real `elaswave train` commands from outside: SIGKILL, SIGSTOP, SIGTERM to its processes.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="Decides all jobs and faults.")
 @click.option("--only", type=click.IntRange(min=0), metavar="I", help="Only the job with this number.")

@@ -3,8 +3,8 @@
 A case is a pure function of (seed, index), as in `elaswave.faults.chaos`; it differs from a fault inside a worker in
 that no process of the job knows of it. A strike waits for a moment of the run that can be seen from outside (its
 processes appear, a step is logged), then for some milliseconds, finds its victims in ``processes.json``, and sends them
-a signal. What it hits in the end depends on the machine, so a case that is run again is the same attempt, not the same
-run.
+a signal: one that kills, one that stops, or a notice upon which a worker leaves. What it hits in the end depends on the
+machine, so a case that is run again is the same attempt, not the same run.
 
 A job may end as one of `chaos` may: with its reference run's bits, or, where so many workers were struck that all
 copies of a block can be gone, with an error that names what was lost. One whose template was killed may end with an
@@ -37,7 +37,7 @@ COORDINATOR, TEMPLATE, COMMITTER = "coordinator", "template", "committer"
 HARMLESS_MS = 1000
 """A stop shorter than this is none that may end a worker."""
 
-Action = Literal["kill", "stop"]
+Action = Literal["kill", "stop", "notify"]
 Moment = Literal["start", "step", "evaluation", "checkpoint", "end"]
 MOMENTS: tuple[Moment, ...] = ("start", "step", "evaluation", "checkpoint", "end")
 
@@ -69,7 +69,7 @@ class Strike(NamedTuple):
     @property
     def may_end(self) -> bool:
         """Whether a worker that is struck may be lost by it."""
-        return self.action == "kill" or self.resume_ms is None or self.resume_ms >= HARMLESS_MS
+        return self.action != "stop" or self.resume_ms is None or self.resume_ms >= HARMLESS_MS
 
 
 def workers_of(victims: Iterable[str]) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ def workers_of(victims: Iterable[str]) -> tuple[int, ...]:
 
 
 _STRIKE = re.compile(
-    r"(?P<action>kill|stop):(?P<victims>[a-z0-9+]+)@(?P<moment>[a-z]+)(:(?P<step>\d+))?\+(?P<delay>\d+)ms(~(?P<again>\d+)ms)?"
+    r"(?P<action>kill|stop|notify):(?P<victims>[a-z0-9+]+)@(?P<moment>[a-z]+)(:(?P<step>\d+))?\+(?P<delay>\d+)ms(~(?P<again>\d+)ms)?"
 )
 
 
@@ -152,7 +152,7 @@ def _draw_strikes(draw: Draw, num_workers: int, checkpoint_every: int) -> Iterat
             step = checkpoint_every * (1 + draw.below(NUM_STEPS // checkpoint_every))
         else:
             step = NUM_STEPS - draw.below(4)
-        action: Action = draw.one_of(("kill", "kill", "kill", "stop", "stop"))
+        action: Action = draw.one_of(("kill", "kill", "kill", "stop", "stop", "notify", "notify"))
         resume_ms = draw.one_of((50, 300, 900, 2500, 7000, None)) if action == "stop" else None
         if COORDINATOR in victims and action == "stop" and resume_ms is None:
             resume_ms = 7000  # for good it costs a quarter of a minute each time, and is a kill then

@@ -13,7 +13,7 @@ from elaswave.observability.result import EVENTS_FILE
 
 _TURN_S = 0.002
 """Between two looks at the log."""
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "notify": signal.SIGTERM}
 
 
 class _Line(msgspec.Struct):
