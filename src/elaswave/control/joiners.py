@@ -10,6 +10,7 @@ from typing import NamedTuple
 from elaswave.control.journal import JournalRecord, PlaceTaken, Published
 from elaswave.protocol.admission import Founders, admission_problem, canaries_in
 from elaswave.protocol.ballot import decode_certificate
+from elaswave.protocol.events import LeavingRecord
 from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
 from elaswave.protocol.respawn import PlaceClosed, Respawn, Spawn
 from elaswave.worker.identity import Identity
@@ -65,6 +66,8 @@ class Joiners:
                 members = record.members
             elif isinstance(record, Published):
                 self._respawn.committed(members)
+            elif isinstance(record, LeavingRecord):
+                self._respawn.left(record.worker)
             elif isinstance(record, Founders):
                 self._founders = record
 

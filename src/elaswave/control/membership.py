@@ -118,7 +118,6 @@ class Membership:
         """Members that an earlier coordinator has asked to leave have their time anew."""
         for worker in self._core.admissions.leaving:
             self._deadlines_s[worker] = now_s + self._drain_deadline_s
-            self._joiners.left(worker)
 
     # ---------------------------------------------------------------------------------------------------------- joiners
 

@@ -13,6 +13,7 @@ from elaswave.control.journal import JournalRecord, PlaceTaken, Published, core_
 from elaswave.protocol.admission import Founders
 from elaswave.protocol.ballot import Ballot, Request, VoteShape, encode_certificate
 from elaswave.protocol.environment import pairs_of
+from elaswave.protocol.events import LeavingRecord
 from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
 from elaswave.protocol.scores import Scores
 from elaswave.state.placement import Placement
@@ -168,6 +169,14 @@ def test_rivals_and_runs_that_shrink_take_no_place_again(settings):
     job.joiners.ended(1, 10.0)
     assert math.isinf(job.joiners.next_s) and job.joiners.due(1e6) == []
     assert job.joiners.request(2, 20.0) == [2, 3], "what is asked for is started all the same"
+
+
+def test_nobody_takes_the_place_of_one_that_has_left_under_an_earlier_coordinator():
+    job = Job()
+    job.journal.append(LeavingRecord(term=1, worker=1))
+    joiners = job.take_over()
+    joiners.ended(1, 10.0)  # the agent tells every coordinator of all ends
+    assert joiners.next_s == math.inf
 
 
 def test_nobody_takes_the_place_of_one_that_was_asked_to_leave_or_when_the_job_stops():
