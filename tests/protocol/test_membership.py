@@ -145,6 +145,30 @@ def test_a_pause_for_an_earlier_coordinator_is_over():
     assert pause(core, step=5)[0].record.joined == (3,)
 
 
+def test_nobody_waits_for_a_member_that_an_earlier_coordinator_has_let_go_on():
+    core = training()
+    link(core)
+    core.handle(Paused(worker=2, epoch=1, step=4), 0.0)  # it has not heard that the pause is over
+    effects = core.handle(Paused(worker=1, epoch=1, step=4, is_over=True), 0.0)
+    assert sent(effects, GoOn).keys() == sent(effects, AskPause).keys() == {2} and core.admissions.paused == {}
+    assert pause(core, step=5)[0].record.joined == (3,)
+
+
+def test_a_member_that_comes_back_hears_again_that_a_pause_is_asked_for():
+    core = training()
+    link(core)
+    assert sent(core.handle(registered(1), 0.0), AskPause).keys() == {1}
+    core.handle(JoinerGone(3), 0.0)
+    assert sent(core.handle(registered(1), 0.0), AskPause) == {}
+
+
+@pytest.mark.parametrize("instant", [15, 16])
+def test_a_joiner_comes_in_though_the_only_member_was_away(instant):
+    schedule = parse_schedule(f"widths=1 num_microbatches=1 join_step=1 steps=14 disconnect:0@{instant}")
+    outcome = run_schedule(schedule)
+    assert (outcome.violation, outcome.ended, outcome.counts["decisions"]) == (None, "finished", 1)
+
+
 def test_no_pause_is_asked_for_while_blocks_move():
     core = training()
     layout = core.layout

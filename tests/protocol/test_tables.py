@@ -115,6 +115,7 @@ def everything_has_happened() -> None:
 
     linked_joiner(in_state(State.TRAINING)).handle(JoinerGone(5), 0.0)
     machine = linked_joiner(in_state(State.TRAINING))
+    machine.handle(registered(0), 0.0)
     for worker in range(5):
         machine.handle(Paused(worker=worker, epoch=1, step=3), 0.0)
 

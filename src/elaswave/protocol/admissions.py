@@ -50,6 +50,15 @@ class Admissions:
         """A worker says to which of the peers that it is to be linked to it has links."""
         self._linked[worker] = frozenset(peers)
 
+    def go_on(self, step: int) -> list[int]:
+        """A member has been let go on after a step; returns those that have paused after it, or before: they wait for
+        nothing any more."""
+        self.go_on_after = max(self.go_on_after, step)
+        waiting = [worker for worker, after in self.paused.items() if after <= self.go_on_after]
+        for worker in waiting:
+            del self.paused[worker]
+        return waiting
+
     def empty(self, worker: int) -> None:
         """A member says that it runs and holds nothing; that it said so once is true for as long as it stays idle."""
         self._empty.add(worker)

@@ -215,6 +215,7 @@ class Coordinator:
             Response.PERSIST_LEAVE: lambda: [Persist(LeavingRecord(term=self.term, worker=self._leaver))],
             Response.CALL: self._call,
             Response.ASK_PAUSE: self._ask_pause,
+            Response.ASK_PAUSE_AGAIN: lambda: [Send(self._speaker, AskPause(term=self.term, epoch=self.epoch))],
             Response.LET_GO_ON: self._let_go_on,
             Response.RELEASE: self._release,
             Response.PERSIST_EPOCH: self._persist_epoch,
@@ -411,6 +412,8 @@ class Coordinator:
             effects += self._go(Cause.CHANGE_IN_DOUBT)
         if self.state is State.TRAINING and self.admissions.joiners:
             effects += self._go(Cause.CALLED)
+        if self.state is State.TRAINING and self.admissions.is_asked:
+            effects += self._go(Cause.PAUSE_IN_DOUBT)
         return effects
 
     def _tell_addresses(self) -> list[CoordinatorEffect]:
@@ -560,10 +563,8 @@ class Coordinator:
             return [Note(f"what worker {worker} says is of epoch {event.epoch}, the newest is {self.epoch}")]
         elif isinstance(event, Emptied):
             admissions.empty(worker)
-        elif event.step <= admissions.go_on_after or not admissions.is_asked:
-            # This coordinator has thought better of it, or an earlier one has asked for it.
-            admissions.go_on_after = max(admissions.go_on_after, event.step)
-            return [Send(worker, GoOn(term=self.term, epoch=self.epoch))] if self.state is State.TRAINING else []
+        elif event.is_over or event.step <= admissions.go_on_after or not admissions.is_asked:
+            return self._pause_is_over(event)
         else:
             admissions.paused[worker] = event.step
         return effects + self._advance(now_s)
@@ -604,6 +605,19 @@ class Coordinator:
         self.admissions.is_asked = True
         ask = AskPause(term=self.term, epoch=self.epoch)
         return [Send(worker, ask) for worker in self.members]
+
+    def _pause_is_over(self, event: Paused) -> list[CoordinatorEffect]:
+        """This coordinator has thought better of it, or an earlier one has: all that wait after that step go on. Who
+        has paused asks for no other pause, unless it is told to once more."""
+        waiting = self.admissions.go_on(event.step)
+        if not event.is_over:
+            waiting.append(event.worker)
+        if self.state is not State.TRAINING:
+            return []
+        messages: list[GoOn | AskPause] = [GoOn(term=self.term, epoch=self.epoch)]
+        if self.admissions.is_asked:
+            messages.append(AskPause(term=self.term, epoch=self.epoch))
+        return [Send(worker, message) for worker in waiting for message in messages]
 
     def _let_go_on(self) -> list[CoordinatorEffect]:
         admissions = self.admissions

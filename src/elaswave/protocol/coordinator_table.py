@@ -30,6 +30,7 @@ class Cause(Enum):
     SUSPECTED = "a member is suspected"
     LEAVE_WANTED = "a member is asked to leave"
     CALLED = "there are other joiners than before, or a member may not have heard of them"
+    PAUSE_IN_DOUBT = "a member registers, and may not have heard that it is to ask for a pause"
     MEMBERSHIP_READY = "a joiner's links stand, or a member that is to leave holds nothing"
     ALL_PAUSED = "every member waits at the boundary"
     PAUSED_IN_VAIN = "members wait, or were asked to, and the membership stays as it is"
@@ -65,6 +66,7 @@ class Response(Enum):
     PERSIST_LEAVE = "persist the request"
     CALL = "tell members and joiners each other's addresses"
     ASK_PAUSE = "have the members ask for a pause"
+    ASK_PAUSE_AGAIN = "have it ask for a pause"
     LET_GO_ON = "let the members go on"
     RELEASE = "let those go that leave"
     PERSIST_EPOCH = "persist the new epoch"
@@ -105,6 +107,7 @@ TRANSITIONS: TransitionTable[State, Cause, Response] = TransitionTable(
     Transition(_ALIVE, Cause.SUSPECTED, State.COLLECTING, _NEW_EPOCH),
     Transition(_ALIVE, Cause.LEAVE_WANTED, None, (Response.PERSIST_LEAVE,)),
     Transition((State.TRAINING,), Cause.CALLED, None, (Response.CALL,)),
+    Transition((State.TRAINING,), Cause.PAUSE_IN_DOUBT, None, (Response.ASK_PAUSE_AGAIN,)),
     Transition((State.TRAINING,), Cause.MEMBERSHIP_READY, None, (Response.ASK_PAUSE,)),
     Transition(
         (State.TRAINING,),

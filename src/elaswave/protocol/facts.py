@@ -59,7 +59,7 @@ class Facts:
         self._emptied = message
 
     def paused(self, message: Any) -> None:
-        """The worker waits before its next step; None: no longer."""
+        """The worker waits before its next step, or was let go on since."""
         self._paused = message
 
     def moved(self) -> None:

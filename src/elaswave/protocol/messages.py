@@ -219,6 +219,8 @@ class Paused(msgspec.Struct, frozen=True, kw_only=True, tag="paused"):
     epoch: int
     step: int
     """The last one that is made."""
+    is_over: bool = False
+    """Whether it was let go on since, perhaps by an earlier coordinator, who may not have told the others."""
 
 
 class Emptied(msgspec.Struct, frozen=True, kw_only=True, tag="emptied"):

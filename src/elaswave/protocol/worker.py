@@ -322,7 +322,9 @@ class WorkerMachine(StepLoop[C]):
         self._asks_pause = False
         if self.is_paused:
             self.is_paused = False
-            self.facts.paused(None)
+            # Others may still wait, for a coordinator that is gone: the next one learns here that they are to go on.
+            over = Paused(worker=self.worker, epoch=self.member.epoch, step=self.last_step, is_over=True)
+            self.facts.paused(over)
             self._live(self.train())
 
     @property

@@ -104,7 +104,7 @@ MEMBERSHIP_MUTANTS = (
         "release-loaded",
         "a worker that is to leave is let go while it still holds blocks",
         Build(coordinator=ReleasesLoaded),
-        "steps=11 leave_step=2 kill:c@59 usurp:c@91+20",
+        "steps=11 leave_step=2 num_followers=0",
     ),
     Mutant(
         "forget-paused",
