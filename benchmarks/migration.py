@@ -1,0 +1,221 @@
+"""What moving layers costs the steps meanwhile, against stop-and-copy on the same engine.
+
+    python benchmarks/migration.py [--sizes 10m 100m] [--modes paced saturated] [--moves 4] [--quick] [--json]
+
+Real jobs, 2 stages x 2 replicas. Layers go from the first stage to the second and back (``elaswave ctl RUN migrate``).
+Once as the product does it: copies travel within a budget per attempt, the layout changes with a vote. Once with a
+budget without bound (``elastic.copy_bytes_per_step``): all copies travel in one attempt, which has to wait for them.
+Both must have the same losses, bit for bit. See README.md beside this file.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from functools import partial
+from typing import Any, NamedTuple
+
+from harness import SIZES, configuration, machine, print_header
+from live_job import LiveJob, Vote, durations_s
+
+from elaswave.config.schema import Config
+from elaswave.control.operator_messages import AskMigrate
+
+STAGES, REPLICAS = 2, 2
+MICROBATCHES = 8
+PACE_S = {"10m": 0.05, "100m": 0.5, "tiny": 0.01}
+"""What a forward action lasts beside its computation, in paced jobs: cores are not saturated."""
+SHAPES = {
+    **SIZES,
+    "100m": ("model.num_layers=12", "model.hidden_size=832", "model.num_heads=8"),
+}
+SHORT = ("model.context_length=32", "batch.microbatch_size=1")
+"""Micro-batches are short: what a step takes is mostly described, so that bytes weigh as much as they can."""
+WARM_UP = 3
+BEFORE = 6
+"""Steps before a move that its own are compared with."""
+UNBOUNDED = 1 << 50
+NEEDED_CUT, NEEDED_SLOWDOWN = 0.90, 0.10
+
+
+class Move(NamedTuple):
+    """One change of layout."""
+
+    before_s: float
+    """Median step before."""
+    switch_s: float
+    """The step with whose vote the layout changed."""
+    worst_s: float
+    """The longest step from the adoption to the first step under the next layout."""
+    copying_s: list[float]
+    """The steps in which copies travelled, but for the switching one."""
+    total_s: float
+    """From the beginning of the first step that copied to the end of the switching one."""
+    sent_bytes: int
+    """Over all links."""
+    largest_bytes: int
+    """That one worker sent in one attempt."""
+
+    @property
+    def pause_s(self) -> float:
+        """How much longer the switching step took."""
+        return self.switch_s - self.before_s
+
+
+def main() -> int:
+    """Runs the benchmark; the exit code is 1 if a target was missed or bits differ."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["10m", "100m"])
+    parser.add_argument("--modes", nargs="+", choices=("paced", "saturated"), default=["paced", "saturated"])
+    parser.add_argument("--moves", type=int, default=4, help="of each job")
+    parser.add_argument("--rounds", type=int, default=1, help="pairs of jobs")
+    parser.add_argument("--quick", action="store_true", help="a tiny model moves once, to see that all runs")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    options = parser.parse_args()
+    if options.quick:
+        options.sizes, options.modes, options.moves = ["tiny"], ["paced"], 1
+    where = machine()
+    rows = []
+    for size in options.sizes:
+        for mode in options.modes:
+            rows.append(_row(size, mode, options.moves, options.rounds))
+    where["load_after"] = machine()["load_before"]
+    document = {"machine": where, "needed_cut": NEEDED_CUT, "needed_slowdown": NEEDED_SLOWDOWN, "rows": rows}
+    if options.json:
+        print(json.dumps(document, indent=2))
+    else:
+        _print_table(document)
+    return 1 if any(row["missed"] or not row["same_bits"] for row in rows) else 0
+
+
+def _row(size: str, mode: str, num_moves: int, rounds: int) -> dict[str, Any]:
+    moves: dict[str, list[Move]] = {"elaswave": [], "stop-and-copy": []}
+    loads: dict[str, float] = {}
+    same_bits = True
+    for number in range(rounds):
+        losses = []
+        for name in list(moves) if number % 2 == 0 else list(moves)[::-1]:
+            pace_s = PACE_S[size] if mode == "paced" else 0.0
+            found, their_losses, loads[name] = _run(_config(size, stops=name != "elaswave"), pace_s, num_moves)
+            moves[name] += found
+            losses.append(their_losses)
+            print(f"{size}, {mode}, {name}: {len(found)} moves", file=sys.stderr, flush=True)
+        both = min(map(len, losses))
+        same_bits &= losses[0][:both] == losses[1][:both]
+    ours, theirs = (_summary(moves[name], loads[name]) for name in moves)
+    cut = 1 - ours["pause_s"] / theirs["pause_s"]
+    return {
+        "size": size,
+        "mode": mode,
+        "elaswave": ours,
+        "stop_and_copy": theirs,
+        "pause_cut": cut,
+        "same_bits": same_bits,
+        "missed": cut < NEEDED_CUT or ours["slowdown"] > NEEDED_SLOWDOWN,
+    }
+
+
+def _summary(moves: list[Move], load_cores: float) -> dict[str, Any]:
+    """Medians over moves."""
+
+    def median(values: list[float]) -> float:
+        return statistics.median(values)
+
+    ratios = [duration_s / move.before_s for move in moves for duration_s in move.copying_s]
+    return {
+        "moves": len(moves),
+        "step_s": median([move.before_s for move in moves]),
+        "pause_s": median([move.pause_s for move in moves]),
+        "pauses_s": [move.pause_s for move in moves],
+        "worst_excess_s": median([move.worst_s - move.before_s for move in moves]),
+        "slowdown": median(ratios) - 1 if ratios else 0.0,
+        "copying_steps": median([len(move.copying_s) + 1 for move in moves]),
+        "total_s": median([move.total_s for move in moves]),
+        "sent_bytes": median([move.sent_bytes for move in moves]),
+        "largest_bytes": max(move.largest_bytes for move in moves),
+        "load_cores": load_cores,
+    }
+
+
+def _config(size: str, *, stops: bool) -> Config:
+    return configuration(
+        *SHAPES[size],
+        *SHORT,
+        f"batch.num_microbatches={MICROBATCHES}",
+        f"layout.stages={STAGES}",
+        f"layout.replicas={REPLICAS}",
+        "run.steps=100000",
+        "optimizer.schedule=constant",
+        "elastic.rebalance=false",
+        "elastic.respawn=false",
+        *([f"elastic.copy_bytes_per_step={UNBOUNDED}"] if stops else []),
+    )
+
+
+def _migrate(layers: tuple[int, ...], request: int) -> AskMigrate:
+    return AskMigrate(request=request, layers=layers)
+
+
+def _run(config: Config, pace_s: float, num_moves: int) -> tuple[list[Move], list[Any], float]:
+    """One job: its moves, its losses, and the cores that it has kept busy."""
+    changed: list[int] = []
+    with LiveJob(config, pace_s) as job:
+        job.wait_for_step(WARM_UP + BEFORE)
+        before = [stage.stop - stage.start for stage in job.first_layout().stages]
+        for number in range(num_moves):
+            gone = (number + 1) % 2  # a layer goes, and comes back with the next move
+            layers = (before[0] - gone, before[1] + gone)
+            answer = job.ask(partial(_migrate, layers))[-1]
+            assert answer.step is not None, answer.reason
+            changed.append(answer.step)
+            job.wait_for_step(answer.step + WARM_UP + BEFORE)
+        finished_s, votes, losses = job.finished_s(), job.votes(), job.losses()
+    return [move_at(step, finished_s, votes) for step in changed], losses, job.load_cores
+
+
+def move_at(first_step: int, finished_s: dict[int, float], votes: list[Vote]) -> Move:
+    """What a change of layout was like.
+
+    Args:
+        first_step: the first one under the next layout.
+        finished_s: when each step was done.
+        votes: of all workers.
+    """
+    durations = durations_s(finished_s)
+    switch = first_step - 1
+    begun = switch
+    while any(vote.moving for vote in votes if vote.step == begun - 1):
+        begun -= 1
+    copying = [vote for vote in votes if begun <= vote.step <= switch]
+    return Move(
+        before_s=statistics.median(durations[step] for step in range(begun - BEFORE, begun)),
+        switch_s=durations[switch],
+        worst_s=max(durations[step] for step in range(begun, first_step + 1)),
+        copying_s=[durations[step] for step in range(begun, switch)],
+        total_s=finished_s[switch] - finished_s[begun - 1],
+        sent_bytes=sum(vote.sent_bytes for vote in copying),
+        largest_bytes=max(vote.sent_bytes for vote in copying),
+    )
+
+
+def _print_table(document: dict[str, Any]) -> None:
+    print_header(document["machine"])
+    print(
+        f"{'size':5} {'mode':9} {'copies':13} {'moves':>5} {'step':>8} {'pause':>8} {'worst':>8} {'slower':>7} "
+        f"{'steps':>5} {'total':>7} {'MB':>7} {'MB/step':>7} {'load':>5}"
+    )
+    for row in document["rows"]:
+        for name in ("elaswave", "stop_and_copy"):
+            each = row[name]
+            print(
+                f"{row['size']:5} {row['mode']:9} {name.replace('_', '-'):13} {each['moves']:5} "
+                f"{1e3 * each['step_s']:6.0f}ms {1e3 * each['pause_s']:6.0f}ms {1e3 * each['worst_excess_s']:6.0f}ms "
+                f"{100 * each['slowdown']:6.1f}% {each['copying_steps']:5.0f} {each['total_s']:6.1f}s "
+                f"{each['sent_bytes'] / 1e6:7.1f} {each['largest_bytes'] / 1e6:7.2f} {each['load_cores']:5.2f}"
+            )
+        verdict = "missed" if row["missed"] else "reached"
+        print(f"      pause cut by {100 * row['pause_cut']:.0f} %: {verdict}; {'same' if row['same_bits'] else 'OTHER'} bits")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
