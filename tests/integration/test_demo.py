@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from tests.integration.jobs import SMALL, as_toml, nothing_left
+from tests.integration.waits import WaitsFor, log_of
 
-from elaswave.cli.demo import DISTURBED, UNDISTURBED, curve_lines, draw_faults, fault_line
+from elaswave.cli.demo import DISTURBED, UNDISTURBED, Join, curve_lines, draw_faults, fault_line, joins_of
 from elaswave.cli.main import cli
+from elaswave.config.schema import Config
 from elaswave.errors import ConfigError
 from elaswave.faults.injection import FaultRecord, parse_faults
-from elaswave.observability.result import read_result
+from elaswave.observability.result import EpochRecord, RunResult, read_result
 from elaswave.protocol.engine import PHASES
+from elaswave.types import Hop, Layout, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-c", "import sys; from elaswave.cli.main import main; sys.exit(main())", "demo")
@@ -55,6 +58,42 @@ def test_both_runs_are_one_computation(tmp_path: Path) -> None:
     assert done.stderr.count("\nloss, ") == 2
     assert done.stderr.count("going on after") == 3 + 1, "a line for each when it happens, and the table"
     assert "\x1b" not in done.stderr
+
+
+def test_a_worker_that_joins_in_a_lost_ones_place_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import elaswave.cli.demo as demo
+    import elaswave.control.launcher as launcher
+
+    train = launcher.train
+
+    def slowly(config: Config, folder: Path, **more: Any) -> RunResult:
+        probe = WaitsFor(log_of(folder), "worker 3 has joined") if folder.name == DISTURBED else None
+        return train(config, folder, probe=probe, **more)
+
+    monkeypatch.setattr(launcher, "train", slowly)
+    monkeypatch.setattr(demo, "draw_faults", lambda *_: ["kill:1@4:vote"])
+    given = arguments(tmp_path / "demo", **{"run.steps": 60, "layout.widths": [3], "elastic.respawn": True})
+    with nothing_left():
+        done = CliRunner().invoke(cli, ["demo", *given])
+    assert done.exit_code == 0, done.output
+    assert "worker 3 has joined before step " in done.output
+    assert "J one joins" in done.output
+    assert "1 worker lost, 1 joined in their places, no step lost, no restart, and not one bit differs" in done.output
+
+
+def test_who_has_joined_is_told_by_the_layouts() -> None:
+    def record(first_step: int, workers: tuple[int, ...], idle: tuple[int, ...] = ()) -> EpochRecord:
+        routes = tuple((Hop(workers[index % len(workers)], 0, 0, 4),) for index in range(4))
+        layout = Layout(stages=(Stage(start=0, stop=4, workers=workers),), routes=routes, idle=idle)
+        return EpochRecord(epoch=1, layout=layout, reason="", first_step=first_step)
+
+    records = [record(1, (0, 1)), record(4, (0,)), record(7, (0,), (2,)), record(9, (0, 2)), record(12, (0, 2), (3,))]
+    joins = joins_of(records)
+    assert joins == [
+        Join(worker=2, first_step=7, computes_from=9),
+        Join(worker=3, first_step=12, computes_from=None),
+    ]
+    assert fault_line([], 12, 12, joins) == "      J    J"
 
 
 def test_runs_that_differ_are_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

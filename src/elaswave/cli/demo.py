@@ -1,4 +1,5 @@
-"""``elaswave demo``: the same training twice, undisturbed and while workers are lost; and both are one computation.
+"""``elaswave demo``: the same training twice, undisturbed and while workers are lost and others join in their places;
+and both are one computation.
 
 What is drawn (who, when, in which phase) follows from ``--seed``. The faults keep a distance of a few steps, so that
 each finds its victim's state in two places again; faults that meet are the business of ``elaswave bench chaos``.
@@ -29,7 +30,7 @@ from elaswave.faults.injection import FAULTS_FILE, Fault, FaultRecord, parse_fau
 from elaswave.hashing import key64
 from elaswave.observability.compare import Comparison, compare_results
 from elaswave.observability.progress import format_loss, make_reporter, writes_unicode
-from elaswave.observability.result import JsonFloat, Recovery, RunResult, from_json_float, read_digests
+from elaswave.observability.result import EpochRecord, JsonFloat, Recovery, RunResult, from_json_float, read_digests
 from elaswave.observability.run_folder import default_run_dir, open_run_dir
 from elaswave.protocol.engine import PHASES
 
@@ -50,6 +51,16 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _EIGHTHS_ASCII = "    ::::#"
 
 
+class Join(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that has joined while the job ran."""
+
+    worker: int
+    first_step: int
+    """The first one in which it was a member."""
+    computes_from: int | None
+    """The first one in which it had layers to run; None: the run was over before."""
+
+
 class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
     """What ``--json`` prints."""
 
@@ -64,6 +75,7 @@ class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
     state_digests: dict[str, str]
     """By run."""
     recoveries: list[Recovery]
+    joins: list[Join]
     run_dirs: dict[str, str]
     """By run."""
 
@@ -93,7 +105,8 @@ class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document; everything else to stderr.")
 def demo_command(seed: int, run_dir: Path | None, overwrite: bool, overrides: tuple[str, ...], as_json: bool) -> None:
     """Train a small GPT on 8 workers (2 stages x 4 replicas), twice: undisturbed, and while three workers are killed
-    and one is stopped, each somewhere in a step. Both are the same computation, bit for bit: same losses, same state.
+    and one is stopped, each somewhere in a step; new workers join in their places. Both are the same computation, bit
+    for bit: same losses, same state.
 
     \b
     elaswave demo
@@ -200,13 +213,15 @@ def demonstrate(
     shown.say()
     shown.say(("2  The same again, and these faults strike: ", "bold"), (", ".join(map(str, faults)), "bold yellow"))
     struck_dir, struck = _train(config, run_dir / DISTURBED, faults, json_mode=json_mode, overwrite=overwrite)
+    joins = joins_of(struck.epochs)
     comparison = compare_results(calm, struck, read_digests(calm_dir), read_digests(struck_dir))
     records = read_fault_records(struck_dir / FAULTS_FILE)
     shown.say()
     shown.say(("3  What came of it", "bold"))
-    _show_curves(shown, calm, struck, records)
+    _show_curves(shown, calm, struck, records, joins)
     _show_recoveries(shown, struck.recoveries)
-    _show_verdict(shown, comparison, len(records), calm_dir, struck_dir)
+    _show_joins(shown, joins)
+    _show_verdict(shown, comparison, len(records), len(joins), calm_dir, struck_dir)
     return Demonstration(
         same=comparison.same,
         summary=comparison.summary,
@@ -216,8 +231,30 @@ def demonstrate(
         losses={UNDISTURBED: calm.losses, DISTURBED: struck.losses},
         state_digests={UNDISTURBED: calm.state_digest, DISTURBED: struck.state_digest},
         recoveries=struck.recoveries,
+        joins=joins,
         run_dirs={UNDISTURBED: str(calm_dir), DISTURBED: str(struck_dir)},
     )
+
+
+def joins_of(epochs: Sequence[EpochRecord]) -> list[Join]:
+    """Who has joined, by the layouts that a run had.
+
+    Args:
+        epochs: of the run, in their order.
+    """
+    first: dict[int, int] = {}
+    computes: dict[int, int] = {}
+    for record in epochs:
+        for worker in record.layout.workers:
+            first.setdefault(worker, record.first_step)
+        for worker in record.layout.active:
+            computes.setdefault(worker, record.first_step)
+    founders = epochs[0].layout.workers if epochs else ()
+    return [
+        Join(worker=worker, first_step=step, computes_from=computes.get(worker))
+        for worker, step in first.items()
+        if worker not in founders
+    ]
 
 
 def _train(
@@ -266,16 +303,20 @@ def curve_lines(losses: Sequence[float], width: int, height: int, *, ascii_only:
     ]
 
 
-def fault_line(records: Sequence[FaultRecord], num_steps: int, width: int) -> str:
-    """Where faults have struck, under a curve: the first letter of each fault's kind."""
+def fault_line(records: Sequence[FaultRecord], num_steps: int, width: int, joins: Sequence[Join] = ()) -> str:
+    """Where faults have struck, under a curve: the first letter of each fault's kind, and J where a worker joined."""
     columns = min(width, num_steps)
     line = [" "] * columns
+    for join in joins:
+        line[(min(join.first_step, num_steps) - 1) * columns // num_steps] = "J"
     for record in records:
         line[(record.step - 1) * columns // num_steps] = record.fault[0].upper()
     return "".join(line).rstrip()
 
 
-def _show_curves(shown: _Shown, calm: RunResult, struck: RunResult, records: Sequence[FaultRecord]) -> None:
+def _show_curves(
+    shown: _Shown, calm: RunResult, struck: RunResult, records: Sequence[FaultRecord], joins: Sequence[Join]
+) -> None:
     margin = 8
     width = max(1, min(_CURVE_WIDTH_MAX, shown.width - margin))
     for title, result, style, faults in (
@@ -290,8 +331,8 @@ def _show_curves(shown: _Shown, calm: RunResult, struck: RunResult, records: Seq
             label = {0: format_loss(max(losses)), _CURVE_HEIGHT - 1: format_loss(min(losses))}.get(row, "")
             shown.say((label.rjust(margin - 1) + " ", "dim"), (line, style))
         if faults:
-            shown.say(" " * margin, (fault_line(faults, len(losses), width), "bold red"))
-            shown.say((" " * margin + "K a worker is killed, H one is stopped", "dim"))
+            shown.say(" " * margin, (fault_line(faults, len(losses), width, joins), "bold red"))
+            shown.say((" " * margin + "K a worker is killed, H one is stopped, J one joins", "dim"))
 
 
 def _show_recoveries(shown: _Shown, recoveries: Sequence[Recovery]) -> None:
@@ -320,11 +361,21 @@ def _show_recoveries(shown: _Shown, recoveries: Sequence[Recovery]) -> None:
         shown.say(line)
 
 
+def _show_joins(shown: _Shown, joins: Sequence[Join]) -> None:
+    if joins:
+        shown.say()
+    for join in joins:
+        works = "" if join.computes_from is None else f", and computes from step {join.computes_from} on"
+        shown.say(f"worker {join.worker} has joined before step {join.first_step}{works}")
+
+
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms"
 
 
-def _show_verdict(shown: _Shown, comparison: Comparison, num_struck: int, calm_dir: Path, struck_dir: Path) -> None:
+def _show_verdict(
+    shown: _Shown, comparison: Comparison, num_struck: int, num_joined: int, calm_dir: Path, struck_dir: Path
+) -> None:
     sign, style = ("=", "bold green") if comparison.same else ("≠", "bold red")
     if shown.ascii_only and not comparison.same:
         sign = "!="
@@ -334,7 +385,8 @@ def _show_verdict(shown: _Shown, comparison: Comparison, num_struck: int, calm_d
     shown.say("state digest ", (f"{digests[0]} {sign} {digests[1]}", style))
     lost = f"{num_struck} worker{'s' if num_struck != 1 else ''}"
     if comparison.same:
-        shown.say(f"{lost} lost, no step lost, no restart, and not one bit differs")
+        lost += f" lost, {num_joined} joined in their places" if num_joined else " lost"
+        shown.say(f"{lost}, no step lost, no restart, and not one bit differs")
     calm_run, struck_run = shlex.quote(str(calm_dir)), shlex.quote(str(struck_dir))
     shown.say((f"look closer: elaswave inspect {struck_run}", "dim"))
     shown.say((f"             elaswave inspect diff {calm_run} {struck_run}", "dim"))
