@@ -85,7 +85,7 @@ class Watch:
 
     def _note(self, machine: Any) -> None:
         if self._open is None:
-            self._open = open(self._folder / f"watch-{machine.worker}.jsonl", "w", buffering=1)  # noqa: SIM115
+            self._open = open(self._folder / f"watch-{machine.worker}.jsonl", "w", buffering=1)
             self._forked_s = _forked_s()
         blocks = machine.terms.blocks
         elements = sum(blocks[block].num_elements for block, _ in machine.traffic.copies_out)
@@ -163,9 +163,11 @@ class LiveJob:
 
     def _must_not_pass(self, deadline_s: float, what: str) -> None:
         if time.monotonic() > deadline_s:
-            log = (self.folder / "progress.log").read_text()[-2000:]
-            raise RuntimeError(f"{what} did not come within {WAIT_S:g} s; the job said last:\n{log}")
+            raise RuntimeError(f"{what} did not come within {WAIT_S:g} s; the job said last:\n{self._newest_log()}")
         time.sleep(TURN_S)
+
+    def _newest_log(self) -> str:
+        return (self.folder / "progress.log").read_text()[-2000:]
 
     # ---------------------------------------------------------------------------------------------------------- asking
 
@@ -201,7 +203,9 @@ class LiveJob:
 
     def wait_for_step(self, step: int) -> None:
         """Waits until a step is committed."""
-        self.wait_for(lambda events: any(isinstance(e, StepCommitted) and e.step >= step for e in events), f"step {step}")
+        self.wait_for(
+            lambda events: any(e.step >= step for e in events if isinstance(e, StepCommitted)), f"step {step}"
+        )
 
     def wait_for_change(self, step: int) -> LayoutChosen:
         """Waits until a layout that a planned change has brought is in force, for the first time after a step."""
@@ -214,12 +218,13 @@ class LiveJob:
         while not holds(self.events()):
             if os.waitpid(self._pid, os.WNOHANG)[0]:
                 self._pid = 0
-                raise RuntimeError(f"the job ended before {what}:\n" + (self.folder / "progress.log").read_text()[-2000:])
+                raise RuntimeError(f"the job ended before {what}:\n{self._newest_log()}")
             self._must_not_pass(deadline_s, what)
 
     def wait_until_it_runs(self, worker: int) -> None:
         """Waits until a worker has run a micro-batch."""
-        self.wait_for(lambda _: any(vote.ran for vote in self.votes() if vote.worker == worker), f"worker {worker} runs")
+        what = f"a micro-batch of worker {worker}"
+        self.wait_for(lambda _: any(vote.ran for vote in self.votes() if vote.worker == worker), what)
 
     def votes(self) -> list[Vote]:
         """Of all workers, by time."""

@@ -214,7 +214,8 @@ def _print_table(document: dict[str, Any]) -> None:
                 f"{each['sent_bytes'] / 1e6:7.1f} {each['largest_bytes'] / 1e6:7.2f} {each['load_cores']:5.2f}"
             )
         verdict = "missed" if row["missed"] else "reached"
-        print(f"      pause cut by {100 * row['pause_cut']:.0f} %: {verdict}; {'same' if row['same_bits'] else 'OTHER'} bits")
+        bits = "same" if row["same_bits"] else "OTHER"
+        print(f"      pause cut by {100 * row['pause_cut']:.0f} %: {verdict}; {bits} bits")
 
 
 if __name__ == "__main__":
