@@ -90,6 +90,23 @@ def test_what_survivors_keep_of_a_step_does_not_run_again() -> None:
     assert len({row["digest"] for row in document["rows"]}) == 1
 
 
+def test_moves_of_layers_are_compared_with_stop_and_copy() -> None:
+    document = run("migration.py", "--quick")
+    (row,) = document["rows"]
+    assert row["same_bits"]
+    for name in ("elaswave", "stop_and_copy"):
+        assert row[name]["moves"] == 1
+        assert row[name]["sent_bytes"] >= row[name]["largest_bytes"] > 0
+        assert row[name]["total_s"] > 0
+
+
+def test_a_join_is_measured() -> None:
+    document = run("join.py", "--quick", "--torchft", "0")
+    (row,) = document["rows"]
+    assert 0 < row["member_s"] <= row["computes_s"]
+    assert row["longest"] > 0 and row["lost_worker_s"] > 0
+
+
 def test_repairs_of_communicators_are_compared() -> None:
     document = run("communicator.py", "--workers", "4", "--rounds", "1")
     rows = {row["communicator"]: row for row in document["rows"]}
