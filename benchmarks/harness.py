@@ -323,7 +323,7 @@ def _run_and_exit(body: Callable[[], None], gate: Gate) -> None:
     status = 1
     try:
         os.setpgid(0, 0)
-        _end_with_parent()
+        end_with_parent()
         gate.keep_side(conductor=False)
         body()
         status = 0
@@ -348,7 +348,7 @@ def fork_workers(num_workers: int, body: Callable[[int], None]) -> None:
         if pid == 0:
             status = 1
             try:
-                _end_with_parent()
+                end_with_parent()
                 body(worker)
                 status = 0
             except BaseException:
@@ -365,7 +365,8 @@ def fork_workers(num_workers: int, body: Callable[[int], None]) -> None:
             raise RuntimeError(f"worker {worker} ended with status {os.waitstatus_to_exitcode(status)}")
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Has this process killed when the one that has forked it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness import end_with_parent
+
 from elaswave.config.schema import Config
 from elaswave.control.launcher import train
 from elaswave.control.operator_client import OperatorClient
@@ -141,7 +143,7 @@ class LiveJob:
     def _train_and_exit(self) -> None:
         status = 1
         try:
-            os.setpgid(0, 0)
+            end_with_parent()
             with open(self.folder / "progress.log", "w") as log:
                 probe = Watch(self.folder, self._pace_s, 2 * self._pace_s)
                 with contextlib.suppress(StoppedBySignalError):

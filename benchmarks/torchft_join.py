@@ -67,7 +67,7 @@ def run_job(num_replicas: int, pace_s: float, settings: tuple[str, ...]) -> dict
     pipes: list[Connection] = []
     with TemporaryDirectory(prefix="elaswave-bench-") as folder:
         try:
-            lighthouse = _start(context, processes, pipes, _serve_lighthouse, (1, Path(folder)))
+            lighthouse = _start(context, processes, pipes, _serve_lighthouse, (num_replicas, Path(folder)))
             address = _receive(lighthouse)
             for replica in range(num_replicas):
                 args = (replica, num_replicas, address, Path(folder), pace_s, settings)
@@ -142,7 +142,7 @@ def run_replica(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=GROUP_TIMEOUT_S)),
         load_state_dict=load_state,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-        min_replica_size=1,
+        min_replica_size=num_replicas,
         use_async_quorum=True,
         timeout=timedelta(seconds=MANAGER_TIMEOUT_S),
         quorum_timeout=timedelta(seconds=MANAGER_TIMEOUT_S),
@@ -159,6 +159,7 @@ def run_replica(
     )
     attempts: list[tuple[float, bool]] = []
     is_joiner = replica == num_replicas
+    has_said = is_joiner
     if is_joiner:
         pipe.send("here")
     with contextlib.suppress(KeyboardInterrupt):
@@ -185,8 +186,9 @@ def run_replica(
                 nn.utils.clip_grad_norm_(parameters, config.optimizer.grad_clip)
                 optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-            if not is_joiner and manager.current_step() == JOIN_AT_STEP and committed:
+            if not has_said and manager.current_step() >= JOIN_AT_STEP:
                 pipe.send("here")
+                has_said = True
             own += is_joiner and committed
         pipe.send(attempts)
     wait([pipe])
