@@ -187,8 +187,8 @@ class StepLoop(Execution[C]):
         return (0, 0) if self.moving is None else num_in_place(self.placement, self.moving.placement)
 
     def settle(self) -> None:
-        """Drops the copies that the change in force does not need (M6). All members begin this attempt, so all have
-        learned that it is in force."""
+        """Drops the copies that the change in force does not need (M6): all members have voted since it came into
+        force, so all have learned it, and count the copies that it needs."""
         placement, self.settling = self.settling, None
         assert placement is not None
         self.placement = placement
@@ -340,8 +340,6 @@ class StepLoop(Execution[C]):
         Every worker comes to the same placement by itself; the vote compares its hash, and with it the copies count.
         """
         self.arriving = {}
-        if self.settling is not None:
-            self.settle()
         target = None
         if self.moving is not None:
             target = self.moving.placement
@@ -516,6 +514,8 @@ class StepLoop(Execution[C]):
             self.copies, self.arriving = self.voting_copies, {}
             self.placement = self.voting
         self.take(verdict)
+        if verdict.commits and self.settling is not None and self.moving is self.coming is None:
+            self.settle()  # else the next change may count on these copies; it drops what it does not need
         self.observer.learned(evidence)
 
     def adopts(self, verdict: Verdict) -> bool:

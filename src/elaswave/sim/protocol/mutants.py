@@ -308,6 +308,15 @@ class DropsUnproven(_Machine):
         super().replicate()
 
 
+class DropsAtOnce(_Machine):
+    """Copies that a change does not need are dropped as the next attempt begins (the core once had it)."""
+
+    def replicate(self) -> None:
+        if self.settling is not None:
+            self.settle()
+        super().replicate()
+
+
 class KeepsOldChanges(_Machine):
     """A planned change outlives its epoch."""
 
@@ -660,6 +669,13 @@ MUTANTS = {
             "copies that the next placement does not need are dropped before it is in force",
             Build(machine=DropsUnproven),
             "steps=6 change_step=1",
+        ),
+        Mutant(
+            "drop-at-once",
+            "copies that a change does not need are dropped before all members have learned that it is in force",
+            Build(machine=DropsAtOnce),
+            "steps=8 leave_step=1 leaver=1 link_delay=6 slow_worker=1 slow_by=40 suspect:0@170",
+            real=True,
         ),
         Mutant(
             "old-change",
