@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -78,10 +78,10 @@ def run_job(num_replicas: int, pace_s: float, settings: tuple[str, ...]) -> dict
             args = (num_replicas, num_replicas, address, Path(folder), pace_s, settings)
             _start(context, processes, pipes, run_replica, args)
             _receive(pipes[-1])
-            theirs = _receive(pipes[-1])
-            for pipe in pipes[1:-1]:
-                pipe.send("end")
-            others = [_receive(pipe) for pipe in pipes[1:-1]]
+            theirs = [_receive(pipes[-1])]
+            while sum(committed for _, committed in theirs) < STEPS_AFTER:
+                theirs.append(_receive(pipes[-1]))
+            others = [_arrived(pipe) for pipe in pipes[1:-1]]
         finally:
             for process in processes:
                 process.kill()
@@ -100,6 +100,15 @@ def run_job(num_replicas: int, pace_s: float, settings: tuple[str, ...]) -> dict
     }
 
 
+def _arrived(pipe: Connection) -> list[tuple[float, bool]]:
+    """What a replica has told of its attempts so far."""
+    found = []
+    with contextlib.suppress(EOFError, OSError):
+        while pipe.poll():
+            found.append(pipe.recv())
+    return found
+
+
 def _durations(attempts: list[tuple[float, bool]], from_s: float, until_s: float) -> list[float]:
     """From commit to commit, of those that end in a span of time."""
     ends_s = [at_s for at_s, committed in attempts if committed]
@@ -115,8 +124,8 @@ def run_replica(
     settings: tuple[str, ...],
     pipe: Connection,
 ) -> None:
-    """One replica; tells when it has come to the step of the join (a joiner: at once), and at its end when each of its
-    attempts has ended."""
+    """One replica, until it is killed; tells when it has come to the step of the join (a joiner: at once), and then
+    when each of its attempts has ended."""
     import socket
 
     socket.gethostname = lambda: "127.0.0.1"  # looking a host name up may stall for seconds
@@ -157,14 +166,14 @@ def run_replica(
         heartbeat_interval=timedelta(seconds=HEARTBEAT_S),
         init_sync=False,
     )
-    attempts: list[tuple[float, bool]] = []
+    attempts: list[tuple[float, bool]] = []  # that are not told yet
     is_joiner = replica == num_replicas
     has_said = is_joiner
     if is_joiner:
         pipe.send("here")
     with contextlib.suppress(KeyboardInterrupt):
-        step = own = 0
-        while not pipe.poll() and own < STEPS_AFTER:
+        step = 0
+        while True:
             step += 1
             manager.start_quorum()
             for microbatch in range(MICROBATCHES):
@@ -189,6 +198,7 @@ def run_replica(
             if not has_said and manager.current_step() >= JOIN_AT_STEP:
                 pipe.send("here")
                 has_said = True
-            own += is_joiner and committed
-        pipe.send(attempts)
-    wait([pipe])
+            if has_said:
+                for attempt in attempts:
+                    pipe.send(attempt)
+                attempts.clear()

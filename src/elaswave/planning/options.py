@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from elaswave.costs.machines import EventKind
 from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.costs.schedules import SCHEDULES, Schedule
@@ -34,7 +35,11 @@ class Options:
     exact_actions: int = EXACT_ACTIONS
     """Candidates of at most so many actions are timed exactly, in jobs of at most `EXACT_WORKERS` workers."""
     pause_s: float = RecoveryTimes().recover_s
-    """Predicted pause where no state has to be fetched."""
+    """Predicted pause after a loss, where no state has to be fetched."""
+    join_pause_s: float = RecoveryTimes().join_s
+    """The same where workers join or leave, for their new epoch."""
+    move_pause_s: float = RecoveryTimes().move_s
+    """And for a change of layout whose blocks have been copied in the background."""
 
     def __post_init__(self) -> None:
         """Checks the fields.
@@ -57,11 +62,21 @@ class Options:
             problems.append(f"horizon_s is {self.horizon_s}, needed: above 0 and finite")
         problems += [
             f"{name} is {value}, needed: finite and at least 0"
-            for name in ("followers", "exact_actions", "pause_s")
+            for name in ("followers", "exact_actions", "pause_s", "join_pause_s", "move_pause_s")
             if not 0 <= (value := getattr(self, name)) < float("inf")
         ]
         if problems:
             raise ValueError("options of a plan are impossible: " + "; ".join(problems))
+
+    def pause_of(self, kind: EventKind, *, moves: bool) -> float:
+        """Predicted pause where no state has to be fetched.
+
+        Args:
+            kind: of the event.
+            moves: whether blocks go to other workers, so that a change of layout follows.
+        """
+        by_kind: dict[EventKind, float] = {"lost": self.pause_s, "slowed": 0.0}
+        return by_kind.get(kind, self.join_pause_s) + moves * self.move_pause_s
 
     def horizon(self, num_workers: int) -> float:
         """Expected seconds until the next event of so many workers."""

@@ -43,7 +43,9 @@ def make_policies(times: RecoveryTimes | None = None) -> Mapping[str, Planner]:
         "oobleck": partial(oobleck.plan, times=given),
         "full_restart": partial(full_restart.plan, times=given),
     }
-    options = Options(pause_s=given.recover_s, horizon_s=given.horizon_s)
+    options = Options(
+        pause_s=given.recover_s, join_pause_s=given.join_s, move_pause_s=given.move_s, horizon_s=given.horizon_s
+    )
     batch_kept = tuple(baseline for name, baseline in baselines.items() if name != "torchft")
     return {"elaswave": partial(_elaswave, options=options, baselines=batch_kept), **baselines}
 

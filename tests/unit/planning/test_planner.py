@@ -360,11 +360,20 @@ def test_a_plan_says_what_each_axis_brought(job):
     assert re.search(r"moving .*: .* s to .* s per step \(-", found.contributions["graph"])
     assert "rerouting alone" in found.reason
     assert found.transfers
-    assert found.predicted_pause_s == Options().pause_s
+    assert found.predicted_pause_s == Options().pause_s + Options().move_pause_s
     nothing = plan(left, costs, allocation, lost(0, 1), axes=())
     assert set(nothing.contributions.values()) == {"off"}
     assert nothing.predicted_step_s > found.predicted_step_s
     assert not plan(left, costs, allocation, lost(0, 1), axes=("dataflow",)).transfers
+
+
+@pytest.mark.parametrize(
+    ("kind", "moves", "pause_s"),
+    [("lost", False, 1.0), ("lost", True, 5.0), ("joined", True, 6.0), ("drained", False, 2.0), ("slowed", True, 4.0)],
+)
+def test_a_pause_is_that_of_the_event_and_of_the_change_of_layout(kind, moves, pause_s):
+    options = Options(pause_s=1.0, join_pause_s=2.0, move_pause_s=4.0)
+    assert options.pause_of(kind, moves=moves) == pause_s
 
 
 def test_slow_workers_get_fewer_micro_batches(job):
