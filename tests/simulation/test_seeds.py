@@ -14,10 +14,10 @@ def assert_clean(summary: Summary) -> None:
     assert shown == []
 
 
-@pytest.mark.parametrize("first", range(0, 2000, 500))
+@pytest.mark.parametrize("first", range(0, 2000, 1000))
 def test_seeded_schedules_have_no_violation(first):
-    summary = run_seeds(range(first, first + 500))
-    assert summary.num_schedules == 500
+    summary = run_seeds(range(first, first + 1000))
+    assert summary.num_schedules == 1000
     assert_clean(summary)
     # The search goes where it is dangerous, not only through easy recoveries.
     for what in (

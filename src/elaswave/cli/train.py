@@ -29,7 +29,8 @@ from elaswave.observability.run_folder import resume_command
     "runs/<UTC time>-<short id>",
     ", such as kill:3@17:gather, hang:random@5, kill:coordinator@9; may be repeated. KIND: kill, hang, cut, cut-close. "
     "WORKER: a number, random, or, to be killed, coordinator. PHASE: forward, backward, reduce, vote, apply, gather, "
-    "any. slow:2@18:0.5 makes a worker slow, here by half, slow:2@30:1 ends it.",
+    "any. slow:2@18:0.5 makes a worker slow, here by half, slow:2@30:1 ends it; join@8 has one more worker join, "
+    "drain:0@14 has one leave.",
 )
 @click.option("--print-config", is_flag=True, help="Print the resolved configuration and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document; progress to stderr.")
