@@ -158,9 +158,10 @@ def test_a_stored_decision_is_sent_under_the_term_of_whoever_sends_it():
     assert shown(second.handle(registered(0, 2, report(0, 2)), 0.0)) == [
         "to 0: prepare 2 of term 2: [0, 2]",
         "to 0: decision 2 of term 2: [0, 2] resume 1.2",
+        "to 0: dial 2",
     ]
-    assert shown(second.handle(registered(2, 2), 0.0)) == [], "it has installed it"
-    assert shown(second.handle(registered(2, 3), 0.0)) == ["note: worker 2 registers in epoch 3, the newest is 2"]
+    assert shown(second.handle(registered(2, 2), 0.0)) == ["to 2: dial 2"], "it has installed it"
+    assert "note: worker 2 registers in epoch 3, the newest is 2" in shown(second.handle(registered(2, 3), 0.0))
     assert shown(second.handle(registered(1), 0.0)) == ["to 1: fenced at 2"]
 
 
@@ -173,7 +174,11 @@ def test_a_start_that_was_lost_is_said_again():
         records += persisted(first.handle(registered(worker), 0.0))
     second = coordinator(records)
     assert second.state is State.TRAINING
-    assert [shown(second.handle(registered(worker), 0.0)) for worker in range(3)] == [[], [], ["start [0, 1, 2]"]]
+    assert [shown(second.handle(registered(worker), 0.0)) for worker in range(3)] == [
+        ["to 0: dial 1"],
+        ["to 1: dial 1"],
+        ["start [0, 1, 2]", "to 2: dial 1"],
+    ]
 
 
 def test_a_start_that_was_lost_is_said_before_the_question_about_a_loss():
@@ -184,7 +189,7 @@ def test_a_start_that_was_lost_is_said_before_the_question_about_a_loss():
         records += persisted(first.handle(registered(worker), 0.0))
     second = coordinator(records)
     for worker in (0, 2):
-        assert second.handle(registered(worker), 0.0) == []
+        assert shown(second.handle(registered(worker), 0.0)) == [f"to {worker}: dial 1"]
     assert shown(second.handle(suspicion(1), 0.0))[:4] == [
         "persist new epoch 2",
         "start [0, 2]",

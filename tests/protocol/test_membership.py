@@ -5,6 +5,7 @@ import pytest
 from tests.protocol.machines import THREE, coordinator, registered, report, suspicion, vote
 
 from elaswave.planning.recovery import set_idle
+from elaswave.planning.target_placement import target_placement
 from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.events import (
     ChangePlanned,
@@ -19,12 +20,15 @@ from elaswave.protocol.events import (
     Note,
     Persist,
     Send,
+    StartRecord,
+    TermRecord,
 )
 from elaswave.protocol.ledger import CatchUp, Ledger
-from elaswave.protocol.messages import AskPause, Dial, Emptied, GoOn, Installed, Linked, Paused, Progress, Released
+from elaswave.protocol.messages import AskPause, Dial, Fenced, GoOn, Installed, Linked, Paused, Progress, Released
 from elaswave.sim.protocol.job import model_of
 from elaswave.sim.protocol.run import run_schedule
 from elaswave.sim.protocol.schedule import parse_schedule
+from elaswave.state.placement import Placement
 
 PROGRESS = Progress(num_updates=2, exponents=(3, 4), calibrated=True, exact=True, canaries={0: 1}, engine="options")
 
@@ -68,10 +72,14 @@ def installed(core, epoch):
     return effects
 
 
-def put_aside(core, worker, step=2):
+def put_aside(core, worker, *, holds_nothing=True, step=2):
     """A change comes into force in which a worker is idle; the effects of that."""
     layout = set_idle(core.in_force().layout, [worker])
-    core.handle(ChangePlanned(core.epoch, layout, core.placement, core.execution, "it is to leave"), 0.0)
+    placement = core.placement
+    if holds_nothing:
+        blocks = model_of(THREE).blocks
+        placement = target_placement(layout, blocks, placement, num_followers=1, excluded=[worker])
+    core.handle(ChangePlanned(core.epoch, layout, placement, core.execution, "it is to leave"), 0.0)
     change = core.newest_change.number
     return core.handle(EvidenceSeen(msgspec.structs.replace(vote(step), change=change), core.epoch), 0.0)
 
@@ -174,7 +182,6 @@ def test_no_pause_is_asked_for_while_blocks_move():
     layout = core.layout
     core.handle(ChangePlanned(1, layout, core.placement, core.execution, "better"), 0.0)
     assert sent(link(core), AskPause) == {}
-    assert sent(core.handle(Emptied(worker=0, epoch=1), 0.0), AskPause) == {}
 
 
 def test_no_change_is_planned_while_the_members_pause():
@@ -190,20 +197,20 @@ def test_a_member_leaves_once_it_holds_nothing():
     assert persisted == Persist(LeavingRecord(term=1, worker=1))
     assert isinstance(core.handle(LeaveWanted(1), 0.0)[0], Note)
     assert isinstance(core.handle(LeaveWanted(7), 0.0)[0], Note)
-    put_aside(core, 1)
-    assert sent(core.handle(Emptied(worker=0, epoch=1), 0.0), AskPause) == {}  # it is not asked to leave
-    assert set(sent(core.handle(Emptied(worker=1, epoch=1), 0.0), AskPause)) == {0, 1, 2}
+    assert sent(put_aside(core, 1, holds_nothing=False), AskPause) == {}
+    assert set(sent(put_aside(core, 1, step=3), AskPause)) == {0, 1, 2}
     effects = pause(core)
     assert (effects[0].record.members, effects[0].record.left, effects[0].record.lost) == ((0, 2), (1,), ())
     assert set(sent(effects, Released)) == {1}
     assert core.admissions.leaving == set()
 
 
-def test_a_member_that_was_empty_once_does_not_leave_with_what_it_holds_now():
+def test_a_member_that_holds_nothing_leaves_as_soon_as_it_is_asked_to():
     core = training()
-    core.handle(Emptied(worker=1, epoch=1), 0.0)  # it was idle then
-    assert sent(core.handle(LeaveWanted(1), 0.0), AskPause) == {}
-    assert set(sent(put_aside(core, 1), AskPause)) == {0, 1, 2}
+    put_aside(core, 1)
+    persisted, *asked = core.handle(LeaveWanted(1), 0.0)
+    assert persisted == Persist(LeavingRecord(term=1, worker=1))
+    assert set(sent(asked, AskPause)) == {0, 1, 2}
 
 
 def test_a_joiner_leaves_with_nothing_that_nobody_else_holds():
@@ -220,12 +227,43 @@ def test_a_successor_knows_who_is_leaving():
     assert successor._losses_at_s == []
 
 
+@pytest.mark.parametrize("is_successor", [False, True])
+def test_a_member_that_has_missed_its_release_is_let_go_when_it_comes_back(is_successor):
+    core = training()
+    put_aside(core, 1)
+    core.handle(LeaveWanted(1), 0.0)
+    record = pause(core)[0].record
+    if is_successor:
+        core = coordinator([LeavingRecord(term=1, worker=1), record])
+        core.begin()
+    assert set(sent(core.handle(registered(1), 0.0), Released)) == {1}
+    assert isinstance(core.dismissal(1), Released) and isinstance(core.dismissal(9), Fenced)
+
+
+def test_a_successor_withdraws_what_its_predecessor_wanted_of_joiners_that_are_gone():
+    core = training([TermRecord(term=1), StartRecord(term=1)])
+    assert sent(core.handle(registered(2), 0.0), Dial)[2].addresses == {}
+    core.handle(JoinerCame(3, "there"), 0.0)
+    again = sent(core.handle(registered(2), 0.0), Dial)
+    assert again.keys() == {2, 3} and again[2].addresses == {3: "there"} and set(again[3].addresses) == {0, 1, 2}
+
+
+def test_a_joiner_that_is_lost_before_the_decision_has_not_joined_for_a_successor():
+    records = [
+        NewEpochRecord(term=1, epoch=2, members=(0, 1, 2, 3), lost=(), reason="", joined=(3,)),
+        NewEpochRecord(term=1, epoch=3, members=(0, 1, 2), lost=(3,), reason=""),
+    ]
+    assert coordinator(records)._joined == ()
+
+
 def test_all_members_cannot_leave_together():
     core = training()
     for worker in range(3):
         core.handle(LeaveWanted(worker), 0.0)
-        core.handle(Emptied(worker=worker, epoch=1), 0.0)
-    assert core.admissions.released(core.members, core.members) == ()
+    layout = msgspec.structs.replace(core.layout, idle=core.members)
+    nothing = Placement(owner=(), followers=())
+    assert core.admissions.released(core.members, layout, nothing) == ()
+    assert core.admissions.released((*core.members, 3), layout, nothing) == (0, 1, 2)
 
 
 def test_a_newcomer_takes_over_where_training_stands_and_has_nothing_to_catch_up():

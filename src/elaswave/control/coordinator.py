@@ -63,7 +63,6 @@ from elaswave.protocol.ending import MemberEnd
 from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
-    Emptied,
     Evidence,
     Installed,
     Joining,
@@ -439,7 +438,7 @@ class CoordinatorProcess(CoordinatorDriver):
             self._on_heartbeat(message, now_s)
         elif isinstance(message, Registered):
             self._on_registered(message, now_s)
-        elif isinstance(message, Linked | Paused | Emptied):
+        elif isinstance(message, Linked | Paused):
             self.feed(message)
         elif isinstance(message, Report | Installed):
             if isinstance(message, Installed):

@@ -149,24 +149,31 @@ class RunPlanner:
     def for_members(self, before: InForce, leaving: Collection[int]) -> Callable[[], LayoutSearch] | None:
         """A layout for members that are to leave, or that are idle; None if there are none, or none was found before.
 
+        A member that is to leave may be idle and yet hold blocks: a loss voids the change that was to relieve it of
+        them, and the decision may make it their owner. Then the layout stays, and the blocks go to others.
+
         Args:
             before: what is in force.
             leaving: members that are to leave.
         """
         layout = before.layout
         wanted = (layout, frozenset(leaving))
-        going = set(leaving) & set(layout.active)
-        is_needed = going != set(layout.active) and (going or set(layout.idle) - set(leaving))
-        if not is_needed or wanted == self._planned_for:
+        going, new = set(leaving) & set(layout.active), set(layout.idle) - set(leaving)
+        loaded = [worker for worker in layout.idle if worker in leaving and before.placement.holds(worker)]
+        if going == set(layout.active) or not (going or new or loaded) or (wanted == self._planned_for and not loaded):
             return None
         costs = self.measurements.known_or_estimated()
         replanner = self._replanner.at(self.measurements.speeds())
 
         def search() -> LayoutSearch:
+            now_s = replanner.predict(layout, before.execution, costs)
+            if not going and (not new or wanted == self._planned_for):
+                reason = f"blocks leave workers {loaded}, which are to leave"
+                return LayoutSearch(now_s, Replanned(layout, before.execution, reason, now_s))
             found = replanner.for_members(layout, before.execution, leaving, costs)
             if found.layout == layout:
                 self._planned_for = wanted
-            return LayoutSearch(replanner.predict(layout, before.execution, costs), found)
+            return LayoutSearch(now_s, found)
 
         return search
 

@@ -8,6 +8,8 @@ pause (docs/protocol.md, rules J).
 from collections.abc import Collection, Mapping
 
 from elaswave.protocol.messages import Dial
+from elaswave.state.placement import Placement
+from elaswave.types import Layout
 
 
 class Admissions:
@@ -27,13 +29,10 @@ class Admissions:
         """Whether the members were asked to pause, in the present epoch."""
         self._linked: dict[int, frozenset[int]] = {}
         """Worker -> those of the wanted peers to which it has links."""
-        self._empty: set[int] = set()
-        """Members that run and hold nothing, in the present epoch."""
 
     def new_epoch(self) -> None:
         """What was said of the last epoch is void; links to joiners outlive it."""
         self.paused.clear()
-        self._empty.clear()
         self.is_asked = False
         self.go_on_after = 0
 
@@ -59,10 +58,6 @@ class Admissions:
             del self.paused[worker]
         return waiting
 
-    def empty(self, worker: int) -> None:
-        """A member says that it runs and holds nothing; that it said so once is true for as long as it stays idle."""
-        self._empty.add(worker)
-
     def ready(self, members: Collection[int]) -> tuple[int, ...]:
         """The joiners whose links stand, from both sides, and between each other."""
         found: list[int] = []
@@ -73,27 +68,32 @@ class Admissions:
                 found.append(joiner)
         return tuple(found)
 
-    def released(self, members: Collection[int], idle: Collection[int]) -> tuple[int, ...]:
-        """The leaving members that can be let go now, while others stay.
+    def released(self, members: Collection[int], layout: Layout, placement: Placement) -> tuple[int, ...]:
+        """The leaving members that can be let go now, while others stay: those that run and hold nothing.
+
+        A member may still have copies that a change has made needless. It drops them with the next commit, which is not
+        later than that of the vote with which all members pause.
 
         Args:
             members: of the epoch.
-            idle: those of them that are in no stage of the layout in force. One that was empty may have been given
-                work since.
+            layout, placement: in force.
         """
-        going = self.leaving & self._empty & set(members) & set(idle)
-        return tuple(sorted(going)) if len(going) < len(members) else ()
+        candidates = self.leaving.intersection(members, layout.idle)
+        going = [worker for worker in sorted(candidates) if not placement.holds(worker)]
+        return tuple(going) if len(going) < len(members) else ()
 
-    def calls(self, addresses: Mapping[int, str], term: int, epoch: int) -> list[tuple[int, Dial]]:
+    def calls(
+        self, addresses: Mapping[int, str], members: Collection[int], term: int, epoch: int
+    ) -> list[tuple[int, Dial]]:
         """(worker, what it is told): members are to make links to all joiners, joiners to all members and joiners.
 
         Args:
-            addresses: of the members.
-            term, epoch: of the coordinator.
+            addresses: of those members that have told theirs; joiners are told nothing before all have.
+            members, term, epoch: of the coordinator.
         """
         everybody = {**addresses, **self.joiners}
         calls = [(worker, Dial(term=term, epoch=epoch, addresses=self.joiners)) for worker in addresses]
-        for joiner in self.joiners:
+        for joiner in self.joiners if addresses.keys() >= set(members) else ():
             others = {peer: address for peer, address in everybody.items() if peer != joiner}
             calls.append((joiner, Dial(term=term, epoch=epoch, addresses=others)))
         return calls

@@ -65,7 +65,7 @@ from elaswave.protocol.messages import (
     FIRST_EPOCH,
     AskPause,
     Decision,
-    Emptied,
+    Dial,
     Evidence,
     Fenced,
     GoOn,
@@ -152,8 +152,8 @@ class Coordinator:
         self._founders = frozenset(layout.workers)
         self._fresh: set[int] = set()
         """Joiners that are not known to have installed a decision."""
-        self._has_called = False
-        """Whether the members were told last that there are joiners."""
+        self._has_called = self.term > 1
+        """Whether members may have been told of joiners, perhaps by an earlier coordinator."""
         self._leaver = -1
         """The worker of the newest request to leave."""
 
@@ -173,6 +173,8 @@ class Coordinator:
         """Members since the newest decision."""
         self._left: tuple[int, ...] = ()
         """Have left on request since the newest decision."""
+        self._gone_as_asked: set[int] = set()
+        """Have ever left on request."""
         self._reason = ""
         self._new_epoch: NewEpochRecord | None = None
         self._suspicions: tuple[Suspected, ...] = ()
@@ -203,7 +205,7 @@ class Coordinator:
         self._end = End("")
         self._responses: Mapping[Response, Callable[[], list[CoordinatorEffect]]] = {
             Response.PERSIST_TERM: lambda: [Persist(TermRecord(term=self.term))],
-            Response.FENCE: lambda: [Send(self._speaker, self.fence(self._speaker))],
+            Response.DISMISS: lambda: [Send(self._speaker, self.dismissal(self._speaker))],
             Response.PERSIST_START: lambda: [Persist(StartRecord(term=self.term))],
             Response.TELL_ADDRESSES: self._tell_addresses,
             Response.TELL_UNTOLD_ADDRESSES: lambda: [] if self._addresses_told else self._tell_addresses(),
@@ -214,6 +216,7 @@ class Coordinator:
             Response.SEND_CHANGE: lambda: [Send(worker, self._changes[self._num_changes]) for worker in self.members],
             Response.PERSIST_LEAVE: lambda: [Persist(LeavingRecord(term=self.term, worker=self._leaver))],
             Response.CALL: self._call,
+            Response.CALL_AGAIN: self._call_again,
             Response.ASK_PAUSE: self._ask_pause,
             Response.ASK_PAUSE_AGAIN: lambda: [Send(self._speaker, AskPause(term=self.term, epoch=self.epoch))],
             Response.LET_GO_ON: self._let_go_on,
@@ -244,7 +247,9 @@ class Coordinator:
             self.epoch, self.members = record.epoch, record.members
             self.admissions.leaving -= gone
             self._fresh |= set(record.joined)
-            self._joined, self._left = (*self._joined, *record.joined), (*self._left, *record.left)
+            self._joined = tuple(worker for worker in (*self._joined, *record.joined) if worker in record.members)
+            self._left = (*self._left, *record.left)
+            self._gone_as_asked.update(record.left)
             self._lost, self._reason = record.lost, record.reason
             if record.failure is not None:
                 self._failures[record.failure.signature] = record.failure.worker
@@ -327,9 +332,14 @@ class Coordinator:
         """The epoch that waits for a decision, as far as its record tells: how the losses were noticed it does not."""
         return NewEpoch(self.epoch, tuple(Suspected(worker, "exit", self._reason) for worker in self._lost))
 
-    def fence(self, worker: int) -> Fenced:
+    def dismissal(self, worker: int) -> Fenced | Released:
         """What a worker is told that is no member any more."""
+        if worker in self._gone_as_asked:
+            return self._released()
         return self._fenced(f"worker {worker} is no member of epoch {self.epoch}")
+
+    def _released(self) -> Released:
+        return Released(term=self.term, epoch=self.epoch, reason="it has left, as it was asked to")
 
     def _fenced(self, reason: str) -> Fenced:
         return Fenced(term=self.term, epoch=self.epoch, reason=reason)
@@ -410,8 +420,8 @@ class Coordinator:
         if self.state is State.TRAINING and self._changes:
             # It may have been lost with a connection; one that is in force already, or held, is ignored.
             effects += self._go(Cause.CHANGE_IN_DOUBT)
-        if self.state is State.TRAINING and self.admissions.joiners:
-            effects += self._go(Cause.CALLED)
+        if self.state is State.TRAINING:
+            effects += self._go(Cause.CALL_IN_DOUBT)
         if self.state is State.TRAINING and self.admissions.is_asked:
             effects += self._go(Cause.PAUSE_IN_DOUBT)
         return effects
@@ -537,7 +547,7 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------------ joins and leaves
 
     def _on_membership(
-        self, event: JoinerCame | JoinerGone | LeaveWanted | Linked | Paused | Emptied, now_s: float
+        self, event: JoinerCame | JoinerGone | LeaveWanted | Linked | Paused, now_s: float
     ) -> list[CoordinatorEffect]:
         """What is told of joiners, and of members that are to leave."""
         worker, admissions = event.worker, self.admissions
@@ -561,8 +571,6 @@ class Coordinator:
             admissions.linked(worker, event.peers)
         elif worker not in self.members or event.epoch != self.epoch:
             return [Note(f"what worker {worker} says is of epoch {event.epoch}, the newest is {self.epoch}")]
-        elif isinstance(event, Emptied):
-            admissions.empty(worker)
         elif event.is_over or event.step <= admissions.go_on_after or not admissions.is_asked:
             return self._pause_is_over(event)
         else:
@@ -575,7 +583,9 @@ class Coordinator:
         admissions = self.admissions
         if self.state is not State.TRAINING or not self._resumed or self.is_changing:
             return []
-        joined, left = admissions.ready(self.members), admissions.released(self.members, self.in_force().layout.idle)
+        in_force = self.in_force()
+        joined = admissions.ready(self.members)
+        left = admissions.released(self.members, in_force.layout, in_force.placement)
         if not joined and not left:
             return self._go(Cause.PAUSED_IN_VAIN) if admissions.is_asked else []
         if not admissions.is_asked:
@@ -586,6 +596,7 @@ class Coordinator:
         what = [f"worker {worker} joins" for worker in joined] + [f"worker {worker} leaves" for worker in left]
         self._joined, self._left = (*self._joined, *joined), (*self._left, *left)
         self._fresh.update(joined)
+        self._gone_as_asked.update(left)
         for worker in joined:
             self._addresses[worker] = admissions.joiners[worker]
             admissions.gone(worker)
@@ -593,13 +604,21 @@ class Coordinator:
         return self._go(Cause.ALL_PAUSED)
 
     def _call(self) -> list[CoordinatorEffect]:
-        """Also when there are none any more: then nobody is wanted."""
-        if not self.admissions.joiners and not self._has_called:
+        return [Send(worker, call) for worker, call in self._calls()]
+
+    def _call_again(self) -> list[CoordinatorEffect]:
+        """A member may not have heard of the joiners, or that some are gone that an earlier coordinator has told it of;
+        joiners may not know where it listens."""
+        told = {self._speaker, *self.admissions.joiners}
+        return [Send(worker, call) for worker, call in self._calls() if worker in told]
+
+    def _calls(self) -> list[tuple[int, Dial]]:
+        """Also when there are no joiners any more: then nobody is wanted."""
+        self._has_called = self._has_called or bool(self.admissions.joiners)
+        if not self._has_called:
             return []
-        self._has_called = bool(self.admissions.joiners)
         addresses = {worker: self._addresses[worker] for worker in self.members if worker in self._addresses}
-        calls = self.admissions.calls(addresses, self.term, self.epoch)
-        return [Send(worker, call) for worker, call in calls]
+        return self.admissions.calls(addresses, self.members, self.term, self.epoch)
 
     def _ask_pause(self) -> list[CoordinatorEffect]:
         self.admissions.is_asked = True
@@ -628,10 +647,7 @@ class Coordinator:
 
     def _release(self) -> list[CoordinatorEffect]:
         assert self._new_epoch is not None
-        return [
-            Send(worker, Released(term=self.term, epoch=self.epoch, reason="it has left, as it was asked to"))
-            for worker in self._new_epoch.left
-        ]
+        return [Send(worker, self._released()) for worker in self._new_epoch.left]
 
     # -------------------------------------------------------------------------------------------------- planned changes
 

@@ -29,7 +29,8 @@ class Cause(Enum):
     CHANGE_PLANNED = "a better layout is planned"
     SUSPECTED = "a member is suspected"
     LEAVE_WANTED = "a member is asked to leave"
-    CALLED = "there are other joiners than before, or a member may not have heard of them"
+    CALLED = "there are other joiners than before"
+    CALL_IN_DOUBT = "a member registers, and may not have heard which joiners there are"
     PAUSE_IN_DOUBT = "a member registers, and may not have heard that it is to ask for a pause"
     MEMBERSHIP_READY = "a joiner's links stand, or a member that is to leave holds nothing"
     ALL_PAUSED = "every member waits at the boundary"
@@ -54,7 +55,7 @@ class Response(Enum):
     """What the coordinator does about it."""
 
     PERSIST_TERM = "persist the term"
-    FENCE = "fence it"
+    DISMISS = "fence it, or let it go once more if it was asked to leave"
     PERSIST_START = "persist the start"
     TELL_ADDRESSES = "tell the addresses"
     TELL_UNTOLD_ADDRESSES = "tell the addresses if they are still to be told"
@@ -65,6 +66,7 @@ class Response(Enum):
     SEND_CHANGE = "send the change"
     PERSIST_LEAVE = "persist the request"
     CALL = "tell members and joiners each other's addresses"
+    CALL_AGAIN = "tell it and the joiners each other's addresses"
     ASK_PAUSE = "have the members ask for a pause"
     ASK_PAUSE_AGAIN = "have it ask for a pause"
     LET_GO_ON = "let the members go on"
@@ -102,11 +104,12 @@ TRANSITIONS: TransitionTable[State, Cause, Response] = TransitionTable(
     Transition((State.COLLECTING,), Cause.NOT_ASKED, None, (Response.ASK_AGAIN,)),
     Transition((State.TRAINING,), Cause.DECISION_MISSED, None, (Response.ASK_AGAIN, Response.SEND_DECISION_AGAIN)),
     Transition((State.TRAINING,), Cause.CHANGE_IN_DOUBT, None, (Response.SEND_CHANGE_AGAIN,)),
-    Transition(_ALIVE, Cause.NO_MEMBER, None, (Response.FENCE,)),
+    Transition(_ALIVE, Cause.NO_MEMBER, None, (Response.DISMISS,)),
     Transition((State.TRAINING,), Cause.CHANGE_PLANNED, None, (Response.PERSIST_CHANGE, Response.SEND_CHANGE)),
     Transition(_ALIVE, Cause.SUSPECTED, State.COLLECTING, _NEW_EPOCH),
     Transition(_ALIVE, Cause.LEAVE_WANTED, None, (Response.PERSIST_LEAVE,)),
     Transition((State.TRAINING,), Cause.CALLED, None, (Response.CALL,)),
+    Transition((State.TRAINING,), Cause.CALL_IN_DOUBT, None, (Response.CALL_AGAIN,)),
     Transition((State.TRAINING,), Cause.PAUSE_IN_DOUBT, None, (Response.ASK_PAUSE_AGAIN,)),
     Transition((State.TRAINING,), Cause.MEMBERSHIP_READY, None, (Response.ASK_PAUSE,)),
     Transition(

@@ -52,7 +52,7 @@ class CoordinatorDriver(ABC):
         """Whether what a worker says counts. An excluded one is told that it is no member."""
         if worker in self.core.members:
             return True
-        self.send(worker, self.core.fence(worker))
+        self.send(worker, self.core.dismissal(worker))
         return False
 
     def hears_vote(self, worker: int, evidence: Evidence, epoch: int) -> bool:

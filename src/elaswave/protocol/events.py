@@ -13,7 +13,6 @@ import msgspec
 from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
-    Emptied,
     Evidence,
     Installed,
     LayoutChange,
@@ -205,7 +204,6 @@ CoordinatorEvent = (
     | LeaveWanted
     | Linked
     | Paused
-    | Emptied
 )
 
 

@@ -26,7 +26,6 @@ class Facts:
         """(step, epoch) of a checkpoint -> what this worker said of its part of it."""
         self._leaving: Any = None
         self._linked: Any = None
-        self._emptied: Any = None
         self._paused: Any = None
         self._end: Any = None
 
@@ -54,10 +53,6 @@ class Facts:
         """To which of the peers that it is to be linked to there are links; None: nobody is wanted any more."""
         self._linked = message
 
-    def emptied(self, message: Any) -> None:
-        """The worker runs and holds nothing in the present epoch."""
-        self._emptied = message
-
     def paused(self, message: Any) -> None:
         """The worker waits before its next step, or was let go on since."""
         self._paused = message
@@ -66,7 +61,7 @@ class Facts:
         """The worker has left its epoch: what it said of broken links, of itself and of its end was of the old one.
         Links to those that join outlive it."""
         self._broken_links.clear()
-        self._emptied = self._paused = self._end = None
+        self._paused = self._end = None
 
     def settled(self, step: int) -> None:
         """The checkpoint of a step is durable, or given up for good."""
@@ -83,5 +78,5 @@ class Facts:
         """All that holds, in the order in which it must be said."""
         parts = [message for _, message in sorted(self._parts.items(), key=lambda part: part[0])]
         here = [self._ready, self._linked, *self._broken_links.values(), self._leaving]
-        facts = [*here, *parts, self._emptied, self._paused, self._end]
+        facts = [*here, *parts, self._paused, self._end]
         return [fact for fact in facts if fact is not None]

@@ -223,13 +223,6 @@ class Paused(msgspec.Struct, frozen=True, kw_only=True, tag="paused"):
     """Whether it was let go on since, perhaps by an earlier coordinator, who may not have told the others."""
 
 
-class Emptied(msgspec.Struct, frozen=True, kw_only=True, tag="emptied"):
-    """A worker runs and holds nothing."""
-
-    worker: int
-    epoch: int
-
-
 class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag="fenced"):
     """To a worker that is no member any more: it must end itself and change nothing."""
 

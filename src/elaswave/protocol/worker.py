@@ -49,7 +49,6 @@ from elaswave.protocol.messages import (
     FIRST_EPOCH,
     CoreToWorker,
     Decision,
-    Emptied,
     Fenced,
     LayoutChange,
     Linked,
@@ -151,7 +150,6 @@ class WorkerMachine(StepLoop[C]):
         """Whether it asks for a pause in its ballots."""
         self.is_paused = False
         """Whether it waits, between two steps, for what becomes of the membership."""
-        self._has_said_empty = False
         self._step, self._attempt = step + 1, 1
         """The next step, and the number of its next attempt."""
         self._duties: list[Duty] = []
@@ -289,7 +287,6 @@ class WorkerMachine(StepLoop[C]):
             yield Pause.MOMENT
             self.look_for_change()
             self.look_at_links()
-            self.tell_if_empty()
             committed = yield from self.run_step(self._step, self._attempt)
             self.note_committed(committed)
             pauses = committed.request is Request.PAUSE
@@ -340,15 +337,6 @@ class WorkerMachine(StepLoop[C]):
             message = Linked(worker=self.worker, peers=here)
             self.facts.linked(message)
             self.outbox.send(message)
-
-    def tell_if_empty(self) -> None:
-        """Says, once in an epoch, that it runs and holds nothing: one that is to leave may go (J6)."""
-        if self._has_said_empty or self.copies or self.worker not in self.layout.idle:
-            return
-        self._has_said_empty = True
-        message = Emptied(worker=self.worker, epoch=self.member.epoch)
-        self.facts.emptied(message)
-        self.outbox.send(message)
 
     def _request(self) -> Request:
         """What this worker asks for in its ballot.
@@ -419,8 +407,7 @@ class WorkerMachine(StepLoop[C]):
     def move(self, epoch: int, members: tuple[int, ...], *, with_progress: bool = False) -> None:
         """Leaves the old epoch's data plane, and only then promises and reports (W1)."""
         self._stop()
-        self.is_done = self.is_paused = self._has_said_empty = False
-        self._asks_pause = False
+        self.is_done = self.is_paused = self._asks_pause = False
         self.hold(None)  # what was planned for the old epoch is void
         self.facts.moved()
         self.links.edit(epoch, members)

@@ -53,6 +53,10 @@ class Placement(msgspec.Struct, frozen=True):
         """Owner and followers of a block."""
         return (self.owner[block], *self.followers[block])
 
+    def holds(self, worker: int) -> bool:
+        """Whether a worker holds any block."""
+        return worker in self.owner or any(worker in others for others in self.followers)
+
 
 class Role(IntEnum):
     """What a worker is to a block."""

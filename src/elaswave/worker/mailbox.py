@@ -36,11 +36,6 @@ class SharedFacts(Facts):
         with self._lock:
             super().linked(message)
 
-    def emptied(self, message: Any) -> None:
-        """See `Facts.emptied`."""
-        with self._lock:
-            super().emptied(message)
-
     def paused(self, message: Any) -> None:
         """See `Facts.paused`."""
         with self._lock:

@@ -12,7 +12,6 @@ import msgspec
 from elaswave.costs.profiled import ActionTiming
 from elaswave.protocol.messages import (
     CoreToWorker,
-    Emptied,
     Installed,
     Joining,
     Linked,
@@ -250,7 +249,6 @@ FromWorker = (
     | Leaving
     | Linked
     | Paused
-    | Emptied
     | StepReport
     | Timings
     | EvaluationReport

@@ -7,6 +7,8 @@ import pytest
 from elaswave.config.load import build_config
 from elaswave.control.run_planner import RunPlanner
 from elaswave.control.stragglers import Shift
+from elaswave.planning.recovery import set_idle
+from elaswave.protocol.coordinator import InForce
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.run_plan import RunPlan
 
@@ -69,3 +71,18 @@ def test_a_run_that_does_not_rebalance_or_has_another_policy_stays_as_it_is(elas
     run = RunPlanner(given)
     shifted(run, 1, 0.5)
     assert run.rebalance(given.layout, given.execution) is None
+
+
+@pytest.mark.parametrize("elastic", [{}, {"rebalance": False}])
+def test_an_idle_worker_that_is_to_leave_is_relieved_of_what_a_loss_has_left_with_it(elastic):
+    given = plan(**elastic)
+    run = RunPlanner(given)
+    before = InForce(set_idle(given.layout, [1]), given.placement, given.execution, 0)
+    assert before.placement.holds(1)
+    search = run.for_members(before, {1})
+    assert search is not None
+    found = search()
+    assert found.better is not None and found.better.layout == before.layout
+    change = run.change(found.better, 1, before)
+    assert change is not None and not change.placement.holds(1)
+    assert run.for_members(before._replace(placement=change.placement), {1}) is None

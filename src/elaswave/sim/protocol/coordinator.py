@@ -32,7 +32,6 @@ from elaswave.protocol.events import (
 from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
-    Emptied,
     Installed,
     Linked,
     Paused,
@@ -273,7 +272,7 @@ class SimCoordinator(CoordinatorDriver):
             self.feed(message)
         elif not self.hears(message.worker):
             pass
-        elif isinstance(message, Report | Installed | Paused | Emptied):
+        elif isinstance(message, Report | Installed | Paused):
             self.feed(message)
         elif isinstance(message, PeerLost):
             self.on_peer_lost(message)
@@ -327,6 +326,8 @@ class SimCoordinator(CoordinatorDriver):
             if len(before.layout.active) > 1:
                 return self._change(set_idle(before.layout, [worker]))
         for worker in before.layout.idle:
+            if worker in leaving and before.placement.holds(worker):
+                return self._change(before.layout)
             if worker not in leaving:
                 return self._change(put_to_work(before.layout, worker))
         if begin and step >= begin and core.epoch > self._planned_epoch and not core.has_planned:

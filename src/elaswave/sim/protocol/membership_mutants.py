@@ -17,6 +17,8 @@ from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.engine import ToyCopy
 from elaswave.sim.protocol.mutant import Mutant
 from elaswave.sim.protocol.run import Build
+from elaswave.state.placement import Placement
+from elaswave.types import Layout
 
 _Machine = WorkerMachine[ToyCopy]
 
@@ -47,9 +49,8 @@ class PausesIfAsked(_Machine):
 
 
 class _LetsGoLoaded(Admissions):
-    def released(self, members: Collection[int], idle: Collection[int]) -> tuple[int, ...]:
-        self._empty |= self.leaving
-        return super().released(members, members)
+    def released(self, members: Collection[int], layout: Layout, placement: Placement) -> tuple[int, ...]:
+        return tuple(sorted(self.leaving.intersection(members)))[: len(members) - 1]
 
 
 class _LoadedCore(Coordinator):
