@@ -43,7 +43,7 @@ _COLUMNS = (("run", 5), ("layout", 9), ("model", 16), ("outcome", 16), ("struck"
     "--timeout",
     "timeout_s",
     type=click.FloatRange(min=1),
-    default=180.0,
+    default=300.0,
     show_default=True,
     metavar="SECONDS",
     help="A job that lasts longer hangs.",

@@ -1,8 +1,9 @@
 """Chaos with a changing membership: drawn jobs that grow, shrink, lose, and slow down, all in one run.
 
 A case is a pure function of (seed, index), as in `elaswave.faults.chaos`. It is longer, since a joiner needs seconds
-to get ready. Kinds of cases take turns: a mix of everything, growing to twelve workers, and shrinking to one. Losses
-are so far apart that new copies are made in between: none of these cases may lose a block.
+to get ready. Kinds of cases take turns: a mix of everything, growing to twelve workers, shrinking to one, and both
+several times in a long run, whose processes may not hold more and more. Losses are so far apart that new copies are made
+in between: none of these cases may lose a block.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,10 @@ _MIX = (JOIN, JOIN, JOIN, DRAIN, DRAIN, SLOW, SLOW, "kill", "kill", "hang", "cut
 _LATEST = NUM_STEPS - 20
 """The last step in which a worker is asked to leave where all are to have left in the end."""
 _FACTORS = (0.25, 0.5, 0.5, 1.0)
-KINDS = ("mix", "grow", "mix", "shrink")
+KINDS = ("mix", "grow", "mix", "shrink", "mix", "cycle", "mix", "shrink")
+CYCLE_STEPS = 140
+"""Of a long run, from twelve workers to twelve workers."""
+NUM_CYCLES = 3
 
 
 def draw_any(seed: int, index: int) -> ChaosCase:
@@ -41,19 +45,25 @@ def draw_changing(seed: int, index: int) -> ChaosCase:
     base = draw_case(seed, index)
     draw = Draw(seed, "changing", index)
     kind = KINDS[draw.below(len(KINDS))]
-    model = {**draw_model(seed, base.model), "run.steps": NUM_STEPS, "run.eval_every": 20 * (base.model % 2)}
-    widths = list(base.config.widths) if kind != "grow" else [2]
+    num_steps = CYCLE_STEPS * NUM_CYCLES if kind == "cycle" else NUM_STEPS
+    model = {**draw_model(seed, base.model), "run.steps": num_steps, "run.eval_every": 20 * (base.model % 2)}
+    widths = list(base.config.widths) if kind not in ("grow", "cycle") else [2]
     settings: dict[str, Any] = {
         **base.settings,
         **model,
         "layout.widths": widths,
-        "elastic.respawn": draw.chance(30),
+        "elastic.respawn": draw.chance(30) and kind != "cycle",
         "elastic.drain_deadline_s": 60.0,
         "run.checkpoint_every": draw.one_of((0, 15)),
     }
     faults = tuple(_DRAWERS[kind](draw, sum(widths)))
     return msgspec.structs.replace(
-        base, settings=settings, faults=faults, reference=reference_settings(model), keeps_blocks=True
+        base,
+        settings=settings,
+        faults=faults,
+        reference=reference_settings(model),
+        keeps_blocks=True,
+        watches_growth=kind == "cycle",
     )
 
 
@@ -135,4 +145,20 @@ def _draw_shrinking(draw: Draw, num_workers: int) -> Iterator[str]:
         yield f"{JOIN}@{min(step, NUM_STEPS // 2)}"
 
 
-_DRAWERS = {"mix": _draw_mix, "grow": _draw_growth, "shrink": _draw_shrinking}
+def _draw_cycles(draw: Draw, num_workers: int) -> Iterator[str]:
+    """To twelve workers and back to one, again and again."""
+    members = _Members(num_workers)
+    for begin in range(0, CYCLE_STEPS * NUM_CYCLES, CYCLE_STEPS):
+        while members.num_workers < MAX_WORKERS:
+            members.join(begin + 2)
+            yield f"{JOIN}@{begin + 2}"
+        step = begin + CYCLE_STEPS // 2
+        while there := members.there(step):
+            worker = draw.one_of(there)
+            members.leave(worker)
+            is_loss = draw.chance(20) and step < begin + CYCLE_STEPS - 3 * SPACING
+            yield f"{'kill' if is_loss else DRAIN}:{worker}@{step}"
+            step += SPACING if is_loss else draw.below(3)
+
+
+_DRAWERS = {"mix": _draw_mix, "grow": _draw_growth, "shrink": _draw_shrinking, "cycle": _draw_cycles}

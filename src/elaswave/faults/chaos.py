@@ -61,6 +61,8 @@ class ChaosCase(msgspec.Struct, frozen=True, kw_only=True):
     """Signals from outside, see `elaswave.faults.outside`."""
     keeps_blocks: bool = False
     """Whether its faults cannot destroy all copies of a block."""
+    watches_growth: bool = False
+    """Whether it is judged, too, by what its processes hold as time goes on."""
 
     @property
     def config(self) -> Config:
@@ -243,7 +245,15 @@ def _actions(phase: Phase, worker: int, widths: Sequence[int], model: Mapping[st
 
 
 Outcome = Literal[
-    "same bits", "blocks lost", "template lost", "different", "hung", "error", "left behind", "unexplained loss"
+    "same bits",
+    "blocks lost",
+    "template lost",
+    "different",
+    "hung",
+    "error",
+    "left behind",
+    "unexplained loss",
+    "grown",
 ]
 GOOD: tuple[Outcome, ...] = ("same bits", "blocks lost", "template lost")
 """Outcomes that are no defect."""

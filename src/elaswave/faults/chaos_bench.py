@@ -3,7 +3,7 @@
 import shutil
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,6 +20,7 @@ from elaswave.faults.chaos import (
     judge,
     without_cause,
 )
+from elaswave.faults.growth import Growth, GrowthWatch
 from elaswave.faults.injection import parse_faults
 from elaswave.faults.outside import Struck, draw_outside, judge_outside, parse_strike, workers_of
 from elaswave.faults.striker import Striker
@@ -63,6 +64,15 @@ class ChaosRun(msgspec.Struct, frozen=True, kw_only=True):
     def median_going_on_s(self) -> float | None:
         """The median of `going_on_s`."""
         return statistics.median(self.going_on_s) if self.going_on_s else None
+
+
+def judge_growth(growth: Sequence[Growth], verdict: Judgement) -> Judgement:
+    """The verdict on a job that has ended well, beside what its processes held as time went on."""
+    large = [str(each) for each in growth if each.is_large]
+    if large:
+        return Judgement("grown", "; ".join(large))
+    seen = f"no growth of {', '.join(each.name for each in growth)}" if growth else "too short to judge growth"
+    return verdict._replace(detail="; ".join(filter(None, (verdict.detail, seen))))
 
 
 class ChaosBench:
@@ -130,9 +140,12 @@ class ChaosBench:
             num_steps=config.run.steps,
             respawns=config.elastic.respawns,
         )
-        ending = run_trial(folder, config, faults, self._timeout_s)
+        watch = GrowthWatch(folder / RUN_FOLDER) if case.watches_growth else None
+        ending = run_trial(folder, config, faults, self._timeout_s, watch)
         where = None if case.keeps_blocks else placed(config)
         verdict = judge(case, ending, self._references[name], where)
+        if verdict.outcome in GOOD and watch is not None:
+            verdict = judge_growth(watch.growth(), verdict)
         if verdict.outcome == "different":
             verdict = self._told_apart(case, self._references[name], verdict)
         return self._record(case, ending, verdict, begin_s, folder)

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from elaswave.control.launcher import train
 from elaswave.control.parent_death import end_with_parent, parent_of_orphans
 from elaswave.errors import CheckpointError
 from elaswave.faults.chaos import Ending, Placed
+from elaswave.faults.growth import GrowthWatch
 from elaswave.faults.injection import FAULTS_FILE, Fault, read_fault_records
 from elaswave.observability.events import CheckpointWritten, Recovered, read_events
 from elaswave.observability.processes import PROCESSES_FILE, facts_of
@@ -40,6 +42,7 @@ CONSOLE_FILE = "console.log"
 _ERROR_FILE = "error"
 _SHARED_MEMORY = Path("/dev/shm")
 _STACKS_GRACE_S = 1.0
+_LOOK_S = 0.25
 
 
 class Meanwhile(Protocol):
@@ -50,7 +53,9 @@ class Meanwhile(Protocol):
         ...
 
 
-def run_trial(folder: Path, config: Config, faults: Sequence[Fault], timeout_s: float) -> Ending:
+def run_trial(
+    folder: Path, config: Config, faults: Sequence[Fault], timeout_s: float, watch: GrowthWatch | None = None
+) -> Ending:
     """Runs a job to its end, or until the time is over.
 
     Must be called in a process without other children and without threads.
@@ -61,7 +66,12 @@ def run_trial(folder: Path, config: Config, faults: Sequence[Fault], timeout_s: 
         config: with its layout resolved.
         faults: of `parse_faults`.
         timeout_s: the job's time.
+        watch: looks at the job's processes while it runs.
     """
+
+    def look(seen: GrowthWatch) -> float:
+        seen.look()
+        return _LOOK_S
 
     def start(temporary: Path) -> int:
         parent = os.getpid()
@@ -70,7 +80,11 @@ def run_trial(folder: Path, config: Config, faults: Sequence[Fault], timeout_s: 
             _be_job(parent, folder, temporary, config, faults)
         return pid
 
-    return msgspec.structs.replace(_supervise(folder, start, timeout_s, None), exit_code=None)
+    ending = _supervise(folder, start, timeout_s, None if watch is None else partial(look, watch))
+    if ending.hung_s is None and ending.result is None and ending.error is None:
+        silent = f"no result and no error (exit code {ending.exit_code})"
+        ending = msgspec.structs.replace(ending, left_behind=[*ending.left_behind, silent])
+    return msgspec.structs.replace(ending, exit_code=None)
 
 
 def run_command(
@@ -149,8 +163,6 @@ def _supervise_family(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     ending = _read_ending(folder)
-    if hung_s is None and meanwhile is None and ending.result is None and ending.error is None:
-        left_behind.append(f"no result and no error (status {status})")
     code = os.waitstatus_to_exitcode(status)
     return msgspec.structs.replace(ending, hung_s=hung_s, left_behind=left_behind, exit_code=code)
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from elaswave.faults.changing import MAX_WORKERS, NUM_STEPS, SPACING, draw_any, draw_changing
+from elaswave.faults.changing import MAX_WORKERS, NUM_CYCLES, NUM_STEPS, SPACING, draw_any, draw_changing
 from elaswave.faults.chaos import ChaosCase
 from elaswave.faults.injection import Fault, parse_faults
 
@@ -13,8 +13,9 @@ def faults_of(case: ChaosCase) -> tuple[Fault, ...]:
     config = case.config
     workers = range(sum(config.widths))
     return parse_faults(
-        case.faults, seed=1, workers=workers, num_steps=NUM_STEPS, respawns=config.elastic.respawns
+        case.faults, seed=1, workers=workers, num_steps=config.run.steps, respawns=config.elastic.respawns
     )  # raises if one is not possible
+
 
 
 def test_drawing_is_a_function_of_seed_and_index() -> None:
@@ -22,7 +23,7 @@ def test_drawing_is_a_function_of_seed_and_index() -> None:
     assert len({case.faults for case in CASES}) > 100
     drawn = [draw_any(5, index) for index in range(40)]
     assert 10 < sum(case.keeps_blocks for case in drawn) < 30, "both sorts take part"
-    assert len({(case.model, str(case.reference)) for case in drawn}) <= 12, "cases of a model share reference runs"
+    assert len({(case.model, str(case.reference)) for case in drawn}) <= 16, "cases of a model share reference runs"
 
 
 def test_all_kinds_of_events_are_drawn() -> None:
@@ -38,9 +39,13 @@ def test_jobs_grow_to_twelve_and_shrink_to_one() -> None:
         faults = faults_of(case)
         gone = [fault.worker for fault in faults if fault.kind in ("kill", "hang", "cut-close", "drain")]
         workers = [worker for worker in gone if isinstance(worker, int)]
+        assert case.watches_growth == (case.config.run.steps > NUM_STEPS)
         assert 0 not in workers and len(set(workers)) == len(workers), "somebody always stays; nobody goes twice"
-        num_joins = sum(fault.kind == "join" for fault in faults)
-        ends.append((sum(case.config.widths) + num_joins, sum(case.config.widths) + num_joins - len(workers)))
+        size = sum(case.config.widths)
+        moves = [fault for fault in faults if fault.kind == "join" or (fault.kind != "slow" and fault.worker in workers)]
+        sizes = [size := size + (1 if fault.kind == "join" else -1) for fault in moves]
+        assert case.watches_growth is False or sizes.count(MAX_WORKERS) >= sizes.count(1) >= NUM_CYCLES
+        ends.append((max(sizes), min(sizes)))
     assert max(most for most, _ in ends) == MAX_WORKERS and min(least for _, least in ends) == 1
 
 
