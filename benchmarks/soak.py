@@ -4,8 +4,8 @@
 
 Real processes, 2 stages x 2 replicas. Every 20 steps a worker is killed and one joins. Reported are the times of the
 recoveries in the first and in the last quarter of the job, and what its long-lived processes held (threads,
-descriptors, memory) in the second quarter of their lives and in the second half, beside equally many workers. Losses and state must be those of an
-undisturbed job of one worker, bit for bit.
+descriptors, memory) in the second quarter of their lives and in the second half, beside equally many workers. Losses
+and state must be those of an undisturbed job of one worker, bit for bit.
 """
 
 import argparse

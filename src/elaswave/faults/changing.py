@@ -2,8 +2,8 @@
 
 A case is a pure function of (seed, index), as in `elaswave.faults.chaos`. It is longer, since a joiner needs seconds
 to get ready. Kinds of cases take turns: a mix of everything, growing to twelve workers, shrinking to one, and both
-several times in a long run, whose processes may not hold more and more. Losses are so far apart that new copies are made
-in between: none of these cases may lose a block.
+several times in a long run, whose processes may not hold more and more. Losses are so far apart that new copies are
+made in between: none of these cases may lose a block.
 """
 
 from collections.abc import Iterator

@@ -17,7 +17,6 @@ def faults_of(case: ChaosCase) -> tuple[Fault, ...]:
     )  # raises if one is not possible
 
 
-
 def test_drawing_is_a_function_of_seed_and_index() -> None:
     assert CASES == [draw_changing(case.seed, case.index) for case in reversed(CASES)][::-1]
     assert len({case.faults for case in CASES}) > 100
@@ -42,8 +41,8 @@ def test_jobs_grow_to_twelve_and_shrink_to_one() -> None:
         assert case.watches_growth == (case.config.run.steps > NUM_STEPS)
         assert 0 not in workers and len(set(workers)) == len(workers), "somebody always stays; nobody goes twice"
         size = sum(case.config.widths)
-        moves = [fault for fault in faults if fault.kind == "join" or (fault.kind != "slow" and fault.worker in workers)]
-        sizes = [size := size + (1 if fault.kind == "join" else -1) for fault in moves]
+        joins = [fault.kind == "join" for fault in faults if fault.kind != "slow" and fault.worker in (None, *workers)]
+        sizes = [size := size + (1 if is_join else -1) for is_join in joins]
         assert case.watches_growth is False or sizes.count(MAX_WORKERS) >= sizes.count(1) >= NUM_CYCLES
         ends.append((max(sizes), min(sizes)))
     assert max(most for most, _ in ends) == MAX_WORKERS and min(least for _, least in ends) == 1
