@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SOURCE = ROOT / "src" / "elaswave"
 PAGES = sorted(
     path
-    for folder in (".", "docs", "docs/own-models", "examples", "benchmarks")
+    for folder in (".", "docs", "docs/own-models", "docs/reference", "examples", "benchmarks")
     for path in (ROOT / folder).glob("*.md")
     if path.is_file()
 )

@@ -22,7 +22,7 @@ def test_only_tried_releases_of_torch_are_admitted() -> None:
 def test_no_extra_asks_for_torch_itself() -> None:
     """A bare "torch" in an extra would look like permission for any release."""
     extras = PROJECT["optional-dependencies"]
-    assert sorted(extras) == ["bench", "gpu", "hf", "plots", "test", "tokenize"]
+    assert sorted(extras) == ["bench", "docs", "gpu", "hf", "plots", "test", "tokenize"]
     assert not [name for names in extras.values() for name in names if name.startswith(("torch>", "torch<", "torch="))]
     assert not [name for names in extras.values() for name in names if name == "torch"]
 
@@ -32,7 +32,7 @@ def test_the_licence_is_whole() -> None:
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text and len(text.splitlines()) > 190
 
 
-@pytest.mark.parametrize("script", ["scripts/test", "scripts/lint", ".ci/run"])
+@pytest.mark.parametrize("script", ["scripts/test", "scripts/lint", "scripts/site", ".ci/run"])
 def test_scripts_can_be_called(script: str) -> None:
     path = ROOT / script
     assert os.access(path, os.X_OK)
