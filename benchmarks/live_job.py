@@ -30,11 +30,13 @@ from elaswave.observability.events import AnyEvent, LayoutChosen, StepCommitted,
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import EVENTS_FILE
 from elaswave.protocol.engine import Phase
+from elaswave.protocol.worker import WorkerMachine
 from elaswave.types import Layout
+from elaswave.worker.process import Worker
 
 WAIT_S = 300.0
 """Bound of everything that is waited for."""
-TURN_S = 0.02
+TURN_S = 0.1
 LAYER_S = 0.005
 """A paced action looks up between layers, as computing does."""
 
@@ -55,6 +57,8 @@ class Vote(NamedTuple):
     forked_s: float
     """When its process began."""
     at_s: float
+    held_s: float = 0.0
+    """That it has spent so far on nothing but a move, if its machine notes that (`migration.Timed`)."""
 
 
 class Watch:
@@ -101,6 +105,7 @@ class Watch:
             self._has_run,
             self._forked_s,
             time.monotonic(),
+            getattr(machine, "held_s", 0.0),
         )
         self._open.write(json.dumps(vote) + "\n")
 
@@ -111,10 +116,13 @@ class LiveJob:
     Args:
         config: of the run; its steps should not come to an end by themselves.
         pace_s: what a forward action lasts beside its computation; a backward twice as long. 0: not paced.
+        machine_class: of every worker's machine; replaced by a baseline.
     """
 
-    def __init__(self, config: Config, pace_s: float = 0.0) -> None:
-        self._config, self._pace_s = config, pace_s
+    def __init__(
+        self, config: Config, pace_s: float = 0.0, machine_class: type[WorkerMachine[Any]] = WorkerMachine
+    ) -> None:
+        self._config, self._pace_s, self._machine_class = config, pace_s, machine_class
         self.folder = Path(tempfile.mkdtemp(prefix="elaswave-bench-"))
         self.run_dir = self.folder / "run"
         self.load_cores = 0.0
@@ -144,6 +152,7 @@ class LiveJob:
         status = 1
         try:
             end_with_parent()
+            Worker.machine_class = self._machine_class  # workers are forked from this process
             with open(self.folder / "progress.log", "w") as log:
                 probe = Watch(self.folder, self._pace_s, 2 * self._pace_s)
                 with contextlib.suppress(StoppedBySignalError):

@@ -1,17 +1,19 @@
 """What moving layers costs the steps meanwhile, against stop-and-copy on the same engine.
 
-    python benchmarks/migration.py [--sizes 10m 100m] [--modes paced saturated] [--moves 4] [--quick] [--json]
+    python benchmarks/migration.py [--sizes 10m 100m] [--modes paced saturated] [--moves N] [--quick] [--json]
 
 Real jobs, 2 stages x 2 replicas. Layers go from the first stage to the second and back (``elaswave ctl RUN migrate``).
-Once as the product does it: copies travel within a budget per attempt, the layout changes with a vote. Once with a
-budget without bound (``elastic.copy_bytes_per_step``): all copies travel in one attempt, which has to wait for them.
-Both must have the same losses, bit for bit. See README.md beside this file.
+Once as the product does it: copies travel within a budget per attempt, the layout changes with a vote. Once with
+`StopAndCopy`: nobody computes until all copies have arrived. Both must have the same losses, bit for bit. See README.md
+beside this file.
 """
 
 import argparse
 import json
 import statistics
 import sys
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,10 +22,18 @@ from live_job import LiveJob, Vote, durations_s
 
 from elaswave.config.schema import Config
 from elaswave.control.operator_messages import AskMigrate
+from elaswave.protocol.ballot import add_words
+from elaswave.protocol.engine import FrameKind, Key
+from elaswave.protocol.execution import Life
+from elaswave.protocol.messages import LayoutChange
+from elaswave.protocol.worker import WorkerMachine
+from elaswave.state.store import HeldBlock
 
 STAGES, REPLICAS = 2, 2
-MICROBATCHES = 8
-PACE_S = {"10m": 0.05, "100m": 0.5, "tiny": 0.01}
+MICROBATCHES = {"10m": 4, "100m": 2, "tiny": 4}
+MOVES = {"10m": 6, "100m": 2, "tiny": 1}
+"""Of each job, unless the command says otherwise."""
+PACE_S = {"10m": 0.05, "100m": 0.3, "tiny": 0.01}
 """What a forward action lasts beside its computation, in paced jobs: cores are not saturated."""
 SHAPES = {
     **SIZES,
@@ -31,11 +41,51 @@ SHAPES = {
 }
 SHORT = ("model.context_length=32", "batch.microbatch_size=1")
 """Micro-batches are short: what a step takes is mostly described, so that bytes weigh as much as they can."""
-WARM_UP = 3
-BEFORE = 6
+WARM_UP = 1
+BEFORE = 5
 """Steps before a move that its own are compared with."""
 UNBOUNDED = 1 << 50
 NEEDED_CUT, NEEDED_SLOWDOWN = 0.90, 0.10
+
+
+class Timed(WorkerMachine[HeldBlock]):
+    """A worker that notes for how long it does nothing but move layers."""
+
+    held_s = 0.0
+
+    def replicate(self) -> None:
+        """Chooses and begins copies, and builds layers."""
+        begin_s = time.monotonic()
+        super().replicate()
+        self.held_s += time.monotonic() - begin_s
+
+    def switch(self, change: LayoutChange) -> None:
+        """Takes over the next layout."""
+        begin_s = time.monotonic()
+        super().switch(change)
+        self.held_s += time.monotonic() - begin_s
+
+    def _receive(self, keys: Sequence[Key]) -> Life[list[Any]]:
+        begin_s = time.monotonic()
+        found = yield from super()._receive(keys)
+        if keys and keys[0].kind is FrameKind.BASE_COPY:
+            self.held_s += time.monotonic() - begin_s
+        return found
+
+
+class StopAndCopy(Timed):
+    """A worker that stops to copy: in an attempt in which base copies travel, all of which must (`UNBOUNDED`), no
+    worker computes before every worker has all of its own."""
+
+    def run(self, on_layer_done: Callable[[int], None]) -> Life[None]:
+        """RUN, after the copies."""
+        if self.traffic.changed:
+            begin_s = time.monotonic()
+            if keys := tuple(self.key(FrameKind.BASE_COPY, block, 0, owner) for block, owner in self.traffic.copies_in):
+                yield keys
+            yield from self.all_reduce(FrameKind.VOTE, [0], add_words, part=1)  # the vote itself is part 0
+            self.held_s += time.monotonic() - begin_s
+        yield from super().run(on_layer_done)
 
 
 class Move(NamedTuple):
@@ -55,6 +105,8 @@ class Move(NamedTuple):
     """Over all links."""
     largest_bytes: int
     """That one worker sent in one attempt."""
+    held_s: float
+    """The most that a worker spent in the switching step on nothing but the move."""
 
     @property
     def pause_s(self) -> float:
@@ -67,18 +119,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["10m", "100m"])
     parser.add_argument("--modes", nargs="+", choices=("paced", "saturated"), default=["paced", "saturated"])
-    parser.add_argument("--moves", type=int, default=4, help="of each job")
+    parser.add_argument("--moves", type=int, help="of each job; 6, of 100m 2")
     parser.add_argument("--rounds", type=int, default=1, help="pairs of jobs")
+    parser.add_argument("--layers", type=int, default=1, help="that go with each move")
     parser.add_argument("--quick", action="store_true", help="a tiny model moves once, to see that all runs")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     options = parser.parse_args()
     if options.quick:
-        options.sizes, options.modes, options.moves = ["tiny"], ["paced"], 1
+        options.sizes, options.modes = ["tiny"], ["paced"]
     where = machine()
     rows = []
     for size in options.sizes:
         for mode in options.modes:
-            rows.append(_row(size, mode, options.moves, options.rounds))
+            rows.append(_row(size, mode, options.moves or MOVES[size], options.rounds, options.layers))
     where["load_after"] = machine()["load_before"]
     document = {"machine": where, "needed_cut": NEEDED_CUT, "needed_slowdown": NEEDED_SLOWDOWN, "rows": rows}
     if options.json:
@@ -88,7 +141,7 @@ def main() -> int:
     return 1 if any(row["missed"] or not row["same_bits"] for row in rows) else 0
 
 
-def _row(size: str, mode: str, num_moves: int, rounds: int) -> dict[str, Any]:
+def _row(size: str, mode: str, num_moves: int, rounds: int, num_layers: int) -> dict[str, Any]:
     moves: dict[str, list[Move]] = {"elaswave": [], "stop-and-copy": []}
     loads: dict[str, float] = {}
     same_bits = True
@@ -96,20 +149,22 @@ def _row(size: str, mode: str, num_moves: int, rounds: int) -> dict[str, Any]:
         losses = []
         for name in list(moves) if number % 2 == 0 else list(moves)[::-1]:
             pace_s = PACE_S[size] if mode == "paced" else 0.0
-            found, their_losses, loads[name] = _run(_config(size, stops=name != "elaswave"), pace_s, num_moves)
+            stops = name != "elaswave"
+            found, their_losses, loads[name] = _run(_config(size, stops=stops), pace_s, num_moves, num_layers, stops)
             moves[name] += found
             losses.append(their_losses)
             print(f"{size}, {mode}, {name}: {len(found)} moves", file=sys.stderr, flush=True)
         both = min(map(len, losses))
         same_bits &= losses[0][:both] == losses[1][:both]
     ours, theirs = (_summary(moves[name], loads[name]) for name in moves)
-    cut = 1 - ours["pause_s"] / theirs["pause_s"]
+    cut, held_cut = (1 - ours[name] / theirs[name] for name in ("pause_s", "held_s"))
     return {
         "size": size,
         "mode": mode,
         "elaswave": ours,
         "stop_and_copy": theirs,
         "pause_cut": cut,
+        "held_cut": held_cut,
         "same_bits": same_bits,
         "missed": cut < NEEDED_CUT or ours["slowdown"] > NEEDED_SLOWDOWN,
     }
@@ -127,6 +182,7 @@ def _summary(moves: list[Move], load_cores: float) -> dict[str, Any]:
         "step_s": median([move.before_s for move in moves]),
         "pause_s": median([move.pause_s for move in moves]),
         "pauses_s": [move.pause_s for move in moves],
+        "held_s": median([move.held_s for move in moves]),
         "worst_excess_s": median([move.worst_s - move.before_s for move in moves]),
         "slowdown": median(ratios) - 1 if ratios else 0.0,
         "copying_steps": median([len(move.copying_s) + 1 for move in moves]),
@@ -141,7 +197,7 @@ def _config(size: str, *, stops: bool) -> Config:
     return configuration(
         *SHAPES[size],
         *SHORT,
-        f"batch.num_microbatches={MICROBATCHES}",
+        f"batch.num_microbatches={MICROBATCHES[size]}",
         f"layout.stages={STAGES}",
         f"layout.replicas={REPLICAS}",
         "run.steps=100000",
@@ -156,14 +212,16 @@ def _migrate(layers: tuple[int, ...], request: int) -> AskMigrate:
     return AskMigrate(request=request, layers=layers)
 
 
-def _run(config: Config, pace_s: float, num_moves: int) -> tuple[list[Move], list[Any], float]:
+def _run(
+    config: Config, pace_s: float, num_moves: int, num_layers: int, stops: bool
+) -> tuple[list[Move], list[Any], float]:
     """One job: its moves, its losses, and the cores that it has kept busy."""
     changed: list[int] = []
-    with LiveJob(config, pace_s) as job:
+    with LiveJob(config, pace_s, StopAndCopy if stops else Timed) as job:
         job.wait_for_step(WARM_UP + BEFORE)
         before = [stage.stop - stage.start for stage in job.first_layout().stages]
         for number in range(num_moves):
-            gone = (number + 1) % 2  # a layer goes, and comes back with the next move
+            gone = (number + 1) % 2 * num_layers  # layers go, and come back with the next move
             layers = (before[0] - gone, before[1] + gone)
             answer = job.ask(partial(_migrate, layers))[-1]
             assert answer.step is not None, answer.reason
@@ -195,27 +253,38 @@ def move_at(first_step: int, finished_s: dict[int, float], votes: list[Vote]) ->
         total_s=finished_s[switch] - finished_s[begun - 1],
         sent_bytes=sum(vote.sent_bytes for vote in copying),
         largest_bytes=max(vote.sent_bytes for vote in copying),
+        held_s=max(_held_s(votes, worker, first_step) for worker in {vote.worker for vote in copying}),
     )
+
+
+def _held_s(votes: list[Vote], worker: int, first_step: int) -> float:
+    """What a worker has spent on a move between its vote before the switching step and its first one after it."""
+    noted = {vote.step: vote.held_s for vote in votes if vote.worker == worker}
+    return noted[first_step] - noted[first_step - 2]
 
 
 def _print_table(document: dict[str, Any]) -> None:
     print_header(document["machine"])
     print(
-        f"{'size':5} {'mode':9} {'copies':13} {'moves':>5} {'step':>8} {'pause':>8} {'worst':>8} {'slower':>7} "
-        f"{'steps':>5} {'total':>7} {'MB':>7} {'MB/step':>7} {'load':>5}"
+        f"{'size':5} {'mode':9} {'copies':13} {'moves':>5} {'step':>8} {'pause':>8} {'held':>8} {'worst':>8} "
+        f"{'slower':>7} {'steps':>5} {'total':>7} {'MB':>7} {'MB/step':>7} {'load':>5}"
     )
     for row in document["rows"]:
         for name in ("elaswave", "stop_and_copy"):
             each = row[name]
             print(
                 f"{row['size']:5} {row['mode']:9} {name.replace('_', '-'):13} {each['moves']:5} "
-                f"{1e3 * each['step_s']:6.0f}ms {1e3 * each['pause_s']:6.0f}ms {1e3 * each['worst_excess_s']:6.0f}ms "
-                f"{100 * each['slowdown']:6.1f}% {each['copying_steps']:5.0f} {each['total_s']:6.1f}s "
+                f"{1e3 * each['step_s']:6.0f}ms {1e3 * each['pause_s']:6.0f}ms {1e3 * each['held_s']:6.1f}ms "
+                f"{1e3 * each['worst_excess_s']:6.0f}ms {100 * each['slowdown']:6.1f}% "
+                f"{each['copying_steps']:5.0f} {each['total_s']:6.1f}s "
                 f"{each['sent_bytes'] / 1e6:7.1f} {each['largest_bytes'] / 1e6:7.2f} {each['load_cores']:5.2f}"
             )
         verdict = "missed" if row["missed"] else "reached"
         bits = "same" if row["same_bits"] else "OTHER"
-        print(f"      pause cut by {100 * row['pause_cut']:.0f} %: {verdict}; {bits} bits")
+        print(
+            f"      pause cut by {100 * row['pause_cut']:.0f} %, the time that workers are held by "
+            f"{100 * row['held_cut']:.0f} %: {verdict}; {bits} bits"
+        )
 
 
 if __name__ == "__main__":

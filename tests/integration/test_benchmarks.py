@@ -98,6 +98,8 @@ def test_moves_of_layers_are_compared_with_stop_and_copy() -> None:
         assert row[name]["moves"] == 1
         assert row[name]["sent_bytes"] >= row[name]["largest_bytes"] > 0
         assert row[name]["total_s"] > 0
+        assert row[name]["held_s"] > 0
+    assert row["stop_and_copy"]["copying_steps"] == 1
 
 
 def test_a_join_is_measured() -> None:

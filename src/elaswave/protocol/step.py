@@ -170,10 +170,10 @@ class StepLoop(Execution[C]):
         self.coming, self.settling = None, change.placement
         self.placement = merged_into(change.placement, self.placement)
         self._take_roles()
-        self._use_layout(change.layout, change.execution)
+        new = self._use_layout(change.layout, change.execution)
         self._use_placement(self.placement)
         self.budget = CopyBudget(self.terms.move_elements)
-        self.engine.publish(self.copies.values())
+        self.engine.publish(copy for copy in self.copies.values() if copy.block.layer in new)  # APPLY did the others
         self.observer.switched()
 
     def _take_roles(self) -> None:
