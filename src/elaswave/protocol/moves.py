@@ -7,6 +7,7 @@ change is in force, the copies that it does not need are dropped (docs/protocol.
 
 import functools
 from collections.abc import Iterable, Sequence
+from statistics import median_low
 from typing import NamedTuple
 
 from elaswave.hashing import key64
@@ -16,8 +17,9 @@ from elaswave.types import Layout
 
 SLOWDOWN_MAX = 1.05
 """Copies travel at a rate at which a step takes at most so much longer than one without them."""
-_SMOOTHING = 4
-"""One step changes what is taken for usual by this fraction of the difference."""
+NUM_USUAL, NUM_JUDGED = 5, 3
+"""The newest votes without and with copies of which the medians are compared: one step that something else has
+disturbed decides nothing."""
 
 
 class CopyBudget(NamedTuple):
@@ -26,13 +28,15 @@ class CopyBudget(NamedTuple):
 
     elements: int
     """The most that one owner sends, and one worker receives."""
-    usual_us: int = 0
-    """Of a step in which nothing travels; 0 before one was seen."""
+    usual_us: tuple[int, ...] = ()
+    """Durations of the newest attempts in which nothing has travelled."""
+    copying_us: tuple[int, ...] = ()
+    """Of the newest in which copies have, since the budget was last cut."""
 
     @property
     def hash(self) -> int:
         """62 bits."""
-        return key64("budget", *self) >> 2
+        return key64("budget", self.elements, len(self.usual_us), *self.usual_us, *self.copying_us) >> 2
 
     def after(self, duration_us: int, *, copied: bool, bounds: tuple[int, int]) -> "CopyBudget":
         """The budget after a vote.
@@ -42,15 +46,16 @@ class CopyBudget(NamedTuple):
             copied: whether base copies have travelled in it.
             bounds: the least and the most elements.
         """
-        usual = self.usual_us
         if not copied:
-            usual = duration_us if usual == 0 else usual + (duration_us - usual) // _SMOOTHING
-            return self._replace(usual_us=usual)
-        if usual == 0:
-            return self
-        elements = self.elements // 2 if duration_us > SLOWDOWN_MAX * usual else self.elements * 5 // 4
+            return self._replace(usual_us=(*self.usual_us, duration_us)[-NUM_USUAL:])
+        copying = (*self.copying_us, duration_us)[-NUM_JUDGED:]
+        if not self.usual_us or len(copying) < NUM_JUDGED:
+            return self._replace(copying_us=copying)
         least, most = bounds
-        return self._replace(elements=max(least, min(most, elements)))
+        if median_low(copying) > SLOWDOWN_MAX * median_low(self.usual_us):
+            # What was measured with more copies says nothing about fewer.
+            return self._replace(elements=max(least, self.elements // 2), copying_us=())
+        return self._replace(elements=min(most, self.elements * 5 // 4), copying_us=copying)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -113,20 +113,42 @@ def test_roles_in_that_sum_are_those_of_the_target():
     assert held_keys(0, target, BLOCKS, [(0, 6)]) == []
 
 
+def votes(budget, durations, *, copied):
+    for duration_us in durations:
+        budget = budget.after(duration_us, copied=copied, bounds=BOUNDS)
+    return budget
+
+
 def test_the_budget_follows_from_what_votes_say_of_durations():
     budget = CopyBudget(100)
-    assert budget.after(500, copied=True, bounds=BOUNDS) == budget, "it is not known what is usual"
-    budget = budget.after(1000, copied=False, bounds=BOUNDS)
-    assert budget == CopyBudget(100, 1000)
-    assert budget.after(1400, copied=False, bounds=BOUNDS) == CopyBudget(100, 1100)
-    assert budget.after(1050, copied=True, bounds=BOUNDS) == CopyBudget(125, 1000)
-    assert budget.after(1051, copied=True, bounds=BOUNDS) == CopyBudget(50, 1000)
+    assert votes(budget, [500] * 9, copied=True).elements == 100, "it is not known what is usual"
+    budget = votes(budget, [1000] * 3, copied=False)
+    assert votes(budget, [5000] * 2, copied=True).elements == 100, "too few votes to judge by"
+    assert votes(budget, [1050] * 3, copied=True).elements == 125
+    assert votes(budget, [1051] * 3, copied=True).elements == 50
     for duration_us, bound in ((5000, 10), (1000, 1000)):
-        after = budget
-        for _ in range(40):
-            after = after.after(duration_us, copied=True, bounds=BOUNDS)
-        assert after.elements == bound
-    assert CopyBudget(100, 1000).hash != CopyBudget(100, 1001).hash != CopyBudget(101, 1000).hash
+        assert votes(budget, [duration_us] * 60, copied=True).elements == bound
+    assert len({CopyBudget(*each).hash for each in ((1,), (2,), (1, (3,)), (1, (4,)), (1, (), (3,)))}) == 5
+
+
+def test_single_disturbed_steps_do_not_change_the_budget():
+    budget = votes(CopyBudget(100), [1000, 9000, 1000, 1000, 8000], copied=False)
+    calm = votes(budget, [1000] * 9, copied=True)
+    assert votes(budget, [1000, 7000, 1000, 1000, 9000, 1000, 1000, 6000, 1000], copied=True).elements == calm.elements
+    assert votes(budget, [1000] + [2000] * 2, copied=True).elements == 50, "but most of the newest votes do"
+
+
+def test_a_budget_that_was_cut_is_judged_by_votes_after_the_cut():
+    budget = votes(CopyBudget(100), [1000], copied=False)
+    budget = votes(budget, [3000] * 3, copied=True)
+    assert budget.elements == 50
+    assert votes(budget, [1000] * 2, copied=True).elements == 50
+    assert votes(budget, [1000] * 3, copied=True).elements == 62
+
+
+def test_what_is_usual_follows_the_newest_steps():
+    budget = votes(CopyBudget(100), [1000] * 5 + [2000] * 3, copied=False)
+    assert votes(budget, [2000] * 3, copied=True).elements == 125
 
 
 def test_the_coordinator_knows_to_what_the_members_come_by_refilling():
