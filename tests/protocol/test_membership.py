@@ -253,7 +253,7 @@ def test_a_joiner_that_is_lost_before_the_decision_has_not_joined_for_a_successo
         NewEpochRecord(term=1, epoch=2, members=(0, 1, 2, 3), lost=(), reason="", joined=(3,)),
         NewEpochRecord(term=1, epoch=3, members=(0, 1, 2), lost=(3,), reason=""),
     ]
-    assert coordinator(records)._joined == ()
+    assert coordinator(records).joined == ()
 
 
 def test_all_members_cannot_leave_together():
@@ -291,7 +291,7 @@ def decide_for(newcomer_epoch):
 @pytest.mark.parametrize("decided", [0, 1])
 def test_a_member_without_state_has_missed_no_return_to_a_checkpoint(decided):
     core = training()
-    core._rollback_epoch = 5
-    assert core._is_new(msgspec.structs.replace(newcomer(3, 2), decided=decided)) is (decided == 0)
-    assert not core._is_new(report(0, 2))  # it began with the job
+    core.rollback_epoch = 5
+    assert core.is_new(msgspec.structs.replace(newcomer(3, 2), decided=decided)) is (decided == 0)
+    assert not core.is_new(report(0, 2))  # it began with the job
     assert model_of(THREE).layout.workers == (0, 1, 2)

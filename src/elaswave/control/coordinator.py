@@ -55,11 +55,12 @@ from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE, write_digests, write_result
 from elaswave.observability.run_folder import data_facts
 from elaswave.protocol import events
-from elaswave.protocol.coordinator import Bounds, Coordinator, InForce
+from elaswave.protocol.coordinator import Bounds, Coordinator
 from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.detection import Detector, Position, Suspicion
 from elaswave.protocol.driver import CoordinatorDriver
 from elaswave.protocol.ending import MemberEnd
+from elaswave.protocol.history import InForce
 from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,

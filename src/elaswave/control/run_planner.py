@@ -13,9 +13,9 @@ from elaswave.control.replanning import ELASWAVE, Replanned, Replanner
 from elaswave.planning.asked_stages import asked_stages
 from elaswave.planning.recovery import survivor_layout
 from elaswave.planning.target_placement import target_placement
-from elaswave.protocol.coordinator import InForce
 from elaswave.protocol.decisions import plan_with
 from elaswave.protocol.events import ChangePlanned, PlanRecovery, RecoveryPlan
+from elaswave.protocol.history import InForce
 from elaswave.protocol.messages import Decision
 from elaswave.protocol.moves import refilled
 from elaswave.types import ExecutionParameters, Layout

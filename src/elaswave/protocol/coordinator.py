@@ -17,19 +17,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from elaswave.protocol.admissions import Admissions
 from elaswave.protocol.coordinator_table import TRANSITIONS, Cause, Response, State
 from elaswave.protocol.decisions import (
-    base_step,
-    lost_blocks,
-    make_decision,
-    merged_placement,
     newest_evidence,
-    plan_survivors,
-    valid_copies,
-    what_helps,
-    what_is_lost,
-    with_members,
 )
 from elaswave.protocol.events import (
     ChangePlanned,
@@ -49,7 +39,6 @@ from elaswave.protocol.events import (
     Note,
     Persist,
     PlanningFailed,
-    PlanRecovery,
     Record,
     RecoveryPlanned,
     Resumed,
@@ -61,36 +50,22 @@ from elaswave.protocol.events import (
     WorkerFailed,
     WorkerFailure,
 )
+from elaswave.protocol.history import JobHistory
+from elaswave.protocol.inquiry import Inquiry
 from elaswave.protocol.messages import (
     FIRST_EPOCH,
     AskPause,
-    Decision,
     Dial,
-    Evidence,
-    Fenced,
     GoOn,
     Installed,
     LayoutChange,
     Linked,
     Paused,
-    Prepare,
     Registered,
-    Released,
     Report,
 )
 from elaswave.state.placement import Block, Placement
 from elaswave.types import ExecutionParameters, Layout
-
-
-class InForce(NamedTuple):
-    """By what the members train."""
-
-    layout: Layout
-    placement: Placement
-    """Owners; followers that were missing may have been added since."""
-    execution: ExecutionParameters
-    change: int
-    """The number of the planned change that all this is of; 0 for none."""
 
 
 class Bounds(NamedTuple):
@@ -103,7 +78,7 @@ class Bounds(NamedTuple):
 DEFAULT_BOUNDS = Bounds()
 
 
-class Coordinator:
+class Coordinator(JobHistory):
     """The coordinator's machine.
 
     Args:
@@ -116,8 +91,6 @@ class Coordinator:
         records: what earlier coordinators of the job have persisted, in order.
         execution: of the start.
     """
-
-    admissions_class = Admissions
 
     def __init__(
         self,
@@ -132,26 +105,18 @@ class Coordinator:
         records: Sequence[Record] = (),
         execution: ExecutionParameters | None = None,
     ) -> None:
-        self.state = TRANSITIONS.first
-        self.epoch = FIRST_EPOCH
-        self.term = 1 + max((record.term for record in records), default=0)
-        self.members: tuple[int, ...] = layout.workers
-        self.layout = layout
-        self.placement = placement
-        self.execution = execution or ExecutionParameters()
-        """Of the newest decision."""
-        self.decision: Decision | None = None
-        """The newest decision."""
-        self.restarts = restarts
-        self._blocks = blocks
-        self._num_followers = num_followers
+        super().__init__(
+            layout=layout,
+            placement=placement,
+            blocks=blocks,
+            num_followers=num_followers,
+            restarts=restarts,
+            first_step=first_step,
+            records=records,
+            execution=execution,
+        )
+        self.inquiry = Inquiry(self)
         self._bounds = bounds
-        self._first_step = first_step
-
-        self.admissions = self.admissions_class()
-        self._founders = frozenset(layout.workers)
-        self._fresh: set[int] = set()
-        """Joiners that are not known to have installed a decision."""
         self._has_called = self.term > 1
         """Whether members may have been told of joiners, perhaps by an earlier coordinator."""
         self._leaver = -1
@@ -161,47 +126,12 @@ class Coordinator:
         self._addresses_told = False
         self._speaker = -1
         """The worker whose message is being dealt with."""
-        self._changes: dict[int, LayoutChange] = {}
-        """Planned changes since the newest decision, by number; each may have come into force, or may yet."""
-        self._num_changes = 0
-        """The largest number that was ever given to one."""
-
-        self._evidence: Evidence | None = None
-        self._lost: tuple[int, ...] = ()
-        """Lost since the newest decision."""
-        self._joined: tuple[int, ...] = ()
-        """Members since the newest decision."""
-        self._left: tuple[int, ...] = ()
-        """Have left on request since the newest decision."""
-        self._gone_as_asked: set[int] = set()
-        """Have ever left on request."""
-        self._reason = ""
         self._new_epoch: NewEpochRecord | None = None
         self._suspicions: tuple[Suspected, ...] = ()
         """Those that the newest epoch has begun with."""
-        self._losses_at_s: list[float] = []
-        self._failures: dict[str, int] = {}
-        """Signature of an error -> the worker that ended with it."""
-        self._errors: dict[int, str] = {}
-        """Workers that have ended with an error of their own since the newest decision -> what it was."""
-
-        self._reports: dict[int, Report] = {}
-        self._orphans: tuple[int, ...] = ()
-        self._why_back = ""
-        """Why a checkpoint is sought."""
-        self._seed_is_enough = False
-        """Whether nothing was committed when a checkpoint was sought: what is lost can be made again from the seed."""
-        self._rollback_step: int | None = None
-        """The checkpoint that has been found for this epoch."""
-        self._rollback_reason = ""
-        self._sequence = 0
-        self._question: PlanRecovery | None = None
-        """What the planner is asked."""
         self._predicted_step_s: float | None = None
         self._installed: dict[int, Installed] = {}
         self._resumed = True
-        self._rollback_epoch = 0
-        """The epoch of the newest decision that went back to a checkpoint."""
         self._end = End("")
         self._responses: Mapping[Response, Callable[[], list[CoordinatorEffect]]] = {
             Response.PERSIST_TERM: lambda: [Persist(TermRecord(term=self.term))],
@@ -225,8 +155,8 @@ class Coordinator:
             Response.ASK: lambda: [Send(worker, self._prepare()) for worker in self.members],
             Response.FENCE_LOST: self._fence_lost,
             Response.SHOW_EPOCH: self._show_epoch,
-            Response.FIND_CHECKPOINT: self._find_checkpoint,
-            Response.PLAN: self._plan,
+            Response.FIND_CHECKPOINT: lambda: [self.inquiry.ask_for_checkpoint()],
+            Response.PLAN: lambda: [self.inquiry.ask_for_plan()],
             Response.PERSIST_DECISION: self._persist_decision,
             Response.SEND_DECISION: self._send_decision,
             Response.SHOW_DECISION: self._show_decision,
@@ -235,125 +165,10 @@ class Coordinator:
             ],
             Response.END: lambda: [self._end],
         }
-        for record in records:
-            self._replay(record)
-
-    def _replay(self, record: Record) -> None:
-        if isinstance(record, StartRecord):
-            self.state = State.TRAINING
-        elif isinstance(record, NewEpochRecord):
-            gone = set(self.members) - set(record.members)
-            self._losses_at_s += [record.at_s] * len(gone - set(record.left))
-            self.epoch, self.members = record.epoch, record.members
-            self.admissions.leaving -= gone
-            self._fresh |= set(record.joined)
-            self._joined = tuple(worker for worker in (*self._joined, *record.joined) if worker in record.members)
-            self._left = (*self._left, *record.left)
-            self._gone_as_asked.update(record.left)
-            self._lost, self._reason = record.lost, record.reason
-            if record.failure is not None:
-                self._failures[record.failure.signature] = record.failure.worker
-                self._errors[record.failure.worker] = record.failure.summary
-            self.state = State.COLLECTING
-        elif isinstance(record, LeavingRecord):
-            self.admissions.leaving.add(record.worker)
-        elif isinstance(record, LayoutChange):
-            self._take_change(record)
-        elif isinstance(record, Decision):
-            self._take_over(record)
-            self.state = State.TRAINING
-
-    def _take_over(self, decision: Decision) -> None:
-        self.decision = decision
-        self.epoch, self.members = decision.epoch, decision.members
-        self.layout, self.placement = decision.layout, decision.placement
-        self.execution = decision.execution
-        self._changes.clear()
-        self._lost = self._joined = self._left = ()
-        self._errors.clear()
-        if decision.rollback is not None:
-            self._evidence = None
-            self._rollback_epoch = decision.epoch
-        elif decision.evidence is not None:
-            self._evidence = decision.evidence
-
-    def _take_change(self, change: LayoutChange) -> None:
-        self._changes[change.number] = change
-        self._num_changes = change.number
-
-    # ---------------------------------------------------------------------------------------------- what is asked of it
-
-    def in_force(self) -> InForce:
-        """What is in force by the newest vote that is known here."""
-        return self._in_force(self._evidence)
-
-    def _in_force(self, evidence: Evidence | None) -> InForce:
-        number = 0 if self.decision is None else self.decision.change
-        if evidence is not None:
-            number = max(number, evidence.change)
-        change = self._changes.get(number)
-        found = self if change is None else change
-        return InForce(found.layout, found.placement, found.execution, number)
-
-    @property
-    def has_planned(self) -> bool:
-        """Whether a change has been planned since the newest decision, perhaps by an earlier coordinator."""
-        return bool(self._changes)
-
-    @property
-    def is_changing(self) -> bool:
-        """Whether a planned change is not known to be in force yet (M1)."""
-        return bool(self._changes) and self._num_changes > self.in_force().change
-
-    @property
-    def newest_change(self) -> LayoutChange | None:
-        """The newest change that was planned since the newest decision, in force or not."""
-        return self._changes.get(self._num_changes)
-
-    def believes(self, worker: int, peer: int, epoch: int) -> bool:
-        """Whether it counts what a worker says: that its link to a peer has ended.
-
-        Args:
-            epoch: in which it says so. Links are closed and made again with every new epoch, so what was seen in an
-                older one says nothing about the present.
-        """
-        return worker in self.members and peer in self.members and epoch == self.epoch
 
     def awaits(self, question: FindCheckpoint) -> bool:
         """Whether an answer to a question still counts; another loss makes it void."""
         return self._awaits(question.sequence, State.ROLLING_BACK)
-
-    def change_in_force(self, number: int) -> LayoutChange | None:
-        """The planned change of this number, if it belongs to the present epoch."""
-        return self._changes.get(number)
-
-    @property
-    def undecided(self) -> NewEpoch:
-        """The epoch that waits for a decision, as far as its record tells: how the losses were noticed it does not."""
-        return NewEpoch(self.epoch, tuple(Suspected(worker, "exit", self._reason) for worker in self._lost))
-
-    def dismissal(self, worker: int) -> Fenced | Released:
-        """What a worker is told that is no member any more."""
-        if worker in self._gone_as_asked:
-            return self._released()
-        return self._fenced(f"worker {worker} is no member of epoch {self.epoch}")
-
-    def _released(self) -> Released:
-        return Released(term=self.term, epoch=self.epoch, reason="it has left, as it was asked to")
-
-    def _fenced(self, reason: str) -> Fenced:
-        return Fenced(term=self.term, epoch=self.epoch, reason=reason)
-
-    def _prepare(self) -> Prepare:
-        lost = self._lost if self.decision is None or self.decision.epoch < self.epoch else self.decision.lost
-        return Prepare(
-            term=self.term,
-            epoch=self.epoch,
-            members=self.members,
-            lost=lost,
-            reason=self._reason,
-            with_progress=not self._fresh.isdisjoint(self.members),
-        )
 
     # ----------------------------------------------------------------------------------------------------------- events
 
@@ -466,14 +281,14 @@ class Coordinator:
                 f"{self._bounds.max_failures_per_hour}",
             )
         if len(members) < max(1, self._bounds.min_workers):
-            lost = sorted({*self._lost, *leaving})
+            lost = sorted({*self.lost, *leaving})
             return self._give_up(
                 Cause.TOO_FEW_LEFT,
                 f"{len(members)} workers are left after the loss of workers {lost}, elastic.min_workers asks for "
                 f"{self._bounds.min_workers}",
             )
-        self._lost = (*self._lost, *leaving)
-        self._joined = tuple(worker for worker in self._joined if worker not in leaving)
+        self.lost = (*self.lost, *leaving)
+        self.joined = tuple(worker for worker in self.joined if worker not in leaving)
         self._suspicions = fresh
         reason = "; ".join(suspicion.reason for suspicion in fresh)
         self._begin_epoch(members, reason, now_s, failure=failure)
@@ -490,16 +305,15 @@ class Coordinator:
         failure: WorkerFailure | None = None,
     ) -> None:
         self.epoch += 1
-        self.members, self._reason = members, reason
+        self.members, self.reason = members, reason
         self.admissions.new_epoch()
         self.admissions.leaving &= set(members)
-        self._reports.clear()
-        self._rollback_step = None
+        self.inquiry.new_epoch()
         self._new_epoch = NewEpochRecord(
             term=self.term,
             epoch=self.epoch,
             members=members,
-            lost=self._lost,
+            lost=self.lost,
             reason=reason,
             at_s=now_s,
             failure=failure,
@@ -519,7 +333,7 @@ class Coordinator:
 
     def _fence_lost(self) -> list[CoordinatorEffect]:
         leaving = sorted({suspicion.worker for suspicion in self._suspicions})
-        return [Send(worker, self._fenced(self._reason)) for worker in leaving]
+        return [Send(worker, self._fenced(self.reason)) for worker in leaving]
 
     def _on_failed(self, event: WorkerFailed, now_s: float) -> list[CoordinatorEffect]:
         """An error of a worker's own: what fails twice at the same place will fail everywhere."""
@@ -594,7 +408,7 @@ class Coordinator:
             return []
         members = tuple(sorted({*self.members, *joined} - set(left)))
         what = [f"worker {worker} joins" for worker in joined] + [f"worker {worker} leaves" for worker in left]
-        self._joined, self._left = (*self._joined, *joined), (*self._left, *left)
+        self.joined, self.left = (*self.joined, *joined), (*self.left, *left)
         self._fresh.update(joined)
         self._gone_as_asked.update(left)
         for worker in joined:
@@ -673,26 +487,16 @@ class Coordinator:
         self._take_change(change)
         return self._go(Cause.CHANGE_PLANNED)
 
-    # --------------------------------------------------------------------------------------- from reports to a question
+    # ------------------------------------------------------------------------------------- from reports to the decision
 
     def _on_evidence(self, event: EvidenceSeen) -> list[CoordinatorEffect]:
         decided = FIRST_EPOCH if self.decision is None else self.decision.epoch
         if event.epoch < decided:
             return [Note(f"a vote of epoch {event.epoch} comes after the decision of epoch {decided}")]
-        self._evidence = newest_evidence([self._evidence, event.evidence])
-        if self.state is State.PLANNING and self._is_outdated():  # P2
-            return self._assess(Cause.NEWER_EVIDENCE)
+        self.evidence = newest_evidence([self.evidence, event.evidence])
+        if self.state is State.PLANNING and self.inquiry.is_outdated:  # P2
+            return self._go(self.inquiry.assess(Cause.NEWER_EVIDENCE))
         return []
-
-    def _is_outdated(self) -> bool:
-        """Whether the planner was asked about an older vote than the newest; a return to a checkpoint needs none."""
-        asked, newest = self._question, self._newest_evidence()
-        if asked is None or asked.rollback or newest is None:
-            return False
-        return asked.evidence is None or asked.evidence.order < newest.order
-
-    def _newest_evidence(self) -> Evidence | None:
-        return newest_evidence([self._evidence, *(self._reports[worker].evidence for worker in self.members)])
 
     def _on_report(self, report: Report) -> list[CoordinatorEffect]:
         self._speaker = report.worker
@@ -700,130 +504,29 @@ class Coordinator:
             return self._go(Cause.NO_MEMBER)
         if report.epoch != self.epoch or self.state is not State.COLLECTING:
             return [Note(f"a report of worker {report.worker} for epoch {report.epoch} is not awaited")]
-        self._reports[report.worker] = report
-        return [] if len(self._reports) < len(self.members) else self._assess(Cause.REPORTED)
-
-    def _assess(self, cause: Cause) -> list[CoordinatorEffect]:
-        """All reports are there: goes on from the newest vote, or back to a checkpoint.
-
-        Args:
-            cause: why now.
-        """
-        reports = [self._reports[worker] for worker in self.members]
-        if any(report.decided < self._rollback_epoch and not self._is_new(report) for report in reports):
-            # A member has not gone back to the checkpoint yet: its votes and versions are of steps that do not count
-            # any more. No vote can have passed without it since, so nothing is lost by going back once more.
-            assert self.decision is not None
-            return self._seek_checkpoint(Cause.ROLLBACK_MISSED, self.decision.resume_step - 1)
-        evidence = self._newest_evidence()
-        base = self._base_step(evidence)
-        orphans = lost_blocks(len(self._blocks), valid_copies(reports, evidence, base))
-        if orphans:
-            return self._seek_checkpoint(Cause.NO_COPY_LEFT, base, orphans)
-        if self.restarts and self._lost:
-            return self._seek_checkpoint(Cause.RESTART_POLICY, base)
-        return self._go(cause)
-
-    def _is_new(self, report: Report) -> bool:
-        """Whether it is of a member that has no state yet."""
-        return report.decided == 0 and report.worker not in self._founders
-
-    def _base_step(self, evidence: Evidence | None) -> int:
-        decided = self._first_step - 1 if self.decision is None else self.decision.resume_step - 1
-        return base_step(decided, evidence)
-
-    def _plan(self) -> list[CoordinatorEffect]:
-        self._sequence += 1
-        reports = [self._reports[worker] for worker in self.members]
-        rollback = self._rollback_step
-        evidence = None if rollback is not None else self._newest_evidence()
-        base = self._base_step(evidence) if rollback is None else rollback
-        layout, owners, execution, change = self.in_force() if rollback is not None else self._in_force(evidence)
-        layout = with_members(layout, self.members)
-        self._question = PlanRecovery(
-            sequence=self._sequence,
-            epoch=self.epoch,
-            members=self.members,
-            lost=tuple(sorted(set(layout.workers) - set(self.members))),
-            layout=layout,
-            execution=execution,
-            change=change,
-            placement=merged_placement(owners, reports) if rollback is None else owners,
-            valid=valid_copies(reports, evidence, base) if rollback is None else {},
-            base=base,
-            evidence=evidence,
-            rollback=rollback is not None,
-        )
-        return [self._question]
-
-    # ------------------------------------------------------------------------------------------ returns to a checkpoint
-
-    def _seek_checkpoint(self, cause: Cause, base: int, orphans: tuple[int, ...] = ()) -> list[CoordinatorEffect]:
-        self._orphans = orphans
-        if cause is Cause.RESTART_POLICY:
-            self._why_back = "the job starts over, as the policy is"
-        elif cause is Cause.ROLLBACK_MISSED:
-            self._why_back = (
-                f"workers {list(self._lost)} were lost before all members had gone back to the last checkpoint"
-            )
-        else:
-            self._why_back = what_is_lost(orphans, len(self._blocks), self._lost)
-        self._seed_is_enough = base == 0
-        return self._go(cause)
-
-    def _find_checkpoint(self) -> list[CoordinatorEffect]:
-        self._sequence += 1
-        return [FindCheckpoint(self._sequence)]
+        return self._go(self.inquiry.assess(Cause.REPORTED)) if self.inquiry.add(report) else []
 
     def _on_checkpoint(self, event: CheckpointFound) -> list[CoordinatorEffect]:
         if not self._awaits(event.sequence, State.ROLLING_BACK):
             return [Note(f"the checkpoint that answers question {event.sequence} is not waited for")]
-        what = self._why_back
-        step = 0 if event.step is None and self._seed_is_enough else event.step
-        if step is None:
-            return self._give_up(
-                Cause.NO_CHECKPOINT,
-                f"{what}, and there is no valid durable checkpoint to go back to. "
-                + what_helps(self.placement, len(self._lost)),
-                orphans=self._orphans,
-            )
-        self._rollback_step, self._rollback_reason = step, f"{self._reason}; {what}"
+        problem = self.inquiry.take_checkpoint(event)
+        if problem:
+            return self._give_up(Cause.NO_CHECKPOINT, problem, orphans=self.inquiry.orphans)
         return self._go(Cause.FOUND)
 
-    # ----------------------------------------------------------------------------------------------------- the decision
-
     def _on_planned(self, event: RecoveryPlanned | PlanningFailed) -> list[CoordinatorEffect]:
-        question = self._question
-        if question is None or not self._awaits(event.sequence, State.PLANNING):
+        if self.inquiry.question is None or not self._awaits(event.sequence, State.PLANNING):
             return [Note(f"answer {event.sequence} of the planner is not awaited any more")]
-        if isinstance(event, RecoveryPlanned):
-            plan, cause = event.plan, Cause.PLANNED
-        else:
-            why = f"{event.reason}: survivors keep their stages"  # P4
-            plan, cause = plan_survivors(question, self._blocks, self._num_followers, why), Cause.PLANNER_FAILED
-        decision = make_decision(
-            question,
-            plan,
-            event.pending,
-            [self._reports[worker] for worker in self.members],
-            term=self.term,
-            lost=self._lost,
-            reason=self._rollback_reason if question.rollback else self._reason,
-            joined=self._joined,
-            left=self._left,
-            newcomers=[worker for worker in self.members if self._is_new(self._reports[worker])],
-        )
+        decision, self._predicted_step_s = self.inquiry.decide(event)
         self._take_over(decision)
-        self._predicted_step_s = plan.predicted_step_s
-        self._reports.clear()
         self._installed.clear()
-        self._resumed, self._question = False, None
-        return self._go(cause)
+        self._resumed = False
+        return self._go(Cause.PLANNED if isinstance(event, RecoveryPlanned) else Cause.PLANNER_FAILED)
 
     def _awaits(self, sequence: int, state: State) -> bool:
         """Whether an answer is to the newest question, asked in this state; another loss, or a newer vote, makes the
         one before void (P3)."""
-        return self.state is state and sequence == self._sequence
+        return self.state is state and sequence == self.inquiry.sequence
 
     def _persist_decision(self) -> list[CoordinatorEffect]:
         assert self.decision is not None

@@ -8,7 +8,7 @@ from elaswave.config.load import build_config
 from elaswave.control.run_planner import RunPlanner
 from elaswave.control.stragglers import Shift
 from elaswave.planning.recovery import set_idle
-from elaswave.protocol.coordinator import InForce
+from elaswave.protocol.history import InForce
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.run_plan import RunPlan
 

@@ -78,7 +78,7 @@ class ForgetsThePaused(SimCoordinator):
 
 
 class _CountsNewcomers(Coordinator):
-    def _is_new(self, report: Report) -> bool:
+    def is_new(self, report: Report) -> bool:
         return False
 
 
