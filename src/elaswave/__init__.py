@@ -8,9 +8,10 @@ if TYPE_CHECKING:
     from elaswave.api.trainer import Trainer
     from elaswave.data.sampler import sample_order
     from elaswave.models.calls import LossOutput, aux_loss, batch
+    from elaswave.models.huggingface.model import hf
     from elaswave.models.layers import Layer
 
-__all__ = ["Layer", "LossOutput", "Result", "Trainer", "__version__", "aux_loss", "batch", "sample_order"]
+__all__ = ["Layer", "LossOutput", "Result", "Trainer", "__version__", "aux_loss", "batch", "hf", "sample_order"]
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ _PLACES = {
     "Trainer": "elaswave.api.trainer",
     "aux_loss": "elaswave.models.calls",
     "batch": "elaswave.models.calls",
+    "hf": "elaswave.models.huggingface.model",
     "sample_order": "elaswave.data.sampler",
 }
 """Where each public name stands; imported when it is asked for, since most need torch."""

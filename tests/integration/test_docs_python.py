@@ -14,7 +14,8 @@ from elaswave.api.session import ScriptSession, active
 from elaswave.control.job import JobOptions
 
 SHORT = ("run.steps=3", "batch.num_microbatches=4", "batch.microbatch_size=4", "layout.widths=[1,1]")
-PAGES = sorted((ROOT / "docs" / "own-models").glob("*.md"))
+PAGES = [page for page in sorted((ROOT / "docs" / "own-models").glob("*.md")) if page.stem != "huggingface"]
+"""That page's are tried where transformers is loaded anyway, in ``test_fine_tuning.py``."""
 PIECES = [piece for page in PAGES for piece in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)]
 MASKED, NOISY, COUNTED_LOSS, TRAINER, GROUPS, TIED = PIECES
 

@@ -19,6 +19,7 @@ from elaswave.config.schema import Config
 from elaswave.control.job import JobOptions, run_job
 from elaswave.control.script import Script
 from elaswave.errors import UsageError, WorkerError
+from elaswave.models.huggingface.model import HuggingFaceModel
 from elaswave.models.layers import Layer
 from elaswave.observability.run_folder import is_run, saved_config
 from elaswave.state.shapes import LayerShape
@@ -87,6 +88,7 @@ class Trainer:
         if problems:
             raise UsageError("; ".join(problems))
         self._model = OwnModelSpec(model, loss, metrics)
+        self._files = model.files if isinstance(model, HuggingFaceModel) else {}
         self._optimizer = None if optimizer is None else OwnOptimizer(optimizer, lr_scheduler)
         self._grad_clip = grad_clip
         self._config = {} if config is None else config
@@ -110,7 +112,7 @@ class Trainer:
         session = current_session()
         options = session.begin_job(self._run_dir, self._resume)
         config = self._resolved(options, session.workers, session.overrides)
-        script = Script(training=self._training(config), environment=template_environment(), on_step=self._after_step)
+        script = Script(self._training(config), template_environment(), self._after_step, self._files)
         try:
             job = run_job(config, options, script=script, layer_parameters=self._model.layer_parameters)
         except WorkerError as error:

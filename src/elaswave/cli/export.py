@@ -7,23 +7,24 @@ import msgspec
 
 from elaswave.config.own import OWN
 from elaswave.errors import RunFolderError, UsageError
-from elaswave.observability.run_folder import saved_config
+from elaswave.observability.run_folder import huggingface_files, saved_config
 
 
-@click.command(name="export", short_help="Write a run's weights as one file.")
+@click.command(name="export", short_help="Write a run's weights for other programs.")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option(
     "--format",
     "file_format",
-    type=click.Choice(["safetensors"]),
+    type=click.Choice(["safetensors", "hf"]),
     default="safetensors",
     show_default=True,
-    help="Format of the file.",
+    help="One file, or a folder for from_pretrained of transformers: weights, configuration, tokenizer.",
 )
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File to write, in a folder that exists; an earlier one is replaced.  [default: RUN/export/model.safetensors]",
+    type=click.Path(path_type=Path),
+    help="File to write, with --format hf the folder, in a folder that exists; an earlier one is replaced.  [default: "
+    "RUN/export/model.safetensors, RUN/export]",
 )
 @click.option(
     "--step",
@@ -37,7 +38,8 @@ from elaswave.observability.run_folder import saved_config
 def export_command(
     run: Path, file_format: str, output: Path | None, step: int | None, own_names: bool, ema: bool, as_json: bool
 ) -> None:
-    """Write the float32 weights of RUN's newest valid checkpoint as one file of named, whole tensors.
+    """Write the weights of RUN's newest valid checkpoint: in float32 as one file of named, whole tensors, or as the
+    folder that from_pretrained loads, in the type that the run computed in.
 
     Tensors get Hugging Face's names, and a config.json is written beside the file, so that transformers loads the
     folder: a Llama as LlamaForCausalLM, a GPT as GPT2LMHeadModel. A script's own model keeps the names of its
@@ -46,15 +48,21 @@ def export_command(
     \b
     elaswave export runs/a
     elaswave export runs/a --step 0 --output initial.safetensors
+    elaswave export runs/a --format hf --output my-model
     """
     # Imported here: torch takes a second, which --help and the other commands need not wait for.
     from elaswave.state.checkpoint import checkpoint_of_step
     from elaswave.state.export import export_safetensors, initial_weights, newest_weights, stored_weights
+    from elaswave.state.export_folder import export_folder
     from elaswave.worker.blueprint import Blueprint
 
     if not run.is_dir():
         raise RunFolderError(f"there is no run folder {run}; give the --run-dir of an `elaswave train`")
-    assert file_format == "safetensors"
+    as_folder = file_format == "hf"
+    if as_folder and own_names:
+        raise UsageError("--own-names keeps names that transformers does not know; leave it out with --format hf")
+    if not as_folder and output is not None and output.is_dir():
+        raise UsageError(f"--output {output} is a folder; name a file in it, or add --format hf")
     if step is None:
         weights = newest_weights(run, ema=ema)
     elif step:
@@ -63,11 +71,15 @@ def export_command(
         config = saved_config(run)  # the average begins with the initial weights
         if config.model.family == OWN:
             raise UsageError(
-                f"the initial weights of {run} are those of a script's own model, which only the script can make; "
-                "leave --step out for the newest checkpoint, or give the step of another one"
+                f"the initial weights of {run} are those of a script's own model, which only the script can make, or "
+                "of the folder that --hf named; leave --step out for the newest checkpoint, or give the step of "
+                "another one"
             )
         weights = initial_weights(Blueprint(config).model, config.run.seed, config.to_dict())
-    summary = export_safetensors(run, output, weights=weights, own_names=own_names)
+    if as_folder:
+        summary = export_folder(run, huggingface_files(run), output, weights=weights)
+    else:
+        summary = export_safetensors(run, output, weights=weights, own_names=own_names)
     for skipped in summary.skipped:
         click.echo(f"skipped {skipped.folder.name}: {skipped.reason}", err=True)
     if as_json:
@@ -79,3 +91,5 @@ def export_command(
     )
     if summary.config_file:
         click.echo(f"{summary.config_file}: configuration for transformers")
+    for note in summary.notes:
+        click.echo(note)

@@ -3,18 +3,23 @@
 The libraries that compute are imported only when training begins, so bad input is answered at once.
 """
 
+import contextlib
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
 from elaswave.api.environment import prepare_to_compute
 from elaswave.cli.job_options import job_options
-from elaswave.config.load import load_config
+from elaswave.config.load import BUILT_IN_SOURCES, load_config
 from elaswave.config.own import OWN
+from elaswave.config.toml import read_toml
 from elaswave.control.job import JobOptions, run_job
 from elaswave.errors import UsageError
-from elaswave.observability.run_folder import resume_command
+from elaswave.observability.run_folder import is_fine_tuning, resume_command
 
 
 @click.command(
@@ -32,6 +37,30 @@ from elaswave.observability.run_folder import resume_command
     "any. slow:2@18:0.5 makes a worker slow, here by half, slow:2@30:1 ends it; join@8 has one more worker join, "
     "drain:0@14 has one leave.",
 )
+@click.option(
+    "--hf",
+    "hf_folder",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Train a checkpoint of transformers: a local folder with config.json, safetensors and tokenizer. Goes with "
+    "--data.",
+)
+@click.option(
+    "--data",
+    metavar="FILE",
+    help="With --hf: a text, which the folder's tokenizer makes tokens of, or a .bin file or pattern of them.",
+)
+@click.option(
+    "--context-length",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="With --hf: tokens of a sample.  [default: what the model takes, at most 1024]",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="With --hf: type of weights and activations.  [default: the folder's]",
+)
 @click.option("--print-config", is_flag=True, help="Print the resolved configuration and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document; progress to stderr.")
 def train_command(
@@ -43,6 +72,10 @@ def train_command(
     overwrite: bool,
     profile: bool,
     fault_specs: tuple[str, ...],
+    hf_folder: Path | None,
+    data: str | None,
+    context_length: int | None,
+    dtype: str | None,
     print_config: bool,
     as_json: bool,
 ) -> None:
@@ -57,8 +90,21 @@ def train_command(
     elaswave train --resume --run-dir runs/a --workers 1 --set run.steps=300
     elaswave train --print-config > my.toml
     elaswave train my.toml --set data.source=book.txt --json > result.json
+    elaswave train --hf my-llama --data book.txt --set run.steps=200 \\
+      --run-dir runs/b
     """
     options = JobOptions(run_dir, resume, overwrite, profile, fault_specs, as_json)
+    of_checkpoint = {"--data": data, "--context-length": context_length, "--dtype": dtype}
+    if hf_folder is not None or (resume and run_dir is not None and is_fine_tuning(run_dir)):
+        if print_config:
+            raise UsageError("--print-config shows the configuration of a built-in model; leave --hf out")
+        _fine_tune(hf_folder, data, context_length, dtype, config_file, options, workers, overrides)
+        return
+    if given := [name for name, value in of_checkpoint.items() if value is not None]:
+        raise UsageError(
+            f"{given[0]} goes with --hf, the folder of a transformers checkpoint; built-in models have "
+            "data.source, model.context_length and model.dtype: use --set"
+        )
     base = options.saved_config()
     if base is not None and base.model.family == OWN:
         raise UsageError(
@@ -72,6 +118,41 @@ def train_command(
     finished = run_job(config, options, prepare=prepare_to_compute)
     if as_json:
         click.echo(_as_json(finished.result))
+
+
+def _fine_tune(
+    folder: Path | None,
+    data: str | None,
+    context_length: int | None,
+    dtype: str | None,
+    config_file: Path | None,
+    options: JobOptions,
+    workers: int | None,
+    overrides: tuple[str, ...],
+) -> None:
+    """Trains a transformers checkpoint; arguments as of the command."""
+    settings = {} if config_file is None else read_toml(config_file)
+    prepare_to_compute()
+    from elaswave.api.fine_tuning import FineTuning, saved_fine_tuning, trainer_of
+    from elaswave.api.session import ScriptSession, active
+
+    changes: dict[str, Any] = {"folder": folder, "data": data, "context_length": context_length, "dtype": dtype}
+    given = {name: value for name, value in changes.items() if value is not None}
+    for name in ("folder", "data"):
+        if name in given and given[name] not in BUILT_IN_SOURCES:
+            given[name] = os.path.abspath(os.path.expanduser(given[name]))
+    if options.resume and options.run_dir is not None and is_fine_tuning(options.run_dir):
+        fine_tuning = msgspec.structs.replace(saved_fine_tuning(options.run_dir), **given)
+    elif data is None:
+        raise UsageError("--hf needs --data, a text or a .bin file of tokens to train on")
+    else:
+        fine_tuning = FineTuning(**given)
+    session = ScriptSession(options, workers, overrides)
+    with active(session), contextlib.redirect_stdout(sys.stderr) if options.as_json else contextlib.nullcontext():
+        trainer_of(fine_tuning, settings=settings, run_dir=options.run_dir, resume=options.resume).train()
+    if options.as_json:
+        (job,) = session.jobs
+        click.echo(_as_json(job.result))
 
 
 def _as_json(document: object) -> str:

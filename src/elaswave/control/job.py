@@ -17,7 +17,14 @@ from elaswave.control.script import Script
 from elaswave.errors import UsageError
 from elaswave.faults.injection import parse_faults
 from elaswave.observability.result import RunResult
-from elaswave.observability.run_folder import LOGS_DIR, TERMINAL_LOG, default_run_dir, open_run_dir, saved_config
+from elaswave.observability.run_folder import (
+    LOGS_DIR,
+    TERMINAL_LOG,
+    default_run_dir,
+    keep_huggingface,
+    open_run_dir,
+    saved_config,
+)
 
 
 class JobOptions(NamedTuple):
@@ -91,6 +98,8 @@ def run_job(
     folder = options.run_dir or default_run_dir(now, secrets.token_hex(3))
     with open_run_dir(folder, config, now=now, resume=options.resume, overwrite=options.overwrite) as run:
         prepare()
+        if script is not None and script.files:
+            keep_huggingface(run, script.files)
         from elaswave.control.launcher import train  # late: bad input is answered before what computes is loaded
         from elaswave.observability.progress import make_reporter
 

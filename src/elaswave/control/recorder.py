@@ -40,7 +40,7 @@ from elaswave.observability.events import (
     TimingsMeasured,
 )
 from elaswave.observability.result import CheckpointRecord, Recovery, RunResult
-from elaswave.observability.run_folder import data_facts
+from elaswave.observability.run_folder import data_facts, is_fine_tuning
 from elaswave.protocol.duties import pending_after
 from elaswave.protocol.events import PendingWork
 from elaswave.protocol.messages import Decision, LayoutChange
@@ -275,7 +275,8 @@ class RunRecorder:
             newest = newest_committed_step(self._run_dir)  # also one that an earlier command has made
         except CheckpointError as error:
             return f"; {error}"
-        verb = "run" if self._config.model.family == OWN else "train"
+        is_script = self._config.model.family == OWN and not is_fine_tuning(self._run_dir)
+        verb = "run" if is_script else "train"
         return "" if newest is None else f"; `elaswave {verb} --resume` continues from the checkpoint of step {newest}"
 
     # ---------------------------------------------------------------------------------------------------------- steps

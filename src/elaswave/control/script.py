@@ -17,3 +17,5 @@ class Script(NamedTuple):
     """Of a fresh interpreter that becomes the template and gets the training pickled; None: the template is forked."""
     on_step: Callable[[int, float, Mapping[str, float]], None]
     """Called in this process after each committed step, in order and once, with its number and loss."""
+    files: Mapping[str, bytes] = {}
+    """To be kept in the run's folder, under ``huggingface``, by name: what an export needs of a transformers model."""

@@ -13,7 +13,7 @@ import fcntl
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -45,6 +45,10 @@ TERMINAL_LOG = "terminal.log"
 """In the folder of logs: what the terminal would not show any more."""
 DATA_DIR = "data"
 EXPORT_DIR = "export"
+HUGGINGFACE_DIR = "huggingface"
+"""What an export needs of a transformers model, beside the weights."""
+FINE_TUNING_FILE = "fine-tuning.json"
+"""In that folder: what ``elaswave train --hf`` was given, so that it can go on."""
 
 WRITTEN_NAMES = (
     LOCK_FILE,
@@ -61,6 +65,7 @@ WRITTEN_NAMES = (
     LOGS_DIR,
     DATA_DIR,
     EXPORT_DIR,
+    HUGGINGFACE_DIR,
 )
 """What a run, and what is made from it, stands under in its folder, beside the marker."""
 WRITTEN_PATTERNS = ("trace-worker-*.json.part", *(f".{name}.*.tmp" for name in (MARKER_FILE, *WRITTEN_NAMES)))
@@ -108,7 +113,13 @@ def resume_command(config: Config, path: Path) -> str:
         path: its folder.
     """
     options = f"--resume --run-dir {shlex.quote(str(path))}"
-    return f"elaswave run {options} SCRIPT.py" if config.model.family == OWN else f"elaswave train {options}"
+    is_script = config.model.family == OWN and not is_fine_tuning(path)
+    return f"elaswave run {options} SCRIPT.py" if is_script else f"elaswave train {options}"
+
+
+def is_fine_tuning(path: Path) -> bool:
+    """Whether a folder holds a run of ``elaswave train --hf``."""
+    return (path / HUGGINGFACE_DIR / FINE_TUNING_FILE).is_file()
 
 
 @contextlib.contextmanager
@@ -180,6 +191,34 @@ def open_run_dir(
 def write_data_facts(path: Path, facts: object) -> None:
     """Keeps in a run's folder what is known of its data file, a struct."""
     atomic_write(path / DATA_FILE, [msgspec.json.encode(facts), b"\n"])
+
+
+def keep_huggingface(path: Path, files: Mapping[str, bytes]) -> None:
+    """Keeps files of a transformers model in a run's folder, by name.
+
+    Raises:
+        RunFolderError: the folder cannot be written.
+    """
+    folder = path / HUGGINGFACE_DIR
+    try:
+        folder.mkdir(exist_ok=True)
+        for name, content in files.items():
+            atomic_write(folder / name, [content])
+    except OSError as error:
+        raise _not_writable(path, error) from error
+
+
+def huggingface_files(path: Path) -> dict[str, bytes]:
+    """What a run keeps of a transformers model, by name; empty if it trained another one.
+
+    Raises:
+        RunFolderError: it cannot be read.
+    """
+    try:
+        files = sorted((path / HUGGINGFACE_DIR).glob("[!.]*"))
+        return {file.name: file.read_bytes() for file in files if file.name != FINE_TUNING_FILE}
+    except OSError as error:
+        raise RunFolderError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def data_facts(path: Path) -> dict[str, object]:

@@ -30,7 +30,8 @@ DEFAULT_OUTPUT = Path("export") / "model.safetensors"
 """Where an export goes if nothing else is said, inside the run folder: the name that ``transformers`` looks for."""
 
 _CONFIG_FILE = "config.json"
-_OWN_CONFIG_KEY = "elaswave_version"
+OWN_CONFIG_KEY = "elaswave_version"
+"""In a ``config.json`` that elaswave has written."""
 _MODEL_PREFIX = model_name("")
 _EMA_PREFIX = optimizer_name(EMA, "")
 
@@ -52,6 +53,8 @@ class ExportSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Size of ``output``."""
     skipped: tuple[SkippedCheckpoint, ...]
     """Newer checkpoints that could not be used, and why."""
+    notes: tuple[str, ...] = ()
+    """What the folder does not say of the model, or lacks."""
 
 
 class Weights(NamedTuple):
@@ -153,7 +156,7 @@ def export_safetensors(
         UsageError: the safetensors package is missing, or the output cannot be written.
         CheckpointError: the run has no valid checkpoint.
     """
-    save_file = _safetensors_writer()
+    write_tensors = safetensors_writer()
     weights = newest_weights(run_dir) if weights is None else weights
     model = weights.config.get("model", {})
     export = _as_own if own_names else {"llama": _as_llama, "gpt": _as_gpt2}.get(model.get("family"), _as_own)
@@ -174,9 +177,9 @@ def export_safetensors(
     config_file: Path | None = None
     try:
         output.parent.mkdir(exist_ok=True)
-        _write_atomically(output, lambda path: save_file(tensors, path, metadata))
+        write_tensors(tensors, output, metadata)
         if huggingface is not None:
-            config_file = _write_config(output.parent, huggingface | {_OWN_CONFIG_KEY: weights.elaswave_version})
+            config_file = _write_config(output.parent, huggingface | {OWN_CONFIG_KEY: weights.elaswave_version})
         num_bytes = output.stat().st_size
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror}; choose another --output") from error
@@ -253,7 +256,12 @@ def _as_gpt2(model: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> _Expo
     }
 
 
-def _safetensors_writer() -> Callable[[dict[str, torch.Tensor], Path, dict[str, str]], None]:
+def safetensors_writer() -> Callable[[dict[str, torch.Tensor], Path, dict[str, str]], None]:
+    """What writes tensors and metadata as a file of safetensors, which appears under its name when it is whole.
+
+    Raises:
+        UsageError: the safetensors package is missing; what is returned: the file cannot be written.
+    """
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -271,7 +279,10 @@ def _safetensors_writer() -> Callable[[dict[str, torch.Tensor], Path, dict[str, 
             raise UsageError(f"cannot write {path}: {error}; choose another --output") from error
         path.chmod(mode)  # safetensors leaves the file readable by its owner alone
 
-    return save
+    def write(tensors: dict[str, torch.Tensor], output: Path, metadata: dict[str, str]) -> None:
+        write_atomically(output, lambda path: save(tensors, path, metadata))
+
+    return write
 
 
 def _read_whole(folder: Path, tensors: Mapping[str, tuple[str, TensorInfo]]) -> dict[str, torch.Tensor]:
@@ -285,16 +296,16 @@ def _write_config(folder: Path, config: dict[str, Any]) -> Path | None:
     path = folder / _CONFIG_FILE
     if path.exists():
         try:
-            foreign = _OWN_CONFIG_KEY not in json.loads(path.read_bytes())
+            foreign = OWN_CONFIG_KEY not in json.loads(path.read_bytes())
         except (ValueError, TypeError):
             foreign = True
         if foreign:
             return None
-    _write_atomically(path, lambda temporary: temporary.write_text(json.dumps(config, indent=2) + "\n"))
+    write_atomically(path, lambda temporary: temporary.write_text(json.dumps(config, indent=2) + "\n"))
     return path
 
 
-def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Lets ``write`` fill a temporary file beside ``path``, makes it durable and gives it its name."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,0 +1,179 @@
+"""The layers that a transformers model is split into: its own classes, called with one tensor.
+
+Nothing of an architecture is written again here. A block is the library's own class, as a subclass that takes the
+hidden states alone: mask, positions and rotary tables follow from the micro-batch's inputs (`elaswave.batch`) and the
+configuration, so every stage computes them by itself and none of them is sent. There is no key/value cache.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from elaswave.errors import UsageError
+from elaswave.models.calls import batch
+
+_INPUTS = ("input_ids", "attention_mask", "position_ids")
+
+
+class Given:
+    """The inputs of a micro-batch: a tensor of token numbers, or a dictionary of `_INPUTS`."""
+
+    __slots__ = ("attention_mask", "input_ids", "position_ids")
+
+    def __init__(self, inputs: Any) -> None:
+        named: Mapping[str, Any] = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
+        unknown = [name for name in named if name not in _INPUTS and named[name] is not None]
+        if unknown or not isinstance(named.get("input_ids"), torch.Tensor):
+            found = f"a dictionary with {', '.join(map(repr, named))}" if isinstance(inputs, Mapping) else type(inputs)
+            raise UsageError(
+                f"the inputs of a micro-batch are {found}, needed: a tensor of token numbers [samples, tokens], or a "
+                f"dictionary with 'input_ids' and, if need be, 'attention_mask' and 'position_ids'; the labels are the "
+                "targets. Leave the rest out in the dataset or in collate"
+            )
+        self.input_ids: torch.Tensor = named["input_ids"]
+        self.attention_mask: torch.Tensor | None = named.get("attention_mask")
+        self.position_ids: torch.Tensor | None = named.get("position_ids")
+
+    def positions(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The place of each token: what the inputs say, or 0, 1, 2, ... as transformers counts."""
+        if self.position_ids is not None:
+            return self.position_ids
+        return torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+
+
+class Tokens(nn.Embedding):
+    """The table of token vectors; the first layer.
+
+    Args:
+        context_length: most positions of a sequence.
+    """
+
+    def __init__(self, num_tokens: int, width: int, padding: int | None, context_length: int) -> None:
+        super().__init__(num_tokens, width, padding)
+        self.context_length = context_length
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        """The inputs of a micro-batch to hidden states [samples, tokens, width]."""
+        input_ids = Given(inputs).input_ids
+        if input_ids.shape[-1] > self.context_length:
+            raise ValueError(
+                f"a sequence of {input_ids.shape[-1]} tokens does not fit the {self.context_length} positions of this "
+                "model (max_position_embeddings in its config.json): shorten the samples"
+            )
+        return super().forward(input_ids)
+
+
+class LearnedPositions(nn.Embedding):
+    """Adds a vector for each place, as GPT-2 does, and drops some of the sum.
+
+    Args:
+        dropout: probability of an element to be dropped in training.
+    """
+
+    def __init__(self, num_positions: int, width: int, dropout: float) -> None:
+        super().__init__(num_positions, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states to hidden states."""
+        return self.drop(hidden + super().forward(Given(batch()).positions(hidden)))
+
+
+def causal_mask(config: Any, given: Given, hidden: torch.Tensor, *, slides: bool) -> Any:
+    """The mask of one block, from transformers' own function; None where the kernel's own causal one is enough.
+
+    Args:
+        config: of the model.
+        given: the micro-batch's inputs.
+        hidden: hidden states.
+        slides: only the ``sliding_window`` latest tokens are seen.
+    """
+    from transformers import masking_utils
+
+    make = masking_utils.create_sliding_window_causal_mask if slides else masking_utils.create_causal_mask
+    arguments: dict[str, Any] = {
+        "config": config,
+        "attention_mask": given.attention_mask,
+        "past_key_values": None,
+        "position_ids": given.positions(hidden),
+    }
+    names = _parameters(make)
+    arguments["inputs_embeds" if "inputs_embeds" in names else "input_embeds"] = hidden
+    if "cache_position" in names:  # the older of the releases that are supported
+        arguments["cache_position"] = torch.arange(hidden.shape[1], device=hidden.device)
+    return make(**arguments)
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+@functools.cache
+def rotary_block(block: type[nn.Module], rotary: Callable[..., nn.Module]) -> type[nn.Module]:
+    """A decoder layer with rotary positions as a layer of one argument.
+
+    Args:
+        block: transformers' class, of (config, index).
+        rotary: transformers' class of the tables, of (config).
+    """
+
+    class Block(block):  # type: ignore[misc, valid-type]
+        """The class with the tables that transformers keeps in the model around it. They are made with the block,
+        from the configuration: tables that were only allocated would be zeros."""
+
+        def __init__(self, config: Any, index: int, *, slides: bool) -> None:
+            super().__init__(config, index)
+            self.rotary_emb = rotary(config=config)
+            self._config, self._slides = config, slides
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            """Hidden states to hidden states."""
+            given = Given(batch())
+            positions = given.positions(hidden)
+            out = super().forward(
+                hidden,
+                attention_mask=causal_mask(self._config, given, hidden, slides=self._slides),
+                position_ids=positions,
+                position_embeddings=self.rotary_emb(hidden, position_ids=positions),
+                use_cache=False,
+            )
+            return _hidden(out)
+
+    return _named_as(Block, block)
+
+
+@functools.cache
+def plain_block(block: type[nn.Module]) -> type[nn.Module]:
+    """A decoder layer without positions of its own, as `rotary_block`."""
+
+    class Block(block):  # type: ignore[misc, valid-type]
+        """The class, for one argument."""
+
+        def __init__(self, config: Any, index: int) -> None:
+            super().__init__(config, layer_idx=index)
+            self._config = config
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            """Hidden states to hidden states."""
+            given = Given(batch())
+            mask = causal_mask(self._config, given, hidden, slides=False)
+            return _hidden(super().forward(hidden, attention_mask=mask, use_cache=False))
+
+    return _named_as(Block, block)
+
+
+def _named_as(made: type[nn.Module], block: type[nn.Module]) -> type[nn.Module]:
+    """Errors and ``repr`` say transformers' name."""
+    made.__name__ = made.__qualname__ = block.__name__
+    return made
+
+
+def _hidden(out: Any) -> torch.Tensor:
+    """What a block returns: the hidden states, in some releases as the first of a tuple."""
+    hidden: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return hidden

@@ -1,0 +1,156 @@
+"""Tensors in safetensors files, by the ranges of bytes that they are.
+
+The headers are read once, by whoever describes the model; a worker that builds a layer reads that layer's ranges and
+nothing else. The ranges are read with ``pread``, not through the safetensors package: that one maps whole files, where
+nobody can say which bytes were read, and takes every page over a network file system one by one.
+
+    8 bytes: length of the header, little-endian; the header, JSON: name -> dtype, shape, data_offsets; then the data
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from elaswave.errors import UsageError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_HEADER_BYTES_MAX = 100_000_000  # as the safetensors package has it
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies."""
+
+    path: Path
+    start: int
+    """First byte in the file."""
+    stop: int
+    dtype: str
+    """As the file calls it: "F32"."""
+    shape: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        """The tensor, in memory of its own.
+
+        Raises:
+            UsageError: the file is gone, or is shorter than its header said.
+        """
+        values = torch.empty(math.prod(self.shape), dtype=DTYPES[self.dtype])
+        buffer = memoryview(values.view(torch.uint8).numpy().data)
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                read_range(descriptor, buffer, self.start)
+            finally:
+                os.close(descriptor)
+        except EOFError as error:
+            raise UsageError(
+                f"{self.path} ends before byte {self.stop}, where its header has a tensor: the file was cut off or "
+                "changed; bring it again"
+            ) from error
+        except OSError as error:
+            raise UsageError(f"{self.path} cannot be read: {error.strerror}; bring the checkpoint back") from error
+        return values.view(self.shape)
+
+
+def read_range(descriptor: int, buffer: memoryview, start: int) -> None:
+    """Fills a buffer from a file; every byte of weights that a worker reads comes through here.
+
+    Raises:
+        EOFError: the file is too short.
+        OSError: it cannot be read.
+    """
+    filled = 0
+    while filled < len(buffer):
+        count = os.preadv(descriptor, [buffer[filled:]], start + filled)
+        if count == 0:
+            raise EOFError
+        filled += count
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a checkpoint by name, from the headers of its files.
+
+    Args:
+        folder: with ``model.safetensors``, or with ``model.safetensors.index.json`` and the files that it names.
+    Raises:
+        UsageError: there is neither, or a file is damaged.
+    """
+    if (folder / INDEX).is_file():
+        return _indexed(folder)
+    if (folder / SINGLE).is_file():
+        return dict(_header(folder / SINGLE))
+    others = sorted(path.name for path in folder.glob("*.bin"))[:3] + sorted(p.name for p in folder.glob("*.gguf"))[:3]
+    found = f"it has {', '.join(others)}" if others else "it has no weights"
+    raise UsageError(
+        f"{folder} has neither {SINGLE} nor {INDEX}; {found}. Load it with transformers' from_pretrained and write it "
+        "with save_pretrained, which makes safetensors; for random weights give the configuration instead of the "
+        "folder"
+    )
+
+
+def _indexed(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint in several files."""
+    try:
+        places: Any = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        files = sorted(set(places.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{folder / INDEX} cannot be read as an index ({error}): bring the file again") from error
+    found: dict[str, StoredTensor] = {}
+    for name in files:
+        if Path(name).name != name:
+            raise UsageError(f"{folder / INDEX} names the file {name!r}, needed: a file in the same folder")
+        inside = dict(_header(folder / name))
+        found |= {tensor: place for tensor, place in inside.items() if places.get(tensor) == name}
+    missing = [tensor for tensor in places if tensor not in found]
+    if missing:
+        raise UsageError(
+            f"{folder / INDEX} says that {missing[0]} is in {places[missing[0]]}, which does not have it "
+            f"({len(missing)} tensors in all): the files are not of one checkpoint; bring them again"
+        )
+    return found
+
+
+def _header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """What a file's header says.
+
+    Raises:
+        UsageError: it is no safetensors file, or it is cut off.
+    """
+    try:
+        with path.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_HEADER_BYTES_MAX, num_bytes - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {num_bytes}")
+            header = json.loads(file.read(length))
+        first = 8 + length
+        tensors = [
+            (name, StoredTensor(path, first + start, first + stop, each["dtype"], tuple(each["shape"])))
+            for name, each in header.items()
+            if name != "__metadata__"
+            for start, stop in [each["data_offsets"]]
+        ]
+        for name, place in tensors:
+            _check_extent(name, place, first, num_bytes)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}; bring the file again") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is no whole safetensors file ({error}): bring the file again") from error
+    yield from tensors
+
+
+_ITEM_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+def _check_extent(name: str, place: StoredTensor, first: int, num_bytes: int) -> None:
+    if not first <= place.start <= place.stop <= num_bytes:
+        raise ValueError(f"{name} is said to end at byte {place.stop} of {num_bytes}")
+    item = _ITEM_BYTES.get(place.dtype)
+    if item is not None and place.stop - place.start != item * math.prod(place.shape):
+        raise ValueError(f"{name} of shape {list(place.shape)} has {place.stop - place.start} bytes")

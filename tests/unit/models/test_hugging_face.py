@@ -1,0 +1,282 @@
+"""transformers' models as layers: logits of the original, bytes that are read, what is refused and how."""
+
+import json
+import os
+import pickle
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.hugging_face import CONFIGS, VOCABULARY, WIDTH, call, config_of, edit_json, original, save, tokens
+
+import elaswave
+from elaswave.errors import UsageError
+from elaswave.models.huggingface import stored
+from elaswave.models.layers import build_layer
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(family: str) -> Any:
+    return original(config_of(family))
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(model, tmp_path_factory.mktemp(model.config.model_type))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(original(config_of("llama")), tmp_path_factory.mktemp("llama"))
+
+
+def test_logits_and_loss_are_those_of_the_original(model: Any, folder: Path) -> None:
+    layers, input_ids = elaswave.hf(folder), tokens(2)
+    mask = torch.ones_like(input_ids)
+    mask[0, :3] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    for inputs in (
+        {"input_ids": input_ids},
+        {"input_ids": input_ids, "attention_mask": mask},
+        {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions},
+    ):
+        out = model(**inputs, labels=input_ids)
+        logits = call(layers, inputs)
+        torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-5)
+        loss = layers.loss(logits, input_ids)
+        assert loss.count == 2 * 11
+        torch.testing.assert_close(loss.total / loss.count, out.loss, rtol=1e-6, atol=0)
+    assert torch.equal(call(layers, input_ids), call(layers, {"input_ids": input_ids}))
+
+
+def test_tensors_have_the_names_of_the_original(model: Any, folder: Path) -> None:
+    state = {
+        f"{layer.name}.{name}": value
+        for layer in elaswave.hf(folder)
+        for name, value in layer.build().state_dict().items()
+    }
+    assert list(state) == list(model.state_dict())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_new_weights_are_drawn_as_the_original_draws_them(family: str) -> None:
+    config = config_of(family, initializer_range=0.5)
+    layers = elaswave.hf(config)
+    ours = {
+        f"{layer.name}.{name}": value
+        for index, layer in enumerate(layers)
+        for name, value in build_layer(layer, 1, index).named_parameters()
+    }
+    for name, theirs in original(config).named_parameters():
+        if theirs.dim() > 1:
+            assert float(ours[name].detach().std()) == pytest.approx(float(theirs.detach().std()), rel=0.5), name
+    assert all(
+        torch.equal(ours[name], torch.ones(WIDTH))
+        for name in ours
+        if name.endswith(("ln_f.weight", "model.norm.weight"))
+    )
+    again = build_layer(layers[2], 1, 2).state_dict()
+    assert all(torch.equal(value, ours[f"{layers[2].name}.{name}"]) for name, value in again.items())
+
+
+class Counted:
+    """Every range that is read of a checkpoint."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ranges: list[tuple[str, int, int]] = []
+        preadv = os.preadv
+
+        def counting(descriptor: int, buffers: Any, offset: int) -> int:
+            count = preadv(descriptor, buffers, offset)
+            self.ranges.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, offset, offset + count))
+            return count
+
+        monkeypatch.setattr(os, "preadv", counting)
+
+
+def extents(folder: Path) -> dict[str, tuple[str, int, int]]:
+    """Where each tensor lies, by the files' own headers."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        content = path.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        for name, each in json.loads(content[8 : 8 + length]).items():
+            if name != "__metadata__":
+                start, stop = each["data_offsets"]
+                found[name] = (path.name, 8 + length + start, 8 + length + stop)
+    return found
+
+
+@pytest.mark.parametrize("size", ["20KB", "1GB"], ids=["sharded", "one file"])
+def test_a_stage_reads_its_own_bytes_only(
+    size: str, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(model, tmp_path, max_shard_size=size)
+    assert (tmp_path / stored.INDEX).exists() == (size == "20KB")
+    layers, where = elaswave.hf(tmp_path), extents(tmp_path)
+    mine = layers[1:3]
+    counted = Counted(monkeypatch)
+    for layer in mine:
+        layer.build()
+    wanted = [
+        place
+        for name, place in where.items()
+        if any(name.replace("block_sparse_moe", "mlp").startswith(f"{layer.name}.") for layer in mine)
+    ]
+    assert sorted(counted.ranges) == sorted(wanted)
+    read = sum(stop - start for _, start, stop in counted.ranges)
+    assert 0 < read == 4 * sum(each.numel() for layer in mine for each in layer.build().parameters())
+
+
+def test_no_weight_is_read_before_a_layer_is_built(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    layers = pickle.loads(pickle.dumps(elaswave.hf(llama)))
+    with torch.device("meta"):
+        for layer in layers:
+            layer.build()
+    assert counted.ranges == []
+
+
+def test_rotary_tables_are_of_the_configuration() -> None:
+    scaled = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
+              "high_freq_factor": 4.0, "original_max_position_embeddings": 8}  # fmt: skip
+    model = original(config_of("llama", rope_parameters=scaled))
+    built = elaswave.hf(model.config)[1].build().rotary_emb.inv_freq
+    assert torch.equal(built, model.model.rotary_emb.inv_freq) and built.count_nonzero() == len(built)
+
+
+def test_a_checkpoint_of_the_model_without_its_head(tmp_path: Path) -> None:
+    """As the first GPT-2 was published: no prefix, and masks as buffers."""
+    from safetensors.torch import save_file
+
+    model = original(config_of("gpt2"))
+    save(model, tmp_path)
+    state = {
+        name.removeprefix("transformer."): value
+        for name, value in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    state["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+    save_file({name: value.clone() for name, value in state.items()}, tmp_path / "model.safetensors")
+    torch.testing.assert_close(call(elaswave.hf(tmp_path), tokens(2)), model(tokens(2)).logits, rtol=0, atol=1e-5)
+
+
+def test_bfloat16_is_of_parameters_and_not_of_rotary_tables(llama: Path) -> None:
+    layers = elaswave.hf(llama, dtype="bfloat16")
+    block = layers[1].build()
+    assert {each.dtype for each in block.parameters()} == {torch.bfloat16}
+    assert block.rotary_emb.inv_freq.dtype == torch.float32
+    assert layers.dtype == torch.bfloat16 and json.loads(layers.files["config.json"])["dtype"] == "bfloat16"
+    assert elaswave.hf(config_of("llama", dtype="bfloat16")).dtype == torch.bfloat16
+    assert elaswave.hf(llama, dtype=torch.float32).dtype == torch.float32
+
+
+def test_a_tied_head_is_one_tensor_with_the_table() -> None:
+    (head,) = [layer for layer in elaswave.hf(config_of("gpt2")) if layer.ties]
+    assert head.name == "lm_head" and head.ties == {"weight": "transformer.wte.weight"}
+
+
+def refused(source: Any, **options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        elaswave.hf(source, **options)
+    return str(caught.value)
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+    from transformers import T5Config
+
+    for source in (T5Config(), tmp_path):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+        message = refused(source)
+        assert "'t5'" in message and "gpt2, llama" in message and "docs/own-models/huggingface.md" in message
+
+
+def test_a_model_for_another_task_is_named(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / "config.json", architectures=["LlamaForSequenceClassification"])
+    assert "a LlamaForSequenceClassification, needed: LlamaForCausalLM" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quantization_config": {"bits": 4}}, "quantized weights (quantization_config)"),
+        ({"dtype": "float16"}, "the weights are float16, needed: float32 or bfloat16"),
+        ({"num_hidden_layers": 4}, "there is no model.layers.3."),
+        ({"num_hidden_layers": 2}, "no layer takes model.layers.2."),
+        ({"intermediate_size": 41}, "has shape [40, 16], and [41, 16] by config.json"),
+    ],
+)
+def test_configurations_that_do_not_fit(changes: dict[str, Any], said: str, llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / "config.json", **changes)
+    assert said in refused(tmp_path)
+
+
+def test_folders_that_are_none(llama: Path, tmp_path: Path) -> None:
+    assert "there is no folder" in refused("gpt2-medium") and "elaswave downloads nothing" in refused("gpt2-medium")
+    assert "has no config.json" in refused(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    assert "is no configuration of transformers" in refused(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "wide"}))
+    assert "transformers cannot read" in refused(tmp_path)
+    shutil.copy(llama / "config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert "it has pytorch_model.bin" in refused(tmp_path)
+
+
+def test_arguments_that_are_none(llama: Path) -> None:
+    assert "attn = 'flash_attention_2', needed: one of sdpa, eager" in refused(llama, attn="flash_attention_2")
+    assert "dtype is float64, needed" in refused(llama, dtype=torch.float64)
+
+
+def test_files_that_are_damaged(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    layers = elaswave.hf(tmp_path)
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UsageError, match="ends before byte"):
+        [layer.build() for layer in layers]
+    assert "is no whole safetensors file" in refused(tmp_path)
+    path.write_bytes(b"\xff" * 100)
+    assert "a header of" in refused(tmp_path)
+    header = json.dumps({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    assert "x of shape [3] has 8 bytes" in refused(tmp_path)
+    header = json.dumps({"model.norm.weight": {"dtype": "I8", "shape": [16], "data_offsets": [0, 16]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    assert "there is no model.embed_tokens.weight" in refused(tmp_path)
+    path.unlink()
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        layers[0].build()
+
+
+def test_indices_that_are_damaged(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    index = tmp_path / stored.INDEX
+    index.write_text(json.dumps({"weight_map": {"gone.weight": "model.safetensors"}}))
+    assert "gone.weight is in model.safetensors, which does not have it" in refused(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))
+    assert "needed: a file in the same folder" in refused(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
+    assert "gone.safetensors cannot be read" in refused(tmp_path)
+    index.write_text("[]")
+    assert "cannot be read as an index" in refused(tmp_path)
+
+
+def test_inputs_that_are_none(llama: Path) -> None:
+    layers = elaswave.hf(llama)
+    with pytest.raises(UsageError, match="'token_type_ids'"):
+        call(layers, {"input_ids": tokens(2), "token_type_ids": tokens(2)})
+    with pytest.raises(ValueError, match="40 tokens does not fit the 32 positions"):
+        call(layers, tokens(2, 40))
+    assert VOCABULARY > int(tokens(2).max())
