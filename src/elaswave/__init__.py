@@ -10,20 +10,38 @@ if TYPE_CHECKING:
     from elaswave.models.calls import LossOutput, aux_loss, batch
     from elaswave.models.huggingface.model import hf
     from elaswave.models.layers import Layer
+    from elaswave.splitting.graph import OperatorGraph
+    from elaswave.splitting.split import operator_graph, split
 
-__all__ = ["Layer", "LossOutput", "Result", "Trainer", "__version__", "aux_loss", "batch", "hf", "sample_order"]
+__all__ = [
+    "Layer",
+    "LossOutput",
+    "OperatorGraph",
+    "Result",
+    "Trainer",
+    "__version__",
+    "aux_loss",
+    "batch",
+    "hf",
+    "operator_graph",
+    "sample_order",
+    "split",
+]
 
 __version__ = "0.1.0"
 
 _PLACES = {
     "Layer": "elaswave.models.layers",
     "LossOutput": "elaswave.models.calls",
+    "OperatorGraph": "elaswave.splitting.graph",
     "Result": "elaswave.api.result",
     "Trainer": "elaswave.api.trainer",
     "aux_loss": "elaswave.models.calls",
     "batch": "elaswave.models.calls",
     "hf": "elaswave.models.huggingface.model",
+    "operator_graph": "elaswave.splitting.split",
     "sample_order": "elaswave.data.sampler",
+    "split": "elaswave.splitting.split",
 }
 """Where each public name stands; imported when it is asked for, since most need torch."""
 

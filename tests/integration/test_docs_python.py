@@ -5,6 +5,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.integration.scripts import ROOT
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ SHORT = ("run.steps=3", "batch.num_microbatches=4", "batch.microbatch_size=4", "
 PAGES = [page for page in sorted((ROOT / "docs" / "own-models").glob("*.md")) if page.stem != "huggingface"]
 """That page's are tried where transformers is loaded anyway, in ``test_fine_tuning.py``."""
 PIECES = [piece for page in PAGES for piece in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)]
-MASKED, NOISY, COUNTED_LOSS, TRAINER, GROUPS, TIED = PIECES
+MASKED, NOISY, COUNTED_LOSS, TRAINER, GROUPS, CUT, GRAPH, TIED = PIECES
 
 
 def names_of(piece: str, **given: Any) -> dict[str, Any]:
@@ -104,3 +105,12 @@ def test_ties_of_builders(tmp_path: Path) -> None:
     )
     weights = train(trainer, tmp_path).state_dict()
     assert weights["head.weight"].equal(weights["embedding.weight"])
+
+
+def test_a_network_is_cut_and_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = names_of(CUT)["main"]
+    with active(ScriptSession(JobOptions(run_dir=tmp_path / "run"), None, ("batch.num_microbatches=4",))):
+        main()
+    assert "--- part 2 ---" in capsys.readouterr().out
+    slowest = names_of(GRAPH)["slowest"]
+    assert slowest.operator in capsys.readouterr().out

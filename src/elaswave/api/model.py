@@ -176,7 +176,7 @@ def _problems_with_builders(layers: Sequence[Layer], modules: Sequence[nn.Module
         {layer.name: module for layer, module in both if isinstance(layer.build, CopyOf)},
     )
     trained = {
-        id(parameter): (f"{layer.name}.{name}", parameter)
+        id(parameter): (layer.full_name(name), parameter)
         for layer, module in both
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and not parameter.is_meta
@@ -230,5 +230,5 @@ def _problems_with_layer(layer: Layer, module: nn.Module) -> list[str]:
         problems = [str(error)]
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dtype not in _DTYPES:
-            problems.append(f"{layer.name}.{name} is of type {parameter.dtype}, needed: float32 or bfloat16")
+            problems.append(f"{layer.full_name(name)} is of type {parameter.dtype}, needed: float32 or bfloat16")
     return problems

@@ -65,12 +65,14 @@ class Result:
             CheckpointError: the run folder lacks the checkpoint of the last step, or it is damaged, or has no average.
         """
         weights = stored_weights(checkpoint_of_step(self.run_dir, self.record.steps), ema=ema).tensors
-        ties = {f"{layer.name}.{name}": target for layer in self._layers for name, target in layer.ties.items()}
+        ties = {layer.full_name(name): target for layer in self._layers for name, target in layer.ties.items()}
         state: dict[str, torch.Tensor] = {}
         for layer in self._layers:
             first: dict[int, str] = {}
             for name, value in without_values(layer).state_dict(keep_vars=True).items():
-                full = f"{layer.name}.{name}"
+                full = layer.full_name(name)
+                if layer.keeps_names and name in layer.ties:  # the network has it under its own names
+                    continue
                 if name.rpartition(".")[2] == "_extra_state":  # of get_extra_state: no state of the training
                     state[full] = value
                     continue

@@ -22,6 +22,7 @@ from elaswave.errors import UsageError, WorkerError
 from elaswave.models.huggingface.model import HuggingFaceModel
 from elaswave.models.layers import Layer
 from elaswave.observability.run_folder import is_run, saved_config
+from elaswave.splitting.split import SplitLayers
 from elaswave.state.shapes import LayerShape
 from elaswave.training.dataset import DatasetSamples
 from elaswave.training.definition import Training
@@ -41,7 +42,8 @@ class Trainer:
     """Trains a model on workers of this machine.
 
     Args:
-        model: an ``nn.Sequential``, or a list of ``nn.Module`` and `elaswave.Layer`, in forward order. Modules keep
+        model: an ``nn.Sequential``, or a list of ``nn.Module`` and `elaswave.Layer`, in forward order, which
+            `elaswave.split` makes of any network. Modules keep
             their values: they are where training begins, and every worker computes with copies.
         loss: (output of the last layer, targets) -> mean loss of the micro-batch, a scalar tensor.
         dataset: map-style: has a length, and ``dataset[i]`` is a pair of input and target; or several of them, as a
@@ -87,6 +89,8 @@ class Trainer:
         problems += _problems_with_run(config, loaders, callbacks, run_dir, resume)
         if problems:
             raise UsageError("; ".join(problems))
+        self._network = model if isinstance(model, SplitLayers) else None
+        self._loss, self._metrics = loss, metrics
         self._model = OwnModelSpec(model, loss, metrics)
         self._files = model.files if isinstance(model, HuggingFaceModel) else {}
         self._optimizer = None if optimizer is None else OwnOptimizer(optimizer, lr_scheduler)
@@ -111,6 +115,7 @@ class Trainer:
         """
         session = current_session()
         options = session.begin_job(self._run_dir, self._resume)
+        self._cut_as(options.saved_config())
         config = self._resolved(options, session.workers, session.overrides)
         script = Script(self._training(config), template_environment(), self._after_step, self._files)
         try:
@@ -149,13 +154,26 @@ class Trainer:
         if not is_run(self._newest):
             raise UsageError(f"{self._newest} holds no run yet: call train first, or give the run_dir of one that is")
         config = saved_config(self._newest)
+        self._cut_as(config)
         means = evaluation_means(config, self._training(config), self._newest, checkpoint)
         return {"loss": means.loss, **means.by_name(list(self._model.spec.metrics))}
+
+    def _cut_as(self, saved: Config | None) -> None:
+        """Cuts a network that `elaswave.split` has cut where a run that exists already was cut."""
+        if self._network is None or saved is None or saved.model.cuts == self._network.cuts:
+            return
+        self._network = self._network.cut_at(saved.model.cuts, saved.model.network)
+        self._model = OwnModelSpec(self._network, self._loss, self._metrics)
 
     def _resolved(self, options: JobOptions, workers: int | None, overrides: tuple[str, ...]) -> Config:
         model = self._model
         own = OwnModel(
-            model.layer_parameters, dtype_name(model.dtype), self._optimizer is not None, float(self._grad_clip)
+            model.layer_parameters,
+            dtype_name(model.dtype),
+            self._optimizer is not None,
+            float(self._grad_clip),
+            () if self._network is None else self._network.cuts,
+            "" if self._network is None else self._network.fingerprint,
         )
         config = load_config(None, overrides, workers, base=options.saved_config(), settings=self._config, own=own)
         if config.run.eval_every and not self._samples.num_samples("validation"):

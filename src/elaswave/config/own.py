@@ -12,7 +12,7 @@ OWN = "own"
 TOKENS_PER_S, SAMPLES_PER_S = "tokens/s", "samples/s"
 """Units of throughput: of the built-in models, and of a script's own, whose samples are not counted in tokens."""
 
-_MODEL_KEYS = ("family", "num_layers", "dtype")
+_MODEL_KEYS = ("family", "num_layers", "dtype", "cuts", "network")
 _OPTIMIZER_KEYS = ("name", "grad_clip", "ema_decay")
 _FREE_KEYS = ("optimizer.ema_decay",)
 """Of those sections, what a person may set: the average is of weights, whichever optimizer makes them."""
@@ -37,11 +37,17 @@ class OwnModel(NamedTuple):
     """Whether the script brings an optimizer too."""
     grad_clip: float
     """With an optimizer: largest norm of the whole gradient; 0: off."""
+    cuts: tuple[int, ...] = ()
+    """Of a network that `elaswave.split` has cut."""
+    network: str = ""
+    """Fingerprint of that network."""
 
     @property
     def values(self) -> dict[str, dict[str, Any]]:
         """What the configuration says of it, by section and key."""
-        model = {"family": OWN, "num_layers": len(self.layer_parameters), "dtype": self.dtype}
+        model: dict[str, Any] = {"family": OWN, "num_layers": len(self.layer_parameters), "dtype": self.dtype}
+        if self.network:
+            model |= {"cuts": self.cuts, "network": self.network}
         optimizer = {"optimizer": {"name": OWN, "grad_clip": self.grad_clip}} if self.has_optimizer else {}
         return {"model": model, **optimizer}
 

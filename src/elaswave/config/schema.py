@@ -79,6 +79,11 @@ class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     recompute: bool = False
     """Run a block's forward pass again in the backward pass instead of keeping its activations: less memory, more
     time, the same bits."""
+    cuts: tuple[int, ...] = ()
+    """own: where ``elaswave.split`` has cut the network; set by ``elaswave.Trainer``, so that a resumed run has the
+    same parts, whatever is measured then."""
+    network: str = ""
+    """own: fingerprint of the operators of that network; set by ``elaswave.Trainer``."""
 
 
 class DataConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -32,9 +32,11 @@ class Call:
 
     Args:
         inputs: fetches the micro-batch's inputs.
+        key: of draws in this micro-batch: run seed, step, micro-batch; None: there is none.
     """
 
     inputs: Callable[[], Any]
+    key: tuple[int, ...] | None = None
     aux_losses: list[torch.Tensor] = field(default_factory=list)
     """In the order in which they were given."""
 
@@ -99,6 +101,11 @@ def batch() -> Any:
             "batch() was called where elaswave runs no layer; call it in a layer's forward, while a Trainer trains"
         )
     return call.inputs()
+
+
+def draw_key() -> tuple[int, ...] | None:
+    """What keys the draws of the present micro-batch; None where elaswave runs no layer."""
+    return None if _HERE.call is None else _HERE.call.key
 
 
 def describe(value: object) -> str:

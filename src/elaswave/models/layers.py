@@ -42,6 +42,8 @@ class Layer:
         ties: own parameter name -> full name of the parameter of another layer that it is one tensor with.
         recompute: keep only the layer's input, and run it again in backward: less memory, more time, the same bits.
         compile: run it through ``torch.compile``.
+        keeps_names: the full name of a parameter is its name in the module alone, as in a network that was cut into
+            layers. Names of tied parameters that are left out of `Result.state_dict` are those of other layers.
     """
 
     name: str
@@ -50,6 +52,15 @@ class Layer:
     ties: Mapping[str, str] = field(default_factory=dict)
     recompute: bool = False
     compile: bool = False
+    keeps_names: bool = False
+
+    def full_name(self, name: str) -> str:
+        """The name in the model of a tensor of this layer's module."""
+        return name if self.keeps_names else f"{self.name}.{name}"
+
+    def own_name(self, full: str) -> str:
+        """The inverse of `full_name`."""
+        return full if self.keeps_names else full.removeprefix(f"{self.name}.")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from elaswave.errors import UsageError
+from elaswave.models.layers import Layer
 from elaswave.state.shapes import LayerShape, TensorSlot
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,12 +84,12 @@ class LayerBuffers:
 
     Args:
         module: just built, so that buffers that are not persistent have their values.
-        name: of the layer, for errors.
+        spec: the layer, for its names.
         unit: where its persistent buffers lie; None: it has none.
     """
 
-    def __init__(self, module: nn.Module, name: str, unit: LayerShape | None) -> None:
-        self._name = name
+    def __init__(self, module: nn.Module, spec: Layer, unit: LayerShape | None) -> None:
+        self._name = spec.name
         places = _places(module)
         by_name = {slot.name: slot for slot in unit.tensors} if unit else {}
         by_tensor: dict[int, _Persistent] = {}
@@ -96,8 +97,8 @@ class LayerBuffers:
         for full, owner, key, buffer in places:
             if id(buffer) in by_tensor:
                 by_tensor[id(buffer)].places.append((owner, key))
-            elif f"{name}.{full}" in by_name:
-                slot = by_name[f"{name}.{full}"]
+            elif spec.full_name(full) in by_name:
+                slot = by_name[spec.full_name(full)]
                 by_tensor[id(buffer)] = _Persistent(slot, buffer.dtype, [(owner, key)])
             else:
                 is_compared = isinstance(owner, _NormBase)

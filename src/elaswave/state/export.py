@@ -135,7 +135,7 @@ def initial_weights(model: ModelSpec, seed: int, config: Mapping[str, Any]) -> W
                 for slot, values in slot_values(spec, module, shape):
                     tensors[slot.name] = decode(values, DTYPES[slot.dtype]).view(slot.shape)
         for tensor in shapes[layer].frozen:
-            tensors[tensor.name] = module.get_parameter(tensor.name.removeprefix(f"{spec.name}.")).detach()
+            tensors[tensor.name] = module.get_parameter(spec.own_name(tensor.name)).detach()
     return Weights(0, config, __version__, tensors)
 
 

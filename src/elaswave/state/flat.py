@@ -42,7 +42,7 @@ def model_shapes(model: ModelSpec) -> tuple[LayerShape, ...]:
     for spec, module in zip(model.layers, modules, strict=True):
         spans: dict[int, list[tuple[int, int, str]]] = {}
         for name, parameter in module.named_parameters():
-            refuse_overlap(f"{spec.name}.{name}", parameter, spans)
+            refuse_overlap(spec.full_name(name), parameter, spans)
         check_module(spec.name, module)
     return _Shapes(model.layers, modules).made()
 
@@ -86,17 +86,17 @@ class _Shapes:
                     assert full is not None
                     shared.append(SharedUse(name, units[full], self._uses[full].index(_Use(layer, name))))
                 elif parameter.requires_grad:
-                    slots.append((f"{spec.name}.{name}", parameter, False))
+                    slots.append((spec.full_name(name), parameter, False))
                 elif full is None or self._uses[full][0] == (layer, name):
-                    frozen.append(_frozen(f"{spec.name}.{name}", layer, parameter))
+                    frozen.append(_frozen(spec.full_name(name), layer, parameter))
             place = first_buffers + with_buffers.index(layer) if layer in with_buffers else None
             shapes.append(self._unit(layer, slots)._replace(shared=tuple(shared), buffers=place, frozen=tuple(frozen)))
         for full, unit in units.items():
             users = tuple(use.layer for use in self._uses[full])
             shapes.append(self._unit(unit, [(full, self._parameter(self._uses[full][0]), False)], users))
         for unit, layer in enumerate(with_buffers, start=first_buffers):
-            prefix = self._layers[layer].name
-            slots = [(f"{prefix}.{name}", buffer, True) for name, buffer in buffers[layer].items()]
+            spec = self._layers[layer]
+            slots = [(spec.full_name(name), buffer, True) for name, buffer in buffers[layer].items()]
             shapes.append(self._unit(unit, slots, (layer,)))
         return tuple(shapes)
 
@@ -136,11 +136,11 @@ def _tied(layers: Sequence[Layer], modules: Sequence[nn.Module]) -> dict[str, li
         UsageError: a tie of parameters that are not there, or cannot be one tensor.
     """
     parameters = {
-        f"{spec.name}.{name}": (_Use(layer, name), parameter)
+        spec.full_name(name): (_Use(layer, name), parameter)
         for layer, (spec, module) in enumerate(zip(layers, modules, strict=True))
         for name, parameter in module.named_parameters()
     }
-    targets = {f"{spec.name}.{name}": target for spec in layers for name, target in spec.ties.items()}
+    targets = {spec.full_name(name): target for spec in layers for name, target in spec.ties.items()}
     uses: dict[str, list[_Use]] = {}
     for full, target in targets.items():
         for name in (full, target):
@@ -206,7 +206,7 @@ def slot_values(spec: Layer, module: nn.Module, shape: LayerShape) -> Iterator[t
         shape: of the unit.
     """
     for slot in shape.tensors:
-        name = slot.name.removeprefix(f"{spec.name}.")
+        name = spec.own_name(slot.name)
         if slot.is_buffer:
             yield slot, encode(module.get_buffer(name))
         else:
@@ -308,16 +308,16 @@ class FlatLayer:
         self.parameter_names: list[str] = []
         """Their names in the module."""
         for slot in shape.tensors:
-            name = slot.name.removeprefix(f"{spec.name}.")
+            name = spec.own_name(slot.name)
             self.flat[slot.offset : slot.stop].copy_(self.module.get_parameter(name).detach().reshape(-1))
             self._bind(name, self.flat, slot)
         for use in shape.shared:
             unit = units[use.unit]
             self._bind(use.name, unit.flat, unit.shape.tensors[0])
         for name, parameter in self.module.named_parameters():
-            if not parameter.requires_grad and f"{spec.name}.{name}" in frozen:
-                parameter.data = frozen[f"{spec.name}.{name}"]
-        self.buffers = LayerBuffers(self.module, spec.name, self.buffer_unit.shape if self.buffer_unit else None)
+            if not parameter.requires_grad and spec.full_name(name) in frozen:
+                parameter.data = frozen[spec.full_name(name)]
+        self.buffers = LayerBuffers(self.module, spec, self.buffer_unit.shape if self.buffer_unit else None)
         self._in_evaluation = [each for each in self.module.modules() if not each.training]
         """Submodules that were built so, such as a frozen batch normalisation: they stay so in training."""
         self._is_training = True

@@ -58,11 +58,11 @@ def _described(layer: Layer, index: int, shapes: Sequence[LayerShape]) -> dict[s
     """What a layer has, by name in its module."""
     shape = shapes[index]
     found = {slot.name: _kind("trained", slot.shape) for slot in shape.tensors}
-    found |= {f"{layer.name}.{use.name}": _kind("trained", shapes[use.unit].tensors[0].shape) for use in shape.shared}
+    found |= {layer.full_name(use.name): _kind("trained", shapes[use.unit].tensors[0].shape) for use in shape.shared}
     found |= {tensor.name: _kind("frozen", tensor.shape, tensor.dtype) for tensor in shape.frozen}
     buffers = () if shape.buffers is None else shapes[shape.buffers].tensors
     found |= {slot.name: _kind("buffer", slot.shape, slot.dtype) for slot in buffers}
-    return {name.removeprefix(f"{layer.name}."): kind for name, kind in found.items()}
+    return {layer.own_name(name): kind for name, kind in found.items()}
 
 
 def _built(module: nn.Module) -> dict[str, str]:

@@ -447,7 +447,7 @@ class Compute:
 
     def _call(self, microbatch: int, train: bool) -> Call:
         """For one run of a layer; what a part that is run again says goes to a call of its own, which is forgotten."""
-        return Call(lambda: self._fetch(self._step, microbatch, train=train))
+        return Call(lambda: self._fetch(self._step, microbatch, train=train), (self._seed, self._step, microbatch))
 
     @contextmanager
     def _argument(self, index: int, given: Given, train: bool) -> Iterator[Any]:
@@ -475,10 +475,10 @@ class Compute:
 
     def _admit(self, index: int, outputs: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
         """Looks at the graph of a first micro-batch."""
-        instances = [(each.name, each.build.module) for each in self.model.layers if isinstance(each.build, CopyOf)]
+        instances = [(each, each.build.module) for each in self.model.layers if isinstance(each.build, CopyOf)]
         others = {
-            id(parameter): f"parameter {layer}.{name}"
-            for layer, module in (*instances, *((each.spec.name, each.module) for each in self.layers.values()))
+            id(parameter): f"parameter {layer.full_name(name)}"
+            for layer, module in (*instances, *((each.spec, each.module) for each in self.layers.values()))
             for name, parameter in module.named_parameters()
         }
         check_graph(self._who(index), outputs, own, others)

@@ -43,13 +43,13 @@ def changed_frozen(blueprint: Blueprint, checkpoint: tuple[Path, CheckpointMeta]
             continue
         module = blueprint.build(shape.layer)
         for tensor in shape.frozen:
-            built = module.get_parameter(tensor.name.removeprefix(f"{spec.name}.")).detach()
+            built = module.get_parameter(spec.own_name(tensor.name)).detach()
             wanted = WantedPiece(stored_name(MASTER, tensor.name), tensor.shape, 0, built.numel())
             (stored,) = reader.read([wanted])
             stored = stored.to(built.dtype).view(tensor.shape)
             if _digest(tensor, stored) != _digest(tensor, built):
                 found[tensor.name] = stored
-    ties = {f"{spec.name}.{name}": target for spec in blueprint.model.layers for name, target in spec.ties.items()}
+    ties = {spec.full_name(name): target for spec in blueprint.model.layers for name, target in spec.ties.items()}
     return found | {name: found[target] for name, target in ties.items() if target in found}
 
 
@@ -81,7 +81,7 @@ def _of_first_holder(layers: Mapping[int, object], layout: Layout, worker: int) 
     for index, layer in sorted(layers.items()):
         if isinstance(layer, FlatLayer) and holders[index][0] == worker:
             for tensor in layer.shape.frozen:
-                name = tensor.name.removeprefix(f"{layer.spec.name}.")
+                name = layer.spec.own_name(tensor.name)
                 yield tensor, layer.module.get_parameter(name).detach()
 
 

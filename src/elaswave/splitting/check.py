@@ -1,0 +1,236 @@
+"""Whether a cut network computes the bits of the network itself, and if not, which operator is the first to differ."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elaswave.models.calls import Call, inside
+from elaswave.models.layers import Layer
+from elaswave.splitting.program import RUNNING, Op
+from elaswave.splitting.trace import call_of
+
+_SEED = 20
+
+
+class Outcome(NamedTuple):
+    """What one forward and backward gives."""
+
+    outputs: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+    """By name in the network."""
+    buffers: dict[str, torch.Tensor]
+
+
+class Difference(NamedTuple):
+    """Where a cut network differs from the network."""
+
+    what: str
+    """The first output, gradient or buffer."""
+    operator: str
+    """The first operator whose bits the network itself never makes, and its line; empty: none was found."""
+
+    def __str__(self) -> str:
+        where = f"; the first operator that differs is {self.operator}" if self.operator else ""
+        return f"{self.what} has other bits than in the network itself{where}"
+
+
+def difference(
+    model: nn.Module, layers: Sequence[Layer], whole: Sequence[Layer], example_inputs: Any
+) -> Difference | None:
+    """Compares one forward and backward of the layers with the network's, bit for bit, dropout included.
+
+    Gradients of parameters that several parts use are not compared: each part's is added exactly, not in the order of
+    autograd.
+
+    Args:
+        model: in training.
+        layers: its parts.
+        whole: the traced network as one part.
+        example_inputs: of a micro-batch.
+    """
+    tied = {target for layer in layers for target in layer.ties.values()}
+
+    def own() -> Outcome:
+        return _of_model(model, example_inputs)
+
+    def traced(parts: Sequence[Layer]) -> Outcome:
+        return _of_parts([layer.build() for layer in parts], parts, example_inputs)
+
+    expected = own()
+    what = _first_difference(expected, traced(layers), tied)
+    if what is None:
+        return None
+    # While it is traced, a network may choose other operators: then only those of the trace can be compared.
+    is_trace_equal = _first_difference(expected, traced(whole), set()) is None
+    known = _Bits()
+    with known:
+        traced(whole) if is_trace_equal else own()
+    strange = _Bits(known.seen)
+    with strange:
+        traced(layers)
+    return Difference(what, strange.first)
+
+
+def _first_difference(one: Outcome, other: Outcome, tied: set[str]) -> str | None:
+    for index, (ours, theirs) in enumerate(zip(one.outputs, other.outputs, strict=True)):
+        if not _same_bits(ours, theirs):
+            return f"output {index}"
+    for kind, ours_by, theirs_by in (
+        ("the gradient of", one.gradients, other.gradients),
+        ("buffer", one.buffers, other.buffers),
+    ):
+        for name, value in ours_by.items():
+            if name not in tied and name in theirs_by and not _same_bits(value, theirs_by[name]):
+                return f"{kind} {name}"
+    return None
+
+
+def _same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    zeros = [each for each in (a, b) if each is not None]
+    if len(zeros) == 1:
+        return not bool(zeros[0].any())
+    if a is None or b is None:
+        return True
+    return _bits(a) == _bits(b)
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    head = f"{tensor.dtype} {list(tensor.shape)}".encode()
+    return hashlib.blake2b(head + content, digest_size=16).digest()
+
+
+def _copies(inputs: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, inputs)
+
+
+def _ends(outputs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+def _gradients_of(
+    outputs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> Any:
+    ends = [(output, each) for output, each in zip(outputs, given, strict=True) if output.requires_grad]
+    if not ends or not wanted:
+        return [None] * len(wanted)
+    roots, gradients = zip(*ends, strict=True)
+    return torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+
+
+def _loss_gradients(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of some scalar: any values will do, as long as both sides get the same."""
+    source = torch.Generator().manual_seed(_SEED)
+    return [
+        torch.randn(each.shape, generator=source).to(each.dtype) / max(each.numel(), 1)
+        for each in outputs if each.is_floating_point()
+    ]  # fmt: skip
+
+
+def _of_model(model: nn.Module, inputs: Any) -> Outcome:
+    with _kept(model), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        args, kwargs = call_of(_copies(inputs))
+        outputs = _ends(model(*args, **kwargs))
+        floats = [each for each in outputs if each.is_floating_point()]
+        named = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        found = _gradients_of(floats, list(named.values()), _loss_gradients(outputs))
+        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        return Outcome([each.detach() for each in outputs], dict(zip(named, found, strict=True)), buffers)
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[None]:
+    """Lends the network copies of its buffers for a while."""
+    before = [(owner, key, buffer) for owner in model.modules() for key, buffer in owner._buffers.items()]
+    copies = {id(buffer): buffer.detach().clone() for _, _, buffer in before if buffer is not None}
+    try:
+        for owner, key, buffer in before:
+            owner._buffers[key] = copies.get(id(buffer))
+        yield
+    finally:
+        for owner, key, buffer in before:
+            owner._buffers[key] = buffer
+
+
+def _of_parts(parts: Sequence[nn.Module], layers: Sequence[Layer], inputs: Any) -> Outcome:
+    """As the engine runs layers: every boundary is contiguous, and a graph of its own."""
+    batch = _copies(inputs)
+    gradients: dict[str, torch.Tensor | None] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    runs = []
+    value: Any = _copies(inputs)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        for index, part in enumerate(parts):
+            given = [_at_boundary(leaf) for leaf in _ends(value)]
+            for leaf in given:
+                leaf.requires_grad_(index > 0 and leaf.is_floating_point())
+            copies = iter([leaf.clone() for leaf in given])  # a part may write what it is given
+            argument = pytree.tree_map(lambda leaf, copies=copies: next(copies), value)
+            with _kept(part), inside(Call(lambda: batch)):
+                value = part(argument)
+                buffers.update((name, each.detach().clone()) for name, each in part.named_buffers())
+            runs.append((part, layers[index], given, _ends(value)))
+            outputs = _ends(value)
+            value = pytree.tree_map(lambda leaf: leaf.detach(), value)
+    reached = _loss_gradients(runs[-1][3])
+    for part, layer, given, made in reversed(runs):
+        named = [(name, each) for name, each in part.named_parameters() if each.requires_grad]
+        inner = [leaf for leaf in given if leaf.requires_grad]
+        floats = [leaf for leaf in made if leaf.is_floating_point()]
+        found = _gradients_of(floats, [*(each for _, each in named), *inner], [_at_boundary(each) for each in reached])
+        gradients.update((layer.full_name(name), gradient) for (name, _), gradient in zip(named, found))
+        reached = [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(inner, found[len(named) :], strict=True)
+        ]
+    return Outcome([each.detach() for each in outputs], gradients, buffers)
+
+
+def _at_boundary(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.detach().clone(memory_format=torch.contiguous_format)
+
+
+class _Bits(TorchDispatchMode):
+    """Watches what every kernel makes.
+
+    Args:
+        known: hashes of what another run has made; None: they are collected.
+    """
+
+    def __init__(self, known: set[bytes] | None = None) -> None:
+        super().__init__()
+        self.seen: set[bytes] = set()
+        self.first = ""
+        """The first operator that has made something else."""
+        self._known = known
+        self._by_sequence: dict[int, Op] = {}
+        """By number of a node of autograd, the operator that has made it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if RUNNING.op is not None:  # the node is made before its kernel runs
+            self._by_sequence[int(torch._C._autograd._get_sequence_nr()) - 1] = RUNNING.op
+        made = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(made) if "empty" not in func.name() else ():  # holds anything
+            if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cpu":
+                continue
+            bits = _bits(leaf)
+            if self._known is None:
+                self.seen.add(bits)
+            elif not self.first and bits not in self._known and leaf.numel() > 1:
+                self.first = self._named(func)
+        return made
+
+    def _named(self, func: Any) -> str:
+        node: Any = torch._C._current_autograd_node()  # None in a forward, whatever the stubs say
+        if node is None:
+            return "" if RUNNING.op is None else f"{RUNNING.op.target} at {RUNNING.op.source}"
+        op = self._by_sequence.get(node._sequence_nr())
+        return "" if op is None else f"the backward ({func}) of {op.target} at {op.source}"

@@ -1,0 +1,292 @@
+"""Where to cut a flat list of operators, and what crosses a cut.
+
+Every value that is made before a cut and used after it crosses once. Of values that share memory the one crosses that
+they are all taken from, and the views are taken anew behind the cut, so that aliases and strides stay as they were.
+What depends on inputs of whole numbers and on constants alone (masks, positions, rotary tables) is *free*: every part
+computes it for itself from the inputs.
+
+The parts are found by a dynamic programme over all places: the slowest part is as fast as it can be. The time of a part
+is what its operators take forward and backward, and what it takes to move the bytes at its two ends, values and their
+gradients.
+"""
+
+import bisect
+import difflib
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from elaswave.errors import UsageError
+from elaswave.splitting.measure import Facts
+from elaswave.splitting.program import GETITEM, Op, Ref
+from elaswave.splitting.trace import Traced
+
+
+class Crossing(NamedTuple):
+    """What crosses a cut."""
+
+    values: tuple[int, ...]
+    num_bytes: int
+    """Of the values and of gradients for those of floating-point numbers."""
+
+
+class Flow:
+    """What depends on what in a network.
+
+    Args:
+        traced: its operators.
+        facts: of a run of them.
+    """
+
+    def __init__(self, traced: Traced, facts: Facts) -> None:
+        self.traced, self.facts = traced, facts
+        self.maker = {op.out: place for place, op in enumerate(traced.ops)}
+        """By value, the place of the operator that makes it."""
+        self.outputs = [each.value for each in traced.outputs if isinstance(each, Ref)]
+        self._uses: dict[int, list[int]] = {}
+        for place, op in enumerate(traced.ops):
+            for value in op.values:
+                self._uses.setdefault(value, []).append(place)
+        for value in self.outputs:
+            self._uses.setdefault(value, []).append(len(traced.ops))
+        self.written = {facts.values[value].storage for op in traced.ops for value in op.writes}
+        """Memory that some operator writes."""
+        self.free = self._free_places()
+        """Places of operators that depend on whole numbers and constants alone."""
+        self._last_use = {value: places[-1] for value, places in self._uses.items()}
+
+    def _free_places(self) -> set[int]:
+        """Of operators that depend on inputs of whole numbers and on constants, and write nothing else."""
+        traced, facts = self.traced, self.facts
+        values = {value for value in traced.inputs if not facts.values[value].dtype.is_floating_point}
+        values |= {
+            value for value, state in traced.state.items()
+            if state.kind != "parameter" and facts.values[value].storage not in self.written
+        }  # fmt: skip
+        spoiled: set[int] = set()
+        while True:
+            known, places = set(values), set()
+            for place, op in enumerate(traced.ops):
+                is_free = not op.draws and known.issuperset(op.values) and not self._storages(op) & spoiled
+                if is_free:
+                    known.add(op.out)
+                    places.add(place)
+            more = {
+                facts.values[value].storage
+                for place, op in enumerate(traced.ops) if place not in places for value in op.writes
+            } - spoiled  # fmt: skip
+            if not more:
+                return places
+            spoiled |= more
+
+    def _storages(self, op: Op) -> set[int]:
+        known = self.facts.values
+        return {known[value].storage for value in (*op.values, op.out) if value in known}
+
+    def is_free(self, value: int) -> bool:
+        """Whether every part can compute it for itself."""
+        place = self.maker.get(value)
+        return value not in self.traced.state and (place is None or place in self.free)
+
+    def _path(self, value: int) -> list[int]:
+        """From the value that has memory of its own to this view of it."""
+        found = [value]
+        while (parent := self.parent(found[-1])) is not None:
+            found.append(parent)
+        return found[::-1]
+
+    def parent(self, value: int) -> int | None:
+        """The value that it is taken from as a view."""
+        if value in self.facts.several:
+            return self.facts.several[value]
+        place = self.maker.get(value)
+        if place is None:
+            return None
+        op = self.traced.ops[place]
+        if op.target == GETITEM and self.facts.several.get(op.args[0].value) is not None:
+            return int(op.args[0].value)
+        return self.facts.values[value].parent
+
+    def live(self, place: int) -> list[int]:
+        """The values that are made before a place, used at or after it, and not free."""
+        ops = self.traced.ops
+        return [
+            op.out for before, op in enumerate(ops[:place])
+            if before not in self.free and self._last_use.get(op.out, -1) >= place
+        ]  # fmt: skip
+
+    def crossing(self, place: int) -> Crossing | None:
+        """What crosses a cut before the operator at a place; None: there can be no cut."""
+        return self._crossing(place, self.live(place))
+
+    def crossings(self) -> list[Crossing | None]:
+        """`crossing` of every place from 0 to the number of operators."""
+        ops = self.traced.ops
+        alive: list[int] = []
+        found = []
+        for place in range(len(ops) + 1):
+            alive = [value for value in alive if self._last_use.get(value, -1) >= place]
+            found.append(self._crossing(place, alive))
+            if place < len(ops) and place not in self.free:
+                alive.append(ops[place].out)
+        return found
+
+    def _crossing(self, place: int, live: Sequence[int]) -> Crossing | None:
+        groups: dict[int, list[list[int]]] = {}
+        for value in live:
+            path = self._path(value)
+            groups.setdefault(path[0], []).append(path)
+        carried = []
+        for root, paths in groups.items():
+            one = self._carried(paths) if root in self.maker else root
+            if one is None or not all(self._can_be_taken_again(path[-1], one) for path in paths):
+                return None
+            carried += [one] if root in self.maker else []
+        known = self.facts.values
+        sizes = [known[one].num_bytes * (2 if known[one].dtype.is_floating_point else 1) for one in carried]
+        return Crossing(tuple(sorted(carried)), sum(sizes))
+
+    def _carried(self, paths: Sequence[Sequence[int]]) -> int | None:
+        """The value that crosses for values that share memory: the last one that all of them are taken from, so that
+        gradients of both sides meet where they meet in the network; one that is dense, since strides must be kept."""
+        common = os.path.commonprefix([list(path) for path in paths])
+        for value in reversed(common):
+            if value not in self.facts.several and self.facts.values[value].permutation is not None:
+                return int(value)
+        return None
+
+    def _can_be_taken_again(self, value: int, root: int) -> bool:
+        """Whether the operators from a root to its view need nothing else that would have to cross."""
+        while value != root:
+            parent = self.parent(value)
+            assert parent is not None
+            others = set(self.traced.ops[self.maker[value]].values) - {parent}
+            if not all(self.is_free(other) for other in others):
+                return False
+            value = parent
+        return True
+
+    def closed_spans(self) -> list[tuple[int, int, str]]:
+        """Places [first use, last use] of the buffers of each module that writes any, and the name of one: no cut may
+        come between them."""
+        places: dict[str, list[int]] = {}
+        names: dict[str, str] = {}
+        by_storage: dict[int, list[int]] = {}
+        for value, facts in self.facts.values.items():
+            by_storage.setdefault(facts.storage, []).extend(self._uses.get(value, ()))
+        for value, state in self.traced.state.items():
+            storage = self.facts.values[value].storage
+            if storage in self.written and state.kind != "parameter":
+                module = state.name.rpartition(".")[0]
+                places.setdefault(module, []).extend(by_storage[storage])
+                names[module] = state.name
+        last = len(self.traced.ops) - 1
+        return [(min(found), min(max(found), last), names[module]) for module, found in places.items()]
+
+
+class Costs(NamedTuple):
+    """What the cuts are decided by."""
+
+    compute_s: npt.NDArray[np.float64]
+    """By operator, forward and backward."""
+    cross_s: npt.NDArray[np.float64]
+    """By place [0, number of operators]: what a cut there adds to each of the parts beside it; infinite: no cut."""
+
+    def part_s(self, start: int, stop: int) -> float:
+        """Time of a part."""
+        return float(self.compute_s[start:stop].sum() + self.cross_s[start] + self.cross_s[stop])
+
+
+def costs_of(flow: Flow, seconds: Sequence[tuple[float, float]], link_bytes_per_s: float) -> Costs:
+    """The costs of a network.
+
+    Args:
+        flow: of its operators.
+        seconds: by operator, forward and backward.
+        link_bytes_per_s: between two parts.
+    """
+    cross = np.array([np.inf if found is None else found.num_bytes / link_bytes_per_s for found in flow.crossings()])
+    cross[0] = cross[-1] = 0.0
+    for first, last, _ in flow.closed_spans():
+        cross[first + 1 : last + 1] = np.inf
+    return Costs(np.array([sum(pair) for pair in seconds], dtype=np.float64), cross)
+
+
+def best_cuts(costs: Costs, num_parts: int) -> tuple[int, ...] | None:
+    """The places before which to cut, so that the slowest part is as fast as it can be.
+
+    Args:
+        costs: of the network.
+        num_parts: at least 1.
+    Returns:
+        num_parts - 1 places in order; None: it cannot be cut into so many.
+    """
+    num_ops = len(costs.compute_s)
+    before = np.concatenate([[0.0], np.cumsum(costs.compute_s)])
+    at = [place for place in range(num_ops + 1) if np.isfinite(costs.cross_s[place])]
+    start_s = before[at] - costs.cross_s[at]  # a part [i, j) takes stop_s[j] - start_s[i]
+    stop_s = before[at] + costs.cross_s[at]
+    slowest = np.where(np.arange(len(at)) == 0, 0.0, np.inf)
+    choices = []
+    for _ in range(num_parts):
+        after, choice = np.full(len(at), np.inf), np.zeros(len(at), dtype=np.int64)
+        for stop in range(1, len(at)):
+            candidates = np.maximum(slowest[:stop], stop_s[stop] - start_s[:stop])
+            choice[stop] = int(candidates.argmin())
+            after[stop] = candidates[choice[stop]]
+        slowest = after
+        choices.append(choice)
+    if not np.isfinite(slowest[-1]):
+        return None
+    cuts, stop = [], len(at) - 1
+    for choice in reversed(choices):
+        stop = int(choice[stop])
+        cuts.append(at[stop])
+    return tuple(reversed(cuts[:-1]))
+
+
+def problem_with_cuts(flow: Flow, costs: Costs, num_parts: int) -> UsageError:
+    """Why a network cannot be cut into so many parts."""
+    can = int(np.isfinite(costs.cross_s[1:-1]).sum()) + 1
+    spans = flow.closed_spans()
+    shared = [f"{name} ({flow.traced.ops[last].source})" for first, last, name in spans if last > first + 1]
+    because = ""
+    if shared:
+        because = (
+            f" Parts would share mutable state: the forward uses the same buffer at several places, and writes it: "
+            f"{', '.join(sorted(shared)[:3])}. Give each use a module of its own, or freeze it (eval() of that module)."
+        )
+    return UsageError(
+        f"the network of {len(flow.traced.ops)} operators can be cut into at most {can} parts, and num_parts is "
+        f"{num_parts}.{because} Otherwise give a smaller num_parts"
+    )
+
+
+def bounds_of(cuts: Sequence[int], num_ops: int) -> list[tuple[int, int]]:
+    """The parts [start, stop) that cuts make."""
+    ends = [0, *cuts, num_ops]
+    return list(zip(ends, ends[1:]))
+
+
+def matching_places(ops: Sequence[Op], modules: Sequence[str], others: Sequence[Op], their_modules: Sequence[str],
+                    cuts: Sequence[int]) -> list[int]:  # fmt: skip
+    """The same cuts in the same network in another mode: behind the last operator that both have before the cut.
+
+    Args:
+        ops, modules: that the cuts are of.
+        others, their_modules: of the other mode.
+        cuts: places before which to cut.
+    """
+    ours = [(op.target, op.source, module) for op, module in zip(ops, modules)]
+    theirs = [(op.target, op.source, module) for op, module in zip(others, their_modules)]
+    blocks = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
+    pairs = [(block.a + index, block.b + index) for block in blocks for index in range(block.size)]
+    firsts = [a for a, _ in pairs]
+    found = []
+    for cut in cuts:
+        at = bisect.bisect_left(firsts, cut)
+        found.append(pairs[at - 1][1] + 1 if at else 0)
+    return found

@@ -1,0 +1,294 @@
+"""What only a real run of a network's operators shows: seconds, aliases, strides, and what has a gradient."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils.flop_counter import FlopCounterMode
+
+from elaswave.errors import UsageError
+from elaswave.splitting.program import GETITEM, Op, Ref, execute, last_uses
+from elaswave.splitting.trace import Traced, leaves_of
+
+_BUDGET_S = 8.0
+_RUNS_MAX, _RUNS_MIN = 5, 2
+
+
+@dataclass
+class ValueFacts:
+    """What is known of a value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    num_bytes: int
+    storage: int
+    parent: int | None = None
+    """The value that it is a view of, or the same as; None: it has memory of its own."""
+    gradient: list[tuple[int, bool]] = field(default_factory=list)
+    """From which operator on (its place) it has a gradient or not, in order."""
+    gradient_stride: tuple[int, ...] | None = None
+    """Of the gradient that reaches it; None: none does."""
+
+    def has_gradient(self, place: int) -> bool:
+        """Whether it has a gradient before the operator at a place runs."""
+        return next((has for since, has in reversed(self.gradient) if since < place), False)
+
+    @property
+    def permutation(self) -> tuple[int, ...] | None:
+        """The order of dimensions in which it lies densely in memory; None: it does not."""
+        return _dense_order(self.shape, self.stride)
+
+    @property
+    def gradient_permutation(self) -> tuple[int, ...] | None:
+        """The same of its gradient; None also where none flows."""
+        return None if self.gradient_stride is None else _dense_order(self.shape, self.gradient_stride)
+
+
+def _dense_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim)))
+    expected = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and stride[dim] != expected:
+            return None
+        expected *= shape[dim]
+    return order
+
+
+@dataclass
+class Facts:
+    """Of one run of all operators.
+
+    Args:
+        values: by value; without those that are several tensors.
+        several: values that are several tensors, with the value that they are views of.
+        seconds: by operator: forward, backward.
+        flops: by operator, forward, as formulas have it.
+    """
+
+    values: dict[int, ValueFacts]
+    several: dict[int, int | None]
+    seconds: list[tuple[float, float]]
+    flops: list[int]
+
+
+def state_values(traced: Traced, model: nn.Module) -> dict[int, torch.Tensor]:
+    """The tensors of a network by value; buffers as copies."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    found: dict[int, torch.Tensor] = {}
+    for value, state in traced.state.items():
+        if state.kind == "parameter":
+            found[value] = parameters[state.name]
+        elif state.kind == "buffer":
+            found[value] = buffers[state.name].detach().clone()
+        else:
+            found[value] = traced.constants[state.name].detach().clone()
+    return found
+
+
+def input_values(traced: Traced, inputs: Any) -> dict[int, torch.Tensor]:
+    """Copies of a micro-batch's inputs by value."""
+    leaves = [leaf.detach().clone(memory_format=torch.contiguous_format) for _, leaf in leaves_of(inputs)]
+    return dict(zip(traced.inputs, leaves, strict=True))
+
+
+def measure(traced: Traced, model: nn.Module, example_inputs: Any, *, is_timed: bool = True) -> Facts:
+    """Runs all operators, forward and backward.
+
+    Args:
+        traced: the network.
+        model: with its values.
+        example_inputs: of a micro-batch.
+        is_timed: False: only what shows in one run, and no backward.
+    Raises:
+        UsageError: an operator writes a buffer and says nothing of it.
+    """
+    run = _Run(traced, state_values(traced, model) | input_values(traced, example_inputs))
+    facts = run.facts()
+    if not is_timed:
+        return facts
+    start_s = time.perf_counter()
+    runs: list[list[tuple[float, float]]] = []
+    while len(runs) < _RUNS_MIN or (len(runs) < _RUNS_MAX and time.perf_counter() - start_s < _BUDGET_S):
+        runs.append(_timed(traced, state_values(traced, model) | input_values(traced, example_inputs)))
+    facts.seconds = [
+        (min(run[place][0] for run in runs), min(run[place][1] for run in runs)) for place in range(len(traced.ops))
+    ]
+    return facts
+
+
+class _Run:
+    """One run in which everything stays in memory, so that what shares memory shows.
+
+    Args:
+        traced: the network.
+        values: of state and inputs.
+    """
+
+    def __init__(self, traced: Traced, values: dict[int, Any]) -> None:
+        self._traced, self._values = traced, values
+        self._facts = Facts({}, {}, [], [])
+        self._buffers = {value: values[value].clone() for value in values if not values[value].requires_grad}
+
+    def facts(self) -> Facts:
+        facts, values = self._facts, self._values
+        for value, tensor in values.items():
+            facts.values[value] = _facts_of(tensor, -1)
+        flops = FlopCounterMode(display=False)
+        for place, op in enumerate(self._traced.ops):
+            before = flops.get_total_flops()
+            with flops:
+                execute([op], values, ((),))
+            facts.flops.append(flops.get_total_flops() - before)
+            self._note(place, op)
+            self._refuse_silent_writes(op)
+        facts.seconds = [(0.0, 0.0)] * len(self._traced.ops)
+        self._note_gradients()
+        return facts
+
+    def _note_gradients(self) -> None:
+        """How gradients lie in memory: kernels that add may round by it."""
+        known, values = self._facts.values, self._values
+        for value, facts in known.items():
+            if values[value].requires_grad and values[value].grad_fn is not None:
+                values[value].register_hook(lambda gradient, facts=facts: _note_stride(facts, gradient))
+        ends = [values[each.value] for each in self._traced.outputs if isinstance(each, Ref)]
+        ends = [end for end in ends if end.requires_grad]
+        wanted = [values[value] for value in self._traced.state if values[value].requires_grad]
+        if ends and wanted:
+            torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+
+    def _note(self, place: int, op: Op) -> None:
+        facts, made = self._facts.values, self._values[op.out]
+        given = [value for value in op.values if value in facts]
+        if isinstance(made, torch.Tensor):
+            facts[op.out] = _facts_of(made, place)
+            if op.target == GETITEM and isinstance(op.args[0], Ref):
+                given = [value for value in [self._facts.several.get(op.args[0].value)] if value is not None]
+            facts[op.out].parent = self._parent(facts[op.out].storage, given)
+        elif isinstance(made, tuple | list):
+            storages = [_storage(each) for each in made if isinstance(each, torch.Tensor)]
+            parents = [parent for each in storages if (parent := self._parent(each, given)) is not None]
+            self._facts.several[op.out] = parents[0] if parents else None
+        for value in op.writes:
+            storage = facts[value].storage
+            for other, each in facts.items():
+                if each.storage == storage and isinstance(tensor := self._values[other], torch.Tensor):
+                    each.gradient.append((place, tensor.requires_grad))
+
+    def _parent(self, storage: int, given: Sequence[int]) -> int | None:
+        return next((value for value in given if self._facts.values[value].storage == storage), None)
+
+    def _refuse_silent_writes(self, op: Op) -> None:
+        """Whatever the schema says, the bits of buffers and inputs tell."""
+        for value in op.values:
+            before = self._buffers.get(value)
+            if before is None:
+                continue
+            now = self._values[value]
+            if value in op.writes:
+                self._buffers[value] = now.detach().clone()
+            elif not _same_bits(now.detach(), before):
+                state = self._traced.state.get(value)
+                what = "an input" if state is None else f"{state.kind} {state.name}"
+                raise UsageError(
+                    f"operator {op.target} at {op.source} writes {what} in place, and its schema says nothing of it: "
+                    "where it may run cannot be told. Write it with another operator, or give the layers by hand"
+                )
+
+
+def _facts_of(tensor: torch.Tensor, place: int) -> ValueFacts:
+    return ValueFacts(
+        tuple(tensor.shape), tensor.dtype, tuple(tensor.stride()), tensor.nbytes, _storage(tensor),
+        gradient=[(place, tensor.requires_grad)],
+    )  # fmt: skip
+
+
+def _note_stride(facts: ValueFacts, gradient: torch.Tensor) -> None:
+    facts.gradient_stride = tuple(gradient.stride())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(a.contiguous().view(-1).view(torch.uint8).equal(b.contiguous().view(-1).view(torch.uint8)))
+
+
+def _timed(traced: Traced, values: dict[int, Any]) -> list[tuple[float, float]]:
+    """Seconds of one run, forward and backward, by operator."""
+    outputs = {each.value for each in traced.outputs if isinstance(each, Ref)}
+    released = last_uses(traced.ops, outputs | values.keys())
+    wanted = [value for value in values.values() if value.requires_grad]
+    forward, places = [], {}
+    first = _sequence()
+    for place, op in enumerate(traced.ops):
+        start_s = time.perf_counter()
+        execute([op], values, ((),))
+        forward.append(time.perf_counter() - start_s)
+        last = _sequence()
+        places.update(dict.fromkeys(range(first, last), place))
+        first = last
+        for value in released[place]:
+            del values[value]
+    ends = [values[value] for value in outputs if values[value].requires_grad]
+    backward = [0.0] * len(traced.ops)
+    if ends and wanted:
+        with _clocked(ends, places, backward):
+            torch.autograd.grad(ends, wanted, [torch.ones_like(each) for each in ends], allow_unused=True)
+    return list(zip(forward, backward, strict=True))
+
+
+def _sequence() -> int:
+    """The number of the node of autograd that is made next."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+class _clocked:
+    """Adds the time of each node of a backward to the operator that has made the node.
+
+    Args:
+        ends: where the backward begins.
+        places: operators by number of node.
+        seconds: by operator.
+    """
+
+    def __init__(self, ends: Sequence[torch.Tensor], places: Mapping[int, int], seconds: list[float]) -> None:
+        self._hooks = []
+        self._seconds = seconds
+        self._start_s = 0.0
+        for node in nodes_of(ends):
+            place = places.get(node._sequence_nr())
+            if place is not None and node.name() != "torch::autograd::AccumulateGrad":
+                self._hooks.append(node.register_prehook(self._begin))
+                self._hooks.append(node.register_hook(lambda *given, place=place: self._end(place)))
+
+    def _begin(self, gradients: Any) -> None:
+        self._start_s = time.perf_counter()
+
+    def _end(self, place: int) -> None:
+        self._seconds[place] += time.perf_counter() - self._start_s
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def nodes_of(ends: Sequence[torch.Tensor]) -> Iterator[Node]:
+    """All nodes of a graph, once each."""
+    seen: set[Node] = set()
+    waiting = [end.grad_fn for end in ends if end.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [child for child, _ in node.next_functions if child is not None]

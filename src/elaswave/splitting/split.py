@@ -1,0 +1,214 @@
+"""`elaswave.split` and `elaswave.operator_graph`: any network as layers, and what it is made of."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elaswave.errors import UsageError
+from elaswave.models.layers import Layer
+from elaswave.splitting.check import Difference, difference
+from elaswave.splitting.cut import Flow, best_cuts, bounds_of, costs_of, matching_places, problem_with_cuts
+from elaswave.splitting.graph import OperatorGraph, graph_of
+from elaswave.splitting.measure import Facts, measure
+from elaswave.splitting.parts import Made, in_mode, make_layers
+from elaswave.splitting.trace import trace
+
+LINK_BYTES_PER_S = 1e9
+"""What two workers of one machine reach about."""
+
+
+class SplitLayers(list[Layer]):
+    """The parts of a network: a list of layers for `elaswave.Trainer`, and how they came about.
+
+    A run keeps the cuts that it began with (``model.cuts`` in its configuration): measured times differ from one call
+    to the next, so the Trainer cuts the network again where the run that it resumes was cut.
+    """
+
+    def __init__(self, network: "TracedNetwork", cuts: tuple[int, ...]) -> None:
+        super().__init__(network.layers(cuts))
+        self.network = network
+        self.cuts = cuts
+        """Numbers of the operators that begin a new part."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the network's operators."""
+        return self.network.fingerprint
+
+    @property
+    def graph(self) -> OperatorGraph:
+        """The operators with what they cost, and the cuts."""
+        return self.network.graph(self.cuts)
+
+    @property
+    def part_s(self) -> list[float]:
+        """What each part takes: its operators forward and backward, and what crosses at its ends."""
+        costs = self.network.costs
+        return [costs.part_s(start, stop) for start, stop in bounds_of(self.cuts, len(self.network.train.ops))]
+
+    def cut_at(self, cuts: Sequence[int], fingerprint: str = "") -> "SplitLayers":
+        """The same network with other cuts.
+
+        Args:
+            cuts: numbers of the operators that begin a new part.
+            fingerprint: of the network that they are of; empty: any.
+        Raises:
+            UsageError: it is another network, or cannot be cut there.
+        """
+        own = self.network.fingerprint
+        if fingerprint and fingerprint != own:
+            raise UsageError(
+                f"the run was begun with another network: the fingerprint of its operators is {fingerprint}, and that "
+                f"of the network now {own}. Resume with the same network, example inputs and versions of libraries"
+            )
+        return SplitLayers(self.network, self.network.checked_cuts(cuts))
+
+
+class TracedNetwork:
+    """A network, traced in both modes and measured.
+
+    Args:
+        model: the network, with its values; stays as it is.
+        example_inputs: inputs of a micro-batch.
+        link_bytes_per_s: between two parts.
+    """
+
+    def __init__(self, model: nn.Module, example_inputs: Any, link_bytes_per_s: float) -> None:
+        _refuse_arguments(model, link_bytes_per_s)
+        self.model, self.example_inputs = model, example_inputs
+        if not any(part.training for part in model.modules()):
+            model.train()
+        with torch.random.fork_rng(devices=[]):
+            self.train = trace(model, example_inputs)
+            self._train_flow = Flow(self.train, measure(self.train, model, example_inputs))
+            with in_mode(model, train=False):
+                self._evaluation = trace(model, example_inputs)
+            facts = measure(self._evaluation, model, example_inputs, is_timed=False)
+            self._evaluation_flow = Flow(self._evaluation, facts)
+        self.costs = costs_of(self._train_flow, self._facts.seconds, link_bytes_per_s)
+
+    @property
+    def _facts(self) -> Facts:
+        return self._train_flow.facts
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the operators and their arguments."""
+        text = repr([(op.target, op.args, sorted(op.kwargs.items()), op.context) for op in self.train.ops])
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def graph(self, cuts: Sequence[int] = ()) -> OperatorGraph:
+        """The public graph."""
+        return graph_of(self.train, self._facts, cuts)
+
+    def best_cuts(self, num_parts: int) -> tuple[int, ...]:
+        """Where the slowest of so many parts is fastest.
+
+        Raises:
+            UsageError: it cannot be cut into so many.
+        """
+        if isinstance(num_parts, bool) or not isinstance(num_parts, int) or num_parts < 1:
+            raise UsageError(f"num_parts is {num_parts!r}, needed: a whole number of at least 1")
+        cuts = best_cuts(self.costs, num_parts)
+        if cuts is None:
+            raise problem_with_cuts(self._train_flow, self.costs, num_parts)
+        return cuts
+
+    def checked_cuts(self, cuts: Sequence[int]) -> tuple[int, ...]:
+        """Cuts that a person or a run has given.
+
+        Raises:
+            UsageError: the network cannot be cut there.
+        """
+        ends = [0, *cuts, len(self.train.ops)]
+        wrong = [cut for cut in cuts if not 0 < cut < ends[-1] or not self.costs.cross_s[cut] < float("inf")]
+        if wrong or any(start >= stop for start, stop in zip(ends, ends[1:])):
+            raise UsageError(
+                f"the network of {ends[-1]} operators cannot be cut at {list(wrong or cuts)}: cuts are numbers of "
+                "operators in rising order, not between uses of a buffer that is written; print(split.graph) shows them"
+            )
+        return tuple(cuts)
+
+    def layers(self, cuts: Sequence[int]) -> list[Layer]:
+        """The parts."""
+        there = matching_places(
+            self.train.ops, self.train.modules, self._evaluation.ops, self._evaluation.modules, cuts
+        )
+        places = [0]
+        for place in there:
+            place = max(place, places[-1])
+            while self._evaluation_flow.crossing(place) is None:
+                place += 1
+            places.append(place)
+        return make_layers(
+            self.model,
+            Made(self._train_flow, bounds_of(cuts, len(self.train.ops)), self.train.out_tree),
+            Made(self._evaluation_flow, bounds_of(places[1:], len(self._evaluation.ops)), self._evaluation.out_tree),
+            self.example_inputs,
+        )
+
+
+def split(
+    model: nn.Module,
+    example_inputs: Any,
+    num_parts: int,
+    *,
+    cuts: Sequence[int] | None = None,
+    link_bytes_per_s: float = LINK_BYTES_PER_S,
+    verify: bool = True,
+) -> SplitLayers:
+    """Cuts any network into layers for `elaswave.Trainer`.
+
+    The network is traced to a flat list of operators, each is measured, and the list is cut where the slowest part is
+    fastest. Tensors keep the names that they have in the network.
+
+    Args:
+        model: the network, with values; it stays as it is. Its first call decides nothing: it is traced here.
+        example_inputs: inputs of a micro-batch as the dataset's collate makes them, of the sizes that training has: a
+            tensor, a tuple or list (arguments of the forward), or a dictionary (its keywords).
+        num_parts: how many layers to make.
+        cuts: numbers of operators before which to cut, instead of the best ones.
+        link_bytes_per_s: how fast bytes cross a cut.
+        verify: compare outputs, gradients and buffers of the parts with the network's, bit for bit.
+    Returns:
+        The layers; `SplitLayers.graph` shows what was found.
+    Raises:
+        UsageError: the network cannot be traced or cut, or the parts compute other bits than the network; names the
+            line of code and the reason.
+    """
+    network = TracedNetwork(model, example_inputs, link_bytes_per_s)
+    found = network.best_cuts(num_parts) if cuts is None else network.checked_cuts(cuts)
+    layers = SplitLayers(network, found)
+    if verify:
+        differs = difference(model, layers, network.layers(()), example_inputs)
+        if differs is not None:
+            raise UsageError(_not_equal(differs))
+    return layers
+
+
+def operator_graph(model: nn.Module, example_inputs: Any) -> OperatorGraph:
+    """The operators of a network, each measured; arguments and errors as of `split`."""
+    return TracedNetwork(model, example_inputs, LINK_BYTES_PER_S).graph()
+
+
+def _not_equal(differs: Difference) -> str:
+    return (
+        f"the parts do not compute what the network computes: {differs}. A cut elsewhere may be exact (num_parts, "
+        "cuts=), or change that line; with verify=False the parts are taken as they are: their bits are then their "
+        "own, the same under any layout and through any failure"
+    )
+
+
+def _refuse_arguments(model: object, link_bytes_per_s: float) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"split was given a {type(model).__name__}, needed: an nn.Module")
+    if not link_bytes_per_s > 0:
+        raise UsageError(f"link_bytes_per_s is {link_bytes_per_s!r}, needed: more than 0")
+    without = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if each.is_meta]
+    if without:
+        raise UsageError(
+            f"{without[0]} is on the meta device, so that operators cannot be measured: give a network with values"
+        )

@@ -1,0 +1,119 @@
+"""Networks that `elaswave.split` has cut, in whole jobs: equal bits in any layout, through losses, after a resume."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.integration.crew import locked
+from tests.integration.crew import train as crew_train
+from tests.integration.own import computation, train
+from tests.networks import KINDS, LENGTH, VOCABULARY, Pictures, Texts, pictures, seeded, tokens
+from torch import Tensor
+
+import elaswave
+from elaswave.api.model import OwnModelSpec
+from elaswave.config.schema import OptimizerConfig
+from elaswave.planning.layout import make_layout
+from elaswave.training.dataset import DatasetSamples
+from elaswave.training.definition import Training
+from elaswave.training.optimizer import ConfiguredOptimizer
+
+ROWS = 2
+LAYOUTS = {
+    "1x1": make_layout(widths=(1,), layers_per_stage=(4,), num_microbatches=5),
+    "2x2": make_layout(widths=(2, 2), layers_per_stage=(2, 2), num_microbatches=5),
+    "uneven, between tied uses": make_layout(widths=(1, 3), layers_per_stage=(3, 1), num_microbatches=5),
+}
+
+
+class Drawn:
+    """Pictures and their kinds."""
+
+    def __len__(self) -> int:
+        return 31
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(2, 5, 5, generator=generator), torch.tensor(index % KINDS)
+
+
+class Written:
+    """Texts of several lengths, and their next tokens."""
+
+    def __len__(self) -> int:
+        return 31
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        found = torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+        return {"tokens": found[:-1], "mask": torch.arange(LENGTH) < 2 + index % 5}, found[1:]
+
+
+def next_token(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs["logits"].flatten(0, 1), targets.flatten())
+
+
+def cut(name: str, cuts: Any = None) -> Any:
+    """Four parts of a network, its loss and its data."""
+    if name == "texts":
+        return elaswave.split(seeded(Texts, dropout=0.1), tokens(ROWS), 4, cuts=cuts), next_token, Written()
+    return elaswave.split(seeded(Pictures, dropout=0.1), pictures(ROWS), 4, cuts=cuts), F.cross_entropy, Drawn()
+
+
+@pytest.mark.parametrize("name", ["pictures", "texts"])
+def test_the_layout_does_not_show(name: str, tmp_path: Path) -> None:
+    layers, loss, dataset = cut(name)
+    samples = DatasetSamples(dataset, torch.utils.data.default_collate, dataset).seeded(0)
+    samples.batch = locked(samples.batch)  # it seeds the generator that layers of other threads draw from
+    training = Training(
+        model=OwnModelSpec(layers, loss).spec,
+        dtype=torch.float32,
+        make_optimizer=lambda shapes: ConfiguredOptimizer(OptimizerConfig(lr=0.01), 4),
+        open_samples=lambda folder: samples,
+    )
+    settings = {
+        "model.num_layers": 2,
+        "batch.microbatch_size": ROWS,
+        "elastic.block_size": 64,
+        "optimizer.grad_clip": 0.5,
+    }
+    found = {each: crew_train(layout, tmp_path, settings, steps=3, model=training) for each, layout in LAYOUTS.items()}
+    alone = found["1x1"]
+    for each, training_found in found.items():
+        assert (training_found.losses, training_found.digests) == (alone.losses, alone.digests), each
+
+
+def test_a_run_survives_two_kills_and_keeps_its_cuts_when_it_resumes(tmp_path: Path) -> None:
+    first, loss, dataset = cut("texts")
+
+    def run(folder: str, faults: tuple[str, ...] = (), layers: Any = first, **options: Any) -> elaswave.Result:
+        changes = {"batch.microbatch_size": ROWS, "layout.widths": [1, 2], **options.pop("changes", {})}
+        return train(tmp_path / folder, changes, model=layers, loss=loss, dataset=dataset, faults=faults, **options)
+
+    calm = run("calm")
+    struck = run("struck", ("kill:1@2:backward", "kill:2@5:any"))
+    assert computation(struck) == computation(calm)
+    assert len(struck.recoveries) == 2
+
+    run("half", changes={"run.steps": 4})
+    elsewhere = first.cut_at([place + 1 for place in first.cuts])
+    resumed = run("half", layers=elsewhere, resume=True)
+    assert computation(resumed) == computation(calm), "the run's cuts hold, not those that were found anew"
+
+    model = seeded(Texts)
+    resumed.load_into(model)
+    state = resumed.state_dict()
+    assert model.head.weight is model.table.weight and torch.equal(model.table.weight, state["table.weight"])
+    assert not torch.equal(state["table.weight"], seeded(Texts).table.weight)
+
+
+def test_the_cuts_do_not_show_in_the_weights(tmp_path: Path) -> None:
+    states = []
+    first, loss, dataset = cut("pictures", [6, 12, 18])
+    for index, places in enumerate((first.cuts, [1, 11, 19])):
+        layers = first.cut_at(places)
+        changes = {"batch.microbatch_size": ROWS, "run.steps": 3, "layout.widths": [1]}
+        states.append(train(tmp_path / str(index), changes, model=layers, loss=loss, dataset=dataset).state_dict())
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(values, states[1][name]) for name, values in states[0].items())

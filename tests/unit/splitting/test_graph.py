@@ -1,0 +1,52 @@
+"""The operator graph as a value: what it knows of each operator, and its forms."""
+
+import json
+
+import pytest
+from tests.networks import Texts, seeded, tokens
+
+import elaswave
+
+
+@pytest.fixture(scope="module")
+def graph() -> elaswave.OperatorGraph:
+    return elaswave.split(seeded(Texts), tokens(), 2).graph
+
+
+def test_a_node_knows_operator_line_module_shapes_and_parameters(graph: elaswave.OperatorGraph) -> None:
+    node = next(node for node in graph if "blocks.1.mlp.0.weight" in node.parameters)
+    assert node.operator == "aten.linear.default"
+    assert node.module == "blocks.1.mlp.0"
+    assert node.shapes == ((2, 6, 16),) and node.dtypes == ("float32",)
+    assert node.bytes_out == 2 * 6 * 16 * 4
+    assert node.flops == 2 * 2 * 6 * 8 * 16
+    assert "tests/networks.py" in node.source and "self.mlp(" in node.source
+    assert node.forward_s > 0 and node.backward_s > 0
+    assert graph[node.inputs[0]].operator == "aten.layer_norm.default"
+    view = next(node for node in graph if node.operator == "aten.transpose.int")
+    assert view.bytes_out == 0, "a view makes nothing"
+    written = next(node for node in graph if node.operator.startswith("aten.clamp_"))
+    reader = next(node for node in graph if node.number > written.number and written.number in node.inputs)
+    assert reader.operator == "aten.unsqueeze.default", "who reads what was written in place comes after it"
+
+
+def test_it_is_printed_as_a_table(graph: elaswave.OperatorGraph) -> None:
+    lines = str(graph).splitlines()
+    assert len(lines) == len(graph) + 3, "a head, a line for each cut, a total"
+    assert lines[graph.cuts[0] + 1] == "--- part 1 ---"
+    assert "networks.py" in lines[1]
+    assert lines[-1].startswith(f"{len(graph)} operators, ")
+
+
+def test_other_programs_can_read_it(graph: elaswave.OperatorGraph) -> None:
+    assert elaswave.OperatorGraph.from_json(graph.to_json()) == graph
+    assert json.loads(graph.to_json())["cuts"] == list(graph.cuts)
+    dot = graph.to_dot()
+    assert dot.count("subgraph cluster_") == 2
+    assert dot.count(" -> ") == sum(len(node.inputs) for node in graph)
+
+
+def test_the_graph_of_a_network_needs_no_cut() -> None:
+    found = elaswave.operator_graph(seeded(Texts, blocks=1), tokens())
+    assert found.cuts == () and len(found.parts()) == 1
+    assert found.seconds == pytest.approx(sum(node.forward_s + node.backward_s for node in found))
