@@ -30,10 +30,13 @@ import msgspec
 import torch
 
 from elaswave.config.load import load_config
+from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
 from elaswave.control.launcher import train
+from elaswave.control.script import Script
 from elaswave.observability.progress import make_reporter
 from elaswave.protocol.detection import IDLE
+from elaswave.training.definition import Training
 
 SIZES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -130,21 +133,32 @@ def write_loss(folder: Path, loss: float) -> None:
     (folder / _LOSS_FILE).write_text(str(loss))
 
 
-def elaswave_program(config: Config) -> Body:
-    """``elaswave train`` as users run it, launcher and run folder included; its progress goes to the folder's log."""
+def elaswave_program(config: Config, training: Callable[[Config], Training | None] = lambda config: None) -> Body:
+    """``elaswave train`` as users run it, launcher and run folder included; its progress goes to the folder's log.
+
+    Args:
+        training: of a configuration, what a script trains; None: what the configuration describes.
+    """
 
     def body(gate: Gate, folder: Path, num_steps: int) -> None:
         with open(folder / "progress.log", "w") as log:
             reporter = make_reporter(json_mode=True, stream=log)
-            result = train(with_steps(config, num_steps), folder, reporter=reporter, probe=_GateProbe(gate))
+            options = with_steps(config, num_steps)
+            own = training(options)
+            script = None if own is None else Script(own, None, lambda step, loss, metrics: None)
+            result = train(options, folder, reporter=reporter, probe=_GateProbe(gate), script=script)
         write_loss(folder, float(result.losses[-1]))
 
     return body
 
 
-def configuration(*settings: str) -> Config:
-    """The resolved configuration with ``section.key=value`` settings."""
-    return load_config(overrides=settings)
+def configuration(*settings: str, own: OwnModel | None = None) -> Config:
+    """The resolved configuration with ``section.key=value`` settings.
+
+    Args:
+        own: a script's model; None: the configuration describes the model.
+    """
+    return load_config(overrides=settings, own=own)
 
 
 def with_steps(config: Config, num_steps: int) -> Config:

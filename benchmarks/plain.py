@@ -1,14 +1,14 @@
 """Plain PyTorch programs that train the same model on the same batches: what elaswave is compared with.
 
-Both use our layers, loss, data and sampler, and torch for everything else, each part in the fastest form that torch
-offers (measured, see README.md): fused AdamW, gradients in one flat tensor where they are sent, one all-reduce for
-clipping and loss together. Every step's loss is written to a file. One thread per process.
+Both use the model of a `tasks.Task`, our data and sampler, and torch for everything else, each part in the fastest form
+that torch offers (measured, see README.md): fused AdamW, gradients in one flat tensor where they are sent, one
+all-reduce for clipping and loss together. Every step's loss is written to a file. One thread per process.
 """
 
 import itertools
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -16,12 +16,12 @@ from typing import NamedTuple, TextIO
 import torch
 import torch.distributed as dist
 from harness import Body, Gate, fork_workers, with_steps, write_loss
+from tasks import Task
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from elaswave.config.schema import Config
-from elaswave.models.layers import build_layer
 from elaswave.training.schedules import learning_rate
 from elaswave.worker.allocator import tune_allocator
 from elaswave.worker.blueprint import Blueprint
@@ -29,20 +29,22 @@ from elaswave.worker.blueprint import Blueprint
 TIMEOUT = timedelta(seconds=600)
 
 
-def plain_loop(config: Config, *, tuned: bool) -> Body:
+def plain_loop(config: Config, task: Task, *, tuned: bool) -> Body:
     """One process: ordinary autograd accumulation, clip_grad_norm_, fused AdamW.
 
     Args:
+        task: the model and its data.
         tuned: with our workers' settings of the allocator, which an ordinary program does not have.
     """
 
     def body(gate: Gate, folder: Path, num_steps: int) -> None:
         _prepare_process(tuned)
-        run = Blueprint(with_steps(config, num_steps))
+        options = with_steps(config, num_steps)
+        run = Blueprint(options, task.training(options))
         source = run.open_samples(folder)
         sampler = run.sampler(source)
         num_microbatches = config.batch.num_microbatches
-        model = nn.Sequential(*_layers(run, range(len(run.model.layers))))
+        model = task.part(run, range(len(run.model.layers)))
         optimizer = torch.optim.AdamW(_decay_groups(run, model), **_adamw(config), fused=True)
         with open(folder / "loss.log", "w", buffering=1) as log:
             for step in range(1, num_steps + 1):
@@ -50,7 +52,7 @@ def plain_loop(config: Config, *, tuned: bool) -> Body:
                 total = torch.zeros(())
                 for microbatch in range(num_microbatches):
                     tokens, targets = source.batch(sampler.draws(step, microbatch), "train")
-                    loss = run.model.loss(model(tokens), targets) / num_microbatches
+                    loss = task.loss(run, model(tokens), targets) / num_microbatches
                     loss.backward()
                     total += loss.detach()
                 norm = nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.grad_clip)
@@ -63,10 +65,11 @@ def plain_loop(config: Config, *, tuned: bool) -> Body:
     return body
 
 
-def torch_pipeline(config: Config, *, tuned: bool) -> Body:
+def torch_pipeline(config: Config, task: Task, *, tuned: bool) -> Body:
     """Stages x replicas: Schedule1F1B, gradient all-reduce and ZeRO-1 inside each stage, on gloo.
 
     Args:
+        task: the model and its data.
         tuned: see `plain_loop`.
     """
 
@@ -77,7 +80,7 @@ def torch_pipeline(config: Config, *, tuned: bool) -> Body:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         widths = config.widths
         assert len(set(widths)) == 1, "torch's pipeline has as many replicas in every stage"
-        job = _PipelineJob(config, gate, folder, num_steps, len(widths), widths[0], port, tuned)
+        job = _PipelineJob(config, task, gate, folder, num_steps, len(widths), widths[0], port, tuned)
         fork_workers(sum(widths), job.worker)
 
     return body
@@ -85,6 +88,7 @@ def torch_pipeline(config: Config, *, tuned: bool) -> Body:
 
 class _PipelineJob(NamedTuple):
     config: Config
+    task: Task
     gate: Gate
     folder: Path
     num_steps: int
@@ -110,14 +114,15 @@ class _PipelineJob(NamedTuple):
         replicas = [dist.new_group(list(ranks[first : first + num_replicas])) for first in ranks[::num_replicas]]
         pipeline_group, replica_group = pipelines[replica], replicas[stage_index]
 
-        run = Blueprint(with_steps(config, self.num_steps))
+        options = with_steps(config, self.num_steps)
+        run = Blueprint(options, self.task.training(options))
         source = run.open_samples(self.folder / f"data-{rank}")
         sampler = run.sampler(source)
         total_microbatches = config.batch.num_microbatches
         own_microbatches = range(replica, total_microbatches, num_replicas)
         stops = list(itertools.accumulate(config.layers_per_stage))
         own_layers = range(stops[stage_index] - config.layers_per_stage[stage_index], stops[stage_index])
-        module = nn.Sequential(*_layers(run, own_layers))
+        module = self.task.part(run, own_layers)
         parameters = list(module.parameters())
         gradients = _flat_gradients(parameters)
         optimizer = ZeroRedundancyOptimizer(
@@ -130,7 +135,7 @@ class _PipelineJob(NamedTuple):
         )
 
         def loss_fn(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return run.model.loss(output, targets) / total_microbatches
+            return self.task.loss(run, output, targets) / total_microbatches
 
         stage = PipelineStage(module, stage_index, self.num_stages, torch.device("cpu"), group=pipeline_group)
         schedule = Schedule1F1B(stage, len(own_microbatches), loss_fn=loss_fn, scale_grads=False)
@@ -169,16 +174,11 @@ def _prepare_process(tuned: bool) -> None:
         tune_allocator()
 
 
-def _layers(run: Blueprint, indices: Sequence[int]) -> Iterator[nn.Module]:
-    """Our layers, with the same initial values as in our own runs."""
-    return (build_layer(run.model.layers[index], run.config.run.seed, index) for index in indices)
-
-
 def _adamw(config: Config) -> dict:
     return {"lr": config.optimizer.lr, "betas": config.optimizer.betas, "eps": config.optimizer.eps}
 
 
-def _decay_groups(run: Blueprint, model: nn.Sequential) -> list[dict]:
+def _decay_groups(run: Blueprint, model: nn.Module) -> list[dict]:
     """Parameter groups with and without weight decay, by the usual rule."""
     groups = {True: [], False: []}
     for parameter in model.parameters():

@@ -33,6 +33,16 @@ def test_throughput_is_compared_with_plain_pytorch_which_learns_the_same() -> No
         assert abs(row["plain_loss"] - row["elaswave_loss"]) < 0.05
 
 
+def test_throughput_is_compared_with_plain_transformers_which_learns_the_same() -> None:
+    document = run(
+        "fault_free.py", "--sizes", "gpt2-tiny", "--starts", "1", "--rounds", "1", "--consistency", "bitwise"
+    )
+    assert [row["layout"] for row in document["rows"]] == ["1x1", "2x2"]
+    for row in document["rows"]:
+        assert row["plain_tokens_per_s"] > 0 and row["elaswave_tokens_per_s"] > 0
+        assert abs(row["plain_loss"] - row["elaswave_loss"]) < 1e-4, "dropout is off"
+
+
 @pytest.mark.slow
 def test_the_tax_of_every_part_is_measured() -> None:
     document = run("tax.py", "--size", "tiny", "--tokens", "64", "--starts", "1", "--rounds", "2")
