@@ -339,6 +339,8 @@ def _show_recoveries(shown: _Shown, recoveries: Sequence[Recovery]) -> None:
     header = ["worker", "step", "phase", "noticed by", "after", "going on after", "step was", "moved"]
     rows = []
     for recovery in recoveries:
+        if not recovery.is_failure:  # joins have lines of their own
+            continue
         going_on_s = recovery.total_s - recovery.redo_s
         rows.append(
             [

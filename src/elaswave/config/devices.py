@@ -17,6 +17,7 @@ from elaswave.costs.analytic import USABLE_MEMORY, analytic_costs, multiplicatio
 from elaswave.costs.layers import Costs, LayerCosts
 from elaswave.costs.machines import Cluster, Device, FrequencyLevel, NetworkLink
 from elaswave.costs.presets import ModelShape
+from elaswave.types import ExecutionParameters
 
 REAL_LINK = NetworkLink(bandwidth_bytes_per_s=2e9, latency_s=0.0)
 """Between processes of one machine, as measured; their latency is in the step's overhead."""
@@ -155,6 +156,21 @@ def speed_of(config: Config, worker: int) -> float:
     """Speed of a worker as configured; 1.0 for one that joins later."""
     speeds = config.device.speeds or ()
     return speeds[worker] if worker < len(speeds) else 1.0
+
+
+def planned_speeds(config: Config, execution: ExecutionParameters) -> dict[int, float]:
+    """Speeds of the workers that a layout was planned with, relative to what the configuration says of them.
+
+    Args:
+        config: of the run.
+        execution: beside the layout.
+    """
+    levels = device_of(config).levels
+    found = {}
+    for worker in sorted({*range(sum(config.widths)), *execution.speeds, *execution.levels}):
+        level = levels[execution.levels.get(worker, base_level(config))].speed
+        found[worker] = execution.speeds.get(worker, 1.0) / (speed_of(config, worker) * level)
+    return found
 
 
 def power_limit_w(config: Config, num_workers: int) -> float | None:

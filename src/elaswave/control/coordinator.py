@@ -822,8 +822,7 @@ class CoordinatorProcess(CoordinatorDriver):
             _log.warning("epoch %d: %s", effect.epoch, suspicion.reason)
         self._membership.new_epoch(effect, now_s)
         self._operations.lost(suspicion.worker for suspicion in effect.suspicions)
-        if effect.suspicions:
-            self._recoveries.new_epoch(effect, now_s)
+        self._recoveries.new_epoch(effect, now_s)
 
     def on_decided(self, effect: events.Decided) -> None:
         """Shows how survivors go on."""

@@ -85,7 +85,7 @@ def job_status(job: JobParts, heard: Mapping[int, Heard], under_way: Sequence[st
         term=core.term,
         workers=_workers(job, layout, execution, heard, now_s),
         copies=_copies(job, heard),
-        num_recoveries=len(state.recoveries),
+        num_recoveries=sum(recovery.is_failure for recovery in state.recoveries),
         recoveries=[
             RecoveryStatus(
                 kind=recovery.kind,

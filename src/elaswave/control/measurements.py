@@ -11,7 +11,7 @@ from statistics import median
 
 import msgspec
 
-from elaswave.config.devices import device_of, emulated_costs, estimated_costs, speed_of
+from elaswave.config.devices import device_of, emulated_costs, estimated_costs, planned_speeds, speed_of
 from elaswave.config.schema import Config
 from elaswave.control.stragglers import Shift, Stragglers
 from elaswave.costs.layers import Costs
@@ -38,8 +38,7 @@ class Measurements:
         self.shift: Shift | None = None
         """Workers whose speed is another one by the newest round, until the planner has been asked."""
         self._config = config
-        device = device_of(config)
-        self._levels, self._base_level = device.levels, device.base_level
+        self._levels = device_of(config).levels
         self._waiting: dict[int, Timings] = {}
         """Of a round in which some workers have not reported."""
         self._longest_run_s = 0.0
@@ -114,11 +113,7 @@ class Measurements:
         Args:
             execution: beside the layout.
         """
-        known = {}
-        for worker in sorted({*range(sum(self._config.widths)), *execution.speeds, *execution.levels}):
-            level = self._levels[execution.levels.get(worker, self._base_level)].speed
-            known[worker] = execution.speeds.get(worker, 1.0) / (speed_of(self._config, worker) * level)
-        self.stragglers.plan_with(known)
+        self.stragglers.plan_with(planned_speeds(self._config, execution))
 
     def speed_of(self, worker: int) -> float:
         """The speed of a worker that plans count with, at the base level."""

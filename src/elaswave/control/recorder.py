@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import elaswave
+from elaswave.config.devices import planned_speeds
 from elaswave.config.own import OWN
 from elaswave.control.agent_messages import ShowEvaluation, ShowStep
 from elaswave.control.checkpoints import Checkpoints
@@ -184,7 +185,8 @@ class RunRecorder:
         predicted_step_s: float | None = None,
     ) -> None:
         self.close_layout()
-        holdings = self.state.holdings
+        speeds = planned_speeds(self._config, execution)
+        holdings, num_known = self.state.holdings, len(self.state.recoveries)
         self._enter(
             LayoutChosen(
                 epoch=epoch,
@@ -200,8 +202,11 @@ class RunRecorder:
                 levels=execution.levels,
                 in_flight=execution.in_flight,
                 predicted_step_s=predicted_step_s,
+                speeds={worker: speed for worker, speed in speeds.items() if speed != 1.0},
             )
         )
+        for recovery in self.state.recoveries[num_known:]:  # they follow from what was entered
+            self._write(Recovered(recovery=recovery))
 
     def predicted(self, predicted_step_s: float) -> None:
         """What a step of the present layout should take, if that was not known when it was chosen.

@@ -1,9 +1,13 @@
-"""Times and describes recoveries: from the fault (or the first suspicion) until training goes on."""
+"""Times and describes recoveries: from the fault (or the first suspicion) until training goes on; joins and leaves,
+from the pause on; and planned changes of the layout, for which nobody waits."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from elaswave.faults.injection import FAULTS_FILE, FaultRecord, read_fault_records
+from elaswave.observability.events import LayoutChosen
 from elaswave.observability.result import Recovery
 from elaswave.protocol.detection import Position
 from elaswave.protocol.events import NewEpoch, Suspected
@@ -11,6 +15,8 @@ from elaswave.protocol.messages import Decision, Installed
 from elaswave.types import Layout
 from elaswave.worker.messages import StepReport
 
+_SLOWER_MIN = 0.01
+"""Speeds of two plans that differ by less are the same one."""
 _PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 
@@ -25,6 +31,8 @@ class _OpenRecovery:
     """Step and phase of those of whom it is known."""
     stages: dict[int, int]
     rerouted: int
+    joined: list[int] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
     decided_s: float = 0.0
     plan_s: float = 0.0
     decision: Decision | None = None
@@ -66,6 +74,8 @@ class RecoveryLog:
             self._open = _OpenRecovery([], now_s, {}, {}, {}, 0)
         pending = self._open
         pending.epochs.append(effect.epoch)
+        pending.joined += effect.joined
+        pending.left += effect.left
         for suspicion in effect.suspicions:
             worker = suspicion.worker
             pending.suspicions.append(suspicion)
@@ -91,6 +101,9 @@ class RecoveryLog:
             plan_s: seconds that the planner took.
         """
         if self._open is not None:
+            # A successor that takes over before the decision learns from it who comes and goes.
+            self._open.joined += [worker for worker in decision.joined if worker not in self._open.joined]
+            self._open.left += [worker for worker in decision.left if worker not in self._open.left]
             self._open.decided_s = now_s
             self._open.plan_s = plan_s
             self._open.decision = decision
@@ -176,10 +189,39 @@ class RecoveryLog:
             stage = pending.stages.get(suspicion.worker, -1)
             self._details[entry.epoch, entry.worker] = (stage, pending.rerouted, pending.promoted)
             entries.append(entry)
-        return entries
+        return entries + self._comings_and_goings(pending, decision)
+
+    def _comings_and_goings(self, pending: _OpenRecovery, decision: Decision) -> list[Recovery]:
+        joined = [worker for worker in pending.joined if worker in decision.members]
+        return [
+            Recovery(
+                kind=kind,
+                worker=worker,
+                step=min(decision.resume_step, self._num_steps),
+                phase="any",
+                detected_by="drain" if kind == "drained" else None,
+                epoch=decision.epoch,
+                attempt=decision.resume_attempt,
+                outcome="committed",
+                detect_s=None,
+                agree_s=pending.decided_s - pending.detected_s - pending.plan_s,
+                plan_s=pending.plan_s,
+                edit_s=max((each.edit_s for each in pending.installed.values()), default=0.0),
+                promote_s=max((each.promote_s for each in pending.installed.values()), default=0.0),
+                redo_s=0.0,
+                total_s=pending.resumed_s - pending.detected_s,
+                critical_bytes=sum(each.critical_bytes for each in pending.installed.values()),
+                num_microbatches_recomputed=0,
+            )
+            for kind, workers in (("joined", joined), ("drained", pending.left))
+            for worker in workers
+        ]
 
     def describe(self, recovery: Recovery) -> str:
         """One readable line."""
+        if not recovery.is_failure:
+            what = "has left" if recovery.kind == "drained" else f"has {recovery.kind}"
+            return f"worker {recovery.worker} {what}: training paused for {recovery.total_s * 1e3:.0f} ms"
         stage, rerouted, promoted = self._details[recovery.epoch, recovery.worker]
         waited_s = recovery.total_s - recovery.redo_s
         number = recovery.num_microbatches_recomputed
@@ -214,6 +256,46 @@ class RecoveryLog:
             critical_bytes=0,
             num_microbatches_recomputed=0,
         )
+
+
+def layout_changed(event: LayoutChosen, before: Layout, speeds: Mapping[int, float]) -> list[Recovery]:
+    """What a planned change of the layout was for: workers that have become slower, or else layers that move.
+
+    Args:
+        event: the change has come into force.
+        before: the layout until then.
+        speeds: that it was planned with, as of `LayoutChosen`.
+    """
+    slowed = [
+        worker
+        for worker in event.layout.workers
+        if event.speeds.get(worker, 1.0) < (1 - _SLOWER_MIN) * min(1.0, speeds.get(worker, 1.0))
+    ]
+    causes: list[tuple[Literal["slowed", "migrated"], int | None]] = [("slowed", worker) for worker in slowed]
+    if not slowed and event.layout.stages != before.stages:
+        causes = [("migrated", None)]
+    return [
+        Recovery(
+            kind=kind,
+            worker=worker,
+            step=event.first_step,
+            phase="any",
+            detected_by=None,
+            epoch=event.epoch,
+            attempt=1,
+            outcome="committed",
+            detect_s=None,
+            agree_s=0.0,
+            plan_s=0.0,
+            edit_s=0.0,
+            promote_s=0.0,
+            redo_s=0.0,
+            total_s=0.0,
+            critical_bytes=0,
+            num_microbatches_recomputed=0,
+        )
+        for kind, worker in causes
+    ]
 
 
 def _is_redo(pending: _OpenRecovery, report: StepReport) -> bool:

@@ -47,18 +47,18 @@ class RecoveryReports:
             now_s: monotonic time.
         """
         for decision in decisions:
-            unreported = self._state.unreported(decision)
-            if unreported:
+            unreported, joined, left = self._state.unreported(decision)
+            if unreported or joined or left:
                 suspicions = tuple(Suspected(worker, "exit", decision.reason) for worker in unreported)
                 layout = self._state.layout_before(decision.epoch)
-                self.log.new_epoch(NewEpoch(decision.epoch, suspicions), layout, now_s)
+                self.log.new_epoch(NewEpoch(decision.epoch, suspicions, joined, left), layout, now_s)
                 self.log.decided(decision, now_s, 0.0)
                 self.log.resumed(now_s)
         if undecided is not None:
             self.new_epoch(undecided, now_s)
 
     def new_epoch(self, effect: NewEpoch, now_s: float) -> None:
-        """Workers were lost under the present layout."""
+        """Workers were lost under the present layout, or members have joined or left."""
         self.log.new_epoch(effect, self._state.layout, now_s)
 
     def resumed(self, now_s: float) -> None:

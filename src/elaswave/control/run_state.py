@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from elaswave.control.journal import CheckpointGivenUp, Entered, Published, RecorderRecord
+from elaswave.control.recoveries import layout_changed
 from elaswave.errors import StateError
 from elaswave.observability.events import (
     AnyEvent,
@@ -99,6 +100,8 @@ class RunState:
         """Why it has."""
         self._first_layout = layout
         self._repeats_exactly = repeats_exactly
+        self._speeds: dict[int, float] = {}
+        """That the present layout was planned with."""
         self._steps_s: list[float] = []
         """Seconds of the steps under the present layout."""
 
@@ -124,6 +127,9 @@ class RunState:
             if event.metrics:
                 self.val_metrics[event.step] = {name: from_json_float(value) for name, value in event.metrics.items()}
         elif isinstance(event, LayoutChosen):
+            if event.change:
+                self.recoveries += layout_changed(event, self.layout, self._speeds)
+            self._speeds = event.speeds
             self.epochs.append(event.record)
             self._steps_s.clear()
             self.holdings = dict(event.holdings)
@@ -249,10 +255,15 @@ class RunState:
         """Whether the workers have ended before the run's last step, because they were asked to."""
         return any(report.stopped for report in self.finished.values())
 
-    def unreported(self, decision: Decision) -> list[int]:
-        """Workers that a decision goes on without and whose loss has no entry yet."""
-        reported = {recovery.worker for recovery in self.recoveries if recovery.kind == "lost"}
-        return [worker for worker in decision.lost if worker not in reported]
+    def unreported(self, decision: Decision) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Of a decision: workers that it goes on without, that have joined, and that have left; those without an entry,
+        and an id is used once."""
+        reported = {(recovery.kind, recovery.worker) for recovery in self.recoveries}
+        lost, joined, left = (
+            tuple(worker for worker in workers if (kind, worker) not in reported)
+            for kind, workers in (("lost", decision.lost), ("joined", decision.joined), ("drained", decision.left))
+        )
+        return lost, joined, left
 
     def layout_before(self, epoch: int) -> Layout:
         """The layout that an epoch has replaced."""

@@ -197,7 +197,7 @@ class ChaosBench:
             settings=case.settings,
             faults=case.faults,
             num_struck=len(ending.struck),
-            num_recoveries=len(ending.recoveries),
+            num_recoveries=sum(recovery.is_failure for recovery in ending.recoveries),
             num_false_alarms=len(false_alarms(ending)),
             going_on_s=[recovery.total_s - recovery.redo_s for recovery in recoveries],
             duration_s=time.monotonic() - begin_s,

@@ -93,6 +93,8 @@ class LayoutChosen(Event, frozen=True, kw_only=True, tag="layout"):
     """By worker id the most micro-batches that it may hold; empty where the schedule alone says so."""
     predicted_step_s: float | None = None
     """Seconds of a step as they were predicted beforehand; None where nothing was known yet."""
+    speeds: dict[int, float] = {}
+    """By worker id the speed that it was planned with, relative to the configured one; 1 for those not in it."""
 
     @property
     def record(self) -> EpochRecord:

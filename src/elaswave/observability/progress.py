@@ -222,8 +222,8 @@ def _summary(result: RunResult, run_dir: Path, *, width: int, ascii_only: bool) 
         lines.append(f"{text}  {curve}")
     if result.val_losses:
         lines.append(f"validation loss {format_loss(from_json_float(result.val_losses[-1]))}")
-    if result.recoveries:
-        lines.append("1 recovery" if len(result.recoveries) == 1 else f"{len(result.recoveries)} recoveries")
+    if failures := sum(recovery.is_failure for recovery in result.recoveries):
+        lines.append("1 recovery" if failures == 1 else f"{failures} recoveries")
     lines.append(f"state digest {result.state_digest}")
     lines += [f"results in {run_dir}", f"look at them with: elaswave inspect {shlex.quote(str(run_dir))}"]
     return lines

@@ -91,12 +91,16 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """One event that changed who takes part: a failure, a join, a drain, a slow-down, a migration.
 
     Times are in seconds, from the injected fault's own time stamp where there is one, else from the first suspicion.
+    For a join or a drain they begin with the pause at the boundary between two steps. Nobody waits for a planned change
+    of the layout, so its times are 0.
     """
 
     kind: Literal["lost", "joined", "drained", "slowed", "migrated", "coordinator"]
+    """`slowed`: a planned change counts with a smaller speed of the worker; `migrated`: another one moved layers."""
     worker: int | None
-    """The worker concerned; None for the coordinator."""
+    """The worker concerned; None for the coordinator, and for a migration."""
     step: int
+    """In which it happened; of what changes between two steps, the first one after it."""
     phase: str
     """Phase of the step in which it happened: forward, backward, reduce, vote, apply, gather, or any."""
     detected_by: Literal["exit", "link", "heartbeat", "progress", "vote", "drain"] | None
@@ -117,6 +121,11 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     critical_bytes: int
     """State moved before training went on; the step's own gather is not counted."""
     num_microbatches_recomputed: int
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether something was lost."""
+        return self.kind in ("lost", "coordinator")
 
 
 class WorkerMemory(msgspec.Struct, frozen=True, kw_only=True):

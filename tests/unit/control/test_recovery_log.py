@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from elaswave.control.recoveries import RecoveryLog
+from elaswave.control.recoveries import RecoveryLog, layout_changed
+from elaswave.observability.events import LayoutChosen
 from elaswave.observability.result import Recovery
 from elaswave.planning.layout import make_layout
 from elaswave.planning.recovery import survivor_layout
@@ -151,3 +152,58 @@ def test_the_end_of_the_job_completes_what_is_left(log: RecoveryLog) -> None:
 def test_nothing_is_reported_of_a_loss_that_nobody_has_decided_upon(log: RecoveryLog) -> None:
     log.new_epoch(NewEpoch(2, (Suspected(0, "exit", "it has ended"),)), LAYOUT, now_s=20.0)
     assert log.resumed(21.0) == log.committed(_report(3, 1, 22.0)) == log.flush() == []
+
+
+def _change_members(log: RecoveryLog, epoch: int, *, joined: tuple[int, ...] = (), left: tuple[int, ...] = ()) -> None:
+    """Members have paused before step 7; others come and go, and all are told how to go on."""
+    log.new_epoch(NewEpoch(epoch, (), joined, left), LAYOUT, now_s=10.0 * epoch)
+    members = tuple(sorted({*LAYOUT.workers, *joined} - set(left)))
+    decision = Decision(
+        term=1, epoch=epoch, members=members, lost=(), evidence=None, resume_step=7, resume_attempt=1, layout=LAYOUT,
+        placement=Placement((), ()), deliver=(), rollback=None, evaluate=False, checkpoint=False, published=6,
+        promoted=0, reason="members have changed", joined=joined, left=left,
+    )  # fmt: skip
+    log.decided(decision, now_s=10.0 * epoch + 1, plan_s=0.25)
+
+
+def test_joins_and_leaves_have_entries_that_begin_with_the_pause(log: RecoveryLog) -> None:
+    _change_members(log, 2, joined=(4,), left=(1,))
+    log.installed(_installed(3))
+    assert log.resumed(22.0) == [], "the next step is not known to be done"
+    joined, drained = log.committed(_report(7, 2, 23.0))
+    assert [(each.kind, each.worker, each.detected_by) for each in (joined, drained)] == [
+        ("joined", 4, None),
+        ("drained", 1, "drain"),
+    ]
+    for each in (joined, drained):
+        assert (each.step, each.epoch, each.outcome, each.detect_s) == (7, 2, "committed", None)
+        assert (each.agree_s, each.plan_s, each.redo_s, each.total_s) == (0.75, 0.25, 0.0, 2.0)
+        assert not each.is_failure
+    assert log.describe(joined) == "worker 4 has joined: training paused for 2000 ms"
+    assert log.describe(drained) == "worker 1 has left: training paused for 2000 ms"
+
+
+def test_a_joiner_that_is_lost_before_the_decision_has_not_joined(log: RecoveryLog) -> None:
+    log.new_epoch(NewEpoch(2, (), (4,)), LAYOUT, now_s=20.0)
+    _lose(log, 4, 3)
+    log.resumed(32.0)
+    assert [(each.kind, each.worker) for each in log.committed(_report(3, 3, 33.0))] == [("lost", 4)]
+
+
+def _changed(layout: Layout, **speeds: float) -> LayoutChosen:
+    by_worker = {int(name[1:]): speed for name, speed in speeds.items()}
+    return LayoutChosen(epoch=2, layout=layout, reason="planned", first_step=9, change=1, speeds=by_worker)
+
+
+def test_a_planned_change_is_a_slow_down_or_a_migration_or_nothing_to_tell() -> None:
+    other = make_layout(widths=(1, 3), layers_per_stage=(1, 3), num_microbatches=5)
+
+    def found(event: LayoutChosen, speeds: dict[int, float]) -> list[tuple[str, int | None, int]]:
+        return [(each.kind, each.worker, each.step) for each in layout_changed(event, LAYOUT, speeds)]
+
+    assert found(_changed(other), {}) == [("migrated", None, 9)]
+    assert found(_changed(LAYOUT), {}) == [], "micro-batches are divided in another way"
+    assert found(_changed(other, w1=0.5, w2=0.8), {2: 0.8}) == [("slowed", 1, 9)]
+    assert found(_changed(LAYOUT, w1=0.5), {1: 0.7}) == [("slowed", 1, 9)]
+    assert found(_changed(other, w1=0.9), {1: 0.5}) == [("migrated", None, 9)], "it has become faster"
+    assert found(_changed(LAYOUT, w1=1.0), {1: 2.0}) == [], "as fast as configured"

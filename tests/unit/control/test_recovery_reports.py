@@ -52,11 +52,11 @@ def reports(ends_s=(), records=()) -> tuple[RecoveryReports, Log, list[str]]:
     return made, log, said
 
 
-def decision(epoch, lost):
+def decision(epoch, lost, **changes):
     return Decision(
         term=1, epoch=epoch, members=(0, 2), lost=lost, evidence=None, resume_step=1, resume_attempt=1,
         layout=survivor_layout(LAYOUT, [1]), placement=Placement((0,), ((),)), deliver=(), rollback=None,
-        evaluate=False, checkpoint=False, published=0, promoted=0, reason="it has ended",
+        evaluate=False, checkpoint=False, published=0, promoted=0, reason="it has ended", **changes,
     )  # fmt: skip
 
 
@@ -84,6 +84,16 @@ def test_a_successor_takes_over_what_has_no_entry_yet():
     assert log.told[0][1] == NewEpoch(3, (Suspected(0, "exit", "it has ended"),))
     assert log.told[3][1] == undecided
     assert said == [], "nothing is shown before a step has been committed"
+
+
+def test_a_successor_takes_over_joins_and_leaves_that_have_no_entry_yet():
+    entered = (msgspec.structs.replace(LOST, kind=kind, worker=worker) for kind, worker in (("joined", 3), ("lost", 4)))
+    made, log, _ = reports(records=[Entered(event=Recovered(recovery=recovery)) for recovery in entered])
+    made.restore([decision(2, (), joined=(3,)), decision(3, (), joined=(4,)), decision(4, (), left=(3,))], None, 9.0)
+    assert [entry[1] for entry in log.told if entry[0] == "new_epoch"] == [
+        NewEpoch(3, (), (4,), ()),
+        NewEpoch(4, (), (), (3,)),
+    ]
 
 
 def test_a_coordinators_end_is_told_once():

@@ -180,7 +180,25 @@ def test_recoveries_and_restarts():
         placement=Placement((0,), ((),)), deliver=(), rollback=None, evaluate=False, checkpoint=False, published=0,
         promoted=0, reason="",
     )  # fmt: skip
-    assert state.unreported(decision) == [2]
+    assert state.unreported(decision) == ((2,), (), ())
+    decision = msgspec.structs.replace(decision, joined=(3,), left=(4,))
+    assert state.unreported(decision) == ((2,), (3,), (4,))
+    joined = msgspec.structs.replace(lost, kind="joined", worker=3)
+    state.apply(Entered(event=Recovered(recovery=joined)))
+    assert state.unreported(decision) == ((2,), (), (4,))
+
+
+def test_planned_changes_that_move_layers_or_follow_slow_workers_are_entries():
+    wider = make_layout(widths=(1, 2), layers_per_stage=[1, 1], num_microbatches=4)
+    state = state_of(
+        chosen(),
+        chosen(layout=wider, first_step=5, change=1),
+        chosen(layout=wider, first_step=8, change=2, speeds={2: 0.5}),
+        chosen(layout=wider, first_step=9, change=3, speeds={2: 0.5}),
+        chosen(epoch=2, layout=AFTER, first_step=11),
+    )
+    found = [(each.kind, each.worker, each.step) for each in state.recoveries]
+    assert found == [("migrated", None, 5), ("slowed", 2, 8)]
 
 
 def test_the_end_is_known_when_every_member_has_finished_in_this_epoch():
