@@ -33,6 +33,7 @@ def test_throughput_is_compared_with_plain_pytorch_which_learns_the_same() -> No
         assert abs(row["plain_loss"] - row["elaswave_loss"]) < 0.05
 
 
+@pytest.mark.slow
 def test_throughput_is_compared_with_plain_transformers_which_learns_the_same() -> None:
     document = run(
         "fault_free.py", "--sizes", "gpt2-tiny", "--starts", "1", "--rounds", "1", "--consistency", "bitwise"
