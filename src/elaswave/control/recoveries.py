@@ -192,7 +192,10 @@ class RecoveryLog:
         return entries + self._comings_and_goings(pending, decision)
 
     def _comings_and_goings(self, pending: _OpenRecovery, decision: Decision) -> list[Recovery]:
-        joined = [worker for worker in pending.joined if worker in decision.members]
+        who: list[tuple[Literal["joined", "drained"], int]] = [
+            *(("joined", worker) for worker in pending.joined if worker in decision.members),
+            *(("drained", worker) for worker in pending.left),
+        ]
         return [
             Recovery(
                 kind=kind,
@@ -213,8 +216,7 @@ class RecoveryLog:
                 critical_bytes=sum(each.critical_bytes for each in pending.installed.values()),
                 num_microbatches_recomputed=0,
             )
-            for kind, workers in (("joined", joined), ("drained", pending.left))
-            for worker in workers
+            for kind, worker in who
         ]
 
     def describe(self, recovery: Recovery) -> str:
