@@ -10,7 +10,7 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 SHORT = ("--set", "run.steps=6", "--set", "batch.num_microbatches=5", "--set", "batch.microbatch_size=4")
 """Five micro-batches divide by no number of workers."""
 QUICK = ("lora.py", "own_model.py")
-"""What the others show is in quick tests of the rules: auxiliary losses, buffers, trees, loaders."""
+"""What the others show is in quick tests of the rules: auxiliary losses, buffers, trees, loaders, checkpoints."""
 TWO_KILLS = ("--fault", "kill:2@2:backward", "--fault", "kill:random@5:any")
 TIMEOUT_S = 300
 
@@ -56,4 +56,4 @@ def test_the_examples_are_listed() -> None:
     for example in EXAMPLES:
         assert f"]({example})" in page
         assert f"examples/{example}\n" in (ROOT / "examples" / example).read_text()
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6

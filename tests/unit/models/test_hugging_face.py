@@ -14,6 +14,7 @@ from tests.hugging_face import CONFIGS, VOCABULARY, WIDTH, call, config_of, edit
 
 import elaswave
 from elaswave.errors import UsageError
+from elaswave.models.calls import Call, inside
 from elaswave.models.huggingface import stored
 from elaswave.models.layers import build_layer
 
@@ -177,6 +178,38 @@ def test_bfloat16_is_of_parameters_and_not_of_rotary_tables(llama: Path) -> None
     assert layers.dtype == torch.bfloat16 and json.loads(layers.files["config.json"])["dtype"] == "bfloat16"
     assert elaswave.hf(config_of("llama", dtype="bfloat16")).dtype == torch.bfloat16
     assert elaswave.hf(llama, dtype=torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_routers_balance_is_that_of_the_original(family: str, masked: bool) -> None:
+    """Over all blocks, one of which has no router."""
+    model = original(config_of(family, output_router_logits=True, router_aux_loss_coef=0.5))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate.weight" in name:
+                parameter.mul_(3)
+    layers, inputs = elaswave.hf(model.config), {"input_ids": tokens(2)}
+    if masked:
+        inputs["attention_mask"] = (torch.arange(12) >= torch.tensor([[0], [5]])).long()
+    modules = [layer.build() for layer in layers]
+    for layer, module in zip(layers, modules, strict=True):
+        module.load_state_dict({name: model.state_dict()[f"{layer.name}.{name}"] for name in module.state_dict()})
+    value: Any = inputs
+    told = Call(lambda: inputs)
+    with inside(told):
+        for module in modules:
+            value = module(value)
+    out = model(**inputs)
+    torch.testing.assert_close(value, out.logits, rtol=0, atol=1e-5)
+    (aux,) = told.aux_losses
+    torch.testing.assert_close(aux, 0.5 * out.aux_loss, rtol=1e-6, atol=0)
+    aux.backward()
+    (0.5 * out.aux_loss).backward()
+    (gate,) = [name for name, _ in modules[1].named_parameters() if name.endswith("gate.weight")]
+    theirs = model.get_parameter(f"model.layers.0.{gate}").grad
+    assert theirs.abs().max() > 0
+    torch.testing.assert_close(modules[1].get_parameter(gate).grad, theirs, rtol=1e-4, atol=1e-7)
 
 
 def test_a_tied_head_is_one_tensor_with_the_table() -> None:

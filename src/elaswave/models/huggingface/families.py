@@ -12,7 +12,14 @@ from typing import Any
 from torch import nn
 
 from elaswave.errors import UsageError
-from elaswave.models.huggingface.parts import LearnedPositions, Tokens, plain_block, rotary_block
+from elaswave.models.huggingface.parts import (
+    LearnedPositions,
+    Tokens,
+    balances,
+    balancing_norm,
+    plain_block,
+    rotary_block,
+)
 
 BY_HAND = (
     "To bring it by hand give elaswave.Trainer a list of layers: its embedding, each of its blocks, its head; "
@@ -69,10 +76,15 @@ def _rotary(family: Family, config: Any) -> dict[str, Callable[[], nn.Module]]:
         kind = rotary_block(family.kind("DecoderLayer"), family.kind("RotaryEmbedding"))
         return lambda: kind(config, index, slides=_slides(config, index))
 
+    def norm() -> nn.Module:
+        if balances(config):
+            return balancing_norm(family.kind("RMSNorm"))(config)
+        return family.kind("RMSNorm")(width, eps=config.rms_norm_eps)
+
     return {
         "model.embed_tokens": lambda: Tokens(config.vocab_size, width, padding, config.max_position_embeddings),
         **{f"model.layers.{index}": block(index) for index in range(config.num_hidden_layers)},
-        "model.norm": lambda: family.kind("RMSNorm")(width, eps=config.rms_norm_eps),
+        "model.norm": norm,
         HEAD: lambda: nn.Linear(width, config.vocab_size, bias=False),
     }
 

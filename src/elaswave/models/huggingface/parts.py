@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from elaswave.errors import UsageError
-from elaswave.models.calls import batch
+from elaswave.models.calls import aux_loss, batch
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 
@@ -131,20 +132,101 @@ def rotary_block(block: type[nn.Module], rotary: Callable[..., nn.Module]) -> ty
             self.rotary_emb = rotary(config=config)
             self._config, self._slides = config, slides
 
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            """Hidden states to hidden states."""
+        def forward(self, value: Any) -> Any:
+            """Hidden states to hidden states; with the routers' sums, if balance is asked for."""
+            hidden = value if isinstance(value, torch.Tensor) else value[0]
             given = Given(batch())
             positions = given.positions(hidden)
-            out = super().forward(
-                hidden,
-                attention_mask=causal_mask(self._config, given, hidden, slides=self._slides),
-                position_ids=positions,
-                position_embeddings=self.rotary_emb(hidden, position_ids=positions),
-                use_cache=False,
-            )
-            return _hidden(out)
+            arguments = {
+                "attention_mask": causal_mask(self._config, given, hidden, slides=self._slides),
+                "position_ids": positions,
+                "position_embeddings": self.rotary_emb(hidden, position_ids=positions),
+                "use_cache": False,
+            }
+            if not balances(self._config):
+                return _hidden(super().forward(hidden, **arguments))
+            with _Routed(self) as routed:
+                out = _hidden(super().forward(hidden, **arguments))
+            return out, balanced(value, routed.scores, given, self._config)
 
     return _named_as(Block, block)
+
+
+def balances(config: Any) -> bool:
+    """Whether the routers of a mixture of experts are to spread tokens evenly: ``output_router_logits``."""
+    return bool(getattr(config, "output_router_logits", False)) and bool(config.router_aux_loss_coef)
+
+
+class _Routed:
+    """While inside, keeps what the router of a block gives; a block without one has none."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._gate = getattr(block.mlp, "gate", None)
+        self.scores: torch.Tensor | None = None
+        """[tokens, experts], as transformers records it."""
+
+    def __enter__(self) -> "_Routed":
+        self._handle = None if self._gate is None else self._gate.register_forward_hook(self._keep)
+        return self
+
+    def _keep(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self.scores = outputs[0]
+
+    def __exit__(self, *exception: object) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+
+def balanced(value: Any, scores: torch.Tensor | None, given: Given, config: Any) -> torch.Tensor:
+    """The sums that the balance loss is made of, over the blocks so far, float32 [3, experts]: how often each expert
+    was chosen, its probabilities, and the number of tokens.
+
+    The loss is a product of means over all blocks, so that no block can compute its share; the sums travel instead.
+    Source: Switch Transformer (Fedus et al. 2021, eqs. 4 to 6), as transformers' ``load_balancing_loss_func`` has it.
+
+    Args:
+        value: what the block was given.
+        scores: of its router, [tokens, experts]; None: it has none.
+        given: the micro-batch's inputs; what is masked does not count.
+        config: of the model.
+    """
+    before = torch.zeros(3, config.num_experts) if isinstance(value, torch.Tensor) else value[1]
+    if scores is None:
+        return before
+    if isinstance(value, torch.Tensor):
+        before = before.to(scores.device)
+    probabilities = scores.softmax(-1).float()
+    chosen = F.one_hot(probabilities.topk(config.num_experts_per_tok).indices, probabilities.shape[1]).sum(1).float()
+    weights = torch.ones(len(scores), 1, device=scores.device)
+    if given.attention_mask is not None:
+        weights = given.attention_mask.reshape(-1, 1).float()
+    sums = [(chosen * weights).sum(0), (probabilities * weights).sum(0), weights.sum().expand(probabilities.shape[1])]
+    return before + torch.stack(sums)
+
+
+@functools.cache
+def balancing_norm(norm: type[nn.Module]) -> type[nn.Module]:
+    """The last norm, which adds the balance loss of all routers to the micro-batch's.
+
+    Args:
+        norm: transformers' class.
+    """
+
+    class Norm(norm):  # type: ignore[misc, valid-type]
+        """The class, for hidden states and the routers' sums."""
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config.hidden_size, eps=config.rms_norm_eps)
+            self._factor = config.router_aux_loss_coef * config.num_experts
+
+        def forward(self, value: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            """Hidden states and sums to hidden states."""
+            hidden, (chosen, probabilities, num_tokens) = value
+            num_tokens = num_tokens.clamp(min=1)  # without any there is no loss
+            aux_loss(self._factor * (chosen / num_tokens * probabilities / num_tokens).sum())
+            return _hidden(super().forward(hidden))
+
+    return _named_as(Norm, norm)
 
 
 @functools.cache
