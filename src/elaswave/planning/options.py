@@ -28,6 +28,9 @@ class Options:
     """Whether neighbouring stages may share layers."""
     mix_depths: bool = True
     """Whether pipelines of different depth may run side by side, if workers may change stage."""
+    leave_out: bool = True
+    """Whether workers may be left without work, as spares that hold copies: slow ones, or those that make a layout
+    uneven."""
     schedules: tuple[Schedule, ...] | None = None
     """To choose from; None means the job's own and ``zero-bubble-h2``."""
     followers: int = DEFAULT_FOLLOWERS

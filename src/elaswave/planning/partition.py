@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -319,36 +319,58 @@ def split_within(
     return best[starts[0][0]][1]
 
 
-@lru_cache(maxsize=256)
-def template_beside(costs: Costs, depth: int, others: frozenset[tuple[int, int]]) -> tuple[tuple[int, int], ...] | None:
-    """Layers of a pipeline's stages: its slowest stage as fast as may be, beside others in one `Layout`.
+class Template(NamedTuple):
+    """A pipeline of one worker per stage."""
 
-    Of splits up to a layer only the best is kept: smallest slowest stage, then the most even, then earliest starts.
+    ranges: tuple[tuple[int, int], ...]
+    """Layers [start, stop) of each stage."""
+    speeds: tuple[float, ...]
+    """Of each stage's worker."""
+
+
+@lru_cache(maxsize=1024)
+def template_beside(costs: Costs, speeds: tuple[float, ...], others: frozenset[tuple[int, int]]) -> Template | None:
+    """A pipeline of workers of these speeds: its slowest stage as fast as may be, beside others in one `Layout`.
+
+    Which worker has which stage is chosen with the layers. Of splits up to a layer with the same workers only the best
+    is kept: smallest slowest stage, then the most even, then earliest starts.
 
     Args:
         costs: of the layers.
-        depth: stages of the pipeline.
+        speeds: of the pipeline's workers, in any order.
         others: layers of other pipelines' stages; none may lie inside one of these or enclose it.
     Returns:
         None if there is no such pipeline.
     """
-    busy = costs.prefix["busy_s"]
-    last = costs.num_layers
+    busy = costs.prefix["busy_s"].tolist()
+    last, depth = costs.num_layers, len(speeds)
+    kinds = sorted(set(speeds), reverse=True)
+    wanted = tuple(speeds.count(kind) for kind in kinds)
 
     def allowed(start: int, stop: int) -> bool:
         return not any((a < start and stop < b) or (start < a and b < stop) for a, b in others)
 
-    # best[stop]: slowest stage, then sum of squares, then where the stages before begin, of the stages up to `stop`.
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    # best[stop, workers used]: slowest stage, then sum of squares, then where the stages before begin, and their kinds.
+    best: dict[tuple[int, tuple[int, ...]], tuple[float, float, tuple[int, ...], tuple[int, ...]]] = {
+        (0, (0,) * len(kinds)): (0.0, 0.0, (), ())
+    }
     for stage in range(depth):
-        reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        reached: dict[tuple[int, tuple[int, ...]], tuple[float, float, tuple[int, ...], tuple[int, ...]]] = {}
         stops = [last] if stage == depth - 1 else range(stage + 1, last - (depth - stage - 1) + 1)
-        for stop in stops:
-            for start, (slowest, squares, starts) in best.items():
-                if start < stop and allowed(start, stop):
-                    own = float(busy[stop] - busy[start])
-                    found = (max(slowest, own), squares + own * own, (*starts, start))
-                    if stop not in reached or found < reached[stop]:
-                        reached[stop] = found
+        for (start, used), (slowest, squares, starts, chosen) in best.items():
+            for stop in stops:
+                if stop <= start or (others and not allowed(start, stop)):
+                    continue
+                for kind, speed in enumerate(kinds):
+                    if used[kind] == wanted[kind]:
+                        continue
+                    own = (busy[stop] - busy[start]) / speed
+                    found = (max(slowest, own), squares + own * own, (*starts, start), (*chosen, kind))
+                    key = (stop, (*used[:kind], used[kind] + 1, *used[kind + 1 :]))
+                    if key not in reached or found < reached[key]:
+                        reached[key] = found
         best = reached
-    return tuple(pairwise((*best[last][2], last))) if last in best else None
+    if (last, wanted) not in best:
+        return None
+    _, _, starts, chosen = best[last, wanted]
+    return Template(tuple(pairwise((*starts, last))), tuple(kinds[kind] for kind in chosen))

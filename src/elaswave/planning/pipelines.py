@@ -1,21 +1,24 @@
-"""Pipelines of several depths beside each other: what a planner may make of a number of workers that is no rectangle.
+"""Pipelines of several depths and speeds beside each other: what a planner may make of workers that are no rectangle.
 
 With few micro-batches per pipeline a stage cannot share out a lost worker's part evenly: one worker gets one
 micro-batch more, which is much. Then it may be better to let most pipelines go on as they are, and to make of all other
-workers pipelines that are a stage longer or shorter. Deeper ones also need less memory per worker, so that more fits in
-flight.
+workers pipelines that are a stage longer or shorter, or to leave some out. Deeper ones also need less memory per
+worker, so that more fits in flight. Workers of unequal speed are dealt to pipelines in the order of their speed, so
+that few pipelines have slow ones; such a pipeline's layers are split by the speeds of its workers, and it runs fewer
+micro-batches.
 
-Mixes are ranked by what a pipeline of each depth would take if layers could be split at will; the best ones get real
-stages (`template_beside`) and micro-batches (`apportion_pipelines`), and one pipeline of each depth is compiled and
+Mixes are ranked by what a pipeline of each kind would take if layers could be split at will; the best ones get real
+stages (`template_beside`) and micro-batches (`apportion_pipelines`), and one pipeline of each kind is compiled and
 timed. Pure.
 
 Source: Oobleck (Jang et al., SOSP 2023, arXiv 2309.08125, section 4), whose templates these are. Differs: chosen by
 the time of the step, after every event, among all that the workers can be made into; Oobleck mends what is broken.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,26 +30,38 @@ from elaswave.costs.step_time.bound import pipeline_line
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import apportion, apportion_pipelines
 from elaswave.planning.memory_limits import memory_limits
-from elaswave.planning.partition import template_beside
+from elaswave.planning.partition import Template, template_beside
 from elaswave.planning.plan import Allocation, Chain, StageShare
 from elaswave.planning.prediction import fidelity_for, step_s
+from elaswave.planning.teams import in_order
 
 Ranges = tuple[tuple[int, int], ...]
 """Layers [start, stop) of each stage."""
 SHORTER, LONGER = 2, 3
 """A pipeline may have so many stages fewer, or more, than those before; one more where workers are left over."""
-RANKED = 16
-"""Mixes that get real stages."""
+ANY_DEPTH = 12
+"""Jobs of at most so many workers are made into pipelines of any depth."""
+KINDS_MAX = 6
+"""Mixes of more kinds of pipelines are left out."""
+RANKED, RANKED_SMALL = 16, 40
+"""Mixes that get real stages; in jobs of at most `ANY_DEPTH` workers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Mix:
-    """Depth -> number of pipelines, the usual depth first."""
+class _Mix(NamedTuple):
+    """Pipelines by the speeds of their workers, fastest first: speeds, and number of such pipelines."""
 
-    groups: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[tuple[float, ...], int], ...]
+
+    @property
+    def num_workers(self) -> int:
+        """In all pipelines."""
+        return sum(len(speeds) * number for speeds, number in self.groups)
 
     def __str__(self) -> str:
-        return ", ".join(f"{number} x {depth}" for depth, number in self.groups)
+        numbers: dict[int, int] = {}
+        for speeds, number in self.groups:
+            numbers[len(speeds)] = numbers.get(len(speeds), 0) + number
+        return ", ".join(f"{number} x {depth}" for depth, number in numbers.items())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,11 +79,6 @@ class Crew:
     levels: np.ndarray
     """Frequency level of every worker of the cluster."""
 
-    @property
-    def whole(self) -> int:
-        """Pipelines that still have a worker in every stage."""
-        return min(map(len, self.members))
-
 
 def mixed_pipelines(
     cluster: Cluster,
@@ -79,43 +89,88 @@ def mixed_pipelines(
     *,
     followers: int,
     most: int,
+    leave_out: bool = True,
 ) -> list[tuple[Allocation, str]]:
     """The best mixes.
 
     Args:
-        cluster: after the event, with workers of one speed, levels included: pipelines of equal depth get equal
-            work.
+        cluster: after the event.
         costs: of the layers.
         crew: all of its workers.
         num_microbatches: of the step.
         schedule: of the job.
         followers: live copies of every block, for memory.
         most: how many are wanted.
+        leave_out: whether workers may be left without a place.
     Returns:
-        Allocations, the fastest first, and how they came about; none if speeds differ or nothing fits.
+        Allocations, the fastest first, and how they came about; none if nothing fits.
     """
     speeds = worker_speeds(cluster, np.arange(cluster.num_workers), crew.levels)[0]
-    if not np.all(speeds == speeds[0]):
-        return []
-    found = []
+    order = in_order(crew.members, crew.free, speeds)
     ideal = _Ideal(cluster, costs, schedule, followers)
-    mixes = _mixes(crew, costs.num_layers)
-    for mix in sorted(mixes, key=lambda each: ideal.step_s(each, num_microbatches))[:RANKED]:
-        try:
-            allocation = _allocation(cluster, costs, mix, crew, num_microbatches, schedule)
-            if allocation is not None:
-                found.append((_one_of_each_s(cluster, costs, allocation, followers), allocation, str(mix)))
-        except InfeasiblePlan:
-            continue
+    mixes = _mixes(crew, speeds[order].tolist(), costs.num_layers, leave_out=leave_out)
+    found: list[tuple[float, Allocation, str]] = []
+    fresh = template_beside(costs, (1.0,) * len(crew.usual), frozenset())
+    # The stages of before cost no moves; where they are no longer balanced, balanced ones are tried too.
+    starts = [crew.usual] if fresh is None or fresh.ranges == crew.usual else [crew.usual, fresh.ranges]
+    ranked = RANKED if len(order) > ANY_DEPTH else RANKED_SMALL
+    for mix in sorted(mixes, key=lambda each: ideal.step_s(each, num_microbatches))[:ranked]:
+        for usual in starts:
+            try:
+                placing = _Placing(cluster, costs, crew, usual, speeds, order[: mix.num_workers])
+                allocation = placing.allocation(mix, num_microbatches, schedule)
+                if allocation is not None:
+                    found.append((_one_of_each_s(cluster, costs, allocation, followers), allocation, str(mix)))
+            except InfeasiblePlan:
+                continue
     found.sort(key=lambda each: each[0])
     return [(allocation, f"pipelines x workers of each: {mix}") for _, allocation, mix in found[:most]]
 
 
-def _mixes(crew: Crew, num_layers: int) -> list[_Mix]:
-    """Everything that gives all workers a place: pipelines of the usual depth, and others of one depth or two."""
-    depth, number = len(crew.usual), sum(map(len, crew.members)) + len(crew.free)
-    found: dict[tuple[tuple[int, int], ...], None] = {}
-    for kept in range(crew.whole, -1, -1):
+def _mixes(crew: Crew, speeds: Sequence[float], num_layers: int, *, leave_out: bool) -> list[_Mix]:
+    """Pipelines of the usual depth beside others of one depth or two, or of any two depths.
+
+    Args:
+        crew: how it was before.
+        speeds: of its workers, descending.
+        num_layers: of the model.
+        leave_out: whether workers may be left over.
+    """
+    usual = len(crew.usual)
+    numbers = [len(speeds)]
+    if leave_out:  # also without the slow ones, class by class
+        slower = [index for index in range(1, len(speeds)) if speeds[index] < speeds[index - 1]]
+        numbers += slower[:-4:-1]
+    found: dict[_Mix, None] = {}
+    for number in numbers:
+        deals = [*_beside_usual(crew, number, num_layers)]
+        if leave_out:
+            deals += _of_two_depths(usual, number, num_layers)
+        for counts in deals:
+            for depths in (counts, counts[::-1]):
+                mix = _dealt(depths, speeds, usual)
+                if len(mix.groups) <= KINDS_MAX:
+                    found[mix] = None
+    return list(found)
+
+
+def _dealt(depths: Sequence[tuple[int, int]], speeds: Sequence[float], usual: int) -> _Mix:
+    """Pipelines of these depths, the first one made of the fastest workers; those of the usual depth come first."""
+    groups: dict[tuple[float, ...], int] = {}
+    at = 0
+    for depth, number in depths:
+        alike = speeds[at + depth * number - 1] == speeds[at] if number else False
+        for _ in range(1 if alike else number):
+            own = tuple(speeds[at : at + depth])
+            groups[own] = groups.get(own, 0) + (number if alike else 1)
+            at += depth * (number if alike else 1)
+    return _Mix(tuple(sorted(groups.items(), key=lambda group: (len(group[0]) != usual, -group[1], group[0]))))
+
+
+def _beside_usual(crew: Crew, number: int, num_layers: int) -> Iterator[list[tuple[int, int]]]:
+    """(depth, number of pipelines): all workers have a place, some pipelines are as before."""
+    depth, whole = len(crew.usual), min(map(len, crew.members))
+    for kept in range(whole, -1, -1):
         rest = number - kept * depth
         for other in range(max(1, depth - SHORTER), min(depth + LONGER, num_layers) + 1):
             shorter, longer = (rest // other) - rest % other, rest % other
@@ -124,10 +179,19 @@ def _mixes(crew: Crew, num_layers: int) -> list[_Mix]:
             counts = {depth: kept}
             for key, more in ((other, shorter), (other + 1, longer)):
                 counts[key] = counts.get(key, 0) + more
-            groups = tuple((key, count) for key, count in counts.items() if count)
-            if len(groups) > 1 or groups[0][0] != depth:
-                found[groups] = None
-    return [_Mix(groups=groups) for groups in found]
+            yield [(key, count) for key, count in counts.items() if count]
+
+
+def _of_two_depths(usual: int, number: int, num_layers: int) -> Iterator[list[tuple[int, int]]]:
+    """(depth, number of pipelines): as many of the shorter depth as the others leave workers for."""
+    low, high = (1, number) if number <= ANY_DEPTH else (max(1, usual - SHORTER), usual + LONGER + 1)
+    for longer in range(low, min(high, num_layers, number) + 1):
+        for count in range(1, number // longer + 1):
+            left = number - count * longer
+            for shorter in range(low, longer):
+                if left >= shorter:
+                    yield [(longer, count), (shorter, left // shorter)]
+        yield [(longer, number // longer)]
 
 
 class _Ideal:
@@ -142,15 +206,22 @@ class _Ideal:
         self._num_workers = cluster.num_workers
         self._copies = num_copies(followers, cluster.num_workers)
         self._schedule: Schedule = schedule
+        self._lines: dict[tuple[float, ...], tuple[float, float]] = {}
 
-    def linear(self, depth: int) -> tuple[float, float]:
+    def linear(self, speeds: tuple[float, ...]) -> tuple[float, float]:
         """A pipeline with m micro-batches takes first + m x second seconds; infinitely long if it does not fit."""
+        if speeds not in self._lines:
+            self._lines[speeds] = self._linear(speeds)
+        return self._lines[speeds]
+
+    def _linear(self, speeds: tuple[float, ...]) -> tuple[float, float]:
         # A stage is a depth-th of all layers, which are held by as many workers as there are pipelines.
+        depth = len(speeds)
         model = MemoryModel.of_width(self._costs, self._num_workers / depth, self._copies)
         fits = float(model.most_in_flight(0, self._costs.num_layers, self._memory_bytes * depth)[0])
         if fits < 1:
             return float("inf"), float("inf")
-        forward, first, second = (seconds / depth for seconds in self._seconds)
+        forward, first, second = (seconds / sum(speeds) for seconds in self._seconds)
         return pipeline_line(
             ((forward, first, second),) * depth, split=splits_backwards(self._schedule) and fits >= depth
         )
@@ -158,72 +229,113 @@ class _Ideal:
     def step_s(self, mix: _Mix, num_microbatches: int) -> float:
         """Of a mix, if micro-batches could be dealt out in parts."""
         rate = done = 0.0
-        for depth, number in mix.groups:
-            fixed, pace = self.linear(depth)
+        for speeds, number in mix.groups:
+            fixed, pace = self.linear(speeds)
             rate += number / pace
             done += number * fixed / pace if np.isfinite(fixed) else float("inf")
         return (num_microbatches + done) / rate if rate else float("inf")
 
 
-def _allocation(
-    cluster: Cluster, costs: Costs, mix: _Mix, crew: Crew, num_microbatches: int, schedule: Schedule
-) -> Allocation | None:
-    """A mix with real stages, workers and micro-batches; None if its depths cannot be one layout."""
-    templates: dict[int, Ranges] = {}
-    if dict(mix.groups).get(len(crew.usual)):
-        templates[len(crew.usual)] = crew.usual
-    for depth, _ in mix.groups:
-        if depth not in templates:
-            others = frozenset(layers for ranges in templates.values() for layers in ranges)
-            ranges = template_beside(costs, depth, others)
-            if ranges is None:
-                return None
-            templates[depth] = ranges
-    columns = _columns(mix, templates, crew)
-    times = [linear_s(costs, templates[depth], schedule) for depth, _ in mix.groups]
-    totals = apportion_pipelines(num_microbatches, [number for _, number in mix.groups], times)
-    chains = []
-    for (depth, number), total in zip(mix.groups, totals, strict=True):
-        if not total:
-            continue
-        counts = apportion(total, np.ones(number))
-        shares = tuple(
-            StageShare(
-                start=start, stop=stop, workers=cluster.ids[where], num_microbatches=counts, levels=crew.levels[where]
-            )
-            for (start, stop), where in zip(templates[depth], columns[depth], strict=True)
-        )
-        cuts = tuple({start: total} for start, _ in templates[depth][1:])
-        chains.append(Chain(stages=shares, num_microbatches=total, cuts=cuts))
-    return Allocation(chains=tuple(chains), schedule=schedule)
+class _Placing:
+    """What becomes of a mix.
 
-
-def _columns(mix: _Mix, templates: dict[int, Ranges], crew: Crew) -> dict[int, list[np.ndarray]]:
-    """Positions of each depth's workers, stage by stage: workers that held early layers get early ones again.
-
-    Pipelines of the usual depth keep their workers as long as there are enough in every stage.
+    Args:
+        cluster, costs, crew: as of `mixed_pipelines`.
+        usual: layers of the stages of pipelines of the usual depth.
+        speeds: of all workers of the cluster.
+        workers: positions of those that get a place.
     """
-    usual, held = len(crew.usual), crew.held
-    kept = min(dict(mix.groups).get(usual, 0), crew.whole)
-    columns: dict[int, list[list[int]]] = {depth: [[] for _ in range(depth)] for depth, _ in mix.groups}
-    pool: list[int] = crew.free.tolist()
-    for stage, own in enumerate(crew.members):
-        if kept:
-            start, stop = templates[usual][stage]
-            lacks = (held[own, 0] > start) | (held[own, 1] < stop)
-            own = own[np.argsort(lacks, kind="stable")]
-            columns[usual][stage] = own[:kept].tolist()
-        pool += own[kept:].tolist()
-    pool.sort(key=lambda worker: (int(held[worker].sum()), worker))
-    places = sorted(
-        (start + stop, depth, stage)
-        for depth, number in mix.groups
-        for stage, (start, stop) in enumerate(templates[depth])
-        for _ in range(number - (kept if depth == usual else 0))
-    )
-    for worker, (_, depth, stage) in zip(pool, places, strict=True):
-        columns[depth][stage].append(worker)
-    return {depth: [np.sort(np.array(own, dtype=np.int64)) for own in stages] for depth, stages in columns.items()}
+
+    def __init__(
+        self, cluster: Cluster, costs: Costs, crew: Crew, usual: Ranges, speeds: np.ndarray, workers: np.ndarray
+    ) -> None:
+        self._cluster = cluster
+        self._costs = costs
+        self._crew = crew
+        self._usual = usual
+        self._speeds = speeds
+        self._is_used = np.zeros(cluster.num_workers, dtype=bool)
+        self._is_used[workers] = True
+
+    def allocation(self, mix: _Mix, num_microbatches: int, schedule: Schedule) -> Allocation | None:
+        """A mix with real stages, workers and micro-batches; None if its pipelines cannot be one layout."""
+        templates = self._templates(mix)
+        if templates is None:
+            return None
+        columns = self._columns(mix, templates)
+        times = [linear_s(self._costs, each.ranges, schedule, each.speeds) for each in templates]
+        totals = apportion_pipelines(num_microbatches, [number for _, number in mix.groups], times)
+        chains, levels = [], self._crew.levels
+        for (_, number), template, own, total in zip(mix.groups, templates, columns, totals, strict=True):
+            if not total:
+                continue
+            counts = apportion(total, np.ones(number))
+            shares = tuple(
+                StageShare(
+                    start=start,
+                    stop=stop,
+                    workers=self._cluster.ids[where],
+                    num_microbatches=counts,
+                    levels=levels[where],
+                )
+                for (start, stop), where in zip(template.ranges, own, strict=True)
+            )
+            cuts = tuple({start: total} for start, _ in template.ranges[1:])
+            chains.append(Chain(stages=shares, num_microbatches=total, cuts=cuts))
+        return Allocation(chains=tuple(chains), schedule=schedule)
+
+    def _templates(self, mix: _Mix) -> list[Template] | None:
+        """Stages of each group's pipelines; those of pipelines like before are given."""
+        found: dict[tuple[float, ...], Template] = {}
+        taken: set[tuple[int, int]] = set()
+        for speeds, _ in sorted(mix.groups, key=lambda group: (not self._is_usual(group[0]), -group[1])):
+            template = template_beside(self._costs, speeds, frozenset(taken))
+            if self._is_usual(speeds) and not taken:
+                template = Template(self._usual, speeds)
+            if template is None:
+                return None
+            found[speeds] = template
+            taken.update(template.ranges)
+        return [found[speeds] for speeds, _ in mix.groups]
+
+    def _is_usual(self, speeds: tuple[float, ...]) -> bool:
+        return len(speeds) == len(self._usual) and speeds[0] == speeds[-1]
+
+    def _columns(self, mix: _Mix, templates: Sequence[Template]) -> list[list[np.ndarray]]:
+        """Positions of each group's workers, stage by stage: workers that held early layers get early ones again.
+
+        Pipelines of the usual depth keep their workers as long as there are enough in every stage.
+        """
+        held = self._crew.held
+        columns: list[list[list[int]]] = [[[] for _ in template.ranges] for template in templates]
+        pools: dict[float, list[int]] = {}
+        for worker in self._crew.free[self._is_used[self._crew.free]].tolist():
+            pools.setdefault(float(self._speeds[worker]), []).append(worker)
+        same = next((index for index, (speeds, _) in enumerate(mix.groups) if self._is_usual(speeds)), None)
+        fit = [own[self._is_used[own]] for own in self._crew.members]
+        kept = 0
+        if same is not None:
+            alike = [own[self._speeds[own] == mix.groups[same][0][0]] for own in fit]
+            kept = min(mix.groups[same][1], *map(len, alike))
+        for stage, own in enumerate(fit):
+            stays: list[int] = []
+            if same is not None and kept:
+                start, stop = templates[same].ranges[stage]
+                lacks = (held[alike[stage], 0] > start) | (held[alike[stage], 1] < stop)
+                stays = alike[stage][np.argsort(lacks, kind="stable")][:kept].tolist()
+                columns[same][stage] = stays
+            for worker in np.setdiff1d(own, stays).tolist():
+                pools.setdefault(float(self._speeds[worker]), []).append(worker)
+        places: dict[float, list[tuple[int, int, int]]] = {}
+        for group, ((_, number), template) in enumerate(zip(mix.groups, templates, strict=True)):
+            for stage, ((start, stop), speed) in enumerate(zip(template.ranges, template.speeds, strict=True)):
+                lacking = number - len(columns[group][stage])
+                places.setdefault(speed, []).extend([(start + stop, group, stage)] * lacking)
+        for speed, wanted in places.items():
+            pool = sorted(pools.get(speed, ()), key=lambda worker: (int(held[worker].sum()), worker))
+            for worker, (_, group, stage) in zip(pool, sorted(wanted), strict=True):
+                columns[group][stage].append(worker)
+        return [[np.sort(np.array(own, dtype=np.int64)) for own in stages] for stages in columns]
 
 
 def _one_of_each_s(cluster: Cluster, costs: Costs, allocation: Allocation, followers: int) -> float:
@@ -245,10 +357,22 @@ def _one_of_each_s(cluster: Cluster, costs: Costs, allocation: Allocation, follo
     return slowest
 
 
-def linear_s(costs: Costs, ranges: Ranges, schedule: Schedule) -> tuple[float, float]:
-    """Seconds of a pipeline beside its micro-batches, and of each of them at the slowest stage."""
+def linear_s(
+    costs: Costs, ranges: Ranges, schedule: Schedule, speeds: Sequence[float] | None = None
+) -> tuple[float, float]:
+    """Seconds of a pipeline beside its micro-batches, and of each of them at the slowest stage.
+
+    Args:
+        costs: of the layers.
+        ranges: of the stages.
+        schedule: of the pipeline.
+        speeds: of each stage's worker; None means 1.
+    """
     fields = ("forward_s", "input_gradient_s", "weight_gradient_s")
-    stages = [tuple(costs.between(field, start, stop) for field in fields) for start, stop in ranges]
+    stages = [
+        tuple(costs.between(field, start, stop) / speed for field in fields)
+        for (start, stop), speed in zip(ranges, speeds or (1.0,) * len(ranges), strict=True)
+    ]
     return pipeline_line(stages, split=splits_backwards(schedule))  # type: ignore[arg-type]  # three fields each
 
 

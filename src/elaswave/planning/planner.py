@@ -2,13 +2,15 @@
 
 Candidates are shapes of the job, from leaving everything as it is (the lost workers' micro-batches go to the others of
 their stage) over moving layers and workers to sharing layers between neighbours, each under each schedule that may be
-chosen, and the baselines' plans. All are scored in closed form, the best are built and timed exactly where that is
+chosen, of all workers or of all but some (`elaswave.planning.teams`); in small jobs every layout of whole layers
+(`elaswave.planning.exhaustive`); pipelines of several depths and speeds (`elaswave.planning.pipelines`); and the
+baselines' plans. All are scored in closed form, the best are built and timed exactly where that is
 quick, and the one is taken that gets most done until the next event is to be expected, the time to move state included.
 Since leaving everything as it is and the baselines are among those timed, a plan is never slower than they are.
 
 Source: ElasWave (arXiv 2510.00606). Differs: workers change stage, neighbours share layers, cuts are spread over
-several layers, pipelines of several depths run side by side (`elaswave.planning.pipelines`), schedules and baselines
-are candidates, migration is weighed against a horizon.
+several layers, pipelines of several depths run side by side, workers may be left out, schedules and baselines are
+candidates, migration is weighed against a horizon.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,7 @@ from elaswave.costs.schedules import IN_FLIGHT, Schedule, splits_backwards
 from elaswave.costs.step_time.bound import StageTable
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import apportion
+from elaswave.planning.exhaustive import WORKERS_MAX, all_shapes
 from elaswave.planning.frequency import check_power, choose_levels, common_levels
 from elaswave.planning.memory_limits import MemoryBudget
 from elaswave.planning.options import AXES, Options
@@ -32,7 +35,6 @@ from elaswave.planning.prediction import EXACT_WORKERS, Estimate, estimate, time
 from elaswave.planning.randomness import KEYS
 from elaswave.planning.shapes import (
     Shape,
-    all_whole,
     balanced_widths,
     build,
     move_workers,
@@ -40,15 +42,21 @@ from elaswave.planning.shapes import (
     shared_layers,
     whole_layers,
 )
-from elaswave.planning.shared_layers import Cut, held_ranges
+from elaswave.planning.shared_layers import Cut
+from elaswave.planning.teams import Team, smaller_teams
 from elaswave.planning.transfers import any_layer_unheld, needed_transfers
 
 FINALISTS = 8
 """Candidates that are built worker by worker and timed, beside leaving everything as it is and the baselines'."""
+FINALISTS_OF_SMALLER = 3
+"""The same of workers without those that are left out."""
 FINALISTS_AT_SCALE = 2
 """The same where candidates are judged by the closed form alone."""
 MIXES = 2
 """Mixes of pipelines of several depths, which are chosen apart."""
+WHOLE = 16
+"""Layouts of whole layers of a small job, chosen apart, under the schedule that holds most in flight; a quarter as many
+under others."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,11 +124,12 @@ class _Planning:
         self._gone = np.array(event.workers if event.kind in ("lost", "drained") else (), dtype=np.int64)
         if cluster.num_workers == 0:
             raise InfeasiblePlan("workers: none is left, at least 1 is needed; start from the last durable checkpoint")
+        self._exact = options.exact_actions if cluster.num_workers <= EXACT_WORKERS else 0
         self._old_start, self._old_stop, self._old_levels, self._stages, self._free = self._survivors()
         self._levels = self._start_levels()
+        self._teams = self._find_teams()
         self._horizon_s = options.horizon(cluster.num_workers)
         self._schedules = options.schedules or tuple(dict.fromkeys((allocation.schedule, "zero-bubble-h2")))
-        self._exact = options.exact_actions if cluster.num_workers <= EXACT_WORKERS else 0
         self._failure: InfeasiblePlan | None = None
 
     # ------------------------------------------------------------------------------------------------ what there is
@@ -163,11 +172,18 @@ class _Planning:
         draw = float(worker_speeds(cluster, all_workers, kept)[1].sum())
         return kept if cluster.power_limit_w is None or draw <= cluster.power_limit_w * (1 + 1e-9) else common
 
+    def _find_teams(self) -> list[Team]:
+        """All workers, and what is left without some, if that may be."""
+        whole = Team(self._stages, self._free)
+        if "graph" not in self._options.axes or not self._options.leave_out:
+            return [whole]
+        return [whole, *smaller_teams(whole, self._cluster.speed, one_by_one=bool(self._exact))]
+
     # -------------------------------------------------------------------------------------------------- candidates
 
     def run(self) -> Plan:
         """The plan."""
-        stay = self._stay()
+        stay = self._stay(self._teams[0])
         staying = self._pipelines_stay() if len(self._before.chains) > 1 else None
         candidates = [] if staying is None else [staying]
         is_free = staying is None or "graph" in self._options.axes
@@ -175,13 +191,10 @@ class _Planning:
         if one_chain is not None:
             candidates.append(one_chain)
             staying = staying or one_chain
-        wanted = len(candidates) + (FINALISTS if self._exact else FINALISTS_AT_SCALE)
-        for shape, schedule in self._shapes(stay):
-            if len(candidates) >= wanted:
-                break
-            if found := self._judge(shape, schedule):
-                candidates.append(found)
-        candidates += self._mixed() + self._from_baselines()
+        for team in self._teams:
+            own = stay if not team.num_left_out else self._stay(team)
+            candidates += self._finalists(team, own)
+        candidates += self._whole_shapes(stay) + self._mixed() + self._from_baselines()
         if not candidates:
             assert self._failure is not None
             raise self._failure
@@ -222,109 +235,126 @@ class _Planning:
             self._failure = failure
             return None
 
-    def _stay(self) -> Shape | None:
+    def _stay(self, team: Team) -> Shape | None:
         """All workers stay where they are, in one chain, without stages that have lost all theirs; None if
         impossible."""
-        kept = tuple(own for own in self._stages if len(own)) or (self._free,)
+        kept = tuple(own for own in team.stages if len(own)) or (team.free,)
         chains = self._before.chains
-        if len(kept) == len(self._stages) and len(chains) == 1:
-            return Shape(members=kept, cuts=chains[0].cuts, num_microbatches=self._num_microbatches, origin="rerouting")
+        if len(kept) == len(team.stages) and len(chains) == 1:
+            origin = "rerouting" + team.shown
+            return Shape(members=kept, cuts=chains[0].cuts, num_microbatches=self._num_microbatches, origin=origin)
         try:
             cuts = self._whole(kept, self._budget(kept, self._before.schedule, short=True))
         except InfeasiblePlan as failure:
             self._failure = failure
             return None
         number = f"{len(kept)} stage{'s' * (len(kept) > 1)}"
-        origin = f"{number} instead of {len(self._stages)}" if len(chains) == 1 else "one chain of stages"
-        return Shape(members=kept, cuts=cuts, num_microbatches=self._num_microbatches, origin=origin)
+        origin = f"{number} instead of {len(team.stages)}" if len(chains) == 1 else "one chain of stages"
+        return Shape(members=kept, cuts=cuts, num_microbatches=self._num_microbatches, origin=origin + team.shown)
 
-    def _shapes(self, stay: Shape | None) -> list[tuple[Shape, Schedule]]:
+    def _finalists(self, team: Team, stay: Shape | None) -> list[_Candidate]:
+        """The most promising shapes of a team, as candidates."""
+        most = FINALISTS_AT_SCALE
+        if self._exact:
+            most = FINALISTS_OF_SMALLER if team.num_left_out else FINALISTS
+        elif team.num_left_out:
+            most = 1
+        found: list[_Candidate] = []
+        for shape, schedule in self._shapes(team, stay):
+            if len(found) >= most:
+                break
+            if candidate := self._judge(shape, schedule):
+                found.append(candidate)
+        return found
+
+    def _shapes(self, team: Team, stay: Shape | None) -> list[tuple[Shape, Schedule]]:
         """What the graph axis offers, and other schedules, the most promising first."""
+        ranked: list[tuple[float, int, Shape, Schedule]] = []
         groups: list[tuple[tuple[np.ndarray, ...], str]] = []
+        may_move = bool(self._exact) or not team.num_left_out  # planning for many workers has to be quick
         if "graph" in self._options.axes:
             if stay is not None:
                 groups.append((stay.members, ""))
-            if self._options.move_workers:
-                groups += self._with_moves()
-        ranked: list[tuple[float, int, Shape, Schedule]] = []
+            if self._options.move_workers and may_move:
+                groups += self._with_moves(team)
         # Where memory permits, split backwards with much in flight are never slower than anything else.
         schedules = sorted(self._schedules, key=lambda schedule: -IN_FLIGHT.get(schedule, 0))
         if "zero-bubble-h2" in schedules:  # which is tried with less in flight, too, where memory is short
             schedules = [schedule for schedule in schedules if schedule != "zero-bubble"]
         for schedule in schedules:
-            offers = [] if stay is None or schedule == self._before.schedule else [stay]
-            offers += self._only_workers(stay)
+            is_first = not team.num_left_out and schedule == self._before.schedule
+            offers = [] if stay is None or is_first else [stay]
+            offers += self._only_workers(stay, team) if may_move else []
             permitted = True
             for members, moves in groups:
                 budget = self._budget(members, schedule)
-                offers += self._cut_anew(members, moves, budget)
+                offers += self._cut_anew(members, moves, budget, team)
                 if budget.was_short:
                     permitted = False
                     if schedule == "zero-bubble-h2":  # half of what it wants in flight is worth having, too
-                        offers += self._cut_anew(members, moves, self._budget(members, "zero-bubble"))
-                    offers += self._cut_anew(members, moves, self._budget(members, schedule, short=True))
-            offers += self._all_whole(stay, schedule)
+                        offers += self._cut_anew(members, moves, self._budget(members, "zero-bubble"), team)
+                    offers += self._cut_anew(members, moves, self._budget(members, schedule, short=True), team)
             for shape in offers:
                 seconds = score(self._cluster, self._costs, shape, schedule)
                 # Regular pipelines do better than the closed form says next to shared layers: they are always timed.
-                first = 0.0 if self._exact and stay is not None and shape.cuts is stay.cuts else seconds
+                is_kept = not team.num_left_out and stay is not None and shape.cuts is stay.cuts
+                first = 0.0 if self._exact and is_kept else seconds
                 ranked.append((first, len(ranked), shape, schedule))
             if splits_backwards(schedule) and permitted and groups:
                 break
         return [(shape, schedule) for _, _, shape, schedule in sorted(ranked, key=lambda entry: entry[:2])]
 
-    def _all_whole(self, stay: Shape | None, schedule: Schedule) -> list[Shape]:
-        """All layouts of whole layers, in small jobs."""
-        if "graph" not in self._options.axes:
+    def _whole_shapes(self, stay: Shape | None) -> list[_Candidate]:
+        """The best layouts of whole layers of a small job."""
+        options, team = self._options, self._teams[0]
+        if "graph" not in options.axes or team.num_workers > WORKERS_MAX:
             return []
-        moves = self._options.move_workers
-        stages = self._stages if moves or stay is None else stay.members
-        total = sum(map(len, stages)) + len(self._free) if moves else None
-        shapes = []
-        for widths, cuts in all_whole(self._costs, stages, total, self._num_microbatches):
-            members = move_workers(self._cluster, stages, self._free, widths) if moves else tuple(stages)
-            budget = self._budget(members, schedule, short=True)
-            if all(budget.fits(stage, *held) for stage, held in enumerate(held_ranges(cuts, self._costs.num_layers))):
-                moved = sum(not np.array_equal(now, was) for now, was in zip(members, stages, strict=True))
-                origin = "moving workers into other stages and layers" if moved else "moving layers"
-                shapes.append(Shape(members=members, cuts=cuts, num_microbatches=self._num_microbatches, origin=origin))
-        return shapes
+        stages = None if options.move_workers else stay.members if stay is not None else tuple(team.stages)
+        held = np.stack([self._old_start, self._old_stop], axis=1)
+        everybody = np.concatenate([*team.stages, team.free] if stages is None else stages)
+        found = []
+        schedules = sorted(self._schedules, key=lambda schedule: -IN_FLIGHT.get(schedule, 0))
+        for most, schedule in zip((WHOLE, *(WHOLE // 4,) * len(schedules)), schedules):
+            ranked = all_shapes(
+                self._cluster, self._costs, everybody, held, self._num_microbatches, schedule,
+                followers=options.followers, most=most, stages=stages,
+            )  # fmt: skip
+            found += [self._judge(each.shape, schedule) for each in ranked]
+        return [each for each in found if each is not None]
 
-    def _only_workers(self, stay: Shape | None) -> list[Shape]:
+    def _only_workers(self, stay: Shape | None, team: Team) -> list[Shape]:
         """Shapes in which only workers move: where a worker is missed least, and evenly."""
-        if stay is None or len(stay.members) < len(self._stages) or "graph" not in self._options.axes:
+        if stay is None or len(stay.members) < len(team.stages) or "graph" not in self._options.axes:
             return []
         if not self._options.move_workers:
             return []
         table = StageTable.of(stay.held(self._costs.num_layers), stay.cuts, self._num_microbatches, self._costs)
-        total = sum(map(len, self._stages)) + len(self._free)
         shapes: list[Shape] = []
-        for seconds in (table.work, np.ones(len(self._stages))):
-            widths = choose_widths(seconds, total, self._num_microbatches, stay.widths.tolist())
+        for seconds in (table.work, np.ones(len(team.stages))):
+            widths = choose_widths(seconds, team.num_workers, self._num_microbatches, stay.widths.tolist())
             if widths is None or np.array_equal(widths, stay.widths):
                 continue
             moved = int(np.maximum(0, widths - stay.widths).sum())
-            members = move_workers(self._cluster, self._stages, self._free, widths)
-            origin = f"moving {moved} worker{'s' * (moved > 1)} into other stages"
+            members = move_workers(self._cluster, team.stages, team.free, widths)
+            origin = f"moving {moved} worker{'s' * (moved > 1)} into other stages{team.shown}"
             shapes.append(replace(stay, members=members, origin=origin))
         return shapes
 
-    def _with_moves(self) -> list[tuple[tuple[np.ndarray, ...], str]]:
+    def _with_moves(self, team: Team) -> list[tuple[tuple[np.ndarray, ...], str]]:
         """Stages with other workers in them, and what was moved."""
         found = []
-        stages = self._stages
-        total = sum(map(len, stages)) + len(self._free)
+        stages, total = team.stages, team.num_workers
         if total < len(stages):
             return []
         for widths in balanced_widths(self._cluster, self._costs, stages, total, self._num_microbatches):
-            members = move_workers(self._cluster, stages, self._free, widths)
+            members = move_workers(self._cluster, stages, team.free, widths)
             # A stage either gives workers or gets some.
             moved = sum(max(0, len(now) - len(was)) for now, was in zip(members, stages, strict=True))
             if moved:
                 found.append((members, f"{moved} worker{'s' * (moved > 1)} into other stages"))
         return found
 
-    def _cut_anew(self, members: tuple[np.ndarray, ...], moves: str, budget: MemoryBudget) -> list[Shape]:
+    def _cut_anew(self, members: tuple[np.ndarray, ...], moves: str, budget: MemoryBudget, team: Team) -> list[Shape]:
         """Shapes with these stages: whole layers, shared layers, shared layers spread over several."""
         cuts: list[tuple[tuple[Cut, ...], str]] = []
         try:
@@ -343,7 +373,7 @@ class _Planning:
                 members=members,
                 cuts=own,
                 num_microbatches=self._num_microbatches,
-                origin="moving " + " and ".join(filter(None, [moves, what])),
+                origin="moving " + " and ".join(filter(None, [moves, what])) + team.shown,
             )
             for own, what in cuts
         ]
@@ -383,6 +413,7 @@ class _Planning:
             max(self._schedules, key=lambda schedule: IN_FLIGHT.get(schedule, 0)),
             followers=options.followers,
             most=MIXES,
+            leave_out=options.leave_out,
         ):
             try:
                 found.append(self._judged(allocation, origin))

@@ -7,8 +7,6 @@ are built worker by worker (`build`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from math import comb
 
 import numpy as np
 
@@ -24,8 +22,6 @@ from elaswave.planning.partition import choose_widths, split_layers, split_layer
 from elaswave.planning.plan import Allocation, Chain, StageShare
 from elaswave.planning.shared_layers import Cut, cuts_of, held_ranges, share_layers, widen_cuts
 
-ALL_SHAPES = 200
-"""Where there are at most so many ways to divide layers and workers over the stages, all of them are looked at."""
 JOINT_SIZE = 50_000
 """`split_layers_and_workers` is tried where stages x layers**2 is at most this."""
 
@@ -162,40 +158,6 @@ def move_workers(
         stages.append(np.sort(np.concatenate([own, pool[first : first + lacking]])) if lacking else own)
         first += lacking
     return tuple(stages)
-
-
-def all_whole(
-    costs: Costs, members: Sequence[np.ndarray], num_workers: int | None, num_microbatches: int
-) -> list[tuple[np.ndarray, tuple[Cut, ...]]]:
-    """Every way to divide layers, and workers if they may move, over as many stages, if there are not too many.
-
-    Args:
-        costs: of the layers.
-        members: of each stage, as in `Shape`.
-        num_workers: to be divided; None means that every worker stays in its stage.
-        num_microbatches: of the step.
-    Returns:
-        (widths of the stages, cuts); empty if there are more than `ALL_SHAPES`.
-    """
-    num_stages = len(members)
-    if num_stages > costs.num_layers or (num_workers is not None and num_stages > num_workers):
-        return []
-    number = comb(costs.num_layers - 1, num_stages - 1)
-    number *= 1 if num_workers is None else comb(num_workers - 1, num_stages - 1)
-    if number > ALL_SHAPES:
-        return []
-    current = np.array([len(own) for own in members], dtype=np.int64)
-    widths = [current] if num_workers is None else [np.diff(ends) for ends in _divisions(num_workers, num_stages)]
-    return [
-        (own, cuts_of(bounds, num_microbatches))
-        for own in widths
-        for bounds in _divisions(costs.num_layers, num_stages)
-    ]
-
-
-def _divisions(total: int, parts: int) -> list[tuple[int, ...]]:
-    """All ascending boundaries from 0 to a total with so many parts of at least 1."""
-    return [(0, *inner, total) for inner in combinations(range(1, total), parts - 1)]
 
 
 def build(

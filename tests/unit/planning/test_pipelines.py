@@ -21,7 +21,7 @@ from elaswave.planning.prediction import time_within_memory
 from elaswave.planning.routes import make_routes
 
 
-def mixes_after(cluster, costs, allocation, lost, *, most=16):
+def mixes_after(cluster, costs, allocation, lost, *, most=16, leave_out=True):
     """All mixes of what is left of a job of one chain, with the workers that are left."""
     left = cluster.without(lost)
     stages = allocation.chains[0].stages
@@ -43,6 +43,7 @@ def mixes_after(cluster, costs, allocation, lost, *, most=16):
         "zero-bubble-h2",
         followers=1,
         most=most,
+        leave_out=leave_out,
     )
     return left, found
 
@@ -54,11 +55,12 @@ def test_every_worker_has_a_place_and_every_micro_batch_passes_every_layer(stage
     cluster = make_cluster([1.0] * (stages * replicas))
     lost = data.draw(st.sets(st.integers(0, cluster.num_workers - 1), max_size=cluster.num_workers - 1))
     allocation = fault_free(cluster, costs, stages, replicas, number)
-    left, found = mixes_after(cluster, costs, allocation, sorted(lost))
+    leave_out = data.draw(st.booleans())
+    left, found = mixes_after(cluster, costs, allocation, sorted(lost), leave_out=leave_out)
     for each, name in found:
         each.check()
         assert each.num_microbatches == number
-        if len(each.chains) == name.count(" x ") - 1:  # else one depth is too slow to be given any
+        if len(each.chains) == name.count(" x ") - 1 and not leave_out:  # else one depth is too slow to be given any
             assert each.workers.tolist() == left.ids.tolist()
         validate_layout(make_routes(each, costs, left))
         assert len({len(chain.stages) for chain in each.chains}) == len(each.chains)
@@ -68,7 +70,7 @@ def test_most_pipelines_go_on_as_they_are():
     """Of six pipelines one has lost a worker: the five others may stay, and do not move."""
     cluster, costs = make_cluster([1.0] * 18), make_costs([1.0] * 12)
     allocation = fault_free(cluster, costs, 3, 6, 24)
-    left, found = mixes_after(cluster, costs, allocation, [7])
+    left, found = mixes_after(cluster, costs, allocation, [7], leave_out=False)
     by_name = {name.partition(": ")[2]: each for each, name in found}
     kept = by_name["5 x 3, 1 x 2"].chains[0]
     for share, before in zip(kept.stages, allocation.chains[0].stages, strict=True):
@@ -97,12 +99,35 @@ def test_depths_are_mixed_where_that_is_faster():
     assert len(stays.allocation.chains) == 1
 
 
-def test_workers_of_unequal_speed_are_not_put_side_by_side():
+def test_slow_workers_share_a_pipeline_with_fewer_micro_batches():
+    """Two of eight workers at half speed: one pipeline of two stages has both, and half as much to do."""
+    cluster, costs = make_cluster([1.0] * 8), make_costs([1.0] * 8)
+    allocation = fault_free(cluster, costs, 2, 4, 28)
+    slow = replace(cluster, speed=np.array([1.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5]))
+    found = {name.partition(": ")[2]: each for each, name in mixes_after(slow, costs, allocation, [], most=40)[1]}
+    fast, others = found["4 x 2"].chains
+    assert [share.workers.tolist() for share in others.stages] == [[1], [7]]
+    assert (fast.num_microbatches, others.num_microbatches) == (24, 4)
+
+
+def test_a_pipelines_layers_are_split_by_the_speeds_of_its_workers():
+    costs = make_costs([1.0] * 6)
+    found = template_beside(costs, (1.0, 0.5), frozenset())
+    assert found == (((0, 4), (4, 6)), (1.0, 0.5))
+    front_heavy = make_costs([4.0, 1.0, 1.0])
+    assert template_beside(front_heavy, (1.0, 0.5), frozenset()) == (((0, 1), (1, 3)), (1.0, 0.5))
+
+
+def test_workers_may_be_left_over():
+    """Seven workers and four micro-batches: a rectangle of six, or pipelines of several depths."""
     cluster, costs = make_cluster([1.0] * 8), make_costs([1.0] * 8)
     allocation = fault_free(cluster, costs, 2, 4, 8)
-    assert mixes_after(cluster, costs, allocation, [0])[1]
-    slow = replace(cluster, speed=np.array([1.0] * 7 + [0.5]))
-    assert mixes_after(slow, costs, allocation, [0])[1] == []
+    names = {name for _, name in mixes_after(cluster, costs, allocation, [0], most=40)[1]}
+    assert "pipelines x workers of each: 3 x 2" in names
+    slow = replace(cluster, speed=np.array([0.1, *[1.0] * 7]))
+    for each, name in mixes_after(slow, costs, allocation, [7], most=40)[1]:
+        if name.endswith(": 3 x 2"):
+            assert 0 not in each.workers
 
 
 def test_a_mix_that_does_not_fit_is_left_out():
@@ -116,9 +141,9 @@ def test_a_mix_that_does_not_fit_is_left_out():
 
 def test_templates_run_beside_each_other():
     costs = make_costs([1.0] * 6)
-    assert template_beside(costs, 3, frozenset()) == ((0, 2), (2, 4), (4, 6))
-    assert template_beside(costs, 6, frozenset({(0, 1), (1, 5), (5, 6)})) is None
-    assert template_beside(costs, 7, frozenset()) is None
+    assert template_beside(costs, (1.0,) * 3, frozenset()).ranges == ((0, 2), (2, 4), (4, 6))
+    assert template_beside(costs, (1.0,) * 6, frozenset({(0, 1), (1, 5), (5, 6)})) is None
+    assert template_beside(costs, (1.0,) * 7, frozenset()) is None
 
 
 @pytest.mark.parametrize(("number", "expected"), [(0, [0, 0]), (1, [1, 0]), (7, [6, 1])])

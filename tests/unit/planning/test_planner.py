@@ -1,5 +1,6 @@
 """The planner's axes and what composes them: examples, and what is refused and how."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -9,12 +10,15 @@ from msgspec.structs import replace as replace_struct
 from tests.property.clusters import LEVELS, make_cluster, make_costs
 from tests.unit.planning_cases import plan, predict
 
+from elaswave.config.presets import device_preset, model_shape
+from elaswave.costs.analytic import analytic_costs, preset_cluster
 from elaswave.costs.machines import ClusterEvent, Device, FrequencyLevel, worker_speeds
 from elaswave.costs.schedules import SCHEDULES, in_flight, in_flight_bounds
 from elaswave.costs.step_time.exact import time_programs
 from elaswave.costs.step_time.work import durations_of
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import apportion
+from elaswave.planning.exhaustive import all_shapes
 from elaswave.planning.fault_free import fastest_fault_free, fault_free
 from elaswave.planning.frequency import check_power, choose_levels, common_levels
 from elaswave.planning.memory_limits import MemoryBudget, check_memory, layout_limits
@@ -24,7 +28,7 @@ from elaswave.planning.plan import Plan, levels_of, num_actions
 from elaswave.planning.prediction import estimate, time_as_it_is, time_within_memory
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import allocation_of, make_routes
-from elaswave.planning.shapes import Shape, all_whole, balanced_widths, build, move_workers, score, whole_layers
+from elaswave.planning.shapes import Shape, balanced_widths, build, move_workers, score, whole_layers
 from elaswave.planning.shared_layers import cuts_of, share_layers, widen_cuts
 from elaswave.planning.transfers import any_layer_unheld, needed_transfers
 from elaswave.types import Hop, Layout, Stage
@@ -100,14 +104,82 @@ def test_few_workers_move_and_free_ones_first():
     assert [stage.tolist() for stage in moved] == [[0, 1, 2], [3, 4, 5, 6]]
 
 
+def held_by(members, ranges, num_workers):
+    held = np.zeros((num_workers, 2), dtype=np.int64)
+    for own, layers in zip(members, ranges, strict=True):
+        held[own] = layers
+    return held
+
+
 def test_layouts_are_listed_only_where_they_are_few():
     costs = make_costs([1.0] * 6)
     members = (np.arange(3), np.arange(3, 6))
-    assert len(all_whole(costs, members, None, 4)) == 5
-    assert len(all_whole(costs, members, 6, 4)) == 25
-    assert all_whole(make_costs([1.0] * 40), (np.arange(30), np.arange(30, 60)), 60, 4) == []
-    assert all_whole(make_costs([1.0]), members, None, 4) == []
+    held = held_by(members, [(0, 3), (3, 6)], 6)
+    arguments = {"followers": 1, "most": 1000}
+    cluster = make_cluster([1.0] * 6)
+    found = all_shapes(cluster, costs, np.arange(6), held, 4, "1f1b", **arguments)
+    # k stages: every way to divide six workers times every way to divide six layers.
+    assert len(found) == sum(math.comb(5, k - 1) ** 2 for k in range(1, 7))
+    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
+    assert len(all_shapes(cluster, costs, np.arange(6), held, 4, "1f1b", stages=members, **arguments)) == 5
+    assert all_shapes(make_cluster([1.0] * 13), costs, np.arange(13), held, 4, "1f1b", **arguments) == []
+    deep = make_costs([1.0] * 60)
+    few = all_shapes(make_cluster([1.0] * 12), deep, np.arange(12), held_by([], [], 12), 4, "1f1b", **arguments)
+    assert {len(each.shape.members) for each in few} == {1, 2, 3}  # of more stages there are too many
     assert balanced_widths(make_cluster([1.0]), costs, members, 1, 4) == []
+
+
+def test_workers_keep_the_layers_they_hold():
+    """Of layouts of one kind that in which the fewest workers have to be sent anything."""
+    cluster, costs = make_cluster([1.0, 0.5, 1.0, 0.5]), make_costs([1.0] * 4)
+    members = [np.array([0, 3]), np.array([1, 2])]
+    held = held_by(members, [(0, 2), (2, 4)], 4)
+    found = all_shapes(cluster, costs, np.arange(4), held, 6, "1f1b", followers=1, most=50)
+    same = next(
+        each.shape
+        for each in found
+        if [own.tolist() for own in each.shape.members] == [[0, 3], [1, 2]] and each.shape.cuts == ({2: 6},)
+    )
+    assert same.origin == "2 stages of whole layers"
+
+
+def test_layouts_that_do_not_fit_are_left_out():
+    costs = make_costs([1.0] * 4, parameter_bytes=10.0)
+    tight = make_cluster([1.0] * 4, memory_bytes=100.0)
+    found = all_shapes(tight, costs, np.arange(4), np.zeros((4, 2), np.int64), 4, "1f1b", followers=1, most=100)
+    assert found
+    # A layer takes 30 bytes beside its activations and 60 of state, shared by the workers of its stage.
+    assert all(len(each.shape.members) > 1 for each in found)
+
+
+def test_a_slow_worker_does_not_cost_more_than_itself():
+    """Llama-2 13B on 12 x 8 workers, three lost: with another one slow, a plan is no slower than without that one."""
+    preset = device_preset("h200")
+    costs, even = analytic_costs(model_shape("llama-2-13b"), preset, num_stages=8), preset_cluster(96, preset)
+    start = fastest_fault_free(even, costs, 8, 12, 48)
+    gone = (41, 76, 91)
+    speed = even.speed.copy()
+    speed[1] = 0.7
+    slow = replace(even, speed=speed).without(gone)
+    found = plan(slow, costs, start, lost(*gone), horizon_s=1e12)
+    without = plan(slow.without([1]), costs, start, lost(1, *gone), horizon_s=1e12)
+    assert found.predicted_step_s <= without.predicted_step_s * 1.005
+    kept = plan(slow, costs, start, lost(*gone), horizon_s=1e12, options=Options(leave_out=False))
+    assert set(kept.allocation.workers.tolist()) == set(slow.ids.tolist())
+
+
+def test_a_slow_worker_does_not_make_a_job_impossible():
+    """With equal speeds, and without the slow worker, there is a plan; so there is one with it."""
+    preset = device_preset("h100")
+    costs, even = analytic_costs(model_shape("llama-2-13b"), preset, num_stages=3), preset_cluster(15, preset)
+    start = fastest_fault_free(even, costs, 3, 5, 20)
+    gone = (3, 4, 14)
+    speed = even.speed.copy()
+    speed[1] = 0.5
+    left = replace(even, speed=speed).without(gone)
+    found = plan(left, costs, start, lost(*gone))
+    assert bool(np.all(found.memory_bytes <= left.memory_bytes[0]))
+    assert found.allocation.num_microbatches == 20
 
 
 # ----------------------------------------------------------------------------------------------------------- frequency
@@ -357,7 +429,7 @@ def test_a_plan_says_what_each_axis_brought(job):
     assert found.policy == "elaswave"
     assert set(found.contributions) == AXES
     assert "nothing to move" in found.contributions["randomness"]
-    assert re.search(r"moving .*: .* s to .* s per step \(-", found.contributions["graph"])
+    assert re.search(r"whole layers: .* s to .* s per step \(-", found.contributions["graph"])
     assert "rerouting alone" in found.reason
     assert found.transfers
     assert found.predicted_pause_s == Options().pause_s + Options().move_pause_s
@@ -460,7 +532,9 @@ def test_power_permits_only_lower_levels(job):
     assert set(levels_of(common.allocation).values()) == set(levels_of(allocation).values()) == {0}
     assert found.predicted_step_s <= common.predicted_step_s
     with pytest.raises(InfeasiblePlan, match="power: the workers would draw 440.0 W .* 400.0 W together: 40.0 W too"):
-        plan(replace(left, power_limit_w=400.0), costs, allocation, lost(0))
+        plan(replace(left, power_limit_w=400.0), costs, allocation, lost(0), options=Options(leave_out=False))
+    dark = plan(replace(left, power_limit_w=400.0), costs, allocation, lost(0))  # 40 W each: ten workers of eleven
+    assert len(dark.allocation.workers) <= 10
     with pytest.raises(InfeasiblePlan, match="power: the workers would draw 480.0 W"):
         fault_free(replace(powered, power_limit_w=400.0), costs, 3, 4, 16)
 

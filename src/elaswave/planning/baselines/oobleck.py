@@ -336,10 +336,10 @@ class _Fleet:
     def _find_template(self, depth: int) -> Ranges | None:
         if depth not in self._ranges:
             others = frozenset(layers for ranges in self._ranges.values() for layers in ranges)
-            found = template_beside(self._costs, depth, others)
+            found = template_beside(self._costs, (1.0,) * depth, others)
             if found is None:
                 return None
-            self._ranges[depth] = found
+            self._ranges[depth] = found.ranges
         return self._ranges[depth]
 
     def _template(self, depth: int) -> Ranges:

@@ -1,0 +1,252 @@
+"""Every layout of whole layers of a small job, ranked in closed form: any number of stages, workers of any speed. Pure.
+
+Workers of one speed and memory are alike, so a stage is told by how many it has of each kind; a layout of one chain is
+a row of such stages and the layers between them. All of them are scored at once; the best become shapes, in which
+workers stay with the layers that they hold as far as possible.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from math import comb, prod
+from typing import NamedTuple
+
+import numpy as np
+
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster
+from elaswave.costs.memory import MemoryModel, num_copies
+from elaswave.costs.schedules import Schedule, splits_backwards
+from elaswave.planning.apportionment import apportion
+from elaswave.planning.shapes import Shape
+from elaswave.planning.shared_layers import cuts_of
+
+WORKERS_MAX = 12
+"""Jobs of at most so many workers are looked at."""
+LAYOUTS_MAX = 200_000
+"""Numbers of stages with more layouts than this are left out."""
+
+
+class _Kinds(NamedTuple):
+    """Workers that are alike."""
+
+    positions: list[np.ndarray]
+    """In the cluster, of each kind."""
+    speed: np.ndarray
+    memory_bytes: np.ndarray
+
+    @property
+    def counts(self) -> list[int]:
+        """Workers of each kind."""
+        return [len(own) for own in self.positions]
+
+
+class _Mixes(NamedTuple):
+    """All that a stage may consist of; arrays have one entry for each number of workers of each kind."""
+
+    seconds: np.ndarray
+    """Until the last worker has done its micro-batches, of a second each on a worker of speed 1."""
+    speed: np.ndarray
+    """Mean of those that have micro-batches."""
+    width: np.ndarray
+    memory_bytes: np.ndarray
+    """Of the worker that has least."""
+    is_uniform: np.ndarray
+    """Whether all are equally fast."""
+
+
+class Ranked(NamedTuple):
+    """A layout and its seconds in closed form."""
+
+    seconds: float
+    shape: Shape
+    is_regular: bool
+    """Micro-batches meet the same workers in every round."""
+
+
+def all_shapes(
+    cluster: Cluster,
+    costs: Costs,
+    workers: np.ndarray,
+    held: np.ndarray,
+    num_microbatches: int,
+    schedule: Schedule,
+    *,
+    followers: int,
+    most: int,
+    stages: Sequence[np.ndarray] | None = None,
+) -> list[Ranked]:
+    """The best layouts of one chain of whole layers.
+
+    Args:
+        cluster: of the workers.
+        costs: of the layers.
+        workers: positions of those that have a place.
+        held: int64 [workers of the cluster, 2]: layers [start, stop) that each has held.
+        num_microbatches: of the step.
+        schedule: of the job.
+        followers: live copies of every block, for memory.
+        most: how many are wanted; a quarter as many regular ones, faster than the closed form says, come on top.
+        stages: positions of each stage's workers if they may not change stage; then only layers are divided.
+    Returns:
+        The fastest first, then the regular ones; empty where there are too many workers to look at all.
+    """
+    if len(workers) > WORKERS_MAX:
+        return []
+    kinds = _kinds_of(cluster, workers)
+    mixes = _mixes_of(kinds, num_microbatches)
+    ranked: list[Ranked] = []
+    numbers = range(1, min(costs.num_layers, len(workers)) + 1) if stages is None else [len(stages)]
+    for num_stages in numbers:
+        number = comb(costs.num_layers - 1, num_stages - 1)
+        if stages is None:
+            number *= prod(comb(count + num_stages - 1, num_stages - 1) for count in kinds.counts)
+        if not 0 < number <= LAYOUTS_MAX:
+            continue
+        bounds = _divisions(costs.num_layers, num_stages)
+        codes = _stages_of(kinds.counts, num_stages) if stages is None else _codes_of(kinds, stages)
+        seconds = _scored(costs, mixes, codes, bounds, schedule, num_copies(followers, len(workers)))
+        is_regular = _are_regular(mixes, codes, num_microbatches)
+        regular = np.argsort(np.where(is_regular[:, None], seconds, np.inf), axis=None, kind="stable")
+        best = np.unique(np.concatenate([np.argsort(seconds, axis=None, kind="stable")[:most], regular[: most // 4]]))
+        for index in best[np.isfinite(seconds.ravel()[best])].tolist():
+            row, column = divmod(index, len(bounds))
+            limits = bounds[column].tolist()
+            shape = Shape(
+                members=_members(kinds, codes[row].tolist(), limits, held) if stages is None else tuple(stages),
+                cuts=cuts_of(limits, num_microbatches),
+                num_microbatches=num_microbatches,
+                origin=f"{num_stages} stage{'s' * (num_stages > 1)} of whole layers",
+            )
+            ranked.append(Ranked(float(seconds[row, column]), shape, bool(is_regular[row])))
+    ranked.sort(key=lambda each: each.seconds)
+    even = [each for each in ranked if each.is_regular][: most // 4]
+    return ranked[:most] + [each for each in even if each not in ranked[:most]]
+
+
+def _kinds_of(cluster: Cluster, workers: np.ndarray) -> _Kinds:
+    features = np.stack([-cluster.speed[workers], -cluster.memory_bytes[workers]], axis=1)
+    values, kind = np.unique(features, axis=0, return_inverse=True)
+    kind = kind.reshape(-1)
+    return _Kinds([workers[kind == index] for index in range(len(values))], -values[:, 0], -values[:, 1])
+
+
+def _mixes_of(kinds: _Kinds, num_microbatches: int) -> _Mixes:
+    """In the order of codes: the number of the first kind's workers counts most."""
+    numbers = list(product(*(range(count + 1) for count in kinds.counts)))
+    seconds, speed, memory_bytes = np.full(len(numbers), np.inf), np.ones(len(numbers)), np.zeros(len(numbers))
+    is_uniform = np.ones(len(numbers), dtype=bool)
+    for code, own in enumerate(numbers):
+        if sum(own):
+            speeds = np.repeat(kinds.speed, own)
+            counts = apportion(num_microbatches, 1.0 / speeds)
+            seconds[code] = float(np.max(counts / speeds))
+            speed[code] = float(speeds[counts > 0].mean())
+            is_uniform[code] = bool(speeds[0] == speeds[-1])
+            memory_bytes[code] = float(kinds.memory_bytes[np.array(own) > 0].min())
+    width = np.array([sum(own) for own in numbers])
+    return _Mixes(seconds, speed, width, memory_bytes, is_uniform)
+
+
+def _stages_of(counts: Sequence[int], num_stages: int) -> np.ndarray:
+    """Codes of the stages of every way to divide the workers of each kind, none left without any: [ways, stages]."""
+    codes: np.ndarray = np.zeros((1, num_stages), dtype=np.int64)
+    widths: np.ndarray = np.zeros((1, num_stages), dtype=np.int64)
+    for count in counts:
+        # Bars between stars: every way to put so many alike workers into the stages.
+        bars = _choices(count + num_stages - 1, num_stages - 1)
+        ends = np.concatenate(
+            [np.full((len(bars), 1), -1), bars, np.full((len(bars), 1), count + num_stages - 1)], axis=1
+        )
+        own = np.diff(ends, axis=1) - 1
+        codes = (codes[:, None] * (count + 1) + own[None]).reshape(-1, num_stages)
+        widths = (widths[:, None] + own[None]).reshape(-1, num_stages)
+    return np.asarray(codes[widths.min(axis=1) > 0])
+
+
+def _codes_of(kinds: _Kinds, stages: Sequence[np.ndarray]) -> np.ndarray:
+    """Codes of given stages: [1, stages]."""
+    codes: np.ndarray = np.zeros((1, len(stages)), dtype=np.int64)
+    for own, count in zip(kinds.positions, kinds.counts, strict=True):
+        codes = codes * (count + 1) + [int(np.isin(stage, own).sum()) for stage in stages]
+    return codes
+
+
+def _are_regular(mixes: _Mixes, stages: np.ndarray, num_microbatches: int) -> np.ndarray:
+    """Whether the stages of each row have workers alike, and widths that divide each other and the micro-batches."""
+    width = mixes.width[stages]
+    small, large = np.minimum(width[:, 1:], width[:, :-1]), np.maximum(width[:, 1:], width[:, :-1])
+    is_even = np.all(num_microbatches % width == 0, axis=1) & np.all(large % small == 0, axis=1)
+    return np.asarray(is_even & np.all(mixes.is_uniform[stages], axis=1))
+
+
+def _divisions(num_layers: int, num_stages: int) -> np.ndarray:
+    """All boundaries between so many stages: [ways, stages + 1]."""
+    inner = _choices(num_layers - 1, num_stages - 1) + 1
+    ends = np.zeros((len(inner), 1), dtype=np.int64)
+    return np.concatenate([ends, inner, ends + num_layers], axis=1)
+
+
+def _choices(number: int, chosen: int) -> np.ndarray:
+    """All ascending choices of so many numbers below a number: [ways, chosen]."""
+    found = list(combinations(range(number), chosen))
+    return np.array(found, dtype=np.int64).reshape(len(found), chosen)
+
+
+def _scored(
+    costs: Costs, mixes: _Mixes, stages: np.ndarray, bounds: np.ndarray, schedule: Schedule, copies: int
+) -> np.ndarray:
+    """Seconds of a step of each layout, [ways to divide workers, ways to divide layers]; infinite where memory lacks.
+
+    The closed form of `elaswave.costs.step_time.bound`, without links.
+    """
+    forward, first, second = (
+        np.diff(costs.prefix[f"{name}_s"][bounds], axis=1) for name in ("forward", "input_gradient", "weight_gradient")
+    )
+    ways = np.maximum(0.0, forward + first - second) if splits_backwards(schedule) else forward + first + second
+    through = forward + first
+    total, full, slowest, latest = (np.zeros((len(stages), len(bounds))) for _ in range(4))
+    for stage in range(stages.shape[1]):
+        code = stages[:, stage, None]
+        way, longer = ways[:, stage] / mixes.speed[code], through[:, stage] / mixes.speed[code]
+        busy = (forward + first + second)[:, stage] * mixes.seconds[code]
+        share = through[:, stage] / np.maximum(1e-30, (through + second)[:, stage])
+        total += way
+        full += longer
+        np.maximum(slowest, busy - way, out=slowest)
+        np.maximum(latest, busy * share - longer + second[:, stage] / mixes.speed[code], out=latest)
+    seconds = total + slowest
+    if splits_backwards(schedule):
+        seconds = np.maximum(seconds, full + latest)
+    return np.where(_fits(costs, mixes, stages, bounds, copies), seconds + costs.step_overhead_s, np.inf)
+
+
+def _fits(costs: Costs, mixes: _Mixes, stages: np.ndarray, bounds: np.ndarray, copies: int) -> np.ndarray:
+    """Whether all workers of each layout have room for their layers and one micro-batch."""
+    fits = np.ones((len(stages), len(bounds)), dtype=bool)
+    totals = np.stack(
+        [MemoryModel.of_width(costs, max(1, width), copies).totals(1) for width in range(int(mixes.width.max()) + 1)]
+    )
+    if float(totals[:, -1].max()) <= float(mixes.memory_bytes[1:].min()):
+        return fits
+    for stage in range(stages.shape[1]):
+        code = stages[:, stage]
+        own = totals[mixes.width[code]]
+        needed = own[:, bounds[:, stage + 1]] - own[:, bounds[:, stage]]
+        fits &= needed <= mixes.memory_bytes[code, None] * (1 + 1e-12)
+    return fits
+
+
+def _members(kinds: _Kinds, codes: Sequence[int], bounds: Sequence[int], held: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Workers for stages: of each kind those first that hold most of the stage's layers already."""
+    pools = [own.tolist() for own in kinds.positions]
+    members: list[np.ndarray] = []
+    for stage, code in enumerate(codes):
+        start, stop = bounds[stage], bounds[stage + 1]
+        own: list[int] = []
+        for pool, count in reversed(list(zip(pools, kinds.counts, strict=True))):
+            code, number = divmod(code, count + 1)
+            pool.sort(key=lambda worker: min(stop, held[worker, 1]) - max(start, held[worker, 0]))
+            own += pool[len(pool) - number :]
+            del pool[len(pool) - number :]
+        members.append(np.sort(np.array(own, dtype=np.int64)))
+    return tuple(members)
