@@ -58,6 +58,17 @@ def test_logits_and_loss_are_those_of_the_original(model: Any, folder: Path) -> 
     assert torch.equal(call(layers, input_ids), call(layers, {"input_ids": input_ids}))
 
 
+def test_the_other_kernel_is_that_of_the_original_too(model: Any, folder: Path) -> None:
+    mask = (torch.arange(12) >= torch.tensor([[0], [5]])).long()
+    inputs = {"input_ids": tokens(2), "attention_mask": mask}
+    model.set_attn_implementation("eager")
+    try:
+        logits = model(**inputs).logits
+    finally:
+        model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(call(elaswave.hf(folder, attn="eager"), inputs)[1, 5:], logits[1, 5:], rtol=0, atol=1e-5)
+
+
 def test_tensors_have_the_names_of_the_original(model: Any, folder: Path) -> None:
     state = {
         f"{layer.name}.{name}": value
