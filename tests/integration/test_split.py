@@ -109,11 +109,14 @@ def test_a_run_survives_two_kills_and_keeps_its_cuts_when_it_resumes(tmp_path: P
 
 
 def test_the_cuts_do_not_show_in_the_weights(tmp_path: Path) -> None:
-    states = []
+    states, digests = [], set()
     first, loss, dataset = cut("pictures", [6, 12, 18])
     for index, places in enumerate((first.cuts, [1, 11, 19])):
         layers = first.cut_at(places)
         changes = {"batch.microbatch_size": ROWS, "run.steps": 3, "layout.widths": [1]}
-        states.append(train(tmp_path / str(index), changes, model=layers, loss=loss, dataset=dataset).state_dict())
+        result = train(tmp_path / str(index), changes, model=layers, loss=loss, dataset=dataset)
+        states.append(result.state_dict())
+        digests.add(result.state_digest)
+    assert len(digests) == 1
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(values, states[1][name]) for name, values in states[0].items())

@@ -83,7 +83,7 @@ def make_result(
             step=step,
             num_updates=standing.num_updates,
             data_cursor=sampler.cursor(step),
-            grids=standing.exponents,
+            grids=_grids_of(plan, standing.exponents),
             tensor_digests=digests,
         ),
         throughput_tokens_per_s=None if samples_per_s is None or tokens is None else samples_per_s * tokens,
@@ -105,6 +105,14 @@ def make_result(
         config=plan.config.to_dict(),
     )
     return result, {name: f"{value:016x}" for name, value in digests.items()}
+
+
+def _grids_of(plan: RunPlan, exponents: Sequence[int]) -> list[int]:
+    """Exponents of all tensors in an order that tells nothing of layers: that in which a network's tensors stand
+    depends on where `elaswave.split` has cut it."""
+    if not plan.config.model.network:
+        return list(exponents)
+    return [exponent for _, exponent in sorted(zip((slot.name for slot in plan.tensors), exponents, strict=True))]
 
 
 def _as_json(series: dict[str, list[float]]) -> dict[str, list[JsonFloat]]:

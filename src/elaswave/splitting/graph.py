@@ -1,13 +1,17 @@
 """The operator graph of a network: what each operator is, where it stands in the code, and what it costs."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elaswave.splitting.measure import Facts
 from elaswave.splitting.program import Ref
 from elaswave.splitting.trace import Traced
+
+if TYPE_CHECKING:
+    from elaswave.splitting.estimates import Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +113,22 @@ class OperatorGraph:
             shares = [sum(node.seconds for node in part) * 1e3 for part in self.parts()]
             total += f"; parts of {', '.join(f'{share:.1f}' for share in shares)} ms"
         return "\n".join([*found, total])
+
+    def to_measure(self, count: int) -> tuple[int, ...]:
+        """Numbers of so many operators that tell much of another device: see `estimate`."""
+        from elaswave.splitting.estimates import to_measure
+
+        return to_measure(self, count)
+
+    def estimate(self, measured: Mapping[int, float]) -> "Estimate":
+        """Estimates what all operators take on another device.
+
+        Args:
+            measured: seconds there, forward and backward together, by number of operator; of a few.
+        """
+        from elaswave.splitting.estimates import estimate
+
+        return estimate(self, measured)
 
     def to_json(self) -> str:
         """The graph as a JSON object of ``nodes`` and ``cuts``."""
