@@ -6,8 +6,8 @@ Without any of it they speak of the paper's cluster: 96 Ascend 910B that train L
 
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -159,6 +159,13 @@ def loss_options(command: _Command) -> _Command:
             click.option(
                 "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="What chance depends on."
             ),
+            click.option(
+                "--speed",
+                "speeds",
+                multiple=True,
+                metavar="WORKER=F",
+                help="A worker that computes at F times the others' speed; may be given several times.",
+            ),
         )
     ):
         command = option(command)
@@ -168,7 +175,11 @@ def loss_options(command: _Command) -> _Command:
 def policy_option(command: _Command) -> _Command:
     """Adds ``--policy``, which lists the policies there are."""
     return click.option(
-        "--policy", metavar="NAME", default="elaswave", show_default=True, help=f"Who plans: {', '.join(POLICIES)}."
+        "--policy",
+        metavar="NAME|CODE",
+        default="elaswave",
+        show_default=True,
+        help=f"Who plans: {', '.join(POLICIES)}; or your own: module:function, file.py:function.",
     )(command)
 
 
@@ -259,12 +270,37 @@ def describe_machines(options: ClusterOptions, *, num_workers: int, num_stages: 
     return cluster, costs
 
 
-def describe_setting(options: ClusterOptions, *, num_workers: int | None = None) -> Setting:
+def with_speeds(cluster: Cluster, speeds: Sequence[str]) -> Cluster:
+    """The cluster with other speeds of single workers.
+
+    Args:
+        cluster: of workers at their devices' speed.
+        speeds: as given: WORKER=F.
+    Raises:
+        UsageError: not of this form, a worker that is not there, or an impossible speed.
+    """
+    found = cluster.speed.copy()
+    for text in speeds:
+        worker, _, factor = text.partition("=")
+        try:
+            index, speed = int(worker), float(factor)
+        except ValueError as error:
+            raise UsageError(f"--speed {text!r}: needed is WORKER=F, as 3=0.7") from error
+        if not 0 <= index < cluster.num_workers:
+            raise UsageError(f"--speed {text}: there are the workers 0 to {cluster.num_workers - 1}")
+        if not 0 < speed < float("inf"):
+            raise UsageError(f"--speed {text}: a speed is a number above 0")
+        found[index] = speed
+    return replace(cluster, speed=found)
+
+
+def describe_setting(options: ClusterOptions, *, num_workers: int | None = None, speeds: Sequence[str] = ()) -> Setting:
     """The job that options describe, undisturbed.
 
     Args:
         options: as given.
         num_workers: instead of the one in the options, where something else decides it (a trace).
+        speeds: of single workers, as `with_speeds` takes them.
     Raises:
         UsageError: options that contradict each other, or a job that does not fit.
     """
@@ -283,6 +319,7 @@ def describe_setting(options: ClusterOptions, *, num_workers: int | None = None)
             f"{num_stages} stages for the {shape.num_layers + 2} layers of {shape.name}; give fewer stages"
         )
     cluster, costs = describe_machines(options, num_workers=num_workers, num_stages=num_stages)
+    cluster = with_speeds(cluster, speeds)
     num_microbatches = per_replica * num_replicas
 
     try:

@@ -16,12 +16,13 @@ from elaswave.cli.cluster_options import (
     loss_options,
 )
 from elaswave.cli.layout_table import as_json
+from elaswave.cli.policy_plugins import find_policy
 from elaswave.cli.tables import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.observability.wrapping import wrap
 from elaswave.planning.plan import Plan, Planner
-from elaswave.planning.policies import POLICIES, policy_named
+from elaswave.planning.policies import POLICIES
 
 DEFAULT_POLICIES = "elaswave,recycle,torchft,oobleck,full_restart"
 
@@ -35,10 +36,25 @@ DEFAULT_POLICIES = "elaswave,recycle,torchft,oobleck,full_restart"
     default=DEFAULT_POLICIES,
     help=f"Separated by commas, of {', '.join(POLICIES)}.  [default: {', '.join(DEFAULT_POLICIES.split(','))}]",
 )
+@click.option(
+    "--policy",
+    "added",
+    multiple=True,
+    metavar="CODE",
+    help="A policy of your own beside them: module:function, or file.py:function; may be given several times.",
+)
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Also draw throughputs: .png or .svg.")
 @click.option("--json", "json_mode", is_flag=True, help="Print one JSON document.")
 def compare_command(
-    options: ClusterOptions, lose: int, pattern: str, seed: int, policies: str, plot: Path | None, json_mode: bool
+    options: ClusterOptions,
+    lose: int,
+    pattern: str,
+    seed: int,
+    speeds: tuple[str, ...],
+    policies: str,
+    added: tuple[str, ...],
+    plot: Path | None,
+    json_mode: bool,
 ) -> None:
     """Compare policies: throughput, pause and state moved after the same loss on the same cluster.
 
@@ -52,11 +68,12 @@ def compare_command(
       --lose 5 --pattern clustered
     elaswave compare --policies elaswave,torchft_batch_kept --lose 5 \\
       --plot throughput.svg
+    elaswave compare --policy examples/policies/my_policy.py:plan --lose 3
     """
-    names = [name.strip() for name in policies.split(",") if name.strip()]
+    names = [*(name.strip() for name in policies.split(",") if name.strip()), *added]
     if not names or len(set(names)) != len(names):
         raise UsageError(f"--policies {policies!r}: give each policy once, separated by commas, at least one")
-    planners = {name: policy_named(name) for name in names}
+    planners = {name: find_policy(name) for name in names}
     if lose < 1:
         raise UsageError("--lose 0: nothing happens then; give at least 1")
     if plot is not None:
@@ -64,7 +81,7 @@ def compare_command(
 
         check_plot_path(plot)
     check_some_are_left(lose, options.workers or DEFAULT_WORKERS)
-    setting = describe_setting(options)
+    setting = describe_setting(options, speeds=speeds)
     lost = choose_lost(setting.allocation, lose, pattern, seed)
     left = setting.cluster.without(lost)
     event = ClusterEvent(kind="lost", workers=lost)

@@ -50,6 +50,7 @@ def plan_command(
     lose: int,
     pattern: str,
     seed: int,
+    speeds: tuple[str, ...],
     policy: str,
     trace: Path | None,
     json_mode: bool,
@@ -66,18 +67,20 @@ def plan_command(
       --lose 5 --pattern clustered
     elaswave plan runs/20261120T125701Z-ab12 --lose 1
     """
-    from elaswave.planning.policies import policy_named
+    from elaswave.cli.policy_plugins import find_policy
 
-    planner = policy_named(policy)
+    planner = find_policy(policy)
     notes: dict[str, Any] = {}
     if run is None:
         check_some_are_left(lose, options.workers or DEFAULT_WORKERS)
-        setting = describe_setting(options)
+        setting = describe_setting(options, speeds=speeds)
     else:
         if options.given:
             raise UsageError(f"{', '.join(options.given)} describe a cluster, but RUN names a run; give one of the two")
+        if speeds:
+            raise UsageError("--speed is of a described cluster, but RUN names a run, whose speeds are measured")
         setting, notes, policies = _setting_of_run(run)
-        planner = policy_named(policy, policies)
+        planner = find_policy(policy, policies)
     lost = choose_lost(setting.allocation, lose, pattern, seed)
     if lost:
         left = setting.cluster.without(lost)

@@ -23,6 +23,7 @@ from elaswave.cli.cluster_options import (
     policy_option,
 )
 from elaswave.cli.layout_table import as_json
+from elaswave.cli.policy_plugins import find_policy
 from elaswave.cli.tables import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.cli.waiting import Waiting
 from elaswave.config.presets import device_preset, model_shape
@@ -34,7 +35,7 @@ from elaswave.errors import DataError, InfeasiblePlan, UsageError
 from elaswave.observability.wrapping import wrap
 from elaswave.planning.fault_free import fastest_fault_free
 from elaswave.planning.planner import plan
-from elaswave.planning.policies import policy_named
+from elaswave.planning.policies import POLICIES
 from elaswave.sim.cluster.failures import CHANGES_MAX, DAY_S, RATES, Rates, Scenario, draw, rates_named
 from elaswave.sim.cluster.job import OutcomeSummary, PolicyOutcome, simulate, summarize
 from elaswave.sim.cluster.traces_csv import read_trace
@@ -122,7 +123,7 @@ def simulate_command(
     elaswave simulate --trace spot-p3-trace.csv --model llama-2-7b \\
       --device a100 --stages 4 --policy recycle
     """
-    policy_named(policy)
+    find_policy(policy)
     if plot is not None:
         from elaswave.cli.plots import check_plot_path, plot_timelines
 
@@ -264,6 +265,7 @@ def live(life: Life, policy: str) -> list[PolicyOutcome]:
         UsageError: the model does not fit on these machines at all.
     """
     outcomes = []
+    own = find_policy(policy) if policy not in POLICIES else None
     waiting = Waiting("living through them")
     for index, scenario in enumerate(life.scenarios):
         pauses = RecoveryTimes()
@@ -280,6 +282,7 @@ def live(life: Life, policy: str) -> list[PolicyOutcome]:
                     num_microbatches=life.num_microbatches,
                     schedule=life.schedule,
                     pauses=pauses,
+                    planner=own,
                     best_of=plan,
                     progress=lambda done, before=index: waiting.at(  # type: ignore[misc]
                         (before + done) / len(life.scenarios)

@@ -44,7 +44,7 @@ ANY_DEPTH = 12
 KINDS_MAX = 6
 """Mixes of more kinds of pipelines are left out."""
 RANKED, RANKED_SMALL = 16, 40
-"""Mixes that get real stages; in jobs of at most `ANY_DEPTH` workers."""
+"""Mixes that get real stages; in jobs of at most `ANY_DEPTH` workers whose speeds differ."""
 
 
 class _Mix(NamedTuple):
@@ -113,7 +113,8 @@ def mixed_pipelines(
     fresh = template_beside(costs, (1.0,) * len(crew.usual), frozenset())
     # The stages of before cost no moves; where they are no longer balanced, balanced ones are tried too.
     starts = [crew.usual] if fresh is None or fresh.ranges == crew.usual else [crew.usual, fresh.ranges]
-    ranked = RANKED if len(order) > ANY_DEPTH else RANKED_SMALL
+    is_even = bool(np.all(speeds[order] == speeds[order[0]]))
+    ranked = RANKED if is_even or len(order) > ANY_DEPTH else RANKED_SMALL
     for mix in sorted(mixes, key=lambda each: ideal.step_s(each, num_microbatches))[:ranked]:
         for usual in starts:
             try:

@@ -348,3 +348,71 @@ def test_patterns_of_losses() -> None:
                 if pattern == "clustered":
                     assert len(per_stage) == -(-count // 6)
     assert len({choose_lost(allocation, 3, "random", seed) for seed in range(20)}) > 10
+
+
+# ------------------------------------------------------------------------------------------- speeds, one's own policy
+
+
+def test_slow_workers_are_planned_for(capsys: Any) -> None:
+    slow = document(capsys, "compare", *SMALL, "--lose", "1", "--speed", "1=0.5", "--speed", "2=0.9",
+                    "--policies", "recycle", "--json")  # fmt: skip
+    even = document(capsys, "compare", *SMALL, "--lose", "1", "--policies", "recycle")
+    for ours, theirs in zip(slow["policies"], even["policies"], strict=True):
+        assert ours["throughput"] <= theirs["throughput"] * (1 + 1e-9)
+    assert slow["undisturbed"]["step_time_s"] > even["undisturbed"]["step_time_s"]
+    assert document(capsys, "plan", *SMALL, "--speed", "1=0.5", "--policy", "recycle")["after"]["step_time_s"] > 0
+
+
+MY_POLICY = str(Path(__file__).parents[3] / "examples" / "policies" / "my_policy.py") + ":plan"
+
+
+def test_a_policy_of_ones_own_is_compared_planned_and_simulated(capsys: Any) -> None:
+    entries = document(capsys, "compare", *SMALL, "--policy", MY_POLICY, "--policies", "recycle")["policies"]
+    assert [entry["policy"] for entry in entries] == ["recycle", MY_POLICY]
+    assert entries[1]["pause_s"] == 1.0 and entries[1]["keeps_batch"]
+    assert document(capsys, "plan", *SMALL, "--policy", MY_POLICY)["after"]["policy"] == "my policy"
+    found = document(capsys, "simulate", *SMALL, "--days", "30", "--rate", "0.01", "--policy", MY_POLICY)
+    assert found["policy"] == MY_POLICY
+    assert 0 < found["summary"]["goodput"]["mean"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "message"),
+    [
+        ("", "policy.py:plan", "has no function 'plan'"),
+        ("plan = 3", "policy.py:plan", "has no function 'plan'"),
+        ("raise RuntimeError('broken')", "policy.py:plan", "loading it fails: RuntimeError: broken"),
+        ("def plan(*_): return 3", "policy.py:plan", "returned int, needed: elaswave.planning.plan.Plan"),
+        (
+            "from elaswave.planning.plan import Plan\n"
+            "def plan(cluster, costs, allocation, event):\n"
+            "    return Plan(policy='p', allocation=allocation, predicted_step_s=1.0, predicted_pause_s=0.0)",
+            "policy.py:plan",
+            "returned an allocation that cannot be: ",  # the lost worker is still in it
+        ),
+        ("", "absent.py:plan", "there is no file"),
+        ("", "no_such_module_at_all:plan", "loading it fails: ModuleNotFoundError"),
+        ("", "nobody", "unknown policy 'nobody'"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(
+    body: str, name: str, message: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "policy.py").write_text(body)
+    assert main(["plan", *SMALL, "--policy", name]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("speed", "message"),
+    [("1", "needed is WORKER=F, as 3=0.7"), ("99=0.5", "there are the workers 0 to"), ("1=0", "a number above 0")],
+)
+def test_a_speed_that_cannot_be_is_refused(speed: str, message: str, capsys: Any) -> None:
+    assert main(["compare", *SMALL, "--speed", speed]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_has_measured_speeds(capsys: Any, tmp_path: Path) -> None:
+    assert main(["plan", str(tmp_path), "--speed", "1=0.5"]) == 2
+    assert "whose speeds are measured" in " ".join(capsys.readouterr().err.split())
