@@ -1,39 +1,17 @@
 """What torchft's survivors and a new replica go through when the replica joins: times to its first committed step.
 
-As `torchft_recovery.py` sets it up, with state that is copied: `torchft.Manager` on gloo, HTTP transport of the state
-as by default. Used by `join.py`; needs the `bench` extra.
+Replicas as in `torchft_replicas.py`, whose state is copied: `torchft.Manager` on gloo, HTTP transport of the state as
+by default. Used by `join.py`; needs the `bench` extra.
 """
 
 import contextlib
-import logging
-import multiprocessing
 import statistics
 import sys
 import time
-from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
-import torch
-import torch.distributed as dist
-from harness import configuration
-from torch import nn
-from torchft_recovery import (
-    GROUP_TIMEOUT_S,
-    HEARTBEAT_S,
-    MANAGER_TIMEOUT_S,
-    MICROBATCHES,
-    _log_to,
-    _receive,
-    _serve_lighthouse,
-    _start,
-)
-
-from elaswave.models.layers import build_layer
-from elaswave.worker.blueprint import Blueprint
+from torchft_replicas import Replica, job, receive, serve_lighthouse
 
 JOIN_AT_STEP = 8
 STEPS_AFTER = 6
@@ -62,32 +40,20 @@ def measure(num_replicas: int, joins: int, pace_s: float, settings: tuple[str, .
 
 def run_job(num_replicas: int, pace_s: float, settings: tuple[str, ...]) -> dict[str, float]:
     """One job in which a replica is forked once the others have made some steps."""
-    context = multiprocessing.get_context("fork")
-    processes: list[BaseProcess] = []
-    pipes: list[Connection] = []
-    with TemporaryDirectory(prefix="elaswave-bench-") as folder:
-        try:
-            lighthouse = _start(context, processes, pipes, _serve_lighthouse, (num_replicas, Path(folder)))
-            address = _receive(lighthouse)
-            for replica in range(num_replicas):
-                args = (replica, num_replicas, address, Path(folder), pace_s, settings)
-                _start(context, processes, pipes, run_replica, args)
-            for replica in range(num_replicas):
-                _receive(pipes[1 + replica])  # it has come to the step
-            forked_s = time.monotonic()
-            args = (num_replicas, num_replicas, address, Path(folder), pace_s, settings)
-            _start(context, processes, pipes, run_replica, args)
-            _receive(pipes[-1])
-            theirs = [_receive(pipes[-1])]
-            while sum(committed for _, committed in theirs) < STEPS_AFTER:
-                theirs.append(_receive(pipes[-1]))
-            others = [_arrived(pipe) for pipe in pipes[1:-1]]
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-            for pipe in pipes:
-                pipe.close()
+    with job() as processes:
+        folder = processes.folder
+        address = receive(processes.start(serve_lighthouse, num_replicas, folder))
+        settled = (num_replicas, address, folder, pace_s, settings)
+        replicas = [processes.start(run_replica, replica, *settled) for replica in range(num_replicas)]
+        for pipe in replicas:
+            receive(pipe)  # it has come to the step
+        forked_s = time.monotonic()
+        joiner = processes.start(run_replica, num_replicas, *settled)
+        receive(joiner)
+        theirs = [receive(joiner)]
+        while sum(committed for _, committed in theirs) < STEPS_AFTER:
+            theirs.append(receive(joiner))
+        others = [_arrived(pipe) for pipe in replicas]
     first_s = min(at_s for at_s, committed in theirs if committed)
     normal_s = statistics.median(each for rows in others for each in _durations(rows, 0.0, forked_s)[2:])
     meanwhile = [each for rows in others for each in _durations(rows, forked_s, first_s)]
@@ -126,76 +92,18 @@ def run_replica(
 ) -> None:
     """One replica, until it is killed; tells when it has come to the step of the join (a joiner: at once), and then
     when each of its attempts has ended."""
-    import socket
-
-    socket.gethostname = lambda: "127.0.0.1"  # looking a host name up may stall for seconds
-    from torchft import Manager, ProcessGroupGloo
-
-    _log_to(folder / f"replica-{replica}.log")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    config = configuration(*settings)
-    run = Blueprint(config)
-    source = run.open_samples(folder / f"data-{replica}")
-    sampler = run.sampler(source)
-    model = nn.Sequential(*(build_layer(layer, config.run.seed, index) for index, layer in enumerate(run.model.layers)))
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=config.optimizer.lr, fused=True)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def load_state(state: dict[str, Any]) -> None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=GROUP_TIMEOUT_S)),
-        load_state_dict=load_state,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-        min_replica_size=num_replicas,
-        use_async_quorum=True,
-        timeout=timedelta(seconds=MANAGER_TIMEOUT_S),
-        quorum_timeout=timedelta(seconds=MANAGER_TIMEOUT_S),
-        connect_timeout=timedelta(seconds=MANAGER_TIMEOUT_S),
-        rank=0,
-        world_size=1,
-        store_addr="127.0.0.1",
-        store_port=store.port,
-        lighthouse_addr=lighthouse,
-        replica_id=f"replica_{replica}",
-        hostname="127.0.0.1",
-        heartbeat_interval=timedelta(seconds=HEARTBEAT_S),
-        init_sync=False,
-    )
+    trained = Replica(replica, num_replicas, lighthouse, folder, pace_s, settings, copies_state=True)
     attempts: list[tuple[float, bool]] = []  # that are not told yet
-    is_joiner = replica == num_replicas
-    has_said = is_joiner
-    if is_joiner:
+    has_said = replica == num_replicas
+    if has_said:
         pipe.send("here")
     with contextlib.suppress(KeyboardInterrupt):
         step = 0
         while True:
             step += 1
-            manager.start_quorum()
-            for microbatch in range(MICROBATCHES):
-                number = replica * MICROBATCHES + microbatch
-                tokens, targets = source.batch(sampler.draws(step, number % config.batch.num_microbatches), "train")
-                loss = run.model.loss(model(tokens), targets) / MICROBATCHES
-                time.sleep(pace_s / 3)
-                loss.backward()
-                time.sleep(pace_s * 2 / 3)
-            flat = torch.cat([parameter.grad.view(-1) for parameter in parameters])
-            manager.allreduce(flat).wait()
-            committed = manager.should_commit()
-            attempts.append((time.monotonic(), committed))
-            if committed:
-                start = 0
-                for parameter in parameters:
-                    parameter.grad.copy_(flat[start : start + parameter.numel()].view_as(parameter))
-                    start += parameter.numel()
-                nn.utils.clip_grad_norm_(parameters, config.optimizer.grad_clip)
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-            if not has_said and manager.current_step() >= JOIN_AT_STEP:
+            committed = trained.run_attempt(step)
+            attempts.append((trained.at_s, committed))
+            if not has_said and trained.manager.current_step() >= JOIN_AT_STEP:
                 pipe.send("here")
                 has_said = True
             if has_said:
