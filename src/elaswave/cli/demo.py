@@ -34,8 +34,9 @@ from elaswave.observability.result import EpochRecord, JsonFloat, Recovery, RunR
 from elaswave.observability.run_folder import default_run_dir, open_run_dir
 from elaswave.protocol.engine import PHASES
 
-DEFAULTS = ("layout.widths=[4, 4]", "run.steps=60")
-"""What the demonstration's configuration has beside the defaults of every run."""
+DEFAULTS = ("layout.widths=[4, 4]", "run.steps=36", "model.hidden_size=96", "batch.microbatch_size=4")
+"""What the demonstration's configuration has beside the defaults of every run: eight workers share two cores, and it is
+to be over in half a minute."""
 _SHAPE = ("layout.stages", "layout.replicas", "layout.widths")
 UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
 """Names of the two runs, and of their folders."""
