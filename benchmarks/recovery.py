@@ -193,9 +193,10 @@ def run_job(line: Line, config: Config, specs: Sequence[str]) -> None:
         line.loads.append((_cpu_s() - begin_cpu_s) / (time.monotonic() - begin_s))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    line.recoveries += result.recoveries
+    recoveries = [each for each in result.recoveries if each.is_failure]
+    line.recoveries += recoveries
     line.digests.add(result.state_digest)
-    waited = ", ".join(f"{1e3 * (each.total_s - each.redo_s):.0f} ms" for each in result.recoveries)
+    waited = ", ".join(f"{1e3 * (each.total_s - each.redo_s):.0f} ms" for each in recoveries)
     print(f"{line.workers} workers, {line.mode}: {' '.join(specs)}: {waited}", file=sys.stderr, flush=True)
 
 

@@ -132,7 +132,7 @@ def _run(config: Config, point: str) -> dict[str, Any]:
         result = train(config, run_dir, reporter=reporter, faults=faults)
         load_cores = (_used_s() - used_s) / (time.monotonic() - begin_s)
         steps = {e.step: e.duration_s for e in read_events(run_dir / EVENTS_FILE) if isinstance(e, StepCommitted)}
-    (recovery,) = result.recoveries
+    (recovery,) = (each for each in result.recoveries if each.is_failure)
     return {
         "recomputed": recovery.num_microbatches_recomputed,
         "outcome": recovery.outcome,
