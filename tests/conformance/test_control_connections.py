@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import socket
 import threading
 import time
@@ -337,6 +338,24 @@ def test_what_is_sent_while_facts_are_told_neither_overtakes_them_nor_is_overtak
     until(lambda: len(heard) == 4)
     assert worker.close(PATIENCE_S)
     assert coordinator.said(8) == [1, 2, 3, 4]
+
+
+def test_what_came_during_a_silence_is_not_heard_after_it(one_town):
+    coordinator = one_town.coordinator()
+    worker = one_town.participant(8, start=False)
+    deadline = time.monotonic() + PATIENCE_S
+    while not worker.client.connected and time.monotonic() < deadline:
+        worker.client.turn(0.01)
+    until(lambda: coordinator.events(8) == ["connected"])
+    worker.client.silence(True)
+    coordinator.call(lambda: coordinator.server.send(8, Tell(2)))
+    worker.client.silence(False)
+    worker.client._on_ready(select.EPOLLIN)  # it had begun to look before the silence was over
+    assert worker.heard == []
+    while worker.num_hellos < 2 and time.monotonic() < deadline:
+        worker.client.turn(0.01)
+    assert worker.num_hellos == 2 and worker.heard == []
+    worker.client.close(PATIENCE_S)
 
 
 def test_silence_drops_everything_and_closes_nothing(town):

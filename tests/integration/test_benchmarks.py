@@ -101,6 +101,7 @@ def test_what_survivors_keep_of_a_step_does_not_run_again() -> None:
     assert len({row["digest"] for row in document["rows"]}) == 1
 
 
+@pytest.mark.slow
 def test_moves_of_layers_are_compared_with_stop_and_copy() -> None:
     document = run("migration.py", "--quick")
     (row,) = document["rows"]
@@ -113,6 +114,7 @@ def test_moves_of_layers_are_compared_with_stop_and_copy() -> None:
     assert row["stop_and_copy"]["copying_steps"] == 1
 
 
+@pytest.mark.slow
 def test_a_join_is_measured() -> None:
     document = run("join.py", "--quick", "--torchft", "0")
     (row,) = document["rows"]
@@ -120,6 +122,7 @@ def test_a_join_is_measured() -> None:
     assert row["longest"] > 0 and row["lost_worker_s"] > 0
 
 
+@pytest.mark.slow
 def test_repairs_of_communicators_are_compared() -> None:
     document = run("communicator.py", "--workers", "4", "--rounds", "1")
     rows = {row["communicator"]: row for row in document["rows"]}
@@ -128,6 +131,7 @@ def test_repairs_of_communicators_are_compared() -> None:
     assert rows["elaswave"]["times_ours"] == 1.0
 
 
+@pytest.mark.slow
 def test_reduce_and_gather_are_compared_with_gloo_in_time_and_bytes() -> None:
     document = run("reduce_gather.py", "--sizes", "tiny", "--workers", "4", "--rounds", "2")
     rows = {row["what"]: row for row in document["rows"]}
@@ -148,6 +152,7 @@ def test_recoveries_are_measured_and_keep_the_bits() -> None:
     assert 0 < row["median_s"] <= row["worst_s"]
 
 
+@pytest.mark.slow
 def test_the_tax_of_the_control_plane_is_measured() -> None:
     document = run("control_tax.py", "--workers", "2", "--steps", "12")
     (row,) = document["rows"]
@@ -156,6 +161,7 @@ def test_the_tax_of_the_control_plane_is_measured() -> None:
     assert 0 < row["share_of_cores"] < 1, row
 
 
+@pytest.mark.slow
 def test_memory_is_measured_by_part_beside_plain_pytorch() -> None:
     document = run("memory.py", "--hidden-size", "128", "--layers", "2", "--workers", "2")
     rows = {row["program"]: row for row in document["rows"]}
@@ -178,6 +184,7 @@ def test_plans_are_timed() -> None:
     assert all(row["plan_s"] > 0 for row in document["rows"])
 
 
+@pytest.mark.slow
 def test_throughput_after_losses_is_predicted_for_all_policies() -> None:
     document = run(
         "throughput.py", "--models", "llama-2-7b", "--layouts", "12x8", "--microbatches", "4", "--lost", "5",
@@ -200,6 +207,7 @@ def test_policies_run_in_real_jobs_beside_their_predictions() -> None:
         assert row["step_s"] > 0 and row["predicted_step_s"] > 0 and row["capacity_fraction"] > 0
 
 
+@pytest.mark.slow
 def test_a_day_of_a_cluster_is_simulated_under_every_policy() -> None:
     document = run(
         "simulate.py", "--workers", "64", "--stages", "4", "--model", "llama-2-7b", "--days", "1", "--stragglers", "0.1"

@@ -343,8 +343,8 @@ class ControlClient(Generic[_T]):
                 data = sock.recv(_READ_BYTES) if events & ~select.EPOLLOUT else None
                 if data == b"":
                     raise ConnectionError("the coordinator ended the connection")
-                if self._silent or not data:
-                    return
+                if self._silent or self._broken is not None or not data:
+                    return  # also what had come before a silence was over
                 frames = session.feed(data)
                 self._flush()
             except BlockingIOError:
@@ -388,7 +388,7 @@ class ControlClient(Generic[_T]):
     def _on_frame(self, frame: Frame) -> None:
         self._first_unanswered, self._num_unanswered = math.inf, 0
         if frame.kind is Kind.MESSAGE and frame.message is not None:
-            if not self._silent:
+            if not self._silent and self._broken is None:
                 self._on_message(frame.message)
         elif frame.kind is Kind.ACK:
             with self._changed:

@@ -429,7 +429,7 @@ def test_a_plan_says_what_each_axis_brought(job):
     assert found.policy == "elaswave"
     assert set(found.contributions) == AXES
     assert "nothing to move" in found.contributions["randomness"]
-    assert re.search(r"whole layers: .* s to .* s per step \(-", found.contributions["graph"])
+    assert re.search(r": .* s to .* s per step \(-", found.contributions["graph"])
     assert "rerouting alone" in found.reason
     assert found.transfers
     assert found.predicted_pause_s == Options().pause_s + Options().move_pause_s
