@@ -32,6 +32,9 @@ EMULATED = {
 """A step takes 0.2 s, long enough for a plan to be made in the next ones."""
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """The undisturbed run."""
@@ -42,7 +45,14 @@ def layouts(job: Job) -> list[LayoutChosen]:
     return [event for event in read_events(job.run_dir / EVENTS_FILE) if isinstance(event, LayoutChosen)]
 
 
-@pytest.mark.parametrize("policy", ["recycle", "recycle_normalized", "torchft_batch_kept", "oobleck", "full_restart"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "recycle",
+        "oobleck",
+        *(pytest.param(name, marks=SLOW) for name in ("recycle_normalized", "torchft_batch_kept", "full_restart")),
+    ],
+)
 def test_a_baseline_that_keeps_the_batch_keeps_the_bits(tmp_path: Path, reference: Job, policy: str) -> None:
     settings = EMULATED | {"elastic.policy": f'"{policy}"', "run.checkpoint_every": 2}
     job = run_job(tmp_path / "run", settings, faults=["kill:1@5:backward", "kill:5@8:gather"])

@@ -132,7 +132,7 @@ def test_events_about_nobody_are_no_events():
     assert len(outcome.timeline) == 1
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.sampled_from(sorted(POLICIES)), st.integers(0, 50))
 def test_time_adds_up_and_is_the_same_every_time(policy, seed):
     life = draw(RATES, num_workers=8, duration_s=2 * DAY_S, seed=seed, workers_per_node=4)
