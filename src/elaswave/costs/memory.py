@@ -7,7 +7,9 @@ A worker that holds layers [start, stop), with h micro-batches in flight, takes
 bytes. *State* is a layer's masters and optimizer slots; it is sliced over the layer's *holders*, the workers that run
 the layer, and each slice has *copies*: its owner's and its followers'. What is in flight is up to the schedule
 (`elaswave.costs.schedules`) and to what fits. What is left out: buffers to receive sums, the copy that a checkpoint
-makes, temporary values; the share of a device's memory that training may not fill has to hold them.
+makes, temporary values, and what a survivor keeps of a step that is tried again (the newest gradient that it has sent
+back; with recomputation the output of each micro-batch in flight, too); the share of a device's memory that training
+may not fill has to hold them.
 """
 
 from collections.abc import Sequence
