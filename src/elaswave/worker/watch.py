@@ -27,7 +27,7 @@ class StepWatch(StepObserver):
         self.machine: WorkerMachine[HeldBlock]
         self.phases_s: dict[str, float] = {}
         """Seconds of this worker in each phase of the present step, and as "data" those that RUN has waited for micro-
-        batches, all attempts added."""
+        batches, all attempts added, interrupted ones too."""
         self.data_wait_s = 0.0
         """Seconds that the worker has waited for micro-batches of training, in all."""
         self.step_began_s = 0.0
@@ -39,6 +39,8 @@ class StepWatch(StepObserver):
         self.activity = mailbox.activity
         self._trace = trace
         self._reached: dict[Phase, int] = {}
+        self._phase: str | None = None
+        """The phase that is under way."""
         self._phase_ns = self._asked_ns = self._computing_ns = 0
 
     def waited_for_data(self, seconds: float) -> None:
@@ -98,23 +100,36 @@ class StepWatch(StepObserver):
 
     def enter(self, phase: str) -> None:
         """Starts the phase's clock."""
-        self._phase_ns = time.monotonic_ns()
+        self._phase, self._phase_ns = phase, time.monotonic_ns()
 
     def leave(self, phase: str) -> None:
         """Records the phase."""
-        end_ns = time.monotonic_ns()
-        self.phases_s[phase] = self.phases_s.get(phase, 0.0) + (end_ns - self._phase_ns) * 1e-9
+        end_ns = self._end_phase(phase)
         where = {"step": self.machine.step, "attempt": self.machine.attempt}
         self._trace.add(phase.upper(), PHASE, self._phase_ns, end_ns, where)
 
+    def _end_phase(self, phase: str) -> int:
+        """Adds its seconds; returns when it ended."""
+        end_ns = time.monotonic_ns()
+        self.phases_s[phase] = self.phases_s.get(phase, 0.0) + (end_ns - self._phase_ns) * 1e-9
+        self._phase = None
+        return end_ns
+
+    def _interrupt_phase(self) -> None:
+        """Adds the seconds of a phase that will not be left: its attempt has ended."""
+        if self._phase is not None:
+            self._end_phase(self._phase)
+
     def recovering(self) -> None:
         """The worker waits for the coordinator's decision."""
+        self._interrupt_phase()
         if self.recovery_began_ns is None:
             self.recovery_began_ns = time.monotonic_ns()
         self.activity.wait("recover")
 
     def moved(self) -> None:
         """A new connection's first words are other ones now."""
+        self._interrupt_phase()
         self._note_registration()
 
     def installed(self, decision: Decision) -> None:
