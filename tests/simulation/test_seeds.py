@@ -90,6 +90,15 @@ def test_a_member_that_is_interrupted_on_its_way_back_to_a_checkpoint_goes_back_
     assert (outcome.violation, outcome.ended) == (None, "finished")
 
 
+def test_a_checkpoint_is_forgotten_with_its_coordinator_and_all_workers_that_wrote_it():
+    schedule = (
+        "widths=1,1 blocks_per_layer=1 num_microbatches=1 steps=7 checkpoint_every=1 join_step=2 seed=386808924 "
+        "commit_delay=15 hang:1@27+75 usurp:c@80+18 suspect:0@83"
+    )
+    outcome = run_schedule(parse_schedule(schedule))
+    assert (outcome.violation, outcome.ended) == (None, "finished")
+
+
 def test_a_link_that_is_made_again_within_an_epoch_does_not_hide_that_frames_were_lost():
     schedule = "widths=2,1,1 blocks_per_round=8 slow_worker=3 slow_by=40 kill:1@15 cut:0-3@42"
     outcome = run_schedule(parse_schedule(schedule))

@@ -304,7 +304,8 @@ class CheckpointsKept(Observer):
     """A durable checkpoint that is due, or that a vote asked for, is made once, or given up with a word.
 
     It is given up only if a part is really missing, and not if no worker was lost since the survivors began to write
-    it. Parts that are void because all members went back behind them are left out of account.
+    it. Parts that are void because all members went back behind them are left out of account. So is a checkpoint that
+    is known to no process any more: its coordinator was lost before it was settled, and all that had written a part.
     """
 
     def __init__(self, num_steps: int, every: int, num_blocks: int, asks: Callable[[bytes], bool]) -> None:
@@ -323,6 +324,10 @@ class CheckpointsKept(Observer):
         """Steps whose checkpoints the job has gone back to: they are durable, whichever coordinator knew of it."""
         self._base = 0
         """The committed step that the newest decision goes on from."""
+        self._term = 1
+        """Of the coordinator that has decided last; the first one's to begin with."""
+        self._forgotten: set[int] = set()
+        """Steps of whose checkpoints no process knows."""
 
     @property
     def _due(self) -> set[int]:
@@ -353,6 +358,12 @@ class CheckpointsKept(Observer):
 
     def decided(self, decision: Decision) -> None:
         self._base = decision.resume_step - 1
+        if decision.term != self._term:
+            self._term = decision.term
+            present = set(decision.members)
+            self._forgotten.update(
+                step for step in self._due if step < self._base and present.isdisjoint(self._parts.get(step, ()))
+            )
         if decision.rollback is not None:
             self._returned = {step for step in self._returned if step < decision.rollback} | {decision.rollback}
             self._asked = {step for step in self._asked if step <= decision.rollback}
@@ -369,7 +380,7 @@ class CheckpointsKept(Observer):
     def finished(self, members: Sequence[int], states: dict[int, dict[int, tuple[bool, int, BlockState]]]) -> None:
         last = max((version for held in states.values() for _, version, _ in held.values()), default=self._num_steps)
         due = {step for step in self._due if step <= last} - self._returned
-        missing = sorted(due - self._stored - self._given_up)
+        missing = sorted(due - self._stored - self._given_up - self._forgotten)
         _require(not missing, f"the job ended without a word about the checkpoints of steps {missing}")
         missing = [step for step in sorted(due - self._stored) if step >= self._base]
         _require(not missing, f"the checkpoints of steps {missing} are not there, and no worker was lost since")
