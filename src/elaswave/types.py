@@ -7,6 +7,7 @@ input comes from stand in the routes, not in the program.
 """
 
 import hashlib
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -43,7 +44,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.workers)
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """Everything about who runs what in a step.
 
     State is kept in *units*: unit i below `num_layers` is what layer i alone has, the further ones are shared.
@@ -80,12 +81,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """How often each micro-batch adds to a unit: once, or once for each use of a shared one."""
         return 1 if unit < self.num_layers else len(self.shared[unit - self.num_layers])
 
-    @property
+    @cached_property
     def workers(self) -> tuple[int, ...]:
         """All members, ascending: those of stages and the idle ones."""
         return tuple(sorted((*self.active, *self.idle)))
 
-    @property
+    @cached_property
     def active(self) -> tuple[int, ...]:
         """The workers of stages, ascending."""
         return tuple(sorted(worker for stage in self.stages for worker in stage.workers))

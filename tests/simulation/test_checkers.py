@@ -246,9 +246,7 @@ def test_checkpoints_kept():
         CheckpointsKept(3, 0, len(blocks), never_asked).finished((0,), {})  # the last step's is always due
 
 
-@pytest.mark.parametrize(
-    ("term", "members", "is_excused"), [(2, (1, 2), True), (1, (1, 2), False), (2, (0, 2), False)]
-)
+@pytest.mark.parametrize(("term", "members", "is_excused"), [(2, (1, 2), True), (1, (1, 2), False), (2, (0, 2), False)])
 def test_a_checkpoint_may_be_forgotten_with_all_processes_that_knew_of_it(term, members, is_excused):
     checker = CheckpointsKept(3, 1, len(MODEL.blocks), never_asked)
     checker.wrote(0, 1, ())

@@ -37,7 +37,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from elaswave.hashing import MASK64, key64, mix64, signed64
+from elaswave.hashing import MASK64, key64, mix64
 from elaswave.protocol import environment
 from elaswave.protocol.environment import ENVIRONMENT, Canaries
 from elaswave.protocol.scores import Means, Scores, bits_float, float_bits, means_of, num_score_words, score_words
@@ -267,7 +267,7 @@ class VoteShape:
         maxima += [float_bits(ballot.maxima.get(index, 0.0)) for index in range(self.num_tensors)]
         for buffer in self.buffers:
             maxima += ballot.writes.get(buffer.tensor, buffer.nothing)
-        return [signed64(value) for value in sums + maxima]
+        return [(value + _SIGN & MASK64) - _SIGN for value in sums + maxima]
 
     def merge(self, ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
         """Both vectors as one: sums wrap, maxima are maximised."""

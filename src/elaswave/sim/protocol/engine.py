@@ -117,7 +117,7 @@ class ToyEngine:
             x = front.value
             if keeps:
                 sums.inputs[microbatch, layer] = x
-            x = forward(layer, step, microbatch, [self.parameters[block] for block in model.blocks_used(layer)], x)
+            x = forward(layer, step, microbatch, [self.parameters[block] for block in model.blocks_used[layer]], x)
             front = Front(layers, layer + 1, x)
             if keeps:
                 sums.forwards[microbatch] = front
@@ -142,7 +142,7 @@ class ToyEngine:
             front = Front(layers, layers.stop, sums.inputs.pop((microbatch, layers.stop)) if last else value)
             sums.backwards[microbatch] = front
         for layer in reversed(range(layers.start, front.at)):
-            blocks = model.blocks_used(layer)
+            blocks = model.blocks_used[layer]
             parameters = [self.parameters[block] for block in blocks]
             x = sums.inputs.pop((microbatch, layer))
             dy, gradients = backward(self._job, step, parameters, x, front.value)
@@ -172,7 +172,7 @@ class ToyEngine:
         """Runs layers forward."""
         x: int = sample(step, microbatch) if first else value
         for layer in layers:
-            parameters = [self.parameters[block] for block in self._model.blocks_used(layer)]
+            parameters = [self.parameters[block] for block in self._model.blocks_used[layer]]
             x = forward(layer, step, microbatch, parameters, x)
         if last:
             self._losses[microbatch] = loss_of(x)

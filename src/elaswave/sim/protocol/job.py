@@ -101,14 +101,11 @@ class Model(NamedTuple):
     """By unit: first the layers."""
     uses: tuple[tuple[tuple[int, int], ...], ...]
     """For each layer the shared units that it uses, each with the number of that use."""
+    blocks_used: tuple[tuple[int, ...], ...]
+    """For each layer its own blocks, and those of the units that it shares."""
     terms: JobTerms
     progress: TrainingProgress
     """Of the beginning: on grids that the first step's gradients fit, as after a resume."""
-
-    def blocks_used(self, layer: int) -> list[int]:
-        """Blocks of the layer itself, and of the units that it shares."""
-        units = (layer, *(unit for unit, _ in self.uses[layer]))
-        return [block for unit in units for block in self.blocks_of_layer[unit]]
 
     def num_terms(self, unit: int) -> int:
         """Terms of the sums of a unit."""
@@ -134,6 +131,10 @@ def model_of(job: Job) -> Model:
         tuple((num_layers + index, users.index(layer)) for index, users in enumerate(shared) if layer in users)
         for layer in range(num_layers)
     )
+    used = tuple(
+        (*of_layer[layer], *(block for unit, _ in uses[layer] for block in of_layer[unit]))
+        for layer in range(num_layers)
+    )
     placement = place_blocks(layout, blocks, num_followers=job.num_followers)
     terms = JobTerms(
         blocks=blocks,
@@ -152,7 +153,7 @@ def model_of(job: Job) -> Model:
     maximum = maximum_of(1 << (GRADIENT_BITS - 1))
     exponents = [next_exponent(maximum, 0, job.num_microbatches * layout.num_uses(unit)) for unit in range(num_units)]
     grids = GridState(tuple(exponents), calibrated=True, exact=True)
-    return Model(layout, blocks, placement, of_layer, uses, terms, TrainingProgress(0, grids))
+    return Model(layout, blocks, placement, of_layer, uses, used, terms, TrainingProgress(0, grids))
 
 
 def _compile(worker: int, layout: Layout, execution: ExecutionParameters, *, forward_only: bool = False) -> Program:
@@ -321,11 +322,11 @@ def _one_attempt(
         inputs = []
         for layer in range(model.terms.num_layers):
             inputs.append(x)
-            x = forward(layer, step, microbatch, [parameter(states[block]) for block in model.blocks_used(layer)], x)
+            x = forward(layer, step, microbatch, [parameter(states[block]) for block in model.blocks_used[layer]], x)
         losses.append(loss_of(x))
         dy = x
         for layer in reversed(range(len(inputs))):
-            blocks = model.blocks_used(layer)
+            blocks = model.blocks_used[layer]
             parameters = [parameter(states[block]) for block in blocks]
             dy, gradients = backward(job, step, parameters, inputs[layer], dy)
             for block, gradient in zip(blocks, gradients, strict=True):

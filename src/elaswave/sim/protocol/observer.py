@@ -1,6 +1,7 @@
 """What can be seen of a simulated run. Checkers and counters listen here, and know nothing of how things are done."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from elaswave.protocol.events import PlanRecovery
@@ -107,13 +108,16 @@ def together(observers: Sequence[Observer]) -> Observer:
     """One observer that passes every call on to those of the given ones that do something with it."""
     all_of_them = Observer()
     for name in _CALLS:
-        listeners = [
-            getattr(observer, name)
-            for observer in observers
-            if getattr(type(observer), name) is not getattr(Observer, name)
-        ]
-        setattr(all_of_them, name, _call_all(listeners))
+        listeners = [getattr(observer, name) for observer in observers if name in _calls_of(type(observer))]
+        if listeners:
+            setattr(all_of_them, name, _call_all(listeners))
     return all_of_them
+
+
+@cache
+def _calls_of(kind: type[Observer]) -> frozenset[str]:
+    """Those that observers of a class do something with."""
+    return frozenset(name for name in _CALLS if getattr(kind, name) is not getattr(Observer, name))
 
 
 def _call_all(listeners: Sequence[Callable[..., None]]) -> Callable[..., None]:
