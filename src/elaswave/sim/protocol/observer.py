@@ -115,7 +115,7 @@ def together(observers: Sequence[Observer]) -> Observer:
 
 
 @cache
-def _calls_of(kind: type[Observer]) -> frozenset[str]:
+def _calls_of(kind: Any) -> frozenset[str]:
     """Those that observers of a class do something with."""
     return frozenset(name for name in _CALLS if getattr(kind, name) is not getattr(Observer, name))
 
