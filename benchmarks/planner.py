@@ -62,7 +62,7 @@ def measure(num_workers: int, slow: bool, num_runs: int) -> dict[str, Any]:
     num_stages, num_blocks = SHAPES[num_workers]
     preset = device_preset("h200")
     shape = msgspec.structs.replace(model_shape("llama-2-7b"), num_layers=num_blocks)
-    costs = analytic_costs(shape, preset, num_stages=num_stages)
+    costs = analytic_costs(shape, preset)
     cluster = preset_cluster(num_workers, preset)
     if slow:
         cluster = with_stragglers(cluster)

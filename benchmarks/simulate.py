@@ -18,11 +18,14 @@ import msgspec
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.costs.analytic import analytic_costs, preset_cluster
 from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.planning.planner import plan
+from elaswave.planning.baselines.common import rectangle
+from elaswave.planning.healthy import healthy_step_s
 from elaswave.planning.policies import POLICIES
 from elaswave.sim.cluster.failures import DAY_S, draw, rates_named
 from elaswave.sim.cluster.job import PolicyOutcome, simulate, summarize
 
+SCHEDULE = "zero-bubble"
+"""Of the job at the beginning."""
 SECONDS_ALLOWED = 60.0
 """For one policy and one scenario."""
 
@@ -56,13 +59,18 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each policy."""
     device = device_preset(options.device)
     # Activations are computed again in the backward: else a model of 70 billion parameters does not fit.
-    costs = analytic_costs(model_shape(options.model), device, num_stages=options.stages, recompute=True)
+    costs = analytic_costs(model_shape(options.model), device, recompute=True)
     machines = preset_cluster(options.workers, device)
     rates = msgspec.structs.replace(rates_named(options.rate), stragglers_per_worker_day=options.stragglers)
     scenarios = [
         draw(rates, num_workers=options.workers, duration_s=options.days * DAY_S, seed=seed)
         for seed in range(options.seeds)
     ]
+    number = options.workers // options.stages * options.microbatches
+    configured = rectangle(
+        machines, costs, num_stages=options.stages, num_microbatches=number, schedule=SCHEDULE
+    )  # fmt: skip
+    healthy_s = healthy_step_s(machines, costs, configured, POLICIES)
     rows = []
     for policy in options.policies:
         outcomes: list[PolicyOutcome] = []
@@ -75,9 +83,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                     costs,
                     policy,
                     num_stages=options.stages,
-                    num_microbatches=options.workers // options.stages * options.microbatches,
-                    schedule="zero-bubble",
-                    best_of=plan,
+                    num_microbatches=number,
+                    schedule=SCHEDULE,
+                    healthy_step_s=healthy_s,
                     pauses=RecoveryTimes().for_mtbf(scenario.mtbf_s),
                 )
             )

@@ -3,9 +3,9 @@
     python benchmarks/throughput.py [--models llama-2-7b ...] [--layouts 12x8 ...] [--lost 1 5] [--jobs 2] [--json]
 
 For every setting (model, replicas x stages, micro-batches per replica, number and pattern of losses) all policies plan
-for the same loss of the same undisturbed job, and every plan's programs are timed exactly as the executor would run
-them. `capacity` is ElasWave's throughput over what is left of the fault-free one's: the best that the planner makes
-of all 96 workers, with every move that it may make after a loss, times alive / total. See README.md beside this file.
+for the loss of the same workers, from the same undisturbed job and again each from its own, and every plan's programs
+are timed exactly as the executor would run them. `capacity` is ElasWave's throughput over what is left of the
+fault-free one's: the best that any policy makes of all 96 workers, times alive / total. See README.md beside this file.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.fault_free import fastest_fault_free
+from elaswave.planning.healthy import Start, own_starts
 from elaswave.planning.options import AXES, Options
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.planner import plan
@@ -145,18 +146,18 @@ def simulate_job(settings: Sequence[Setting], ablate: Sequence[int]) -> list[dic
     """Rows for settings that differ in their losses only."""
     first = settings[0]
     preset = device_preset(first.device)
-    costs = analytic_costs(model_shape(first.model), preset, num_stages=first.stages)
+    costs = analytic_costs(model_shape(first.model), preset)
     cluster = preset_cluster(NUM_WORKERS, preset)
     number = first.replicas * first.microbatches
     try:
         start = fastest_fault_free(cluster, costs, first.stages, first.replicas, number)
     except InfeasiblePlan as error:
         return [row_of(setting) | {"infeasible": str(error)} for setting in settings]
-    undisturbed = plan(cluster, costs, start, ClusterEvent(kind="slowed", workers=(0,)))  # nothing has changed
     equal = fastest_fault_free(cluster, costs, first.stages, first.replicas, number, share_layers=True)
     equal_s = time_within_memory(cluster, costs, equal).step_s
-    whole_s = min(undisturbed.predicted_step_s, equal_s)
-    return [simulate_loss(setting, cluster, costs, start, whole_s, equal_s, ablate) for setting in settings]
+    own = own_starts(cluster, costs, start, POLICIES)
+    whole_s = min(equal_s, *(each.step_s for each in own.values()))
+    return [simulate_loss(setting, cluster, costs, start, own, whole_s, equal_s, ablate) for setting in settings]
 
 
 def simulate_loss(
@@ -164,6 +165,7 @@ def simulate_loss(
     cluster: Cluster,
     costs: Costs,
     start: Allocation,
+    own: Mapping[str, Start],
     whole_s: float,
     equal_s: float,
     ablate: Sequence[int],
@@ -172,23 +174,11 @@ def simulate_loss(
     lost = choose_lost(start, setting.num_lost, setting.pattern, 0)
     left, event = cluster.without(lost), ClusterEvent(kind="lost", workers=lost)
     number = start.num_microbatches
-    plans: dict[str, Plan] = {}
-    refused: dict[str, str] = {}
-    for name, policy in POLICIES.items():
-        if name == "elaswave":
-            continue
-        try:
-            plans[name] = policy(left, costs, start, event)
-        except InfeasiblePlan as error:
-            refused[name] = str(error)
-    baselines = [
-        lambda *_, known=known: known  # type: ignore[misc]
-        for known in plans.values()
-        if known.allocation.num_microbatches == number
-    ]
-    ours = plan(left, costs, start, event, baselines=baselines)
-    rates = {name: each.allocation.num_microbatches / each.predicted_step_s for name, each in plans.items()}
-    rate = number / ours.predicted_step_s
+    plans, refused = plans_of(left, costs, dict.fromkeys(POLICIES, start), event)
+    ours = plans.pop("elaswave")
+    from_own, refused_from_own = plans_of(left, costs, {name: each.allocation for name, each in own.items()}, event)
+    rates = {name: rate_of(each) for name, each in plans.items()}
+    rate = rate_of(ours)
     share = left.num_workers / cluster.num_workers
     ablations = {}
     if setting.num_lost in ablate:
@@ -204,6 +194,16 @@ def simulate_loss(
         "capacity_fraction": rate / (number / whole_s * share),
         "capacity_fraction_of_equal_stages": rate / (number / equal_s * share),
         "times": {name: rate / each for name, each in rates.items()},
+        "own_starts": {
+            "healthy_step_s": {name: each.step_s for name, each in own.items()},
+            "capacity_fraction": rate_of(from_own["elaswave"]) / (number / whole_s * share),
+            "times": {
+                name: rate_of(from_own["elaswave"]) / rate_of(each)
+                for name, each in from_own.items()
+                if name != "elaswave"
+            },
+            "refused": refused_from_own,
+        },
         "permitted": {name: number / whole_s * share / each for name, each in rates.items()},
         "refused": refused,
         "moved_bytes": sum(each.num_bytes for each in ours.transfers),
@@ -213,13 +213,42 @@ def simulate_loss(
     }
 
 
+def plans_of(
+    left: Cluster, costs: Costs, starts: Mapping[str, Allocation], event: ClusterEvent
+) -> tuple[dict[str, Plan], dict[str, str]]:
+    """What every policy does from its start, and why those that refuse do."""
+    plans: dict[str, Plan] = {}
+    refused: dict[str, str] = {}
+    ours = starts["elaswave"]
+    for name, policy in POLICIES.items():
+        if name == "elaswave":
+            continue
+        try:
+            plans[name] = policy(left, costs, starts[name], event)
+        except InfeasiblePlan as error:
+            refused[name] = str(error)
+    if any(start is not ours for start in starts.values()):
+        return {"elaswave": POLICIES["elaswave"](left, costs, ours, event), **plans}, refused
+    known = [  # planned once is enough
+        lambda *_, found=found: found  # type: ignore[misc]
+        for found in plans.values()
+        if found.allocation.num_microbatches == ours.num_microbatches
+    ]
+    return {"elaswave": plan(left, costs, ours, event, baselines=known), **plans}, refused
+
+
+def rate_of(found: Plan) -> float:
+    """Micro-batches per second."""
+    return found.allocation.num_microbatches / found.predicted_step_s
+
+
 def ablate_uneven() -> dict[str, float]:
     """Median step time without each move, relative to all of them, where workers differ and clocks can rise.
 
     Llama-2 13B on 12 x 8 Ascend 910B, one of them at `SLOW_SPEED`, 8 and 16 micro-batches per replica, 5 others lost.
     """
     preset = device_preset("ascend-910b")
-    costs = analytic_costs(model_shape("llama-2-13b"), preset, num_stages=8)
+    costs = analytic_costs(model_shape("llama-2-13b"), preset)
     even = preset_cluster(NUM_WORKERS, preset)
     speed = even.speed.copy()
     speed[1] = SLOW_SPEED
@@ -276,7 +305,29 @@ def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ablations = {
         name: statistics.median(row[name] / row["all"] for row in ablated) for name in (ABLATIONS if ablated else ())
     }
-    return {"capacity_median": median, "needed": needed, "ablations": ablations, "missed": missed}
+    return {
+        "capacity_median": median,
+        "starts": against(planned),
+        "needed": needed,
+        "ablations": ablations,
+        "missed": missed,
+    }
+
+
+def against(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """ElasWave's throughput over each baseline's from both starts: median and least."""
+    found = {}
+    for name in POLICIES:
+        same = [row["times"][name] for row in rows if name in row["times"]]
+        own = [row["own_starts"]["times"][name] for row in rows if name in row["own_starts"]["times"]]
+        if same and own:
+            found[name] = {
+                "same_median": statistics.median(same),
+                "same_least": min(same),
+                "own_median": statistics.median(own),
+                "own_least": min(own),
+            }
+    return found
 
 
 def title(row: dict[str, Any]) -> str:
@@ -302,6 +353,10 @@ def print_table(rows: Sequence[dict[str, Any]], summary: dict[str, Any], where: 
         print(f"{head} {row['step_s'] * 1e3:>8.0f} {row['capacity_fraction']:>8.3f} {times}")
     if summary["capacity_median"] is not None:
         print(f"\nmedian capacity over spread losses: {summary['capacity_median']:.3f} (needed: {NEEDED_CAPACITY})")
+    print("times each baseline's throughput, median (least): from the same start; each from its own fault-free layout")
+    for name, each in summary["starts"].items():
+        print(f"  {name:<20} {each['same_median']:.3f} ({each['same_least']:.3f})  {each['own_median']:.3f} "
+              f"({each['own_least']:.3f})")  # fmt: skip
     for name, target in NEEDED.items():
         asked = [each for each in summary["needed"] if each["baseline"] == name]
         permitted = [each for each in asked if each["permitted"] >= target]

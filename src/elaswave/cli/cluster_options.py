@@ -6,8 +6,8 @@ Without any of it they speak of the paper's cluster: 96 Ascend 910B that train L
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -17,14 +17,13 @@ from elaswave.config.own import TOKENS_PER_S
 from elaswave.config.presets import catalog, device_preset, link_preset, model_shape
 from elaswave.costs.analytic import analytic_costs, preset_cluster
 from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.machines import Cluster
 from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.costs.schedules import SCHEDULES, Schedule
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.planning.fault_free import fastest_fault_free, fault_free
-from elaswave.planning.options import Options
-from elaswave.planning.plan import Allocation
-from elaswave.planning.planner import plan
+from elaswave.planning.healthy import Start, own_starts
+from elaswave.planning.plan import Allocation, Planner
 from elaswave.planning.policies import POLICIES
 from elaswave.planning.prediction import time_as_it_is
 
@@ -198,6 +197,10 @@ class Setting:
     """Of throughput."""
     followers: int = DEFAULT_FOLLOWERS
     """Live copies of every block."""
+    planners: Mapping[str, Planner] = field(default_factory=lambda: POLICIES)
+    """Policies that are known, by name."""
+    schedules: tuple[Schedule, ...] = SCHEDULES
+    """That the job may run."""
 
     def tokens_per_s(self, num_microbatches: int, step_s: float) -> float:
         """Throughput of steps of so many micro-batches."""
@@ -209,34 +212,34 @@ class Setting:
         return time_as_it_is(self.cluster, self.costs, self.allocation, followers=self.followers).step_s
 
     @cached_property
-    def best_step_s(self) -> float:
-        """Of the fault-free job as elaswave's planner would run it: with stages of unequal width and shared layers,
-        where that is faster."""
-        nothing = ClusterEvent(kind="slowed", workers=(int(self.cluster.ids[0]),), speed=float(self.cluster.speed[0]))
-        try:
-            best = plan(self.cluster, self.costs, self.allocation, nothing, options=Options(followers=self.followers))
-        except InfeasiblePlan:
-            return self.step_s
-        return min(self.step_s, best.predicted_step_s)
+    def own_starts(self) -> Mapping[str, Start]:
+        """What each policy would run on all workers."""
+        return own_starts(
+            self.cluster, self.costs, self.allocation, self.planners, schedules=self.schedules, followers=self.followers
+        )
+
+    @cached_property
+    def healthy_step_s(self) -> float:
+        """The shortest step that any policy is known to make of all workers: one for all of them."""
+        return min([self.step_s, *(start.step_s for start in self.own_starts.values())])
 
     def capacity_left(self, left: Cluster) -> float:
-        """Tokens per second of the capacity that is left: the fault-free job's at its best, times the speed of those
-        who are left over the speed of all.
+        """Tokens per second of the capacity that is left: the best that any policy makes of all workers, times the
+        speed of those who are left over the speed of all.
 
         Args:
             left: the cluster after a loss.
         """
         share = float(left.speed.sum() / self.cluster.speed.sum())
-        return self.tokens_per_s(self.allocation.num_microbatches, self.best_step_s) * share
+        return self.tokens_per_s(self.allocation.num_microbatches, self.healthy_step_s) * share
 
 
-def describe_machines(options: ClusterOptions, *, num_workers: int, num_stages: int) -> tuple[Cluster, Costs]:
+def describe_machines(options: ClusterOptions, *, num_workers: int) -> tuple[Cluster, Costs]:
     """The cluster and costs that options describe.
 
     Args:
         options: as given.
         num_workers: in the cluster.
-        num_stages: of the pipeline.
     Raises:
         UsageError: an unknown name, or a figure that cannot be.
     """
@@ -260,7 +263,6 @@ def describe_machines(options: ClusterOptions, *, num_workers: int, num_stages: 
             microbatch_size=options.microbatch_size or 1,
             recompute=bool(options.recompute),
             tensor_parallel=tensor_parallel,
-            num_stages=num_stages,
             efficiency=options.efficiency,
             within_node=within_node,
             between_nodes=between_nodes,
@@ -318,7 +320,7 @@ def describe_setting(options: ClusterOptions, *, num_workers: int | None = None,
         raise UsageError(
             f"{num_stages} stages for the {shape.num_layers + 2} layers of {shape.name}; give fewer stages"
         )
-    cluster, costs = describe_machines(options, num_workers=num_workers, num_stages=num_stages)
+    cluster, costs = describe_machines(options, num_workers=num_workers)
     cluster = with_speeds(cluster, speeds)
     num_microbatches = per_replica * num_replicas
 
@@ -340,6 +342,7 @@ def describe_setting(options: ClusterOptions, *, num_workers: int | None = None,
         costs=costs,
         allocation=allocation,
         tokens_per_microbatch=microbatch_size * shape.context_length,
+        schedules=SCHEDULES if options.schedule is None else (options.schedule,),
     )
 
 

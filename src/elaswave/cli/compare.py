@@ -1,5 +1,7 @@
 """``elaswave compare``: what every policy would make of the same loss on the same cluster."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from elaswave.cli.tables import format_bytes, format_seconds, render_table, term
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.observability.wrapping import wrap
-from elaswave.planning.plan import Plan, Planner
+from elaswave.planning.healthy import Start
+from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.policies import POLICIES
 
 DEFAULT_POLICIES = "elaswave,recycle,torchft,oobleck,full_restart"
@@ -59,8 +62,9 @@ def compare_command(
     """Compare policies: throughput, pause and state moved after the same loss on the same cluster.
 
     The default is Llama-2 13B on 96 Ascend 910B, as 8 stages x 12 replicas. Every policy's layout is timed by the same
-    simulated execution. Beside the paper's names there are torchft_batch_kept, which keeps the batch that torchft
-    shrinks, and recycle_normalized.
+    simulated execution, twice: all from the same start, stages of equal width, and each from the layout that it would
+    have chosen without a failure. Beside the paper's names there are torchft_batch_kept, which keeps the batch that
+    torchft shrinks, and recycle_normalized.
 
     \b
     elaswave compare --lose 3
@@ -81,30 +85,51 @@ def compare_command(
 
         check_plot_path(plot)
     check_some_are_left(lose, options.workers or DEFAULT_WORKERS)
-    setting = describe_setting(options, speeds=speeds)
+    # One healthy time for all, whoever is asked for.
+    setting = replace(describe_setting(options, speeds=speeds), planners={**POLICIES, **planners})
     lost = choose_lost(setting.allocation, lose, pattern, seed)
     left = setting.cluster.without(lost)
     event = ClusterEvent(kind="lost", workers=lost)
-    entries = [_entry(name, planner, setting, left, event) for name, planner in planners.items()]
+    same = Start(allocation=setting.allocation, step_s=setting.step_s)
+    entries = _entries(planners, setting, dict.fromkeys(planners, same), left, event)
+    own = _entries(planners, setting, setting.own_starts, left, event)
     title = f"{setting.title}; lost: {len(lost)}, {pattern}"
     if plot is not None:
         reference = setting.capacity_left(left)
         plot_policies(plot, title, entries, "tokens/s", reference)
     if json_mode:
-        click.echo(as_json(_document(setting, lost, entries)))
+        click.echo(as_json(_document(setting, lost, entries, own)))
     else:
-        click.echo("\n".join(_render(setting, title, lost, entries, terminal_width())))
+        click.echo("\n".join(_render(setting, title, lost, entries, own, terminal_width())))
 
 
-def _entry(name: str, planner: Planner, setting: Setting, left: Cluster, event: ClusterEvent) -> dict[str, Any]:
+def _entries(
+    planners: Mapping[str, Planner], setting: Setting, starts: Mapping[str, Start], left: Cluster, event: ClusterEvent
+) -> list[dict[str, Any]]:
+    """What every policy does from its start, as JSON."""
+    entries = [_entry(name, planner, setting, starts[name], left, event) for name, planner in planners.items()]
+    ours = next((entry["throughput"] for entry in entries if entry["policy"] == "elaswave"), 0.0)
+    for entry in entries:
+        entry["elaswave_times"] = ours / entry["throughput"] if ours and entry["throughput"] else None
+    return entries
+
+
+def _entry(
+    name: str, planner: Planner, setting: Setting, start: Start, left: Cluster, event: ClusterEvent
+) -> dict[str, Any]:
     """What a policy does, as JSON."""
+    begin = {
+        "step_time_s": start.step_s,
+        "layout": _shape_of(start.allocation),
+        "schedule": start.allocation.schedule,
+    }
     try:
-        plan = planner(left, setting.costs, setting.allocation, event)
+        plan = planner(left, setting.costs, start.allocation, event)
     except InfeasiblePlan as error:
         return {"policy": name, "throughput": 0.0, "capacity_fraction": 0.0, "step_time_s": None, "pause_s": None,
-                "reason": f"no plan: {error}", "feasible": False}  # fmt: skip
+                "reason": f"no plan: {error}", "feasible": False, "start": begin}  # fmt: skip
     throughput = setting.tokens_per_s(plan.allocation.num_microbatches, plan.predicted_step_s)
-    before = setting.tokens_per_s(setting.allocation.num_microbatches, setting.step_s)
+    before = setting.tokens_per_s(start.allocation.num_microbatches, start.step_s)
     return {
         "policy": name,
         "throughput": throughput,
@@ -123,14 +148,28 @@ def _entry(name: str, planner: Planner, setting: Setting, left: Cluster, event: 
         "power_w": plan.power_w,
         "energy_per_token_j": plan.power_w / throughput,
         "contributions": dict(plan.contributions),
+        "start": begin,
     }
+
+
+def _shape_of(allocation: Allocation) -> str:
+    """Stages x workers of each, or the workers of each stage where they differ, chain by chain."""
+    shapes: dict[str, int] = {}
+    for chain in allocation.chains:
+        widths = [stage.width for stage in chain.stages]
+        equal = f"{len(widths)} x {widths[0]}"
+        shape = equal if len(set(widths)) == 1 else "+".join(map(str, widths))
+        shapes[shape] = shapes.get(shape, 0) + 1
+    return ", ".join(shape if number == 1 else f"{number} of {shape}" for shape, number in shapes.items())
 
 
 def _moved_bytes(plan: Plan) -> float:
     return sum(transfer.num_bytes for transfer in plan.transfers)
 
 
-def _document(setting: Setting, lost: tuple[int, ...], entries: list[dict[str, Any]]) -> dict[str, Any]:
+def _document(
+    setting: Setting, lost: tuple[int, ...], entries: list[dict[str, Any]], own: list[dict[str, Any]]
+) -> dict[str, Any]:
     return {
         "setting": setting.title,
         "costs": setting.costs.source,
@@ -143,34 +182,57 @@ def _document(setting: Setting, lost: tuple[int, ...], entries: list[dict[str, A
             "schedule": setting.allocation.schedule,
         },
         "throughput_unit": "tokens/s",
+        "healthy_step_time_s": setting.healthy_step_s,
         "policies": entries,
+        "own_starts": own,
     }
 
 
 def _render(
-    setting: Setting, title: str, lost: tuple[int, ...], entries: list[dict[str, Any]], width: int
+    setting: Setting,
+    title: str,
+    lost: tuple[int, ...],
+    entries: list[dict[str, Any]],
+    own: list[dict[str, Any]],
+    width: int,
 ) -> list[str]:
     before = setting.tokens_per_s(setting.allocation.num_microbatches, setting.step_s)
-    whole_batch = setting.allocation.num_microbatches
-    rows = [["undisturbed", format_seconds(setting.step_s), f"{before:,.0f}", "-", "-", "-", "yes"]]
-    for entry in entries:
-        if not entry["feasible"]:
-            rows.append([entry["policy"], "-", "-", "-", "-", "-", "-"])
-            continue
-        rows.append(
-            [
-                entry["policy"],
-                format_seconds(entry["step_time_s"]),
-                f"{entry['throughput']:,.0f}",
-                f"{entry['capacity_fraction']:.1%}",
-                format_seconds(entry["pause_s"]),
-                format_bytes(round(entry["moved_bytes"])),
-                "yes" if entry["keeps_batch"] else f"{entry['num_microbatches']} of {whole_batch}",
-            ]
-        )
-    header = ["policy", "step", "tokens/s", "of capacity", "pause", "moved", "batch kept"]
+    undisturbed = ["undisturbed", format_seconds(setting.step_s), f"{before:,.0f}", "-", "-", "-", "-", "yes"]
+    header = ["policy", "step", "tokens/s", "elaswave's", "of capacity", "pause", "moved", "batch kept"]
+    rows = [_row(entry, setting) for entry in entries]
+    own_rows = [
+        [row[0], format_seconds(entry["start"]["step_time_s"]), *row[1:-2], entry["start"]["layout"]]
+        for entry in own
+        for row in [_row(entry, setting)]
+    ]
+    healthy = format_seconds(setting.healthy_step_s)
     lines = [*wrap(title, width), *wrap(f"lost: {' '.join(map(str, lost))}", width), ""]
-    lines += [*render_table(header, rows, width), ""]
+    lines += ["from the same start, stages of equal width:", *render_table(header, [undisturbed, *rows], width), ""]
+    lines += ["each from its own fault-free layout:"]
+    lines += [*render_table(["policy", "fault-free", *header[1:-2], "stages before"], own_rows, width), ""]
+    lines += wrap(
+        f"elaswave's: its throughput over the policy's. of capacity: of the shortest fault-free step that any policy "
+        f"makes of all workers ({healthy}), times the speed that is left",
+        width,
+    )
     for entry in entries:
         lines += wrap(f"{entry['policy']}: {entry['reason']}", width)
     return lines
+
+
+def _row(entry: dict[str, Any], setting: Setting) -> list[str]:
+    """An entry for people."""
+    if not entry["feasible"]:
+        return [entry["policy"], *["-"] * 7]
+    times = entry["elaswave_times"]
+    whole_batch = setting.allocation.num_microbatches
+    return [
+        entry["policy"],
+        format_seconds(entry["step_time_s"]),
+        f"{entry['throughput']:,.0f}",
+        "-" if times is None else f"{times:.2f}",
+        f"{entry['capacity_fraction']:.1%}",
+        format_seconds(entry["pause_s"]),
+        format_bytes(round(entry["moved_bytes"])),
+        "yes" if entry["keeps_batch"] else f"{entry['num_microbatches']} of {whole_batch}",
+    ]

@@ -22,6 +22,7 @@ from elaswave.cli.layout_table import as_json, render_stages, stage_rows
 from elaswave.cli.tables import format_bytes, format_seconds, terminal_width
 from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
 from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.schedules import SCHEDULES
 from elaswave.errors import UsageError
 from elaswave.observability.wrapping import wrap
 from elaswave.planning.plan import Plan, Planner
@@ -127,6 +128,7 @@ def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any], Mapping[str, Pl
     costs = read_run_costs(run)
     allocation = allocation_of(costs.layout, costs.schedule, costs.levels)
     size = costs.config.batch.microbatch_size
+    planners = planners_of(costs.config)
     setting = Setting(
         title=f"{run}: layout {costs.layout.describe()}, {costs.layout.num_microbatches} micro-batches of "
         + (f"{size} samples" if costs.counts_samples else f"{size} x {costs.config.model.context_length} tokens"),
@@ -136,6 +138,9 @@ def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any], Mapping[str, Pl
         tokens_per_microbatch=costs.tokens_per_microbatch,
         unit=SAMPLES_PER_S if costs.counts_samples else TOKENS_PER_S,
         followers=costs.config.elastic.num_followers,
+        planners=planners,
+        # What a backward costs in two halves is not known of a real device before it has run any.
+        schedules=SCHEDULES if costs.config.device.kind == "emulated" else (costs.schedule,),
     )
     notes = {
         "run": str(run),
@@ -145,7 +150,7 @@ def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any], Mapping[str, Pl
         "prediction_error": costs.prediction_error,
         "speeds": dict(zip(map(str, costs.cluster.ids.tolist()), costs.cluster.speed.tolist())),
     }
-    return setting, notes, planners_of(costs.config)
+    return setting, notes, planners
 
 
 class _Result:

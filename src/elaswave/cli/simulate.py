@@ -33,8 +33,9 @@ from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import DataError, InfeasiblePlan, UsageError
 from elaswave.observability.wrapping import wrap
+from elaswave.planning.baselines.common import rectangle
 from elaswave.planning.fault_free import fastest_fault_free
-from elaswave.planning.planner import plan
+from elaswave.planning.healthy import healthy_step_s
 from elaswave.planning.policies import POLICIES
 from elaswave.sim.cluster.failures import CHANGES_MAX, DAY_S, RATES, Rates, Scenario, draw, rates_named
 from elaswave.sim.cluster.job import OutcomeSummary, PolicyOutcome, simulate, summarize
@@ -198,7 +199,7 @@ def describe_life(
     if not num_replicas:
         raise UsageError(f"{num_workers} workers are too few for {num_stages} stages; give fewer --stages")
     per_replica = options.microbatches or MICROBATCHES_PER_STAGE * num_stages
-    machines, costs = describe_machines(options, num_workers=num_workers, num_stages=num_stages)
+    machines, costs = describe_machines(options, num_workers=num_workers)
     num_microbatches = per_replica * num_replicas
     schedule = options.schedule
     if schedule is None:
@@ -267,6 +268,10 @@ def live(life: Life, policy: str) -> list[PolicyOutcome]:
     outcomes = []
     own = find_policy(policy) if policy not in POLICIES else None
     waiting = Waiting("living through them")
+    try:
+        healthy_s = healthy_s_of(life)
+    except InfeasiblePlan as error:
+        raise does_not_fit(error) from error
     for index, scenario in enumerate(life.scenarios):
         pauses = RecoveryTimes()
         if 0 < scenario.mtbf_s < float("inf"):
@@ -283,7 +288,7 @@ def live(life: Life, policy: str) -> list[PolicyOutcome]:
                     schedule=life.schedule,
                     pauses=pauses,
                     planner=own,
-                    best_of=plan,
+                    healthy_step_s=healthy_s,
                     progress=lambda done, before=index: waiting.at(  # type: ignore[misc]
                         (before + done) / len(life.scenarios)
                     ),
@@ -294,6 +299,22 @@ def live(life: Life, policy: str) -> list[PolicyOutcome]:
         finally:
             waiting.close()
     return outcomes
+
+
+def healthy_s_of(life: Life) -> float:
+    """Seconds of the shortest fault-free step of all machines that any policy is known to make: one for all policies.
+
+    Raises:
+        InfeasiblePlan: too few machines for the job's pipelines.
+    """
+    configured = rectangle(
+        life.machines,
+        life.costs,
+        num_stages=life.num_stages,
+        num_microbatches=life.num_microbatches,
+        schedule=life.schedule,
+    )
+    return healthy_step_s(life.machines, life.costs, configured, POLICIES)
 
 
 def life_document(life: Life, outcomes: Sequence[PolicyOutcome]) -> dict[str, Any]:

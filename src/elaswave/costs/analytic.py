@@ -129,7 +129,6 @@ def analytic_costs(
     consistency: str = "bitwise",
     recompute: bool = False,
     tensor_parallel: int = 1,
-    num_stages: int = 1,
     efficiency: float | None = None,
     within_node: NetworkLink | None = None,
     between_nodes: NetworkLink | None = None,
@@ -145,7 +144,6 @@ def analytic_costs(
         tensor_parallel: devices that make up a worker; they share every layer and exchange activations twice per
             block and direction (Shoeybi et al. 2019, Megatron-LM, section 3), and keep
             nothing twice (sequence parallelism, Korthikanti et al. 2022, section 4.2).
-        num_stages: of the pipeline; says how much of the model a worker reduces and gathers at the end of a step.
         efficiency: share of the peak that is reached; the preset's if None.
         within_node, between_nodes: links other than the preset's.
     Raises:
@@ -153,8 +151,8 @@ def analytic_costs(
     """
     if consistency not in ACCUMULATOR_BYTES:
         raise ValueError(f"consistency is {consistency!r}, needed: one of {', '.join(ACCUMULATOR_BYTES)}")
-    if tensor_parallel < 1 or num_stages < 1:
-        raise ValueError(f"tensor_parallel is {tensor_parallel}, num_stages {num_stages}: both must be at least 1")
+    if tensor_parallel < 1:
+        raise ValueError(f"tensor_parallel is {tensor_parallel}, needed: at least 1")
     efficiency = preset.efficiency if efficiency is None else efficiency
     if not 0 < efficiency <= 1:
         raise ValueError(f"efficiency is {efficiency}, needed: above 0, at most 1")
@@ -180,17 +178,11 @@ def analytic_costs(
             boundary_bytes=layer.boundary_bytes,
         )
 
-    # Sums travel while earlier layers still compute; only those of the layer that ends last, and then the new
-    # parameters of the whole stage, have nothing left to hide behind.
-    last_layer = max(layer.num_parameters for layer in work[1:-1])
-    exposed_bytes = (
-        last_layer * ACCUMULATOR_BYTES[consistency] + shape.num_parameters / num_stages * PARAMETER_BYTES
-    ) / tensor_parallel
     sizes = f"{microbatch_size} x {shape.context_length} tokens per micro-batch"
     group = f", {tensor_parallel} devices per worker" if tensor_parallel > 1 else ""
     return Costs(
         layers=tuple(map(layer_costs, work)),
-        step_overhead_s=between_nodes.transfer_s(exposed_bytes),
+        end_link=_widened(between_nodes, tensor_parallel),
         source=f"analytic: {shape.name} ({shape.source}) on {preset.device.name} ({preset.device.source}) at "
         f"{efficiency:.0%} of its peak ({preset.efficiency_source}), {sizes}{group}"
         + (", blocks run again before their backward" if recompute else ""),

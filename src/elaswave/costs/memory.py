@@ -13,33 +13,17 @@ may not fill has to hold them.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from elaswave.costs.layers import Costs
+from elaswave.costs.layers import Costs, HeldLayers
 
 DEFAULT_FOLLOWERS = 1
 """Live copies of every block beside its owner's."""
 
 _SLACK = 1e-12
 """Relative; differences of rounding."""
-
-
-class HeldLayers(Protocol):
-    """Workers that hold the same layers: a stage."""
-
-    @property
-    def start(self) -> int:
-        """First layer."""
-
-    @property
-    def stop(self) -> int:
-        """One past the last layer."""
-
-    @property
-    def width(self) -> int:
-        """Number of workers."""
 
 
 class MemoryParts(NamedTuple):

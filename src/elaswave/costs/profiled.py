@@ -209,6 +209,7 @@ class CostMeter:
             step_overhead_s=(
                 statistics.median(self._overheads_s) if self._overheads_s else self._analytic.step_overhead_s
             ),
+            end_link=None if self._overheads_s else self._analytic.end_link,
             source=f"measured: medians of the last {min(self._num_reports, self._window)} reports of {len(workers)} "
             "workers; analytic bytes",
         )

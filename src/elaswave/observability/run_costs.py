@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from elaswave.config.devices import (
+    REAL_LINK,
     base_level,
     cluster_of,
     element_bytes,
@@ -86,7 +87,7 @@ class RunCosts:
         """What the costs say that a step of the layout takes, in the order in which it is executed."""
         durations = durations_of(self.costs.layer_s, self.cluster.speed_of(self.levels))
         run_s = _run_s(self.layout, self.schedule, durations, self.in_flight, knows_durations=self.knows_durations)
-        return run_s + self.costs.step_overhead_s
+        return run_s + self.costs.overhead_s(self.layout.stages)
 
     @property
     def prediction_error(self) -> float | None:
@@ -149,7 +150,11 @@ def run_costs(config: Config, events: Sequence[AnyEvent], *, name: str = "the ru
         costs = meter.costs()
         if config.device.kind == "emulated":
             # The analytic costs are the truth there, by construction; only what surrounds the actions is real.
+            # They are those of the run's own small model, whatever the layout.
             costs = msgspec.structs.replace(emulated_costs(config), step_overhead_s=costs.step_overhead_s)
+        else:
+            measured_s = costs.step_overhead_s
+            costs = msgspec.structs.replace(costs, end_link=REAL_LINK).measured_at(layout.stages, measured_s)
     else:
         analytic = _analytic_of_run(config, chosen)
         durations = durations_of(analytic.layer_s, cluster.speed_of(levels))

@@ -217,7 +217,22 @@ def _scored(
     seconds = total + slowest
     if splits_backwards(schedule):
         seconds = np.maximum(seconds, full + latest)
-    return np.where(_fits(costs, mixes, stages, bounds, copies), seconds + costs.step_overhead_s, np.inf)
+    seconds += _overheads_s(costs, mixes.width[stages], bounds)
+    return np.where(_fits(costs, mixes, stages, bounds, copies), seconds, np.inf)
+
+
+def _overheads_s(costs: Costs, widths: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """`Costs.overhead_s` of each layout: [ways to divide workers, ways to divide layers]."""
+    if costs.end_link is None:
+        return np.full((len(widths), len(bounds)), costs.step_overhead_s)
+    sums = np.diff(costs.prefix["accumulator_bytes"])[bounds[:, :-1]]
+    travels = sums + np.diff(costs.prefix["parameter_bytes"][bounds], axis=1)
+    most = np.zeros((len(widths), len(bounds)))
+    for stage in range(widths.shape[1]):
+        np.maximum(most, (1 - 1 / widths[:, stage, None]) * travels[:, stage], out=most)
+    link = costs.end_link
+    seconds = np.where(most > 0, link.latency_s + most / link.bandwidth_bytes_per_s, 0.0)
+    return np.asarray(costs.step_overhead_s + seconds)
 
 
 def _fits(costs: Costs, mixes: _Mixes, stages: np.ndarray, bounds: np.ndarray, copies: int) -> np.ndarray:

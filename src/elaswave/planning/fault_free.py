@@ -46,7 +46,10 @@ def fault_free(
         InfeasiblePlan: too few workers or layers, or too little memory or power; by how much.
         ValueError: a number below 1.
     """
-    return _best(cluster, costs, num_stages, num_replicas, num_microbatches, (schedule,), share_layers, followers)
+    return timed_fault_free(
+        cluster, costs, num_stages, num_replicas, num_microbatches, (schedule,),
+        share_layers=share_layers, followers=followers,
+    )[1]  # fmt: skip
 
 
 def fastest_fault_free(
@@ -66,20 +69,34 @@ def fastest_fault_free(
 
     Args and errors: as of `fault_free`.
     """
-    return _best(cluster, costs, num_stages, num_replicas, num_microbatches, SCHEDULES, share_layers, followers)
+    return timed_fault_free(
+        cluster, costs, num_stages, num_replicas, num_microbatches, SCHEDULES,
+        share_layers=share_layers, followers=followers,
+    )[1]  # fmt: skip
 
 
-def _best(
+def timed_fault_free(
     cluster: Cluster,
     costs: Costs,
     num_stages: int,
     num_replicas: int,
     num_microbatches: int,
     schedules: Sequence[Schedule],
-    share_layers: bool,
-    followers: int,
-) -> Allocation:
-    """Of these schedules the fastest; of those that are as fast the one that holds least. See `fault_free`."""
+    *,
+    share_layers: bool = False,
+    followers: int = DEFAULT_FOLLOWERS,
+    exact_actions: int = EXACT_ACTIONS,
+) -> tuple[float, Allocation]:
+    """Of these schedules the fastest; of those that are as fast the one that holds least.
+
+    Args and errors: as of `fault_free`, and
+
+    Args:
+        schedules: to choose from.
+        exact_actions: the most actions of a step that is timed exactly, in jobs of at most `EXACT_WORKERS` workers.
+    Returns:
+        Seconds of a step, and the allocation.
+    """
     if min(num_stages, num_replicas, num_microbatches) < 1:
         raise ValueError(
             f"{num_stages} stages, {num_replicas} replicas, {num_microbatches} micro-batches: all must be at least 1"
@@ -91,7 +108,7 @@ def _best(
         )
     members = tuple(np.split(np.arange(wanted), num_stages))
     levels = common_levels(cluster, np.arange(cluster.num_workers))
-    exact = EXACT_ACTIONS if cluster.num_workers <= EXACT_WORKERS else 0
+    exact = exact_actions if cluster.num_workers <= EXACT_WORKERS else 0
     found: list[tuple[float, Allocation]] = []
     failure: InfeasiblePlan | None = None
     for schedule in schedules:
@@ -114,7 +131,7 @@ def _best(
         assert failure is not None
         raise failure
     bound = min(step_s for step_s, _ in found) * (1 + 1e-6)
-    return min((pair for pair in found if pair[0] <= bound), key=lambda pair: _HOLDS[pair[1].schedule])[1]
+    return min((pair for pair in found if pair[0] <= bound), key=lambda pair: _HOLDS[pair[1].schedule])
 
 
 def _cuts(

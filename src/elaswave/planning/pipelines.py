@@ -32,7 +32,7 @@ from elaswave.planning.apportionment import apportion, apportion_pipelines
 from elaswave.planning.memory_limits import memory_limits
 from elaswave.planning.partition import Template, template_beside
 from elaswave.planning.plan import Allocation, Chain, StageShare
-from elaswave.planning.prediction import fidelity_for, step_s
+from elaswave.planning.prediction import fidelity_for, stages_of, step_s
 from elaswave.planning.teams import in_order
 
 Ranges = tuple[tuple[int, int], ...]
@@ -228,13 +228,25 @@ class _Ideal:
         )
 
     def step_s(self, mix: _Mix, num_microbatches: int) -> float:
-        """Of a mix, if micro-batches could be dealt out in parts."""
+        """Of a mix, if micro-batches could be dealt out in parts, and all layers sent as much at the end of a step."""
         rate = done = 0.0
         for speeds, number in mix.groups:
             fixed, pace = self.linear(speeds)
             rate += number / pace
             done += number * fixed / pace if np.isfinite(fixed) else float("inf")
-        return (num_microbatches + done) / rate if rate else float("inf")
+        if not rate:
+            return float("inf")
+        shortest, pipelines = min(len(speeds) for speeds, _ in mix.groups), sum(number for _, number in mix.groups)
+        return (num_microbatches + done) / rate + self._end_s(shortest, pipelines)
+
+    def _end_s(self, depth: int, holders: int) -> float:
+        """Beside the actions, of a pipeline's stage, all of whose layers so many workers hold."""
+        link = self._costs.end_link
+        if link is None or holders < 2:
+            return 0.0
+        sums, parameters = (float(self._costs.prefix[name][-1]) for name in ("accumulator_bytes", "parameter_bytes"))
+        travels = sums / self._costs.num_layers + parameters / depth
+        return link.transfer_s(travels * (1 - 1 / holders))
 
 
 class _Placing:
@@ -340,7 +352,8 @@ class _Placing:
 
 
 def _one_of_each_s(cluster: Cluster, costs: Costs, allocation: Allocation, followers: int) -> float:
-    """Seconds of the slowest pipeline: one of each depth, with the most micro-batches, within the memory there is."""
+    """Seconds of a step by the slowest pipeline: one of each depth, with the most micro-batches, within the memory
+    there is."""
     limits = memory_limits(cluster, costs, allocation, followers=followers)
     bounds = None if limits is None else limits.as_mapping()
     slowest = 0.0
@@ -354,8 +367,9 @@ def _one_of_each_s(cluster: Cluster, costs: Costs, allocation: Allocation, follo
         )
         one = replace(chain, stages=stages, num_microbatches=most, cuts=tuple({min(cut): most} for cut in chain.cuts))
         alone = replace(allocation, chains=(one,))
-        slowest = max(slowest, step_s(cluster, costs, alone, fidelity_for(alone), max_in_flight=bounds))
-    return slowest
+        alone_s = step_s(cluster, costs, alone, fidelity_for(alone), max_in_flight=bounds)
+        slowest = max(slowest, alone_s - costs.overhead_s(stages))
+    return slowest + costs.overhead_s(stages_of(allocation))
 
 
 def linear_s(

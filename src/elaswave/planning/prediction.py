@@ -21,7 +21,7 @@ from elaswave.costs.step_time.work import durations_of, transfer_of
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.execution import timed_step_s
 from elaswave.planning.memory_limits import MemoryLimits, layout_limits, memory_limits, memory_of
-from elaswave.planning.plan import Allocation, levels_of, num_actions
+from elaswave.planning.plan import Allocation, StageShare, levels_of, num_actions
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import make_routes
 
@@ -110,7 +110,7 @@ def estimate(
         if float(ends.max()) > step:
             step, bottleneck_chain, bottleneck_stage = float(ends.max()), number, index
         first = last
-    step += costs.step_overhead_s
+    step += costs.overhead_s(shares)
     memory = memory_of(costs, allocation, followers)
     power = float(np.sum(busy * draw + (step - np.minimum(busy, step)) * idle) / step) if step else float(idle.sum())
     return Estimate(
@@ -178,7 +178,12 @@ def step_s(
             layout, allocation.schedule, durations, known=durations, max_in_flight=bounds, transfer_s=transfer_s
         )
         seconds = max(seconds, alone_s)
-    return seconds + costs.step_overhead_s
+    return seconds + costs.overhead_s(stages_of(allocation))
+
+
+def stages_of(allocation: Allocation) -> list[StageShare]:
+    """All stages of all chains."""
+    return [stage for chain in allocation.chains for stage in chain.stages]
 
 
 def time_within_memory(
@@ -213,7 +218,8 @@ def time_within_memory(
         seconds = found.step_s if fidelity == "bound" else step_s(cluster, costs, allocation, fidelity)
         return Prediction(step_s=seconds, found=found)
     if fidelity == "bound":
-        seconds = max(found.step_s, _limited_step_s(costs, allocation, limits))
+        waiting_s = _limited_step_s(costs, allocation, limits)
+        seconds = max(found.step_s, waiting_s + costs.overhead_s(stages_of(allocation)))
     else:
         seconds = step_s(cluster, costs, allocation, fidelity, max_in_flight=limits.as_mapping())
     found = replace(found, memory_bytes=limits.memory_bytes)

@@ -7,6 +7,7 @@ are built worker by worker (`build`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,14 @@ from elaswave.planning.shared_layers import Cut, cuts_of, held_ranges, share_lay
 
 JOINT_SIZE = 50_000
 """`split_layers_and_workers` is tried where stages x layers**2 is at most this."""
+
+
+class _Held(NamedTuple):
+    """A stage's layers and its number of workers."""
+
+    start: int
+    stop: int
+    width: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -205,7 +214,9 @@ def build(
 
 def score(cluster: Cluster, costs: Costs, shape: Shape, schedule: Schedule) -> float:
     """Seconds of a step in closed form, from what stages have in common: for choosing between shapes."""
-    table = StageTable.of(shape.held(costs.num_layers), shape.cuts, shape.num_microbatches, costs)
+    held = shape.held(costs.num_layers)
+    table = StageTable.of(held, shape.cuts, shape.num_microbatches, costs)
     busiest_each_s, mean = busiest_s(table, shape.num_microbatches, [cluster.speed[own] for own in shape.members])
     ends = step_per_stage(table, busiest_each_s, mean, schedule, travel_s(cluster, costs, table))
-    return float(ends.max()) + costs.step_overhead_s
+    stages = [_Held(start, stop, len(own)) for (start, stop), own in zip(held, shape.members, strict=True)]
+    return float(ends.max()) + costs.overhead_s(stages)

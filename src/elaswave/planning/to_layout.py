@@ -52,7 +52,7 @@ class JobModel(NamedTuple):
         schedule, limits, known = compiled_by(layout, execution, self.schedule)
         durations = durations_of(costs.layer_s, self.cluster.speed_of(execution.levels))
         taken_s = timed_step_s(layout, schedule, durations, known=known, max_in_flight=limits)
-        return taken_s + costs.step_overhead_s
+        return taken_s + costs.overhead_s(layout.stages)
 
     def within_memory(self, layout: Layout, execution: ExecutionParameters) -> ExecutionParameters:
         """The parameters with what workers have room for under another layout, as far as it fits at all.

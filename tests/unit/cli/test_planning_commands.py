@@ -179,8 +179,33 @@ def test_the_comparison_as_a_table(capsys: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("COLUMNS", "160")
     text = output(capsys, "compare", *SMALL, "--lose", "2", "--policies", "elaswave, torchft")
     rows = [line.split()[0] for line in text.splitlines() if line and not line.startswith(" ")]
-    assert rows[2:6] == ["policy", "undisturbed", "elaswave", "torchft"]
+    assert rows[2:11] == [
+        *("from", "policy", "undisturbed", "elaswave", "torchft"),
+        *("each", "policy", "elaswave", "torchft"),
+    ]
     assert "elaswave: " in text and "torchft: " in text
+
+
+def test_capacity_is_measured_by_one_healthy_time_for_all(capsys: Any) -> None:
+    arguments = ["compare", *SMALL, "--lose", "2", "--policies"]
+    both = document(capsys, *arguments, "recycle,oobleck")
+    alone = document(capsys, *arguments, "recycle")
+    assert both["healthy_step_time_s"] == alone["healthy_step_time_s"] <= both["undisturbed"]["step_time_s"]
+    assert both["policies"][0]["capacity_fraction"] == alone["policies"][0]["capacity_fraction"]
+    for entry in [*both["policies"], *both["own_starts"]]:
+        whole = entry["num_microbatches"] * 4096 / both["healthy_step_time_s"]
+        assert entry["capacity_fraction"] == pytest.approx(entry["throughput"] / (whole * 10 / 12))
+
+
+def test_ratios_are_given_from_both_starts(capsys: Any) -> None:
+    found = document(capsys, "compare", *SMALL, "--lose", "2", "--policies", "elaswave,recycle,oobleck")
+    same, own = found["policies"], found["own_starts"]
+    assert [entry["policy"] for entry in same] == [entry["policy"] for entry in own]
+    assert {entry["start"]["step_time_s"] for entry in same} == {found["undisturbed"]["step_time_s"]}
+    for before, entry in zip(same, own, strict=True):
+        assert entry["start"]["step_time_s"] <= before["start"]["step_time_s"]
+        assert entry["elaswave_times"] == pytest.approx(own[0]["throughput"] / entry["throughput"])
+    assert min(entry["start"]["step_time_s"] for entry in own) == own[0]["start"]["step_time_s"]
 
 
 def test_a_policy_without_a_plan_says_so(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

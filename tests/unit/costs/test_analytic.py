@@ -1,5 +1,7 @@
 """Presets and the costs that are described from them: published sizes, textbook counts, clear errors."""
 
+import itertools
+
 import msgspec
 import pytest
 
@@ -14,6 +16,7 @@ from elaswave.costs.analytic import (
 )
 from elaswave.costs.machines import NetworkLink
 from elaswave.costs.presets import DevicePreset, ModelShape, frequency_levels
+from elaswave.types import Stage
 
 DEVICES, LINKS, MODELS = catalog()
 SEVEN = MODELS["llama-2-7b"]
@@ -131,12 +134,23 @@ def test_bytes_of_a_parameter() -> None:
 
 def test_what_a_step_costs_beside_its_actions_falls_with_stages_and_bandwidth() -> None:
     slow, fast = NetworkLink(bandwidth_bytes_per_s=1e9), NetworkLink(bandwidth_bytes_per_s=1e10)
-    few = analytic_costs(SEVEN, A100, num_stages=2, between_nodes=slow)
-    many = analytic_costs(SEVEN, A100, num_stages=8, between_nodes=slow)
-    assert few.step_overhead_s > many.step_overhead_s > 0
-    assert analytic_costs(SEVEN, A100, num_stages=2, between_nodes=fast).step_overhead_s == pytest.approx(
-        few.step_overhead_s / 10
-    )
+    costs = analytic_costs(SEVEN, A100, between_nodes=slow)
+
+    def stages(number: int, width: int) -> list[Stage]:
+        bounds = [round(34 * stage / number) for stage in range(number + 1)]
+        return [Stage(start=a, stop=b, workers=tuple(range(width))) for a, b in itertools.pairwise(bounds)]
+
+    few, many = costs.overhead_s(stages(2, 4)), costs.overhead_s(stages(8, 4))
+    assert few > many > 0
+    assert analytic_costs(SEVEN, A100, between_nodes=fast).overhead_s(stages(2, 4)) == pytest.approx(few / 10)
+    pair = analytic_costs(SEVEN, A100, between_nodes=slow, tensor_parallel=2)
+    assert pair.overhead_s(stages(2, 4)) == pytest.approx(few / 2)
+    # Of 4 workers each sends and fetches three quarters: sums of the stage's first layer, its parameters.
+    own = costs.layers[0].accumulator_bytes + costs.between("parameter_bytes", 0, 17)
+    other = costs.layers[17].accumulator_bytes + costs.between("parameter_bytes", 17, 34)
+    assert few == pytest.approx(max(own, other) * 3 / 4 / 1e9)
+    assert costs.overhead_s(stages(2, 8)) == pytest.approx(few * 7 / 6)
+    assert costs.overhead_s(stages(2, 1)) == 0
 
 
 def test_several_devices_per_worker_share_the_work_and_pay_for_it() -> None:
@@ -169,7 +183,6 @@ def test_a_described_cluster() -> None:
     [
         ({"consistency": "loose"}, "consistency is 'loose'"),
         ({"tensor_parallel": 0}, "tensor_parallel is 0"),
-        ({"num_stages": 0}, "num_stages 0"),
         ({"efficiency": 1.5}, "efficiency is 1.5"),
         ({"microbatch_size": 0}, "microbatch_size is 0"),
     ],

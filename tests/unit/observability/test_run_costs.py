@@ -92,7 +92,7 @@ def test_costs_and_speeds_come_from_the_timings() -> None:
     assert found.costs.between("forward_s", 3, 6) == pytest.approx(0.06)
     assert found.costs.between("busy_s", 3, 6) == pytest.approx(0.18)
     assert found.cluster.speed.tolist() == pytest.approx([1, 1, 1, 0.8])
-    assert found.costs.step_overhead_s == pytest.approx(0.1)
+    assert found.costs.overhead_s(found.layout.stages) == pytest.approx(0.1)
     assert found.costs.layers[0].parameter_bytes == 40 and found.costs.layers[5].optimizer_bytes == 240
     assert found.tokens_per_microbatch == 8 * 64
     # 8 micro-batches over 2 workers of stage 1 at 0.18 s each, of which one at 4/5 of the speed, and stage 0's part.

@@ -155,7 +155,7 @@ def test_layouts_that_do_not_fit_are_left_out():
 def test_a_slow_worker_does_not_cost_more_than_itself():
     """Llama-2 13B on 12 x 8 workers, three lost: with another one slow, a plan is no slower than without that one."""
     preset = device_preset("h200")
-    costs, even = analytic_costs(model_shape("llama-2-13b"), preset, num_stages=8), preset_cluster(96, preset)
+    costs, even = analytic_costs(model_shape("llama-2-13b"), preset), preset_cluster(96, preset)
     start = fastest_fault_free(even, costs, 8, 12, 48)
     gone = (41, 76, 91)
     speed = even.speed.copy()
@@ -171,7 +171,7 @@ def test_a_slow_worker_does_not_cost_more_than_itself():
 def test_a_slow_worker_does_not_make_a_job_impossible():
     """With equal speeds, and without the slow worker, there is a plan; so there is one with it."""
     preset = device_preset("h100")
-    costs, even = analytic_costs(model_shape("llama-2-13b"), preset, num_stages=3), preset_cluster(15, preset)
+    costs, even = analytic_costs(model_shape("llama-2-13b"), preset), preset_cluster(15, preset)
     start = fastest_fault_free(even, costs, 3, 5, 20)
     gone = (3, 4, 14)
     speed = even.speed.copy()

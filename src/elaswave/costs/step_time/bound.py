@@ -188,7 +188,7 @@ def travel_s(cluster: Cluster, costs: Costs, table: StageTable) -> float:
 
 
 def limited_s(costs: Costs, start: int, stop: int, rounds: float) -> float:
-    """Seconds of a step of which a stage's workers hold only some micro-batches at a time.
+    """Seconds of computing of a step of which a stage's workers hold only some micro-batches at a time.
 
     As many as a worker may hold are on their way to the last stage and back at a time. That is an upper bound of what
     the limit costs.
@@ -200,7 +200,7 @@ def limited_s(costs: Costs, start: int, stop: int, rounds: float) -> float:
         rounds: micro-batches over those that may be held, of the worker that has most.
     """
     busy = costs.prefix["busy_s"]
-    return rounds * float(busy[stop] - busy[start]) + costs.step_overhead_s
+    return rounds * float(busy[stop] - busy[start])
 
 
 def pipeline_line(stages: Sequence[tuple[float, float, float]], *, split: bool) -> tuple[float, float]:

@@ -105,6 +105,7 @@ def simulate_step(
     uncontended_s = run_in_order(alone, encoded).makespan  # also makes sure that the programs come to their end
     run = _ContendedRun(alone, encoded, costs, cluster)
     run.run()
+    overhead_s = costs.overhead_s(layout.stages)
     return SimulatedStep(
         timeline=Timeline(
             layout=layout,
@@ -113,8 +114,8 @@ def simulate_step(
             end_s=dict(zip(alone.workers, run.ends, strict=True)),
         ),
         transfers=tuple(run.transfers),
-        overhead_s=costs.step_overhead_s,
-        uncontended_s=uncontended_s + costs.step_overhead_s,
+        overhead_s=overhead_s,
+        uncontended_s=uncontended_s + overhead_s,
     )
 
 

@@ -183,7 +183,8 @@ def make_plan(
     if timed.num_limited:
         reason += f", {timed.num_limited} workers with fewer micro-batches in flight since memory is short"
     if without_barrier:
-        step_s = found.pace_s + costs.step_overhead_s
+        stages = [stage for chain in allocation.chains for stage in chain.stages]
+        step_s = found.pace_s + costs.overhead_s(stages)
     return Plan(
         policy=policy,
         allocation=allocation,

@@ -93,7 +93,7 @@ def simulate(
     schedule: Schedule = "1f1b",
     pauses: RecoveryTimes | None = None,
     planner: Planner | None = None,
-    best_of: Planner | None = None,
+    healthy_step_s: float | None = None,
     progress: Callable[[float], None] = lambda done: None,
 ) -> PolicyOutcome:
     """Lets a job live through a scenario.
@@ -109,8 +109,9 @@ def simulate(
         schedule: of the job at the beginning.
         pauses: times of standing still; None means `RecoveryTimes`' defaults.
         planner: use this one under the policy's name.
-        best_of: plans the fault-free job that goodput is measured by, where it finds a faster one than the job has at
-            the beginning: then no policy gains by what could have been had without a failure.
+        healthy_step_s: of the fault-free job that goodput is measured by, where it is shorter than of the job at the
+            beginning: then no policy gains by what could have been had without a failure. `undisturbed_step_s` has the
+            shortest that any policy is known to make.
         progress: told after every change what share of the scenario is behind.
     Raises:
         UsageError: an unknown policy.
@@ -119,7 +120,7 @@ def simulate(
     pauses = pauses or RecoveryTimes()
     chosen = planner or policy_named(policy, make_policies(pauses))
     job = _SimulatedJob(
-        scenario, machines, costs, policy, chosen, num_stages, num_microbatches, schedule, pauses, best_of
+        scenario, machines, costs, policy, chosen, num_stages, num_microbatches, schedule, pauses, healthy_step_s
     )
     for change in scenario.changes:
         job.advance(change.at_s)
@@ -134,7 +135,7 @@ class _SimulatedJob:
 
     def __init__(
         self, scenario: Scenario, machines: Cluster, costs: Costs, policy: str, planner: Planner, num_stages: int,
-        num_microbatches: int, schedule: Schedule, pauses: RecoveryTimes, best_of: Planner | None,
+        num_microbatches: int, schedule: Schedule, pauses: RecoveryTimes, healthy_step_s: float | None,
     ) -> None:  # fmt: skip
         self._scenario, self._costs, self._policy, self._planner, self._pauses = (
             scenario, costs, policy, planner, pauses
@@ -149,10 +150,7 @@ class _SimulatedJob:
         self._idle_w = machines.devices[int(machines.device[0])].idle_power_w
         all_workers = self._cluster(range(most), [0] * most)
         undisturbed = self._started(all_workers)
-        step_s = undisturbed.predicted_step_s
-        if best_of is not None:
-            nothing = ClusterEvent(kind="slowed", workers=(int(all_workers.ids[0]),))
-            step_s = min(step_s, best_of(all_workers, costs, undisturbed.allocation, nothing).predicted_step_s)
+        step_s = min(undisturbed.predicted_step_s, healthy_step_s or float("inf"))
         self._undisturbed_step_s = step_s
         self._rho = num_microbatches / step_s
         self._most = most
