@@ -108,14 +108,18 @@ def together(observers: Sequence[Observer]) -> Observer:
     """One observer that passes every call on to those of the given ones that do something with it."""
     all_of_them = Observer()
     for name in _CALLS:
-        listeners = [getattr(observer, name) for observer in observers if name in _calls_of(type(observer))]
+        listeners = [
+            getattr(observer, name)
+            for observer in observers
+            if name in _calls_of(type(observer))  # type: ignore[arg-type]  # a class is hashable
+        ]
         if listeners:
             setattr(all_of_them, name, _call_all(listeners))
     return all_of_them
 
 
 @cache
-def _calls_of(kind: Any) -> frozenset[str]:
+def _calls_of(kind: type[Observer]) -> frozenset[str]:
     """Those that observers of a class do something with."""
     return frozenset(name for name in _CALLS if getattr(kind, name) is not getattr(Observer, name))
 
