@@ -94,6 +94,14 @@ def test_a_whole_node_goes_and_comes_together():
         assert len(set(change.nodes)) == (1 if change.event.kind == "joined" else 0)
 
 
+def test_nodes_share_racks():
+    scenario = draw(BUSY, num_workers=10, duration_s=DAY_S, seed=0, workers_per_node=2, nodes_per_rack=2)
+    assert scenario.racks == (0, 0, 1, 1, 2)
+    assert scenario.rack_of(3) == 1
+    alone = draw(BUSY, num_workers=4, duration_s=DAY_S, seed=0, workers_per_node=2)
+    assert (alone.racks, alone.rack_of(1)) == ((), 1)
+
+
 def test_public_rates_say_where_they_are_from():
     for name, rates in RATES.items():
         assert rates.name == name
@@ -117,9 +125,11 @@ def test_impossible_rates(field, value, message):
         Rates(**{"losses_per_worker_day": 1.0, field: value})
 
 
-@pytest.mark.parametrize("bad", [{"num_workers": 0}, {"duration_s": 0.0}, {"workers_per_node": 0}])
+@pytest.mark.parametrize(
+    "bad", [{"num_workers": 0}, {"duration_s": 0.0}, {"workers_per_node": 0}, {"nodes_per_rack": 0}]
+)
 def test_impossible_scenarios(bad):
-    with pytest.raises(ValueError, match="all three must be above 0"):
+    with pytest.raises(ValueError, match="all four must be above 0"):
         draw(BUSY, **{"num_workers": 4, "duration_s": 10.0, "seed": 0, **bad})
 
 

@@ -136,10 +136,16 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Workers at the beginning, ascending."""
     nodes: tuple[int, ...]
     """Node of each of them."""
+    racks: tuple[int, ...] = ()
+    """Rack of node 0, 1, ..., of every node that is ever there. Empty: each node is a rack of its own."""
     changes: tuple[ClusterChange, ...]
     """In order of time. Ids are given once: a worker that is repaired comes back under a new one."""
     duration_s: float
     source: str = ""
+
+    def rack_of(self, node: int) -> int:
+        """The rack that a node is in."""
+        return self.racks[node] if self.racks else node
 
     @property
     def num_workers_max(self) -> int:
@@ -161,6 +167,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return dict(sorted(Counter(change.event.kind for change in self.changes).items()))
 
 
+def racks_of(num_nodes: int, nodes_per_rack: int) -> tuple[int, ...]:
+    """Rack of each node, where neighbouring nodes share one; empty where every node has its own."""
+    return () if nodes_per_rack == 1 else tuple(node // nodes_per_rack for node in range(num_nodes))
+
+
 def draw(
     rates: Rates,
     *,
@@ -168,6 +179,7 @@ def draw(
     duration_s: float,
     seed: int,
     workers_per_node: int = 8,
+    nodes_per_rack: int = 1,
     progress: Callable[[float], None] = lambda done: None,
 ) -> Scenario:
     """Draws a scenario.
@@ -181,26 +193,30 @@ def draw(
         duration_s: of the scenario.
         seed: equal seeds give equal scenarios.
         workers_per_node: neighbours that a whole node's loss takes together.
+        nodes_per_rack: neighbouring nodes that share a rack.
         progress: told now and then what share of the scenario is drawn.
     Raises:
         ValueError: no worker, or a duration that is not above 0.
     """
-    if num_workers < 1 or workers_per_node < 1 or not 0 < duration_s < float("inf"):
+    if min(num_workers, workers_per_node, nodes_per_rack) < 1 or not 0 < duration_s < float("inf"):
         raise ValueError(
-            f"a scenario of {num_workers} workers, {workers_per_node} per node, over {duration_s} s cannot be drawn: "
-            "all three must be above 0"
+            f"a scenario of {num_workers} workers, {workers_per_node} per node, {nodes_per_rack} nodes per rack, over "
+            f"{duration_s} s cannot be drawn: all four must be above 0"
         )
-    return _Drawing(rates, num_workers, duration_s, seed, workers_per_node).run(progress)
+    return _Drawing(rates, num_workers, duration_s, seed, workers_per_node, nodes_per_rack).run(progress)
 
 
 class _Drawing:
     """One scenario while it is drawn."""
 
-    def __init__(self, rates: Rates, num_workers: int, duration_s: float, seed: int, workers_per_node: int) -> None:
+    def __init__(
+        self, rates: Rates, num_workers: int, duration_s: float, seed: int, workers_per_node: int, nodes_per_rack: int
+    ) -> None:
         self._rates = rates
         self._num_slots = num_workers
         self._duration_s = duration_s
         self._workers_per_node = workers_per_node
+        self._nodes_per_rack = nodes_per_rack
         self._losses = random.Random(f"{seed} losses")
         self._repairs = random.Random(f"{seed} repairs")
         self._stragglers = random.Random(f"{seed} stragglers")
@@ -232,6 +248,7 @@ class _Drawing:
         return Scenario(
             initial=tuple(range(self._num_slots)),
             nodes=tuple(slot // self._workers_per_node for slot in range(self._num_slots)),
+            racks=racks_of(-(-self._num_slots // self._workers_per_node), self._nodes_per_rack),
             changes=tuple(self._changes),
             duration_s=self._duration_s,
             source=self._rates.source or self._rates.name,
