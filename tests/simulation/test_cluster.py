@@ -84,6 +84,22 @@ def test_a_loss_by_hand():
     assert [sample.throughput for sample in outcome.timeline] == pytest.approx([1, 0, before_s / after_s], rel=1e-3)
 
 
+def test_the_effective_training_time_ratio_by_hand():
+    """Slower training is effective, standing still and what is trained again is not."""
+    pauses = RecoveryTimes(checkpoint_stall_s=0.0, checkpoint_interval_s=1000.0, restart_s=300.0)
+    outcome = run(scenario(lost(0.0, 0), lost(4500.0, 1)), "full_restart", pauses)
+    assert outcome.lost_training_s == pytest.approx(200)  # 4,200 s of training, saved every 1,000
+    assert outcome.lost_work_s == pytest.approx(200 * 30 / 42, rel=1e-3)  # with 3 of 4 replicas
+    assert outcome.ettr == pytest.approx(1 - (300 + 300 + 200) / 36_000)
+    assert outcome.goodput < outcome.ettr
+    stalled = run(scenario(), "full_restart", RecoveryTimes(checkpoint_interval_s=99.0, checkpoint_stall_s=1.0))
+    assert stalled.ettr == pytest.approx(0.99)
+    waits = run(scenario(lost(HOUR_S - 1, *range(7))), "recycle")
+    assert waits.ettr == pytest.approx(0, abs=1e-6)  # what was done in the hour was lost with all copies
+    half = run(scenario(lost(5000.0, 0)), "recycle")
+    assert half.ettr == pytest.approx(1 - (0.05 + half.undisturbed_step_s / 2) / 36_000)
+
+
 def test_half_of_an_interrupted_step_is_lost_and_none_of_a_drained_one():
     outcome = run(scenario(lost(5000.0, 0)), "recycle")
     assert outcome.lost_work_s == pytest.approx(outcome.undisturbed_step_s / 2)
@@ -139,6 +155,7 @@ def test_time_adds_up_and_is_the_same_every_time(policy, seed):
     outcome = run(life, policy, RecoveryTimes().for_mtbf(life.mtbf_s))
     assert parts(outcome) == pytest.approx(outcome.duration_s)
     assert outcome.useful_s >= 0
+    assert 0 <= outcome.ettr <= 1
     assert min(outcome.lost_work_s, outcome.waiting_s, outcome.energy_j, *outcome.pauses_s.values()) >= 0
     assert all(sample.throughput >= 0 for sample in outcome.timeline)
     assert outcome == run(life, policy, RecoveryTimes().for_mtbf(life.mtbf_s))
@@ -228,6 +245,7 @@ def test_summaries():
     assert (summary.policy, summary.num_seeds) == ("recycle", 3)
     assert summary.goodput.mean == pytest.approx(sum(each.goodput for each in outcomes) / 3)
     assert summary.goodput.half_width > 0
+    assert summary.ettr.mean == pytest.approx(sum(each.ettr for each in outcomes) / 3)
     assert summary.pauses_s["lost"].mean > 0
     with pytest.raises(ValueError, match=r"policies \['oobleck', 'recycle'\] were given"):
         summarize([outcomes[0], run(lives[0], "oobleck")])

@@ -54,12 +54,18 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """T."""
     goodput: float
     """Useful work over what the fault-free job does in T."""
+    ettr: float
+    """Effective training time ratio: the share of T in which the job trained and did not lose that work again, at
+    whatever speed. Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters (arXiv
+    2410.21680), where ETTR is defined: productive runtime over the available wallclock time of a job run."""
     availability: float
     """Mean number of workers that are there, over the most there are at once."""
     useful_s: float
     """goodput x T."""
     lost_work_s: float
     """Work that was thrown away, as time of the fault-free job."""
+    lost_training_s: float
+    """Seconds for which the job trained on what was thrown away: longer than `lost_work_s` where it was slower."""
     pauses_s: dict[str, float]
     """Cause -> seconds of standing still. Causes: the kinds of events, restart (after a stop), checkpoint."""
     num_pauses: dict[str, int]
@@ -165,9 +171,12 @@ class _SimulatedJob:
         self._since_checkpoint_s = 0.0
         self._unsaved = 0.0
         """Micro-batches since the last durable checkpoint."""
+        self._unsaved_s = 0.0
+        """Seconds of training on them."""
         self._done = 0.0
         """Micro-batches, those that were lost again included."""
         self._lost = 0.0
+        self._lost_s = 0.0
         self._waiting_s = 0.0
         self._worker_s = 0.0
         self._energy_j = 0.0
@@ -203,9 +212,11 @@ class _SimulatedJob:
             self._num_pauses["checkpoint"] += int(reached_s // self._checkpoint_every_s)
             self._since_checkpoint_s = reached_s % self._checkpoint_every_s
             self._unsaved = rate * self._since_checkpoint_s
+            self._unsaved_s = (1 - stalled) * self._since_checkpoint_s
         else:
             self._since_checkpoint_s = reached_s
             self._unsaved += rate * seconds
+            self._unsaved_s += (1 - stalled) * seconds
         idle = self._there.num_workers - sum(
             stage.width for chain in self._plan.allocation.chains for stage in chain.stages
         )
@@ -227,18 +238,22 @@ class _SimulatedJob:
         duration_s = self._scenario.duration_s
         useful_s = (self._done - self._lost) / self._rho
         lost_work_s = self._lost / self._rho
+        paused_s = sum(self._pauses_s.values())
+        unproductive_s = paused_s + self._waiting_s + self._lost_s
         return PolicyOutcome(
             policy=self._policy,
             source=self._scenario.source,
             duration_s=duration_s,
             goodput=useful_s / duration_s if duration_s else 0.0,
+            ettr=1 - unproductive_s / duration_s if duration_s else 0.0,
             availability=self._worker_s / (self._most * duration_s) if duration_s else 0.0,
             useful_s=useful_s,
             lost_work_s=lost_work_s,
+            lost_training_s=self._lost_s,
             pauses_s=dict(sorted(self._pauses_s.items())),
             num_pauses=dict(sorted(self._num_pauses.items())),
             waiting_s=self._waiting_s,
-            slower_s=duration_s - useful_s - lost_work_s - sum(self._pauses_s.values()) - self._waiting_s,
+            slower_s=duration_s - useful_s - lost_work_s - paused_s - self._waiting_s,
             migrated_bytes=self._migrated_bytes,
             energy_j=self._energy_j,
             num_events=self._scenario.counts,
@@ -301,23 +316,26 @@ class _SimulatedJob:
             plan = self._planner(self._there, self._costs, before.allocation, event)
         except InfeasiblePlan:
             # The workers that are left cannot go on: begin again from the last checkpoint, as soon as that is possible.
-            self._lose(self._unsaved)
+            self._lose(self._unsaved, self._unsaved_s)
             self._plan = None
             self._try_to_start()
             return
         self._plan = plan
         self._migrated_bytes += sum(transfer.num_bytes for transfer in plan.transfers)
         if plan.from_checkpoint:
-            self._lose(self._unsaved)
+            self._lose(self._unsaved, self._unsaved_s)
             self._since_checkpoint_s = 0.0
         elif plan.lost_work_s > 0 and not was_paused:
-            self._lose(min(self._unsaved, before.allocation.num_microbatches / 2))
+            half = before.allocation.num_microbatches / 2
+            self._lose(min(self._unsaved, half), min(self._unsaved_s, before.predicted_step_s / 2))
         if plan.predicted_pause_s > 0:
             self._pause(event.kind, plan.predicted_pause_s)
 
-    def _lose(self, num_microbatches: float) -> None:
+    def _lose(self, num_microbatches: float, seconds: float) -> None:
         self._lost += num_microbatches
         self._unsaved -= num_microbatches
+        self._lost_s += seconds
+        self._unsaved_s -= seconds
 
     def _pause(self, cause: str, seconds: float) -> None:
         self._num_pauses[cause] += 1
@@ -418,6 +436,7 @@ class OutcomeSummary(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     num_seeds: int
     goodput: Interval
+    ettr: Interval
     of_capacity: Interval
     availability: Interval
     lost_work_s: Interval
@@ -447,6 +466,7 @@ def summarize(outcomes: Sequence[PolicyOutcome]) -> OutcomeSummary:
         policy=policies[0],
         num_seeds=len(outcomes),
         goodput=over(lambda each: each.goodput),
+        ettr=over(lambda each: each.ettr),
         of_capacity=over(lambda each: each.of_capacity),
         availability=over(lambda each: each.availability),
         lost_work_s=over(lambda each: each.lost_work_s),
