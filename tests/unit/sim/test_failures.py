@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave.errors import DataError, UsageError
+from elaswave.errors import UsageError
 from elaswave.sim.cluster.failures import DAY_S, RATES, Rates, Scenario, draw, rates_named
-from elaswave.sim.cluster.traces_csv import read_trace
 
 BUSY = Rates(
     losses_per_worker_day=2.0, repair_s=3600.0, stragglers_per_worker_day=3.0, straggler_s=1800.0, whole_nodes=False
@@ -194,59 +193,6 @@ def test_impossible_rates(field, value, message):
 def test_impossible_scenarios(bad):
     with pytest.raises(ValueError, match="all four must be above 0"):
         draw(BUSY, **{"num_workers": 4, "duration_s": 10.0, "seed": 0, **bad})
-
-
-TRACE = """# spot instances
-1000,add,a
-1000,add,b
-
-2000,add,c
-3000,remove,a
-3000,remove,c
-3000,add,d
-5000,add,a
-"""
-
-
-def test_a_trace():
-    scenario = read_trace(TRACE.splitlines(), name="small", workers_per_node=2)
-    assert (scenario.initial, scenario.nodes, scenario.duration_s) == ((0, 1, 2, 3), (0, 0, 1, 1), 4.0)
-    assert [(each.at_s, each.event.kind, each.event.workers, each.nodes) for each in scenario.changes] == [
-        (1.0, "joined", (4, 5), (2, 2)),
-        (2.0, "lost", (0, 1, 4, 5), ()),
-        (2.0, "joined", (6, 7), (3, 3)),
-        (4.0, "joined", (8, 9), (0, 0)),
-    ]
-    assert scenario.num_workers_max == 6
-    assert scenario.counts == {"joined": 3, "lost": 1}
-    assert scenario.mtbf_s == 4.0
-    assert scenario.source == "trace small"
-    walk(scenario)
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ("0,add,a\n5,add", "trace t, line 2 has 2 fields"),
-        ("0,add,a\n\n1.5,add,b", r"trace t, line 3 has the time '1.5'; needed are milliseconds"),
-        ("-1,add,a", "line 1 has the time '-1'"),
-        ("0,add,a\n1" + 5000 * "0" + ",remove,a", "line 2 has the time '1000.*at most 15 digits"),
-        ("9,add,a\n8,add,b", "line 2 goes back in time, from 9 to 8 ms"),
-        ("0,added,a", "line 1 says 'added'; needed is add or remove"),
-        ("0,add,", "line 1 names no node"),
-        ("0,add,a\n1,add,a", "line 2 adds a, which is there already"),
-        ("0,remove,a", "line 1 removes a, which is not there"),
-        ("# nothing", "trace t has no line"),
-    ],
-)
-def test_malformed_traces(lines, message):
-    with pytest.raises(DataError, match=message):
-        read_trace(lines.splitlines(), name="t")
-
-
-def test_a_trace_of_nodes_without_workers():
-    with pytest.raises(ValueError, match="0 workers per node: at least 1 is needed"):
-        read_trace(["0,add,a"], workers_per_node=0)
 
 
 def test_the_smallest_rates_are_as_good_as_none():

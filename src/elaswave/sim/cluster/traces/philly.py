@@ -1,0 +1,123 @@
+"""Philly's logs of what each server did in every minute; where one says ``NA``, it was offline.
+
+Jeon et al., Analysis of Large-Scale Multi-Tenant GPU Clusters for DNN Training Workloads (ATC 2019);
+msr-fiddle/philly-traces, README.md, which says of cluster_gpu_util that "NA" indicates that the GPU, and of
+cluster_cpu_util and cluster_mem_util that the server was offline at the time of measurement. Lines are of one of:
+
+- ``time,machineId,gpu0_util,...,gpu7_util``: each GPU is a worker; one that is never online is not there at all;
+- ``time,machine_id,cpu_util``;
+- ``time,machine_id,mem_total,mem_free``.
+
+Times are as ``2017-10-03 00:08:00 PDT``. A server's lines are in order of time; servers may follow each other or be
+mixed. A server without a line stays as it was: the log does not say that it is gone. Nor does it say why a server was
+offline: maintenance counts as a loss.
+"""
+
+import re
+from collections.abc import Iterable
+from datetime import datetime
+
+from elaswave.sim.cluster.failures import Scenario
+from elaswave.sim.cluster.traces.history import History, Layout
+
+NEEDED = "time,machine,utilization of the CPU (or memory, or of each GPU), NA while it is offline"
+ZONES_S = {"PST": -8 * 3600, "PDT": -7 * 3600, "UTC": 0}
+TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) ([A-Z]+)")
+MOST_GPUS = 8
+
+
+def read(lines: Iterable[tuple[int, str]], layout: Layout) -> Scenario:
+    """Reads a log.
+
+    Args:
+        lines: their numbers and texts, without blank lines and comments.
+        layout: of the machines; where the log is of GPUs, one worker per machine means one per GPU.
+    Raises:
+        DataError: a line that is not of the form or goes back in a server's time, several workers for each GPU, or no
+            line. Names the line.
+    """
+    reader = _Reader(layout)
+    for number, text in lines:
+        if not text.startswith("time,"):
+            reader.take(number, text)
+    return reader.scenario()
+
+
+class _Reader:
+    """A log as far as it was read: what changed, not what was said in every minute."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._num_fields: int | None = None
+        self._times: dict[str, float] = {}
+        """Seconds of each text of a time: many lines share one."""
+        self._heard: dict[str, float] = {}
+        """When each server last said something."""
+        self._online: dict[tuple[str, int], bool] = {}
+        self._changes: list[tuple[float, bool, str, int]] = []
+        """Seconds, whether it came, server, and its GPU or 0."""
+        self._ends = (float("inf"), 0.0)
+
+    def take(self, number: int, text: str) -> None:
+        fields = [field.strip() for field in text.split(",")]
+        if len(fields) > 4 and fields[-1] == "":
+            fields.pop()  # lines of GPUs end with a comma
+        self._check_fields(number, text, len(fields))
+        at_s, server = self._seconds(number, fields[0]), fields[1]
+        if not server:
+            raise self._layout.fault(number, "names no server")
+        if at_s < self._heard.get(server, at_s):
+            raise self._layout.fault(number, f"goes back in the time of {server}; sort each server's lines by time")
+        self._heard[server] = at_s
+        self._ends = min(self._ends[0], at_s), max(self._ends[1], at_s)
+        per_gpu = len(fields) > 4
+        for gpu, value in enumerate(fields[2:] if per_gpu else fields[2:3]):
+            online = self._value(number, value)
+            if self._online.get((server, gpu), False) != online:
+                self._changes.append((at_s, online, server, gpu))
+                self._online[server, gpu] = online
+
+    def scenario(self) -> Scenario:
+        if not self._heard:
+            raise self._layout.empty(NEEDED)
+        history, per_gpu = History(self._layout), (self._num_fields or 0) > 4
+        begin_s, end_s = self._ends
+        history.begin(begin_s)
+        for at_s, online, server, gpu in sorted(self._changes):
+            machine = f"{server} gpu{gpu}" if per_gpu else server
+            if online:
+                history.come(at_s, machine, node=server if per_gpu else None)
+            else:
+                history.go(at_s, machine)
+        return history.scenario(end_s)
+
+    def _check_fields(self, number: int, text: str, count: int) -> None:
+        if not 3 <= count <= 2 + MOST_GPUS or count != (self._num_fields or count):
+            as_before = f"{self._num_fields}, as before" if self._num_fields else f"3 to {2 + MOST_GPUS}"
+            raise self._layout.fault(number, f"has {count} fields: {text[:60]!r}; needed are {as_before}: {NEEDED}")
+        if count > 4 and self._layout.workers_per_node != 1:
+            raise self._layout.fault(number, "is of single GPUs, each of which is a worker; leave out workers per node")
+        self._num_fields = count
+
+    def _seconds(self, number: int, text: str) -> float:
+        if text not in self._times:
+            found = TIME.fullmatch(text)
+            if found is None or found[2] not in ZONES_S:
+                raise self._layout.fault(
+                    number, f"has the time {text[:40]!r}; needed is one as 2017-10-03 00:08:00 PDT, or PST, or UTC"
+                )
+            try:
+                local = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S")
+            except ValueError as error:
+                raise self._layout.fault(number, f"has the time {text!r}: {error}") from error
+            self._times[text] = (local - datetime(1970, 1, 1)).total_seconds() - ZONES_S[found[2]]
+        return self._times[text]
+
+    def _value(self, number: int, text: str) -> bool:
+        if text.strip('"') == "NA":
+            return False
+        try:
+            float(text)
+        except ValueError as error:
+            raise self._layout.fault(number, f"says {text[:40]!r}; needed is a number, or NA while offline") from error
+        return True
