@@ -15,6 +15,7 @@ from elaswave.config.load import load_config
 from elaswave.config.presets import device_preset
 from elaswave.observability.events import EventLog
 from elaswave.observability.run_folder import open_run_dir
+from elaswave.planning.policies import POLICIES as ALL_POLICIES
 
 SMALL = ["--workers", "12", "--stages", "3", "--model", "llama-2-7b", "--device", "h100", "--microbatches", "6"]
 POLICIES = ["elaswave", "recycle", "torchft", "torchft_batch_kept", "oobleck", "full_restart"]
@@ -223,7 +224,8 @@ def test_plots(capsys: Any, tmp_path: Path, suffix: str, magic: bytes) -> None:
     path = tmp_path / f"plot.{suffix}"
     output(capsys, "compare", *SMALL, "--policies", "elaswave,recycle", "--lose", "1", "--plot", str(path))
     assert path.read_bytes().startswith(magic)
-    output(capsys, "simulate", *SMALL, "--days", "1", "--rate", "0.1", "--plot", str(path))
+    life = ["simulate", *SMALL, "--days", "1", "--rate", "0.1"]
+    output(capsys, *life, "--policy", "elaswave", "--policy", "torchft", "--plot", str(path))
     assert path.read_bytes().startswith(magic)
 
 
@@ -240,12 +242,16 @@ def test_a_plot_without_matplotlib(capsys: Any, tmp_path: Path, monkeypatch: pyt
 
 def test_a_simulation_adds_up(capsys: Any) -> None:
     arguments = ["simulate", *SMALL, "--days", "1", "--rate", "0.3", "--seeds", "2", "--stragglers", "0.1"]
+    arguments += ["--policy", "elaswave"]
     found = document(capsys, *arguments)
     assert found["policy"] == "elaswave" and found["summary"]["num_seeds"] == 2
     assert len(found["scenarios"]) == 2
     for outcome in found["scenarios"]:
         parts = sum(outcome[name] for name in ("useful_s", "lost_work_s", "waiting_s", "slower_s"))
-        assert parts + sum(outcome["pauses_s"].values()) == pytest.approx(86400)
+        paused_s = sum(outcome["pauses_s"].values())
+        assert parts + paused_s == pytest.approx(86400)
+        unproductive_s = paused_s + outcome["waiting_s"] + outcome["lost_training_s"]
+        assert outcome["ettr"] == pytest.approx(1 - unproductive_s / 86400)
     assert found["tokens_per_s"] == pytest.approx(
         found["summary"]["goodput"]["mean"] * found["undisturbed_tokens_per_s"]
     )
@@ -254,12 +260,61 @@ def test_a_simulation_adds_up(capsys: Any) -> None:
 
 def test_a_simulation_for_people(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    text = output(capsys, "simulate", *SMALL, "--days", "20", "--rate", "llama3", "--seeds", "2")
+    arguments = ["simulate", *SMALL, "--days", "20", "--rate", "llama3", "--seeds", "2"]
+    text = output(capsys, *arguments, "--policy", "elaswave")
     assert "The Llama 3 Herd of Models" in text
-    assert "elaswave: goodput " in text and " +- " in text
+    assert "elaswave: goodput " in text and " +- " in text and "effective training time (ETTR) " in text
     for part in ("useful", "lost work", "waiting for workers", "slower than undisturbed"):
         assert f"\n{part} " in text
     assert "MWh" in text
+
+
+def test_all_policies_are_simulated_in_one_call(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    arguments = ["simulate", *SMALL, "--days", "20", "--rate", "llama3"]
+    lines = output(capsys, *arguments).splitlines()
+    header = next(index for index, line in enumerate(lines) if line.startswith("policy "))
+    columns = ["policy", "goodput", "ETTR", "of capacity", "lost work", "pauses", "waiting", "slower"]
+    assert lines[header].split() == " ".join(columns).split()
+    assert [line.split()[0] for line in lines[header + 1 :]] == list(ALL_POLICIES)
+    assert "\nfault-free: " in "\n".join(lines)
+    found = document(capsys, *arguments, "--policy", "recycle", "--policy", "torchft", "--seed", "3")
+    assert [entry["policy"] for entry in found["policies"]] == ["recycle", "torchft"]
+    for entry in found["policies"]:
+        assert entry["tokens_per_s"] == pytest.approx(
+            entry["summary"]["goodput"]["mean"] * found["undisturbed_tokens_per_s"]
+        )
+        assert 0 < entry["summary"]["goodput"]["mean"] < entry["summary"]["ettr"]["mean"] <= 1
+    alone = document(capsys, *arguments, "--policy", "torchft", "--seed", "3")
+    assert {key: alone[key] for key in found["policies"][1]} == found["policies"][1], "the same as without the others"
+
+
+def test_newcomers_racks_and_rates_of_a_trace(capsys: Any, tmp_path: Path) -> None:
+    small = ["simulate", *SMALL, "--policy", "torchft", "--workers-per-node", "2", "--nodes-per-rack", "2"]
+    found = document(capsys, *small, "--rate", "0.5", "--weibull-shape", "0.5", "--rack-losses", "0.5")
+    assert "Weibull shape 0.5; each rack lost 0.5 times a day" in found["setting"]
+    assert found["scenarios"][0]["num_events"]["lost"] > 10
+    jobs = tmp_path / "trace_seren.csv"
+    jobs.write_text(
+        "job_id,user,node_num,gpu_num,cpu_num,type,state,submit_time,start_time,end_time,duration,queue,gpu_time\n"
+        "1,u,4,32,1,Other,NODE_FAIL,a,b,c,86400,1,2764800.0\n"
+    )
+    found = document(capsys, *small, "--rate", str(jobs))
+    assert "1 jobs ended by the crash of a node in 32 GPU days" in found["setting"]
+
+
+def test_a_poll_log_is_lived_through(capsys: Any, tmp_path: Path) -> None:
+    """A log of counts leaves open which machines went, so several scenarios can be drawn of it."""
+    log = tmp_path / "gcloud.txt"
+    log.write_text(
+        "2021-12-11, 11:00:00, 8\n2021-12-11, 12:00:00, 6\n2021-12-11, 13:00:00, 8\n2021-12-11, 15:00:00, 8\n"
+    )
+    cluster = ["--stages", "2", "--model", "gpt2-xl", "--device", "a100", "--policy", "recycle"]
+    found = document(capsys, "simulate", "--trace", str(log), *cluster, "--seeds", "2")
+    assert [outcome["duration_s"] for outcome in found["scenarios"]] == [14400, 14400]
+    assert found["summary"]["availability"]["mean"] == pytest.approx(30 / 32)
+    assert main(["simulate", "--trace", str(log), *cluster, "--trace-format", "philly"]) == 2
+    assert "line 1 has the time '2021-12-11'" in capsys.readouterr().err
 
 
 def test_a_trace_is_lived_through(capsys: Any, tmp_path: Path) -> None:
@@ -314,6 +369,20 @@ def test_a_trace_is_lived_through(capsys: Any, tmp_path: Path) -> None:
         (["simulate", "--days", "-1"], "'--days': '-1' is not a number above 0"),
         (["simulate", "--days", "nan"], "'--days': 'nan' is not a number above 0"),
         (["simulate", "--days", "inf"], "'--days': 'inf' is not a number above 0"),
+        (["simulate", "--policy", "torchft", "--policy", "torchft"], "--policy torchft: give each policy once"),
+        (["simulate", "--rate", "1e9", "--days", "0.001"], "96 workers would meet a loss every 9e-07 s"),
+        (["simulate", "--rate", "1e9", "--days", "0.001"], "needed is 1 s between losses, at most 900 per worker and"),
+        (
+            ["simulate", "--rate", "800", "--days", "1", "--repair-hours", "0.01"],
+            "are the most that are made: give fewer",
+        ),
+        (["simulate", "--rack-losses", "1"], "--rack-losses needs --nodes-per-rack"),
+        (["simulate", "--weibull-shape", "1.2"], "weibull_shape is 1.2, needed: at least 0.2 and at most 1"),
+        (["simulate", "--trace-format", "polls"], "--trace-format polls: there is no --trace that it could be"),
+        (
+            ["simulate", "--trace", "x", "--weibull-shape", "1", "--rack-losses", "1"],
+            "leave out --weibull-shape, --rack",
+        ),
         (["simulate", "--days", "1e9"], "9.09e+07 losses, repairs and slow-downs are expected, and 1,000,000 are"),
         (["simulate", "--days", "1e6", "--seeds", "12"], "1.09e+06 losses, repairs and slow-downs are expected"),
         (["simulate", "--stragglers", "1e9"], "repairs and slow-downs are expected, and 1,000,000 are the most"),
@@ -339,6 +408,9 @@ def test_a_trace_that_is_no_text(capsys: Any, tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_bytes(b"\xff\xfe\x00")
     assert main(["simulate", "--trace", str(tmp_path / "trace.csv")]) == 2
     assert "is no text" in capsys.readouterr().err
+    (tmp_path / "part-000.parquet").write_bytes(b"PAR1\x15\x04\xff\xfe")
+    assert main(["simulate", "--trace", str(tmp_path / "part-000.parquet")]) == 2
+    assert "is Parquet, as Alibaba's trace of GPUs of 2026" in capsys.readouterr().err
 
 
 def test_a_plot_that_cannot_be_written(capsys: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import io
 
 import pytest
 
+from elaswave.cli import scenario_options as options_module
 from elaswave.cli import simulate as simulate_module
 from elaswave.cli.main import main
 from elaswave.cli.waiting import Waiting
@@ -48,8 +49,9 @@ def test_simulate_tells_while_it_draws_and_while_it_lives(monkeypatch, capsys):
         def at(self, done: float, detail: str = "") -> None:
             told.setdefault(self._what, []).append(done)
 
-    monkeypatch.setattr(simulate_module, "Waiting", Told)
-    assert main(["simulate", "--days", "20", "--json"]) == 0
+    for module in (options_module, simulate_module):
+        monkeypatch.setattr(module, "Waiting", Told)
+    assert main(["simulate", "--days", "20", "--policy", "torchft", "--policy", "oobleck", "--json"]) == 0
     assert set(told) == {"drawing 20 days of failures", "living through them"}
     for done in told.values():
         assert done == sorted(done) and 0 <= done[0] and done[-1] <= 1 and len(done) > 2
