@@ -306,9 +306,8 @@ def test_newcomers_racks_and_rates_of_a_trace(capsys: Any, tmp_path: Path) -> No
 def test_a_poll_log_is_lived_through(capsys: Any, tmp_path: Path) -> None:
     """A log of counts leaves open which machines went, so several scenarios can be drawn of it."""
     log = tmp_path / "gcloud.txt"
-    log.write_text(
-        "2021-12-11, 11:00:00, 8\n2021-12-11, 12:00:00, 6\n2021-12-11, 13:00:00, 8\n2021-12-11, 15:00:00, 8\n"
-    )
+    counts = {"11": 8, "12": 6, "13": 8, "15": 8}
+    log.write_text("".join(f"2021-12-11, {hour}:00:00, {count}\n" for hour, count in counts.items()))
     cluster = ["--stages", "2", "--model", "gpt2-xl", "--device", "a100", "--policy", "recycle"]
     found = document(capsys, "simulate", "--trace", str(log), *cluster, "--seeds", "2")
     assert [outcome["duration_s"] for outcome in found["scenarios"]] == [14400, 14400]
@@ -373,7 +372,7 @@ def test_a_trace_is_lived_through(capsys: Any, tmp_path: Path) -> None:
         (["simulate", "--rate", "1e9", "--days", "0.001"], "96 workers would meet a loss every 9e-07 s"),
         (["simulate", "--rate", "1e9", "--days", "0.001"], "needed is 1 s between losses, at most 900 per worker and"),
         (
-            ["simulate", "--rate", "800", "--days", "1", "--repair-hours", "0.01"],
+            ["simulate", "--rate", "800", "--days", "0.15", "--repair-hours", "0.01"],
             "are the most that are made: give fewer",
         ),
         (["simulate", "--rack-losses", "1"], "--rack-losses needs --nodes-per-rack"),
