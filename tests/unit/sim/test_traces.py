@@ -135,7 +135,7 @@ def test_a_log_that_begins_without_machines():
         ("2021-12-11, 11:00:00, 4\n2021-12-11, 11:01:00", "line 2 has the count ''; needed is a whole number"),
         ("2021-12-11, 11:00:00, -4", "line 1 has the count '-4'"),
         ("2021-12-11, 11:00:00, 9999999", "line 1 has the count '9999999'.* at most 1,000,000"),
-        ("2021-12-11, 11:00:00, 4\n\n2021-12-11, 10:00:00, 4", "line 3 goes back in time, from 2021-12-11 11:00:00 to"),
+        ("2021-12-11, 11:00:00, 4\n\n2021-12-11, 10:00:00, 4", "line 3 goes back in time, by 3600 s: '2021"),
     ],
 )
 def test_malformed_poll_logs(lines, message):
@@ -181,7 +181,8 @@ def test_philly_says_when_gpus_were_offline():
     ("lines", "message"),
     [
         ("2017-10-03 00:08:00 CET,m29,1.0", "line 1 has the time '2017-10-03 00:08:00 CET'; needed is one as 2017"),
-        ("2017-10-33 00:08:00 PDT,m29,1.0", "line 1 has the time '2017-10-33 00:08:00 PDT': "),
+        ("2017-10-33 00:08:00 PDT,m29,1.0", "line 1 has the time '2017-10-33 00:08:00 PDT'; needed is"),
+        ("2017-10-03 24:08:00 PDT,m29,1.0", "line 1 has the time '2017-10-03 24:08:00 PDT'; needed is"),
         ("2017-10-03 00:08:00 PDT,m29", "line 1 has 2 fields: .* needed are 3 to 10"),
         (
             "2017-10-03 00:08:00 PDT,m29,1.0\n2017-10-03 00:09:00 PDT,m29,1.0,2.0",

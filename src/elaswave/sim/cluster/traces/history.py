@@ -1,5 +1,7 @@
 """Comings and goings of named machines, one after the other in time, made a scenario."""
 
+import re
+from calendar import monthrange, timegm
 from typing import Literal
 
 from elaswave.costs.machines import ClusterEvent
@@ -7,6 +9,22 @@ from elaswave.errors import DataError
 from elaswave.sim.cluster.failures import ClusterChange, Scenario, racks_of
 
 Kind = Literal["joined", "lost", "drained"]
+
+
+_DATE_AND_TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)")
+
+
+def seconds_of(text: str) -> float | None:
+    """Seconds since 1970 of a date and time, as 2021-12-11 11:11:30; None if it is none."""
+    found = _DATE_AND_TIME.fullmatch(text)
+    if found is None:
+        return None
+    year, month, day, hour, minute, second = (int(part) for part in found.groups())
+    if not (year >= 1970 and 1 <= month <= 12 and 1 <= day <= monthrange(year, month)[1]):
+        return None
+    if not (hour < 24 and minute < 60 and second < 60):
+        return None
+    return float(timegm((year, month, day, hour, minute, second)))
 
 
 class Layout:

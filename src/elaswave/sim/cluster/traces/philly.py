@@ -13,16 +13,13 @@ mixed. A server without a line stays as it was: the log does not say that it is 
 offline: maintenance counts as a loss.
 """
 
-import re
 from collections.abc import Iterable
-from datetime import datetime
 
 from elaswave.sim.cluster.failures import Scenario
-from elaswave.sim.cluster.traces.history import History, Layout
+from elaswave.sim.cluster.traces.history import History, Layout, seconds_of
 
 NEEDED = "time,machine,utilization of the CPU (or memory, or of each GPU), NA while it is offline"
 ZONES_S = {"PST": -8 * 3600, "PDT": -7 * 3600, "UTC": 0}
-TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) ([A-Z]+)")
 MOST_GPUS = 8
 
 
@@ -101,16 +98,13 @@ class _Reader:
 
     def _seconds(self, number: int, text: str) -> float:
         if text not in self._times:
-            found = TIME.fullmatch(text)
-            if found is None or found[2] not in ZONES_S:
+            local, _, zone = text.rpartition(" ")
+            local_s = seconds_of(local)
+            if local_s is None or zone not in ZONES_S:
                 raise self._layout.fault(
                     number, f"has the time {text[:40]!r}; needed is one as 2017-10-03 00:08:00 PDT, or PST, or UTC"
                 )
-            try:
-                local = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S")
-            except ValueError as error:
-                raise self._layout.fault(number, f"has the time {text!r}: {error}") from error
-            self._times[text] = (local - datetime(1970, 1, 1)).total_seconds() - ZONES_S[found[2]]
+            self._times[text] = local_s - ZONES_S[zone]
         return self._times[text]
 
     def _value(self, number: int, text: str) -> bool:

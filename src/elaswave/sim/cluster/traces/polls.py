@@ -13,10 +13,9 @@ says how many, not which, and nothing of what happened between two polls:
 
 import random
 from collections.abc import Iterable
-from datetime import datetime
 
 from elaswave.sim.cluster.failures import Scenario
-from elaswave.sim.cluster.traces.history import History, Layout
+from elaswave.sim.cluster.traces.history import History, Layout, seconds_of
 
 NEEDED = "date, time, count, as 2021-12-11, 11:11:30, 55"
 OVERLAP_S = 120.0
@@ -34,46 +33,44 @@ def read(lines: Iterable[tuple[int, str]], layout: Layout) -> Scenario:
         DataError: a line that is not of the form or goes back in time by more than polls overlap, or no line. Names
             the line.
     """
-    polls: list[tuple[datetime, int]] = []
+    polls: list[tuple[float, int]] = []
     for number, text in lines:
-        at, count = _poll(number, text, layout)
-        if polls and (polls[-1][0] - at).total_seconds() > OVERLAP_S:
+        at_s, count = _poll(number, text, layout)
+        if polls and polls[-1][0] - at_s > OVERLAP_S:
             raise layout.fault(
                 number,
-                f"goes back in time, from {polls[-1][0]} to {at}; sort the log by time (polls may overlap by "
-                f"{OVERLAP_S:.0f} s)",
+                f"goes back in time, by {polls[-1][0] - at_s:.0f} s: {text!r}; sort the log by time (polls may overlap "
+                f"by {OVERLAP_S:.0f} s)",
             )
-        while polls and polls[-1][0] >= at:
+        while polls and polls[-1][0] >= at_s:
             polls.pop()
-        polls.append((at, count))
+        polls.append((at_s, count))
     if not polls:
         raise layout.empty(NEEDED)
     return _live(polls, layout)
 
 
-def _poll(number: int, text: str, layout: Layout) -> tuple[datetime, int]:
+def _poll(number: int, text: str, layout: Layout) -> tuple[float, int]:
     date, _, rest = text.partition(",")
     time, _, count = (part.strip() for part in rest.partition(","))
-    try:
-        at = datetime.strptime(f"{date.strip()} {time}", "%Y-%m-%d %H:%M:%S")
-    except ValueError as error:
-        raise layout.fault(number, f"has no time: {text[:60]!r}; needed are {NEEDED}") from error
+    at_s = seconds_of(f"{date.strip()} {time}")
+    if at_s is None:
+        raise layout.fault(number, f"has no time: {text[:60]!r}; needed are {NEEDED}")
     if not (count.isascii() and count.isdigit() and len(count) <= 7 and int(count) <= MACHINES_MAX):
         raise layout.fault(
             number, f"has the count {count[:40]!r}; needed is a whole number of at least 0 and at most {MACHINES_MAX:,}"
         )
-    return at, int(count)
+    return at_s, int(count)
 
 
-def _live(polls: list[tuple[datetime, int]], layout: Layout) -> Scenario:
+def _live(polls: list[tuple[float, int]], layout: Layout) -> Scenario:
     history, rng, num_named = History(layout), random.Random(f"{layout.seed} polls"), 0
-    begin = polls[0][0]
-    history.begin(0.0)
-    for at, count in polls:
-        at_s, there = (at - begin).total_seconds(), history.machines
+    history.begin(polls[0][0])
+    for at_s, count in polls:
+        there = history.machines
         for machine in rng.sample(there, max(0, len(there) - count)):
             history.go(at_s, machine)
         for _ in range(count - len(there)):
             history.come(at_s, f"machine {num_named}")
             num_named += 1
-    return history.scenario((polls[-1][0] - begin).total_seconds())
+    return history.scenario(polls[-1][0])
