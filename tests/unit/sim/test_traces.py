@@ -1,12 +1,17 @@
 """Scenarios read from traces: each form, which is recognised, and what is wrong with a line."""
 
+from datetime import UTC, datetime
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.unit.sim.test_failures import walk
 
 from elaswave.errors import DataError, UsageError
 from elaswave.sim.cluster.failures import Scenario
 from elaswave.sim.cluster.traces import FORMATS, read_trace
 from elaswave.sim.cluster.traces.acme import read_rates
+from elaswave.sim.cluster.traces.history import seconds_of
 
 
 def happened(scenario: Scenario) -> list[tuple[float, str, int]]:
@@ -141,6 +146,18 @@ def test_a_log_that_begins_without_machines():
 def test_malformed_poll_logs(lines, message):
     with pytest.raises(DataError, match=message):
         read_trace(lines.splitlines(), name="t")
+
+
+@given(st.datetimes(datetime(1970, 1, 1), datetime(2400, 1, 1)))
+def test_dates_are_counted_as_the_calendar_does(when):
+    exact = when.replace(microsecond=0)
+    assert seconds_of(exact.isoformat(sep=" ")) == exact.replace(tzinfo=UTC).timestamp()
+
+
+@pytest.mark.parametrize("text", ["2023-02-29 00:00:00", "2023-04-31 00:00:00", "2023-01-00 00:00:00",
+                                  "2023-01-01 24:00:00", "1969-12-31 00:00:00", "2023-1-1 00:00:00"])  # fmt: skip
+def test_dates_that_are_none(text):
+    assert seconds_of(text) is None
 
 
 # --------------------------------------------------------------------------------------------------------------- philly

@@ -1,7 +1,6 @@
 """Comings and goings of named machines, one after the other in time, made a scenario."""
 
 import re
-from calendar import monthrange, timegm
 from typing import Literal
 
 from elaswave.costs.machines import ClusterEvent
@@ -13,6 +12,8 @@ Kind = Literal["joined", "lost", "drained"]
 
 _DATE_AND_TIME = re.compile(r"(\d{4})-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)")
 
+_DAYS_BEFORE_MONTH = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334, 365)
+
 
 def seconds_of(text: str) -> float | None:
     """Seconds since 1970 of a date and time, as 2021-12-11 11:11:30; None if it is none."""
@@ -20,11 +21,15 @@ def seconds_of(text: str) -> float | None:
     if found is None:
         return None
     year, month, day, hour, minute, second = (int(part) for part in found.groups())
-    if not (year >= 1970 and 1 <= month <= 12 and 1 <= day <= monthrange(year, month)[1]):
+    if not (1970 <= year and 1 <= month <= 12 and hour < 24 and minute < 60 and second < 60):
         return None
-    if not (hour < 24 and minute < 60 and second < 60):
+    leap = year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
+    in_month = _DAYS_BEFORE_MONTH[month] - _DAYS_BEFORE_MONTH[month - 1] + (leap and month == 2)
+    if not 1 <= day <= in_month:
         return None
-    return float(timegm((year, month, day, hour, minute, second)))
+    years = year - 1
+    days = 365 * year + years // 4 - years // 100 + years // 400 + _DAYS_BEFORE_MONTH[month - 1] + (leap and month > 2)
+    return float(((days + day - 1 - 719_527) * 24 + hour) * 3600 + minute * 60 + second)  # 719,527 days before 1970
 
 
 class Layout:
