@@ -225,7 +225,7 @@ def test_plots(capsys: Any, tmp_path: Path, suffix: str, magic: bytes) -> None:
     output(capsys, "compare", *SMALL, "--policies", "elaswave,recycle", "--lose", "1", "--plot", str(path))
     assert path.read_bytes().startswith(magic)
     life = ["simulate", *SMALL, "--days", "1", "--rate", "0.1"]
-    output(capsys, *life, "--policy", "elaswave", "--policy", "torchft", "--plot", str(path))
+    output(capsys, *life, "--policy", "oobleck", "--policy", "torchft", "--plot", str(path))
     assert path.read_bytes().startswith(magic)
 
 
@@ -242,9 +242,9 @@ def test_a_plot_without_matplotlib(capsys: Any, tmp_path: Path, monkeypatch: pyt
 
 def test_a_simulation_adds_up(capsys: Any) -> None:
     arguments = ["simulate", *SMALL, "--days", "1", "--rate", "0.3", "--seeds", "2", "--stragglers", "0.1"]
-    arguments += ["--policy", "elaswave"]
+    arguments += ["--policy", "recycle"]
     found = document(capsys, *arguments)
-    assert found["policy"] == "elaswave" and found["summary"]["num_seeds"] == 2
+    assert found["policy"] == "recycle" and found["summary"]["num_seeds"] == 2
     assert len(found["scenarios"]) == 2
     for outcome in found["scenarios"]:
         parts = sum(outcome[name] for name in ("useful_s", "lost_work_s", "waiting_s", "slower_s"))
