@@ -11,10 +11,13 @@ import pytest
 import torch
 from tests.integration.thread_jobs import JOB_TIMEOUT_S, Killed, Machine, ThreadJob, is_change, wait_until
 
+from elaswave.control.run_result import check_followers
 from elaswave.planning.layout import make_layout
 from elaswave.protocol.engine import Phase
 from elaswave.protocol.messages import Decision, Installed
 from elaswave.sim.protocol.mutants import MUTANTS
+from elaswave.state.digests import add_digests
+from elaswave.state.placement import Placement
 from elaswave.state.store import HeldBlock
 from elaswave.worker import torch_engine
 from elaswave.worker.messages import FromWorker, StepReport
@@ -73,8 +76,11 @@ class DiesAsAChangeComes(Probe):
 
     def __init__(self) -> None:
         self.step = 0
+        self.placement: Placement
+        """The newest one in force."""
 
     def reached(self, phase: Phase, index: int, machine: Machine) -> None:
+        self.placement = machine.placement
         if self.job.new_epochs or index or (phase, machine.ledger.change) != ("apply", 1) or machine.layout == BETTER:
             return
         self.step = machine.step
@@ -102,7 +108,21 @@ def test_a_loss_in_apply_of_the_step_that_brings_a_change(
     assert [stage.start for stage in decision.layout.stages] == [0, 1]
     assert job.computation == undisturbed.computation
     # In the steps that are left every block has got its follower again.
-    assert all(finished.complete for finished in job.finished.values())
+    assert all(probe.placement.followers)
+
+
+def test_a_job_may_end_while_blocks_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: ThreadJob
+) -> None:
+    """What is copied has more followers than others until the change is in force: all of them are checked."""
+    probe = Probe()
+    probe.reached = lambda phase, index, machine: None  # type: ignore[method-assign]
+    slowly = {"elastic.copy_bytes_per_step": 1}
+    job = run(tmp_path, monkeypatch, probe, on_message=plan_after_first_step(probe), settings=slowly)
+    assert job.computation == undisturbed.computation
+    followed = add_digests(finished.followed_digests for finished in job.finished.values())
+    check_followers(followed, add_digests(finished.follower_digests for finished in job.finished.values()))
+    assert {name for name, digest in job.digests.items() if followed[name] != digest}, "no block was being copied"
 
 
 def test_a_change_that_one_worker_never_held_is_void_in_the_next_epoch(

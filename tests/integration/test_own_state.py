@@ -60,7 +60,7 @@ def test_the_layout_does_not_show(kind: str, consistency: str, tmp_path: Path) -
             assert (found.losses, found.digests) == (alone.losses, alone.digests), name
         else:
             assert found.losses == pytest.approx(alone.losses, rel=1e-4), name
-        check_followers(found.digests, found.followers_digests, 1)
+        check_followers(found.digests, found.followers_digests)
 
 
 def narrow(layer: Layer) -> Layer:
@@ -220,7 +220,7 @@ def digests_of(blueprint: Blueprint, layout: Layout, checkpoint: tuple[Path, Che
     found = add_digests(owners)
     if len(layout.workers) > 1:
         copied = add_digests(followers)
-        check_followers({name: found[name] for name in copied}, copied, 1)
+        check_followers({name: found[name] for name in copied}, copied)
     return found
 
 

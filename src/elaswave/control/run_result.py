@@ -1,14 +1,13 @@
 """The result of a run and the description of a checkpoint, made from what the coordinator knows of the run. No IO."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import elaswave
 from elaswave.control.run_state import RunState, as_series
 from elaswave.data.sampler import Sampler
 from elaswave.errors import StateError
-from elaswave.hashing import MASK64
 from elaswave.observability.result import CheckpointRecord, JsonFloat, RunResult, WorkerMemory, to_json_float
-from elaswave.state.checkpoint_format import MASTER, UPDATER, CheckpointMeta, TensorInfo, stored_name
+from elaswave.state.checkpoint_format import UPDATER, CheckpointMeta, TensorInfo, stored_name
 from elaswave.state.digests import add_digests, state_digest
 from elaswave.worker.messages import Standing
 from elaswave.worker.run_plan import RunPlan
@@ -68,11 +67,10 @@ def make_result(
     reports = [state.finished[worker] for worker in state.members]
     standing = reports[0].standing
     digests = add_digests(report.owner_digests for report in reports)
-    if all(report.complete for report in reports):
-        num_followers = min(plan.config.elastic.num_followers, state.num_active - 1)
-        frozen = {f"{MASTER}.{tensor.name}" for tensor in plan.state.frozen}  # nobody follows what cannot change
-        followed = {name: value for name, value in digests.items() if name not in frozen}
-        check_followers(followed, add_digests(report.follower_digests for report in reports), num_followers)
+    check_followers(
+        add_digests(report.followed_digests for report in reports),
+        add_digests(report.follower_digests for report in reports),
+    )
     step = standing.step
     samples_per_s = state.samples_per_s(plan.config.batch.microbatch_size)
     tokens = plan.tokens_per_sample
@@ -119,16 +117,17 @@ def _as_json(series: dict[str, list[float]]) -> dict[str, list[JsonFloat]]:
     return {name: [to_json_float(value) for value in values] for name, values in series.items()}
 
 
-def check_followers(owners: dict[str, int], followers: dict[str, int], num_followers: int) -> None:
-    """The sum over followers must be (number of followers) times the owners' digest, tensor by tensor.
+def check_followers(followed: Mapping[str, int], followers: Mapping[str, int]) -> None:
+    """What the followers hold must be what they follow, tensor by tensor.
 
+    Args:
+        followed: sums of the owners' digests, of each block as often as it has followers.
+        followers: sums of the followers' digests.
     Raises:
-        StateError: it is not.
+        StateError: they differ.
     """
-    if num_followers == 0:
-        return
-    for name, value in owners.items():
-        if followers.get(name) != value * num_followers & MASK64:
+    for name in sorted({*followed, *followers}):
+        if followers.get(name, 0) != followed.get(name, 0):
             raise StateError(
                 f"the followers' copy of {name} is not the owners' after the last step; the result is not to be "
                 "trusted. Resume from the last checkpoint, and look at the hardware"

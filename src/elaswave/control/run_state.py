@@ -91,8 +91,6 @@ class RunState:
         """Workers that have said, since the present epoch began, that they have made their last step."""
         self.epoch = FIRST_EPOCH
         self.members: tuple[int, ...] = layout.workers
-        self.num_active = len(layout.active)
-        """Members that are in a stage."""
         self.start_up_s = 0.0
         self.outcome: Literal["finished", "failed", "interrupted"] | None = None
         """How the job has ended, or None."""
@@ -136,7 +134,6 @@ class RunState:
             self.start_up_s = event.start_up_s or self.start_up_s
             if event.epoch >= self.epoch:  # a change of the last epoch may be heard of in the next one
                 self.epoch, self.members = event.epoch, event.layout.workers
-                self.num_active = len(event.layout.active)
         elif isinstance(event, StepTimePredicted):
             self._amend(predicted_step_s=event.predicted_step_s)
         elif isinstance(event, StepTimeMeasured):

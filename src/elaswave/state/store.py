@@ -116,8 +116,21 @@ class BlockStore:
 
     def digest_parts(self, role: Role, scalars: Scalars = ()) -> dict[str, int]:
         """This worker's part of every tensor digest, from the blocks of one role."""
-        parts: dict[str, int] = {}
-        for held in self.with_role(role):
-            for name, value in held.digests(scalars):
-                parts[name] = (parts.get(name, 0) + value) & MASK64
+        (parts,) = self.weighted_digests(scalars, {held.block.id: 1 for held in self.with_role(role)})
         return parts
+
+    def weighted_digests(self, scalars: Scalars, *weights: Mapping[int, int]) -> list[dict[str, int]]:
+        """Parts of every tensor digest, modulo 2**64, for each of the weightings.
+
+        Args:
+            scalars: states of the optimizer that a tensor has once.
+            weights: block -> how often it counts; the others count 0 times.
+        """
+        sums: list[dict[str, int]] = [{} for _ in weights]
+        for held in self:
+            index = held.block.id
+            counted = [(parts, times[index]) for parts, times in zip(sums, weights, strict=True) if times.get(index)]
+            for name, value in held.digests(scalars) if counted else ():
+                for parts, times in counted:
+                    parts[name] = (parts.get(name, 0) + times * value) & MASK64
+        return sums

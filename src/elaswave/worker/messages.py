@@ -210,10 +210,11 @@ class Finished(Message, frozen=True, kw_only=True):
     """Whether it was asked to stop before the run's last step."""
     owner_digests: dict[str, int]
     """Parts of the digests per tensor and slot, from the blocks that it owns."""
+    followed_digests: dict[str, int]
+    """The same from the blocks that it owns, each as often as it has followers in the placement in force: what the
+    digests of its followers must add up to. Their number differs while blocks are copied."""
     follower_digests: dict[str, int]
-    """The same from the blocks that it follows."""
-    complete: bool
-    """Whether every block has its full number of followers, so that their digests can be compared."""
+    """The same from the blocks that it follows in that placement."""
     optimizer_bytes: int
     peak_bytes: int
     bytes_sent: int

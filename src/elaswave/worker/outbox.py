@@ -240,16 +240,19 @@ class ControlOutbox:
 
     def finished(self, stopped: bool) -> Finished:
         """The last state: all workers wait until every one has said so."""
-        machine = self.machine
+        machine, placement = self.machine, self.machine.placement
         store, scalars = BlockStore(machine.copies), self.scalars()
-        num_followers = min(self._config.elastic.num_followers, len(machine.layout.active) - 1)
+        owned = {block: 1 for block, owner in enumerate(placement.owner) if owner == machine.worker}
+        followed = {block: len(placement.followers[block]) for block in owned}
+        follows = {block: 1 for block, others in enumerate(placement.followers) if machine.worker in others}
+        of_owner, of_followed, of_follower = store.weighted_digests(scalars, owned, followed, follows)
         return Finished(
             worker=machine.worker,
             standing=self.standing(machine.last_step),
             stopped=stopped,
-            owner_digests=store.digest_parts(Role.OWNER, scalars) | self._frozen_digests(),
-            follower_digests=store.digest_parts(Role.FOLLOWER, scalars),
-            complete=all(len(workers) >= num_followers for workers in machine.placement.followers),
+            owner_digests=of_owner | self._frozen_digests(),
+            followed_digests=of_followed,
+            follower_digests=of_follower,
             optimizer_bytes=store.optimizer_bytes(),
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             bytes_sent=sum(self._links.transport.bytes_sent.values()),

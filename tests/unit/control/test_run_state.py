@@ -51,7 +51,7 @@ def chosen(epoch=1, layout=LAYOUT, first_step=1, **values):
 def finished(worker, epoch=1, step=2, stopped=False):
     standing = Standing(epoch=epoch, step=step, num_updates=step, calibrated=True, exponents=[])
     return Finished(
-        worker=worker, standing=standing, stopped=stopped, owner_digests={}, follower_digests={}, complete=True,
+        worker=worker, standing=standing, stopped=stopped, owner_digests={}, followed_digests={}, follower_digests={},
         optimizer_bytes=0, peak_bytes=0, bytes_sent=0,
     )  # fmt: skip
 

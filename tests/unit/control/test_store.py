@@ -72,6 +72,14 @@ def test_owners_and_followers_each_have_the_digest_of_the_whole(num_followers):
     assert all(store.digest_parts(Role.OWNER) != expected for store in held)
 
 
+def test_digests_are_weighted_by_block():
+    _, (first, *_) = stores(1)
+    several, none = first.weighted_digests((), dict.fromkeys(first.held, 3), {})
+    both = add_digests(first.digest_parts(role) for role in Role)
+    assert several == {name: 3 * value & MASK64 for name, value in both.items()}
+    assert none == {}
+
+
 def test_bytes_are_those_of_all_slots_and_both_roles():
     _, held = stores(1)
     elements = sum(block.num_elements for block in BLOCKS)
