@@ -31,6 +31,7 @@ EXPECTED: dict[str, dict[str, int]] = {
     },
     "docs/checkpoints.md": {"same computation: 12 steps": 1, "\nmodel optimizer\n": 1, "\n53 tensors\n": 1},
     "docs/planning.md": {"<- bottleneck": 4, "\nrecycle\n": 1, "a step is predicted to take": 1, "goodput": 1},
+    "docs/policies.md": {"lost in backward of step 5 (exit)": 1, "goodput": 1},
     "docs/devices.md": {"lost in backward of step 8 (exit)": 1, "finished 24 steps": 1},
     "docs/failures.md": {"lost in gather of step 17 (exit)": 1, "step 150/150": 1},
     "examples/README.md": {"finished 8 steps": 1, "configuration for transformers": 1},

@@ -18,8 +18,8 @@ from elaswave.cli.cluster_options import (
     loss_options,
 )
 from elaswave.cli.layout_table import as_json
-from elaswave.cli.policy_plugins import find_policy
 from elaswave.cli.tables import format_bytes, format_seconds, render_table, terminal_width
+from elaswave.config.policy_code import find_policy
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.observability.wrapping import wrap

@@ -68,7 +68,7 @@ def plan_command(
       --lose 5 --pattern clustered
     elaswave plan runs/20261120T125701Z-ab12 --lose 1
     """
-    from elaswave.cli.policy_plugins import find_policy
+    from elaswave.config.policy_code import find_policy
 
     planner = find_policy(policy)
     notes: dict[str, Any] = {}

@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from elaswave.api.environment import prepare_to_compute
-from elaswave.cli.job_options import job_options
+from elaswave.cli.job_options import job_options, with_policy
 from elaswave.errors import ElaswaveError, UsageError
 from elaswave.observability.output import say_error
 
@@ -37,6 +37,7 @@ def run_command(
     workers: int | None,
     overrides: tuple[str, ...],
     run_dir: Path | None,
+    policy: str | None,
     resume: bool,
     overwrite: bool,
     profile: bool,
@@ -60,7 +61,8 @@ def run_command(
     from elaswave.api.session import ScriptSession, active
     from elaswave.control.job import JobOptions
 
-    session = ScriptSession(JobOptions(run_dir, resume, overwrite, profile, fault_specs, as_json), workers, overrides)
+    options = JobOptions(run_dir, resume, overwrite, profile, fault_specs, as_json)
+    session = ScriptSession(options, workers, with_policy(overrides, policy))
     with active(session), _as_python_runs(script, arguments):
         # Standard output belongs to the document.
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():

@@ -20,10 +20,10 @@ from elaswave.cli.cluster_options import (
 )
 from elaswave.cli.layout_table import as_json
 from elaswave.cli.outcome_table import Results, document_of, render_policies, render_policy
-from elaswave.cli.policy_plugins import find_policy
 from elaswave.cli.scenario_options import ScenarioOptions, read_scenarios, scenario_options
 from elaswave.cli.tables import terminal_width
 from elaswave.cli.waiting import Waiting
+from elaswave.config.policy_code import find_policy
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster

@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from elaswave.api.environment import prepare_to_compute
-from elaswave.cli.job_options import job_options
+from elaswave.cli.job_options import job_options, with_policy
 from elaswave.config.load import BUILT_IN_SOURCES, load_config
 from elaswave.config.own import OWN
 from elaswave.config.toml import read_toml
@@ -68,6 +68,7 @@ def train_command(
     workers: int | None,
     overrides: tuple[str, ...],
     run_dir: Path | None,
+    policy: str | None,
     resume: bool,
     overwrite: bool,
     profile: bool,
@@ -88,11 +89,13 @@ def train_command(
     elaswave train --set 'layout.widths=[1,3]' --set run.checkpoint_every=50 \\
       --run-dir runs/a
     elaswave train --resume --run-dir runs/a --workers 1 --set run.steps=300
+    elaswave train --policy examples/policies/my_policy.py:plan --fault kill:1@9
     elaswave train --print-config > my.toml
     elaswave train my.toml --set data.source=book.txt --json > result.json
     elaswave train --hf my-llama --data book.txt --set run.steps=200 \\
       --run-dir runs/b
     """
+    overrides = with_policy(overrides, policy)
     options = JobOptions(run_dir, resume, overwrite, profile, fault_specs, as_json)
     of_checkpoint = {"--data": data, "--context-length": context_length, "--dtype": dtype}
     if hf_folder is not None or (resume and run_dir is not None and is_fine_tuning(run_dir)):

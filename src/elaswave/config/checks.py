@@ -91,6 +91,8 @@ def _suggestion(section: str, key: str, fields: Iterable[str]) -> str:
 
 def _in_words(kind: inspect.Type) -> str:
     match kind:
+        case inspect.Metadata(extra={"words": str(words)}):
+            return words
         case inspect.UnionType():
             return ", or ".join(_in_words(member) for member in kind.types if not isinstance(member, inspect.NoneType))
         case inspect.BoolType():

@@ -55,8 +55,8 @@ def load_config(
         own: a script's model; None: the configuration describes the model.
         is_saved: the file was saved by a run, so that it may say that the model is a script's.
     Returns:
-        A valid configuration whose layout is written out and whose ``data.source`` does not depend on the folder that
-        the command was started in.
+        A valid configuration whose layout is written out and whose ``data.source`` and ``elastic.policy`` do not depend
+        on the folder that the command was started in.
     Raises:
         ConfigError: lists every problem.
     """
@@ -122,6 +122,8 @@ def build_config(
         found += bad
         if name == "data" and "source" in sections[name]:
             _resolve_data(sections[name], given, found)
+        if name == "elastic" and "policy" in sections[name]:
+            sections[name]["policy"] = _resolved_policy(sections[name]["policy"])
         defaults = {field.name: field.default for field in msgspec.structs.fields(struct) if field.name not in given}
         flat |= {f"{name}.{key}": value for key, value in (defaults | sections[name]).items()}
 
@@ -224,6 +226,12 @@ def _resolve_data(section: dict[str, Any], given: Mapping[str, Any], problems: l
             section["vocab_size"] = known_vocabulary(section["source"])
         except DataError as error:
             problems.append(f"data.source: {error}")
+
+
+def _resolved_policy(policy: str) -> str:
+    """Makes a policy's file independent of the working directory: successors of the coordinator load it too."""
+    where, _, function = policy.rpartition(":")
+    return f"{_absolute(where)}:{function}" if where.endswith(".py") else policy
 
 
 def _absolute(source: str) -> str:

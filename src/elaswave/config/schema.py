@@ -5,6 +5,7 @@ configuration object that exists is valid. Rules between keys stand in ``rules``
 written to a file. This module reads no file and no environment.
 """
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -24,6 +25,21 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 FractionBelowOne = Annotated[float, Meta(ge=0, lt=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Name = Annotated[str, Meta(min_length=1)]
+
+BUILT_IN_POLICIES = (
+    "elaswave", "recycle", "recycle_normalized", "torchft", "torchft_batch_kept", "oobleck", "full_restart"
+)  # fmt: skip
+"""Recovery policies that have a name."""
+Policy = Annotated[
+    str,
+    Meta(
+        pattern=rf"^({'|'.join(BUILT_IN_POLICIES)}|.+:[^\W\d]\w*)$",
+        extra={
+            "words": f"one of {', '.join(map(json.dumps, BUILT_IN_POLICIES))}, or a function of your own as "
+            '"module:function" or "file.py:function"'
+        },
+    ),
+]
 
 VOCABULARY_OF_BYTES = 256
 
@@ -202,19 +218,18 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     salvage: bool = True
     """When a step is tried again after a loss, survivors keep what they have of it, and only what depended on the lost
     worker runs again; needs ``consistency = "bitwise"``. Off: the whole step runs again."""
-    policy: Literal[
-        "elaswave", "recycle", "recycle_normalized", "torchft", "torchft_batch_kept", "oobleck", "full_restart"
-    ] = "elaswave"
-    """How a run goes on after a loss. The others are baselines, for comparison. With ``torchft`` the batch shrinks, so
-    losses and state are others; with ``full_restart`` all workers go back to the last durable checkpoint, or to
-    the start."""
+    policy: Policy = "elaswave"
+    """How a run goes on after a loss. ``elaswave`` also plans for workers that join, leave or become slower, and so
+    does a function of your own (docs/policies.md); the others are baselines, for comparison. With ``torchft`` the batch
+    shrinks, so losses and state are others; with ``full_restart`` all workers go back to the last durable checkpoint,
+    or to the start."""
     rebalance: bool = True
     """elaswave: after a loss, or when workers have become slower or faster, plan a better layout while training goes
-    on, and change to it between two steps."""
+    on, and change to it between two steps. A function of your own: ask it when workers join, leave or change speed."""
     respawn: bool = True
-    """elaswave: when a worker's process has ended, start another one that joins in its place, under a new id: after
-    1 s, then 2 s and so on, up to a minute. A place whose processes end three times before a committed step stays
-    empty."""
+    """elaswave, or a function of your own: when a worker's process has ended, start another one that joins in its
+    place, under a new id: after 1 s, then 2 s and so on, up to a minute. A place whose processes end three times before
+    a committed step stays empty."""
     drain_deadline_s: NonNegative = 30.0
     """Seconds that a worker has which is asked to leave; one that has not left by then is lost."""
     horizon_s: Annotated[float, Meta(gt=0)] | None = None
@@ -229,7 +244,12 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def respawns(self) -> bool:
         """Whether the place of a lost worker is taken again: the baselines have no joins of this kind."""
-        return self.respawn and self.policy == "elaswave"
+        return self.respawn and (self.policy == "elaswave" or self.policy_is_code)
+
+    @property
+    def policy_is_code(self) -> bool:
+        """Whether the policy is a person's own function."""
+        return self.policy not in BUILT_IN_POLICIES
 
 
 class DeviceConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

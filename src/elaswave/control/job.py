@@ -81,10 +81,15 @@ def run_job(
         layer_parameters: number of parameters of each layer of a script's model.
         prepare: called once all is checked that can be without loading anything that computes.
     Raises:
-        ElaswaveError: see `elaswave.control.launcher.train`, `check_memory`, `parse_faults` and `open_run_dir`.
+        ElaswaveError: see `elaswave.control.launcher.train`, `check_memory`, `find_policy`, `parse_faults` and
+            `open_run_dir`.
         Exception: what a script's callback has raised.
     """
     check_memory(config, layer_parameters)
+    if config.elastic.policy_is_code:
+        from elaswave.config.policy_code import find_policy  # late: few jobs need the planners this early
+
+        find_policy(config.elastic.policy)
     workers = range(sum(config.widths))
     faults = parse_faults(
         options.fault_specs,

@@ -240,6 +240,8 @@ class RunRecorder:
         """Survivors go on with a decision."""
         reason = f"{decision.reason}; {decision.plan}" if decision.plan else decision.reason
         self._choose_layout(decision.epoch, decision.layout, decision.execution, reason, decision.resume_step)
+        if decision.plan and self._config.elastic.policy_is_code:  # its author wants to know what became of the plan
+            self._terminal.say(decision.plan)
         self.checkpoints.decided(decision)
 
     def catch_up(self, epoch: int, decision: Decision | None) -> None:

@@ -2,7 +2,11 @@
 
 ElasWave's survivors go on at once with the interim layout of `elaswave.planning.recovery`, for which nothing is
 planned; what its planner then finds (layers that migrate, workers that change stage, shared layers, another schedule,
-other frequencies) follows as a planned change. A baseline's plan is installed by the recovery itself.
+other frequencies) follows as a planned change. Another policy's plan is installed by the recovery itself.
+
+A policy may be a person's own code (`elaswave.config.policy_code`). It is asked after losses, joins, leaves and changes
+of speed; each of its plans is bounded in time and must prove that this job can run it. Where there is none, the
+survivors keep their stages, as under every policy.
 
 Workers without micro-batches stay where they were, so that they go on holding blocks and voting.
 """
@@ -18,12 +22,14 @@ import msgspec
 import numpy as np
 
 from elaswave.config.devices import cluster_of, device_of, emulated_costs, power_limit_w
+from elaswave.config.policy_code import find_policy
 from elaswave.config.schema import Config
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
-from elaswave.costs.schedules import Schedule
-from elaswave.errors import InfeasiblePlan
+from elaswave.costs.schedules import Schedule, bounds_within
+from elaswave.errors import InfeasiblePlan, UsageError
+from elaswave.planning.execution import compiled_by, programs_of
 from elaswave.planning.options import AXES, Options
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.planner import plan as elaswave_plan
@@ -32,7 +38,8 @@ from elaswave.planning.recovery import put_to_work, set_idle, survivor_layout
 from elaswave.planning.routes import allocation_of
 from elaswave.planning.shapes import Shape, build
 from elaswave.planning.shared_layers import cuts_of
-from elaswave.planning.to_layout import JobModel, to_layout, without_idle
+from elaswave.planning.to_layout import JobModel, RunningLayout, to_layout, without_idle
+from elaswave.planning.validation import validate_programs
 from elaswave.types import ExecutionParameters, Layout, Stage
 
 ELASWAVE = "elaswave"
@@ -41,6 +48,10 @@ GAIN_MIN = {"emulated": 0.005, "cpu": 0.03}
 are known."""
 
 _log = logging.getLogger("elaswave.control")
+
+
+POLICY_TIMEOUT_S = 5.0
+"""For one plan of a person's own policy: survivors wait for it after a loss."""
 
 
 class Replanned(NamedTuple):
@@ -104,6 +115,10 @@ class Replanner:
         )
         self._device = device_of(config)
         self._policies = planners_of(config)
+        self.is_own = config.elastic.policy_is_code
+        """Whether the policy is a person's own code."""
+        if self.is_own:
+            self._policies[self.policy] = _own_policy(self.policy)
 
     def at(self, speeds: Mapping[int, float]) -> "Replanner":
         """The same, for workers that have turned out to be slower than configured.
@@ -153,10 +168,10 @@ class Replanner:
     def baseline(
         self, layout: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs
     ) -> Replanned:
-        """What the run's policy, a baseline's, does after a loss.
+        """What the run's policy, a baseline's or a person's own, does after a loss.
 
         Falls back to the survivors' interim layout where the policy has no plan (a replica group is all that was left),
-        or fails: the reason says so.
+        fails, takes too long, or plans what cannot run: the reason says so.
 
         Args:
             layout, execution: in force before the loss.
@@ -167,10 +182,10 @@ class Replanner:
         try:
             plan = self._ask_after_loss(self.policy, layout, execution, lost, costs)
             return self._replanned(plan, interim, costs)
-        except Exception as error:  # whatever is wrong with a baseline must not end a job that can go on
-            is_answer = isinstance(error, InfeasiblePlan | ValueError)
+        except Exception as error:  # whatever is wrong with a policy must not end a job that can go on
+            is_answer = isinstance(error, InfeasiblePlan | ValueError | UsageError)
             _log.warning("%s has no plan: %s", self.policy, error, exc_info=not is_answer)
-            reason = f"{self.policy} has no plan ({error}): survivors keep their stages"
+            reason = f"{self._without_plan(error)}: survivors keep their stages"
             execution = self.within_memory(interim, execution)
             return Replanned(interim, execution, reason, self.predict(interim, execution, costs))
 
@@ -197,7 +212,7 @@ class Replanner:
     def rebalance(
         self, present: Layout, execution: ExecutionParameters, shifted: Collection[int], costs: Costs
     ) -> tuple[float, Replanned | None]:
-        """What ElasWave's planner makes of workers that have become slower or faster.
+        """What ElasWave's planner, or a person's own, makes of workers that have become slower or faster.
 
         Args:
             present: the layout in force.
@@ -207,8 +222,14 @@ class Replanner:
         Returns:
             The predicted step of the present layout, and a better one if there is any.
         """
-        slowed = ClusterEvent(kind="slowed", workers=tuple(sorted(shifted)))  # the cluster has their speeds
-        return self._better(lambda: self._ask(ELASWAVE, present, execution, slowed, costs), present, execution, costs)
+        workers = tuple(sorted(shifted))
+        slowed = ClusterEvent(kind="slowed", workers=workers)  # the cluster has their speeds
+        if self.is_own:  # which may go by the event's
+            cluster = self._knowing(present.workers).cluster
+            slowed = msgspec.structs.replace(slowed, speed=float(cluster.speed[cluster.index_of(workers)].min()))
+        return self._better(
+            lambda: self._ask(self._asked, present, execution, slowed, costs), present, execution, costs
+        )
 
     def look(self, present: Layout, execution: ExecutionParameters, costs: Costs) -> tuple[float, Replanned]:
         """What ElasWave's planner would make of the workers as they are, whether it is better or not.
@@ -279,17 +300,27 @@ class Replanner:
         staying = survivor_layout(interim if going else present, leaving) if leaving else present
         event = ClusterEvent(kind="drained", workers=going) if going else ClusterEvent(kind="joined", workers=new)
         try:
-            if self.policy != ELASWAVE or not self._config.elastic.rebalance:
+            if not (self.policy == ELASWAVE or self.is_own) or not self._config.elastic.rebalance:
                 raise InfeasiblePlan("no better layout is looked for in this run")
             before = survivor_layout(present, set(leaving) - set(going))
-            found = self._replanned(self._ask(ELASWAVE, before, execution, event, costs), staying, costs)
-        except (InfeasiblePlan, ValueError) as error:
+            found = self._replanned(self._ask(self._asked, before, execution, event, costs), staying, costs)
+        except (InfeasiblePlan, ValueError, UsageError) as error:
             _log.warning("no layout is planned for other members: %s", error)
             execution = self.within_memory(interim, execution)
             what = f"workers {_named(going)} are to leave" if going else f"workers {_named(new)} have joined"
+            if self.is_own and self._config.elastic.rebalance:
+                what += f"; {self._without_plan(error)}"
             return Replanned(interim, execution, what, self.predict(interim, execution, costs))
         idle = tuple(sorted({*found.layout.idle, *(set(present.workers) & set(leaving))}))
         return found._replace(layout=msgspec.structs.replace(found.layout, idle=idle))
+
+    @property
+    def _asked(self) -> str:
+        """The policy that plans while training goes on."""
+        return self.policy if self.is_own else ELASWAVE
+
+    def _without_plan(self, error: Exception) -> str:
+        return f"{self.policy} has no plan ({error})"
 
     def _better(
         self, ask: Callable[[], Plan], present: Layout, execution: ExecutionParameters, costs: Costs
@@ -298,7 +329,7 @@ class Replanner:
         now_s = self.predict(present, execution, costs)
         try:
             found = self._replanned(ask(), present, costs)
-        except (InfeasiblePlan, ValueError) as error:
+        except (InfeasiblePlan, ValueError, UsageError) as error:
             _log.warning("no better layout is planned: %s", error)
             return now_s, None
         better = found.predicted_step_s < now_s * (1 - self.gain_min)
@@ -326,9 +357,49 @@ class Replanner:
         return self._policies[policy](cluster, costs, allocation, event)
 
     def _replanned(self, plan: Plan, present: Layout, costs: Costs) -> Replanned:
-        """A plan as a layout of the present members."""
-        found = to_layout(plan.allocation, self._knowing(present.workers), costs, present)
-        return Replanned(found.layout, found.execution, f"{plan.policy}: {plan.reason}", found.predicted_step_s)
+        """A plan as a layout of the present members.
+
+        Raises:
+            UsageError: a person's own policy has planned what this job cannot run.
+            InfeasiblePlan, ValueError: as of `to_layout`.
+        """
+        if not self.is_own:
+            found = to_layout(plan.allocation, self._knowing(present.workers), costs, present)
+            return Replanned(found.layout, found.execution, f"{plan.policy}: {plan.reason}", found.predicted_step_s)
+        try:
+            found = to_layout(plan.allocation, self._knowing(present.workers), costs, present)
+            self._check_runs(found, present)
+        except Exception as error:  # columns of any kind may be in it
+            raise UsageError(f"policy {self.policy} has planned what this job cannot run: {error}") from error
+        return Replanned(found.layout, found.execution, f"{self.policy}: {plan.reason}", found.predicted_step_s)
+
+    def _check_runs(self, found: RunningLayout, present: Layout) -> None:
+        """Proves that the members can run a layout, and that it keeps the batch, on which the bits depend.
+
+        Raises:
+            InfeasiblePlan: it does not keep the batch, or workers hold more than they have memory for.
+            InvalidProgramError: its programs do not come to their end.
+        """
+        before, after = present.num_microbatches, found.layout.num_microbatches
+        if before != after:
+            raise InfeasiblePlan(f"it runs {after} micro-batches in a step, needed: all {before}")
+        configured = self._config.layout.schedule
+        schedule, _, _ = compiled_by(found.layout, found.execution, configured)
+        bounds = bounds_within(found.layout, schedule, found.execution.in_flight)
+        validate_programs(found.layout, programs_of(found.layout, found.execution, configured), max_in_flight=bounds)
+
+
+def _own_policy(name: str) -> Planner:
+    """A person's policy. One that cannot be loaded (any more) has no plan: the job that names it goes on."""
+    try:
+        return find_policy(name, timeout_s=POLICY_TIMEOUT_S)
+    except UsageError as problem:
+        message = str(problem)
+
+    def absent(cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:
+        raise UsageError(message)
+
+    return absent
 
 
 def _named(workers: Collection[int]) -> str:

@@ -76,7 +76,7 @@ class RunPlanner:
         return self._replanner.restarts
 
     def is_quick(self, question: PlanRecovery) -> bool:
-        """Whether a recovery is planned within milliseconds: not where a baseline policy's planner is asked."""
+        """Whether a recovery is planned within milliseconds: not where another policy's planner is asked."""
         return not question.lost or self._replanner.policy == ELASWAVE
 
     def recovery(self, question: PlanRecovery) -> Callable[[], RecoveryPlan]:
@@ -144,7 +144,8 @@ class RunPlanner:
             present = Replanned(layout, execution, "blocks go to the workers that run their layers", now_s)
             return LayoutSearch(now_s, better or present)
 
-        return search if self._rebalances else lambda: LayoutSearch(replanner.predict(layout, execution, costs))
+        improves = self._rebalances and not self._replanner.is_own  # whose plan the recovery has installed
+        return search if improves else lambda: LayoutSearch(replanner.predict(layout, execution, costs))
 
     def for_members(self, before: InForce, leaving: Collection[int]) -> Callable[[], LayoutSearch] | None:
         """A layout for members that are to leave, or that are idle; None if there are none, or none was found before.
@@ -173,7 +174,7 @@ class RunPlanner:
             found = replanner.for_members(layout, before.execution, leaving, costs)
             if found.layout == layout:
                 self._planned_for = wanted
-            return LayoutSearch(now_s, found)
+            return LayoutSearch(now_s, found, found.reason if replanner.is_own else "")
 
         return search
 
@@ -194,7 +195,8 @@ class RunPlanner:
 
     @property
     def _rebalances(self) -> bool:
-        return self._replanner.policy == ELASWAVE and self._plan.config.elastic.rebalance
+        asked = self._replanner.policy == ELASWAVE or self._replanner.is_own
+        return asked and self._plan.config.elastic.rebalance
 
     def rebalance(self, layout: Layout, execution: ExecutionParameters) -> Callable[[], LayoutSearch] | None:
         """A layout for workers that have become slower or faster; None unless any has since this was asked last.
@@ -224,7 +226,7 @@ class RunPlanner:
             before: what is in force.
         """
         if self._replanner.policy != ELASWAVE:
-            return f"elastic.policy is {self._replanner.policy}, which plans after losses only"
+            return f"elastic.policy is {self._replanner.policy}, which plans after events only"
         costs = self.measurements.costs()
         if costs is None:
             return "the workers have not told yet how long their actions take: ask again after some steps"

@@ -16,6 +16,7 @@ import numpy as np
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.schedules import SCHEDULES, Schedule, splits_backwards
+from elaswave.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -230,17 +231,59 @@ def _faults_of(chain: Chain) -> Iterator[str]:
 
 
 class Planner(Protocol):
-    """A recovery policy: a pure function."""
+    """A recovery policy, built in or a person's own: a pure function from what there is to a plan.
+
+    Called after every event, by `elaswave plan`, `compare`, `simulate`, and by the coordinator of a training job. It is
+    pure: no clock, no chance, nothing kept from one call to the next, none of its arguments changed; what it decided
+    before is in `allocation`. It needs numpy at most.
+
+    What it returns is checked (`checked`): a `Plan`, whose allocation passes every micro-batch through every layer
+    once, has no worker in two stages and none that is not in `cluster`, and whose predicted step is above 0. In a
+    training job it must also run: it keeps the number of micro-batches, its chains are one layout, its programs come to
+    their end within the memory bounds. A plan that does not pass is not used: `plan`, `compare` and `simulate` end with
+    an error, a training job goes on with its survivors' layout and says why.
+
+    A training job takes the allocation only. Pauses, lost work and transfers are predictions, for the other commands:
+    the job's own state never goes back to a checkpoint because of a policy.
+
+    `elaswave.planning.declared.declared` is for what cannot be seen from a plan.
+    """
 
     def __call__(self, cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:
         """Plans what to do after an event.
 
         Args:
             cluster: after the event: lost workers are gone, joined ones are there, slowed ones have their new speed.
-            costs: of the model's layers.
-            allocation: before the event.
-            event: what happened.
+                Workers that `allocation` does not use may be in it too.
+            costs: of the model's layers, measured or analytic.
+            allocation: before the event, with the workers that are lost.
+            event: what happened: workers ``lost``, ``joined``, ``drained`` (to be relieved of work, then gone) or
+                ``slowed`` (or as fast as before: its speed says).
         Raises:
-            InfeasiblePlan: names the violated limit and by how much.
+            InfeasiblePlan: there is no plan; names the violated limit and by how much.
         """
         ...
+
+
+def checked(found: Any, name: str, cluster: Cluster) -> Plan:
+    """What a policy has returned, if it is a plan of workers that are there.
+
+    Args:
+        found: by the policy.
+        name: of the policy.
+        cluster: that it was asked for.
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(found, Plan):
+        raise UsageError(f"policy {name} returned {type(found).__name__}, needed: elaswave.planning.plan.Plan")
+    try:
+        found.allocation.check()
+        cluster.index_of(found.allocation.workers)
+    except Exception as error:  # columns of any kind may be in it
+        raise UsageError(f"policy {name} returned an allocation that cannot be: {error}") from error
+    if not 0 < found.predicted_step_s < float("inf"):
+        raise UsageError(f"policy {name} predicts steps of {found.predicted_step_s} s, needed: above 0")
+    if not 0 <= found.predicted_pause_s < float("inf"):
+        raise UsageError(f"policy {name} predicts a pause of {found.predicted_pause_s} s, needed: at least 0")
+    return found

@@ -476,7 +476,7 @@ def test_a_policy_of_ones_own_is_compared_planned_and_simulated(capsys: Any) -> 
     ("body", "name", "message"),
     [
         ("", "policy.py:plan", "has no function 'plan'"),
-        ("plan = 3", "policy.py:plan", "has no function 'plan'"),
+        ("plan = 3", "policy.py:plan", "'plan' in policy.py is of type int, no function"),
         ("raise RuntimeError('broken')", "policy.py:plan", "loading it fails: RuntimeError: broken"),
         ("def plan(*_): return 3", "policy.py:plan", "returned int, needed: elaswave.planning.plan.Plan"),
         (

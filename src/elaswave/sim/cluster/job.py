@@ -29,6 +29,7 @@ from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines.common import make_plan, rectangle
+from elaswave.planning.declared import declaration_of
 from elaswave.planning.plan import Plan, Planner
 from elaswave.planning.policies import ROLL_BACK, make_policies, policy_named
 from elaswave.sim.cluster.failures import ClusterChange, Scenario
@@ -160,7 +161,8 @@ class _SimulatedJob:
         self._undisturbed_step_s = step_s
         self._rho = num_microbatches / step_s
         self._most = most
-        interval_s = pauses.checkpoint_interval_s if policy in ROLL_BACK else pauses.backup_interval_s
+        rolls_back = policy in ROLL_BACK or declaration_of(planner).rolls_back
+        interval_s = pauses.checkpoint_interval_s if rolls_back else pauses.backup_interval_s
         self._checkpoint_every_s = interval_s + pauses.checkpoint_stall_s
 
         self._now_s = 0.0
