@@ -168,8 +168,16 @@ LOSSES: dict[str, tuple[tuple[int, int, Phase], ...]] = {
 }
 
 
-@pytest.mark.parametrize("points", LOSSES.values(), ids=list(LOSSES))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "points"),
+    [
+        pytest.param(
+            kind, points, id=f"{kind}-{name}", marks=() if index == number else pytest.mark.slow
+        )  # each kind and each way once whenever CI runs
+        for number, kind in enumerate(KINDS)
+        for index, (name, points) in enumerate(LOSSES.items())
+    ],
+)
 def test_two_losses_do_not_show(
     kind: str, points: tuple[tuple[int, int, Phase], ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

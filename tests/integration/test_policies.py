@@ -100,7 +100,7 @@ def test_steps_that_are_repeated_with_a_smaller_batch_have_other_losses(tmp_path
     "faults",
     [
         ["kill:1@3:backward"],
-        ["kill:1@2:forward", "kill:4@7:gather"],
+        pytest.param(["kill:1@2:forward", "kill:4@7:gather"], marks=pytest.mark.slow),
         ["kill:4@2:vote", "kill:coordinator@4", "kill:2@7:apply+1"],
     ],
     ids=len,

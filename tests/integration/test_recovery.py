@@ -73,7 +73,7 @@ def _check_kill(run_dir: Path, reference: Job, layout: str, worker: int, phase: 
 @pytest.mark.parametrize(
     ("layout", "worker", "phase"),
     [(["2x2", "[1,3]", "[3,1]"][index % 3], (index * 3 + index // 3) % 4, phase) for index, phase in enumerate(PHASES)]
-    + [("[1,3]", 0, "backward"), ("[3,1]", 3, "vote")],
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("[1,3]", 0, "backward"), ("[3,1]", 3, "vote"))],
 )
 def test_a_kill_in_each_phase(tmp_path: Path, reference: Job, layout: str, worker: int, phase: str) -> None:
     _check_kill(tmp_path / "run", reference, layout, worker, phase)

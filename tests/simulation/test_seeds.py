@@ -162,9 +162,7 @@ def test_every_kind_of_fault_strikes():
     assert struck == set(ALL_KINDS)
 
 
-@pytest.mark.parametrize(
-    ("num_kills", "at_least"), [(1, 60), pytest.param(2, 1000, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("num_kills", "at_least"), [(1, 60), pytest.param(2, 1000, marks=pytest.mark.slow)])
 def test_the_parts_of_a_space_are_the_whole(num_kills, at_least):
     job = JOB_OF_3._replace(steps=1, widths=(1, 1))
     space = SPACES["3-workers-2-faults"]._replace(job=job, kinds=(("kill",),) * num_kills)
