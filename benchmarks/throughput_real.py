@@ -1,12 +1,14 @@
 """Throughput after losses with real processes: 96 workers on emulated devices, every policy, beside its prediction.
 
-    python benchmarks/throughput_real.py [--settings 12x8-spread-5 ...] [--policies elaswave recycle ...]
+    python benchmarks/throughput_real.py [--settings 12x8-spread-5 ...] [--policies elaswave recycle_normalized ...]
                                          [--time-scale 3] [--quick] [--json]
 
 Each job is one run of the product: a process per worker, the real protocol, links and numbers, on a tiny model that is
 as deep as the described one. Workers are killed in one step; what a step takes afterwards, under the last layout, is
 compared with what the coordinator predicted for it, and with the fault-free step of the same run. Policies that keep
-the batch must end with the bits of an undisturbed run.
+the batch must end with the bits of an undisturbed run. What this engine cannot run, ReCycle with its staggered
+optimizer and Oobleck's templates where stages enclose one another, is predicted beside them, with what a step of the
+undisturbed run has taken beside its actions.
 
 The processor must keep the pace: a step's real computation is some seconds of a core (see ``load_cores``), so described
 seconds are stretched by ``--time-scale`` until that stays below 1.2 cores. See README.md beside this file.
@@ -23,15 +25,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from harness import configuration, machine, print_header
 
+from elaswave.config.devices import cluster_of, emulated_costs
 from elaswave.config.presets import model_shape
+from elaswave.config.schema import Config
 from elaswave.control.launcher import train
+from elaswave.control.replanning import planners_of
+from elaswave.costs.machines import ClusterEvent
 from elaswave.faults.injection import parse_faults
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import EpochRecord, RunResult
+from elaswave.planning.policies import PREDICTED_ONLY
+from elaswave.planning.prediction import time_as_it_is
+from elaswave.planning.routes import allocation_of
 
-POLICIES = ("elaswave", "recycle", "torchft_batch_kept", "torchft", "oobleck", "full_restart")
+POLICIES = (
+    "elaswave",
+    "recycle_normalized",
+    "recycle_rerouting",
+    "torchft_batch_kept",
+    "torchft",
+    "oobleck_aligned",
+    "full_restart",
+)
 UNDISTURBED = "none"
 BATCH_SHRINKS = ("torchft",)
 LOST_IN_STEP = 5
@@ -103,18 +121,21 @@ def main() -> int:
     where = machine()
     if not arguments.json:
         print_header(where)
-    rows = []
+    rows, predicted = [], []
     for setting in settings:
-        rows += _rows(setting, arguments)
+        found, beside = _rows(setting, arguments)
+        rows += found
+        predicted += beside
     missed = [row for row in rows if row["missed"]]
     if arguments.json:
-        print(json.dumps({"machine": where, "rows": rows}, indent=2))
+        print(json.dumps({"machine": where, "rows": rows, "predicted_only": predicted}, indent=2))
     else:
-        print(_table(rows))
+        print("\n".join([_table(rows), *map(_predicted_line, predicted)]))
     return 1 if missed else 0
 
 
-def _rows(setting: Setting, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def _rows(setting: Setting, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What was run, and what is only predicted."""
     jobs = {}
     for policy in (UNDISTURBED, *arguments.policies):
         jobs[policy] = _run(setting, policy, arguments)
@@ -153,10 +174,45 @@ def _rows(setting: Setting, arguments: argparse.Namespace) -> list[dict[str, Any
     for row in rows:
         if row["policy"] == "elaswave" and row["microbatches_per_s"] < best * (1 - NOISE):
             row["missed"] = True
-        for baseline in ("recycle", "torchft_batch_kept"):
+        for baseline in ("recycle_normalized", "torchft_batch_kept"):
             theirs = by_policy.get(baseline)
             row[f"against_{baseline}"] = None if theirs is None else row["microbatches_per_s"] / theirs
-    return rows
+    return rows, _predicted_only(setting, arguments, reference.epochs[0], by_policy.get("elaswave"))
+
+
+def _predicted_only(
+    setting: Setting, arguments: argparse.Namespace, fault_free: EpochRecord, ours: float | None
+) -> list[dict[str, Any]]:
+    """Steps of the policies that this engine cannot run, from the same start, with the overhead that was measured."""
+    config = _config(setting, UNDISTURBED, arguments)
+    cluster, costs = cluster_of(config), emulated_costs(config)
+    allocation = allocation_of(fault_free.layout, fault_free.schedule)  # type: ignore[arg-type]
+    assert fault_free.measured_step_s is not None
+    overhead_s = max(0.0, fault_free.measured_step_s - time_as_it_is(cluster, costs, allocation).step_s)
+    costs = msgspec.structs.replace(costs, step_overhead_s=overhead_s)
+    lost = tuple(setting.lost())
+    event, policies = ClusterEvent(kind="lost", workers=lost), planners_of(config)
+    found = []
+    for policy in sorted(PREDICTED_ONLY):
+        plan = policies[policy](cluster.without(lost), costs, allocation, event)
+        rate = plan.allocation.num_microbatches / plan.predicted_step_s
+        found.append(
+            {
+                "setting": setting.name,
+                "policy": policy,
+                "predicted_step_s": plan.predicted_step_s,
+                "step_overhead_s": overhead_s,
+                "elaswave_against_it": None if ours is None else ours / rate,
+                "reason": plan.reason,
+            }
+        )
+    return found
+
+
+def _predicted_line(row: dict[str, Any]) -> str:
+    times = row["elaswave_against_it"]
+    beside = "" if times is None else f", elaswave as measured is {times:.2f} times it"
+    return f"{row['setting']} {row['policy']}, as published, is predicted only: {row['predicted_step_s']:.2f} s{beside}"
 
 
 def _throughput(record: EpochRecord) -> float:
@@ -170,8 +226,8 @@ def _error(record: EpochRecord) -> float:
     return (record.measured_step_s - record.predicted_step_s) / record.measured_step_s
 
 
-def _run(setting: Setting, policy: str, arguments: argparse.Namespace) -> Job:
-    config = configuration(
+def _config(setting: Setting, policy: str, arguments: argparse.Namespace) -> Config:
+    return configuration(
         "device.kind=emulated",
         f"device.model={setting.model}",
         f"device.name={arguments.device}",
@@ -191,6 +247,10 @@ def _run(setting: Setting, policy: str, arguments: argparse.Namespace) -> Job:
         "elastic.respawn=false",
         f"elastic.policy={'elaswave' if policy == UNDISTURBED else policy}",
     )
+
+
+def _run(setting: Setting, policy: str, arguments: argparse.Namespace) -> Job:
+    config = _config(setting, policy, arguments)
     lost: Sequence[int] = () if policy == UNDISTURBED else setting.lost()
     specs = [f"kill:{worker}@{LOST_IN_STEP}:backward" for worker in lost]
     faults = parse_faults(specs, seed=1, workers=range(sum(config.widths)), num_steps=arguments.steps)
@@ -213,10 +273,10 @@ def _used_s() -> float:
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         f"{'setting':18} {'policy':19} {'before':>8} {'step':>8} {'predicted':>9} {'error':>7} {'capacity':>8} "
-        f"{'x recycle':>9} {'x torchft':>9} {'bits':>6} {'recovery':>9} {'load':>5}"
+        f"{'x rc norm':>9} {'x torchft':>9} {'bits':>6} {'recovery':>9} {'load':>5}"
     ]
     for row in rows:
-        ratios = [row["against_recycle"], row["against_torchft_batch_kept"]]
+        ratios = [row["against_recycle_normalized"], row["against_torchft_batch_kept"]]
         shown = ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         bits = "equal" if row["same_bits"] else "other"
         lines.append(

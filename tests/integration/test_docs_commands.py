@@ -30,7 +30,12 @@ EXPECTED: dict[str, dict[str, int]] = {
         "finished 400 steps": 1,
     },
     "docs/checkpoints.md": {"same computation: 12 steps": 1, "\nmodel optimizer\n": 1, "\n53 tensors\n": 1},
-    "docs/planning.md": {"<- bottleneck": 4, "\nrecycle\n": 1, "a step is predicted to take": 1, "goodput": 1},
+    "docs/planning.md": {
+        "<- bottleneck": 4,
+        "\nrecycle_normalized\n": 1,
+        "a step is predicted to take": 1,
+        "goodput": 1,
+    },
     "docs/policies.md": {"lost in backward of step 5 (exit)": 1, "goodput": 1},
     "docs/devices.md": {"lost in backward of step 8 (exit)": 1, "finished 24 steps": 1},
     "docs/failures.md": {"lost in gather of step 17 (exit)": 1, "step 150/150": 1},

@@ -48,8 +48,8 @@ def layouts(job: Job) -> list[LayoutChosen]:
 @pytest.mark.parametrize(
     "policy",
     [
-        "recycle",
-        "oobleck",
+        "recycle_rerouting",
+        "oobleck_aligned",
         *(pytest.param(name, marks=SLOW) for name in ("recycle_normalized", "torchft_batch_kept", "full_restart")),
     ],
 )

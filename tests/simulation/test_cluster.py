@@ -12,7 +12,7 @@ from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.planning.baselines.common import make_plan, rectangle
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.policies import POLICIES
+from elaswave.planning.policies import OWN_STEPS, POLICIES, SPARES
 from elaswave.sim.cluster.failures import DAY_S, ClusterChange, Rates, Scenario, draw
 from elaswave.sim.cluster.job import PolicyOutcome, interval_of, simulate, summarize
 
@@ -49,7 +49,7 @@ def parts(outcome: PolicyOutcome) -> float:
     )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name not in {*OWN_STEPS, *SPARES}])
 def test_an_undisturbed_job_has_a_goodput_of_one(policy):
     outcome = run(scenario(), policy)
     assert outcome.goodput == pytest.approx(1)
@@ -58,6 +58,26 @@ def test_an_undisturbed_job_has_a_goodput_of_one(policy):
     assert outcome.slower_s == pytest.approx(0, abs=1e-6)
     busy = 8 * 16 / 4 * 6 / 8 / outcome.undisturbed_step_s  # micro-batches of 6 s on 4 replicas, share of the time
     assert outcome.energy_j == pytest.approx(10 * HOUR_S * 8 * (50 + 250 * busy), rel=1e-6)
+
+
+def test_recycle_needs_no_barrier_without_a_loss_either():
+    """16 micro-batches of 6 s on 4 replicas of 2 stages: 12 s of work for each worker in a step."""
+    outcome = run(scenario(), "recycle")
+    assert outcome.slower_s < 0 and outcome.lost_work_s == 0
+    assert parts(outcome) == pytest.approx(outcome.duration_s)
+    assert outcome.goodput == pytest.approx(outcome.undisturbed_step_s / (4 * 6), rel=0.01)
+
+
+def test_hot_spares_keep_the_pipelines_that_there_are():
+    life = scenario(lost(HOUR_S, 0), lost(2 * HOUR_S, 1), num_workers=20)
+    outcome = run(life, "full_restart_spares", num_microbatches=20)
+    # 20 workers less 8 spares are 6 pipelines of 2 stages; 18 are enough for them after two losses.
+    first, *_, last = [sample.throughput for sample in outcome.timeline]
+    assert first == pytest.approx(last)
+    assert outcome.num_pauses["lost"] == 2
+    without = run(life, "full_restart", num_microbatches=20)
+    first, *_, last = [sample.throughput for sample in without.timeline]
+    assert last < first == pytest.approx(1)
 
 
 def test_checkpoints_cost_their_stalls():
@@ -94,18 +114,18 @@ def test_the_effective_training_time_ratio_by_hand():
     assert outcome.goodput < outcome.ettr
     stalled = run(scenario(), "full_restart", RecoveryTimes(checkpoint_interval_s=99.0, checkpoint_stall_s=1.0))
     assert stalled.ettr == pytest.approx(0.99)
-    waits = run(scenario(lost(HOUR_S - 1, *range(7))), "recycle")
+    waits = run(scenario(lost(HOUR_S - 1, *range(7))), "recycle_rerouting")
     assert waits.ettr == pytest.approx(0, abs=1e-6)  # what was done in the hour was lost with all copies
-    half = run(scenario(lost(5000.0, 0)), "recycle")
+    half = run(scenario(lost(5000.0, 0)), "recycle_rerouting")
     assert half.ettr == pytest.approx(1 - (0.05 + half.undisturbed_step_s / 2) / 36_000)
 
 
 def test_half_of_an_interrupted_step_is_lost_and_none_of_a_drained_one():
-    outcome = run(scenario(lost(5000.0, 0)), "recycle")
+    outcome = run(scenario(lost(5000.0, 0)), "recycle_rerouting")
     assert outcome.lost_work_s == pytest.approx(outcome.undisturbed_step_s / 2)
     drained = ClusterChange(at_s=5000.0, event=ClusterEvent(kind="drained", workers=(0,)))
-    assert run(scenario(drained), "recycle").lost_work_s == 0
-    during_the_pause = run(scenario(lost(5000.0, 0), lost(5000.01, 5)), "recycle")
+    assert run(scenario(drained), "recycle_rerouting").lost_work_s == 0
+    during_the_pause = run(scenario(lost(5000.0, 0), lost(5000.01, 5)), "recycle_rerouting")
     assert during_the_pause.lost_work_s == pytest.approx(outcome.undisturbed_step_s / 2)
     assert during_the_pause.pauses_s["lost"] == pytest.approx(0.06)
 
@@ -120,12 +140,12 @@ def test_torchft_does_less_with_a_smaller_batch():
 
 def test_a_job_waits_while_there_are_too_few_and_begins_again():
     life = scenario(lost(HOUR_S, *range(7)), joined(2 * HOUR_S, *range(8, 15)), joined(3 * HOUR_S, 15), num_workers=8)
-    for policy in ("recycle", "torchft", "full_restart"):
+    for policy in ("recycle_rerouting", "torchft", "full_restart"):
         outcome = run(life, policy, schedule="zero-bubble")
         assert outcome.waiting_s == pytest.approx(HOUR_S), policy
         assert outcome.pauses_s["restart"] == pytest.approx(300)
         assert 0.5 < outcome.goodput < 0.9
-    never = run(scenario(lost(HOUR_S, *range(7))), "recycle")
+    never = run(scenario(lost(HOUR_S, *range(7))), "recycle_rerouting")
     assert never.waiting_s == pytest.approx(9 * HOUR_S)
     assert never.goodput <= 0.1
 
@@ -134,7 +154,7 @@ def test_a_job_that_begins_later_and_with_workers_left_over():
     life = Scenario(
         initial=(0,), nodes=(0,), changes=(joined(HOUR_S, 1, 2, 3), joined(2 * HOUR_S, 4)), duration_s=10 * HOUR_S
     )
-    outcome = run(life, "recycle")
+    outcome = run(life, "recycle_rerouting")
     assert outcome.waiting_s == HOUR_S
     assert "restart" not in outcome.pauses_s
     # A schedule with fewer bubbles than the undisturbed job's makes up for some of the hour.
@@ -143,7 +163,7 @@ def test_a_job_that_begins_later_and_with_workers_left_over():
 
 def test_events_about_nobody_are_no_events():
     ghost = ClusterChange(at_s=10.0, event=ClusterEvent(kind="slowed", workers=(99,), speed=0.5))
-    outcome = run(scenario(ghost), "recycle")
+    outcome = run(scenario(ghost), "recycle_rerouting")
     assert outcome.goodput == pytest.approx(1)
     assert len(outcome.timeline) == 1
 
@@ -184,7 +204,7 @@ def by_steps(life: Scenario, policy: str, pauses: RecoveryTimes) -> float:
     raise AssertionError
 
 
-@pytest.mark.parametrize("policy", ["recycle", "oobleck", "torchft_batch_kept"])
+@pytest.mark.parametrize("policy", ["recycle_rerouting", "oobleck", "torchft_batch_kept"])
 def test_aggregated_time_agrees_with_steps_told_apart(policy):
     """Over many seeds, since a failure hits any part of a step."""
     rates = Rates(losses_per_worker_day=0.1, repair_s=None)
@@ -225,7 +245,7 @@ def test_what_cannot_be_simulated():
     with pytest.raises(UsageError, match="unknown policy 'elastic': choose one of elaswave, recycle"):
         run(scenario(), "elastic")
     with pytest.raises(InfeasiblePlan, match="a pipeline of 2 stages needs 2 workers, but 1 are there"):
-        run(scenario(num_workers=1), "recycle")
+        run(scenario(num_workers=1), "recycle_rerouting")
 
 
 def test_confidence_intervals():
@@ -240,14 +260,14 @@ def test_confidence_intervals():
 
 def test_summaries():
     lives = [draw(RATES, num_workers=8, duration_s=DAY_S, seed=seed) for seed in range(3)]
-    outcomes = [run(life, "recycle") for life in lives]
+    outcomes = [run(life, "recycle_rerouting") for life in lives]
     summary = summarize(outcomes)
-    assert (summary.policy, summary.num_seeds) == ("recycle", 3)
+    assert (summary.policy, summary.num_seeds) == ("recycle_rerouting", 3)
     assert summary.goodput.mean == pytest.approx(sum(each.goodput for each in outcomes) / 3)
     assert summary.goodput.half_width > 0
     assert summary.ettr.mean == pytest.approx(sum(each.ettr for each in outcomes) / 3)
     assert summary.pauses_s["lost"].mean > 0
-    with pytest.raises(ValueError, match=r"policies \['oobleck', 'recycle'\] were given"):
+    with pytest.raises(ValueError, match=r"policies \['oobleck', 'recycle_rerouting'\] were given"):
         summarize([outcomes[0], run(lives[0], "oobleck")])
     with pytest.raises(ValueError, match=r"policies \[\] were given"):
         summarize([])

@@ -27,7 +27,7 @@ from elaswave.planning.healthy import Start
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.policies import POLICIES
 
-DEFAULT_POLICIES = "elaswave,recycle,torchft,oobleck,full_restart"
+DEFAULT_POLICIES = ",".join(POLICIES)
 
 
 @click.command(name="compare", short_help="What every policy makes of the same loss.")
@@ -37,7 +37,7 @@ DEFAULT_POLICIES = "elaswave,recycle,torchft,oobleck,full_restart"
     "--policies",
     metavar="NAME,NAME",
     default=DEFAULT_POLICIES,
-    help=f"Separated by commas, of {', '.join(POLICIES)}.  [default: {', '.join(DEFAULT_POLICIES.split(','))}]",
+    help=f"Separated by commas, of {', '.join(POLICIES)}.  [default: all]",
 )
 @click.option(
     "--policy",
@@ -63,8 +63,9 @@ def compare_command(
 
     The default is Llama-2 13B on 96 Ascend 910B, as 8 stages x 12 replicas. Every policy's layout is timed by the same
     simulated execution, twice: all from the same start, stages of equal width, and each from the layout that it would
-    have chosen without a failure. Beside the paper's names there are torchft_batch_kept, which keeps the batch that
-    torchft shrinks, and recycle_normalized.
+    have chosen without a failure. recycle and oobleck are as published; this engine can run recycle_normalized and
+    recycle_rerouting, parts of recycle, and oobleck_aligned. torchft_batch_kept keeps the batch that torchft shrinks;
+    full_restart_spares has a host of spares from the beginning.
 
     \b
     elaswave compare --lose 3

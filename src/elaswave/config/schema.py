@@ -27,9 +27,15 @@ NonNegative = Annotated[float, Meta(ge=0)]
 Name = Annotated[str, Meta(min_length=1)]
 
 BUILT_IN_POLICIES = (
-    "elaswave", "recycle", "recycle_normalized", "torchft", "torchft_batch_kept", "oobleck", "full_restart"
-)  # fmt: skip
-"""Recovery policies that have a name."""
+    "elaswave",
+    "recycle_normalized",
+    "recycle_rerouting",
+    "torchft",
+    "torchft_batch_kept",
+    "oobleck_aligned",
+    "full_restart",
+)
+"""Recovery policies that have a name, and can run here: elaswave.planning.policies has more."""
 Policy = Annotated[
     str,
     Meta(
@@ -220,9 +226,9 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     worker runs again; needs ``consistency = "bitwise"``. Off: the whole step runs again."""
     policy: Policy = "elaswave"
     """How a run goes on after a loss. ``elaswave`` also plans for workers that join, leave or become slower, and so
-    does a function of your own (docs/policies.md); the others are baselines, for comparison. With ``torchft`` the batch
-    shrinks, so losses and state are others; with ``full_restart`` all workers go back to the last durable checkpoint,
-    or to the start."""
+    does a function of your own (docs/policies.md); the others are baselines, for comparison; those of ReCycle and
+    Oobleck lack what cannot run here (docs/simulation.md). With ``torchft`` the batch shrinks, so losses and state are
+    others; with ``full_restart`` all workers go back to the last durable checkpoint, or to the start."""
     rebalance: bool = True
     """elaswave: after a loss, or when workers have become slower or faster, plan a better layout while training goes
     on, and change to it between two steps. A function of your own: ask it when workers join, leave or change speed."""

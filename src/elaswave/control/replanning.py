@@ -33,7 +33,7 @@ from elaswave.planning.execution import compiled_by, programs_of
 from elaswave.planning.options import AXES, Options
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.planner import plan as elaswave_plan
-from elaswave.planning.policies import ROLL_BACK, make_policies
+from elaswave.planning.policies import CANDIDATES, ROLL_BACK, make_policies
 from elaswave.planning.recovery import put_to_work, set_idle, survivor_layout
 from elaswave.planning.routes import allocation_of
 from elaswave.planning.shapes import Shape, build
@@ -72,7 +72,7 @@ def planners_of(config: Config) -> dict[str, Planner]:
     policies = dict(
         make_policies(RecoveryTimes(restart_s=config.elastic.restart_s, horizon_s=config.elastic.horizon_s))
     )
-    baselines = tuple(each for name, each in policies.items() if name not in (ELASWAVE, "torchft"))
+    baselines = tuple(each for name, each in policies.items() if name in CANDIDATES)
     policies[ELASWAVE] = partial(_elaswave, config=config, baselines=baselines)
     return policies
 

@@ -6,6 +6,7 @@ own*: the layout that a policy's published system would choose of all workers wi
 - every system is configured by somebody, who can try numbers of stages: the fastest equal stages of any depth;
 - a system that plans is asked what it makes of those workers, and does so if it is faster (ElasWave's planner, and any
   planner of one's own); the baselines of `elaswave.planning.policies` keep what was configured;
+- a job that keeps spares runs so many pipelines fewer;
 - Oobleck chooses the combination of pipeline templates that uses all workers and is fastest (SOSP 2023, section 4.2);
 - ElasWave's planner has the others' plans among its candidates as far as it has them after a loss, so their own starts
   too.
@@ -25,11 +26,12 @@ from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.costs.schedules import SCHEDULES, Schedule
 from elaswave.errors import InfeasiblePlan
+from elaswave.planning.baselines.full_restart import num_pipelines
 from elaswave.planning.fault_free import timed_fault_free
 from elaswave.planning.frequency import check_power, common_levels
 from elaswave.planning.pipelines import Crew, mixed_pipelines, ranges_of
 from elaswave.planning.plan import Allocation, Planner
-from elaswave.planning.policies import BASELINES_UP_TO, POLICIES
+from elaswave.planning.policies import BASELINES_UP_TO, POLICIES, SPARES
 from elaswave.planning.prediction import EXACT_ACTIONS, EXACT_WORKERS, time_as_it_is, time_within_memory
 
 TIMED = 2
@@ -73,7 +75,9 @@ def own_starts(
         offers = [equal]
         if name == "elaswave" or name not in POLICIES:
             offers += _asked(cluster, costs, equal, planner)
-        elif name == "oobleck":
+        elif name in SPARES:
+            offers = [_with_spares(cluster, costs, equal, SPARES[name], schedules, followers)]
+        elif name in ("oobleck", "oobleck_aligned"):
             offers += _templates(cluster, costs, equal, followers)
         found[name] = min(offers, key=lambda start: start.step_s)
     if "elaswave" in found and cluster.num_workers <= BASELINES_UP_TO:
@@ -140,6 +144,19 @@ def best_equal_stages(
     ).step_s
     starts = [Start(allocation=configured, step_s=own_s), *filter(None, map(timed, chosen))]
     return min(starts, key=lambda start: start.step_s)
+
+
+def _with_spares(
+    cluster: Cluster, costs: Costs, equal: Start, num_spares: int, schedules: Sequence[Schedule], followers: int
+) -> Start:
+    """As many stages as the fastest job of equal stages has, and so many workers left over."""
+    depth, number = len(equal.allocation.chains[0].stages), equal.allocation.num_microbatches
+    width = min(number, num_pipelines(cluster.num_workers, depth, num_spares))
+    try:
+        step_s, allocation = timed_fault_free(cluster, costs, depth, width, number, schedules, followers=followers)
+    except InfeasiblePlan:
+        return equal
+    return Start(allocation=allocation, step_s=step_s)
 
 
 def _asked(cluster: Cluster, costs: Costs, start: Start, planner: Planner) -> list[Start]:

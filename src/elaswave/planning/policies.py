@@ -1,7 +1,8 @@
 """All policies by name: ElasWave's planner and the baselines, as functions of one signature.
 
-The baselines' plans that keep the batch are candidates of ElasWave's own, so that it is never slower than any of them;
-in jobs of more than `BASELINES_UP_TO` workers, where planning has to be quick, ElasWave plans alone.
+The baselines' plans that keep the batch and that this engine can run are candidates of ElasWave's own, so that it is
+never slower than any of them; in jobs of more than `BASELINES_UP_TO` workers, where planning has to be quick, ElasWave
+plans alone.
 """
 
 from collections.abc import Mapping
@@ -17,10 +18,34 @@ from elaswave.planning.options import Options
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.prediction import EXACT_WORKERS
 
-__all__ = ["POLICIES", "ROLL_BACK", "make_policies", "policy_named"]
+__all__ = [
+    "CANDIDATES",
+    "OWN_STEPS",
+    "POLICIES",
+    "PREDICTED_ONLY",
+    "ROLL_BACK",
+    "SPARES",
+    "make_policies",
+    "policy_named",
+]
 
-ROLL_BACK = frozenset({full_restart.NAME})
+ROLL_BACK = frozenset({"full_restart", "full_restart_spares"})
 """Policies that lose everything since the last durable checkpoint with every loss; the others at most a step."""
+
+SPARES: Mapping[str, int] = {"full_restart_spares": full_restart.NUM_SPARES}
+"""Policies that keep workers as spares from the beginning -> how many."""
+
+OWN_STEPS = frozenset({"recycle"})
+"""Policies that run the layout of a fault-free job in another way than the others: ReCycle without a barrier."""
+
+PREDICTED_ONLY = frozenset({"recycle", "oobleck"})
+"""Policies some of whose plans this engine cannot run: `plan`, `compare` and `simulate` predict them. What runs of them
+are `recycle_normalized`, `recycle_rerouting` and `oobleck_aligned`."""
+
+CANDIDATES = frozenset(
+    {"recycle_normalized", "recycle_rerouting", "torchft_batch_kept", "oobleck_aligned", "full_restart"}
+)  # fmt: skip
+"""Baselines whose plans are candidates of ElasWave's: they keep the batch, and this engine can run them."""
 
 BASELINES_UP_TO = EXACT_WORKERS
 """Workers up to which the baselines' plans are candidates of ElasWave's."""
@@ -37,17 +62,24 @@ def make_policies(times: RecoveryTimes | None = None) -> Mapping[str, Planner]:
     given = times or RecoveryTimes()
     baselines: dict[str, Planner] = {
         "recycle": partial(recycle.plan, times=given),
-        "recycle_normalized": partial(recycle.plan, times=given, normalize=True, name="recycle_normalized"),
+        "recycle_normalized": partial(recycle.plan, times=given, staggered_optimizer=False, name="recycle_normalized"),
+        "recycle_rerouting": partial(
+            recycle.plan, times=given, normalize=False, staggered_optimizer=False, name="recycle_rerouting"
+        ),
         "torchft": partial(torchft.plan, times=given),
         "torchft_batch_kept": partial(torchft.plan, times=given, keep_batch=True, name="torchft_batch_kept"),
         "oobleck": partial(oobleck.plan, times=given),
+        "oobleck_aligned": partial(oobleck.plan, times=given, aligned=True, name="oobleck_aligned"),
         "full_restart": partial(full_restart.plan, times=given),
+        "full_restart_spares": partial(
+            full_restart.plan, times=given, num_spares=SPARES["full_restart_spares"], name="full_restart_spares"
+        ),
     }
     options = Options(
         pause_s=given.recover_s, join_pause_s=given.join_s, move_pause_s=given.move_s, horizon_s=given.horizon_s
     )
-    batch_kept = tuple(baseline for name, baseline in baselines.items() if name != "torchft")
-    return {"elaswave": partial(_elaswave, options=options, baselines=batch_kept), **baselines}
+    candidates = tuple(baseline for name, baseline in baselines.items() if name in CANDIDATES)
+    return {"elaswave": partial(_elaswave, options=options, baselines=candidates), **baselines}
 
 
 def _elaswave(

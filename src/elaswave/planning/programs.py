@@ -67,6 +67,7 @@ def compile_programs(
     durations: Durations | None = None,
     transfer_s: TransferSeconds | None = None,
     only: int | None = None,
+    begins_s: Mapping[int, float] | None = None,
 ) -> dict[int, Program]:
     """One program per worker that together run every hop of every route forward and backward.
 
@@ -80,13 +81,17 @@ def compile_programs(
             twice as long, which is right where layers are balanced over stages.
         transfer_s: seconds of every transfer; None means that none takes time. Needs durations.
         only: a worker whose program is wanted; the others' may be left out, which takes less time.
+        begins_s: worker -> seconds before which it begins nothing, since its step before lasts so long. The best order
+            is then the one whose slowest worker takes the least time from its own beginning. Needs durations.
     Returns:
         For every worker of the layout its actions in order; empty for one that no route passes.
     Raises:
         ValueError: an unknown schedule, a worker of a stage without a bound of at least 1 (max_in_flight), a duration
-            that is negative or not finite, or transfers without durations.
+            that is negative or not finite, or transfers or beginnings without durations.
     """
     check_schedule(schedule)
+    if begins_s is not None and durations is None:
+        raise ValueError("seconds at which workers begin are given, but none of actions: give durations as well")
     bounds = in_flight_bounds(layout, "gpipe" if forward_only else schedule)
     if max_in_flight is not None and schedule != "gpipe" and not forward_only:
         if too_low := [worker for worker in layout.active if max_in_flight.get(worker, 0) < 1]:
@@ -97,45 +102,61 @@ def compile_programs(
         if only is not None and only not in part.workers:
             continue
         flow = Flow(part, durations, transfer_s, ticks=True, numbers=numbers)
-        programs.update(flow.decode(_compile(part, flow, schedule, bounds, forward_only=forward_only)))
+        begins = [] if begins_s is None else [round(begins_s[worker] * flow.scale) for worker in flow.workers]
+        programs.update(flow.decode(_compile(part, flow, schedule, bounds, begins, forward_only=forward_only)))
     return programs
 
 
 def _compile(
-    part: Layout, flow: Flow, schedule: Schedule, bounds: Mapping[int, int], *, forward_only: bool
-) -> list[list[int]]:
+    part: Layout, flow: Flow, schedule: Schedule, bounds: Mapping[int, int], begins: Sequence[int], *,
+    forward_only: bool,
+) -> list[list[int]]:  # fmt: skip
     """The programs of one part, as codes."""
     held = [bounds[worker] for worker in flow.workers]
     if splits_backwards(schedule) and not forward_only:
         open_ = _at_most(held, bounds_of_part(part, "1f1b"), flow)
         tried = [_at_most(held, bounds_of_part(part, "zero-bubble"), flow), held]
-        return _zero_bubble(flow, open_, tried if tried[0] != held else [held])
-    return _Compiler(flow, held, waits_for_forwards=schedule == "gpipe", forward_only=forward_only).run()
+        return _zero_bubble(flow, open_, tried if tried[0] != held else [held], begins)
+    compiler = _Compiler(
+        flow, held, waits_for_forwards=schedule == "gpipe", forward_only=forward_only, begins=begins
+    )  # fmt: skip
+    return compiler.run()
 
 
 def _at_most(held: Sequence[int], bounds: Mapping[int, int], flow: Flow) -> list[int]:
     return [min(most, bounds[worker]) for most, worker in zip(held, flow.workers, strict=True)]
 
 
-def _zero_bubble(flow: Flow, open_: Sequence[int], tried: Sequence[Sequence[int]]) -> list[list[int]]:
+def _zero_bubble(
+    flow: Flow, open_: Sequence[int], tried: Sequence[Sequence[int]], begins: Sequence[int]
+) -> list[list[int]]:
     """The best of several orders with split backwards.
 
     Args:
         flow: the work.
         open_: the most micro-batches that each worker may hold until their I, as under ``1f1b``.
         tried: the most that it may hold until their W, one or several times.
+        begins: of each worker, or empty; see `_Compiler`.
     """
-    whole = _Compiler(flow, open_).run()
+    whole = _Compiler(flow, open_, begins=begins).run()
     best = [[half for code in own for half in _halves(code)] for own in whole]
-    shortest = run_in_order(flow, best).makespan
+    ends = [own[-1] for own in run_in_order(flow, best, begins or None).ends]
+    shortest = _longest_since(ends, begins)
     # With few micro-batches open, alternating starves no worker; with as many open as fit, forwards must give way.
     for held in tried:
         for limits, prefers_backward in ((open_, False), (held, True)):
-            compiler = _Compiler(flow, held, open_=limits, split=True, prefers_backward=prefers_backward)
+            compiler = _Compiler(
+                flow, held, open_=limits, split=True, prefers_backward=prefers_backward, begins=begins
+            )  # fmt: skip
             found = compiler.run()
-            if compiler.now < shortest:
-                best, shortest = found, compiler.now
+            if (longest := _longest_since(compiler.ends, begins)) < shortest:
+                best, shortest = found, longest
     return best
+
+
+def _longest_since(ends: Sequence[float], begins: Sequence[float]) -> float:
+    """From a worker's own beginning to its end, of the worker for which that is longest."""
+    return max(end - begin for end, begin in zip(ends, begins or [0] * len(ends), strict=True))
 
 
 def _halves(code: int) -> tuple[int, ...]:
@@ -153,6 +174,7 @@ class _Compiler:
         prefers_backward: a backward, or an I, comes before a forward if both could start.
         waits_for_forwards: a worker begins no backward before all its forwards.
         forward_only: no backwards at all.
+        begins: when each worker begins, in the flow's unit; empty means at 0.
     """
 
     def __init__(
@@ -165,6 +187,7 @@ class _Compiler:
         prefers_backward: bool = False,
         waits_for_forwards: bool = False,
         forward_only: bool = False,
+        begins: Sequence[int] = (),
     ) -> None:
         self._flow = flow
         self._held_bounds = held
@@ -176,6 +199,8 @@ class _Compiler:
         self.now: float = 0
         """Virtual time; after `run` that of the whole step."""
         num_workers = len(flow.workers)
+        self.ends: list[float] = [0] * num_workers
+        """When each worker ends its last action; after `run`."""
         self._busy = [False] * num_workers
         self._held, self._open = [0] * num_workers, [0] * num_workers
         self._forwards_left = [0] * num_workers
@@ -187,7 +212,13 @@ class _Compiler:
         self._weights: list[list[int]] = [[] for _ in range(num_workers)]
         self._programs: list[list[int]] = [[] for _ in range(num_workers)]
         self._events: list[tuple[float, int, int]] = []
-        """(time, 0, code) at which an action ends, (time, 1, code) at which the input of an action arrives."""
+        """(time, 0, code) at which an action ends, (time, 1, code) at which the input of an action arrives, (time, 2,
+        worker) at which a worker begins."""
+        for worker, begin in enumerate(begins):
+            if begin:
+                self._busy[worker] = True
+                self._events.append((begin, 2, worker))
+        heapq.heapify(self._events)
 
     def run(self) -> list[list[int]]:
         """Schedules everything and returns the programs."""
@@ -195,19 +226,23 @@ class _Compiler:
         for node in flow.first_nodes:
             self._forwards[flow.worker[node]].append(node)
         for worker in range(len(flow.workers)):
-            self._start(worker)
+            if not self._busy[worker]:
+                self._start(worker)
         while events:
             self.now = now = events[0][0]
             # Everything that ends now is taken in before anything starts, so that the order depends on
             # times alone. Workers then start in ascending order.
             touched: set[int] = set()
             while events and events[0][0] == now:
-                _, arrives, code = heapq.heappop(events)
-                worker = flow.worker[code >> 2]
-                if arrives:
+                _, what, code = heapq.heappop(events)
+                worker = code if what == 2 else flow.worker[code >> 2]
+                if what == 2:
+                    self._busy[worker] = False
+                elif what:
                     heapq.heappush((self._backwards if code & 3 else self._forwards)[worker], code >> 2)
                 else:
                     self._busy[worker] = False
+                    self.ends[worker] = now
                     self._hand_on(code, worker, touched)
                 touched.add(worker)
             for worker in sorted(touched):

@@ -15,7 +15,7 @@ from elaswave.costs.machines import ClusterEvent
 from elaswave.errors import ConfigError, InfeasiblePlan, UsageError
 from elaswave.planning.declared import Declared, declaration_of
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare
-from elaswave.planning.policies import POLICIES
+from elaswave.planning.policies import CANDIDATES, POLICIES, PREDICTED_ONLY
 
 ARGUMENTS: Any = (
     SimpleNamespace(index_of=lambda workers: workers),
@@ -112,7 +112,10 @@ def test_a_policy_that_is_neither_a_name_nor_code_is_refused(policy: str):
         build_config({"elastic": {"policy": policy}})
 
 
-def test_every_named_policy_can_be_configured():
-    for name in POLICIES:
+def test_every_named_policy_that_can_run_here_can_be_configured():
+    for name in {"elaswave", "torchft"} | CANDIDATES:
         config = build_config({"elastic": {"policy": name}})
         assert config.elastic.policy == name and not config.elastic.policy_is_code
+    for name in PREDICTED_ONLY:
+        with pytest.raises(ConfigError, match="recycle_normalized.*oobleck_aligned"):
+            build_config({"elastic": {"policy": name}})

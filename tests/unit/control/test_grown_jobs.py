@@ -54,7 +54,7 @@ def test_who_joins_brings_its_power_and_who_is_lost_leaves_it():
     assert power_limit_w(given, 6) == at_start * 6 / 4
 
 
-@pytest.mark.parametrize("policy", ["elaswave", "recycle"])
+@pytest.mark.parametrize("policy", ["elaswave", "recycle_rerouting"])
 def test_the_planner_answers_for_a_grown_job(policy):
     given = config(policy, name="ascend-910b", frequency="emulated")
     blueprint, costs = Blueprint(given), emulated_costs(given)

@@ -162,7 +162,7 @@ def test_a_successor_knows_who_has_committed_steps():
     assert len(job.told) == 1
 
 
-@pytest.mark.parametrize("settings", [{"elastic.respawn": False}, {"elastic.policy": "recycle"}])
+@pytest.mark.parametrize("settings", [{"elastic.respawn": False}, {"elastic.policy": "recycle_rerouting"}])
 def test_rivals_and_runs_that_shrink_take_no_place_again(settings):
     job = Job(**settings)
     job.publish(1)

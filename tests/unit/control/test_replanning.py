@@ -55,7 +55,9 @@ def busy(layout):
     return {hop.worker for route in layout.routes for hop in route}
 
 
-@pytest.mark.parametrize("policy", ["recycle", "recycle_normalized", "torchft", "torchft_batch_kept", "oobleck"])
+@pytest.mark.parametrize(
+    "policy", ["recycle_rerouting", "recycle_normalized", "torchft", "torchft_batch_kept", "oobleck_aligned"]
+)
 def test_a_baselines_layout_has_all_members(policy):
     given = config(policy)
     layout, execution, costs = start(given)
@@ -94,8 +96,8 @@ def test_a_baseline_that_fails_does_not_end_the_job(monkeypatch, caplog):
     def fail(*arguments):
         raise KeyError("an unknown worker")
 
-    monkeypatch.setattr(replanning, "make_policies", lambda times: {"recycle": fail})
-    given = config("recycle")
+    monkeypatch.setattr(replanning, "make_policies", lambda times: {"recycle_rerouting": fail})
+    given = config("recycle_rerouting")
     layout, execution, costs = start(given)
     found = Replanner(given).baseline(layout, execution, [1], costs)
     assert found.layout == survivor_layout(layout, [1])
@@ -105,7 +107,7 @@ def test_a_baseline_that_fails_does_not_end_the_job(monkeypatch, caplog):
 
 def test_only_a_full_restart_restarts():
     assert Replanner(config("full_restart")).restarts
-    assert not Replanner(config("recycle")).restarts
+    assert not Replanner(config("recycle_rerouting")).restarts
 
 
 def test_elaswave_finds_a_better_layout_than_the_interim_one():
@@ -338,7 +340,7 @@ def test_a_real_device_keeps_its_schedule():
 
 
 def test_programs_hold_no_more_in_flight_than_was_planned():
-    given = config("recycle")
+    given = config("recycle_rerouting")
     layout, execution, costs = start(given)
     replanner = Replanner(given)
     roomy = replanner.baseline(layout, execution, [1], costs)
@@ -349,7 +351,7 @@ def test_programs_hold_no_more_in_flight_than_was_planned():
     for share in np.linspace(0.3, 1.0, 50):
         replanner._job = with_memory(replanner._job, np.full(6, lowest * share))
         tight = replanner.baseline(layout, execution, [1], costs)
-        if tight.reason.startswith("recycle: "):
+        if tight.reason.startswith("recycle_rerouting: "):
             break
     wanted = in_flight_bounds(tight.layout, tight.execution.schedule)
     bounds = bounds_within(tight.layout, tight.execution.schedule, tight.execution.in_flight)
@@ -434,7 +436,7 @@ def test_microbatches_keep_their_workers_only_where_that_is_no_slower():
             "model": {"num_layers": 12, "hidden_size": 16, "num_heads": 2, "context_length": 8},
             "batch": {"num_microbatches": 16, "microbatch_size": 1},
             "layout": {"widths": [8, 8, 8, 8], "schedule": "zero-bubble"},
-            "elastic": {"policy": "recycle"},
+            "elastic": {"policy": "recycle_rerouting"},
             "device": {"kind": "emulated", "model": "gpt2-small", "name": "a100"},
         }
     )

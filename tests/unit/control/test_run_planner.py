@@ -65,7 +65,7 @@ def test_where_no_layout_is_better_that_is_said_and_a_successor_knows_the_speed(
     assert successor.measurements.speeds() == {1: pytest.approx(0.5)}
 
 
-@pytest.mark.parametrize("elastic", [{"rebalance": False}, {"policy": "recycle"}])
+@pytest.mark.parametrize("elastic", [{"rebalance": False}, {"policy": "recycle_rerouting"}])
 def test_a_run_that_does_not_rebalance_or_has_another_policy_stays_as_it_is(elastic):
     given = plan(**elastic)
     run = RunPlanner(given)

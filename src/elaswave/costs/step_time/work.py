@@ -126,9 +126,11 @@ class Flow:
         """By code."""
         self.sends_forward, self.sends_back = self._transfers(transfer_s)
         """Seconds to the node after each one, and to the node before it."""
+        self.scale = 1.0
+        """Units of `seconds` in a second of the durations."""
         if ticks and durations is not None:
             longest = max(self.seconds, default=0.0) or max([*self.sends_forward, *self.sends_back], default=0.0) or 1.0
-            scale = _TICKS / longest
+            self.scale = scale = _TICKS / longest
 
             def whole(values: list[float]) -> list[float]:
                 return [round(value * scale) for value in values]
@@ -224,12 +226,13 @@ class Times(NamedTuple):
         return max((own[-1] for own in self.ends if own), default=0)
 
 
-def run_in_order(flow: Flow, encoded: Sequence[Sequence[int]]) -> Times:
+def run_in_order(flow: Flow, encoded: Sequence[Sequence[int]], begins: Sequence[float] | None = None) -> Times:
     """Runs programs as the executor does: every worker in its order, each action as soon as its input is there.
 
     Args:
         flow: durations and transfers.
         encoded: the program of each of the flow's workers.
+        begins: before when each of the flow's workers does nothing; None means that all begin at 0.
     Raises:
         InvalidProgramError: some worker waits for ever.
     """
@@ -246,7 +249,7 @@ def run_in_order(flow: Flow, encoded: Sequence[Sequence[int]]) -> Times:
         worker = runnable.pop()
         program, own_starts, own_ends = encoded[worker], starts[worker], ends[worker]
         stuck[worker] = False
-        clock = own_ends[-1] if own_ends else 0
+        clock = own_ends[-1] if own_ends else begins[worker] if begins else 0
         for position in range(len(own_ends), len(program)):
             code = program[position]
             node, kind = code >> 2, code & 3

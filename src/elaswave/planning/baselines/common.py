@@ -17,11 +17,13 @@ from elaswave.costs.memory import MemoryModel
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import evenly
+from elaswave.planning.baselines.staggered import staggered_bound_s, staggered_step_s
 from elaswave.planning.frequency import check_power, common_levels
 from elaswave.planning.layout import partition_layers
+from elaswave.planning.memory_limits import memory_limits
 from elaswave.planning.pipelines import Ranges
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, StateTransfer, at_levels
-from elaswave.planning.prediction import time_within_memory
+from elaswave.planning.prediction import Prediction, fidelity_for, time_within_memory
 
 
 def gone_from(event: ClusterEvent) -> np.ndarray:
@@ -94,7 +96,7 @@ def chain_of(
 
 def rectangle(
     cluster: Cluster, costs: Costs, *, num_stages: int, num_microbatches: int, schedule: Schedule,
-    ranges: Ranges | None = None, workers: np.ndarray | None = None,
+    ranges: Ranges | None = None, workers: np.ndarray | None = None, most: int | None = None,
 ) -> Allocation:  # fmt: skip
     """As many equal pipelines as the workers give: how a job begins, and begins again.
 
@@ -106,6 +108,7 @@ def rectangle(
         schedule: of the pipelines.
         ranges: layers of the stages; None means balanced.
         workers: use only these; None means all.
+        most: pipelines; None means as many as there can be.
     Raises:
         InfeasiblePlan: too few workers for one pipeline.
     """
@@ -116,7 +119,7 @@ def rectangle(
             f"a pipeline of {num_stages} stages needs {num_stages} workers, but {len(ids)} are there: "
             f"{num_stages - len(ids)} too few"
         )
-    width = min(width, num_microbatches)
+    width = min(width, num_microbatches, width if most is None else max(1, most))
     columns = [ids[stage * width : (stage + 1) * width] for stage in range(num_stages)]
     chosen = balanced_ranges(costs, num_stages) if ranges is None else ranges
     return Allocation(chains=(chain_of(cluster, chosen, columns, evenly(num_microbatches, width)),), schedule=schedule)
@@ -154,7 +157,7 @@ def copy_s(cluster: Cluster, transfers: Sequence[StateTransfer]) -> float:
 
 def make_plan(
     policy: str, cluster: Cluster, costs: Costs, allocation: Allocation, *, pause_s: float, lost_steps: float,
-    reason: str, transfers: tuple[StateTransfer, ...] = (), without_barrier: bool = False,
+    reason: str, transfers: tuple[StateTransfer, ...] = (), staggered: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan around an allocation: timed as ElasWave's own are, within the workers' memory and power.
 
@@ -170,7 +173,7 @@ def make_plan(
         lost_steps: computation that is done again, in steps of the new allocation.
         reason: one line.
         transfers: of state.
-        without_barrier: the step takes as long as its busiest worker computes; see `recycle`.
+        staggered: predict steps without a barrier between them; see `elaswave.planning.baselines.staggered`.
     Raises:
         InfeasiblePlan: a worker would need more memory than it has, or all of them more power.
     """
@@ -178,13 +181,15 @@ def make_plan(
         workers = np.concatenate([stage.workers for chain in allocation.chains for stage in chain.stages])
         allocation = at_levels(allocation, common_levels(cluster, cluster.index_of(workers)))
     timed = time_within_memory(cluster, costs, allocation)
-    found, step_s = timed.found, timed.step_s
+    found, step_s, power_w = timed.found, timed.step_s, timed.found.power_w
     check_power(cluster, found.peak_power_w)
     if timed.num_limited:
         reason += f", {timed.num_limited} workers with fewer micro-batches in flight since memory is short"
-    if without_barrier:
-        stages = [stage for chain in allocation.chains for stage in chain.stages]
-        step_s = found.pace_s + costs.overhead_s(stages)
+    if staggered:
+        step_s = _without_barrier_s(cluster, costs, allocation, timed)
+        devices = cluster.device[cluster.index_of(found.workers)]
+        idle_w = float(np.array([device.idle_power_w for device in cluster.devices])[devices].sum())
+        power_w = idle_w + (power_w - idle_w) * (found.step_s / step_s if step_s else 1.0)
     return Plan(
         policy=policy,
         allocation=allocation,
@@ -193,9 +198,19 @@ def make_plan(
         lost_work_s=lost_steps * step_s,
         transfers=transfers,
         memory_bytes=found.memory_bytes[np.argsort(found.workers, kind="stable")],
-        power_w=found.power_w,
+        power_w=power_w,
         reason=reason,
     )
+
+
+def _without_barrier_s(cluster: Cluster, costs: Costs, allocation: Allocation, timed: Prediction) -> float:
+    """Seconds from step to step if no stage waits for others: exact where the step with a barrier is."""
+    limits = memory_limits(cluster, costs, allocation) if timed.num_limited else None
+    most = None if limits is None else limits.as_mapping()
+    found_s = staggered_bound_s(cluster, costs, allocation, timed.found.pace_s, max_in_flight=most)
+    if fidelity_for(allocation) == "exact":
+        found_s = staggered_step_s(cluster, costs, allocation, max_in_flight=most, least_s=found_s)
+    return min(timed.step_s, found_s)
 
 
 def renamed(plan: Plan, policy: str, why: str) -> Plan:

@@ -1,8 +1,11 @@
 """Stop, and start again from the last durable checkpoint: what most jobs do today.
 
 The job begins again with as many equal pipelines as the workers that are left give; the batch is kept. A job that
-needs all of its pipelines would wait instead; going on with fewer, and using spares that have come meanwhile, is the
-better form of it.
+needs all of its pipelines would wait for a replacement instead; going on with fewer, and using spares that have come
+meanwhile, is the better form of it.
+
+*Hot spares* (``num_spares``, the policy ``full_restart_spares``): so many workers stand by from the beginning. A job
+that has lost no more of them begins again with as many pipelines as before, without a replacement.
 
 Simplified:
 
@@ -27,11 +30,15 @@ from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.plan import Allocation, Plan
 
 NAME = "full_restart"
+NUM_SPARES = 8
+"""Of ``full_restart_spares``: one host of eight. An assumption, and a parameter: what a job needs depends on how many
+workers are lost before one is repaired."""
 
 
 def plan(
-    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, times: RecoveryTimes | None = None
-) -> Plan:
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, times: RecoveryTimes | None = None,
+    num_spares: int = 0, name: str = NAME,
+) -> Plan:  # fmt: skip
     """Restarts after a loss; after anything else only where it repays.
 
     Args:
@@ -40,26 +47,43 @@ def plan(
         allocation: before the event.
         event: what happened.
         times: of recovery; see `RecoveryTimes`.
+        num_spares: workers that stand by while there are enough for a pipeline without them.
+        name: of the policy.
     Raises:
         InfeasiblePlan: fewer workers than stages are left, or memory.
     """
-    times = times or RecoveryTimes()
+    made = _plan(cluster, costs, allocation, event, times or RecoveryTimes(), num_spares)
+    return made if name == NAME else replace(made, policy=name)
+
+
+def num_pipelines(num_workers: int, num_stages: int, num_spares: int) -> int:
+    """Pipelines of a job that keeps so many spares, at least one if there are workers for it."""
+    return min(num_workers // num_stages, max(1, (num_workers - num_spares) // num_stages))
+
+
+def _plan(
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, times: RecoveryTimes, num_spares: int
+) -> Plan:
+    used = sum(stage.width for chain in allocation.chains for stage in chain.stages)
+    present = used // len(allocation.chains[0].stages)
+    most = present if num_spares else None
     if event.kind in ("lost", "drained"):
         gone = gone_from(event)
         if not any(len(is_in(stage.workers, gone)) for chain in allocation.chains for stage in chain.stages):
             return keep(cluster, costs, allocation, "only spare workers are gone")
-        return restart(cluster, costs, allocation, times, planned=event.kind == "drained")
+        return restart(cluster, costs, allocation, times, planned=event.kind == "drained", most=most)
     if event.kind == "slowed" and event.speed < 1:
         now = keep(cluster, costs, allocation, "the straggler stays")
         try:
-            better = restart(cluster, costs, allocation, times, planned=True, shunned=event.workers)
+            better = restart(cluster, costs, allocation, times, planned=True, shunned=event.workers, most=most)
         except InfeasiblePlan:
             return now
         return better if _repays(better, now, times.horizon(cluster.num_workers)) else now
     now = keep(cluster, costs, allocation, "spares wait for the next restart")
-    if len(unused(cluster, allocation)) < len(allocation.chains[0].stages):
+    wanted = num_pipelines(len(_usable(cluster, allocation)), len(allocation.chains[0].stages), num_spares)
+    if wanted <= present:
         return now
-    better = restart(cluster, costs, allocation, times, planned=True)
+    better = restart(cluster, costs, allocation, times, planned=True, most=wanted)
     return better if _repays(better, now, times.horizon(cluster.num_workers)) else now
 
 
@@ -70,9 +94,9 @@ def keep(cluster: Cluster, costs: Costs, allocation: Allocation, reason: str) ->
 
 def restart(
     cluster: Cluster, costs: Costs, allocation: Allocation, times: RecoveryTimes, *, planned: bool,
-    shunned: tuple[int, ...] = (),
+    shunned: tuple[int, ...] = (), most: int | None = None,
 ) -> Plan:  # fmt: skip
-    """Begins again with all workers that are there.
+    """Begins again with the workers that are there.
 
     Args:
         cluster: after the event.
@@ -81,6 +105,7 @@ def restart(
         times: of recovery.
         planned: a checkpoint is written first, so that no work is lost.
         shunned: workers that are not to be used.
+        most: pipelines, so that further workers stand by; None means as many as there can be.
     Raises:
         InfeasiblePlan: fewer workers than stages, or memory.
     """
@@ -93,6 +118,7 @@ def restart(
         schedule=allocation.schedule,
         ranges=ranges_of(chain),
         workers=np.setdiff1d(_usable(cluster, allocation), np.array(shunned, dtype=np.int64)),
+        most=most,
     )
     stages = again.chains[0].stages
     missing = {(stage.start, stage.stop): stage.workers.tolist() for stage in stages}

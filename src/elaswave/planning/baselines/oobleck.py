@@ -6,9 +6,11 @@ SOSP 2023 (arXiv 2309.08125). What of it is modelled, and how:
 - *Pipeline templates* (section 4.1): one for every number of nodes from n0, the fewest whose memory holds the model.
   A node is a worker here, and each stage runs on one: S = n, the end of the paper's search that its published runtime
   uses too. Layers are split over a template's stages so that the slowest is as fast as possible; the paper minimizes
-  T1 + T2 + T3, which differs only where several splits share the slowest stage. Stages of one template neither enclose
-  nor lie inside stages of another: only such pipelines can be one layout of this engine. A pipeline so short that it
-  has no such template is treated as one below n0.
+  T1 + T2 + T3, which differs only where several splits share the slowest stage. Each template is split by itself, as in
+  the paper and its published generator (github.com/SymbioticLab/Oobleck, csrc/planning/pipeline_template.cpp).
+  ``aligned=True``, the policy ``oobleck_aligned``: stages of one template neither enclose nor lie inside stages of
+  another, since only such pipelines can be one layout of this engine; a pipeline so short that it has no such template
+  is treated as one below n0. docs/simulation.md says what that costs.
 - *f + 1 replicas*: at least ``num_faults + 1`` pipelines are kept while workers for them are there; that any f losses
   leave a copy of every layer follows. If all copies of a layer are lost, the job begins again from a checkpoint.
 - *Reconfiguration* (section 5): a pipeline that has lost workers is instantiated again from the template of the
@@ -29,6 +31,7 @@ its place among its stage's ids. Half a step is lost to a failure. A straggler i
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -58,7 +61,7 @@ NAME = "oobleck"
 
 def plan(
     cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, times: RecoveryTimes | None = None,
-    num_faults: int = 1,
+    num_faults: int = 1, aligned: bool = False, name: str = NAME,
 ) -> Plan:  # fmt: skip
     """Instantiates pipelines again from templates.
 
@@ -69,18 +72,20 @@ def plan(
         event: what happened.
         times: of recovery; see `RecoveryTimes`.
         num_faults: losses at once that are to be survived: the paper's f.
+        aligned: only templates that can be one layout of this engine; see the module.
+        name: of the policy.
     Raises:
         InfeasiblePlan: too few workers are left for a pipeline, or memory.
     """
     times = times or RecoveryTimes()
     if event.kind == "slowed" and event.speed < 1:
-        return _slowed(cluster, costs, allocation, event, times, num_faults)
-    fleet = _Fleet(cluster, costs, allocation)
+        return _slowed(cluster, costs, allocation, event, times, num_faults, aligned, name)
+    fleet = _Fleet(cluster, costs, allocation, aligned=aligned)
     gone = gone_from(event)
     fleet.drop(gone)
     if not fleet.covers_model():
         restarted = full_restart.restart(cluster, costs, allocation, times, planned=event.kind == "drained")
-        return renamed(restarted, NAME, "all copies of a layer are lost")
+        return renamed(restarted, name, "all copies of a layer are lost")
     fleet.mend()
     fleet.take_in(unused(cluster, allocation).tolist(), num_faults + 1)
     after, transfers = fleet.allocation(), fleet.transfers()
@@ -90,7 +95,7 @@ def plan(
         pause_s = times.join_s
     depths = ", ".join(f"{count} x {depth}" for depth, count in sorted(fleet.depths().items(), reverse=True))
     return make_plan(
-        NAME,
+        name,
         cluster,
         costs,
         after,
@@ -98,21 +103,30 @@ def plan(
         lost_steps=0.5 if event.kind == "lost" and len(gone) else 0.0,
         transfers=transfers,
         reason=f"pipelines x workers of each: {depths}"
-        + ("" if fleet.num_pipelines > num_faults else f"; fewer than f + 1 = {num_faults + 1} are left"),
+        + ("" if fleet.num_pipelines > num_faults else f"; fewer than f + 1 = {num_faults + 1} are left")
+        + ("; stages lie inside one another: predicted, this engine cannot run it" if is_nested(after) else ""),
     )
 
 
+def is_nested(allocation: Allocation) -> bool:
+    """Whether a stage of one pipeline lies inside a stage of another, so that they are no layout of this engine."""
+    keys = sorted({(stage.start, stage.stop) for chain in allocation.chains for stage in chain.stages})
+    return any(before[1] > after[1] for before, after in pairwise(keys))
+
+
 def _slowed(
-    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, times: RecoveryTimes, num_faults: int
-) -> Plan:
+    cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, times: RecoveryTimes, num_faults: int,
+    aligned: bool, name: str,
+) -> Plan:  # fmt: skip
     """All pipelines wait for a straggler, or its pipeline goes on without it, whichever is faster."""
     now = make_plan(
-        NAME, cluster, costs, allocation, pause_s=0.0, lost_steps=0.0, reason="all pipelines wait for the straggler"
+        name, cluster, costs, allocation, pause_s=0.0, lost_steps=0.0, reason="all pipelines wait for the straggler"
     )
     loss = ClusterEvent(kind="drained", workers=event.workers)
     try:
         without = plan(
-            cluster.without(event.workers), costs, allocation, loss, times=times, num_faults=num_faults
+            cluster.without(event.workers), costs, allocation, loss, times=times, num_faults=num_faults,
+            aligned=aligned, name=name,
         )  # fmt: skip
     except InfeasiblePlan:
         return now
@@ -131,8 +145,9 @@ class _Pipeline:
 class _Fleet:
     """All pipelines: those of the most common depth as columns of ids, the others one by one."""
 
-    def __init__(self, cluster: Cluster, costs: Costs, allocation: Allocation) -> None:
+    def __init__(self, cluster: Cluster, costs: Costs, allocation: Allocation, *, aligned: bool) -> None:
         self._cluster, self._costs, self._before = cluster, costs, allocation
+        self._aligned = aligned
         self._num_microbatches = allocation.num_microbatches
         self._memory = MemoryModel.of_width(costs, 1, copies=1)
         usual = max(
@@ -225,7 +240,7 @@ class _Fleet:
                     f"{shortest - len(spare)} too few"
                 )
             number = min(len(spare), self.depth)
-            self._template(number)  # first of all: others have to fit beside it
+            self._template(number)  # first of all: aligned ones have to fit beside it
             self._odd.append(_Pipeline(spare[:number]))
             spare = spare[number:]
         while spare and (short := [each for each in self._longer() if len(each.workers) < self.depth]):
@@ -328,14 +343,16 @@ class _Fleet:
         }
 
     def _can_have(self, depth: int) -> bool:
-        """Whether a pipeline of so many workers holds the model and can run beside the others."""
+        """Whether a pipeline of so many workers holds the model, and can run beside the others if it has to."""
         if depth in self._ranges and depth >= self.depth:
             return True
         return self._fewest_workers() <= depth <= self._costs.num_layers and self._find_template(depth) is not None
 
     def _find_template(self, depth: int) -> Ranges | None:
         if depth not in self._ranges:
-            others = frozenset(layers for ranges in self._ranges.values() for layers in ranges)
+            others = frozenset(
+                layers for ranges in (self._ranges.values() if self._aligned else ()) for layers in ranges
+            )  # fmt: skip
             found = template_beside(self._costs, (1.0,) * depth, others)
             if found is None:
                 return None

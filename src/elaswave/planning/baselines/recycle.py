@@ -9,17 +9,19 @@ Gandhi, Zhao, Skiadopoulos, Kozyrakis: ReCycle: Resilient Training of Large DNNs
   deferred into bubbles. Those are our ``zero-bubble`` schedules, compiled for these very micro-batches, durations and
   memory by the same list scheduler as ElasWave's plans, and timed by the same code. Where splitting does not pay, the
   schedule of before is kept, as the paper decouples only where it has to.
-- *Staggered optimizer* (section 3): stages update without waiting for each other, so bubbles at the end of one step
-  and the beginning of the next can be filled too. It does not apply on this engine: a step is committed by a vote of
-  all workers (global gradient norm, coverage, equal copies), which is a barrier, and the paper's way around it is to
-  undo a step whose check fails later. ``staggered_optimizer=True`` tells what it would bring without that barrier, as a
-  bound no schedule can beat: the step takes as long as its busiest worker computes. Such a plan is a prediction only;
-  nothing here can run it.
 - *Failure normalization* (section 4, its Planner): ReCycle plans for a number of failures, not for their places, and
-  moves workers' roles so that failures are spread over stages as evenly as is best. ``normalize=True`` does that: a
-  worker of a stage that can spare it takes over a stage that cannot, as long as the slowest stage gains; it has to be
-  sent that stage's parameters and its share of the optimizer's state, while training stands. Without it no worker
-  changes stage: what rerouting alone gives.
+  moves workers' roles so that failures are spread over stages as evenly as is best. A worker of a stage that can spare
+  it takes over a stage that cannot, as long as the slowest stage gains; it has to be sent that stage's parameters and
+  its share of the optimizer's state, while training stands. Where steps are no shorter for it, nobody moves, in its
+  favour. ``normalize=False``: no worker changes stage.
+- *Staggered optimizer* (section 3): stages update without waiting for each other, so bubbles at the end of one step and
+  the beginning of the next are filled too. `elaswave.planning.baselines.staggered` says how it is predicted.
+  ``staggered_optimizer=False``: every step ends with a barrier.
+
+With all three, the default and the policy ``recycle``, a plan is a prediction only. This engine commits a step by a
+vote of all workers (global gradient norm, coverage, equal copies), which is a barrier, and the paper's way around it is
+to undo a step whose check fails later. What runs here is ``recycle_normalized``, without the staggered optimizer, and
+``recycle_rerouting``, without failure normalization too.
 
 Simplified: the paper finds schedules by mixed-integer programming, offline, for each number of failures; here it is
 list scheduling by priorities, at the time of the failure. A loss throws the step in flight away (half a step is
@@ -28,7 +30,9 @@ straggler is put out if the others are faster without it, which the paper does n
 job begins again from a checkpoint (section 3).
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -43,11 +47,12 @@ from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, StateTransfer
 
 NAME = "recycle"
+_PREDICTED = ", stages update without waiting for each other: predicted, this engine cannot run it"
 
 
 def plan(
     cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent, *, times: RecoveryTimes | None = None,
-    normalize: bool = False, staggered_optimizer: bool = False, name: str = NAME,
+    normalize: bool = True, staggered_optimizer: bool = True, name: str = NAME,
 ) -> Plan:  # fmt: skip
     """Reroutes around the lost, takes the joined back in.
 
@@ -57,8 +62,8 @@ def plan(
         allocation: before the event.
         event: what happened.
         times: of recovery; see `RecoveryTimes`.
-        normalize: move workers between stages so that losses are spread; see the module.
-        staggered_optimizer: predict the step without a barrier between steps; see the module.
+        normalize: move workers between stages so that losses are spread.
+        staggered_optimizer: predict steps without a barrier between them, which nothing here can run.
         name: of the policy.
     Raises:
         InfeasiblePlan: a stage is lost with all its workers and too few workers are left to begin again, or memory.
@@ -80,17 +85,19 @@ def plan(
         what, pause_s = f"micro-batches of {len(gone)} lost workers go to their stages' other workers", times.recover_s
     else:
         what, pause_s = "joined workers fill the stages that lack most", times.join_s
-    if normalize:
-        moved: list[StateTransfer] = []
-        after = _normalized(cluster, costs, after, moved)
-        if moved:
-            pause_s += copy_s(cluster, moved)
-            what += f", and {sum(len(each.workers) for each in moved)} workers change stage"
-            transfers += moved
     lost_steps = 0.5 if event.kind == "lost" else 0.0
-    return _best_schedule(
-        name, cluster, costs, after, pause_s, lost_steps, what, tuple(transfers), staggered_optimizer
-    )  # fmt: skip
+    moved: list[StateTransfer] = []
+    spread = _normalized(cluster, costs, after, moved) if normalize else after
+    offers = [(after, transfers, what, pause_s)]
+    if moved:
+        what += f", and {sum(len(each.workers) for each in moved)} workers change stage"
+        offers.append((spread, [*transfers, *moved], what, pause_s + copy_s(cluster, moved)))
+    return _fastest(
+        lambda allocation, sent, what, pause_s: _best_schedule(
+            name, cluster, costs, allocation, pause_s, lost_steps, what, tuple(sent), staggered_optimizer
+        ),
+        offers,
+    )
 
 
 def _slowed(
@@ -119,33 +126,37 @@ def _slowed(
     )
 
 
-def _best_schedule(
-    name: str, cluster: Cluster, costs: Costs, allocation: Allocation, pause_s: float, lost_steps: float, what: str,
-    transfers: tuple[StateTransfer, ...], staggered_optimizer: bool,
-) -> Plan:  # fmt: skip
-    """The schedule of before or one with split backwards, whichever is faster in the memory there is."""
+def _fastest(make: Callable[..., Plan], offers: Sequence[tuple[Any, ...]]) -> Plan:
+    """The plan with the shortest step of those that can be.
+
+    Raises:
+        InfeasiblePlan: none can; why the first cannot.
+    """
     plans, problems = [], []
-    for schedule in dict.fromkeys((allocation.schedule, "zero-bubble", "zero-bubble-h2")):
-        tried = replace(allocation, schedule=schedule)
+    for offer in offers:
         try:
-            plans.append(
-                make_plan(
-                    name,
-                    cluster,
-                    costs,
-                    tried,
-                    pause_s=pause_s,
-                    lost_steps=lost_steps,
-                    transfers=transfers,
-                    without_barrier=staggered_optimizer,
-                    reason=f"{what}; {schedule}",
-                )
-            )
+            plans.append(make(*offer))
         except InfeasiblePlan as problem:
             problems.append(problem)
     if not plans:
         raise problems[0]
     return min(plans, key=lambda each: each.predicted_step_s)
+
+
+def _best_schedule(
+    name: str, cluster: Cluster, costs: Costs, allocation: Allocation, pause_s: float, lost_steps: float, what: str,
+    transfers: tuple[StateTransfer, ...], staggered_optimizer: bool,
+) -> Plan:  # fmt: skip
+    """The schedule of before or one with split backwards, whichever is faster in the memory there is."""
+    schedules = dict.fromkeys((allocation.schedule, "zero-bubble", "zero-bubble-h2"))
+    suffix = _PREDICTED if staggered_optimizer else ""
+    return _fastest(
+        lambda schedule: make_plan(
+            name, cluster, costs, replace(allocation, schedule=schedule), pause_s=pause_s, lost_steps=lost_steps,
+            transfers=transfers, staggered=staggered_optimizer, reason=f"{what}; {schedule}{suffix}",
+        ),
+        [(schedule,) for schedule in schedules],
+    )  # fmt: skip
 
 
 def _without(chain: Chain, gone: np.ndarray) -> Chain | None:

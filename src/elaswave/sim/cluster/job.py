@@ -29,9 +29,10 @@ from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines.common import make_plan, rectangle
+from elaswave.planning.baselines.full_restart import num_pipelines
 from elaswave.planning.declared import declaration_of
 from elaswave.planning.plan import Plan, Planner
-from elaswave.planning.policies import ROLL_BACK, make_policies, policy_named
+from elaswave.planning.policies import OWN_STEPS, ROLL_BACK, SPARES, make_policies, policy_named
 from elaswave.sim.cluster.failures import ClusterChange, Scenario
 
 
@@ -278,8 +279,8 @@ class _SimulatedJob:
             power_limit_w=one.power_limit_w,
         )
 
-    def _started(self, cluster: Cluster) -> Plan:
-        """The plan with which a job begins: equal pipelines.
+    def _started(self, cluster: Cluster, num_spares: int = 0) -> Plan:
+        """The plan with which a job begins: equal pipelines, with workers left over for so many spares.
 
         Raises:
             InfeasiblePlan: too few workers, or too little memory.
@@ -290,6 +291,7 @@ class _SimulatedJob:
             num_stages=self._num_stages,
             num_microbatches=self._num_microbatches,
             schedule=self._schedule,
+            most=num_pipelines(cluster.num_workers, self._num_stages, num_spares),
         )
         return make_plan(
             self._policy, cluster, self._costs, allocation, pause_s=0.0, lost_steps=0.0, reason="begins"
@@ -298,10 +300,13 @@ class _SimulatedJob:
     def _try_to_start(self, *, first: bool = False) -> None:
         """Begins, or begins again, if the workers suffice; those that are left over join at once."""
         try:
-            self._plan = self._started(self._there)
+            self._plan = self._started(self._there, SPARES.get(self._policy, 0))
         except InfeasiblePlan:
             self._plan = None
             return
+        if self._policy in OWN_STEPS:
+            nothing = ClusterEvent(kind="slowed", workers=(int(self._there.ids[0]),))
+            self._plan = self._planner(self._there, self._costs, self._plan.allocation, nothing)
         self._since_checkpoint_s = 0.0
         if not first and self._done > 0:
             self._pause("restart", self._pauses.restart_s)
