@@ -1,5 +1,7 @@
 """A job's weeks in virtual time: against arithmetic done by hand, against steps told apart, and the same every time."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -136,6 +138,49 @@ def test_torchft_does_less_with_a_smaller_batch():
     back = run(scenario(lost(0.0, 0), joined(5 * HOUR_S, 8)), "torchft")
     assert back.goodput == pytest.approx(7 / 8, rel=1e-4)
     assert back.migrated_bytes > 0
+
+
+def test_a_layout_counts_when_its_state_is_there():
+    """A policy that copies for 1,000 s in the background after a loss, with steps of twice the time until then."""
+
+    def copying(cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:
+        found = POLICIES["recycle"](cluster, costs, allocation, event)
+        step_s = found.predicted_step_s
+        return replace(found, copy_s=1000.0, interim_step_s=2 * step_s, predicted_pause_s=0.0, lost_work_s=0.0)
+
+    one = run(scenario(lost(0.0, 0)), "mine", planner=copying)
+    left_s = 10 * HOUR_S
+    at_once = run(scenario(lost(0.0, 0)), "recycle", msgspec.structs.replace(NO_STALL, recover_s=0.0))
+    whole_s = at_once.useful_s + at_once.lost_work_s
+    assert one.useful_s == pytest.approx(whole_s * (left_s - 500) / left_s)
+    assert [sample.at_s for sample in one.timeline] == [0.0, 0.0, 1000.0]
+    assert one.timeline[1].throughput == pytest.approx(one.timeline[2].throughput / 2)
+    # The second one's copies wait for the first one's.
+    two = run(scenario(lost(0.0, 0), lost(500.0, 5)), "mine", planner=copying)
+    assert [sample.at_s for sample in two.timeline] == [0.0, 0.0, 500.0, 2000.0]
+
+
+def test_who_joins_counts_when_it_has_its_state_and_others_go_on_slower():
+    large = Costs(
+        layers=tuple(msgspec.structs.replace(each, parameter_bytes=1e12) for each in COSTS.layers),
+        end_link=machines(1).between_nodes,
+    )
+    life = scenario(lost(0.0, 0), joined(HOUR_S, 8))
+    outcome = simulate(
+        life,
+        machines(1, memory_bytes=1e15),
+        large,
+        "recycle_rerouting",
+        num_stages=2,
+        num_microbatches=16,
+        pauses=NO_STALL,
+    )
+    link = machines(1).between_nodes
+    copied_s = (2e12 + sum(each.optimizer_bytes for each in COSTS.layers[:2]) / 4) / link.bandwidth_bytes_per_s / 0.25
+    begins, ends = [sample for sample in outcome.timeline if sample.at_s >= HOUR_S and sample.throughput > 0][-2:]
+    assert ends.at_s - begins.at_s == pytest.approx(copied_s, rel=0.01)
+    before = [sample for sample in outcome.timeline if 0 < sample.at_s < HOUR_S][-1]
+    assert begins.throughput < before.throughput < ends.throughput
 
 
 def test_a_job_waits_while_there_are_too_few_and_begins_again():

@@ -146,6 +146,8 @@ def _entry(
         "schedule": plan.allocation.schedule,
         "lost_work_s": plan.lost_work_s,
         "moved_bytes": _moved_bytes(plan),
+        "copy_s": plan.copy_s,
+        "interim_step_time_s": plan.interim_step_s,
         "power_w": plan.power_w,
         "energy_per_token_j": plan.power_w / throughput,
         "contributions": dict(plan.contributions),

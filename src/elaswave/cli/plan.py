@@ -195,6 +195,8 @@ class _Result:
                 "capacity_fraction": self._after_rate / self._capacity_left,
                 "pause_s": self._plan.predicted_pause_s,
                 "moved_bytes": sum(transfer.num_bytes for transfer in self._plan.transfers),
+                "copy_s": self._plan.copy_s,
+                "interim_step_time_s": self._plan.interim_step_s,
                 "stages": msgspec.to_builtins(self._after),
                 "contributions": dict(self._plan.contributions),
                 "reason": self._plan.reason,
@@ -231,6 +233,12 @@ class _Result:
             f"state moved {format_bytes(round(moved))}",
             width,
         )
+        if plan.interim_step_s is not None:
+            lines += wrap(
+                f"the state is copied in the background for {format_seconds(plan.copy_s)}; until then a step takes "
+                f"{format_seconds(plan.interim_step_s)}",
+                width,
+            )
         for axis, what in plan.contributions.items():
             lines += wrap(f"{axis}: {what}", width)
         return [*lines, *wrap(f"reason: {plan.reason}", width)]

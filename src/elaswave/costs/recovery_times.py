@@ -22,6 +22,9 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True):
     move_s: float = 0.06
     """How much longer the step is with which the layout changes, after a copy in the background. Measured with
     benchmarks/migration.py, 10 M parameters, steps of 1.15 s: 61 ms, the median of four moves, on a busy machine."""
+    copy_share: float = 0.25
+    """Of the bandwidth of a worker's links that state may take which is copied in the background, while training has
+    the rest. An assumption: a run's own budget is in bytes per step (elastic.copy_bytes_per_step)."""
     torchft_recover_s: float = 0.21
     """torchft's own recovery. Measured: 212, 227 and 234 ms with 3 replicas and the most aggressive settings, 5 s with
     its defaults (benchmarks/torchft_recovery.py)."""
@@ -45,13 +48,15 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: with every figure that cannot be.
         """
-        positive = ("checkpoint_interval_s", "backup_interval_s", "horizon_s")
+        positive = ("checkpoint_interval_s", "backup_interval_s", "horizon_s", "copy_share")
         problems = [
             f"{name} is {value}, needed: finite and {'above' if name in positive else 'at least'} 0"
             for name in self.__struct_fields__
             if (value := getattr(self, name)) is not None
             and (not 0 <= value < float("inf") or (name in positive and value == 0))
         ]
+        if self.copy_share >= 1:
+            problems.append(f"copy_share is {self.copy_share}, needed: below 1, training needs its links too")
         if problems:
             raise ValueError("pauses are impossible: " + "; ".join(problems))
 

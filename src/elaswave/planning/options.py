@@ -43,6 +43,8 @@ class Options:
     """The same where workers join or leave, for their new epoch."""
     move_pause_s: float = RecoveryTimes().move_s
     """And for a change of layout whose blocks have been copied in the background."""
+    copy_share: float = RecoveryTimes().copy_share
+    """Of the links' bandwidth that such copies take."""
 
     def __post_init__(self) -> None:
         """Checks the fields.
@@ -63,6 +65,8 @@ class Options:
             problems.append("schedules are none, needed: at least one, or None for the job's own and zero-bubble-h2")
         if self.horizon_s is not None and not 0 < self.horizon_s < float("inf"):
             problems.append(f"horizon_s is {self.horizon_s}, needed: above 0 and finite")
+        if not 0 < self.copy_share < 1:
+            problems.append(f"copy_share is {self.copy_share}, needed: above 0 and below 1")
         problems += [
             f"{name} is {value}, needed: finite and at least 0"
             for name in ("followers", "exact_actions", "pause_s", "join_pause_s", "move_pause_s")

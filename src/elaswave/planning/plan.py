@@ -150,6 +150,11 @@ class Plan:
     from_checkpoint: bool = False
     """Begins again from the last durable checkpoint: everything since is lost, `lost_work_s` what is expected of it."""
     transfers: tuple[StateTransfer, ...] = ()
+    copy_s: float = 0.0
+    """For which the transfers travel in the background, beside the pause; the allocation counts from then on. 0:
+    nothing is copied, or training stands still for it, which is in the pause, or the policy does not say."""
+    interim_step_s: float | None = None
+    """Until then: the workers that are left where they are, their links shared with the copies."""
     memory_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """Of each worker of `allocation.workers`: the most it holds during a step."""
     power_w: float = 0.0
@@ -190,6 +195,8 @@ class Plan:
                 {"layers": [each.start, each.stop], "workers": list(each.workers), "num_bytes": each.num_bytes}
                 for each in self.transfers
             ],
+            "copy_s": self.copy_s,
+            "interim_step_s": self.interim_step_s,
             "memory_bytes": self.memory_bytes.tolist(),
             "power_w": self.power_w,
             "contributions": dict(self.contributions),

@@ -44,7 +44,7 @@ from elaswave.planning.shapes import (
 )
 from elaswave.planning.shared_layers import Cut
 from elaswave.planning.teams import Team, smaller_teams
-from elaswave.planning.transfers import any_layer_unheld, needed_transfers
+from elaswave.planning.transfers import Sources, needed_transfers, shared_links
 
 FINALISTS = 8
 """Candidates that are built worker by worker and timed, beside leaving everything as it is and the baselines'."""
@@ -128,6 +128,7 @@ class _Planning:
             raise InfeasiblePlan("workers: none is left, at least 1 is needed; start from the last durable checkpoint")
         self._exact = options.exact_actions if cluster.num_workers <= EXACT_WORKERS else 0
         self._old_start, self._old_stop, self._old_levels, self._stages, self._free = self._survivors()
+        self._sources = Sources.of(costs, allocation, self._old_start, self._old_stop)
         self._levels = self._start_levels()
         self._teams = self._find_teams()
         self._horizon_s = options.horizon(cluster.num_workers)
@@ -473,6 +474,7 @@ class _Planning:
             where,
             self._old_start,
             self._old_stop,
+            sources=self._sources,
             followers=self._options.followers,
         )
         return _Candidate(
@@ -535,8 +537,10 @@ class _Planning:
 
     def _plan(self, tuned: _Candidate, best: _Candidate, staying: _Candidate | None, stay: Shape | None) -> Plan:
         order = np.argsort(tuned.found.workers, kind="stable")
-        must_fetch = tuned.transfers and any_layer_unheld(self._costs, self._old_start, self._old_stop)
-        fetch_s = tuned.transfer_s if must_fetch else 0.0
+        # A layer that nobody has computed with has to be fetched before training goes on.
+        has_all = bool(np.all(self._sources.holders > 0))
+        interim_s = self._interim_s(staying) if tuned.transfers and has_all and staying is not None else None
+        fetch_s = tuned.transfer_s if tuned.transfers and interim_s is None else 0.0
         return Plan(
             policy="elaswave",
             allocation=tuned.allocation,
@@ -545,11 +549,26 @@ class _Planning:
             # The step in hand is done again: half of one on average.
             lost_work_s=0.5 * tuned.step_s if self._event.kind == "lost" else 0.0,
             transfers=tuned.transfers,
+            copy_s=0.0 if interim_s is None else tuned.transfer_s / self._options.copy_share,
+            interim_step_s=interim_s,
             memory_bytes=tuned.found.memory_bytes[order],
             power_w=tuned.found.power_w,
             contributions=self._contributions(tuned, best, staying, stay),
             reason=self._reason(tuned, staying),
         )
+
+    def _interim_s(self, staying: _Candidate) -> float:
+        """Seconds of a step of the workers where they are while state is copied in the background."""
+        cluster, costs = shared_links(self._cluster, self._costs, self._options.copy_share)
+        timed = time_within_memory(
+            cluster,
+            costs,
+            staying.allocation,
+            followers=self._options.followers,
+            exact_actions=self._exact,
+            where=staying.where,
+        )
+        return timed.step_s
 
     def _contributions(
         self, tuned: _Candidate, best: _Candidate, staying: _Candidate | None, stay: Shape | None

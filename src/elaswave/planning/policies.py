@@ -76,7 +76,11 @@ def make_policies(times: RecoveryTimes | None = None) -> Mapping[str, Planner]:
         ),
     }
     options = Options(
-        pause_s=given.recover_s, join_pause_s=given.join_s, move_pause_s=given.move_s, horizon_s=given.horizon_s
+        pause_s=given.recover_s,
+        join_pause_s=given.join_s,
+        move_pause_s=given.move_s,
+        horizon_s=given.horizon_s,
+        copy_share=given.copy_share,
     )
     candidates = tuple(baseline for name, baseline in baselines.items() if name in CANDIDATES)
     return {"elaswave": partial(_elaswave, options=options, baselines=candidates), **baselines}

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from msgspec.structs import replace as replace_struct
-from tests.property.clusters import LEVELS, make_cluster, make_costs
+from tests.property.clusters import LEVELS, LINK, make_cluster, make_costs
 from tests.unit.planning_cases import plan, predict
 
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.costs.analytic import analytic_costs, preset_cluster
-from elaswave.costs.machines import ClusterEvent, Device, FrequencyLevel, worker_speeds
+from elaswave.costs.machines import ClusterEvent, Device, FrequencyLevel, NetworkLink, worker_speeds
 from elaswave.costs.schedules import SCHEDULES, in_flight, in_flight_bounds
 from elaswave.costs.step_time.exact import time_programs
 from elaswave.costs.step_time.work import durations_of
@@ -24,13 +24,13 @@ from elaswave.planning.frequency import check_power, choose_levels, common_level
 from elaswave.planning.memory_limits import MemoryBudget, check_memory, layout_limits
 from elaswave.planning.options import AXES, Options
 from elaswave.planning.partition import choose_widths, split_layers
-from elaswave.planning.plan import Plan, levels_of, num_actions
-from elaswave.planning.prediction import estimate, time_as_it_is, time_within_memory
+from elaswave.planning.plan import Plan, StateTransfer, levels_of, num_actions
+from elaswave.planning.prediction import estimate, stages_of, time_as_it_is, time_within_memory
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import allocation_of, make_routes
 from elaswave.planning.shapes import Shape, balanced_widths, build, move_workers, score, whole_layers
 from elaswave.planning.shared_layers import cuts_of, share_layers, widen_cuts
-from elaswave.planning.transfers import any_layer_unheld, needed_transfers
+from elaswave.planning.transfers import Sources, needed_transfers, receiving_s
 from elaswave.types import Hop, Layout, Stage
 
 
@@ -613,5 +613,36 @@ def test_transfers_are_what_workers_lack():
     found = sorted((each.start, each.stop, each.workers) for each in transfers)
     assert found == [(1, 2, (2,)), (1, 4, (3,)), (2, 4, (1,))]
     assert seconds > 0
-    assert not any_layer_unheld(costs, start, stop)
-    assert any_layer_unheld(costs, start[:2], stop[:2])
+    before = fault_free(cluster, costs, 2, 2, 6)
+    assert Sources.of(costs, before, start, stop).holders.tolist() == [2, 2, 1, 1]
+    assert Sources.of(costs, before, start[:2], stop[:2]).holders.tolist() == [2, 2, 0, 0]
+    assert Sources.of_stages(costs, before.chains[0].stages).holders.tolist() == [2, 2, 2, 2]
+
+
+def test_copies_take_as_long_as_the_worker_that_receives_or_sends_most():
+    costs, link = make_costs([1.0] * 4, parameter_bytes=10.0), NetworkLink(bandwidth_bytes_per_s=10.0)
+    one = StateTransfer(start=0, stop=2, workers=(5,), num_bytes=40.0)
+    three = StateTransfer(start=0, stop=2, workers=(5, 6, 7), num_bytes=120.0)
+    assert receiving_s(link, [one, one]) == 8.0 and receiving_s(link, [three]) == 4.0
+    pair = Sources(np.array([2, 2, 1, 1]), ((0, 2), (2, 4)))
+    assert pair.sending_s(link, costs, [three]) == 6.0  # each of two sends a half
+    whole = Sources(np.array([2, 2, 2, 2]), ((0, 4),))
+    both = [three, replace(three, start=2, stop=4)]
+    assert whole.sending_s(link, costs, both) == 12.0 and pair.sending_s(link, costs, both) == 12.0
+    assert pair.sending_s(link, costs, []) == receiving_s(link, []) == 0.0
+
+
+def test_until_copies_are_there_the_workers_go_on_where_they_are():
+    costs = replace_struct(make_costs([1.0] * 8, parameter_bytes=1e9), end_link=LINK)
+    cluster = make_cluster([1.0] * 8, memory_bytes=1e12)
+    start = fault_free(cluster, costs, 4, 2, 16)
+    found = plan(cluster.without([7]), costs, start, lost(7), options=Options(horizon_s=1e12, copy_share=0.2))
+    assert found.transfers and found.interim_step_s is not None
+    only = Options(axes=frozenset({"dataflow"}), schedules=("1f1b",))
+    staying = plan(cluster.without([7]), costs, start, lost(7), options=only)
+    extra = costs.overhead_s(stages_of(staying.allocation)) * (1 / 0.8 - 1)
+    assert found.interim_step_s == pytest.approx(staying.predicted_step_s + extra)
+    half = plan(cluster.without([7]), costs, start, lost(7), options=Options(horizon_s=1e12, copy_share=0.4))
+    assert half.copy_s == pytest.approx(found.copy_s / 2) and half.copy_s > 0
+    assert half.predicted_pause_s == found.predicted_pause_s
+    assert (staying.copy_s, staying.interim_step_s) == (0.0, None)

@@ -10,8 +10,9 @@ not lost again, over rho x T. T is the sum of its parts: useful + lost work + pa
 
 Approximated: steps are not told apart. A failure that interrupts one loses half of it, for every policy: the engine
 tries such a step again as a whole. A step's time is as the policies' plans predict it, timed exactly for small jobs,
-the closed form for large ones. A change during a pause can only prolong it. State that moves in the background takes
-no time from training. Machines are all of one kind.
+the closed form for large ones. A change during a pause can only prolong it. State that moves in the background takes a
+share of the links from training, and until it is there the layout of before counts (`elaswave.sim.cluster.copies`).
+Machines are all of one kind.
 """
 
 from collections import defaultdict
@@ -33,6 +34,7 @@ from elaswave.planning.baselines.full_restart import num_pipelines
 from elaswave.planning.declared import declaration_of
 from elaswave.planning.plan import Plan, Planner
 from elaswave.planning.policies import OWN_STEPS, ROLL_BACK, SPARES, make_policies, policy_named
+from elaswave.sim.cluster.copies import Copies, copies_of
 from elaswave.sim.cluster.failures import ClusterChange, Scenario
 
 
@@ -169,6 +171,10 @@ class _SimulatedJob:
         self._now_s = 0.0
         self._paused_until_s = 0.0
         self._cause = ""
+        self._copies: Copies | None = None
+        """That were begun last."""
+        self._copied_s = 0.0
+        """When they and all before them are there."""
         self._plan: Plan | None = None
         """None while too few workers are there."""
         self._since_checkpoint_s = 0.0
@@ -199,6 +205,13 @@ class _SimulatedJob:
             self._pass(until_s - self._now_s, self._idle_w * self._there.num_workers)
             if until_s < to_s:
                 self._sample()
+        if self._now_s < self._copied_s < to_s:
+            self._train(self._copied_s)
+            self._sample()
+        self._train(to_s)
+
+    def _train(self, to_s: float) -> None:
+        """Lets time pass without a pause under one layout, or waiting for workers."""
         seconds = to_s - self._now_s
         if seconds <= 0:
             return
@@ -223,7 +236,8 @@ class _SimulatedJob:
         idle = self._there.num_workers - sum(
             stage.width for chain in self._plan.allocation.chains for stage in chain.stages
         )
-        self._pass(seconds, self._plan.power_w + idle * self._idle_w)
+        power_w = self._plan.power_w if (copies := self._copying) is None else copies.power_w
+        self._pass(seconds, power_w + idle * self._idle_w)
 
     def meet(self, change: ClusterChange) -> None:
         """Takes a change into the cluster and lets the policy plan."""
@@ -299,6 +313,7 @@ class _SimulatedJob:
 
     def _try_to_start(self, *, first: bool = False) -> None:
         """Begins, or begins again, if the workers suffice; those that are left over join at once."""
+        self._copied_s = self._now_s
         try:
             self._plan = self._started(self._there, SPARES.get(self._policy, 0))
         except InfeasiblePlan:
@@ -328,6 +343,11 @@ class _SimulatedJob:
             self._try_to_start()
             return
         self._plan = plan
+        copies = copies_of(self._there, self._costs, before, plan, event, self._pauses)
+        if copies is not None:
+            self._copies, self._copied_s = copies, max(self._copied_s, self._now_s) + copies.seconds
+        elif plan.from_checkpoint:
+            self._copied_s = self._now_s
         self._migrated_bytes += sum(transfer.num_bytes for transfer in plan.transfers)
         if plan.from_checkpoint:
             self._lose(self._unsaved, self._unsaved_s)
@@ -383,10 +403,17 @@ class _SimulatedJob:
         self._there = there.take(stays)
         return event
 
+    @property
+    def _copying(self) -> Copies | None:
+        """Those on their way, which the plan's layout waits for."""
+        return self._copies if self._now_s < self._copied_s else None
+
     def _rate(self) -> float:
         """Micro-batches per second."""
         if self._plan is None or self._now_s < self._paused_until_s:
             return 0.0
+        if (copies := self._copying) is not None:
+            return copies.num_microbatches / copies.step_s
         return self._plan.allocation.num_microbatches / self._plan.predicted_step_s
 
     def _pass(self, seconds: float, power_w: float) -> None:
