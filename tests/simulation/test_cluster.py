@@ -73,7 +73,7 @@ def test_recycle_needs_no_barrier_without_a_loss_either():
 def test_hot_spares_keep_the_pipelines_that_there_are():
     life = scenario(lost(HOUR_S, 0), lost(2 * HOUR_S, 1), num_workers=20)
     outcome = run(life, "full_restart_spares", num_microbatches=20)
-    # 20 workers less 8 spares are 6 pipelines of 2 stages; 18 are enough for them after two losses.
+    # 20 workers less 2 spares are 9 pipelines of 2 stages; 18 are enough for them after two losses.
     first, *_, last = [sample.throughput for sample in outcome.timeline]
     assert first == pytest.approx(last)
     assert outcome.num_pauses["lost"] == 2

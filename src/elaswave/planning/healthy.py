@@ -38,6 +38,7 @@ TIMED = 2
 """Numbers of stages that are timed as plans are, of those that the closed form finds fastest."""
 MIXES = 2
 """Combinations of templates that are."""
+_FROM_TEMPLATES = frozenset({"oobleck", "oobleck_aligned"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,14 +72,15 @@ def own_starts(
     """
     equal = best_equal_stages(cluster, costs, configured, schedules=schedules, followers=followers)
     found: dict[str, Start] = {}
+    mixed = _templates(cluster, costs, equal, followers) if planners.keys() & _FROM_TEMPLATES else []
     for name, planner in planners.items():
         offers = [equal]
         if name == "elaswave" or name not in POLICIES:
             offers += _asked(cluster, costs, equal, planner)
         elif name in SPARES:
             offers = [_with_spares(cluster, costs, equal, SPARES[name], schedules, followers)]
-        elif name in ("oobleck", "oobleck_aligned"):
-            offers += _templates(cluster, costs, equal, followers)
+        elif name in _FROM_TEMPLATES:
+            offers += mixed
         found[name] = min(offers, key=lambda start: start.step_s)
     if "elaswave" in found and cluster.num_workers <= BASELINES_UP_TO:
         found["elaswave"] = min([found["elaswave"], *found.values()], key=lambda start: start.step_s)

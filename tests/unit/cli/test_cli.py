@@ -307,7 +307,7 @@ def test_help_fits_80_columns_and_says_what_there_is(capsys: Any, monkeypatch: p
     for command in ("plan", "simulate", "compare"):
         assert all(name in texts[command].split("Options:")[1] for name in POLICIES)
     assert "_ELASWAVE_COMPLETE=bash_source" in texts[""]
-    words = texts["train"].split("--fault")[1]
+    words = texts["train"].split("--fault KIND")[1]
     assert all(kind in words for kind in SUPPORTED)
 
 

@@ -277,8 +277,8 @@ def test_all_policies_are_simulated_in_one_call(capsys: Any, monkeypatch: pytest
     assert lines[header].split() == " ".join(columns).split()
     assert [line.split()[0] for line in lines[header + 1 :]] == list(POLICIES)
     assert "\nfault-free: " in "\n".join(lines)
-    found = document(capsys, *arguments, "--policy", "recycle", "--policy", "torchft", "--seed", "3")
-    assert [entry["policy"] for entry in found["policies"]] == ["recycle", "torchft"]
+    found = document(capsys, *arguments, "--policy", "oobleck", "--policy", "torchft", "--seed", "3")
+    assert [entry["policy"] for entry in found["policies"]] == ["oobleck", "torchft"]
     for entry in found["policies"]:
         assert entry["tokens_per_s"] == pytest.approx(
             entry["summary"]["goodput"]["mean"] * found["undisturbed_tokens_per_s"]

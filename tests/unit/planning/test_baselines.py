@@ -517,24 +517,24 @@ def test_full_restart_waits_unless_a_restart_repays():
 
 def test_full_restart_with_hot_spares_keeps_its_pipelines():
     costs = layers(1, 1, 1)
-    cluster = machines(12)
-    before = rectangle(cluster, costs, num_stages=3, num_microbatches=24, schedule="1f1b", most=3)
+    cluster = machines(33)
+    before = rectangle(cluster, costs, num_stages=3, num_microbatches=110, schedule="1f1b", most=10)
     policy = partial(full_restart.plan, num_spares=3, name="full_restart_spares")
     plan = policy(*_after(cluster, costs, before, 1, 6))
     assert plan.policy == "full_restart_spares" and plan.from_checkpoint
-    assert counts(plan) == [[8, 8, 8]] * 3
+    assert counts(plan) == [[11] * 10] * 3
     assert plan.predicted_pause_s == RecoveryTimes().restart_s
-    # 10 workers less 3 spares are two pipelines, but those that there are go on; a loss of a spare costs nothing.
-    spare = policy(*_after(cluster.without([1, 6]), costs, plan.allocation, 11))
+    spare = policy(*_after(cluster.without([1, 6]), costs, plan.allocation, 32))
     assert spare.predicted_pause_s == 0
     # Who comes stands by until there are more than the spares that are wanted.
     long = RecoveryTimes(horizon_s=1e6)
-    joined = ClusterEvent(kind="joined", workers=(12, 13))
-    assert policy(machines(14), costs, before, joined, times=long).allocation is before
-    joined = ClusterEvent(kind="joined", workers=(12, 13, 14))
-    more = policy(machines(15), costs, before, joined, times=long)
-    assert [len(own) for own in workers(more)] == [4, 4, 4]
-    assert len(workers(full_restart.plan(machines(15), costs, before, joined, times=long))[0]) == 5
+    joined = ClusterEvent(kind="joined", workers=(33, 34))
+    assert policy(machines(35), costs, before, joined, times=long).allocation is before
+    joined = ClusterEvent(kind="joined", workers=(33, 34, 35))
+    more = policy(machines(36), costs, before, joined, times=long)
+    assert [len(own) for own in workers(more)] == [11, 11, 11]
+    assert len(workers(full_restart.plan(machines(36), costs, before, joined, times=long))[0]) == 12
+    assert full_restart.num_pipelines(12, 3, 8) == 3, "no more than a tenth stands by"
 
 
 # -------------------------------------------------------------------------------------------------- what they share

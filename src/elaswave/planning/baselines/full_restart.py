@@ -5,7 +5,8 @@ needs all of its pipelines would wait for a replacement instead; going on with f
 meanwhile, is the better form of it.
 
 *Hot spares* (``num_spares``, the policy ``full_restart_spares``): so many workers stand by from the beginning. A job
-that has lost no more of them begins again with as many pipelines as before, without a replacement.
+that has lost no more of them begins again with as many pipelines as before, without a replacement. With 10 workers or
+fewer none stands by.
 
 Simplified:
 
@@ -33,6 +34,8 @@ NAME = "full_restart"
 NUM_SPARES = 8
 """Of ``full_restart_spares``: one host of eight. An assumption, and a parameter: what a job needs depends on how many
 workers are lost before one is repaired."""
+SPARE_SHARE = 0.1
+"""The most of all workers that stand by."""
 
 
 def plan(
@@ -47,7 +50,7 @@ def plan(
         allocation: before the event.
         event: what happened.
         times: of recovery; see `RecoveryTimes`.
-        num_spares: workers that stand by while there are enough for a pipeline without them.
+        num_spares: workers that stand by, at most `SPARE_SHARE` of all.
         name: of the policy.
     Raises:
         InfeasiblePlan: fewer workers than stages are left, or memory.
@@ -57,8 +60,9 @@ def plan(
 
 
 def num_pipelines(num_workers: int, num_stages: int, num_spares: int) -> int:
-    """Pipelines of a job that keeps so many spares, at least one if there are workers for it."""
-    return min(num_workers // num_stages, max(1, (num_workers - num_spares) // num_stages))
+    """Pipelines of a job that keeps so many spares, but no more than `SPARE_SHARE` of the workers."""
+    spares = min(num_spares, int(SPARE_SHARE * num_workers))
+    return min(num_workers // num_stages, max(1, (num_workers - spares) // num_stages))
 
 
 def _plan(
