@@ -223,6 +223,7 @@ def _with_redundancy(plan: Plan, cluster: Cluster, costs: Costs, ranges: Ranges)
                 seconds += costs.between("forward_s", *next_start[start])
             speed = cluster.speed[cluster.index_of(stage.workers)]
             busiest_s = max(busiest_s, float((stage.num_microbatches / speed).max()) * seconds)
-    step_s = max(plan.predicted_step_s, busiest_s + costs.step_overhead_s)
+    stages = [stage for chain in plan.allocation.chains for stage in chain.stages]
+    step_s = max(plan.predicted_step_s, busiest_s + costs.overhead_s(stages))
     lost_steps = 0.0 if plan.from_checkpoint else plan.lost_work_s / plan.predicted_step_s
     return replace(plan, predicted_step_s=step_s, lost_work_s=lost_steps * step_s)

@@ -129,6 +129,8 @@ def _headline(summary: RunSummary) -> str:
     if summary.total_steps is not None:
         steps = f"{summary.steps} of {summary.total_steps} steps"
     text = f"run {summary.run_dir}: {summary.status}, {steps}"
+    if summary.policy not in (None, "elaswave"):
+        text += f"; planned by {summary.policy}"
     if summary.status == "unfinished" and summary.last_event_time is not None:
         text += f" (still running, or ended without a word; last event at {summary.last_event_time})"
     return text

@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -101,6 +101,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Steps asked for."""
     last_event_time: str | None
     """UTC time stamp of the log's last line."""
+    policy: str | None
+    """Who plans after losses, as configured: a name, or where a person's own function is."""
     losses: dict[int, JsonFloat]
     """By step."""
     val_losses: dict[int, JsonFloat]
@@ -133,6 +135,11 @@ def summarize(run_dir: Path) -> RunSummary:
     result = read_result(run_dir) if (run_dir / RESULT_FILE).exists() else None
     events = read_events(run_dir / EVENTS_FILE) if (run_dir / EVENTS_FILE).exists() else []
     return build_summary(str(run_dir), result, events)
+
+
+def _policy(config: Mapping[str, Any]) -> str | None:
+    policy: str | None = config.get("elastic", {}).get("policy")
+    return policy
 
 
 def build_summary(run_dir: str, result: RunResult | None, events: Sequence[AnyEvent]) -> RunSummary:
@@ -180,6 +187,7 @@ def build_summary(run_dir: str, result: RunResult | None, events: Sequence[AnyEv
         steps=result.steps if result is not None else max(losses, default=0),
         total_steps=started.total_steps if started is not None else None,
         last_event_time=events[-1].time if events else None,
+        policy=_policy(result.config if result is not None else started.config if started is not None else {}),
         losses=losses,
         val_losses=val_losses,
         epochs=epochs,

@@ -103,11 +103,11 @@ def refused(tmp_path: Path, capsys: Any, command: str, body: str) -> str:
 
 
 def test_a_policy_is_given_once(capsys: Any) -> None:
-    assert main(["train", "--policy", "oobleck", "--set", "elastic.policy=torchft"]) == 2
+    assert main(["train", "--policy", "oobleck_aligned", "--set", "elastic.policy=torchft"]) == 2
     assert "--policy sets elastic.policy, and so does --set; give one of them" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("policy", ["oobleck", "some.module:plan"])
+@pytest.mark.parametrize("policy", ["torchft", "some.module:plan"])
 def test_train_records_the_policy_in_the_configuration(policy: str, capsys: Any) -> None:
     assert main(["train", "--policy", policy, "--print-config"]) == 0
     assert f'policy = "{policy}"' in capsys.readouterr().out

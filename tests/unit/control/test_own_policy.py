@@ -22,6 +22,7 @@ from elaswave.types import Layout
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.run_plan import RunPlan
 
+EXAMPLES = Path(__file__).parents[3] / "examples" / "policies"
 FLAT = """
 import numpy as np
 from elaswave.planning.baselines.common import make_plan, rectangle
@@ -47,7 +48,7 @@ def config(tmp_path: Path):
                 "model": {"num_layers": 12, "hidden_size": 16, "num_heads": 2, "context_length": 8},
                 "batch": {"num_microbatches": 12, "microbatch_size": 1},
                 "layout": {"widths": [3, 3]},
-                "elastic": {"policy": f"{tmp_path / 'own.py'}:plan", **elastic},
+                "elastic": {"policy": f"{tmp_path / 'own.py'}:plan"} | elastic,
                 "device": {"kind": "emulated", "model": "gpt2-small", "name": "a100"},
             }
         )
@@ -100,6 +101,40 @@ def lost_question(given: Config) -> PlanRecovery:
         valid={worker: frozenset(plan.blocks) for worker in members},
         base=3,
     )
+
+
+@pytest.mark.parametrize(
+    ("policy", "problem"),
+    [
+        ("my_policy:plan", None),
+        ("bamboo:plan", None),
+        ("varuna:plan", None),
+        ("dynatrain:plan", None),
+        ("trainmover:plan", None),
+        ("ft_hsdp:plan_batch_kept", None),
+        ("ft_hsdp:plan", "it runs 8 micro-batches in a step, needed: all 12"),
+    ],
+)
+def test_the_published_policies_run_here(config, policy, problem):
+    file, _, function = policy.partition(":")
+    given = config(FLAT, policy=f"{EXAMPLES / file}.py:{function}")
+    blueprint, costs = Blueprint(given), emulated_costs(given)
+    replanner = Replanner(given)
+    found = replanner.baseline(blueprint.layout, blueprint.execution, [1], costs)
+    validate_layout(found.layout)
+    assert ("has no plan" in found.reason) is (problem is not None) and (problem or "") in found.reason
+    again = replanner.baseline(found.layout, found.execution, [5], costs)
+    assert again.layout.workers == (0, 2, 3, 4)
+
+
+def test_a_worker_of_bamboos_runs_two_stages_here(config):
+    given = config(FLAT, policy=f"{EXAMPLES / 'bamboo'}.py:plan")
+    given = build_config(given.to_dict() | {"layout": {"widths": [12] * 4}, "batch": {"num_microbatches": 48}})
+    blueprint = Blueprint(given)
+    found = Replanner(given).baseline(blueprint.layout, blueprint.execution, [13], emulated_costs(given))
+    assert found.reason == f"{given.elastic.policy}: 1 workers run two stages"
+    assert sorted({len(route) for route in found.layout.routes}) == [3, 4]
+    assert len(found.layout.stages) == 5
 
 
 def test_joins_and_leaves_are_planned_by_it(config):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tests.unit.observability.samples import LAYOUT, LOSSES, RECOVERY, make_result, write_events
 
+from elaswave.cli.inspect import render_summary
 from elaswave.errors import RunFolderError
 from elaswave.observability.events import (
     CheckpointWritten,
@@ -46,6 +47,16 @@ def test_a_running_run_is_told_from_its_events(tmp_path: Path) -> None:
     assert summary.throughput_tokens_per_s == pytest.approx(16384.0)
     assert (summary.recoveries, summary.checkpoints) == ([RECOVERY], [checkpoint])
     assert summary.state_digest is None and summary.last_event_time is not None
+
+
+def test_it_is_told_who_plans() -> None:
+    started = RunStarted(version="0.1", total_steps=6, config={"elastic": {"policy": "/p/own.py:plan"}})
+    summary = build_summary("RUN", None, [started])
+    assert summary.policy == "/p/own.py:plan"
+    assert "0 of 6 steps; planned by /p/own.py:plan" in render_summary(summary, 200)[0]
+    started = RunStarted(version="0.1", total_steps=6, config={"elastic": {"policy": "elaswave"}})
+    named = build_summary("RUN", None, [started])
+    assert "planned by" not in render_summary(named, 200)[0]
 
 
 def test_a_finished_run_is_told_from_its_result_too(tmp_path: Path) -> None:
