@@ -10,7 +10,7 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.schedules import Schedule, bounds_within
 from elaswave.costs.step_time.exact import time_programs
 from elaswave.costs.step_time.work import Durations, TransferSeconds, durations_of
-from elaswave.planning.programs import compile_programs
+from elaswave.planning.programs import compile_programs, compiled_step_s
 from elaswave.types import ExecutionParameters, Layout, Program
 
 
@@ -95,5 +95,7 @@ def timed_step_s(
         known: those that the programs are compiled by; None as of `compile_programs`.
         max_in_flight, transfer_s: as of `compile_programs`.
     """
+    if known is durations:
+        return compiled_step_s(layout, schedule, durations, max_in_flight=max_in_flight, transfer_s=transfer_s)
     programs = compile_programs(layout, schedule, max_in_flight=max_in_flight, durations=known, transfer_s=transfer_s)
     return time_programs(layout, programs, durations, transfer_s).step_s

@@ -28,6 +28,9 @@ unevenly.
 Always free of deadlock: the last stage can always go on, so everything in flight before it ends sooner or later,
 and its place is free again.
 
+What was compiled is remembered by what it was compiled from, without the workers' ids: a planner asks for the same
+pipeline again and again, under one name or another, and after one event as after the one before.
+
 Source: 1F1B as PipeDream-Flush (Narayanan et al. 2021, Memory-efficient pipeline-parallel DNN training), GPipe
 (Huang et al. 2019), zero-bubble as Qi et al. 2024 (Zero Bubble Pipeline Parallelism, section 3: a greedy order that
 fills bubbles with W under a memory limit). All know only stages of one width with one route per pipeline; ours takes
@@ -35,7 +38,8 @@ any routes.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 from elaswave.costs.schedules import (
     Schedule,
@@ -89,14 +93,9 @@ def compile_programs(
         ValueError: an unknown schedule, a worker of a stage without a bound of at least 1 (max_in_flight), a duration
             that is negative or not finite, or transfers or beginnings without durations.
     """
-    check_schedule(schedule)
     if begins_s is not None and durations is None:
         raise ValueError("seconds at which workers begin are given, but none of actions: give durations as well")
-    bounds = in_flight_bounds(layout, "gpipe" if forward_only else schedule)
-    if max_in_flight is not None and schedule != "gpipe" and not forward_only:
-        if too_low := [worker for worker in layout.active if max_in_flight.get(worker, 0) < 1]:
-            raise ValueError(f"max_in_flight of workers {too_low} is missing or below 1: nothing could ever begin")
-        bounds = {worker: max_in_flight[worker] for worker in layout.active}
+    bounds = _bounds(layout, schedule, max_in_flight, forward_only=forward_only)
     programs: dict[int, Program] = dict.fromkeys(layout.workers, ())
     for part, numbers in parts_of(layout):
         if only is not None and only not in part.workers:
@@ -107,24 +106,87 @@ def compile_programs(
     return programs
 
 
+def compiled_step_s(
+    layout: Layout,
+    schedule: Schedule,
+    durations: Durations,
+    *,
+    max_in_flight: Mapping[int, int] | None = None,
+    transfer_s: TransferSeconds | None = None,
+) -> float:
+    """Seconds of a step whose programs are compiled by the durations that it takes.
+
+    The same to the last bit as `compile_programs` and `elaswave.costs.step_time.exact.time_programs`, without the
+    programs themselves.
+
+    Args:
+        layout, schedule, max_in_flight, durations, transfer_s: as of `compile_programs`.
+    Raises:
+        ValueError: as `compile_programs`.
+    """
+    bounds = _bounds(layout, schedule, max_in_flight, forward_only=False)
+    longest = 0.0
+    for part, _ in parts_of(layout):
+        flow = Flow(part, durations, transfer_s)
+        limits = _limits(part, flow, schedule, bounds)
+        key = (schedule, limits, flow.digest)
+        seconds = _TIMES.get(key)
+        if seconds is None:
+            whole = Flow(part, durations, transfer_s, ticks=True)
+            seconds = run_in_order(flow, _compile(part, whole, schedule, bounds, [], forward_only=False)).makespan
+            _TIMES.put(key, seconds)
+        longest = max(longest, seconds)
+    return longest
+
+
+def _bounds(
+    layout: Layout, schedule: Schedule, max_in_flight: Mapping[int, int] | None, *, forward_only: bool
+) -> Mapping[int, int]:
+    """The most micro-batches that each worker may hold."""
+    check_schedule(schedule)
+    if max_in_flight is not None and schedule != "gpipe" and not forward_only:
+        if too_low := [worker for worker in layout.active if max_in_flight.get(worker, 0) < 1]:
+            raise ValueError(f"max_in_flight of workers {too_low} is missing or below 1: nothing could ever begin")
+        return {worker: max_in_flight[worker] for worker in layout.active}
+    return in_flight_bounds(layout, "gpipe" if forward_only else schedule)
+
+
+Limits = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+"""The most that each worker of a flow may hold open, and from forward to the end of the backward, once or several
+times."""
+
+
+def _limits(part: Layout, flow: Flow, schedule: Schedule, bounds: Mapping[int, int]) -> Limits:
+    held = tuple(bounds[worker] for worker in flow.workers)
+    if not splits_backwards(schedule):
+        return held, (held,)
+    open_ = _at_most(held, bounds_of_part(part, "1f1b"), flow)
+    fewer = _at_most(held, bounds_of_part(part, "zero-bubble"), flow)
+    return open_, (fewer, held) if fewer != held else (held,)
+
+
 def _compile(
     part: Layout, flow: Flow, schedule: Schedule, bounds: Mapping[int, int], begins: Sequence[int], *,
     forward_only: bool,
 ) -> list[list[int]]:  # fmt: skip
     """The programs of one part, as codes."""
-    held = [bounds[worker] for worker in flow.workers]
-    if splits_backwards(schedule) and not forward_only:
-        open_ = _at_most(held, bounds_of_part(part, "1f1b"), flow)
-        tried = [_at_most(held, bounds_of_part(part, "zero-bubble"), flow), held]
-        return _zero_bubble(flow, open_, tried if tried[0] != held else [held], begins)
-    compiler = _Compiler(
-        flow, held, waits_for_forwards=schedule == "gpipe", forward_only=forward_only, begins=begins
-    )  # fmt: skip
-    return compiler.run()
+    open_, tried = _limits(part, flow, schedule, bounds)
+    key = (schedule, forward_only, open_, tried, tuple(begins), flow.digest)
+    known = _PROGRAMS.get(key)
+    if known is None:
+        if splits_backwards(schedule) and not forward_only:
+            known = _zero_bubble(flow, open_, tried, begins)
+        else:
+            waits = schedule == "gpipe"
+            known = _Compiler(
+                flow, tried[0], waits_for_forwards=waits, forward_only=forward_only, begins=begins
+            ).run()  # fmt: skip
+        _PROGRAMS.put(key, known)
+    return known
 
 
-def _at_most(held: Sequence[int], bounds: Mapping[int, int], flow: Flow) -> list[int]:
-    return [min(most, bounds[worker]) for most, worker in zip(held, flow.workers, strict=True)]
+def _at_most(held: Sequence[int], bounds: Mapping[int, int], flow: Flow) -> tuple[int, ...]:
+    return tuple(min(most, bounds[worker]) for most, worker in zip(held, flow.workers, strict=True))
 
 
 def _zero_bubble(
@@ -161,6 +223,35 @@ def _longest_since(ends: Sequence[float], begins: Sequence[float]) -> float:
 
 def _halves(code: int) -> tuple[int, ...]:
     return (code + INPUT - BACKWARD, code + WEIGHT - BACKWARD) if code & 3 == BACKWARD else (code,)
+
+
+_Value = TypeVar("_Value")
+
+
+class _Memo(Generic[_Value]):
+    """The last answers to so many questions. Answers are not changed by those who get them."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._known: dict[Hashable, _Value] = {}
+
+    def get(self, key: Hashable) -> _Value | None:
+        """The answer, if it is known."""
+        found = self._known.pop(key, None)
+        if found is not None:
+            self._known[key] = found  # now the youngest
+        return found
+
+    def put(self, key: Hashable, value: _Value) -> None:
+        """Remembers an answer, and forgets the one that was asked for longest ago."""
+        self._known[key] = value
+        if len(self._known) > self._size:
+            del self._known[next(iter(self._known))]
+
+
+_PROGRAMS: _Memo[list[list[int]]] = _Memo(128)
+"""A pipeline of 20,000 actions takes about a megabyte."""
+_TIMES: _Memo[float] = _Memo(8192)
 
 
 class _Compiler:

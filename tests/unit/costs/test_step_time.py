@@ -15,8 +15,9 @@ from elaswave.costs.schedules import SCHEDULES, in_flight_bounds
 from elaswave.costs.step_time.exact import time_programs
 from elaswave.costs.step_time.work import durations_of, transfer_of
 from elaswave.errors import InvalidProgramError
+from elaswave.planning import programs as planning_programs
 from elaswave.planning.layout import make_layout
-from elaswave.planning.programs import compile_programs
+from elaswave.planning.programs import compile_programs, compiled_step_s
 from elaswave.planning.validation import validate_programs
 from elaswave.types import Hop
 
@@ -59,6 +60,49 @@ def test_zero_bubble_on_uniform_stages_takes_as_long_as_its_paper_says(num_stage
     programs = compile_programs(layout, "zero-bubble", durations=ones)
     assert time_programs(layout, programs, ones).step_s == 3 * layout.num_microbatches + num_stages - 1
     assert max(in_flight_bounds(layout, "zero-bubble").values()) == num_stages
+
+
+@given(layouts, st.sampled_from(SCHEDULES), st.integers(1, 3), st.integers(0, 7))
+def test_a_step_is_timed_without_its_programs_to_the_last_bit(layout, schedule, most, scale):
+    """Also where the same pipeline has been asked for before, under other bounds, schedules and durations."""
+
+    def durations(hop, kind):
+        whole = {"F": 0.1, "I": 0.23, "W": 0.17}
+        return (sum(whole.values()) - 0.1 if kind == "B" else whole[kind]) * (1 + scale * (hop.worker % 3)) / 3
+
+    def transfer_s(source, target, layer):
+        return 0.01 * (source.worker != target.worker)
+
+    bounds = None if schedule == "gpipe" else dict.fromkeys(layout.workers, most)
+    programs = compile_programs(layout, schedule, max_in_flight=bounds, durations=durations, transfer_s=transfer_s)
+    expected = time_programs(layout, programs, durations, transfer_s).step_s
+    found = compiled_step_s(layout, schedule, durations, max_in_flight=bounds, transfer_s=transfer_s)
+    assert found == expected
+    with_room = compiled_step_s(layout, schedule, durations, transfer_s=transfer_s)
+    programs = compile_programs(layout, schedule, durations=durations, transfer_s=transfer_s)
+    assert with_room == time_programs(layout, programs, durations, transfer_s).step_s
+
+
+def test_pipelines_that_are_alike_are_compiled_once(monkeypatch):
+    compiled = []
+    compile_one = planning_programs._Compiler.run
+
+    def run(self):
+        compiled.append(self)
+        return compile_one(self)
+
+    monkeypatch.setattr(planning_programs._Compiler, "run", run)
+
+    def durations(hop, kind):
+        return {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}[kind] * 0.731  # of no other test
+
+    side_by_side = layout_of([5, 5], 20)
+    assert compiled_step_s(side_by_side, "1f1b", durations) == 5 * 3 * 0.731
+    assert len(compiled) == 1
+    programs = compile_programs(side_by_side, "1f1b", durations=durations)
+    assert len(compiled) == 1
+    assert {len(program) for program in programs.values()} == {8}
+    assert len({action.microbatch for program in programs.values() for action in program}) == 20
 
 
 @given(layouts, st.data())
