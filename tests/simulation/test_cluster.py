@@ -21,7 +21,7 @@ from elaswave.sim.cluster.job import PolicyOutcome, interval_of, simulate, summa
 COSTS = layers(1, 1, 1, 1)
 HOUR_S = 3600.0
 RATES = Rates(losses_per_worker_day=0.5, repair_s=4 * HOUR_S, stragglers_per_worker_day=0.5)
-NO_STALL = RecoveryTimes(checkpoint_stall_s=0.0)
+NO_STALL = RecoveryTimes(checkpoint_stall_s=0.0, backup_interval_s=HOUR_S)
 
 
 def scenario(*changes: ClusterChange, num_workers: int = 8, duration_s: float = 10 * HOUR_S) -> Scenario:

@@ -23,9 +23,11 @@ from elaswave.costs.schedules import SCHEDULES, Schedule
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.planning.fault_free import fastest_fault_free, fault_free
 from elaswave.planning.healthy import Start, own_starts
+from elaswave.planning.placed_blocks import Placing
 from elaswave.planning.plan import Allocation, Planner
-from elaswave.planning.policies import POLICIES
+from elaswave.planning.policies import POLICIES, replication_of
 from elaswave.planning.prediction import time_as_it_is
+from elaswave.planning.survival import Survival, survival_of
 
 DEFAULT_MODEL = "llama-2-13b"
 DEFAULT_DEVICE = "ascend-910b"
@@ -222,6 +224,10 @@ class Setting:
     def healthy_step_s(self) -> float:
         """The shortest step that any policy is known to make of all workers: one for all of them."""
         return min([self.step_s, *(start.step_s for start in self.own_starts.values())])
+
+    def survival(self, policy: str, allocation: Allocation) -> Survival:
+        """Which losses at one instant leave a copy of all state, under a policy's layout of all workers."""
+        return survival_of(replication_of(policy), allocation, self.cluster, Placing(followers=self.followers))
 
     def capacity_left(self, left: Cluster) -> float:
         """Tokens per second of the capacity that is left: the best that any policy makes of all workers, times the

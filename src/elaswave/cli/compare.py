@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from elaswave.cli.cluster_options import (
     DEFAULT_WORKERS,
@@ -119,7 +120,10 @@ def _entry(
     name: str, planner: Planner, setting: Setting, start: Start, left: Cluster, event: ClusterEvent
 ) -> dict[str, Any]:
     """What a policy does, as JSON."""
+    survival = setting.survival(name, start.allocation)
     begin = {
+        "survives": survival.describe(),
+        "survival": msgspec.to_builtins(survival),
         "step_time_s": start.step_s,
         "layout": _shape_of(start.allocation),
         "schedule": start.allocation.schedule,
@@ -220,6 +224,9 @@ def _render(
     )
     for entry in entries:
         lines += wrap(f"{entry['policy']}: {entry['reason']}", width)
+    lines += ["", *wrap("of losses at one instant before that, from the same start, without going back:", width)]
+    for entry in entries:
+        lines += wrap(f"{entry['policy']} {entry['start']['survives']}", width)
     return lines
 
 

@@ -61,13 +61,14 @@ def render_policies(results: Results, width: int) -> list[str]:
         f"{_percent(summaries[0].availability)}",
         width,
     )
-    header = ["policy", "goodput", "ETTR", "of capacity", "lost work", "pauses", "waiting", "slower"]
+    header = ["policy", "goodput", "ETTR", "of capacity", "went back", "lost work", "pauses", "waiting", "slower"]
     rows = [
         [
             summary.policy,
             _percent(summary.goodput),
             _percent(summary.ettr),
             _percent(summary.of_capacity),
+            f"{summary.num_rollbacks.mean:g} x",
             _duration(summary.lost_work_s.mean),
             _duration(sum(interval.mean for interval in summary.pauses_s.values())),
             _duration(summary.waiting_s.mean),
@@ -103,8 +104,10 @@ def render_policy(results: Results, width: int) -> list[str]:
     ):
         rows.append([name, _part(seconds, duration_s)])
     lines += render_table(["where the time went", "share of it"], rows, width)
-    lines += ["", *wrap(f"state moved {format_bytes(round(summary.migrated_bytes.mean))}, energy "
-                        f"{summary.energy_j.mean / 3.6e9:,.2f} MWh", width)]  # fmt: skip
+    times = f"{summary.num_rollbacks.mean:g} times"
+    moved, energy_mwh = format_bytes(round(summary.migrated_bytes.mean)), summary.energy_j.mean / 3.6e9
+    text = f"went back to a checkpoint {times}; state moved {moved}, energy {energy_mwh:,.2f} MWh"
+    lines += ["", *wrap(text, width)]
     return lines
 
 

@@ -88,7 +88,7 @@ def plan_command(
         plan = planner(left, setting.costs, setting.allocation, ClusterEvent(kind="lost", workers=lost))
     else:
         left, plan = setting.cluster, None
-    result = _Result(setting, lost, left, plan)
+    result = _Result(setting, policy, lost, left, plan)
     step = None if trace is None else _traced(trace, setting, left, plan)
     if json_mode:
         simulated = {} if step is None else {"simulated_step": step.to_json()}
@@ -156,11 +156,12 @@ def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any], Mapping[str, Pl
 class _Result:
     """A plan beside what was before it."""
 
-    def __init__(self, setting: Setting, lost: tuple[int, ...], left: Cluster, plan: Plan | None) -> None:
+    def __init__(self, setting: Setting, policy: str, lost: tuple[int, ...], left: Cluster, plan: Plan | None) -> None:
         self._setting = setting
         self._lost = lost
         self._left = left
         self._plan = plan
+        self._survival = setting.survival(policy, setting.allocation)
         self._before = stage_rows(setting.cluster, setting.costs, setting.allocation, followers=setting.followers)
         self._after = (
             [] if plan is None else stage_rows(left, setting.costs, plan.allocation, followers=setting.followers)
@@ -181,6 +182,8 @@ class _Result:
                 "throughput": self._before_rate,
                 "throughput_unit": self._setting.unit,
                 "stages": msgspec.to_builtins(self._before),
+                "survives": self._survival.describe(),
+                "survival": msgspec.to_builtins(self._survival),
             },
         }
         if self._plan is None:
@@ -211,6 +214,7 @@ class _Result:
         step = format_seconds(self._setting.step_s)
         lines += ["", *wrap(f"before: a step takes {step}, {self._before_rate:,.0f} {self._setting.unit}", width)]
         lines += render_stages(self._before, width)
+        lines += wrap(f"at one instant, without going back to a checkpoint, it {self._survival.describe()}", width)
         if self._plan is None:
             return [*lines, "", "no worker is lost; --lose N asks for a plan"]
         plan, fraction = self._plan, self._after_rate / self._before_rate

@@ -20,6 +20,7 @@ from elaswave.cli.cluster_options import (
 )
 from elaswave.cli.layout_table import as_json
 from elaswave.cli.outcome_table import Results, document_of, render_policies, render_policy
+from elaswave.cli.redundancy_options import RedundancyOptions, redundancy_options
 from elaswave.cli.scenario_options import ScenarioOptions, read_scenarios, scenario_options
 from elaswave.cli.tables import terminal_width
 from elaswave.cli.waiting import Waiting
@@ -27,7 +28,6 @@ from elaswave.config.policy_code import find_policy
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
-from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.planning.baselines.common import rectangle
@@ -63,6 +63,7 @@ class Life:
 @click.command(name="simulate", short_help="Days of a job whose machines fail, under every policy.")
 @cluster_options
 @scenario_options
+@redundancy_options
 @click.option(
     "--policy",
     "policies",
@@ -79,7 +80,7 @@ class Life:
 @click.option("--json", "json_mode", is_flag=True, help="Print one JSON document.")
 def simulate_command(
     options: ClusterOptions, policies: tuple[str, ...], seed: int, seeds: int, plot: Path | None, json_mode: bool,
-    **scenario: Any,
+    redundancy: RedundancyOptions, **scenario: Any,
 ) -> None:  # fmt: skip
     """Simulate days of training while machines fail, come back and slow down: goodput, lost work, pauses, energy.
 
@@ -92,7 +93,7 @@ def simulate_command(
     elaswave simulate --rate 0.01 --weibull-shape 0.7 \\
       --nodes-per-rack 4 --rack-losses 0.002
     elaswave simulate --trace gcloud.txt --model llama-2-7b \\
-      --device a100 --stages 4
+      --device a100 --stages 4 --followers 2
     """
     names = policies or tuple(POLICIES)
     if len(set(names)) != len(names):
@@ -105,7 +106,7 @@ def simulate_command(
         check_plot_path(plot)
     life = describe_life(options, ScenarioOptions(**scenario), seeds=range(seed, seed + seeds))
     _check_effort(life, len(names))
-    outcomes = live(life, names)
+    outcomes = live(life, names, redundancy)
     if plot is not None:
         title = life.title if len(names) > 1 else f"{life.title}; {names[0]}"
         plot_timelines(plot, title, [of_policy[0] for of_policy in outcomes])
@@ -175,7 +176,7 @@ def describe_life(options: ClusterOptions, scenario: ScenarioOptions, *, seeds: 
     )
 
 
-def live(life: Life, policies: Sequence[str]) -> list[list[PolicyOutcome]]:
+def live(life: Life, policies: Sequence[str], redundancy: RedundancyOptions) -> list[list[PolicyOutcome]]:
     """What each policy makes of every scenario.
 
     Raises:
@@ -200,8 +201,10 @@ def live(life: Life, policies: Sequence[str]) -> list[list[PolicyOutcome]]:
                         num_stages=life.num_stages,
                         num_microbatches=life.num_microbatches,
                         schedule=life.schedule,
-                        pauses=_pauses(scenario),
+                        pauses=redundancy.pauses(scenario),
                         planner=own,
+                        placing=redundancy.placing,
+                        refill_bytes_per_step=redundancy.refill_bytes_per_step,
                         healthy_step_s=healthy_s,
                         progress=lambda done, before=before: waiting.at((before + done) / number),  # type: ignore[misc]
                     )
@@ -227,7 +230,3 @@ def healthy_s_of(life: Life) -> float:
         schedule=life.schedule,
     )
     return healthy_step_s(life.machines, life.costs, configured, POLICIES)
-
-
-def _pauses(scenario: Scenario) -> RecoveryTimes:
-    return RecoveryTimes().for_mtbf(scenario.mtbf_s) if 0 < scenario.mtbf_s < float("inf") else RecoveryTimes()

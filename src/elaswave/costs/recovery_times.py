@@ -36,8 +36,13 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Between durable checkpoints where a loss leads back to one; `for_mtbf` computes the best."""
     checkpoint_stall_s: float = 1.0
     """Of training, for each durable checkpoint: the copy to host memory; writing overlaps with training."""
-    backup_interval_s: float = 3600.0
-    """Between durable checkpoints of policies that need them only when all copies of a layer are lost."""
+    backup_interval_s: float = 1200.0
+    """Between durable checkpoints of policies that need them only when all copies of some state are lost. The engine's
+    default, `run.checkpoint_every_s`."""
+    storage_bytes_per_s: float = 2e12 / 16_384
+    """What a worker reads of a checkpoint per second while all do. The Llama 3 Herd of Models (arXiv 2407.21783),
+    section 3.3.1: storage with a sustainable throughput of 2 TB/s, for jobs of up to 16,384 GPUs (section 3.3.4). That
+    storage grows with a job is our assumption."""
     horizon_s: float | None = None
     """Expected time to the next event: what costs more than it gains until then is not done. None means as Llama 3's
     rate says for so many workers."""
@@ -48,7 +53,7 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: with every figure that cannot be.
         """
-        positive = ("checkpoint_interval_s", "backup_interval_s", "horizon_s", "copy_share")
+        positive = ("checkpoint_interval_s", "backup_interval_s", "storage_bytes_per_s", "horizon_s", "copy_share")
         problems = [
             f"{name} is {value}, needed: finite and {'above' if name in positive else 'at least'} 0"
             for name in self.__struct_fields__
@@ -63,6 +68,10 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True):
     def horizon(self, num_workers: int) -> float:
         """Expected seconds to the next event of so many workers."""
         return WORKER_S_BETWEEN_LOSSES / max(1, num_workers) if self.horizon_s is None else self.horizon_s
+
+    def load_s(self, num_bytes: float) -> float:
+        """Seconds in which a worker loads so many bytes of a checkpoint, while all others load theirs."""
+        return num_bytes / self.storage_bytes_per_s
 
     def for_mtbf(self, mtbf_s: float) -> "RecoveryTimes":
         """With the horizon, and the checkpoint interval that loses least, at this mean time between losses.

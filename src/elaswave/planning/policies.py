@@ -10,6 +10,7 @@ from functools import partial
 
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import UsageError
 from elaswave.planning import planner
@@ -17,16 +18,19 @@ from elaswave.planning.baselines import full_restart, oobleck, recycle, torchft
 from elaswave.planning.options import Options
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.prediction import EXACT_WORKERS
+from elaswave.planning.replication import Replication
 
 __all__ = [
     "CANDIDATES",
     "OWN_STEPS",
     "POLICIES",
     "PREDICTED_ONLY",
+    "REPLICATION",
     "ROLL_BACK",
     "SPARES",
     "make_policies",
     "policy_named",
+    "replication_of",
 ]
 
 ROLL_BACK = frozenset({"full_restart", "full_restart_spares"})
@@ -47,15 +51,39 @@ CANDIDATES = frozenset(
 )  # fmt: skip
 """Baselines whose plans are candidates of ElasWave's: they keep the batch, and this engine can run them."""
 
+REPLICATION: Mapping[str, Replication] = {
+    "elaswave": Replication(
+        unit="blocks",
+        what="each block has an owner and followers that apply the same updates",
+        source="this engine (docs/protocol.md, docs/planning.md)",
+        rolls_back_in_place=True,
+    ),
+    "recycle": recycle.REPLICATION,
+    "recycle_normalized": recycle.REPLICATION,
+    "recycle_rerouting": recycle.REPLICATION,
+    "torchft": torchft.REPLICATION,
+    "torchft_batch_kept": torchft.REPLICATION,
+    "oobleck": oobleck.REPLICATION,
+    "oobleck_aligned": oobleck.REPLICATION,
+    "full_restart": full_restart.REPLICATION,
+    "full_restart_spares": full_restart.REPLICATION,
+}
+"""What of the state each policy holds more than once."""
+
+_OF_OWN = Replication(
+    unit="stages", what="all workers of a stage hold the same, as in plain data parallelism", source="assumed"
+)
+
 BASELINES_UP_TO = EXACT_WORKERS
 """Workers up to which the baselines' plans are candidates of ElasWave's."""
 
 
-def make_policies(times: RecoveryTimes | None = None) -> Mapping[str, Planner]:
+def make_policies(times: RecoveryTimes | None = None, *, followers: int = DEFAULT_FOLLOWERS) -> Mapping[str, Planner]:
     """The policies with these times of recovery.
 
     Args:
         times: how long training stands still; None means `RecoveryTimes`' defaults.
+        followers: live copies of every block, which take memory from elaswave's plans.
     Returns:
         Name -> planner; elaswave first.
     """
@@ -76,6 +104,7 @@ def make_policies(times: RecoveryTimes | None = None) -> Mapping[str, Planner]:
         ),
     }
     options = Options(
+        followers=followers,
         pause_s=given.recover_s,
         join_pause_s=given.join_s,
         move_pause_s=given.move_s,
@@ -113,3 +142,8 @@ def policy_named(name: str, policies: Mapping[str, Planner] = POLICIES) -> Plann
     if name not in policies:
         raise UsageError(f"unknown policy {name!r}: choose one of {', '.join(policies)}")
     return policies[name]
+
+
+def replication_of(name: str) -> Replication:
+    """What of the state a policy holds more than once; for a person's own, replicas of stages are assumed."""
+    return REPLICATION.get(name, _OF_OWN)

@@ -29,6 +29,7 @@ from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines.common import fetch, gone_from, is_in, make_plan, rectangle, unused
 from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.plan import Allocation, Plan
+from elaswave.planning.replication import Replication
 
 NAME = "full_restart"
 NUM_SPARES = 8
@@ -36,6 +37,9 @@ NUM_SPARES = 8
 workers are lost before one is repaired."""
 SPARE_SHARE = 0.1
 """The most of all workers that stand by."""
+REPLICATION = Replication(
+    unit="nothing", what="the last durable checkpoint is what there is besides", source="by definition of this policy"
+)
 
 
 def plan(

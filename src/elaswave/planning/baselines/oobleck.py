@@ -55,8 +55,15 @@ from elaswave.planning.baselines.common import (
 from elaswave.planning.partition import template_beside
 from elaswave.planning.pipelines import Ranges, linear_s, ranges_of
 from elaswave.planning.plan import Allocation, Plan, StateTransfer
+from elaswave.planning.replication import Replication
 
 NAME = "oobleck"
+REPLICATION = Replication(
+    unit="stages",
+    what="each pipeline holds the whole state once, so every holder of a layer holds all of it",
+    source="Oobleck (arXiv 2309.08125), abstract: f + 1 pipeline replicas tolerate any f simultaneous failures, by "
+    "model states that are replicated across them",
+)
 
 
 def plan(

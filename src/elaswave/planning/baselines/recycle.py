@@ -45,9 +45,17 @@ from elaswave.planning.baselines import full_restart
 from elaswave.planning.baselines.common import base_levels, copy_s, fetch, gone_from, is_in, make_plan, renamed, unused
 from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, StateTransfer
+from elaswave.planning.replication import Replication
 
 NAME = "recycle"
 _PREDICTED = ", stages update without waiting for each other: predicted, this engine cannot run it"
+REPLICATION = Replication(
+    unit="stages",
+    what="data-parallel peers hold the same parameters; that each holds all of the optimizer's state, too, is assumed "
+    "in its favour: we could not check what the paper says of sharded state",
+    source="ReCycle (arXiv 2405.14009), abstract (servers across data-parallel groups store the same parameters) and "
+    "section 3 (a stage that is lost with all workers: back to a checkpoint)",
+)
 
 
 def plan(

@@ -30,8 +30,15 @@ from elaswave.planning.apportionment import evenly
 from elaswave.planning.baselines.common import chain_of, fetch, gone_from, is_in, make_plan, unused
 from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.plan import Allocation, Plan, StateTransfer
+from elaswave.planning.replication import Replication
 
 NAME = "torchft"
+REPLICATION = Replication(
+    unit="groups",
+    what="each replica group holds the whole state once; one that has lost a worker heals from a group that is whole",
+    source="torchft, README (fault tolerance across the replicated dimension, any sharding within a group) and docs, "
+    "Protocol (one that falls behind recovers from one that has taken most steps)",
+)
 
 
 def plan(

@@ -8,6 +8,9 @@ Definitions, with symbols, are in docs/simulation.md. In short: T is the scenari
 step, rho = M / step the fault-free job's rate on all machines. *Goodput* is the micro-batches that were committed and
 not lost again, over rho x T. T is the sum of its parts: useful + lost work + pauses + waiting + slower.
 
+State is lost where losses take all copies of something (`elaswave.sim.cluster.held_state`): then the job goes back to
+its last durable checkpoint.
+
 Approximated: steps are not told apart. A failure that interrupts one loses half of it, for every policy: the engine
 tries such a step again as a whole. A step's time is as the policies' plans predict it, timed exactly for small jobs,
 the closed form for large ones. A change during a pause can only prolong it. State that moves in the background takes a
@@ -26,16 +29,27 @@ import numpy as np
 
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
+from elaswave.costs.memory import MemoryModel
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines.common import make_plan, rectangle
 from elaswave.planning.baselines.full_restart import num_pipelines
 from elaswave.planning.declared import declaration_of
+from elaswave.planning.placed_blocks import Placing
 from elaswave.planning.plan import Plan, Planner
-from elaswave.planning.policies import OWN_STEPS, ROLL_BACK, SPARES, make_policies, policy_named
+from elaswave.planning.policies import (
+    OWN_STEPS,
+    ROLL_BACK,
+    SPARES,
+    make_policies,
+    policy_named,
+    replication_of,
+)
+from elaswave.planning.replication import Replication
 from elaswave.sim.cluster.copies import Copies, copies_of
 from elaswave.sim.cluster.failures import ClusterChange, Scenario
+from elaswave.sim.cluster.held_state import held_state
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -71,9 +85,12 @@ class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
     lost_training_s: float
     """Seconds for which the job trained on what was thrown away: longer than `lost_work_s` where it was slower."""
     pauses_s: dict[str, float]
-    """Cause -> seconds of standing still. Causes: the kinds of events, restart (after a stop), checkpoint."""
+    """Cause -> seconds of standing still. Causes: the kinds of events, rollback (all copies of some state were lost),
+    restart (after a stop), checkpoint."""
     num_pauses: dict[str, int]
     """Cause -> how often."""
+    num_rollbacks: int
+    """How often the job went back to a checkpoint, or to its beginning."""
     waiting_s: float
     """With too few workers to train at all."""
     slower_s: float
@@ -103,6 +120,9 @@ def simulate(
     schedule: Schedule = "1f1b",
     pauses: RecoveryTimes | None = None,
     planner: Planner | None = None,
+    replication: Replication | None = None,
+    placing: Placing | None = None,
+    refill_bytes_per_step: float | None = None,
     healthy_step_s: float | None = None,
     progress: Callable[[float], None] = lambda done: None,
 ) -> PolicyOutcome:
@@ -119,6 +139,10 @@ def simulate(
         schedule: of the job at the beginning.
         pauses: times of standing still; None means `RecoveryTimes`' defaults.
         planner: use this one under the policy's name.
+        replication: what of the state the policy holds more than once; None means as `replication_of` its name says.
+        placing: followers of blocks, where the policy has blocks; None means `Placing`'s defaults.
+        refill_bytes_per_step: the most that a worker sends in a step to make lost copies again
+            (`elastic.refill_bytes_per_step`); None means what its link carries.
         healthy_step_s: of the fault-free job that goodput is measured by, where it is shorter than of the job at the
             beginning: then no policy gains by what could have been had without a failure. `undisturbed_step_s` has the
             shortest that any policy is known to make.
@@ -128,10 +152,12 @@ def simulate(
         InfeasiblePlan: not even all workers that are ever there at once can train this model.
     """
     pauses = pauses or RecoveryTimes()
-    chosen = planner or policy_named(policy, make_policies(pauses))
+    placing = placing or Placing()
+    chosen = planner or policy_named(policy, make_policies(pauses, followers=placing.followers))
     job = _SimulatedJob(
-        scenario, machines, costs, policy, chosen, num_stages, num_microbatches, schedule, pauses, healthy_step_s
-    )
+        scenario, machines, costs, policy, chosen, num_stages, num_microbatches, schedule, pauses, healthy_step_s,
+        replication or replication_of(policy), placing, refill_bytes_per_step,
+    )  # fmt: skip
     for change in scenario.changes:
         job.advance(change.at_s)
         job.meet(change)
@@ -146,11 +172,16 @@ class _SimulatedJob:
     def __init__(
         self, scenario: Scenario, machines: Cluster, costs: Costs, policy: str, planner: Planner, num_stages: int,
         num_microbatches: int, schedule: Schedule, pauses: RecoveryTimes, healthy_step_s: float | None,
+        replication: Replication, placing: Placing, refill_bytes_per_step: float | None,
     ) -> None:  # fmt: skip
         self._scenario, self._costs, self._policy, self._planner, self._pauses = (
             scenario, costs, policy, planner, pauses
         )  # fmt: skip
         self._num_stages, self._num_microbatches, self._schedule = num_stages, num_microbatches, schedule
+        self._replication, self._followers = replication, placing.followers
+        link = machines.between_nodes
+        shared = msgspec.structs.replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * pauses.copy_share)
+        self._held = held_state(replication, costs, shared, placing, refill_bytes_per_step)
         most = scenario.num_workers_max
         limit_w = machines.power_limit_w
         self._machines = replace(
@@ -192,6 +223,7 @@ class _SimulatedJob:
         self._migrated_bytes = 0.0
         self._pauses_s: defaultdict[str, float] = defaultdict(float)
         self._num_pauses: defaultdict[str, int] = defaultdict(int)
+        self._num_rollbacks = 0
         self._timeline: list[Sample] = []
         self._there = self._cluster(scenario.initial, scenario.nodes)
         self._try_to_start(first=True)
@@ -269,6 +301,7 @@ class _SimulatedJob:
             lost_training_s=self._lost_s,
             pauses_s=dict(sorted(self._pauses_s.items())),
             num_pauses=dict(sorted(self._num_pauses.items())),
+            num_rollbacks=self._num_rollbacks,
             waiting_s=self._waiting_s,
             slower_s=duration_s - useful_s - lost_work_s - paused_s - self._waiting_s,
             migrated_bytes=self._migrated_bytes,
@@ -331,18 +364,23 @@ class _SimulatedJob:
             # A policy that can do nothing with them leaves them idle.
             with suppress(InfeasiblePlan):
                 self._plan = self._planner(self._there, self._costs, self._plan.allocation, joined)
+        self._held.begin(self._plan, self._there)
 
     def _replan(self, before: Plan, event: ClusterEvent) -> None:
         was_paused = self._now_s < self._paused_until_s
+        state_lost = event.kind == "lost" and self._held.lose(self._now_s, event.workers)
         try:
             plan = self._planner(self._there, self._costs, before.allocation, event)
         except InfeasiblePlan:
             # The workers that are left cannot go on: begin again from the last checkpoint, as soon as that is possible.
-            self._lose(self._unsaved, self._unsaved_s)
+            self._go_back()
             self._plan = None
             self._try_to_start()
             return
         self._plan = plan
+        if state_lost and not plan.from_checkpoint:
+            self._load(plan)
+            return
         copies = copies_of(self._there, self._costs, before, plan, event, self._pauses)
         if copies is not None:
             self._copies, self._copied_s = copies, max(self._copied_s, self._now_s) + copies.seconds
@@ -350,13 +388,35 @@ class _SimulatedJob:
             self._copied_s = self._now_s
         self._migrated_bytes += sum(transfer.num_bytes for transfer in plan.transfers)
         if plan.from_checkpoint:
-            self._lose(self._unsaved, self._unsaved_s)
-            self._since_checkpoint_s = 0.0
-        elif plan.lost_work_s > 0 and not was_paused:
-            half = before.allocation.num_microbatches / 2
-            self._lose(min(self._unsaved, half), min(self._unsaved_s, before.predicted_step_s / 2))
+            self._go_back()
+            self._held.begin(plan, self._there)
+        else:
+            self._held.adopt(self._now_s, plan, self._there, max(self._now_s, self._copied_s))
+            if plan.lost_work_s > 0 and not was_paused:
+                half = before.allocation.num_microbatches / 2
+                self._lose(min(self._unsaved, half), min(self._unsaved_s, before.predicted_step_s / 2))
         if plan.predicted_pause_s > 0:
             self._pause(event.kind, plan.predicted_pause_s)
+
+    def _load(self, plan: Plan) -> None:
+        """Goes back to the last durable checkpoint with the workers that a plan uses."""
+        self._go_back()
+        self._copied_s = self._now_s
+        stages = [stage for chain in plan.allocation.chains for stage in chain.stages]
+        memory = MemoryModel.of_stages(self._costs, stages, self._followers)
+        loaded = [memory.sent_bytes(stage.start, stage.stop) for stage in stages]
+        self._migrated_bytes += sum(each * stage.width for each, stage in zip(loaded, stages, strict=True))
+        seconds = self._pauses.restart_s
+        if self._replication.rolls_back_in_place:
+            seconds = self._pauses.recover_s + self._pauses.load_s(max(loaded))
+        self._pause("rollback", seconds)
+        self._held.begin(plan, self._there)
+
+    def _go_back(self) -> None:
+        """Loses everything since the last durable checkpoint."""
+        self._num_rollbacks += 1
+        self._lose(self._unsaved, self._unsaved_s)
+        self._since_checkpoint_s = 0.0
 
     def _lose(self, num_microbatches: float, seconds: float) -> None:
         self._lost += num_microbatches
@@ -480,6 +540,7 @@ class OutcomeSummary(msgspec.Struct, frozen=True, kw_only=True):
     energy_j: Interval
     pauses_s: dict[str, Interval]
     """By cause."""
+    num_rollbacks: Interval
 
 
 def summarize(outcomes: Sequence[PolicyOutcome]) -> OutcomeSummary:
@@ -509,4 +570,5 @@ def summarize(outcomes: Sequence[PolicyOutcome]) -> OutcomeSummary:
         migrated_bytes=over(lambda each: each.migrated_bytes),
         energy_j=over(lambda each: each.energy_j),
         pauses_s={cause: interval_of([each.pauses_s.get(cause, 0.0) for each in outcomes]) for cause in causes},
+        num_rollbacks=over(lambda each: each.num_rollbacks),
     )

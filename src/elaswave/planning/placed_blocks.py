@@ -1,0 +1,205 @@
+"""Owners and followers of blocks at worker level: which workers hold the only copies of some block together. Pure.
+
+The partners of a worker are chosen by the engine's own function (`elaswave.state.partners`), from the same groups of
+workers that run the same layers. What is left out are the blocks: of an owner's blocks each of its partners is taken to
+follow some, which holds as soon as it owns as many blocks as it has partners.
+
+Partners are worked out when they are asked for: of 100,000 workers they take a second, and most losses need none.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from elaswave.costs.machines import Cluster
+from elaswave.costs.memory import DEFAULT_FOLLOWERS
+from elaswave.planning.plan import Allocation
+from elaswave.planning.replication import LayerRange, has, layer_ranges, place_of
+from elaswave.state.partners import Partners, choose_partners
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placing:
+    """How followers are chosen."""
+
+    followers: int = DEFAULT_FOLLOWERS
+    """Live copies of every block beside its owner's."""
+    scatter_width: int | None = None
+    """Partners of a worker; None means all other workers that run the same, as before there were partners."""
+    knows_hosts: bool = True
+    """Whether followers are put on other hosts."""
+
+
+class PlacedBlocks:
+    """Who holds blocks together under an allocation (`elaswave.planning.replication.Copies`).
+
+    Args:
+        ranges: the layers, by who runs them.
+        hosts: ascending ids of all workers of the ranges, and the host of each; others may be among them.
+        placing: how followers are chosen.
+        kept: partners of before; they stay where they fit, as in the engine.
+    """
+
+    def __init__(
+        self, ranges: Sequence[LayerRange], hosts: tuple[np.ndarray, np.ndarray], placing: Placing, kept: Partners
+    ) -> None:
+        self._ranges, self._hosts, self._placing, self._kept = ranges, hosts, placing, kept
+
+    @classmethod
+    def of(cls, allocation: Allocation, there: Cluster, placing: Placing) -> "PlacedBlocks":
+        """Of blocks that are placed afresh.
+
+        Args:
+            allocation: who runs which layers.
+            there: with all of its workers.
+            placing: how followers are chosen.
+        """
+        return cls(layer_ranges(allocation), (there.ids, there.node), placing, {})
+
+    def moved_to(self, allocation: Allocation, there: Cluster) -> "PlacedBlocks":
+        """Under another allocation, once all copies are where it wants them."""
+        return PlacedBlocks(layer_ranges(allocation), (there.ids, there.node), self._placing, self._partners_so_far)
+
+    def without(self, workers: Collection[int]) -> "PlacedBlocks":
+        """Without some workers, once their copies have been made again."""
+        gone = np.fromiter(workers, dtype=np.int64, count=len(workers))
+        ranges = [
+            LayerRange(start=each.start, stop=each.stop, members=each.members[~np.isin(each.members, gone)])
+            for each in self._ranges
+        ]
+        return PlacedBlocks(ranges, self._hosts, self._placing, self._partners_so_far)
+
+    def shares(self, worker: int) -> Iterator[tuple[LayerRange, int]]:
+        """The layer ranges whose blocks a worker owns a share of, and how many workers share them."""
+        for layers in self._ranges:
+            if has(layers.members, worker):
+                yield layers, len(layers.members)
+
+    # ------------------------------------------------------------------------------------------------------ questions
+
+    def lost_with(self, workers: Collection[int]) -> bool:
+        """As of `Copies`."""
+        gone = frozenset(worker for worker in workers if has(self._members, worker))
+        if len(gone) <= self._num_followers:
+            return False
+        if not self._num_followers:
+            return True
+        if self._spreads and len({self._host_of(worker) for worker in gone}) == 1:
+            return False  # the first follower is on another host
+        return any(self._is_fatal(layers, (owner,), gone) for owner in gone for layers, _ in self.shares(owner))
+
+    def fatal_sets(self, size: int) -> Iterator[tuple[int, ...]]:
+        """As of `Copies`."""
+        if size != self._num_followers + 1:
+            return
+        seen: set[tuple[int, ...]] = set()
+        for layers in self._ranges:
+            for owner in layers.members.tolist():
+                for holders in self._holders(layers, (owner,)):
+                    found = tuple(sorted(holders))
+                    if found not in seen:
+                        seen.add(found)
+                        yield found
+
+    def num_senders(self, worker: int) -> int:
+        """How many workers hold the other copies of what a worker holds, at least 1."""
+        peers = max((width for _, width in self.shares(worker)), default=1) - 1
+        return max(1, peers if self._placing.scatter_width is None else min(peers, self._placing.scatter_width))
+
+    def _is_fatal(self, layers: LayerRange, holders: tuple[int, ...], gone: Collection[int]) -> bool:
+        """Whether some block with these holders has all others among those who are gone, too."""
+        if len(holders) > self._num_followers:
+            return True
+        next_ones = self._next_holders(layers, holders)
+        return any(
+            self._is_fatal(layers, (*holders, other), gone)
+            for other in gone
+            if other not in holders and has(next_ones, other)
+        )
+
+    def _holders(self, layers: LayerRange, holders: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """All sets of owner and followers that begin with these."""
+        if len(holders) > self._num_followers:
+            yield holders
+            return
+        for other in self._next_holders(layers, holders).tolist():
+            yield from self._holders(layers, (*holders, other))
+
+    def _next_holders(self, layers: LayerRange, holders: tuple[int, ...]) -> np.ndarray:
+        """Those among whom the next follower is chosen, ascending: partners of the owner, then as `FollowerChooser`."""
+        partners = self._partners_of(layers, holders[0])
+        if len(holders) == 1 and len(partners):
+            return partners
+        free = self._members[~np.isin(self._members, holders)]
+        inside = np.isin(free, layers.members)
+        wants_inside = not any(has(layers.members, other) for other in holders[1:])
+        fitting = free[inside == wants_inside]
+        if not len(fitting):
+            fitting = free
+        if self._placing.knows_hosts:
+            used = [self._host_of(holder) for holder in holders]
+            elsewhere = fitting[~np.isin(self._nodes[np.searchsorted(self._hosts[0], fitting)], used)]
+            fitting = elsewhere if len(elsewhere) else fitting
+        if not len(partners):
+            return fitting
+        others = fitting[~np.isin(fitting, partners)]
+        fitting = others if len(others) else fitting
+        # The engine takes the one that is such a follower least often; here they are dealt in turn.
+        turn = sum(place * (place_of(self._members, holder) or 0) for place, holder in zip((1, 3, 5, 7), holders))
+        return fitting[[turn % len(fitting)]]
+
+    def _partners_of(self, layers: LayerRange, owner: int) -> np.ndarray:
+        """The partners that may be first followers of an owner's blocks in these layers; none if all workers may."""
+        if self._placing.scatter_width is None:
+            return np.zeros(0, dtype=np.int64)
+        partners = np.array(sorted(self._partners[owner]), dtype=np.int64)
+        if self._spreads:
+            return partners
+        inside = partners[np.isin(partners, layers.members)]
+        return inside if len(inside) else partners
+
+    # -------------------------------------------------------------------------------------------------------- derived
+
+    @cached_property
+    def _members(self) -> np.ndarray:
+        """All that hold blocks, ascending."""
+        return np.unique(np.concatenate([layers.members for layers in self._ranges]))
+
+    @property
+    def _nodes(self) -> np.ndarray:
+        return self._hosts[1]
+
+    @property
+    def _num_followers(self) -> int:
+        return min(self._placing.followers, len(self._members) - 1)
+
+    @cached_property
+    def _spreads(self) -> bool:
+        """Whether each first follower is on another host than its owner."""
+        if self._placing.scatter_width is None or not self._placing.knows_hosts:
+            return False
+        nodes = self._nodes[np.searchsorted(self._hosts[0], self._members)]
+        return bool(np.any(nodes != nodes[0]))
+
+    def _host_of(self, worker: int) -> int:
+        where = place_of(self._hosts[0], worker)
+        assert where is not None, worker
+        return int(self._nodes[where])
+
+    @cached_property
+    def _partners(self) -> Partners:
+        assert self._placing.scatter_width is not None
+        nodes = self._nodes[np.searchsorted(self._hosts[0], self._members)].tolist()
+        return choose_partners(
+            [layers.members.tolist() for layers in self._ranges],
+            self._placing.scatter_width,
+            hosts=dict(zip(self._members.tolist(), nodes, strict=True)) if self._placing.knows_hosts else None,
+            kept=self._kept,
+        )
+
+    @property
+    def _partners_so_far(self) -> Partners:
+        """To be kept: those that were asked for, else those of before."""
+        return self.__dict__.get("_partners", self._kept)

@@ -1,0 +1,126 @@
+"""Which losses at one instant a job survives without going back to a checkpoint, as shares and as a line of text. Pure.
+
+Single workers, pairs, triples and whole hosts are counted, not drawn, unless there are too many fatal sets to list.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from math import comb
+
+import msgspec
+import numpy as np
+
+from elaswave.costs.machines import Cluster
+from elaswave.hashing import key64
+from elaswave.planning.placed_blocks import PlacedBlocks, Placing
+from elaswave.planning.plan import Allocation
+from elaswave.planning.replication import WHOLE, Copies, Replication
+
+LISTED_MAX = 2_000_000
+"""Fatal sets that are listed to count them."""
+DRAWN = 10_000
+"""Sets that are drawn, always the same, where more would have to be listed."""
+_NAMES = {1: ("worker", "single workers"), 2: ("two workers", "pairs"), 3: ("three workers", "triples")}
+
+
+class Survival(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares of losses at one instant that leave a copy of everything."""
+
+    workers: tuple[float, ...]
+    """Of single workers, of pairs, of triples; up to the first that is below 1."""
+    drawn: bool
+    """The last of them is an estimate from `DRAWN` sets."""
+    hosts: int
+    """Whole hosts whose loss is survived."""
+    num_hosts: int
+
+    def describe(self) -> str:
+        """As a line: survives any one worker; 96 % of pairs; no whole host."""
+        parts = []
+        size = len(self.workers)
+        survived = size if self.workers[-1] == 1 else size - 1
+        if survived:
+            parts.append(f"any {_NAMES[survived][0] if survived > 1 else 'one worker'}")
+        if survived < size:
+            share, name = self.workers[-1], _NAMES[size][1]
+            parts.append(f"no loss of {name}" if share == 0 else f"{'about ' * self.drawn}{percent(share)} of {name}")
+        if self.hosts == self.num_hosts:
+            parts.append("any whole host")
+        else:
+            parts.append(f"{self.hosts} of {self.num_hosts} whole hosts" if self.hosts else "no whole host")
+        return "survives " + "; ".join(parts)
+
+
+def survival(copies: Copies, workers: np.ndarray, nodes: np.ndarray) -> Survival:
+    """Counts what a job survives.
+
+    Args:
+        copies: who holds what.
+        workers: that compute, ascending ids: of them losses are.
+        nodes: the host of each.
+    """
+    shares: list[float] = []
+    drawn = False
+    for size in (1, 2, 3):
+        if len(workers) <= size:
+            break
+        share, drawn = _share(copies, workers, size)
+        shares.append(share)
+        if share < 1:
+            break
+    hosts = list(_by_host(workers, nodes))
+    survived = sum(not copies.lost_with(members) for members in hosts)
+    return Survival(workers=tuple(shares), drawn=drawn, hosts=survived, num_hosts=len(hosts))
+
+
+def survival_of(replication: Replication, allocation: Allocation, there: Cluster, placing: Placing) -> Survival:
+    """What a policy's job survives.
+
+    Args:
+        replication: what the policy holds more than once.
+        allocation: of the job.
+        there: with all of its workers.
+        placing: how blocks are copied, if the policy has blocks.
+    """
+    copies: Copies
+    if replication.unit == "blocks":
+        copies = PlacedBlocks.of(allocation, there, placing)
+    else:
+        copies = WHOLE[replication.unit](allocation, ())
+    workers = allocation.workers
+    return survival(copies, workers, there.node[there.index_of(workers)])
+
+
+def percent(share: float) -> str:
+    """A share below 1, with as many digits as it takes not to be rounded up to all."""
+    for digits in range(7):
+        text = f"{share * 100:.{digits}f}"
+        if float(text) < 100:
+            return f"{text} %"
+    return f"all but {1 - share:.1e}"
+
+
+def _share(copies: Copies, workers: np.ndarray, size: int) -> tuple[float, bool]:
+    """Share of the sets of so many workers that are survived, and whether it is estimated."""
+    number = sum(1 for _ in islice(copies.fatal_sets(size), LISTED_MAX + 1))
+    if number <= LISTED_MAX:
+        return 1 - number / comb(len(workers), size), False
+    drawn = (_draw(workers, size, number) for number in range(DRAWN))
+    return sum(not copies.lost_with(each) for each in drawn) / DRAWN, True
+
+
+def _draw(workers: np.ndarray, size: int, number: int) -> set[int]:
+    """A set of so many workers that follows from its number alone."""
+    found: set[int] = set()
+    place = 0
+    while len(found) < size:
+        found.add(int(workers[key64("survival", number, place) % len(workers)]))
+        place += 1
+    return found
+
+
+def _by_host(workers: np.ndarray, nodes: np.ndarray) -> Iterator[list[int]]:
+    order = np.argsort(nodes, kind="stable")
+    cuts = np.flatnonzero(np.diff(nodes[order])) + 1
+    groups: Iterable[np.ndarray] = np.split(workers[order], cuts)
+    yield from (group.tolist() for group in groups)

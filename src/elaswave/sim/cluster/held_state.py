@@ -1,0 +1,161 @@
+"""Who holds which state in a simulated job, as losses take copies and time makes them again.
+
+`elaswave.planning.replication` says what one instant's losses take under one allocation. Here that is followed through
+time: a worker that is lost counts as gone until its copies have been made again elsewhere, one that joins or changes
+stage counts only once it has been sent what it will hold. So a second loss soon after a first one can be fatal though
+each of them alone would not be.
+
+Work is done only where state could be lost at all: a single loss among complete copies costs a few look-ups.
+"""
+
+from collections.abc import Callable, Collection
+from math import ceil
+from typing import Protocol
+
+from elaswave.costs.layers import Costs
+from elaswave.costs.machines import Cluster, NetworkLink
+from elaswave.planning.placed_blocks import PlacedBlocks, Placing
+from elaswave.planning.plan import Allocation, Plan
+from elaswave.planning.replication import WHOLE, Copies, Replication
+
+
+class HeldState(Protocol):
+    """The copies of a job over time; times are the scenario's, in seconds."""
+
+    def begin(self, plan: Plan, there: Cluster) -> None:
+        """All workers hold what a plan says: at the start, and after a checkpoint was loaded."""
+        ...
+
+    def lose(self, now_s: float, workers: Collection[int]) -> bool:
+        """Takes workers away without notice; whether something has no holder left then."""
+        ...
+
+    def adopt(self, now_s: float, plan: Plan, there: Cluster, copied_s: float) -> None:
+        """A plan comes into force: state travels to those whom it wants to hold it, until `copied_s` at least."""
+        ...
+
+
+class HeldBlocks:
+    """Blocks with owner and followers, as the engine places and refills them.
+
+    Args:
+        costs: of the layers.
+        link: what copies have of one.
+        placing: how many followers there are and how they are chosen.
+        refill_bytes_per_step: the most that a worker sends in a step to make new copies; None means what the link
+            carries.
+    """
+
+    def __init__(self, costs: Costs, link: NetworkLink, placing: Placing, refill_bytes_per_step: float | None) -> None:
+        self._state_bytes = costs.prefix["optimizer_bytes"]
+        self._link, self._placing, self._bytes_per_step = link, placing, refill_bytes_per_step
+        self._placed: PlacedBlocks | None = None
+        self._gone: dict[int, float] = {}
+        """Lost workers -> when their copies have been made again."""
+        self._next: tuple[float, Allocation, Cluster] | None = None
+        """The layout that copies travel to, and when all are there."""
+        self._step_s = 0.0
+
+    def begin(self, plan: Plan, there: Cluster) -> None:
+        """As of `HeldState`: all blocks are placed afresh."""
+        self._placed, self._gone, self._next = PlacedBlocks.of(plan.allocation, there, self._placing), {}, None
+        self._step_s = plan.predicted_step_s
+
+    def lose(self, now_s: float, workers: Collection[int]) -> bool:
+        """As of `HeldState`."""
+        placed = self._settled(now_s)
+        if placed.lost_with((*self._gone, *workers)):
+            return True
+        for worker in workers:
+            if (seconds := self._refill_s(placed, worker)) > 0:
+                self._gone[worker] = now_s + seconds
+        return False
+
+    def adopt(self, now_s: float, plan: Plan, there: Cluster, copied_s: float) -> None:
+        """As of `HeldState`: missing followers are made first, then copies travel to where the plan wants them."""
+        self._step_s = plan.predicted_step_s
+        begins_s = max((now_s, *self._gone.values()))
+        longest_s = max(copies_s(plan, self._link).values(), default=0.0)
+        self._next = (max(begins_s + longest_s, copied_s), plan.allocation, there)
+
+    def _settled(self, now_s: float) -> PlacedBlocks:
+        """Who holds blocks by now."""
+        placed = self._placed
+        assert placed is not None, "no job has begun"
+        back = [worker for worker, at_s in self._gone.items() if at_s <= now_s]
+        for worker in back:
+            del self._gone[worker]
+        if self._next is not None and self._next[0] <= now_s:
+            _, allocation, there = self._next
+            placed, self._next = placed.moved_to(allocation, there), None
+        elif back:
+            placed = placed.without(back)
+        self._placed = placed
+        return placed
+
+    def _refill_s(self, placed: PlacedBlocks, worker: int) -> float:
+        """Seconds until the copies that a worker had are elsewhere; 0 if it held none.
+
+        It owned a share of its layers' state, and followed as much for each follower that a block has. Those who hold
+        the other copies send them, each over its own link. A copy counts with the commit of the step in which it
+        travels, so it takes a step at least.
+        """
+        owned = sum(
+            float(self._state_bytes[layers.stop] - self._state_bytes[layers.start]) / width
+            for layers, width in placed.shares(worker)
+        )
+        if not owned:
+            return 0.0
+        sent = owned * (1 + self._placing.followers) / placed.num_senders(worker)
+        num_steps = 1 if self._bytes_per_step is None else ceil(sent / self._bytes_per_step)
+        return max(self._link.transfer_s(sent), num_steps * self._step_s)
+
+
+class HeldWhole:
+    """State of which each worker holds all that its stage, or its group, has.
+
+    Args:
+        link: that copies travel over.
+        copies: who holds what, of an allocation and of the workers of it that do not hold theirs yet.
+    """
+
+    def __init__(self, link: NetworkLink, copies: Callable[[Allocation, Collection[int]], Copies]) -> None:
+        self._link, self._copies = link, copies
+        self._allocation: Allocation | None = None
+        self._arriving: dict[int, float] = {}
+        """Workers that are being sent their state -> when they hold it."""
+
+    def begin(self, plan: Plan, there: Cluster) -> None:
+        """As of `HeldState`."""
+        self._allocation, self._arriving = plan.allocation, {}
+
+    def lose(self, now_s: float, workers: Collection[int]) -> bool:
+        """As of `HeldState`."""
+        assert self._allocation is not None, "no job has begun"
+        self._arriving = {worker: at_s for worker, at_s in self._arriving.items() if at_s > now_s}
+        return self._copies(self._allocation, self._arriving).lost_with(workers)
+
+    def adopt(self, now_s: float, plan: Plan, there: Cluster, copied_s: float) -> None:
+        """As of `HeldState`."""
+        self._allocation = plan.allocation
+        if not plan.from_checkpoint:
+            for worker, seconds in copies_s(plan, self._link).items():
+                self._arriving[worker] = max(now_s + seconds, copied_s)
+
+
+def copies_s(plan: Plan, link: NetworkLink) -> dict[int, float]:
+    """Seconds until each worker has what a plan sends it, over its own link."""
+    received: dict[int, float] = {}
+    for transfer in plan.transfers:
+        for worker in transfer.workers:
+            received[worker] = received.get(worker, 0.0) + transfer.num_bytes / len(transfer.workers)
+    return {worker: link.transfer_s(num_bytes) for worker, num_bytes in received.items()}
+
+
+def held_state(
+    replication: Replication, costs: Costs, link: NetworkLink, placing: Placing, refill_bytes_per_step: float | None
+) -> HeldState:
+    """The copies of a policy's job; arguments as of `HeldBlocks`."""
+    if replication.unit == "blocks":
+        return HeldBlocks(costs, link, placing, refill_bytes_per_step)
+    return HeldWhole(link, WHOLE[replication.unit])
