@@ -12,13 +12,18 @@ GPUs."""
 class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of standing still and of work between copies. Everything is a parameter: clusters differ."""
 
-    recover_s: float = 0.05
-    """From a loss until the survivors compute again: detect, agree, edit groups. This engine's target and measured
-    median with 8 workers (benchmarks/recovery.py); the same for every policy that goes on without a restart."""
-    join_s: float = 0.02
-    """For the new epoch in which a worker joins or leaves between two steps, whose state travels in the background.
-    Measured with benchmarks/join.py, three workers and one that joins: 20 ms (15 to 44), the median of three joins; the
-    others' steps of 0.88 s took at most 1.05 of a normal one (median)."""
+    recover_s: float = 0.005
+    """From a loss until the survivors compute again, beside what grows with their number (`agree_s`): detection, and
+    what each does by itself. With it the line through this engine's medians of 12, 20 and 33 ms with 4, 8 and 16
+    workers (benchmarks/recovery.py, kills, paced); the same for every policy that goes on without a restart."""
+    join_s: float = 0.013
+    """For the new epoch in which a worker joins or leaves between two steps, whose state travels in the background,
+    beside `agree_s`. Measured with benchmarks/join.py, three workers and one that joins: 20 ms together (15 to 44), the
+    median of three joins; the others' steps of 0.88 s took at most 1.05 of a normal one (median)."""
+    agree_s: float = 0.00175
+    """For every worker: one coordinator hears all survivors' reports and sends all of them the decision, and each edits
+    its group. The slope of the line above, where all workers shared two cores. Beyond 16 workers it is an
+    extrapolation; see docs/simulation.md for what is known of larger numbers."""
     move_s: float = 0.06
     """How much longer the step is with which the layout changes, after a copy in the background. Measured with
     benchmarks/migration.py, 10 M parameters, steps of 1.15 s: 61 ms, the median of four moves, on a busy machine."""
@@ -64,6 +69,17 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True):
             problems.append(f"copy_share is {self.copy_share}, needed: below 1, training needs its links too")
         if problems:
             raise ValueError("pauses are impossible: " + "; ".join(problems))
+
+    def at(self, num_workers: int) -> "RecoveryTimes":
+        """The pauses of a job of so many workers, all in the constants.
+
+        Args:
+            num_workers: that agree.
+        """
+        grown_s = self.agree_s * num_workers
+        return msgspec.structs.replace(
+            self, recover_s=self.recover_s + grown_s, join_s=self.join_s + grown_s, agree_s=0.0
+        )
 
     def horizon(self, num_workers: int) -> float:
         """Expected seconds to the next event of so many workers."""

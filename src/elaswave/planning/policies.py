@@ -5,7 +5,7 @@ never slower than any of them; in jobs of more than `BASELINES_UP_TO` workers, w
 plans alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from elaswave.costs.layers import Costs
@@ -103,16 +103,31 @@ def make_policies(times: RecoveryTimes | None = None, *, followers: int = DEFAUL
             full_restart.plan, times=given, num_spares=SPARES["full_restart_spares"], name="full_restart_spares"
         ),
     }
+    baselines = {name: partial(_by_number, planner=each, times=given) for name, each in baselines.items()}
     options = Options(
         followers=followers,
         pause_s=given.recover_s,
         join_pause_s=given.join_s,
+        agree_pause_s=given.agree_s,
         move_pause_s=given.move_s,
         horizon_s=given.horizon_s,
         copy_share=given.copy_share,
     )
     candidates = tuple(baseline for name, baseline in baselines.items() if name in CANDIDATES)
     return {"elaswave": partial(_elaswave, options=options, baselines=candidates), **baselines}
+
+
+def _by_number(
+    cluster: Cluster,
+    costs: Costs,
+    allocation: Allocation,
+    event: ClusterEvent,
+    *,
+    planner: Callable[..., Plan],
+    times: RecoveryTimes,
+) -> Plan:
+    """A baseline with the pauses of as many workers as there are."""
+    return planner(cluster, costs, allocation, event, times=times.at(cluster.num_workers))
 
 
 def _elaswave(

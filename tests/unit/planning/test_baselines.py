@@ -22,7 +22,7 @@ from elaswave.planning.baselines.common import balanced_ranges, rectangle
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.pipelines import ranges_of
 from elaswave.planning.plan import Allocation, Plan
-from elaswave.planning.policies import CANDIDATES, PREDICTED_ONLY, make_policies
+from elaswave.planning.policies import CANDIDATES, POLICIES, PREDICTED_ONLY, make_policies
 from elaswave.planning.prediction import estimate
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import make_routes
@@ -570,6 +570,9 @@ def test_pauses_are_checked_and_tuned():
         RecoveryTimes(restart_s=-1.0)
     with pytest.raises(ValueError, match="checkpoint_interval_s is 0.0, needed: finite and above 0"):
         RecoveryTimes(checkpoint_interval_s=0.0)
+    for share in (0.0, 1.0):
+        with pytest.raises(ValueError, match=f"copy_share is {share}, needed"):
+            RecoveryTimes(copy_share=share)
     tuned = RecoveryTimes(checkpoint_stall_s=2.0).for_mtbf(10_000.0)
     assert tuned.checkpoint_interval_s == pytest.approx(200.0)
     assert tuned.horizon(5) == 10_000.0
@@ -577,3 +580,23 @@ def test_pauses_are_checked_and_tuned():
     assert RecoveryTimes().for_mtbf(60.0).checkpoint_interval_s == 60.0
     with pytest.raises(ValueError, match="mean time between losses is 0"):
         RecoveryTimes().for_mtbf(0)
+
+
+def test_pauses_grow_with_the_number_of_workers_for_all_that_run_on_this_engine():
+    """The line through the medians that benchmarks/recovery.py and join.py have measured; torchft has its own."""
+    for number, measured_s in ((4, 0.012), (8, 0.020), (16, 0.033)):
+        assert RecoveryTimes().at(number).recover_s == pytest.approx(measured_s, abs=0.002)
+    assert RecoveryTimes().at(4).join_s == pytest.approx(0.020)
+    assert RecoveryTimes().at(4).at(8) == RecoveryTimes().at(4)
+    costs = layers(1, 1, 1, 1)
+    for number in (8, 64):
+        cluster, before = begin(number, 2, 2 * number, costs)
+        event = ClusterEvent(kind="lost", workers=(1,))
+        left = cluster.without([1])
+        expected_s = RecoveryTimes().at(number - 1).recover_s
+        for name in ("elaswave", "recycle_rerouting"):
+            found = POLICIES[name](left, costs, before, event)
+            moves_s = RecoveryTimes().move_s if found.transfers else 0.0
+            assert found.predicted_pause_s == pytest.approx(expected_s + moves_s)
+        assert POLICIES["oobleck"](left, costs, before, event).predicted_pause_s > expected_s
+        assert POLICIES["torchft"](left, costs, before, event).predicted_pause_s == RecoveryTimes().torchft_recover_s
