@@ -170,7 +170,9 @@ def _compile(
     forward_only: bool,
 ) -> list[list[int]]:  # fmt: skip
     """The programs of one part, as codes."""
-    open_, tried = _limits(part, flow, schedule, bounds)
+    # Without backwards nothing is in flight, and no limit but the given one holds.
+    held = tuple(bounds[worker] for worker in flow.workers)
+    open_, tried = (held, (held,)) if forward_only else _limits(part, flow, schedule, bounds)
     key = (schedule, forward_only, open_, tried, tuple(begins), flow.digest)
     known = _PROGRAMS.get(key)
     if known is None:
