@@ -40,10 +40,18 @@ from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.planning.apportionment import evenly
 from elaswave.planning.baselines import full_restart
 from elaswave.planning.baselines.common import chain_of, fetch, gone_from, make_plan, renamed, unused
+from elaswave.planning.declared import replicates
 from elaswave.planning.pipelines import Ranges, ranges_of
 from elaswave.planning.plan import Allocation, Chain, Plan
+from elaswave.planning.replication import Replication
 
 NAME = "bamboo"
+REPLICATION = Replication(
+    unit="stages",
+    what="each pipeline holds the whole state, a worker also its successor's; that the loss of two neighbours is fatal "
+    "all the same is in the plan",
+    source="github.com/uclasystem/bamboo (8080929), project_pactum/simulation/simulator.py",
+)
 RECONFIGURE_S = 20.0
 """Of standing still for a reconfiguration: the simulator's `local_rendezvous_timeout_delta` for BERT and GPT-2 (10 s
 for ResNet and GNMT, 5 s for VGG and AlexNet)."""
@@ -53,6 +61,7 @@ FATAL_CHANCE_MAX = 0.05
 """The simulator's `simulate_should_reconfigure`: above this share of workers whose loss would be fatal."""
 
 
+@replicates(REPLICATION)
 def plan(cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:
     """Has neighbours take over, or reconfigures, or begins again.
 

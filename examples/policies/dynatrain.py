@@ -23,9 +23,16 @@ from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.planning.baselines import full_restart
 from elaswave.planning.baselines.common import fetch, gone_from, is_in, make_plan, renamed
 from elaswave.planning.baselines.depths import best_of_depths
+from elaswave.planning.declared import replicates
 from elaswave.planning.plan import Allocation, Plan
+from elaswave.planning.replication import Replication
 
 NAME = "dynatrain"
+REPLICATION = Replication(
+    unit="stages",
+    what="that every holder of a layer holds all of its state is assumed in its favour",
+    source="not found stated: arXiv 2605.18815, abstract, has no loss without notice",
+)
 SWITCH_S = ((70e9, 2.0), (float("inf"), 4.36))
 """Parameters of the model up to which a switch takes so many seconds: arXiv 2605.18815, abstract. The second figure is
 of 235 billion parameters; nothing is stated beyond, so larger models have it in its favour."""
@@ -33,6 +40,7 @@ BYTES_PER_PARAMETER = 2.0
 """bfloat16, as all described models have."""
 
 
+@replicates(REPLICATION)
 def plan(cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:
     """Switches after losses and leaves, and after anything else where it is faster then.
 

@@ -22,13 +22,21 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.planning.baselines import torchft
+from elaswave.planning.declared import replicates
 from elaswave.planning.plan import Allocation, Plan
+from elaswave.planning.replication import Replication
 
 STALL_S = 180.0
 """Of all replicas, after a failure: arXiv 2602.00277, abstract ("from 10 minutes to 3 minutes")."""
+REPLICATION = Replication(
+    unit="groups",
+    what="each replica holds the whole state once, sharded within; one that comes back catches up from the others",
+    source="arXiv 2602.00277, abstract",
+)
 TIMES = RecoveryTimes(torchft_recover_s=STALL_S, join_s=0.0)
 
 
+@replicates(REPLICATION)
 def plan(cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:
     """Takes out the replicas of lost workers; lets whole ones in.
 
@@ -38,6 +46,7 @@ def plan(cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterE
     return torchft.plan(cluster, costs, allocation, event, times=TIMES, name="ft_hsdp")
 
 
+@replicates(REPLICATION)
 def plan_batch_kept(cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:
     """The same, the micro-batches of missing replicas dealt to the others.
 

@@ -29,15 +29,23 @@ from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.planning.baselines import full_restart, torchft
 from elaswave.planning.baselines.common import base_levels, fetch, is_in, make_plan, renamed, unused
+from elaswave.planning.declared import replicates
 from elaswave.planning.plan import Allocation, Plan, StageShare
+from elaswave.planning.replication import Replication
 
 NAME = "trainmover"
+REPLICATION = Replication(
+    unit="stages",
+    what="a standby reads its state from peers in memory; that each peer holds all of it is assumed in its favour",
+    source="the authors' article of 5 May 2026, part 4: a replacement recovers state from in-memory peers",
+)
 UNEXPECTED_S = 21.1
 """Downtime after a failure, 1,024 GPUs: the article, part 6, "Downtime at Scale". The abstract says around 20 s."""
 EXPECTED_S = 16.6
 """The same of a planned exchange."""
 
 
+@replicates(REPLICATION)
 def plan(cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:
     """Exchanges workers for standbys; without standbys, pipelines stop.
 

@@ -25,15 +25,21 @@ from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.planning.baselines.common import fetch, gone_from, is_in, make_plan
 from elaswave.planning.baselines.depths import best_of_depths
-from elaswave.planning.declared import declared
+from elaswave.planning.declared import replicates
 from elaswave.planning.plan import Allocation, Plan
+from elaswave.planning.replication import Replication
 
 NAME = "varuna"
+REPLICATION = Replication(
+    unit="nothing",
+    what="the last durable checkpoint is what there is besides",
+    source="github.com/microsoft/varuna (a2145cc), docs/morphing.rst: morphing is checkpointing and restarting",
+)
 TIMES = RecoveryTimes()
 """restart_s: from Llama 3, not from Varuna; see the module."""
 
 
-@declared(rolls_back=True)
+@replicates(REPLICATION)
 def plan(cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:
     """Morphs after losses and leaves, and for workers that have joined where it is faster then.
 

@@ -225,9 +225,9 @@ class Setting:
         """The shortest step that any policy is known to make of all workers: one for all of them."""
         return min([self.step_s, *(start.step_s for start in self.own_starts.values())])
 
-    def survival(self, policy: str, allocation: Allocation) -> Survival:
+    def survival(self, policy: str, planner: Planner, allocation: Allocation) -> Survival:
         """Which losses at one instant leave a copy of all state, under a policy's layout of all workers."""
-        return survival_of(replication_of(policy), allocation, self.cluster, Placing(followers=self.followers))
+        return survival_of(replication_of(policy, planner), allocation, self.cluster, Placing(followers=self.followers))
 
     def capacity_left(self, left: Cluster) -> float:
         """Tokens per second of the capacity that is left: the best that any policy makes of all workers, times the

@@ -120,7 +120,7 @@ def _entry(
     name: str, planner: Planner, setting: Setting, start: Start, left: Cluster, event: ClusterEvent
 ) -> dict[str, Any]:
     """What a policy does, as JSON."""
-    survival = setting.survival(name, start.allocation)
+    survival = setting.survival(name, planner, start.allocation)
     begin = {
         "survives": survival.describe(),
         "survival": msgspec.to_builtins(survival),

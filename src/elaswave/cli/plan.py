@@ -26,6 +26,7 @@ from elaswave.costs.schedules import SCHEDULES
 from elaswave.errors import UsageError
 from elaswave.observability.wrapping import wrap
 from elaswave.planning.plan import Plan, Planner
+from elaswave.planning.survival import Survival
 
 if TYPE_CHECKING:
     from elaswave.costs.step_time.contended import SimulatedStep
@@ -88,7 +89,7 @@ def plan_command(
         plan = planner(left, setting.costs, setting.allocation, ClusterEvent(kind="lost", workers=lost))
     else:
         left, plan = setting.cluster, None
-    result = _Result(setting, policy, lost, left, plan)
+    result = _Result(setting, setting.survival(policy, planner, setting.allocation), lost, left, plan)
     step = None if trace is None else _traced(trace, setting, left, plan)
     if json_mode:
         simulated = {} if step is None else {"simulated_step": step.to_json()}
@@ -156,12 +157,14 @@ def _setting_of_run(run: Path) -> tuple[Setting, dict[str, Any], Mapping[str, Pl
 class _Result:
     """A plan beside what was before it."""
 
-    def __init__(self, setting: Setting, policy: str, lost: tuple[int, ...], left: Cluster, plan: Plan | None) -> None:
+    def __init__(
+        self, setting: Setting, survival: Survival, lost: tuple[int, ...], left: Cluster, plan: Plan | None
+    ) -> None:
         self._setting = setting
         self._lost = lost
         self._left = left
         self._plan = plan
-        self._survival = setting.survival(policy, setting.allocation)
+        self._survival = survival
         self._before = stage_rows(setting.cluster, setting.costs, setting.allocation, followers=setting.followers)
         self._after = (
             [] if plan is None else stage_rows(left, setting.costs, plan.allocation, followers=setting.followers)

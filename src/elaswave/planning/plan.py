@@ -253,7 +253,7 @@ class Planner(Protocol):
     A training job takes the allocation only. Pauses, lost work and transfers are predictions, for the other commands:
     the job's own state never goes back to a checkpoint because of a policy.
 
-    `elaswave.planning.declared.declared` is for what cannot be seen from a plan.
+    `elaswave.planning.declared.replicates` is for what cannot be seen from a plan: what the policy keeps copies of.
     """
 
     def __call__(self, cluster: Cluster, costs: Costs, allocation: Allocation, event: ClusterEvent) -> Plan:
@@ -293,4 +293,6 @@ def checked(found: Any, name: str, cluster: Cluster) -> Plan:
         raise UsageError(f"policy {name} predicts steps of {found.predicted_step_s} s, needed: above 0")
     if not 0 <= found.predicted_pause_s < float("inf"):
         raise UsageError(f"policy {name} predicts a pause of {found.predicted_pause_s} s, needed: at least 0")
+    if not 0 <= found.copy_s < float("inf"):
+        raise UsageError(f"policy {name} copies for {found.copy_s} s, needed: at least 0")
     return found

@@ -15,6 +15,7 @@ from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import UsageError
 from elaswave.planning import planner
 from elaswave.planning.baselines import full_restart, oobleck, recycle, torchft
+from elaswave.planning.declared import declared_replication
 from elaswave.planning.options import Options
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.prediction import EXACT_WORKERS
@@ -159,6 +160,11 @@ def policy_named(name: str, policies: Mapping[str, Planner] = POLICIES) -> Plann
     return policies[name]
 
 
-def replication_of(name: str) -> Replication:
-    """What of the state a policy holds more than once; for a person's own, replicas of stages are assumed."""
-    return REPLICATION.get(name, _OF_OWN)
+def replication_of(name: str, planner: Planner | None = None) -> Replication:
+    """What of the state a policy holds more than once; for a person's own that says nothing, replicas of stages.
+
+    Args:
+        name: of the policy.
+        planner: it; None where it is one of those that have a name.
+    """
+    return declared_replication(planner) or REPLICATION.get(name, _OF_OWN)

@@ -13,9 +13,9 @@ from elaswave.config.load import build_config, load_config
 from elaswave.config.policy_code import find_policy
 from elaswave.costs.machines import ClusterEvent
 from elaswave.errors import ConfigError, InfeasiblePlan, UsageError
-from elaswave.planning.declared import Declared, declaration_of
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare
-from elaswave.planning.policies import CANDIDATES, POLICIES, PREDICTED_ONLY
+from elaswave.planning.policies import CANDIDATES, POLICIES, PREDICTED_ONLY, replication_of
+from elaswave.planning.replication import Replication
 
 ARGUMENTS: Any = (
     SimpleNamespace(index_of=lambda workers: workers),
@@ -90,9 +90,16 @@ def test_figures_that_cannot_be_are_refused(
 
 
 def test_what_a_policy_declares_is_known_of_the_bounded_one(tmp_path: Path):
-    body = "from elaswave.planning.declared import declared\n@declared(rolls_back=True)\ndef plan(*_): pass"
-    assert declaration_of(policy_of(tmp_path, body)) == Declared(rolls_back=True)
-    assert declaration_of(POLICIES["oobleck"]) == Declared()
+    body = (
+        "from elaswave.planning.declared import replicates\n"
+        "from elaswave.planning.replication import Replication\n"
+        "@replicates(Replication(unit='nothing', what='nothing', source='me'))\n"
+        "def plan(*_): pass"
+    )
+    own = policy_of(tmp_path, body)
+    assert replication_of("own.py:plan", own) == Replication(unit="nothing", what="nothing", source="me")
+    assert replication_of("own.py:plan", policy_of(tmp_path, "def plan(*_): pass")).unit == "stages"
+    assert replication_of("torchft", POLICIES["torchft"]).unit == "groups"
 
 
 def test_the_configuration_records_where_the_code_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -12,8 +12,8 @@ from elaswave.costs.layers import Costs, LayerCosts
 from elaswave.costs.machines import Cluster, ClusterEvent, Device, NetworkLink
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.planning.baselines.common import rectangle
-from elaswave.planning.declared import declaration_of
 from elaswave.planning.plan import Allocation, Plan, Planner
+from elaswave.planning.policies import replication_of
 from elaswave.sim.cluster.failures import ClusterChange, Scenario
 from elaswave.sim.cluster.job import simulate
 
@@ -109,7 +109,6 @@ def test_varuna_morphs_to_the_fastest_depth_from_the_last_checkpoint():
     assert not told.from_checkpoint and told.lost_work_s == 0.0 and told.predicted_pause_s == 301.0
     for plan in (after("varuna", "lost", (12,), cluster, before), after("varuna", "slowed", (2,), cluster, before)):
         assert plan.predicted_pause_s == 0.0 and plan.allocation is before
-    assert declaration_of(policy("varuna")).rolls_back
 
 
 def test_dynatrain_switches_while_every_layer_has_a_holder():
@@ -172,6 +171,36 @@ def test_without_a_standby_a_pipeline_stops_and_its_workers_are_standbys():
     assert second.reason == "1 standbys take over"
     all_of_a_stage = after("trainmover", "lost", (3, 4, 5), cluster, before)
     assert all_of_a_stage.from_checkpoint
+
+
+# ------------------------------------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("bamboo", "stages"),
+        ("varuna", "nothing"),
+        ("ft_hsdp", "groups"),
+        ("ft_hsdp:plan_batch_kept", "groups"),
+        ("dynatrain", "stages"),
+        ("trainmover", "stages"),
+        ("my_policy", "stages"),  # which says nothing
+    ],
+)
+def test_what_they_hold_more_than_once(name: str, unit: str):
+    assert replication_of(name, policy(name)).unit == unit
+
+
+def test_a_simulated_job_goes_back_by_what_its_policy_declares():
+    """Every stage keeps a worker, which is enough for TrainMover and DynaTrain; Varuna has its checkpoint only, and of
+    FT-HSDP's replicas none is whole after the second event."""
+    lost = ClusterChange(at_s=900.0, event=ClusterEvent(kind="lost", workers=(0, 1)))
+    rollbacks = {name: lived(name, (lost,), 1000.0, 12, 4).num_rollbacks for name in ("trainmover", "varuna")}
+    assert rollbacks == {"trainmover": 0, "varuna": 1}
+    every_group = ClusterChange(at_s=900.0, event=ClusterEvent(kind="lost", workers=(0, 4, 8)))
+    rollbacks = {name: lived(name, (every_group,), 1000.0, 12, 4).num_rollbacks for name in ("dynatrain", "ft_hsdp")}
+    assert rollbacks == {"dynatrain": 0, "ft_hsdp": 1}
 
 
 # ------------------------------------------------------------------------------------------------- published figures

@@ -35,7 +35,6 @@ from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines.common import make_plan, rectangle
 from elaswave.planning.baselines.full_restart import num_pipelines
-from elaswave.planning.declared import declaration_of
 from elaswave.planning.placed_blocks import Placing
 from elaswave.planning.plan import Plan, Planner
 from elaswave.planning.policies import (
@@ -139,7 +138,7 @@ def simulate(
         schedule: of the job at the beginning.
         pauses: times of standing still; None means `RecoveryTimes`' defaults.
         planner: use this one under the policy's name.
-        replication: what of the state the policy holds more than once; None means as `replication_of` its name says.
+        replication: what of the state the policy holds more than once; None means as `replication_of` says.
         placing: followers of blocks, where the policy has blocks; None means `Placing`'s defaults.
         refill_bytes_per_step: the most that a worker sends in a step to make lost copies again
             (`elastic.refill_bytes_per_step`); None means what its link carries.
@@ -156,7 +155,7 @@ def simulate(
     chosen = planner or policy_named(policy, make_policies(pauses, followers=placing.followers))
     job = _SimulatedJob(
         scenario, machines, costs, policy, chosen, num_stages, num_microbatches, schedule, pauses, healthy_step_s,
-        replication or replication_of(policy), placing, refill_bytes_per_step,
+        replication or replication_of(policy, chosen), placing, refill_bytes_per_step,
     )  # fmt: skip
     for change in scenario.changes:
         job.advance(change.at_s)
@@ -195,7 +194,7 @@ class _SimulatedJob:
         self._undisturbed_step_s = step_s
         self._rho = num_microbatches / step_s
         self._most = most
-        rolls_back = policy in ROLL_BACK or declaration_of(planner).rolls_back
+        rolls_back = policy in ROLL_BACK or replication.unit == "nothing"
         interval_s = pauses.checkpoint_interval_s if rolls_back else pauses.backup_interval_s
         self._checkpoint_every_s = interval_s + pauses.checkpoint_stall_s
 
