@@ -204,8 +204,10 @@ class ThreadJob(CoordinatorDriver):
         with self._lock:
             blocks, num_followers = self.blueprint.blocks, self.config.elastic.num_followers
             before = self.core.in_force()
-            here = refilled(blocks, before.layout, before.placement, num_followers, self.blueprint.refill_elements)
-            placement = target_placement(layout, blocks, here, num_followers=num_followers)
+            width = self.blueprint.scatter_width
+            elements = self.blueprint.refill_elements
+            here = refilled(blocks, before.layout, before.placement, num_followers, elements, width)
+            placement = target_placement(layout, blocks, here, num_followers=num_followers, scatter_width=width)
             execution = ExecutionParameters()
             self.feed(events.ChangePlanned(self.core.epoch, layout, placement, execution, "a test wants it"))
 
@@ -328,7 +330,9 @@ class ThreadJob(CoordinatorDriver):
 
     def plan_recovery(self, question: events.PlanRecovery) -> None:
         """In the same turn: survivors keep their stages."""
-        plan = plan_survivors(question, self.blueprint.blocks, self.config.elastic.num_followers)
+        plan = plan_survivors(
+            question, self.blueprint.blocks, self.config.elastic.num_followers, self.blueprint.scatter_width
+        )
         self.answer_plan(question, plan)
 
     def pending_work(self, step: int, asked: bool) -> events.PendingWork:

@@ -21,7 +21,8 @@ from elaswave.planning.layout import (
 )
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.validation import validate_programs
-from elaswave.state.placement import holders_of_layers, make_blocks, place_blocks
+from elaswave.state.partners import EVERYBODY
+from elaswave.state.placement import holders_of_layers, make_blocks, partners_under, place_blocks
 from elaswave.types import Action
 
 
@@ -154,10 +155,12 @@ def test_placement(layout, data):
     )
     block_size = data.draw(st.integers(1, 40), label="block size")
     num_followers = data.draw(st.integers(0, 4), label="followers")
+    width = data.draw(st.sampled_from((1, 2, 3, EVERYBODY)), label="scatter width")
     hosts = {worker: data.draw(st.sampled_from("abc")) for worker in layout.workers}
     blocks = make_blocks(sizes, block_size)
-    placement = place_blocks(layout, blocks, num_followers=num_followers, hosts=hosts)
-    assert place_blocks(layout, blocks, num_followers=num_followers, hosts=hosts) == placement
+    arguments = {"num_followers": num_followers, "scatter_width": width, "hosts": hosts}
+    placement = place_blocks(layout, blocks, **arguments)
+    assert place_blocks(layout, blocks, **arguments) == placement
     assert len(placement.owner) == len(placement.followers) == len(blocks)
 
     members_of_layer = holders_of_layers(layout)
@@ -171,12 +174,22 @@ def test_placement(layout, data):
         assert workers.issuperset(followers)
         for index, follower in enumerate(followers):
             earlier = {owner, *followers[:index]}
-            preferred = members - earlier if index == 0 else workers - members - earlier
-            candidates = preferred or workers - earlier
+            elsewhere = {worker for worker in workers if hosts[worker] != hosts[owner]}
+            preferred = workers - members if members.intersection(followers[:index]) else members
+            if index == 0 and elsewhere:
+                preferred = elsewhere
+            candidates = preferred - earlier or workers - earlier
             assert follower in candidates
             used_hosts = {hosts[worker] for worker in earlier}
             if any(hosts[worker] not in used_hosts for worker in candidates):
                 assert hosts[follower] not in used_hosts
+    partners = partners_under(layout, width, hosts)
+    for owner, followers in zip(placement.owner, placement.followers, strict=True):
+        assert not followers or followers[0] in partners[owner]
+    sets = {frozenset(placement.holders(block.id)) for block in blocks}
+    # A worker may be in several groups only where stages share layers; for each it has further followers of its own.
+    num_groups = Counter(worker for members in set(members_of_layer) for worker in members)
+    assert len(sets) <= max(1, sum(num_groups[worker] * len(others) for worker, others in partners.items()))
 
 
 @given(layouts, st.lists(st.integers(0, 200), min_size=12, max_size=12), st.integers(1, 40))

@@ -19,6 +19,7 @@ from elaswave.planning.recovery import (
     survivor_layout,
 )
 from elaswave.planning.validation import validate_programs
+from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import Placement, holders_of_layers, make_blocks, place_blocks
 
 
@@ -225,12 +226,18 @@ def test_rounds_of_re_replication_end_with_every_copy_in_place(case, num_followe
         promotion.placement.followers,
     )
     hosts = {worker: data.draw(st.sampled_from("abc")) for worker in layout.workers}
+    width = data.draw(st.sampled_from((1, 2, EVERYBODY)))
     workers = set(layout.workers)
     wanted = min(num_followers, len(workers) - 1)
     members_of_layer = holders_of_layers(layout)
 
     while lacking := sum(max(0, wanted - len(copies)) for copies in placement.followers):
-        arguments = {"num_followers": num_followers, "max_elements": max_elements, "hosts": hosts}
+        arguments = {
+            "num_followers": num_followers,
+            "max_elements": max_elements,
+            "scatter_width": width,
+            "hosts": hosts,
+        }
         following = choose_followers(placement, blocks, layout, **arguments)
         assert choose_followers(placement, blocks, layout, **arguments) == following
         assert following.owner == placement.owner
@@ -244,11 +251,11 @@ def test_rounds_of_re_replication_end_with_every_copy_in_place(case, num_followe
             owner, members = placement.owner[block.id], set(members_of_layer[block.layer])
             earlier = {owner, *before}
             assert len(before) < wanted
-            preferred = (workers - members if members.intersection(before) else members) - earlier
-            candidates = preferred or workers - earlier
-            assert new in candidates
-            if {hosts[worker] for worker in candidates} - {hosts[worker] for worker in earlier}:
-                assert hosts[new] not in {hosts[worker] for worker in earlier}
+            elsewhere = {worker for worker in workers if hosts[worker] != hosts[owner]}
+            if elsewhere:
+                assert elsewhere.intersection(after), "on another host before in the stage"
+            elif not before:
+                assert new in (members - earlier or workers)
             num_new += 1
             sent[owner] += block.num_elements
             received[new] += block.num_elements

@@ -1,6 +1,6 @@
 """Placements to move to, over arbitrary layouts and states: the rules they keep, and how little they move."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import permutations, product
 
 import pytest
@@ -11,7 +11,15 @@ from tests.property.layouts import layouts
 from elaswave.planning.layout import make_layout
 from elaswave.planning.recovery import choose_followers, promote, survivor_layout
 from elaswave.planning.target_placement import target_placement
-from elaswave.state.placement import Block, Placement, holders_of_layers, make_blocks, place_blocks
+from elaswave.state.partners import EVERYBODY
+from elaswave.state.placement import (
+    Block,
+    Placement,
+    holders_of_layers,
+    make_blocks,
+    partners_under,
+    place_blocks,
+)
 from elaswave.types import Hop, Layout, Stage
 
 
@@ -76,9 +84,14 @@ def test_rules(case, data):
     members_of_unit = holders_of_layers(layout)
     out = data.draw(st.sets(st.sampled_from(layout.active), max_size=2), label="excluded")
     assume(all(out.isdisjoint(members) or not out.issuperset(members) for members in members_of_unit))
-    target = target_placement(layout, blocks, placement, num_followers=num_followers, excluded=out)
-    assert target == target_placement(layout, blocks, placement, num_followers=num_followers, excluded=sorted(out))
-    assert target == target_placement(layout, blocks, target, num_followers=num_followers, excluded=out), "idempotent"
+    width = data.draw(st.sampled_from((1, 2, 3, EVERYBODY)), label="scatter width")
+    arguments = {"num_followers": num_followers, "scatter_width": width}
+    target = target_placement(layout, blocks, placement, **arguments, excluded=out)
+    assert target == target_placement(layout, blocks, placement, **arguments, excluded=sorted(out))
+    # Which of two followers is the partner shows in the placement only where a worker has one kind of partners.
+    told = num_followers < 2 or sum(map(len, set(members_of_unit))) == len(set().union(*members_of_unit))
+    if told:
+        assert target == target_placement(layout, blocks, target, **arguments, excluded=out), "idempotent"
 
     workers = set(layout.active) - out
     owned = Counter()
@@ -103,25 +116,30 @@ def test_rules(case, data):
         members = members_of_unit[block.layer]
         least = min(owned[worker] for worker in members if worker not in out)
         assert owned[target.owner[block.id]] - least <= largest[members], "nobody has more than one block too many"
-    check_declustered(layout, blocks, target, out, wanted)
+    if wanted and told:
+        check_partners(layout, blocks, target, out, width)
 
 
-def check_declustered(layout, blocks, target, out, wanted):
-    """No worker follows more of an owner's blocks than its share, as whole blocks permit."""
+def check_partners(layout, blocks, target, out, width):
+    """Few partners share an owner's blocks evenly, and further followers follow from them."""
     members_of_unit = holders_of_layers(layout)
-    workers = set(layout.active) - out
-    blocks_of, pairs = Counter(), Counter()
+    copies = zip(target.owner, target.followers, strict=True)
+    partners = partners_under(layout, width, excluded=out, copies=copies, firm=True)
+    num_blocks, first, sets = Counter(), Counter(), defaultdict(set)
     for block in blocks:
-        members, owner = members_of_unit[block.layer], target.owner[block.id]
-        blocks_of[members, owner] += 1
-        for follower in target.followers[block.id]:
-            pairs[members, owner, follower] += 1
-    for (members, owner, follower), count in pairs.items():
-        there = set(members) - out
-        outside = min(len(workers) - len(there), max(0, wanted - (len(there) > 1)))
-        each, among = (wanted - outside, len(there) - 1) if follower in there else (outside, len(workers - there))
-        # With several followers of a kind, those that follow a block already cannot take it again.
-        assert count <= -(-blocks_of[members, owner] * each // (among - each + 1))
+        members, (owner, *followers) = members_of_unit[block.layer], target.holders(block.id)
+        there = partners[owner]
+        if inside := set(there).intersection(members):
+            there = inside
+        assert set(there).intersection(followers)
+        num_blocks[members, owner] += 1
+        sets[members, owner].add(frozenset(followers))
+        if len(followers) == 1:
+            first[members, owner, followers[0], min(width, len(there))] += 1
+    for (members, owner, _, num_partners), count in first.items():
+        assert count <= -(-num_blocks[members, owner] // num_partners)
+    for (_, owner), found in sets.items():
+        assert len(found) <= len(partners[owner]), "one set of workers for each partner"
 
 
 @given(cases())

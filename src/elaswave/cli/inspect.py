@@ -166,6 +166,8 @@ def _layout_lines(summary: RunSummary, width: int) -> list[str]:
     lines += ["", *render_table(*_without_empty(header, [_stage_row(stage) for stage in summary.stages]), width)]
     header = ["worker", "stage", "micro-batches", "owns", "follows", "optimizer", "peak memory"]
     lines += ["", *render_table(*_without_empty(header, [_worker_row(worker) for worker in summary.workers]), width)]
+    if summary.survival is not None:
+        lines += ["", *wrap(f"the state {summary.survival.describe()}", width)]
     return lines
 
 

@@ -210,6 +210,10 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     gradient scale, the rounding may differ."""
     num_followers: CountOrZero = 1
     """Live copies of every block of state beside its owner's; at most the number of workers - 1 are made."""
+    scatter_width: Count | None = None
+    """Workers over which the first copies of one worker's blocks are spread. Two workers lost at one instant take all
+    copies of a block with them only if one is among these for the other. Unset: 2, or as many more as the emulated
+    devices' memory asks for."""
     block_size: Annotated[int, Meta(ge=32, multiple_of=32)] | None = None
     """Elements of a block, the unit of ownership and verification; unset: 16384, in models of 4 M parameters and more
     up to 65536."""

@@ -153,6 +153,7 @@ class CoordinatorProcess(CoordinatorDriver):
             placement=plan.placement,
             blocks=plan.blocks,
             num_followers=elastic.num_followers,
+            scatter_width=plan.scatter_width,
             bounds=Bounds(elastic.min_workers, elastic.max_failures_per_hour),
             restarts=self._planner.restarts,
             first_step=self._state.first_step,

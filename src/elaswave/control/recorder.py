@@ -47,6 +47,8 @@ from elaswave.protocol.events import PendingWork
 from elaswave.protocol.messages import Decision, LayoutChange
 from elaswave.state.checkpoint import newest_committed_step
 from elaswave.state.checkpoint_format import CheckpointMeta
+from elaswave.state.placement import Placement
+from elaswave.state.survival import survival_of
 from elaswave.types import ExecutionParameters, Layout
 from elaswave.worker.messages import EvaluationReport, Finished, Holding, Ready, Standing, StepReport
 from elaswave.worker.run_plan import RunPlan
@@ -171,12 +173,13 @@ class RunRecorder:
         if self.state.ready(message.worker, _holdings(message.holding)):
             plan, first_step = self._plan, self.state.first_step
             reason = "as configured" if first_step == 1 else "as configured, resumed from a checkpoint"
-            self._choose_layout(self.state.epoch, plan.layout, plan.execution, reason, first_step)
+            self._choose_layout(self.state.epoch, plan.layout, plan.placement, plan.execution, reason, first_step)
 
     def _choose_layout(
         self,
         epoch: int,
         layout: Layout,
+        placement: Placement,
         execution: ExecutionParameters,
         reason: str,
         first_step: int,
@@ -203,6 +206,7 @@ class RunRecorder:
                 in_flight=execution.in_flight,
                 predicted_step_s=predicted_step_s,
                 speeds={worker: speed for worker, speed in speeds.items() if speed != 1.0},
+                survival=survival_of(placement, layout.workers),
             )
         )
         for recovery in self.state.recoveries[num_known:]:  # they follow from what was entered
@@ -223,6 +227,7 @@ class RunRecorder:
             self._choose_layout(
                 change.epoch,
                 change.layout,
+                change.placement,
                 change.execution,
                 change.reason,
                 first_step,
@@ -239,7 +244,14 @@ class RunRecorder:
     def decided(self, decision: Decision) -> None:
         """Survivors go on with a decision."""
         reason = f"{decision.reason}; {decision.plan}" if decision.plan else decision.reason
-        self._choose_layout(decision.epoch, decision.layout, decision.execution, reason, decision.resume_step)
+        self._choose_layout(
+            decision.epoch,
+            decision.layout,
+            self._plan.complete(decision.layout, decision.placement),
+            decision.execution,
+            reason,
+            decision.resume_step,
+        )
         if decision.plan and self._config.elastic.policy_is_code:  # its author wants to know what became of the plan
             self._terminal.say(decision.plan)
         self.checkpoints.decided(decision)

@@ -108,7 +108,8 @@ class RunPlanner:
         return plan
 
     def _with_placement(self, question: PlanRecovery, layout: Layout, **values: Any) -> RecoveryPlan:
-        return plan_with(question, layout, self._plan.blocks, self._plan.config.elastic.num_followers, **values)
+        plan = self._plan
+        return plan_with(question, layout, plan.blocks, plan.config.elastic.num_followers, plan.scatter_width, **values)
 
     def first_prediction(self) -> Callable[[], LayoutSearch] | None:
         """What a step of the first layout should take; None before costs are known, and afterwards: once is enough."""
@@ -187,8 +188,9 @@ class RunPlanner:
             before: what is in force.
         """
         blocks, num_followers = self._plan.blocks, self._plan.config.elastic.num_followers
-        here = refilled(blocks, before.layout, before.placement, num_followers, self._plan.refill_elements)
-        target = target_placement(planned.layout, blocks, here, num_followers=num_followers)
+        width = self._plan.scatter_width
+        here = refilled(blocks, before.layout, before.placement, num_followers, self._plan.refill_elements, width)
+        target = target_placement(planned.layout, blocks, here, num_followers=num_followers, scatter_width=width)
         if (planned.layout, planned.execution, target) == (before.layout, before.execution, here):
             return None
         return ChangePlanned(epoch, planned.layout, target, planned.execution, planned.reason, planned.predicted_step_s)

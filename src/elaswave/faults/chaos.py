@@ -368,6 +368,7 @@ class Placed(NamedTuple):
     blocks: Sequence[Block]
     placement: Placement
     num_followers: int
+    scatter_width: int
     max_elements: int
     """That an owner sends during a step to make new copies."""
 
@@ -408,6 +409,7 @@ def _num_rounds(placed: Placed, lost: Sequence[int]) -> int:
                 placed.blocks,
                 layout,
                 num_followers=placed.num_followers,
+                scatter_width=placed.scatter_width,
                 max_elements=placed.max_elements,
             )
             if after == placement:

@@ -24,6 +24,7 @@ import msgspec
 from elaswave.costs.profiled import ActionTiming
 from elaswave.errors import RunFolderError
 from elaswave.observability.result import CheckpointRecord, EpochRecord, JsonFloat, Recovery, set_json_floats
+from elaswave.state.survival import Survival
 from elaswave.types import Layout
 
 
@@ -95,6 +96,8 @@ class LayoutChosen(Event, frozen=True, kw_only=True, tag="layout"):
     """Seconds of a step as they were predicted beforehand; None where nothing was known yet."""
     speeds: dict[int, float] = {}
     """By worker id the speed that it was planned with, relative to the configured one; 1 for those not in it."""
+    survival: Survival | None = None
+    """Which losses its placement survives once all copies are there; None in logs of older versions."""
 
     @property
     def record(self) -> EpochRecord:

@@ -36,6 +36,7 @@ from elaswave.observability.result import (
     check_run_folder,
     read_result,
 )
+from elaswave.state.survival import Survival
 from elaswave.types import Layout
 
 NUM_WARM_UP_STEPS = 3
@@ -110,6 +111,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     epochs: list[EpochRecord]
     layout: str | None
     """Short name of the latest layout."""
+    survival: Survival | None
+    """Which losses its placement survives."""
     stages: list[StageSummary]
     workers: list[WorkerSummary]
     timings: StepTimings | None
@@ -192,6 +195,7 @@ def build_summary(run_dir: str, result: RunResult | None, events: Sequence[AnyEv
         val_losses=val_losses,
         epochs=epochs,
         layout=layout.describe() if layout is not None else None,
+        survival=described.survival if described is not None else None,
         stages=_stages(layout, described) if layout is not None else [],
         workers=_workers(layout, described, result) if layout is not None else [],
         timings=_timings(measured),

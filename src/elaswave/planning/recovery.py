@@ -17,7 +17,14 @@ import msgspec
 
 from elaswave.planning.layout import exact_prefix
 from elaswave.planning.partition import split_within
-from elaswave.state.placement import Block, FollowerChooser, Placement, holders_of_layers
+from elaswave.state.partners import EVERYBODY
+from elaswave.state.placement import (
+    Block,
+    FollowerChooser,
+    Placement,
+    holders_of_layers,
+    partners_under,
+)
 from elaswave.types import Hop, Layout, Stage
 
 
@@ -264,14 +271,16 @@ def choose_followers(
     *,
     num_followers: int,
     max_elements: int,
+    scatter_width: int = EVERYBODY,
     hosts: Mapping[int, str] | None = None,
 ) -> Placement:
     """The next placement on the way back to full redundancy: one more follower for some of the blocks that lack one.
 
-    Blocks with the fewest followers come first. Whom a block gets is decided as in `place_blocks`; it is never an idle
-    worker, though an idle one may hold blocks, which count. A block waits for
-    a later round when its owner, or every worker of the best kind, has no room left in this one. Some block always gets
-    a follower if one is lacking, however large it is, so repeated rounds come to an end.
+    Blocks with the fewest followers come first. Whom a block gets is decided as in `place_blocks`, among the partners
+    that its owner has by now; who has lost some finds others that have. It is never an idle worker, though an idle one
+    may hold blocks, which count. A block waits for a later round when its owner, or every worker of the best kind, has
+    no room left in this one. Some block always gets a follower if one is lacking, however large it is, so repeated
+    rounds come to an end.
 
     Args:
         placement: owners and followers, all of them workers of the layout (as after `promote`).
@@ -279,6 +288,7 @@ def choose_followers(
         layout: who runs which layer.
         num_followers: copies wanted beside the owner; clamped to the number of workers minus one.
         max_elements: the most that one owner sends, and that one worker receives, in this round.
+        scatter_width: over how many partners the first followers of an owner's blocks are spread.
         hosts: the host of each worker; None means that all are on one.
     Returns:
         The placement with new followers appended; an equal one if nothing is lacking.
@@ -290,7 +300,6 @@ def choose_followers(
     known = set(workers)
     if hosts is not None and (missing := known.difference(hosts)):
         raise ValueError(f"no host is given for workers {_show(sorted(missing))}: name one for every worker, or none")
-    chooser = FollowerChooser(workers, hosts, layout.idle)
     lacking = []
     for block in blocks:
         holders = placement.holders(block.id)
@@ -299,13 +308,17 @@ def choose_followers(
                 f"block {block.id} is held by workers {_show(holders)}, but the layout has only {_show(workers)}: "
                 "promote the copies that are left before choosing new ones"
             )
-        chooser.count(holders, block.num_elements)
         if len(holders) <= wanted and not active.issubset(holders):
             lacking.append(block)
     if not lacking:
         return placement
 
     members_of_layer = holders_of_layers(layout)
+    copies = zip(placement.owner, placement.followers, strict=True)
+    partners = partners_under(layout, scatter_width, hosts, copies=copies, firm=True)
+    chooser = FollowerChooser(workers, partners, scatter_width, hosts, layout.idle)
+    for block in blocks:
+        chooser.count(members_of_layer[block.layer], placement.holders(block.id), block.num_elements)
     followers = list(placement.followers)
     sent, received = dict.fromkeys(workers, 0), dict.fromkeys(workers, 0)
     anything = False

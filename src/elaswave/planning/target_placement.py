@@ -7,7 +7,10 @@ keeps all of them is its own target:
 1. The owner of a block is a worker that runs its unit; it owns at most one block (the largest of those that the same
    workers run) more than any other of those workers.
 2. One follower is another worker that runs the unit, if there is one; further ones do not run it, while there are any.
-3. Of the followers of one owner none has more than its share, so that a lost owner's blocks are everywhere.
+3. One follower is a partner of the owner (`elaswave.state.partners`), and its partners share its blocks evenly. Each
+   further one is the same worker for all blocks of an owner that have the same followers so far.
+
+Who is whose partner follows from where the blocks are, so that few must move.
 
 Deliberately absent: when and from whom copies are made, and hosts (all workers are on one).
 """
@@ -16,7 +19,14 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 
-from elaswave.state.placement import Block, FollowerChooser, Placement, holders_of_layers
+from elaswave.state.partners import EVERYBODY
+from elaswave.state.placement import (
+    Block,
+    FollowerChooser,
+    Placement,
+    holders_of_layers,
+    partners_under,
+)
 from elaswave.types import Layout
 
 
@@ -26,6 +36,7 @@ def target_placement(
     placement: Placement,
     *,
     num_followers: int,
+    scatter_width: int = EVERYBODY,
     excluded: Collection[int] = (),
 ) -> Placement:
     """The placement to move to under a layout: balanced as by `place_blocks`, with few copies that are not there yet.
@@ -38,6 +49,7 @@ def target_placement(
         blocks: of the whole model, as `make_blocks` returns them.
         placement: who holds them now, also workers that are in no stage.
         num_followers: copies beside the owner; clamped to the number of workers that may hold any, minus one.
+        scatter_width: over how many partners the first followers of an owner's blocks are spread.
         excluded: workers that shall hold nothing, though they may be in a stage.
     Returns:
         A placement with one entry per block. Followers that stay keep their order, new ones come after them.
@@ -54,9 +66,33 @@ def target_placement(
         )
     out = frozenset(excluded)
     workers = tuple(worker for worker in layout.active if worker not in out)
+    known = frozenset(workers)
     groups = _groups(layout, blocks, workers, min(num_followers, len(workers) - 1))
     owners = _deal_owners(groups, placement)
-    return Placement(tuple(owners), _choose_followers(groups, blocks, placement, owners, workers))
+    if num_followers == 0 or len(workers) == 1:
+        return Placement(tuple(owners), ((),) * len(blocks))
+    options = [
+        tuple(worker for worker in (*followers, former) if worker in known and worker != owner)
+        for followers, former, owner in zip(placement.followers, placement.owner, owners, strict=True)
+    ]
+    num_owned = Counter((group, owners[block.id]) for group in groups for block in group.blocks)
+    partners = partners_under(
+        layout,
+        scatter_width,
+        excluded=out,
+        copies=zip(owners, options, strict=True),
+        # A partner that follows nothing is forgotten: to break pairs then would go on and on.
+        firm=any(num_owned[group, worker] < scatter_width for group in groups for worker in group.members),
+    )
+    followers = _Followers(FollowerChooser(workers, partners, scatter_width), owners, options)
+    for group in groups:
+        followers.note_owners(group)
+    for num_chosen in range(min(num_followers, len(workers) - 1)):
+        for group in groups:
+            followers.keep(group, num_chosen)
+        for group in groups:
+            followers.complete(group, num_chosen)
+    return Placement(tuple(owners), followers.in_order())
 
 
 class _Group:
@@ -73,21 +109,8 @@ class _Group:
         self.inside = frozenset(members)
         self.blocks: list[Block] = []
         self.largest = 0
-        self.num_outside = num_workers - len(members)
-        self.followers_outside = max(0, min(self.num_outside, num_followers - (len(members) > 1)))
-        self.followers_inside = num_followers - self.followers_outside
-
-    def shares(self, num_blocks: int) -> tuple[int, int]:
-        """How many of an owner's blocks one worker follows at most, inside and outside of the members.
-
-        The smallest number with which each block finds its followers, in whatever order they are chosen: those that
-        follow a block already are left out, and the others cannot all have so many.
-        """
-        inside, outside = self.followers_inside, self.followers_outside
-        return (
-            -(-num_blocks * inside // (len(self.members) - inside)) if inside else 0,
-            -(-num_blocks * outside // (self.num_outside - outside + 1)) if outside else 0,
-        )
+        outside = max(0, min(num_workers - len(members), num_followers - (len(members) > 1)))
+        self.followers_inside = num_followers - outside
 
 
 def _groups(layout: Layout, blocks: Sequence[Block], workers: Sequence[int], num_followers: int) -> list[_Group]:
@@ -229,73 +252,95 @@ def _reversed_bits(number: int) -> int:
     return int(f"{number:032b}"[::-1], 2)
 
 
-def _choose_followers(
-    groups: Sequence[_Group],
-    blocks: Sequence[Block],
-    placement: Placement,
-    owners: Sequence[int],
-    workers: Sequence[int],
-) -> tuple[tuple[int, ...], ...]:
-    """The followers of each block by rules 2 and 3: holders that may stay, then new ones as `place_blocks` has them."""
-    allowed = frozenset(workers)
-    followers: list[tuple[int, ...]] = [()] * len(blocks)
-    group_of: dict[int, _Group] = {}
-    shares: dict[tuple[_Group, int], tuple[int, int]] = {}
-    followed: dict[tuple[_Group, int], Counter[int]] = {}
-    for group in groups:
-        for owner, num_blocks in Counter(owners[block.id] for block in group.blocks).items():
-            shares[group, owner] = group.shares(num_blocks)
-            followed[group, owner] = Counter()
-        options = {}
-        for block in group.blocks:
-            group_of[block.id] = group
-            holders = (*placement.followers[block.id], placement.owner[block.id])
-            options[block.id] = [worker for worker in holders if worker in allowed and worker != owners[block.id]]
-        for index in sorted(options, key=lambda index: len(options[index])):  # who has a choice, chooses last
-            key = (group, owners[index])
-            followers[index] = _that_stay(group, options[index], followed[key], shares[key])
-    chooser = FollowerChooser(workers, None)
-    for block, owner, kept in zip(blocks, owners, followers):
-        chooser.count((owner, *kept), block.num_elements)
-    num_groups = Counter(owner for _, owner in shares)
-    for block, owner in zip(blocks, owners):
-        group = group_of[block.id]
-        chosen = followers[block.id]
-        for _ in range(group.followers_inside + group.followers_outside - len(chosen)):
-            counts = followed[group, owner]
-            # The chooser takes whom fewest of the owner's blocks have as follower: only where these are of several
-            # groups may that be one that has its share of this group.
-            full = _full(group, counts, shares[group, owner]) if num_groups[owner] > 1 else ()
-            follower = chooser.choose(group.members, owner, chosen, block.num_elements, full)
-            assert follower is not None
-            counts[follower] += 1
-            chosen += (follower,)
-        followers[block.id] = chosen
-    return tuple(followers)
-
-
-def _full(group: _Group, followed: Counter[int], shares: tuple[int, int]) -> frozenset[int]:
-    """Who follows as many of an owner's blocks of a group as it may."""
-    return frozenset(worker for worker, count in followed.items() if count >= shares[worker not in group.inside])
-
-
-def _that_stay(
-    group: _Group, options: Sequence[int], followed: Counter[int], shares: tuple[int, int]
-) -> tuple[int, ...]:
-    """Which holders of a block remain its followers, and takes note of them.
+class _Followers:
+    """The followers of each block by rules 2 and 3, one kind after the other: holders that may stay, then new ones.
 
     Args:
-        group: of the block.
-        options: those that hold it beside its owner, most welcome first.
-        followed: how many of the owner's blocks of the group each worker follows.
-        shares: how many it may follow, inside and outside of the group's members.
+        chooser: has counted nothing yet.
+        owners: of each block.
+        options: the workers that hold each block already, most welcome first.
     """
-    room = [group.followers_inside, group.followers_outside]
-    staying = set()
-    for worker in sorted(options, key=lambda worker: followed[worker]):
-        outside = worker not in group.inside
-        if room[outside] and followed[worker] < shares[outside]:
-            room[outside] -= 1
-            followed[worker] += 1
-            staying.add(worker)
-    return tuple(worker for worker in options if worker in staying)
+
+    def __init__(self, chooser: FollowerChooser, owners: Sequence[int], options: Sequence[tuple[int, ...]]) -> None:
+        self._chooser, self._owners, self._options = chooser, owners, options
+        self._chosen: list[tuple[int, ...]] = [()] * len(owners)
+        self._followed: dict[tuple[_Group, int], Counter[int]] = defaultdict(Counter)
+
+    def note_owners(self, group: _Group) -> None:
+        """Takes note of what the owners hold."""
+        for block in group.blocks:
+            self._chooser.count(group.members, (self._owners[block.id],), block.num_elements)
+
+    def in_order(self) -> tuple[tuple[int, ...], ...]:
+        """The followers of each block: those that stay in their order, then the others."""
+        return tuple(
+            (
+                *(worker for worker in options if worker in chosen),
+                *(worker for worker in chosen if worker not in options),
+            )
+            for options, chosen in zip(self._options, self._chosen, strict=True)
+        )
+
+    def keep(self, group: _Group, num_chosen: int) -> None:
+        """Gives the blocks of a group one more follower where one that fits holds them.
+
+        Args:
+            group: of blocks.
+            num_chosen: followers that each of its blocks has by now.
+        """
+        if num_chosen:
+            self._keep_further(group)
+        else:
+            self._keep_partners(group)
+
+    def _keep_partners(self, group: _Group) -> None:
+        of_owner: dict[int, list[tuple[list[int], Block]]] = defaultdict(list)
+        for block in group.blocks:
+            owner = self._owners[block.id]
+            fitting = self._chooser.candidates(group.members, owner, ())
+            of_owner[owner].append(([worker for worker in self._options[block.id] if worker in fitting], block))
+        for owner, entries in of_owner.items():
+            for options, block in sorted(entries, key=lambda entry: len(entry[0])):  # who has a choice, chooses last
+                full = self._full(group, owner, len(entries))
+                staying = next((worker for worker in options if worker not in full), None)
+                if staying is not None:
+                    self._take(group, block, staying)
+
+    def _full(self, group: _Group, owner: int, num_blocks: int) -> frozenset[int]:
+        """The partners that follow their share of an owner's blocks of a group."""
+        share = -(-num_blocks // len(self._chooser.candidates(group.members, owner, ())))
+        return frozenset(worker for worker, count in self._followed[group, owner].items() if count >= share)
+
+    def _keep_further(self, group: _Group) -> None:
+        alike: dict[tuple[int, tuple[int, ...]], list[Block]] = defaultdict(list)
+        for block in group.blocks:
+            alike[self._owners[block.id], tuple(sorted(self._chosen[block.id]))].append(block)
+        for (owner, chosen), those in alike.items():
+            fitting = self._chooser.candidates(group.members, owner, chosen)
+            votes = Counter(worker for block in those for worker in self._options[block.id] if worker in fitting)
+            fixed = self._chooser.fixed(group.members, owner, chosen)
+            if fixed in fitting or votes:
+                staying = fixed if fixed in fitting else votes.most_common(1)[0][0]  # of equals that of the first block
+                self._chooser.fix(group.members, owner, chosen, staying)
+                for block in those:
+                    if staying in self._options[block.id]:
+                        self._take(group, block, staying)
+
+    def complete(self, group: _Group, num_chosen: int) -> None:
+        """Chooses a new follower for each block of a group that has no more than `num_chosen`."""
+        num_blocks = Counter(self._owners[block.id] for block in group.blocks)
+        for block in group.blocks:
+            chosen, owner = self._chosen[block.id], self._owners[block.id]
+            if len(chosen) > num_chosen:
+                continue
+            full = frozenset() if chosen else self._full(group, owner, num_blocks[owner])
+            follower = self._chooser.choose(group.members, owner, chosen, block.num_elements, full)
+            assert follower is not None
+            self._followed[group, owner][follower] += 1
+            self._chosen[block.id] += (follower,)
+
+    def _take(self, group: _Group, block: Block, follower: int) -> None:
+        owner = self._owners[block.id]
+        self._chooser.note(owner, follower, block.num_elements, first=not self._chosen[block.id])
+        self._followed[group, owner][follower] += 1
+        self._chosen[block.id] += (follower,)

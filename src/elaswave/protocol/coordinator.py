@@ -64,6 +64,7 @@ from elaswave.protocol.messages import (
     Registered,
     Report,
 )
+from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import Block, Placement
 from elaswave.types import ExecutionParameters, Layout
 
@@ -85,6 +86,7 @@ class Coordinator(JobHistory):
         layout, placement: of the start.
         blocks: of the model.
         num_followers: copies wanted of each block beside its owner.
+        scatter_width: over how many partners an owner's blocks are spread.
         bounds: when to give up.
         restarts: whether the policy is to go back to the newest checkpoint after every loss.
         first_step: the step that training begins with.
@@ -99,6 +101,7 @@ class Coordinator(JobHistory):
         placement: Placement,
         blocks: Sequence[Block],
         num_followers: int,
+        scatter_width: int = EVERYBODY,
         bounds: Bounds = DEFAULT_BOUNDS,
         restarts: bool = False,
         first_step: int = 1,
@@ -110,6 +113,7 @@ class Coordinator(JobHistory):
             placement=placement,
             blocks=blocks,
             num_followers=num_followers,
+            scatter_width=scatter_width,
             restarts=restarts,
             first_step=first_step,
             records=records,

@@ -12,6 +12,7 @@ from elaswave.planning.recovery import promote, survivor_layout
 from elaswave.protocol.events import PendingWork, PlanRecovery, RecoveryPlan
 from elaswave.protocol.messages import Copies, Decision, Evidence, Progress, Report
 from elaswave.protocol.salvage import Salvage, salvage
+from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import Block, Placement, place_blocks
 from elaswave.types import ExecutionParameters, Layout
 
@@ -159,6 +160,7 @@ def plan_with(
     layout: Layout,
     blocks: Sequence[Block],
     num_followers: int,
+    scatter_width: int = EVERYBODY,
     *,
     execution: ExecutionParameters | None = None,
     reason: str = "",
@@ -171,6 +173,7 @@ def plan_with(
         layout: of the members.
         blocks: of the model.
         num_followers: copies wanted beside each owner, for blocks that are placed afresh.
+        scatter_width: over how many partners these are spread.
         execution, reason, predicted_step_s: as of `RecoveryPlan`.
     Raises:
         ValueError: the layout is of other workers than the members, or shares other units than the model.
@@ -180,7 +183,8 @@ def plan_with(
     if layout.shared != question.layout.shared:
         raise ValueError(f"the layout shares units as {layout.shared}, but the model does as {question.layout.shared}")
     if question.rollback:
-        placement, promoted = place_blocks(layout, blocks, num_followers=num_followers), 0
+        placement = place_blocks(layout, blocks, num_followers=num_followers, scatter_width=scatter_width)
+        promoted = 0
     else:
         found = promote(
             question.placement, blocks, layout, lambda block, worker: block in question.valid.get(worker, ())
@@ -190,11 +194,15 @@ def plan_with(
 
 
 def plan_survivors(
-    question: PlanRecovery, blocks: Sequence[Block], num_followers: int, reason: str = ""
+    question: PlanRecovery,
+    blocks: Sequence[Block],
+    num_followers: int,
+    scatter_width: int = EVERYBODY,
+    reason: str = "",
 ) -> RecoveryPlan:
     """The plan that needs no planner: survivors keep their stages and micro-batches. Arguments as of `plan_with`."""
     layout = survivor_layout(question.layout, question.lost) if question.lost else question.layout
-    return plan_with(question, layout, blocks, num_followers, reason=reason)
+    return plan_with(question, layout, blocks, num_followers, scatter_width, reason=reason)
 
 
 def make_decision(

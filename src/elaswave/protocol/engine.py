@@ -540,6 +540,8 @@ class JobTerms(NamedTuple):
     num_steps: int
     num_followers: int
     """Copies beside the owner."""
+    scatter_width: int
+    """Over how many partners an owner's blocks are spread (`elaswave.state.partners`)."""
     copy_elements: int
     """The most elements of new copies that one owner sends, and one worker receives, in one step, to make up for
     missing followers."""

@@ -50,6 +50,7 @@ class JobHistory:
         layout, placement: of the start.
         blocks: of the model.
         num_followers: copies wanted of each block beside its owner.
+        scatter_width: over how many partners an owner's blocks are spread.
         restarts: whether the policy is to go back to the newest checkpoint after every loss.
         first_step: the step that training begins with.
         records: what earlier coordinators of the job have persisted, in order.
@@ -65,6 +66,7 @@ class JobHistory:
         placement: Placement,
         blocks: Sequence[Block],
         num_followers: int,
+        scatter_width: int,
         restarts: bool,
         first_step: int,
         records: Sequence[Record],
@@ -82,6 +84,7 @@ class JobHistory:
         """The newest decision."""
         self.blocks = blocks
         self.num_followers = num_followers
+        self.scatter_width = scatter_width
         self.restarts = restarts
         self.first_step = first_step
         self.founders = frozenset(layout.workers)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from elaswave.hashing import key64
 from elaswave.planning.recovery import choose_followers
+from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import Block, Placement, Role, roles_of
 from elaswave.types import Layout
 
@@ -67,6 +68,7 @@ def next_placement(
     num_followers: int,
     refill_elements: int,
     move_elements: int,
+    scatter_width: int = EVERYBODY,
 ) -> Placement:
     """The placement that the next vote brings into force.
 
@@ -77,10 +79,18 @@ def next_placement(
         num_followers: copies wanted beside the owner.
         refill_elements: the most that one owner sends, and one worker receives, to make up for missing followers.
         move_elements: the same towards the target.
+        scatter_width: over how many partners the first followers of an owner's blocks are spread.
     Returns:
         An equal placement if there is nothing to copy.
     """
-    complete = choose_followers(placement, blocks, layout, num_followers=num_followers, max_elements=refill_elements)
+    complete = choose_followers(
+        placement,
+        blocks,
+        layout,
+        num_followers=num_followers,
+        max_elements=refill_elements,
+        scatter_width=scatter_width,
+    )
     if complete != placement or target is None:
         return complete
     return towards(placement, target, blocks, move_elements)
@@ -164,14 +174,26 @@ def _roles_of(worker: int, placement: Placement, blocks: tuple[Block, ...]) -> d
 
 
 def refilled(
-    blocks: tuple[Block, ...], layout: Layout, placement: Placement, num_followers: int, max_elements: int
+    blocks: tuple[Block, ...],
+    layout: Layout,
+    placement: Placement,
+    num_followers: int,
+    max_elements: int,
+    scatter_width: int = EVERYBODY,
 ) -> Placement:
     """The placement to which the members come by making up for all missing followers, step by step.
 
     Arguments as of `next_placement`.
     """
     while True:
-        after = choose_followers(placement, blocks, layout, num_followers=num_followers, max_elements=max_elements)
+        after = choose_followers(
+            placement,
+            blocks,
+            layout,
+            num_followers=num_followers,
+            max_elements=max_elements,
+            scatter_width=scatter_width,
+        )
         if after == placement:
             return placement
         placement = after

@@ -355,6 +355,7 @@ class StepLoop(Execution[C]):
             terms.num_followers,
             terms.copy_elements,
             self.budget.elements,
+            terms.scatter_width,
         )
         if voting == self.placement:
             voting = self.placement

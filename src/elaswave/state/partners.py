@@ -20,6 +20,8 @@ pair of partners.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
+EVERYBODY = 1 << 30
+"""A scatter width that makes all workers of a stage partners."""
 Partners = dict[int, tuple[int, ...]]
 """Worker -> those among which the first followers of its blocks are chosen. Nearly always mutual."""
 
@@ -68,7 +70,7 @@ def choose_partners(
     else:
         for group in groups:
             graph.fill(group, group, last=True)
-        graph.fill(graph.alone, workers, last=True)
+        graph.fill(sorted(graph.alone), workers, last=True)
     return {worker: tuple(partners) for worker, partners in graph.partners.items()}
 
 
@@ -105,23 +107,37 @@ class _Graph:
         for index, group in enumerate(groups):
             for worker in group:
                 self._groups_of[worker].append(index)
-        self.alone = [worker for worker in workers if all(self._num_members[i] == 1 for i in self._groups_of[worker])]
+        self.alone = {worker for worker in workers if all(self._num_members[i] == 1 for i in self._groups_of[worker])}
         self._breakable: set[tuple[int, int]] = set()
         self._newcomers: set[int] = set()
+        self._wished: dict[int, tuple[int, ...]] = {}
 
     # ------------------------------------------------------------------------------------------------ what was before
 
     def keep(self, kept: Mapping[int, Iterable[int]], *, firm: bool) -> None:
         """Takes over the partners of before."""
         for worker, others in kept.items():
-            if worker in self.partners:
-                for other in others:
-                    if other in self.partners and other not in self.partners[worker] and self._may_stay(worker, other):
-                        self._add(worker, other)
-        if not firm:
-            self._newcomers = {
-                worker for worker, others in self.partners.items() if not others and not self._num_chosen[worker]
-            }
+            if worker not in self.partners:
+                continue
+            known = [other for other in others if other in self.partners]
+            if len(self._groups_of[worker]) > 1:  # who is in one group with it only has no other group to stay for
+                known.sort(key=lambda other: len(set(self._groups_of[worker]).intersection(self._groups_of[other])))
+            for other in known:
+                if other not in self.partners[worker] and self._may_stay(worker, other):
+                    self._add(worker, other)
+        if firm:
+            return
+        # Whoever is nobody's partner shall become one: it gives up its own for such as choose it, too.
+        while unknown := [
+            worker
+            for worker in self.partners
+            if not self._num_chosen[worker] and worker not in self.alone and worker not in self._newcomers
+        ]:
+            for worker in unknown:
+                self._newcomers.add(worker)
+                self._wished[worker] = tuple(self.partners[worker])
+                for partner in self._wished[worker]:
+                    self._remove(worker, partner)
 
     def _may_stay(self, worker: int, other: int) -> bool:
         partners = self.partners[worker]
@@ -191,7 +207,10 @@ class _Graph:
         if not askers or len(members) < 2:
             return
         needy = self._count_needs(askers, members)
-        for worker in list(needy):  # a partner of one side becomes one of both: no other pair becomes fatal
+        for worker in needy:
+            for partner in self._wished.get(worker, ()):
+                self._link(worker, partner)
+        for worker in needy:  # a partner of one side becomes one of both: no other pair becomes fatal
             for partner in tuple(self.partners[worker]):
                 if self._need[partner] > 0 and worker not in self.partners[partner]:
                     self._add(partner, worker)
@@ -321,7 +340,8 @@ class _Graph:
                 self._need[one] -= 1
 
     def _near(self, worker: int, members: Sequence[int], place: Mapping[int, int]) -> Iterator[int]:
-        """Members near a worker: on linked hosts first, then in the ring of all."""
+        """Members near a worker: those it would keep, those on linked hosts, then the ring of all."""
+        yield from (wished for wished in self._wished.get(worker, ()) if wished in place)
         start = place[worker]
         if self.num_hosts > 1:
             linked = self._host_links.get(self._hosts[worker], {})
@@ -388,13 +408,17 @@ class _Graph:
 
     def _choose(self, worker: int, members: Sequence[int], place: Mapping[int, int]) -> None:
         """Chooses one of those nearby that are partners of the fewest, though it has enough itself."""
-        options = (
+        options = [
             other
-            for other in self._near(worker, members, place)
+            for other in islice(self._near(worker, members, place), _WINDOW)
             if other != worker and self._fits(worker, other) and other not in self.partners[worker]
-        )
+        ]
+        if not options:  # on a crowded host
+            options = [other for other in members if self._fits(worker, other) and other not in self.partners[worker]]
+        wished = self._wished.get(worker, ())
         chosen = min(
-            islice(options, _WINDOW), key=lambda other: (not self._kin(worker, other), self._num_chosen[other])
+            options,
+            key=lambda other: (other not in wished, not self._kin(worker, other), self._num_chosen[other]),
         )
         self._add(worker, chosen)
 

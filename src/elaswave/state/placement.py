@@ -3,17 +3,20 @@
 A block is a fixed-size run of one layer's flat storage, the unit of ownership, replication, transfer and
 verification. Its owner updates and serves it; its followers hold live copies and apply the same updates. The blocks
 of a layer are dealt over all workers of the stage (interleaved), so a layer that changes stage moves in disjoint
-worker-to-worker transfers; the followers of one owner are spread over many workers (declustered), so that what it
-owned is already everywhere when it dies.
+worker-to-worker transfers. The followers of one owner are spread over a few partners (`elaswave.state.partners`): so
+many share its work when it dies, and two workers that die together have taken all copies of a block with them only if
+they are partners.
 
 Block boundaries depend on the model alone, the placement also on the layout: every worker computes both by itself.
 """
 
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from enum import IntEnum
 
 import msgspec
 
+from elaswave.state.partners import EVERYBODY, Partners, choose_partners
 from elaswave.types import Layout
 
 DEFAULT_BLOCK_SIZE = 16384
@@ -114,37 +117,39 @@ def holders_of_layers(layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 
 def place_blocks(
-    layout: Layout, blocks: Sequence[Block], *, num_followers: int, hosts: Mapping[int, str] | None = None
+    layout: Layout,
+    blocks: Sequence[Block],
+    *,
+    num_followers: int,
+    scatter_width: int = EVERYBODY,
+    hosts: Mapping[int, str] | None = None,
 ) -> Placement:
     """Deals blocks to owners and followers, balanced by elements; a pure function of its arguments.
 
-    Owners: the worker of the block's stage that owns the fewest elements so far (ties in turn). The first follower
-    is another worker of the stage if there is one, further ones are outside of it; where the preferred kind of
-    worker has run out, any other. Among equally fitting workers those on hosts that hold no copy yet come first,
-    then those that follow the owner in the fewest blocks, then those that hold the fewest elements. Idle workers get
-    nothing.
+    Owners: the worker of the block's stage that owns the fewest elements so far (ties in turn). Followers as
+    `FollowerChooser` has them. Idle workers get nothing.
 
     Args:
         layout: who runs which layer.
         blocks: of the whole model, as `make_blocks` returns them.
         num_followers: copies beside the owner; clamped to the number of workers of stages minus one.
+        scatter_width: over how many partners the first followers of an owner's blocks are spread.
         hosts: the host of each worker; None means that all are on one, as in every job so far: the launcher starts
             workers on its own machine only.
     Returns:
         A placement with one entry per block; followers in the order in which they were chosen.
     Raises:
-        ValueError: num_followers < 0, a worker without a host, or a block of a layer that the layout lacks.
+        ValueError: num_followers < 0, scatter_width < 1, a worker without a host, or a block of a layer that the
+            layout lacks.
     """
     workers = layout.active
     if num_followers < 0:
         raise ValueError(f"num_followers is {num_followers}: it cannot be negative (0 means no copies)")
-    if hosts is not None and (missing := [worker for worker in workers if worker not in hosts]):
-        raise ValueError(f"no host is given for workers {missing}: name one for every worker of the layout, or none")
     members_of_layer = holders_of_layers(layout)
     owners = _deal_owners(members_of_layer, blocks)
-    chooser = FollowerChooser(workers, hosts)
+    chooser = FollowerChooser(workers, partners_under(layout, scatter_width, hosts), scatter_width, hosts)
     for block, owner in zip(blocks, owners):
-        chooser.count((owner,), block.num_elements)
+        chooser.count(members_of_layer[block.layer], (owner,), block.num_elements)
     followers = []
     for block, owner in zip(blocks, owners):
         chosen: tuple[int, ...] = ()
@@ -154,6 +159,64 @@ def place_blocks(
             chosen += (follower,)
         followers.append(chosen)
     return Placement(tuple(owners), tuple(followers))
+
+
+def partners_under(
+    layout: Layout,
+    scatter_width: int,
+    hosts: Mapping[int, str] | None = None,
+    *,
+    excluded: Collection[int] = (),
+    copies: Iterable[tuple[int, Collection[int]]] = (),
+    firm: bool = False,
+) -> Partners:
+    """The partners of the workers of a layout's stages; those that run a layer, or a shared unit, are a group.
+
+    Args:
+        layout: who runs which layer.
+        excluded: workers that hold nothing.
+        copies: (owner, followers) of each block that shall stay where it is, as far as possible.
+        scatter_width, hosts, firm: as of `choose_partners`.
+    Raises:
+        ValueError: scatter_width < 1, or a worker without a host.
+    """
+    out = frozenset(excluded)
+    members = [
+        tuple(worker for worker in group if worker not in out) for group in dict.fromkeys(holders_of_layers(layout))
+    ]
+    kin: dict[int, set[int]] = defaultdict(set)
+    for group in members:
+        for worker in group:
+            kin[worker].update(group)
+    several_hosts = hosts is not None and len({hosts.get(worker) for worker in kin}) > 1
+
+    def fits(owner: int, follower: int) -> bool:
+        if owner not in kin or follower not in kin:
+            return False
+        if hosts is not None and several_hosts:
+            return hosts[owner] != hosts[follower]
+        return follower in kin[owner] or len(kin[owner]) == 1
+
+    kept = _cover((owner, [worker for worker in followers if fits(owner, worker)]) for owner, followers in copies)
+    return choose_partners(members, scatter_width, hosts=hosts, kept=kept, firm=firm)
+
+
+def _cover(copies: Iterable[tuple[int, Collection[int]]]) -> dict[int, list[int]]:
+    """As few followers of each owner as hold all of its blocks that have any, those of most blocks first.
+
+    With several followers for each block it is one of them: the others follow from it (`FollowerChooser`).
+    """
+    of_owner: dict[int, list[Collection[int]]] = defaultdict(list)
+    for owner, followers in copies:
+        of_owner[owner].append(followers)
+    found: dict[int, list[int]] = {}
+    for owner, left in of_owner.items():
+        chosen = found[owner] = []
+        while counts := Counter(worker for followers in left for worker in followers):
+            ((most, _),) = counts.most_common(1)  # of equals that of the first block
+            chosen.append(most)
+            left = [followers for followers in left if most not in followers]
+    return found
 
 
 def _deal_owners(members_of_layer: Sequence[tuple[int, ...]], blocks: Sequence[Block]) -> list[int]:
@@ -177,27 +240,78 @@ def _deal_owners(members_of_layer: Sequence[tuple[int, ...]], blocks: Sequence[B
 class FollowerChooser:
     """Chooses followers one by one and keeps count of what each worker holds and follows.
 
+    One follower of a block is a partner of its owner; among several that fit the one that follows the owner in the
+    fewest blocks, then the one that holds the fewest elements. Partners are of the block's stage where all workers are
+    on one host and the stage has another worker. Each further follower is one fixed worker for an owner and the
+    followers so far: with two followers there are not many more sets of three that hold a block than an owner has
+    partners. It is outside of the stage if one inside is there, on a host without a copy, and no other
+    partner, as far as there are such workers.
+
     Args:
         workers: all that may hold blocks, ascending.
+        partners: of each worker that may be chosen; an owner that has none chooses among all.
+        scatter_width: so many of an owner's partners are chosen for the blocks of one stage; it may have more for
+            those of another that runs the same layers.
         hosts: the host of each worker; None means that all are on one.
         excluded: those among the workers that are never chosen.
     """
 
-    def __init__(self, workers: Sequence[int], hosts: Mapping[int, str] | None, excluded: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        workers: Sequence[int],
+        partners: Partners,
+        scatter_width: int,
+        hosts: Mapping[int, str] | None = None,
+        excluded: Collection[int] = (),
+    ) -> None:
         self._workers = workers
+        self._ordered = partners
+        self._partners = {worker: frozenset(others) for worker, others in partners.items()}
+        self._width = scatter_width
         self._excluded = frozenset(excluded)
         self._hosts = hosts if hosts is not None else dict.fromkeys(workers, "")
+        self._one_host = len({self._hosts[worker] for worker in workers if worker not in self._excluded}) <= 1
         self._held = dict.fromkeys(workers, 0)
+        self._num_fixed = dict.fromkeys(workers, 0)
         self._followed = {owner: dict.fromkeys(workers, 0) for owner in workers}
+        self._further: dict[tuple[tuple[int, ...], int, frozenset[int]], int] = {}
         self._candidates: dict[tuple[tuple[int, ...], int, tuple[int, ...]], tuple[int, ...]] = {}
 
-    def count(self, holders: Sequence[int], num_elements: int) -> None:
-        """Takes note of a block that is already held by an owner, given first, and followers."""
-        followed = self._followed[holders[0]]
-        for follower in holders[1:]:
-            followed[follower] += 1
-        for worker in holders:
-            self._held[worker] += num_elements
+    def count(self, members: tuple[int, ...], holders: Sequence[int], num_elements: int) -> None:
+        """Takes note of a block that is already held by an owner, given first, and followers.
+
+        Args:
+            members: workers of the block's stage.
+            holders: of the block.
+            num_elements: of the block.
+        """
+        owner, *followers = holders
+        self._held[owner] += num_elements
+        partner = next((worker for worker in followers if worker in self._partners.get(owner, ())), None)
+        for follower in followers:
+            self.note(owner, follower, num_elements, first=follower == partner)
+        if partner is not None:
+            chosen = frozenset((partner,))
+            for worker in followers:
+                if worker != partner:
+                    self.fix(members, owner, chosen, worker)
+                    chosen |= {worker}
+
+    def note(self, owner: int, follower: int, num_elements: int, *, first: bool) -> None:
+        """Takes note that a worker follows a block of an owner, as the partner that it is to have or in addition."""
+        self._followed[owner][follower] += first
+        self._held[follower] += num_elements
+
+    def fix(self, members: tuple[int, ...], owner: int, chosen: Collection[int], follower: int) -> None:
+        """Notes who is the next follower of an owner's blocks that have these followers, unless that is known."""
+        key = members, owner, frozenset(chosen)
+        if key not in self._further:
+            self._further[key] = follower
+            self._num_fixed[follower] += 1
+
+    def fixed(self, members: tuple[int, ...], owner: int, chosen: Collection[int]) -> int | None:
+        """Who is noted as the next follower of an owner's blocks that have these followers."""
+        return self._further.get((members, owner, frozenset(chosen)))
 
     def choose(
         self,
@@ -218,34 +332,64 @@ class FollowerChooser:
         Returns:
             None if all workers of the best kind are full, or if all workers that may be chosen hold the block.
         """
-        key = (members, owner, chosen)
-        candidates = self._candidates.get(key)
-        if candidates is None:
-            candidates = self._candidates[key] = tuple(self._fitting(members, owner, chosen))
-        followed, held = self._followed[owner], self._held
+        candidates = self.candidates(members, owner, chosen)
+        further = bool(chosen) and not self.lacks_partner(owner, chosen)
+        if further:
+            fixed = self.fixed(members, owner, chosen)
+            if fixed in candidates:
+                candidates = (fixed,)
         if full:
             candidates = tuple(worker for worker in candidates if worker not in full)
         if not candidates:
             return None
-        fewest = min(map(followed.__getitem__, candidates))
-        follower = min((worker for worker in candidates if followed[worker] == fewest), key=held.__getitem__)
-        followed[follower] += 1
-        held[follower] += num_elements
+        followed, held = self._followed[owner], self._held
+        if further:
+            # A pair of partners is a set of two that can lose state already.
+            partners = self._partners.get(owner, ())
+            follower = min(candidates, key=lambda worker: (worker in partners, self._num_fixed[worker], held[worker]))
+            self.fix(members, owner, chosen, follower)
+        else:
+            fewest = min(map(followed.__getitem__, candidates))
+            follower = min((worker for worker in candidates if followed[worker] == fewest), key=held.__getitem__)
+        self.note(owner, follower, num_elements, first=not further)
         return follower
 
-    def _fitting(self, members: tuple[int, ...], owner: int, chosen: tuple[int, ...]) -> Iterator[int]:
-        """The workers of the best kind that is there, in a ring that starts after the owner."""
+    def lacks_partner(self, owner: int, chosen: Collection[int]) -> bool:
+        """Whether none of a block's followers is a partner of its owner, though it has partners."""
+        partners = self._partners.get(owner, frozenset())
+        return bool(partners) and partners.isdisjoint(chosen)
+
+    def candidates(self, members: tuple[int, ...], owner: int, chosen: tuple[int, ...]) -> tuple[int, ...]:
+        """The workers of the best kind that is there for the next follower, in a ring that starts after the owner.
+
+        Args:
+            members, owner, chosen: as of `choose`.
+        """
+        key = (members, owner, chosen)
+        candidates = self._candidates.get(key)
+        if candidates is None:
+            candidates = self._candidates[key] = tuple(self._fitting(members, owner, chosen))
+        return candidates
+
+    def _fitting(self, members: tuple[int, ...], owner: int, chosen: tuple[int, ...]) -> Sequence[int]:
         after_owner = self._workers.index(owner) + 1
         ring = (*self._workers[after_owner:], *self._workers[: after_owner - 1])
         in_stage = frozenset(members)
         free = [worker for worker in ring if worker not in chosen and worker not in self._excluded]
+        if lacks_partner := self.lacks_partner(owner, chosen):
+            free = [worker for worker in free if worker in self._partners[owner]]
         inside = [worker for worker in free if worker in in_stage]
         outside = [worker for worker in free if worker not in in_stage]
-        has_inside = any(worker in in_stage for worker in chosen)
-        fitting = (outside or inside) if has_inside else (inside or outside)
+        if lacks_partner:
+            fitting = inside if inside and self._one_host else free
+            first = sorted(fitting, key=self._ordered[owner].index)[: self._width]
+            fitting = [worker for worker in fitting if worker in first]
+        elif any(worker in in_stage for worker in chosen):
+            fitting = outside or inside
+        else:
+            fitting = inside or outside
         used_hosts = {self._hosts[worker] for worker in (owner, *chosen)}
-        elsewhere = [worker for worker in fitting if self._hosts[worker] not in used_hosts]
-        yield from elsewhere or fitting
+        return [worker for worker in fitting if self._hosts[worker] not in used_hosts] or fitting
 
 
 def roles_of(worker: int, placement: Placement, blocks: Sequence[Block]) -> dict[int, Role]:

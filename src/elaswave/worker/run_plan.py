@@ -15,7 +15,9 @@ from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.planning.execution import execution_of, programs_of
 from elaswave.planning.layout import make_layout
 from elaswave.planning.memory_limits import layout_limits
+from elaswave.planning.scatter_width import DEFAULT_SCATTER_WIDTH, smallest_scatter_width
 from elaswave.planning.validation import validate_programs
+from elaswave.protocol.moves import refilled
 from elaswave.state.placement import Block, Placement, default_block_size, make_blocks, place_blocks
 from elaswave.state.shapes import LayerShape, StateShapes, TensorSlot, all_tensors
 from elaswave.types import ExecutionParameters, Layout, Program
@@ -78,9 +80,35 @@ class RunPlan:
         )
 
     @cached_property
+    def scatter_width(self) -> int:
+        """Over how many partners the blocks of a worker are spread."""
+        config = self.config
+        if config.elastic.scatter_width is not None:
+            return config.elastic.scatter_width
+        if config.device.kind != "emulated":
+            return DEFAULT_SCATTER_WIDTH
+        return smallest_scatter_width(
+            emulated_costs(config),
+            self.layout.stages,
+            followers=config.elastic.num_followers,
+            memory_bytes=float(cluster_of(config).memory_bytes.min()),
+        )
+
+    @cached_property
     def placement(self) -> Placement:
         """Who holds which block."""
-        return place_blocks(self.layout, self.blocks, num_followers=self.config.elastic.num_followers)
+        return place_blocks(
+            self.layout,
+            self.blocks,
+            num_followers=self.config.elastic.num_followers,
+            scatter_width=self.scatter_width,
+        )
+
+    def complete(self, layout: Layout, placement: Placement) -> Placement:
+        """A placement once all copies that it lacks have been made."""
+        num_followers = self.config.elastic.num_followers
+        elements = sum(block.num_elements for block in self.blocks)
+        return refilled(self.blocks, layout, placement, num_followers, elements, self.scatter_width)
 
     @property
     def refill_elements(self) -> int:

@@ -26,6 +26,7 @@ from elaswave.faults.chaos import (
 from elaswave.faults.injection import FaultRecord, parse_faults
 from elaswave.observability.result import Recovery, RunResult
 from elaswave.planning.layout import make_layout
+from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import make_blocks, place_blocks
 
 CASES = [draw_case(seed, index) for seed in (0, 1, 99) for index in range(70)]
@@ -110,7 +111,7 @@ def placed(widths: tuple[int, ...] = (2, 2), num_followers: int = 1, max_element
     layout = make_layout(widths=widths, layers_per_stage=[2] * len(widths), num_microbatches=4)
     blocks = make_blocks([256] * (2 * len(widths)), 64)
     placement = place_blocks(layout, blocks, num_followers=num_followers)
-    return Placed(layout, blocks, placement, num_followers, max_elements)
+    return Placed(layout, blocks, placement, num_followers, EVERYBODY, max_elements)
 
 
 CASE: ChaosCase = CASES[0]

@@ -121,7 +121,7 @@ def test_other_hosts_come_first():
     layout = layout_of([4, 2])
     hosts = {0: "a", 1: "a", 2: "b", 3: "b", 4: "a", 5: "c"}
     blocks = make_blocks([64, 64], 1)
-    placement = place_blocks(layout, blocks, num_followers=2, hosts=hosts)
+    placement = place_blocks(layout, blocks, num_followers=2, scatter_width=1, hosts=hosts)
     for block in blocks:
         owner, first, second = placement.holders(block.id)
         assert hosts[first] != hosts[owner]

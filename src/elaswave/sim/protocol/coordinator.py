@@ -70,6 +70,7 @@ class SimCoordinator(CoordinatorDriver):
             placement=model.placement,
             blocks=model.blocks,
             num_followers=world.job.num_followers,
+            scatter_width=world.job.scatter_width,
             records=tuple(world.store.records),
         )
         self.links: dict[int, ControlLink] = {}
@@ -169,10 +170,10 @@ class SimCoordinator(CoordinatorDriver):
 
     def plan(self, question: PlanRecovery) -> RecoveryPlan:
         """How survivors go on: the real planning functions."""
-        blocks, num_followers = model_of(self.world.job).blocks, self.world.job.num_followers
-        plan = plan_survivors(question, blocks, num_followers)
+        blocks, job = model_of(self.world.job).blocks, self.world.job
+        plan = plan_survivors(question, blocks, job.num_followers, job.scatter_width)
         if self.world.conditions.replans:
-            plan = plan_with(question, other_layout(plan.layout), blocks, num_followers)
+            plan = plan_with(question, other_layout(plan.layout), blocks, job.num_followers, job.scatter_width)
         return plan
 
     def pending_work(self, step: int, asked: bool) -> PendingWork:
@@ -339,8 +340,11 @@ class SimCoordinator(CoordinatorDriver):
         """A change to a layout, with its blocks where they should be."""
         model, job = model_of(self.world.job), self.world.job
         before = self.core.in_force()
-        here = refilled(model.blocks, before.layout, before.placement, job.num_followers, job.blocks_per_round)
-        placement = target_placement(layout, model.blocks, here, num_followers=job.num_followers)
+        copies = job.num_followers, job.blocks_per_round, job.scatter_width
+        here = refilled(model.blocks, before.layout, before.placement, *copies)
+        placement = target_placement(
+            layout, model.blocks, here, num_followers=job.num_followers, scatter_width=job.scatter_width
+        )
         return ChangePlanned(self.core.epoch, layout, placement, before.execution, "another layout")
 
     def _on_planned(self, planned: ChangePlanned) -> None:

@@ -52,6 +52,7 @@ class Job(NamedTuple):
     blocks_per_layer: int = 2
     num_microbatches: int = 2
     num_followers: int = 1
+    scatter_width: int = 2
     steps: int = 3
     checkpoint_every: int = 0
     """Durable checkpoints after every so many steps; 0 for none."""
@@ -135,7 +136,7 @@ def model_of(job: Job) -> Model:
         (*of_layer[layer], *(block for unit, _ in uses[layer] for block in of_layer[unit]))
         for layer in range(num_layers)
     )
-    placement = place_blocks(layout, blocks, num_followers=job.num_followers)
+    placement = place_blocks(layout, blocks, num_followers=job.num_followers, scatter_width=job.scatter_width)
     terms = JobTerms(
         blocks=blocks,
         num_layers=num_layers,
@@ -144,6 +145,7 @@ def model_of(job: Job) -> Model:
         num_microbatches=job.num_microbatches,
         num_steps=job.steps,
         num_followers=job.num_followers,
+        scatter_width=job.scatter_width,
         copy_elements=job.blocks_per_round,
         move_elements=2 * job.blocks_per_round,
         move_bounds=(1, 4 * job.blocks_per_round),
