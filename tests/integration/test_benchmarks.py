@@ -221,3 +221,21 @@ def test_a_day_of_a_cluster_is_simulated_under_every_policy() -> None:
     assert [row["policy"] for row in document["rows"]] == list(POLICIES)
     assert all(0 < row["goodput"]["mean"] < 1.5 for row in document["rows"])
     assert all(row["cpu_s"] > 0 for row in document["rows"])
+
+
+@pytest.mark.slow
+def test_traces_are_simulated_with_several_followers_and_intervals(tmp_path: Path) -> None:
+    """More copies lose no more state, and more checkpoints lose no more work with it."""
+    trace = tmp_path / "spot.csv"
+    came = "".join(f"0,add,n{number}\n" for number in range(12))
+    trace.write_text(came + "7000000,remove,n0\n7000000,remove,n1\n7000000,remove,n2\n14400000,add,n12\n")
+    document = run(
+        "simulate.py", "--traces", str(trace), "--stages", "2", "--model", "gpt2-xl", "--device", "a100",
+        "--followers", "1", "2", "--checkpoint-minutes", "5", "60", "--policies", "recycle_rerouting", "full_restart",
+    )  # fmt: skip
+    settings = [(row["policy"], row["followers"], row["checkpoint_minutes"]) for row in document["rows"]]
+    policies = ("recycle_rerouting", "full_restart")
+    assert settings == [(policy, copies, every) for policy in policies for copies in (1, 2) for every in (5.0, 60.0)]
+    lost = {setting: row["lost_work_s"]["mean"] for setting, row in zip(settings, document["rows"], strict=True)}
+    assert lost["full_restart", 1, 5.0] < lost["full_restart", 1, 60.0]
+    assert all(0 < row["goodput"]["mean"] <= row["ettr"]["mean"] <= 1 for row in document["rows"])
