@@ -176,8 +176,11 @@ def planned_speeds(config: Config, execution: ExecutionParameters) -> dict[int, 
 def power_limit_w(config: Config, num_workers: int) -> float | None:
     """What so many workers may draw together: as many as there are or were at first, whichever is more, at base level.
 
-    So who is lost leaves power for the others' clocks, and who joins a job of full size brings its own.
+    So who is lost leaves power for the others' clocks, and who joins a job of full size brings its own. None where
+    nothing sets clocks: then all stay at the base level.
     """
+    if config.device.frequency == "none":
+        return None
     device = device_of(config)
     base_w = device.levels[device.base_level].power_w
     return max(num_workers, sum(config.widths)) * base_w if base_w > 0 else None

@@ -95,10 +95,10 @@ def choose_levels(
 
 
 def common_levels(cluster: Cluster, where: np.ndarray) -> np.ndarray:
-    """Levels of workers whose clocks are not chosen one by one: the base ones, or lower ones under a power limit.
+    """Levels of workers whose clocks are not chosen one by one: the base ones, or one for all under a power limit.
 
-    Then all are held to one speed, the highest up to the base level's at which they keep within the limit together, as
-    an operator's cap does.
+    Then all run at one speed, the highest at which they keep within the limit together, as under a machine room's cap
+    that is shared evenly: below the base level's where the limit is low, above it where lost workers have left enough.
 
     Args:
         cluster: with the limit.
@@ -108,7 +108,8 @@ def common_levels(cluster: Cluster, where: np.ndarray) -> np.ndarray:
     """
     devices, kind = cluster.devices, cluster.device[where]
     number = np.bincount(kind, minlength=len(devices))
-    speeds = sorted({level.speed for device in devices for level in device.levels if level.speed <= 1.0})
+    most = 1.0 if cluster.power_limit_w is None else float("inf")
+    speeds = sorted({level.speed for device in devices for level in device.levels if level.speed <= most})
     chosen: list[int] = []
     for speed in reversed(speeds):
         chosen = [max(sum(level.speed <= speed for level in device.levels) - 1, 0) for device in devices]

@@ -21,7 +21,7 @@ from elaswave.planning.baselines import full_restart, oobleck, recycle, torchft
 from elaswave.planning.baselines.common import balanced_ranges, rectangle
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.pipelines import ranges_of
-from elaswave.planning.plan import Allocation, Plan
+from elaswave.planning.plan import Allocation, Plan, at_levels, levels_of
 from elaswave.planning.policies import CANDIDATES, POLICIES, PREDICTED_ONLY, make_policies
 from elaswave.planning.prediction import estimate
 from elaswave.planning.programs import compile_programs
@@ -600,3 +600,20 @@ def test_pauses_grow_with_the_number_of_workers_for_all_that_run_on_this_engine(
             assert found.predicted_pause_s == pytest.approx(expected_s + moves_s)
         assert POLICIES["oobleck"](left, costs, before, event).predicted_pause_s > expected_s
         assert POLICIES["torchft"](left, costs, before, event).predicted_pause_s == RecoveryTimes().torchft_recover_s
+
+
+def test_power_that_lost_workers_leave_raises_everybodys_clocks():
+    costs = layers(1, 1, 1, 1)
+    cluster, before = begin(8, 2, 16, costs)
+    (device,) = cluster.devices
+    base_w = device.levels[device.base_level].power_w
+    levels = (FrequencyLevel(speed=1.0, power_w=base_w), FrequencyLevel(speed=1.25, power_w=2 * base_w))
+    capped = replace(cluster, devices=(msgspec.structs.replace(device, levels=levels),), power_limit_w=8.1 * base_w)
+    before = at_levels(before, np.zeros(8, dtype=np.int64))
+    for name in ("recycle_rerouting", "torchft", "oobleck", "full_restart"):
+        one, four = (
+            POLICIES[name](capped.without(gone), costs, before, ClusterEvent(kind="lost", workers=gone))
+            for gone in ((1,), (0, 1, 4, 5))
+        )
+        assert set(levels_of(one.allocation).values()) == ({0} if len(one.allocation.workers) > 4 else {1}), name
+        assert set(levels_of(four.allocation).values()) == {1}, name

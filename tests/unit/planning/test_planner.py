@@ -580,7 +580,7 @@ def test_stages_that_cost_nothing_are_planned_too():
 def test_a_limit_of_power_holds_all_to_one_speed():
     powered = make_cluster([1.0] * 12, levels=LEVELS)
     all_workers = np.arange(12)
-    for limit_w, level in ((None, 1), (1200.0, 1), (1199.0, 0), (480.0, 0), (100.0, 0)):
+    for limit_w, level in ((None, 1), (1800.0, 2), (1799.0, 1), (1200.0, 1), (1199.0, 0), (480.0, 0), (100.0, 0)):
         assert common_levels(replace(powered, power_limit_w=limit_w), all_workers).tolist() == [level] * 12
     assert common_levels(replace(powered, power_limit_w=1199.0), all_workers[:11]).tolist() == [1] * 11
     (device,) = powered.devices
