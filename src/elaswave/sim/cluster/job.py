@@ -293,7 +293,7 @@ class _SimulatedJob:
             source=self._scenario.source,
             duration_s=duration_s,
             goodput=useful_s / duration_s if duration_s else 0.0,
-            ettr=1 - unproductive_s / duration_s if duration_s else 0.0,
+            ettr=max(0.0, 1 - unproductive_s / duration_s) if duration_s else 0.0,
             availability=self._worker_s / (self._most * duration_s) if duration_s else 0.0,
             useful_s=useful_s,
             lost_work_s=lost_work_s,
