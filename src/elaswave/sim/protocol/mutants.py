@@ -534,7 +534,7 @@ MUTANTS = {
             "early-gather",
             "a parameter frame is written before the receiver's own vote",
             Build(machine=WritesParametersEarly),
-            "widths=4 num_microbatches=4 seed=301007 slow_worker=3 slow_by=15 suspect:0@23",
+            "widths=4 num_microbatches=4 scatter_width=9 seed=301007 slow_worker=3 slow_by=15 suspect:0@23",
         ),
         Mutant(
             "send-before-persist",
@@ -606,8 +606,8 @@ MUTANTS = {
             "back-claimed",
             "a worker says that it has gone back to a checkpoint before it has loaded it",
             Build(machine=SaysItWentBack),
-            "widths=2,3 blocks_per_layer=1 num_microbatches=3 retry_step=2 ask_step=1 tied=1 seed=221338698 "
-            "exit_delay=6 link_delay=30 slow_worker=1 slow_by=5 kill:2@85 kill:3@117 kill:4@137",
+            "widths=2,3 blocks_per_layer=1 num_microbatches=3 scatter_width=9 retry_step=2 ask_step=1 tied=1 "
+            "seed=221338698 exit_delay=6 link_delay=30 slow_worker=1 slow_by=5 kill:2@85 kill:3@117 kill:4@137",
             real=True,
         ),
         Mutant(
