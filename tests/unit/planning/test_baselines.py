@@ -18,10 +18,10 @@ from elaswave.costs.schedules import splits_backwards
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import apportion_pipelines, evenly, topped_up
 from elaswave.planning.baselines import full_restart, oobleck, recycle, torchft
-from elaswave.planning.baselines.common import balanced_ranges, rectangle
+from elaswave.planning.baselines.common import balanced_ranges, copy_s, rectangle
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.pipelines import ranges_of
-from elaswave.planning.plan import Allocation, Plan, at_levels, levels_of
+from elaswave.planning.plan import Allocation, Plan, StateTransfer, at_levels, levels_of
 from elaswave.planning.policies import CANDIDATES, POLICIES, PREDICTED_ONLY, make_policies
 from elaswave.planning.prediction import estimate
 from elaswave.planning.programs import compile_programs
@@ -617,3 +617,14 @@ def test_power_that_lost_workers_leave_raises_everybodys_clocks():
         )
         assert set(levels_of(one.allocation).values()) == ({0} if len(one.allocation.workers) > 4 else {1}), name
         assert set(levels_of(four.allocation).values()) == {1}, name
+
+
+def test_those_who_hold_a_layer_share_what_is_sent_of_it_while_training_stands():
+    costs = layers(1, 1, 1, 1)
+    cluster, before = begin(8, 2, 16, costs)  # two layers on each of 4 workers
+    link = cluster.between_nodes
+    sent = [StateTransfer(start=0, stop=2, workers=(4, 5), num_bytes=8e9)]
+    receiving = link.transfer_s(4e9)
+    assert copy_s(cluster, costs, before, sent) == pytest.approx(receiving)
+    assert copy_s(cluster.without([0, 1, 2]), costs, before, sent) == pytest.approx(link.transfer_s(8e9))
+    assert copy_s(cluster, costs, before, []) == 0.0

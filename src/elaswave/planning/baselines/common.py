@@ -24,6 +24,7 @@ from elaswave.planning.memory_limits import memory_limits
 from elaswave.planning.pipelines import Ranges
 from elaswave.planning.plan import Allocation, Chain, Plan, StageShare, StateTransfer, at_levels
 from elaswave.planning.prediction import Prediction, fidelity_for, time_within_memory
+from elaswave.planning.transfers import Sources, receiving_s
 
 
 def gone_from(event: ClusterEvent) -> np.ndarray:
@@ -146,13 +147,27 @@ def fetch(
     )  # fmt: skip
 
 
-def copy_s(cluster: Cluster, transfers: Sequence[StateTransfer]) -> float:
-    """Seconds until every worker has what it is sent, between nodes, each over its own link from its own source."""
-    received: dict[int, float] = {}
-    for transfer in transfers:
-        for worker in transfer.workers:
-            received[worker] = received.get(worker, 0.0) + transfer.num_bytes / len(transfer.workers)
-    return cluster.between_nodes.transfer_s(max(received.values())) if received else 0.0
+def copy_s(cluster: Cluster, costs: Costs, before: Allocation, transfers: Sequence[StateTransfer]) -> float:
+    """Seconds until every worker has what it is sent while training stands still, over links between nodes: of the
+    worker that receives most, or of the holder of layers that sends most, as ElasWave's copies take.
+
+    Args:
+        cluster: after the event.
+        costs: of the model's layers.
+        before: who has run what.
+        transfers: of state.
+    """
+    held = [
+        (stage.start, stage.stop, len(is_in(cluster.ids, stage.workers)))
+        for chain in before.chains
+        for stage in chain.stages
+    ]
+    holders = np.zeros(costs.num_layers, dtype=np.int64)
+    for start, stop, width in held:
+        holders[start:stop] += width
+    sources = Sources(holders, tuple(sorted({(start, stop) for start, stop, _ in held})))
+    link = cluster.between_nodes
+    return max(receiving_s(link, transfers), sources.sending_s(link, costs, transfers))
 
 
 def make_plan(

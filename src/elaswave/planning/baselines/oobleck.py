@@ -97,7 +97,7 @@ def plan(
     fleet.take_in(unused(cluster, allocation).tolist(), num_faults + 1)
     after, transfers = fleet.allocation(), fleet.transfers()
     if event.kind == "lost":
-        pause_s = times.recover_s + copy_s(cluster, transfers)
+        pause_s = times.recover_s + copy_s(cluster, costs, allocation, transfers)
     else:
         pause_s = times.join_s
     depths = ", ".join(f"{count} x {depth}" for depth, count in sorted(fleet.depths().items(), reverse=True))

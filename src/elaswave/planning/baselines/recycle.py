@@ -99,7 +99,7 @@ def plan(
     offers = [(after, transfers, what, pause_s)]
     if moved:
         what += f", and {sum(len(each.workers) for each in moved)} workers change stage"
-        offers.append((spread, [*transfers, *moved], what, pause_s + copy_s(cluster, moved)))
+        offers.append((spread, [*transfers, *moved], what, pause_s + copy_s(cluster, costs, allocation, moved)))
     return _fastest(
         lambda allocation, sent, what, pause_s: _best_schedule(
             name, cluster, costs, allocation, pause_s, lost_steps, what, tuple(sent), staggered_optimizer
