@@ -16,6 +16,7 @@ from elaswave.config.devices import planned_speeds
 from elaswave.config.own import OWN
 from elaswave.control.agent_messages import ShowEvaluation, ShowStep
 from elaswave.control.checkpoints import Checkpoints
+from elaswave.control.holdings import holdings_of
 from elaswave.control.journal import CheckpointGivenUp, Entered, JournalRecord, Published, RecorderRecord
 from elaswave.control.run_result import describe_checkpoint, make_result
 from elaswave.control.run_state import RunState, by_step
@@ -30,7 +31,6 @@ from elaswave.observability.events import (
     ErrorRaised,
     Evaluated,
     EventLog,
-    Holdings,
     LayoutChosen,
     Recovered,
     RunFinished,
@@ -50,7 +50,7 @@ from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.placement import Placement
 from elaswave.state.survival import survival_of
 from elaswave.types import ExecutionParameters, Layout
-from elaswave.worker.messages import EvaluationReport, Finished, Holding, Ready, Standing, StepReport
+from elaswave.worker.messages import EvaluationReport, Finished, Ready, Standing, StepReport
 from elaswave.worker.run_plan import RunPlan
 
 TIMINGS_EVERY_S = 1.0
@@ -170,7 +170,7 @@ class RunRecorder:
 
     def ready(self, message: Ready) -> None:
         """A worker begins to train."""
-        if self.state.ready(message.worker, _holdings(message.holding)):
+        if self.state.ready(message.worker):
             plan, first_step = self._plan, self.state.first_step
             reason = "as configured" if first_step == 1 else "as configured, resumed from a checkpoint"
             self._choose_layout(self.state.epoch, plan.layout, plan.placement, plan.execution, reason, first_step)
@@ -189,7 +189,7 @@ class RunRecorder:
     ) -> None:
         self.close_layout()
         speeds = planned_speeds(self._config, execution)
-        holdings, num_known = self.state.holdings, len(self.state.recoveries)
+        num_known = len(self.state.recoveries)
         self._enter(
             LayoutChosen(
                 epoch=epoch,
@@ -198,7 +198,7 @@ class RunRecorder:
                 first_step=first_step,
                 layer_names=list(self._plan.state.layer_names),
                 layer_parameters=list(self._plan.layer_parameters),
-                holdings={worker: holdings[worker] for worker in layout.workers if worker in holdings},
+                holdings=holdings_of(self._plan, layout, placement),
                 start_up_s=self.state.start_up_s or time.monotonic() - self._started_s,
                 change=change,
                 schedule=execution.schedule or self._config.layout.schedule,
@@ -445,13 +445,3 @@ class RunRecorder:
     def error(self, message: str, worker: int | None, traceback_text: str) -> None:
         """Logs what ends the job."""
         self._write(ErrorRaised(message=message, worker=worker, traceback=traceback_text))
-
-
-def _holdings(holding: Holding) -> Holdings:
-    return Holdings(
-        num_parameters=holding.num_parameters,
-        num_owned_blocks=holding.num_owned_blocks,
-        num_owned_parameters=holding.num_owned_parameters,
-        num_followed_blocks=holding.num_followed_blocks,
-        num_followed_parameters=holding.num_followed_parameters,
-    )

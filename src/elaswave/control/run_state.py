@@ -17,7 +17,6 @@ from elaswave.errors import StateError
 from elaswave.observability.events import (
     AnyEvent,
     Evaluated,
-    Holdings,
     LayoutChosen,
     Recovered,
     RunFinished,
@@ -85,8 +84,8 @@ class RunState:
         self.epochs: list[EpochRecord] = []
         """Layouts that were chosen, in order."""
         self.recoveries: list[Recovery] = []
-        self.holdings: dict[int, Holdings] = {}
-        """What each worker holds."""
+        self._ready: set[int] = set()
+        """Workers that have begun to train."""
         self.finished: dict[int, Finished] = {}
         """Workers that have said, since the present epoch began, that they have made their last step."""
         self.epoch = FIRST_EPOCH
@@ -130,7 +129,6 @@ class RunState:
             self._speeds = event.speeds
             self.epochs.append(event.record)
             self._steps_s.clear()
-            self.holdings = dict(event.holdings)
             self.start_up_s = event.start_up_s or self.start_up_s
             if event.epoch >= self.epoch:  # a change of the last epoch may be heard of in the next one
                 self.epoch, self.members = event.epoch, event.layout.workers
@@ -153,14 +151,14 @@ class RunState:
         self.epoch = epoch
         self.finished.clear()
 
-    def ready(self, worker: int, holdings: Holdings) -> bool:
+    def ready(self, worker: int) -> bool:
         """A worker begins to train.
 
         Returns:
             Whether every member has been heard for the first time, so that the first layout can be shown.
         """
-        self.holdings[worker] = holdings
-        return len(self.holdings) >= len(self.members) and not self.epochs
+        self._ready.add(worker)
+        return self._ready.issuperset(self.members) and not self.epochs
 
     def finish(self, message: Finished) -> None:
         """A worker has made its last step."""

@@ -32,21 +32,10 @@ class Start(Message, frozen=True, kw_only=True):
     addresses: dict[int, str]
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker holds, in elements."""
-
-    num_parameters: int
-    num_owned_blocks: int
-    num_owned_parameters: int
-    num_followed_blocks: int
-    num_followed_parameters: int
-
-
 class Ready(Message, frozen=True, kw_only=True):
     """A worker is connected, holds its state and begins the first step."""
 
     worker: int
-    holding: Holding
     environment: str = ""
     """Processor and kernels, for people; empty where bits are not compared."""
 

@@ -12,7 +12,6 @@ from elaswave.protocol.ballot import Request
 from elaswave.protocol.engine import Committed
 from elaswave.protocol.messages import Installed
 from elaswave.protocol.worker import WorkerMachine
-from elaswave.state.placement import Role
 from elaswave.state.store import BlockStore, HeldBlock, Scalars
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.frozen import frozen_digests
@@ -22,7 +21,6 @@ from elaswave.worker.messages import (
     EvaluationReport,
     Finished,
     FromWorker,
-    Holding,
     LinkLost,
     Ready,
     Standing,
@@ -108,19 +106,9 @@ class ControlOutbox:
         return self._mailbox.request
 
     def ready(self) -> Ready:
-        """With what this worker holds, for the log."""
-        store = BlockStore(self.machine.copies)
-        owned, followed = list(store.with_role(Role.OWNER)), list(store.with_role(Role.FOLLOWER))
-        shapes = [self._blueprint.shapes[layer] for layer in self.machine.engine.layers]
-        holding = Holding(
-            num_parameters=sum(slot.numel for shape in shapes for slot in shape.tensors if not slot.is_buffer),
-            num_owned_blocks=len(owned),
-            num_owned_parameters=sum(held.num_elements for held in owned),
-            num_followed_blocks=len(followed),
-            num_followed_parameters=sum(held.num_elements for held in followed),
-        )
+        """With what computes here, for the log."""
         text = self._engine.environment().text if self._config.elastic.verify else ""
-        return Ready(worker=self.machine.worker, holding=holding, environment=text)
+        return Ready(worker=self.machine.worker, environment=text)
 
     def link_lost(self, peer: int, detail: str) -> LinkLost:
         """The link to a peer has ended."""

@@ -10,7 +10,6 @@ from elaswave.control.run_state import RunState
 from elaswave.errors import StateError
 from elaswave.observability.events import (
     Evaluated,
-    Holdings,
     LayoutChosen,
     Recovered,
     RunFinished,
@@ -26,13 +25,6 @@ from elaswave.worker.messages import Finished, Standing, StepReport
 
 LAYOUT = make_layout(widths=(2, 1), layers_per_stage=[1, 1], num_microbatches=4)
 AFTER = survivor_layout(LAYOUT, [1])
-HOLDINGS = Holdings(
-    num_parameters=1,
-    num_owned_blocks=1,
-    num_owned_parameters=1,
-    num_followed_blocks=0,
-    num_followed_parameters=0,
-)
 
 
 def published(step, loss=2.0):
@@ -40,10 +32,9 @@ def published(step, loss=2.0):
 
 
 def chosen(epoch=1, layout=LAYOUT, first_step=1, **values):
-    holdings = dict.fromkeys(layout.workers, HOLDINGS)
     event = LayoutChosen(
         epoch=epoch, layout=layout, reason="", first_step=first_step, layer_names=[], layer_parameters=[],
-        holdings=holdings, start_up_s=values.pop("start_up_s", 3.0), **values,
+        start_up_s=values.pop("start_up_s", 3.0), **values,
     )  # fmt: skip
     return Entered(event=event)
 
@@ -114,16 +105,15 @@ def test_validation_losses_by_step():
 
 def test_the_first_layout_is_shown_when_every_member_is_ready():
     state = state_of()
-    assert [state.ready(worker, HOLDINGS) for worker in (0, 0, 2)] == [False, False, False]
-    assert state.ready(1, HOLDINGS)
+    assert [state.ready(worker) for worker in (0, 0, 2)] == [False, False, False]
+    assert state.ready(1)
     state.apply(chosen())
-    assert not state.ready(1, HOLDINGS), "once is enough"
+    assert not state.ready(1), "once is enough"
 
 
 def test_layouts_and_their_steps():
     state = state_of(published(1), published(2), chosen(), chosen(2, AFTER, first_step=3))
     assert (state.epoch, state.members, state.layout, state.start_up_s) == (2, AFTER.workers, AFTER, 3.0)
-    assert set(state.holdings) == set(AFTER.workers)
     assert state.layout_of(2) == LAYOUT and state.layout_of(3) == AFTER
     assert state.layout_of(3, epoch=1) == LAYOUT, "it was committed before the loss was known"
     assert state.layout_before(2) == LAYOUT and state.layout_before(1) == LAYOUT

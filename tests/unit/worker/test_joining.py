@@ -20,7 +20,7 @@ from elaswave.worker.canary import environment
 from elaswave.worker.identity import identity_of
 from elaswave.worker.joining import first_words, layer_canaries
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.messages import Exit, Holding
+from elaswave.worker.messages import Exit
 from elaswave.worker.probe import NoProbe
 from elaswave.worker.process import Worker, WorkerSetup, run_worker
 from elaswave.worker.update_canary import UPDATE, environment_of, update_hash
@@ -205,13 +205,6 @@ def test_a_joiner_holds_nothing(setup):
         machine = worker.machine
         assert (machine.copies, machine.engine.layers, machine.program) == ({}, {}, ())
         assert machine.layers_here() == (0, 0) and 7 in machine.layout.idle
-        assert machine.outbox.ready().holding == Holding(
-            num_parameters=0,
-            num_owned_blocks=0,
-            num_owned_parameters=0,
-            num_followed_blocks=0,
-            num_followed_parameters=0,
-        )
         worker.close()
     finally:
         transport.close()
