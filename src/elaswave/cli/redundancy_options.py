@@ -11,6 +11,7 @@ from elaswave.cli.cluster_options import POSITIVE
 from elaswave.config.schema import ElasticConfig, RunConfig
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.planning.placed_blocks import Placing
+from elaswave.planning.scatter_width import DEFAULT_SCATTER_WIDTH
 from elaswave.sim.cluster.failures import Scenario
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -22,6 +23,13 @@ _OPTIONS = (
         default=ElasticConfig().num_followers,
         show_default=True,
         help="Live copies of every block of state beside its owner's, under elaswave.",
+    ),
+    click.option(
+        "--scatter-width",
+        type=click.IntRange(min=1),
+        default=DEFAULT_SCATTER_WIDTH,
+        show_default=True,
+        help="Partners of a worker, among which the first followers of its blocks are.",
     ),
     click.option(
         "--checkpoint-interval",
@@ -45,13 +53,14 @@ class RedundancyOptions:
     """As given."""
 
     followers: int
+    scatter_width: int
     checkpoint_interval: float | None
     refill_bytes_per_step: int | None
 
     @property
     def placing(self) -> Placing:
         """How blocks are copied."""
-        return Placing(followers=self.followers)
+        return Placing(followers=self.followers, scatter_width=self.scatter_width)
 
     def pauses(self, scenario: Scenario) -> RecoveryTimes:
         """Times of recovery, for the failures of a scenario."""

@@ -4,7 +4,9 @@ The partners of a worker are chosen by the engine's own function (`elaswave.stat
 workers that run the same layers. What is left out are the blocks: of an owner's blocks each of its partners is taken to
 follow some, which holds as soon as it owns as many blocks as it has partners.
 
-Partners are worked out when they are asked for: of 100,000 workers they take a second, and most losses need none.
+Partners are worked out when they are asked for: of 100,000 workers they take a second, and most losses need none. Who
+is the second follower beside each partner follows from all choices before; above `CHOSEN_MAX` workers that takes too
+long, and second followers are dealt in turn among those who may be one.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -17,7 +19,12 @@ from elaswave.costs.machines import Cluster
 from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.plan import Allocation
 from elaswave.planning.replication import LayerRange, has, layer_ranges, place_of
+from elaswave.planning.scatter_width import DEFAULT_SCATTER_WIDTH
 from elaswave.state.partners import Partners, choose_partners
+from elaswave.state.placement import FollowerChooser
+
+CHOSEN_MAX = 1024
+"""Workers up to which further followers are chosen as the engine does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +33,7 @@ class Placing:
 
     followers: int = DEFAULT_FOLLOWERS
     """Live copies of every block beside its owner's."""
-    scatter_width: int | None = None
+    scatter_width: int | None = DEFAULT_SCATTER_WIDTH
     """Partners of a worker; None means all other workers that run the same, as before there were partners."""
     knows_hosts: bool = True
     """Whether followers are put on other hosts."""
@@ -81,7 +88,7 @@ class PlacedBlocks:
 
     def lost_with(self, workers: Collection[int]) -> bool:
         """As of `Copies`."""
-        gone = frozenset(worker for worker in workers if has(self._members, worker))
+        gone = frozenset(worker for worker in workers if any(has(layers.members, worker) for layers in self._ranges))
         if len(gone) <= self._num_followers:
             return False
         if not self._num_followers:
@@ -132,6 +139,8 @@ class PlacedBlocks:
         partners = self._partners_of(layers, holders[0])
         if len(holders) == 1 and len(partners):
             return partners
+        if len(partners) and len(self._members) <= CHOSEN_MAX:
+            return np.array(sorted(self._chosen[layers.start, holders]), dtype=np.int64)
         free = self._members[~np.isin(self._members, holders)]
         inside = np.isin(free, layers.members)
         wants_inside = not any(has(layers.members, other) for other in holders[1:])
@@ -146,7 +155,7 @@ class PlacedBlocks:
             return fitting
         others = fitting[~np.isin(fitting, partners)]
         fitting = others if len(others) else fitting
-        # The engine takes the one that is such a follower least often; here they are dealt in turn.
+        # The engine takes the one that is such a follower least often.
         turn = sum(place * (place_of(self._members, holder) or 0) for place, holder in zip((1, 3, 5, 7), holders))
         return fitting[[turn % len(fitting)]]
 
@@ -154,11 +163,44 @@ class PlacedBlocks:
         """The partners that may be first followers of an owner's blocks in these layers; none if all workers may."""
         if self._placing.scatter_width is None:
             return np.zeros(0, dtype=np.int64)
-        partners = np.array(sorted(self._partners[owner]), dtype=np.int64)
-        if self._spreads:
-            return partners
+        partners = np.array(self._partners[owner], dtype=np.int64)
         inside = partners[np.isin(partners, layers.members)]
-        return inside if len(inside) else partners
+        fitting = inside if len(inside) and not self._spreads else partners
+        return np.sort(fitting[: self._placing.scatter_width])
+
+    @cached_property
+    def _chosen(self) -> dict[tuple[int, tuple[int, ...]], set[int]]:
+        """First layer of a range, and holders so far -> those who are the next follower of some block.
+
+        By the engine's own class, for as many equal blocks as make each first follower follow one.
+        """
+        assert self._placing.scatter_width is not None
+        workers = self._members.tolist()
+        chooser = FollowerChooser(workers, self._partners, self._placing.scatter_width, self._host_names)
+        found: dict[tuple[int, tuple[int, ...]], set[int]] = {}
+        turns = [
+            (layers.start, tuple(layers.members.tolist()), owner)
+            for layers in self._ranges
+            for _ in range(max(len(self._partners_of(layers, each)) for each in layers.members.tolist()))
+            for owner in layers.members.tolist()
+        ]
+        for _, members, owner in turns:
+            chooser.count(members, (owner,), 1)
+        for start, members, owner in turns:
+            chosen: tuple[int, ...] = ()
+            for _ in range(self._num_followers):
+                follower = chooser.choose(members, owner, chosen, 1)
+                assert follower is not None
+                found.setdefault((start, (owner, *chosen)), set()).add(follower)
+                chosen += (follower,)
+        return found
+
+    @property
+    def _host_names(self) -> dict[int, str] | None:
+        if not self._placing.knows_hosts:
+            return None
+        nodes = self._nodes[np.searchsorted(self._hosts[0], self._members)].tolist()
+        return {worker: str(node) for worker, node in zip(self._members.tolist(), nodes, strict=True)}
 
     # -------------------------------------------------------------------------------------------------------- derived
 
@@ -173,7 +215,9 @@ class PlacedBlocks:
 
     @property
     def _num_followers(self) -> int:
-        return min(self._placing.followers, len(self._members) - 1)
+        wanted = self._placing.followers
+        enough = any(len(layers.members) > wanted for layers in self._ranges)
+        return wanted if enough else min(wanted, len(self._members) - 1)
 
     @cached_property
     def _spreads(self) -> bool:
@@ -191,11 +235,10 @@ class PlacedBlocks:
     @cached_property
     def _partners(self) -> Partners:
         assert self._placing.scatter_width is not None
-        nodes = self._nodes[np.searchsorted(self._hosts[0], self._members)].tolist()
         return choose_partners(
             [layers.members.tolist() for layers in self._ranges],
             self._placing.scatter_width,
-            hosts=dict(zip(self._members.tolist(), nodes, strict=True)) if self._placing.knows_hosts else None,
+            hosts=self._host_names,
             kept=self._kept,
         )
 
