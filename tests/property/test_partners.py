@@ -97,6 +97,15 @@ def test_a_newcomer_ends_no_pair_where_partners_are_firm():
     assert changes(before, after) == (0, 2)
 
 
+def test_partners_of_before_stay():
+    before = {0: (3, 2), 1: (4, 5), 2: (0, 5), 3: (0, 4), 4: (1, 3), 5: (1, 2)}
+    assert as_sets(choose_partners([range(6)], 2, kept=before)) == as_sets(before)
+    one_gone = {worker: [other for other in others if other != 3] for worker, others in before.items() if worker != 3}
+    after = choose_partners([[0, 1, 2, 4, 5]], 2, kept=one_gone)
+    assert changes(before, after) == (2, 1), "0 and 4 have lost one each, and find each other"
+    assert 4 in after[0]
+
+
 def test_neighbours_of_a_ring():
     assert choose_partners([range(4), range(4, 8)], 2)[0] == (1, 3)
     assert partner_pairs(choose_partners([range(6)], 1)) == {(0, 1), (2, 3), (4, 5)}
