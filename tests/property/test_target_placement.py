@@ -109,12 +109,13 @@ def test_rules(case, data):
         assert [worker for worker in followers if worker in staying] == staying
         owned[owner] += block.num_elements
     largest = Counter()
+    allowed = [frozenset(members) - out for members in members_of_unit]
     for block in blocks:
-        members = members_of_unit[block.layer]
+        members = allowed[block.layer]
         largest[members] = max(largest[members], block.num_elements)
     for block in blocks:
-        members = members_of_unit[block.layer]
-        least = min(owned[worker] for worker in members if worker not in out)
+        members = allowed[block.layer]
+        least = min(owned[worker] for worker in members)
         assert owned[target.owner[block.id]] - least <= largest[members], "nobody has more than one block too many"
     if wanted and told:
         check_partners(layout, blocks, target, out, width)

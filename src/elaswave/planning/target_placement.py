@@ -64,6 +64,29 @@ def target_placement(
             f"the placement has {len(placement.owner)} owners and {len(placement.followers)} entries of followers for "
             f"{len(blocks)} blocks: take both from the same model"
         )
+    found = [_nearest(layout, blocks, placement, num_followers, scatter_width, excluded)]
+    while num_followers:
+        after = _nearest(layout, blocks, found[-1], num_followers, scatter_width, excluded)
+        if after in found:
+            cycle = found[found.index(after) :]
+            return min(cycle, key=lambda each: (each.owner, each.followers))
+        found.append(after)
+    return found[-1]
+
+
+def _nearest(
+    layout: Layout,
+    blocks: Sequence[Block],
+    placement: Placement,
+    num_followers: int,
+    scatter_width: int,
+    excluded: Collection[int],
+) -> Placement:
+    """A placement that keeps the rules. Arguments as of `target_placement`.
+
+    What it returns does not show all that it was chosen by: partners that follow nothing, and which of several
+    followers is the partner. So it may want another placement than the one that it has returned before.
+    """
     out = frozenset(excluded)
     workers = tuple(worker for worker in layout.active if worker not in out)
     known = frozenset(workers)
