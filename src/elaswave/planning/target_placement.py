@@ -29,6 +29,9 @@ from elaswave.state.placement import (
 )
 from elaswave.types import Layout
 
+_TRIES_MAX = 32
+"""Placements that are tried for one that stays; two or three are usual."""
+
 
 def target_placement(
     layout: Layout,
@@ -65,7 +68,7 @@ def target_placement(
             f"{len(blocks)} blocks: take both from the same model"
         )
     found = [_nearest(layout, blocks, placement, num_followers, scatter_width, excluded)]
-    while num_followers:
+    while num_followers and len(found) < _TRIES_MAX:
         after = _nearest(layout, blocks, found[-1], num_followers, scatter_width, excluded)
         if after in found:
             cycle = found[found.index(after) :]

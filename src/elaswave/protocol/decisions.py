@@ -198,6 +198,7 @@ def plan_survivors(
     blocks: Sequence[Block],
     num_followers: int,
     scatter_width: int = EVERYBODY,
+    *,
     reason: str = "",
 ) -> RecoveryPlan:
     """The plan that needs no planner: survivors keep their stages and micro-batches. Arguments as of `plan_with`."""

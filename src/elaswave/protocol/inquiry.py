@@ -167,7 +167,7 @@ class Inquiry:
             plan = event.plan
         else:
             why = f"{event.reason}: survivors keep their stages"
-            plan = plan_survivors(question, history.blocks, history.num_followers, history.scatter_width, why)
+            plan = plan_survivors(question, history.blocks, history.num_followers, history.scatter_width, reason=why)
         decision = make_decision(
             question,
             plan,
