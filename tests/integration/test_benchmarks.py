@@ -23,6 +23,7 @@ def run(script: str, *arguments: str) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_throughput_is_compared_with_plain_pytorch_which_learns_the_same() -> None:
     document = run("fault_free.py", "--sizes", "tiny", "--starts", "1", "--rounds", "2", "--consistency", "bitwise")
     assert [row["layout"] for row in document["rows"]] == ["1x1", "2x2"]

@@ -9,7 +9,7 @@ from tests.integration.scripts import ROOT, RUN, run
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 SHORT = ("--set", "run.steps=6", "--set", "batch.num_microbatches=5", "--set", "batch.microbatch_size=4")
 """Five micro-batches divide by no number of workers."""
-QUICK = ("lora.py", "own_model.py")
+QUICK = ("own_model.py",)
 """What the others show is in quick tests of the rules: auxiliary losses, buffers, trees, loaders, checkpoints."""
 TWO_KILLS = ("--fault", "kill:2@2:backward", "--fault", "kill:random@5:any")
 TIMEOUT_S = 300

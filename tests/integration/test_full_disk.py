@@ -78,6 +78,7 @@ def test_a_disk_that_is_full_for_a_while_costs_lines_of_the_log(small_disk: Path
     assert job.computation == reference.computation
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_is_named_at_the_end(small_disk: Path) -> None:
     reporter = QuietReporter()
     with pytest.raises(RecoveryError, match="all 70 steps are trained, but their result cannot be written") as raised:

@@ -89,6 +89,7 @@ def test_an_exception_in_the_dataset(tmp_path: Path, loaders: int) -> None:
     assert 'raise OSError("no such image")' in caught.value.traceback_text
 
 
+@pytest.mark.slow
 def test_another_dataset_is_refused_on_resume(tmp_path: Path) -> None:
     trained(tmp_path / "a", Noisy(), settings={"run.checkpoint_every": 3})
     shutil.copytree(tmp_path / "a", tmp_path / "b")

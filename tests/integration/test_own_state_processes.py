@@ -60,6 +60,7 @@ def test_two_kills_a_resume_elsewhere_and_the_weights_back(kind: str, tmp_path: 
             assert weights[f"{layer.name}.{name}"].equal(weights[target])
 
 
+@pytest.mark.slow
 def test_instances_that_share_a_parameter_and_a_frozen_base(tmp_path: Path) -> None:
     def model() -> nn.Sequential:
         torch.manual_seed(3)

@@ -49,8 +49,10 @@ def layouts(job: Job) -> list[LayoutChosen]:
     "policy",
     [
         "recycle_rerouting",
-        "oobleck_aligned",
-        *(pytest.param(name, marks=SLOW) for name in ("recycle_normalized", "torchft_batch_kept", "full_restart")),
+        *(
+            pytest.param(name, marks=SLOW)
+            for name in ("oobleck_aligned", "recycle_normalized", "torchft_batch_kept", "full_restart")
+        ),
     ],
 )
 def test_a_baseline_that_keeps_the_batch_keeps_the_bits(tmp_path: Path, reference: Job, policy: str) -> None:

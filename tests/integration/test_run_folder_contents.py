@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.trace_format import validate_trace
 
 from elaswave.observability.events import Event, RunFinished, RunStarted, StepCommitted, read_events
@@ -100,6 +101,7 @@ def run_until_terminated(command: list[str], folder: Path, steps: int) -> None:
     assert process.returncode == 143, errors
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_told_as_such_and_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     folder, whole = tmp_path / "run", tmp_path / "whole"
     warm_up = ("--set", "optimizer.warmup_steps=3")

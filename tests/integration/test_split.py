@@ -108,6 +108,7 @@ def test_a_run_survives_two_kills_and_keeps_its_cuts_when_it_resumes(tmp_path: P
     assert not torch.equal(state["table.weight"], seeded(Texts).table.weight)
 
 
+@pytest.mark.slow
 def test_the_cuts_do_not_show_in_the_weights(tmp_path: Path) -> None:
     states, digests = [], set()
     first, loss, dataset = cut("pictures", [6, 12, 18])
