@@ -56,6 +56,20 @@ def test_the_tax_of_every_part_is_measured() -> None:
 
 
 @pytest.mark.slow
+def test_codecs_and_trainings_with_fences_are_measured() -> None:
+    document = run("fences.py", "codecs", "--steps", "2", "--rounds", "2")
+    assert [row["codec"] for row in document["rows"]] == ["bf16", "int8", "int4"]
+    errors = [row["errors"]["normal"] for row in document["rows"]]
+    assert errors == sorted(errors) and errors[0] > 0
+    tiny = ("model.hidden_size=16", "run.eval_microbatches=1", "batch.num_microbatches=1")
+    sizes = (part for each in tiny for part in ("--size", each))
+    document = run("fences.py", "training", "--steps", "2", "--seeds", "1", "2", *sizes)
+    assert [(row["codec"], row["fences"]) for row in document["rows"]] == [
+        ("dense", 0), *((codec, number) for number in (1, 4) for codec in ("bf16", "int8", "int4")),
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
 def test_the_checksum_of_partial_sums_is_measured() -> None:
     document = run("checksum.py", "--sizes", "tiny", "--steps", "8")
     (row,) = document["rows"]

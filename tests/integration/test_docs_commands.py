@@ -23,6 +23,7 @@ EXPECTED: dict[str, dict[str, int]] = {
         "\nexit code 1\n": 1,
     },
     "docs/own-models.md": {"same computation: 40 steps": 1, "lost in": 1},
+    "docs/own-models/fences.md": {"same computation: 6 steps": 1, "lost in backward of step 5 (exit)": 1},
     "docs/tutorial.md": {
         "lost in backward of step 20": 1,
         "lost in vote of step 40": 1,

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 import elaswave
 from elaswave.api.session import ScriptSession, active
 from elaswave.control.job import JobOptions
+from elaswave.observability.run_folder import saved_config
 
 SHORT = ("run.steps=3", "batch.num_microbatches=4", "batch.microbatch_size=4", "layout.widths=[1,1]")
 PAGES = [page for page in sorted((ROOT / "docs" / "own-models").glob("*.md")) if page.stem != "huggingface"]
 """That page's are tried where transformers is loaded anyway, in ``test_fine_tuning.py``."""
 PIECES = [piece for page in PAGES for piece in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)]
-MASKED, NOISY, COUNTED_LOSS, TRAINER, GROUPS, CUT, GRAPH, TIED = PIECES
+MASKED, NOISY, FENCED, COUNTED_LOSS, TRAINER, GROUPS, CUT, GRAPH, TIED = PIECES
 
 
 def names_of(piece: str, **given: Any) -> dict[str, Any]:
@@ -77,6 +78,12 @@ def test_masks_and_a_loss_with_counts(tmp_path: Path) -> None:
         metrics={"accuracy": counted["accuracy"]},
     )  # fmt: skip
     assert len(train(trainer, tmp_path).losses) == 3
+
+
+def test_fences_of_a_script(tmp_path: Path) -> None:
+    with active(ScriptSession(JobOptions(run_dir=tmp_path / "run"), None, ("run.steps=2",))):
+        names_of(FENCED)["main"]()
+    assert saved_config(tmp_path / "run").model.fences == ("1:int8",)
 
 
 def test_optimizer_and_scheduler(tmp_path: Path) -> None:

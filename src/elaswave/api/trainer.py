@@ -190,7 +190,7 @@ class Trainer:
             return ConfiguredOptimizer(config.optimizer, config.run.steps)
 
         return Training(
-            model=self._model.spec,
+            model=self._model.spec.with_fences(config.model.fences),
             dtype=self._model.dtype,
             make_optimizer=self._optimizer or configured,
             open_samples=lambda folder: samples,

@@ -21,6 +21,7 @@ from elaswave.costs.machines import Cluster
 from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.costs.schedules import SCHEDULES, Schedule
 from elaswave.errors import InfeasiblePlan, UsageError
+from elaswave.fences import CODECS
 from elaswave.planning.fault_free import fastest_fault_free, fault_free
 from elaswave.planning.healthy import Start, own_starts
 from elaswave.planning.placed_blocks import Placing
@@ -91,6 +92,13 @@ _OPTIONS = (
     ),
     click.option("--recompute", is_flag=True, default=None, help="Run blocks again in the backward: less memory."),
     click.option(
+        "--fence",
+        multiple=True,
+        metavar="LAYER:CODEC",
+        callback=lambda context, option, values: values or None,
+        help=f"A fence of the model, behind embedding or block.N: {', '.join(CODECS)}; may be given several times.",
+    ),
+    click.option(
         "--efficiency", type=SHARE, metavar="F", help="Share of the peak that is reached.  [default: the device's]"
     ),
     click.option("--within-node", metavar="LINK|FILE", help=f"{_known('links')}.  [default: the device's]"),
@@ -114,6 +122,7 @@ class ClusterOptions:
     schedule: Schedule | None = None
     tensor_parallel: int | None = None
     recompute: bool | None = None
+    fence: tuple[str, ...] | None = None
     efficiency: float | None = None
     within_node: str | None = None
     between_nodes: str | None = None
@@ -272,6 +281,7 @@ def describe_machines(options: ClusterOptions, *, num_workers: int) -> tuple[Clu
             efficiency=options.efficiency,
             within_node=within_node,
             between_nodes=between_nodes,
+            fences=options.fence or (),
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

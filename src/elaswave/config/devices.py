@@ -75,6 +75,7 @@ def emulated_costs(config: Config) -> Costs:
         device_preset(device.name),
         consistency=config.elastic.consistency,
         recompute=config.model.recompute,
+        fences=config.model.fences,
     )
     layers = tuple(
         msgspec.structs.replace(layer, **{name: getattr(layer, name) * device.time_scale for name in _SECONDS})

@@ -13,10 +13,12 @@ TOKENS_PER_S, SAMPLES_PER_S = "tokens/s", "samples/s"
 """Units of throughput: of the built-in models, and of a script's own, whose samples are not counted in tokens."""
 
 _MODEL_KEYS = ("family", "num_layers", "dtype")
-_NETWORK_KEYS = ("cuts", "network")
+_SET_KEYS = ("fences", "cuts", "network")
+"""Kept as far as they say anything."""
 _OPTIMIZER_KEYS = ("name", "grad_clip", "ema_decay")
-_FREE_KEYS = ("optimizer.ema_decay",)
-"""Of those sections, what a person may set: the average is of weights, whichever optimizer makes them."""
+_FREE_KEYS = ("optimizer.ema_decay", "model.fences")
+"""Of those sections, what a person may set: the average is of weights, whichever optimizer makes them; and fences stand
+between layers, whatever these are."""
 _ADVICE = {
     "model.recompute": "give elaswave.Layer(..., recompute=True)",
     "model": "the model decides its sizes and types itself, and gets them as arguments of its layers",
@@ -95,8 +97,9 @@ def without_unused(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[
     """
     kept = {name: dict(section) for name, section in sections.items()}
     if kept["model"].get("family") == OWN:
-        keys = (*_MODEL_KEYS, *(_NETWORK_KEYS if kept["model"].get("network") else ()))
-        kept["model"] = {key: value for key, value in kept["model"].items() if key in keys}
+        kept["model"] = {
+            key: value for key, value in kept["model"].items() if key in _MODEL_KEYS or (key in _SET_KEYS and value)
+        }
         kept["data"] = {}
     if kept["optimizer"].get("name") == OWN:
         kept["optimizer"] = {key: value for key, value in kept["optimizer"].items() if key in _OPTIMIZER_KEYS}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from elaswave.config.own import OWN
 from elaswave.config.presets import catalog
 from elaswave.errors import ConfigError
+from elaswave.fences import built_in_layer_names, fence_problems
 from elaswave.planning.layout import layout_problems, resolve_widths
 
 ROWS_MIN = 4
@@ -104,6 +105,13 @@ def _rotary_pairs(family: str, hidden_size: int, num_heads: int) -> str | None:
             "rotary positions turn pairs of elements"
         )
     return None
+
+
+def _fences_stand_behind_layers(family: str, num_layers: int, fences: tuple[str, ...]) -> str | None:
+    if family == OWN:
+        return None  # only the script knows the names of its layers
+    problems = fence_problems(fences, built_in_layer_names(num_layers))
+    return f"model.fences: {'; '.join(problems)}" if problems else None
 
 
 def _enough_rows(microbatch_size: int, context_length: int) -> str | None:
@@ -203,6 +211,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("model.family", "model.num_heads", "model.num_kv_heads"), _kv_heads_divide_heads),
     Rule(("model.family", "model.intermediate_size"), _intermediate_size_is_llamas),
     Rule(("model.family", "model.hidden_size", "model.num_heads"), _rotary_pairs),
+    Rule(("model.family", "model.num_layers", "model.fences"), _fences_stand_behind_layers),
     Rule(("batch.microbatch_size", "model.context_length"), _enough_rows),
     Rule(("data.source", "data.vocab_size"), _bin_needs_vocabulary),
     Rule(("run.eval_every", "data.validation_fraction"), _evaluation_needs_tokens),

@@ -18,6 +18,7 @@ from elaswave.config.toml import toml_document
 from elaswave.config_format import FORMAT, FORMAT_KEY
 from elaswave.data.token_files import VOCABULARY_MAX
 from elaswave.errors import ConfigError
+from elaswave.fences import CODECS
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
@@ -44,6 +45,14 @@ Policy = Annotated[
             "words": f"one of {', '.join(map(json.dumps, BUILT_IN_POLICIES))}, or a function of your own as "
             '"module:function" or "file.py:function"'
         },
+    ),
+]
+
+FenceText = Annotated[
+    str,
+    Meta(
+        pattern=rf"^.+:({'|'.join(CODECS)})\Z",
+        extra={"words": f'"LAYER:CODEC", a layer\'s name and one of {", ".join(CODECS)}'},
     ),
 ]
 
@@ -79,7 +88,8 @@ class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     family: Literal["gpt", "llama", "own"] = "gpt"
     """``gpt``: learned positions, LayerNorm, GELU. ``llama``: rotary positions, RMSNorm, SwiGLU, grouped queries.
-    ``own``: set by ``elaswave.Trainer``, as are ``num_layers`` and ``dtype`` then; the other keys are not used."""
+    ``own``: set by ``elaswave.Trainer``, as are ``num_layers`` and ``dtype`` then; of the other keys only ``fences`` is
+    used."""
     num_layers: Annotated[int, Meta(ge=1, le=1024)] = 4
     """Number of transformer blocks; embedding and head are two layers more. own: number of layers."""
     hidden_size: Count = 128
@@ -101,6 +111,10 @@ class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     recompute: bool = False
     """Run a block's forward pass again in the backward pass instead of keeping its activations: less memory, more
     time, the same bits."""
+    fences: tuple[FenceText, ...] = ()
+    """Boundaries at which a codec shortens what passes, forward and backward, each as ``LAYER:CODEC``, the layer before
+    it and one of ``none``, ``bf16``, ``int8``, ``int4``. They are part of the model: other fences, other bits. The
+    built-in models have the layers ``embedding``, ``block.0`` and so on, and ``head`` (docs/own-models/fences.md)."""
     cuts: tuple[int, ...] = ()
     """own: where ``elaswave.split`` has cut the network; set by ``elaswave.Trainer``, so that a resumed run has the
     same parts, whatever is measured then."""

@@ -1,11 +1,13 @@
 """The result of a run and the description of a checkpoint, made from what the coordinator knows of the run. No IO."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import elaswave
 from elaswave.control.run_state import RunState, as_series
 from elaswave.data.sampler import Sampler
 from elaswave.errors import StateError
+from elaswave.fences import changing
 from elaswave.observability.result import CheckpointRecord, JsonFloat, RunResult, WorkerMemory, to_json_float
 from elaswave.state.checkpoint_format import UPDATER, CheckpointMeta, TensorInfo, stored_name
 from elaswave.state.digests import add_digests, state_digest
@@ -83,6 +85,7 @@ def make_result(
             data_cursor=sampler.cursor(step),
             grids=_grids_of(plan, standing.exponents),
             tensor_digests=digests,
+            fences=changing(plan.config.model.fences),
         ),
         throughput_tokens_per_s=None if samples_per_s is None or tokens is None else samples_per_s * tokens,
         throughput_samples_per_s=samples_per_s,
@@ -97,6 +100,7 @@ def make_result(
             for report in sorted(reports, key=lambda report: report.worker)
         },
         data_wait_s={report.worker: report.data_wait_s for report in reports},
+        fence_bypasses=_added(report.fence_bypasses for report in reports),
         checkpoints=list(checkpoints),
         start_up_s=state.start_up_s,
         duration_s=duration_s,
@@ -111,6 +115,11 @@ def _grids_of(plan: RunPlan, exponents: Sequence[int]) -> list[int]:
     if not plan.config.model.network:
         return list(exponents)
     return [exponent for _, exponent in sorted(zip((slot.name for slot in plan.tensors), exponents, strict=True))]
+
+
+def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total = sum(map(Counter, counts), Counter[str]())
+    return dict(sorted(total.items()))
 
 
 def _as_json(series: dict[str, list[float]]) -> dict[str, list[JsonFloat]]:

@@ -10,13 +10,16 @@ Korthikanti et al. 2022, Reducing activation recomputation in large transformer 
 layer, backward in its two halves, causal attention counted as half, gated feed-forward and grouped queries.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
+from elaswave.costs.fences import fenced_costs
 from elaswave.costs.layers import Costs, LayerCosts
 from elaswave.costs.machines import Cluster, Device, NetworkLink
 from elaswave.costs.presets import DevicePreset, ModelShape
+from elaswave.fences import built_in_layer_names, codecs_at
 
 PARAMETER_BYTES = 2
 """bfloat16."""
@@ -132,6 +135,7 @@ def analytic_costs(
     efficiency: float | None = None,
     within_node: NetworkLink | None = None,
     between_nodes: NetworkLink | None = None,
+    fences: Sequence[str] = (),
 ) -> Costs:
     """Costs of a model on a kind of device.
 
@@ -146,6 +150,7 @@ def analytic_costs(
             nothing twice (sequence parallelism, Korthikanti et al. 2022, section 4.2).
         efficiency: share of the peak that is reached; the preset's if None.
         within_node, between_nodes: links other than the preset's.
+        fences: of the model, as ``LAYER:CODEC``.
     Raises:
         ValueError: an impossible argument.
     """
@@ -180,13 +185,16 @@ def analytic_costs(
 
     sizes = f"{microbatch_size} x {shape.context_length} tokens per micro-batch"
     group = f", {tensor_parallel} devices per worker" if tensor_parallel > 1 else ""
-    return Costs(
+    costs = Costs(
         layers=tuple(map(layer_costs, work)),
         end_link=_widened(between_nodes, tensor_parallel),
         source=f"analytic: {shape.name} ({shape.source}) on {preset.device.name} ({preset.device.source}) at "
         f"{efficiency:.0%} of its peak ({preset.efficiency_source}), {sizes}{group}"
-        + (", blocks run again before their backward" if recompute else ""),
+        + (", blocks run again before their backward" if recompute else "")
+        + (f", fences {', '.join(fences)}" if fences else ""),
     )
+    codecs = codecs_at(fences, built_in_layer_names(shape.num_layers))
+    return fenced_costs(costs, codecs, element_bytes=PARAMETER_BYTES, memory_bandwidth_bytes_per_s=bytes_per_s)
 
 
 def analytic_shares(

@@ -13,7 +13,7 @@ Suffixes of tensor names give their shape:
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from elaswave.errors import ConfigError
+from elaswave.fences import Codec, codecs_at, fence_problems
 from elaswave.hashing import key64
 from elaswave.models.calls import LossOutput
 from elaswave.models.kernels import linear
@@ -72,11 +73,26 @@ class ModelSpec:
             a tensor, or a tree of tensors (`elaswave.worker.values`).
         loss: (output of the last layer, targets) -> the mean over the micro-batch, a scalar, or `LossOutput`.
         metrics: by name, (output of the last layer, targets) -> the mean over the micro-batch, or (total, count).
+        fences: codec of the boundary behind each layer that has one, by position (`elaswave.fences`).
     """
 
     layers: tuple[Layer, ...]
     loss: Callable[[Any, Any], torch.Tensor | LossOutput]
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    fences: Mapping[int, Codec] = field(default_factory=dict)
+
+    def with_fences(self, fences: Sequence[str]) -> "ModelSpec":
+        """The same model with fences.
+
+        Args:
+            fences: ``LAYER:CODEC``, as `model.fences` of a configuration has them.
+        Raises:
+            ConfigError: a fence that stands behind no layer of the model, or behind the last one; all of them.
+        """
+        names = [layer.name for layer in self.layers]
+        if problems := fence_problems(fences, names):
+            raise ConfigError([f"model.fences: {problem}" for problem in problems])
+        return replace(self, fences=codecs_at(fences, names))
 
 
 def build_layer(spec: Layer, seed: int, index: int) -> nn.Module:

@@ -224,6 +224,9 @@ def _summary(result: RunResult, run_dir: Path, *, width: int, ascii_only: bool) 
         lines.append(f"validation loss {format_loss(from_json_float(result.val_losses[-1]))}")
     if failures := sum(recovery.is_failure for recovery in result.recoveries):
         lines.append("1 recovery" if failures == 1 else f"{failures} recoveries")
+    if result.fence_bypasses:
+        counts = ", ".join(f"{fence} {count}" for fence, count in result.fence_bypasses.items())
+        lines.append(f"tensors that passed a fence as they were, since a number was not finite: {counts}")
     lines.append(f"state digest {result.state_digest}")
     lines += [f"results in {run_dir}", f"look at them with: elaswave inspect {shlex.quote(str(run_dir))}"]
     return lines

@@ -26,12 +26,14 @@ from elaswave.config.devices import (
 from elaswave.config.own import OWN
 from elaswave.config.schema import Config
 from elaswave.costs.analytic import ACCUMULATOR_BYTES, analytic_shares
+from elaswave.costs.fences import fenced_costs
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.profiled import CostMeter, prediction_error
 from elaswave.costs.schedules import Schedule, bounds_within
 from elaswave.costs.step_time.work import Durations, durations_of
 from elaswave.errors import RunFolderError
+from elaswave.fences import built_in_layer_names, codecs_at
 from elaswave.observability.events import (
     AnyEvent,
     LayoutChosen,
@@ -195,8 +197,8 @@ def _analytic_of_run(config: Config, chosen: LayoutChosen) -> Costs:
 
 
 def _analytic(config: Config) -> Costs:
-    """Shares of seconds of a built-in model's layers."""
-    return analytic_shares(
+    """Shares of seconds of a built-in model's layers, and bytes; what codecs take is measured with the layers."""
+    costs = analytic_shares(
         shape_of(config),
         microbatch_size=config.batch.microbatch_size,
         consistency=config.elastic.consistency,
@@ -204,6 +206,8 @@ def _analytic(config: Config) -> Costs:
         parameter_bytes=element_bytes(config),
         optimizer_bytes=state_bytes(config),
     )
+    names = built_in_layer_names(config.model.num_layers)
+    return fenced_costs(costs, codecs_at(config.model.fences, names), element_bytes=element_bytes(config))
 
 
 def _cluster(config: Config, layout: Layout, measured: dict[int, float]) -> Cluster:

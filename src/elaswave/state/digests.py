@@ -21,9 +21,12 @@ def state_digest(
     data_cursor: tuple[int, int],
     grids: Iterable[int],
     tensor_digests: Mapping[str, int],
+    fences: Iterable[str] = (),
 ) -> str:
     """The hash of everything that decides how training goes on, as 16 hexadecimal digits."""
     total = key64("state", step, num_updates, *data_cursor, *grids)
+    for fence in fences:
+        total = mix64(total + key64("fence", fence))
     for name, value in sorted(tensor_digests.items()):
         total = mix64(total + key64(name, value))
     return f"{total:016x}"

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from elaswave.errors import UsageError
+from elaswave.fences import changing
 from elaswave.models.huggingface.families import FAMILIES
 from elaswave.models.huggingface.model import CONFIG_FILE, DTYPES
 from elaswave.models.huggingface.stored import INDEX, SINGLE
@@ -55,7 +56,8 @@ def export_folder(
     _prepare(folder)
     if not kept:
         summary = export_safetensors(run_dir, folder / SINGLE, weights=weights)
-        return msgspec.structs.replace(summary, notes=_NOTES[model["family"]](weights.config))
+        notes = _NOTES[model["family"]](weights.config) + _notes_of_fences(model)
+        return msgspec.structs.replace(summary, notes=notes)
     described = json.loads(kept[CONFIG_FILE])
     tensors = _as_stored(described, weights.tensors)
     metadata = {"format": "pt", "step": str(weights.step), OWN_CONFIG_KEY: weights.elaswave_version}
@@ -80,7 +82,7 @@ def export_folder(
         num_parameters=sum(tensor.numel() for tensor in tensors.values()),
         num_bytes=num_bytes,
         skipped=weights.skipped,
-        notes=notes,
+        notes=(*notes, *_notes_of_fences(model)),
     )
 
 
@@ -120,6 +122,11 @@ def _as_stored(described: Mapping[str, Any], own: Mapping[str, torch.Tensor]) ->
             tensors[piece] = flat[start:stop].view(shape).clone() if len(pieces) > 1 else flat.view(shape)
             start = stop
     return tensors
+
+
+def _notes_of_fences(model: Mapping[str, Any]) -> tuple[str, ...]:
+    fences = ", ".join(changing(model.get("fences", ())))
+    return (f"the model was trained with the fences {fences}, which transformers leaves out",) if fences else ()
 
 
 def _notes_of_gpt(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from elaswave.errors import CommError, UsageError
+from elaswave.fences import Fence
 from elaswave.hashing import MASK64
 from elaswave.models.admission import check_hooks
 from elaswave.models.calls import Call, inside
@@ -32,6 +33,7 @@ from elaswave.worker.admission import Unwritten, check_dense, check_graph
 from elaswave.worker.batches import BatchError
 from elaswave.worker.canary import made_up_tree, prove
 from elaswave.worker.compiled import CompiledLayers
+from elaswave.worker.fences import Fences
 from elaswave.worker.flights import Flights, Front
 from elaswave.worker.layer_runs import Given, Reached, Run, Saved, received, to_send, zeros_where_none
 from elaswave.worker.scoring import Scored, Scoring
@@ -141,6 +143,8 @@ class Compute:
                 f"layers {', '.join(names)} are to be compiled: whether they compute the same bits in every process is "
                 "found out in votes. Set elastic.verify=true, or leave out compile=True"
             )
+        self.fences = Fences(model.fences) if model.fences else None
+        """None of a model without any."""
         self._seed = seed
         self._recompute = recompute
         self._between_layers = between_layers
@@ -272,7 +276,7 @@ class Compute:
             train: False: evaluation.
             keeps: in training, keep what backward needs.
         Returns:
-            The last layer's output, detached.
+            The last layer's output, detached, as it stands at the boundary behind it (`elaswave.worker.fences`).
         """
         front, first = self._flights.forward(microbatch) if train else None, layers.start
         if front is not None:
@@ -281,15 +285,18 @@ class Compute:
             self._flights.end(microbatch)  # its backward is to run, whatever one before has made
         for index in range(first, layers.stop):
             with self._at(microbatch, index):
-                given = self._given(index, value, train)
+                given = self._given(index, value if self.fences is None else self.fences.opened(value), train)
                 run = self._run_layer(index, microbatch, given, train)
-                value = run.value()
+                before, value = value, run.value()
+                if self.fences is not None:
+                    value = self.fences.closed(index, value, before, given.leaves)
                 if train and keeps:
                     kept = None if self._is_recomputed(index) or not self._keeps_run(index) else run
                     self._saved[index, microbatch] = Saved(given, kept, self.layers[index].buffers.left())
                     self._flights.went(microbatch, layers, index + 1, value)
             self._between_layers()
         if layers.stop == self.num_layers:
+            value = value if self.fences is None else self.fences.opened(value)
             self._forward_loss(microbatch, value, targets, train, keeps)
             if train and keeps:
                 self._flights.went(microbatch, layers, layers.stop + 1, None)
@@ -358,8 +365,13 @@ class Compute:
             # Interrupted in the midst of the layer, it is run again from its input: its graph may be used up.
             self._saved[index, microbatch] = saved._replace(run=None)
             with self._at(microbatch, index):
-                aligned = reached._replace(gradients=list(map(at_boundary, reached.gradients)))
-                reached = reached._replace(gradients=one_layer(index, microbatch, saved, aligned))
+                before = reached.gradients
+                gradients = before if self.fences is None else self.fences.opened_gradients(before)
+                aligned = reached._replace(gradients=list(map(at_boundary, gradients)))
+                passed_on = one_layer(index, microbatch, saved, aligned)
+                if self.fences is not None:
+                    passed_on = self.fences.closed_gradients(index - 1, passed_on, before, aligned.gradients)
+                reached = reached._replace(gradients=passed_on)
             del self._saved[index, microbatch]
             self._flights.returned(microbatch, layers, index, reached)
             self._between_layers()
@@ -699,6 +711,14 @@ class Compute:
             self.nonfinite = found
 
     # ------------------------------------------------------------------------------------------------------------ names
+
+    def fence_bypasses(self) -> dict[str, int]:
+        """Tensors that have passed a fence as they were, since they were not finite, by fence and direction."""
+        found = {} if self.fences is None else self.fences.bypassed
+        return {
+            f"{Fence(self.layer_name(boundary), self.model.fences[boundary])} {direction}": count
+            for (boundary, direction), count in sorted(found.items())
+        }
 
     def layer_name(self, layer: int) -> str:
         """Name of a layer, "loss" for the one past the last."""

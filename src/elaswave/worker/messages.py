@@ -209,6 +209,8 @@ class Finished(Message, frozen=True, kw_only=True):
     bytes_sent: int
     data_wait_s: float = 0.0
     """Seconds that it has waited for micro-batches of training."""
+    fence_bypasses: dict[str, int] = {}
+    """Tensors that it has let pass a fence as they were, since they were not finite, by fence and direction."""
 
 
 class Exit(Message, frozen=True, kw_only=True):

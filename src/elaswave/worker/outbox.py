@@ -245,4 +245,5 @@ class ControlOutbox:
             peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             bytes_sent=sum(self._links.transport.bytes_sent.values()),
             data_wait_s=self._watch.data_wait_s,
+            fence_bypasses=self._engine.compute.fence_bypasses(),
         )

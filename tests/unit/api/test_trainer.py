@@ -228,6 +228,15 @@ def test_bad_keys_are_listed_all_at_once(config: dict[Any, Any], problems: list[
         assert found.startswith(wanted), found
 
 
+def test_fences_stand_behind_layers_of_the_model() -> None:
+    with pytest.raises(ConfigError) as raised:
+        make(config={"model.fences": ["0:int8", "1:int8", "layer:bf16"]}).train()
+    assert list(raised.value.problems) == [
+        'model.fences: "1:int8": 1 is the last layer, and a fence stands between two layers',
+        'model.fences: "layer:bf16": the model has no layer layer; a fence stands behind one of 0',
+    ]
+
+
 def test_evaluations_need_a_dataset() -> None:
     with pytest.raises(UsageError, match="run.eval_every = 2 asks for evaluations"):
         make(config={"run.eval_every": 2}).train()

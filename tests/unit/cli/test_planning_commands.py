@@ -53,6 +53,17 @@ def test_a_limit_of_power_that_nobody_can_keep_is_refused(capsys: Any) -> None:
     assert "cannot run: power: the workers would draw" in error and "give a higher --power-limit-kw" in error
 
 
+def test_fences_shorten_steps_over_slow_links_and_stand_behind_layers(capsys: Any, tmp_path: Path) -> None:
+    link = tmp_path / "slow.toml"
+    link.write_text('[links.slow]\nbandwidth_bytes_per_s = 1e6\nlatency_s = 0.01\nsource = "a test"\n')
+    slow = [*SMALL, "--within-node", str(link), "--between-nodes", str(link), "--lose", "0"]
+    fences = [part for block in range(32) for part in ("--fence", f"block.{block}:int4")]
+    plain, fenced = (document(capsys, "plan", *slow, *more)["before"]["step_time_s"] for more in ([], fences))
+    assert fenced < plain
+    assert main(["plan", *SMALL, "--fence", "block.40:int8"]) == 2
+    assert "the model has no layer block.40; a fence stands behind one of embedding, block.0" in capsys.readouterr().err
+
+
 def test_a_plan_as_json(capsys: Any) -> None:
     found = document(capsys, "plan", *SMALL, "--lose", "1", "--seed", "3")
     assert len(found["lost"]) == 1

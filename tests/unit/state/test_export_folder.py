@@ -24,10 +24,11 @@ from elaswave.state.export import ExportSummary, Weights, initial_weights
 from elaswave.state.export_folder import export_folder
 
 
-def round_trip(folder: Path, output: Path) -> ExportSummary:
+def round_trip(folder: Path, output: Path, fences: tuple[str, ...] = ()) -> ExportSummary:
     """In through `elaswave.hf`, and out."""
     layers = elaswave.hf(folder)
-    weights = initial_weights(ModelSpec(tuple(layers), layers.loss), 1, {"model": {"family": "own"}})
+    model = {"family": "own", "fences": fences}
+    weights = initial_weights(ModelSpec(tuple(layers), layers.loss), 1, {"model": model})
     keep_huggingface(output.parent, layers.files)
     return export_folder(output.parent, huggingface_files(output.parent), output, weights=weights)
 
@@ -90,8 +91,11 @@ def test_somebody_elses_model_is_not_overwritten(tmp_path: Path) -> None:
         export_folder(tmp_path / "run", layers.files, source, weights=weights)
     assert (source / "model.safetensors").read_bytes() == before
     for _ in range(2):  # its own is replaced
-        summary = round_trip(source, tmp_path / "run" / "out")
-    assert summary.notes == ("no tokenizer: the folder that was trained from had none",)
+        summary = round_trip(source, tmp_path / "run" / "out", ("a:int8", "b:none"))
+    assert summary.notes == (
+        "no tokenizer: the folder that was trained from had none",
+        "the model was trained with the fences a:int8, which transformers leaves out",
+    )
     with pytest.raises(UsageError, match="there is no folder"):
         export_folder(tmp_path / "run", layers.files, tmp_path / "nowhere" / "out", weights=weights)
     (tmp_path / "file").write_text("")

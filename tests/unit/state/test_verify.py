@@ -68,12 +68,18 @@ def test_digests_of_parts_are_added_by_name_and_sorted():
         {"tensor_digests": {"a": 2, "b": 1}},
         {"tensor_digests": {"a": 1, "c": 2}},
         {"tensor_digests": {"a": 1}},
+        {"fences": ["a:int8"]},
     ],
 )
 def test_the_state_digest_is_about_everything_that_decides_how_training_goes_on(change):
     digest = state_digest(**STANDING)
     assert len(digest) == 16 and int(digest, 16) >= 0
     assert state_digest(**STANDING | change) != digest
+
+
+def test_the_state_digest_of_a_model_without_fences_does_not_mention_them():
+    assert state_digest(**STANDING, fences=()) == state_digest(**STANDING)
+    assert state_digest(**STANDING, fences=["a:int8"]) != state_digest(**STANDING, fences=["a:int4"])
 
 
 def test_the_state_digest_does_not_depend_on_the_order_of_names():

@@ -1,0 +1,205 @@
+"""Codecs of fences: error and speed of each, and what they do to the training of a small GPT on real text.
+
+    python benchmarks/fences.py codecs [--json]
+    python benchmarks/fences.py training [--steps 150] [--seeds 1 2 3] [--json]
+
+`codecs` takes an activation and a gradient of the default GPT at the boundary behind its second block, after some
+steps, and normal numbers: relative error (norm of the difference over norm), bytes beside float32, and how fast a
+boundary of the default size is coded and decoded, one thread, in gigabytes of float32 per second.
+
+`training` trains one GPT on the text of Python's documentation with each codec at 1 and at 4 boundaries, as `elaswave
+train` does, and compares the loss on held-out text with that of the same seed without fences: the mean difference in
+percent over the seeds, with its 95 % interval (Student's t of paired differences). Needed: int8 or int4 within 1 %.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import machine, print_header
+
+from elaswave.config.load import load_config
+from elaswave.models.layers import build_layer
+from elaswave.models.registry import build_model
+from elaswave.training.tokens import TokenSamples, open_tokens, sampler_of
+from elaswave.worker.codecs import decode, encode
+
+CODECS = ("bf16", "int8", "int4")
+PLACES = {1: (1,), 4: (0, 1, 2, 3)}
+"""By number of fences: the blocks behind which they stand."""
+WIDTHS = (8, 64, 128)
+"""Of a boundary of the default GPT: samples, tokens, hidden size."""
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+"""Two-sided quantile of Student's t by number of pairs (degrees of freedom: one less)."""
+NEEDED = 0.01
+MODEL = (
+    "model.hidden_size=64", "model.num_heads=2", "batch.num_microbatches=4", "layout.widths=[1]",
+    "elastic.num_followers=0", "run.eval_microbatches=64", "run.checkpoint_every_s=0",
+)  # fmt: skip
+
+
+def trained_values(num_steps: int) -> dict[str, torch.Tensor]:
+    """An activation behind the second block of the default GPT after so many steps of plain AdamW, and its gradient."""
+    config = load_config(None, [])
+    model = config.model
+    spec = build_model(
+        "gpt", vocab_size=config.data.resolved_vocab_size, num_layers=model.num_layers, hidden_size=model.hidden_size,
+        num_heads=model.num_heads, context_length=model.context_length, dropout=0.0, num_kv_heads=None,
+        intermediate_size=None, rope_theta=model.rope_theta,
+    )  # fmt: skip
+    layers = [build_layer(layer, 1, index) for index, layer in enumerate(spec.layers)]
+    optimizer = torch.optim.AdamW([each for layer in layers for each in layer.parameters()], lr=1e-3)
+    with tempfile.TemporaryDirectory() as folder:
+        samples = TokenSamples(open_tokens(config, Path(folder)))
+        sampler = sampler_of(config, samples.num_samples("train"), samples.sources)
+        for step in range(1, num_steps + 1):
+            tokens, targets = samples.batch(sampler.draws(step, 0), "train")
+            value = layers[2](layers[1](layers[0](tokens)))
+            value.retain_grad()
+            loss = spec.loss(layers[5](layers[4](layers[3](value))), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert value.grad is not None
+    return {"activation": value.detach(), "gradient": value.grad}
+
+
+def relative_error(tensor: torch.Tensor, codec: str) -> float:
+    """Norm of what a codec changes, over the tensor's."""
+    coded = encode(tensor, codec)
+    assert coded is not None
+    return float((decode(coded).double() - tensor.double()).norm() / tensor.double().norm())
+
+
+def seconds(run: Callable[[], object], rounds: int) -> float:
+    """Median of some runs."""
+    found = []
+    for _ in range(rounds):
+        begin_s = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - begin_s)
+    return statistics.median(found)
+
+
+def measure_codecs(num_steps: int, rounds: int) -> list[dict[str, Any]]:
+    """A row for each codec."""
+    generator = torch.Generator().manual_seed(0)
+    values = {**trained_values(num_steps), "normal": torch.randn(WIDTHS, generator=generator)}
+    rows = []
+    for codec in CODECS:
+        tensor = values["normal"]
+        coded = encode(tensor, codec)
+        assert coded is not None
+        rows.append(
+            {
+                "codec": codec,
+                "bytes_share": coded.nbytes / tensor.nbytes,
+                "errors": {name: relative_error(value, codec) for name, value in values.items()},
+                "encode_gb_per_s": tensor.nbytes / seconds(partial(encode, tensor, codec), rounds) / 1e9,
+                "decode_gb_per_s": tensor.nbytes / seconds(partial(decode, coded), rounds) / 1e9,
+            }
+        )
+    return rows
+
+
+def held_out_loss(seed: int, num_steps: int, codec: str, num_fences: int, sizes: tuple[str, ...]) -> float:
+    """Of a whole training by one worker, after its last step."""
+    fences = [f"block.{block}:{codec}" for block in PLACES[num_fences]] if codec != "dense" else []
+    settings = [
+        *MODEL, *sizes, f"run.seed={seed}", f"run.steps={num_steps}", f"run.eval_every={num_steps}",
+        f"model.fences={json.dumps(fences)}",
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "elaswave", "train", "--json", "--run-dir", f"{folder}/run"]
+        done = subprocess.run(
+            [*command, *(part for setting in settings for part in ("--set", setting))],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+    loss: float = json.loads(done.stdout)["val_losses"][-1]
+    return loss
+
+
+def trainings(seeds: list[int], num_steps: int, sizes: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """A row for no fences, then one for each codec and number of them."""
+    dense = [held_out_loss(seed, num_steps, "dense", 1, sizes) for seed in seeds]
+    yield {"codec": "dense", "fences": 0, "losses": dense}
+    for num_fences in PLACES:
+        for codec in CODECS:
+            losses = [held_out_loss(seed, num_steps, codec, num_fences, sizes) for seed in seeds]
+            differences = [100 * (loss / base - 1) for loss, base in zip(losses, dense, strict=True)]
+            spread = statistics.stdev(differences) / len(differences) ** 0.5 * T_95[len(differences)]
+            yield {
+                "codec": codec,
+                "fences": num_fences,
+                "losses": losses,
+                "difference_percent": statistics.mean(differences),
+                "interval_percent": spread,
+            }
+
+
+def print_codecs(rows: list[dict[str, Any]]) -> None:
+    """As a Markdown table."""
+    print("| codec | bytes | error, normal numbers | activation | gradient | coded, GB/s | decoded, GB/s |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        errors = " | ".join(f"{100 * row['errors'][name]:.2f} %" for name in ("normal", "activation", "gradient"))
+        speeds = f"{row['encode_gb_per_s']:.2f} | {row['decode_gb_per_s']:.2f}"
+        print(f"| `{row['codec']}` | {row['bytes_share']:.3f} | {errors} | {speeds} |")
+
+
+def print_training(row: dict[str, Any]) -> None:
+    """One line of a Markdown table."""
+    losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
+    difference = (
+        "" if row["codec"] == "dense" else f"{row['difference_percent']:+.2f} ± {row['interval_percent']:.2f} %"
+    )
+    print(f"| {row['codec']} | {row['fences']} | {losses} | {difference} |", flush=True)
+
+
+def main() -> int:
+    """Runs what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("codecs", "training"))
+    parser.add_argument("--steps", type=int, default=150, help="of a training; codecs: before the values are taken")
+    parser.add_argument("--rounds", type=int, default=200, help="of coding a boundary")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--size", action="append", default=[], help="section.key=value of the trainings")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if not arguments.json:
+        print_header(machine())
+    if arguments.what == "codecs":
+        rows = measure_codecs(arguments.steps, arguments.rounds)
+        if not arguments.json:
+            print_codecs(rows)
+        missed = False
+    else:
+        rows = []
+        if not arguments.json:
+            print("| codec | fences | held-out loss, by seed | against dense |\n|---|---|---|---|")
+        for row in trainings(arguments.seeds, arguments.steps, tuple(arguments.size)):
+            rows.append(row)
+            if not arguments.json:
+                print_training(row)
+        within = {
+            codec: all(abs(row["difference_percent"]) <= 100 * NEEDED for row in rows if row["codec"] == codec)
+            for codec in ("int8", "int4")
+        }
+        missed = not any(within.values())
+    if arguments.json:
+        print(json.dumps({"machine": machine(), "what": arguments.what, "rows": rows}))
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

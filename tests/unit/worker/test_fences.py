@@ -1,0 +1,293 @@
+"""Fences in the computation: what is coded where, once and by bits; what crosses, and what a codec never touches."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tests.unit.worker.test_compute import GPT, batch, make_compute, mean_square, model_of, run, run_split, sums
+from torch import nn
+
+from elaswave.errors import FrameError
+from elaswave.models.layers import build_layer
+from elaswave.models.registry import build_model
+from elaswave.worker import fences as fences_module
+from elaswave.worker.codecs import decode, encode
+from elaswave.worker.compute import Compute
+from elaswave.worker.fences import Fenced, Fences
+from elaswave.worker.payloads import pack, unpack
+
+FENCED = replace(GPT, fences={0: "int4", 2: "int8"})
+EVERY = replace(GPT, fences={0: "bf16", 1: "int8", 2: "int4"})
+SEED = 5
+WITHOUT_DROPOUT = build_model(
+    "gpt", vocab_size=50, num_layers=2, hidden_size=16, num_heads=2, context_length=8, dropout=0.0
+)
+
+
+def sent(value: Any) -> tuple[Any, int]:
+    """A value as the next worker has it, and the bytes that have travelled."""
+    parts = pack(value)
+    frame = (
+        parts if isinstance(parts, torch.Tensor) else torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+    )
+    return unpack(frame.clone()), frame.nbytes
+
+
+class Both(NamedTuple):
+    """What a layer with a skip connection hands on."""
+
+    x: torch.Tensor
+    skip: torch.Tensor
+
+
+class Start(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 16)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        return Both(x * 8, x.sin())
+
+
+class Middle(nn.Module):
+    """Uses one value and hands the other on, as it is or as a view that lies the same way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(16, 16)
+
+    def forward(self, both):
+        return Both(self.map(both.x), both.skip.transpose(0, 1).transpose(0, 1))
+
+
+class End(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(16, 16)
+
+    def forward(self, both):
+        return self.map(both.x) + both.skip
+
+
+CARRIED = replace(model_of(Start, Middle, Middle, End), fences={0: "int4", 2: "int4"})
+
+
+@pytest.mark.parametrize("model", [FENCED, EVERY, CARRIED], ids=["two", "every", "carried"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_cuts_and_recomputation_do_not_show(model, cut, recompute):
+    whole = make_compute(model)
+    run(whole, [0, 1], 4)
+    front = make_compute(model, range(cut), recompute=recompute)
+    back = make_compute(model, range(cut, 4), recompute=recompute)
+    for microbatch in (1, 0):
+        tokens, targets = batch(microbatch)
+        value, _ = sent(front.forward(range(cut), microbatch, tokens, None))
+        back.forward(range(cut, 4), microbatch, value, targets)
+        gradient, _ = sent(back.backward(range(cut, 4), microbatch, None))
+        assert front.backward(range(cut), microbatch, gradient) is None
+    together = sums(front) | sums(back)
+    assert all(together[index].equal(total) for index, total in sums(whole).items())
+    assert back.losses == whole.losses
+
+
+@pytest.mark.parametrize("model", [FENCED, CARRIED], ids=["two", "carried"])
+def test_a_backward_in_halves_has_the_same_bits(model):
+    whole, halves = make_compute(model), make_compute(model)
+    run(whole, [0, 1, 2], 4)
+    run_split(halves, [0, 1, 2], 4)
+    assert all(sums(halves)[index].equal(total) for index, total in sums(whole).items())
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+def test_the_gradient_is_that_of_autograd_with_both_directions_coded(codec):
+    model = replace(GPT, fences={1: codec})
+    compute = make_compute(model, dtype=torch.float32)
+    tokens, targets = batch(0)
+    compute.forward(range(4), 0, tokens, targets, train=False)
+    layers = [build_layer(spec, SEED, index).eval() for index, spec in enumerate(model.layers)]
+    value = layers[1](layers[0](tokens))
+    passed = decode(encode(value.detach(), codec)).requires_grad_()
+    loss = model.loss(layers[3](layers[2](passed)), targets)
+    assert compute.losses[0] == float(loss.detach())  # also in evaluation
+
+    plain = replace(WITHOUT_DROPOUT, fences={1: codec})
+    compute = make_compute(plain)
+    run(compute, [0], 4)
+    (gradient,) = torch.autograd.grad(loss, [passed], retain_graph=True)
+    back = decode(encode(gradient, codec))
+    assert not back.equal(gradient)
+    value.backward(back)
+    loss.backward()
+    maxima = [float(parameter.grad.abs().max()) for layer in layers for parameter in layer.parameters()]
+    ours = [maximum for accumulator in compute.accumulators.values() for maximum in accumulator.maxima]
+    assert ours == pytest.approx(maxima, rel=1e-4)
+
+
+def test_fewer_bytes_cross_a_fence_in_both_directions():
+    tokens, targets = batch(0)
+    crossed = {}
+    for codec in ("none", "bf16", "int8", "int4"):
+        model = replace(GPT, fences={1: codec})
+        front, back = make_compute(model, range(2)), make_compute(model, range(2, 4))
+        value, forward_bytes = sent(front.forward(range(2), 0, tokens, None))
+        back.forward(range(2, 4), 0, value, targets)
+        gradient, backward_bytes = sent(back.backward(range(2, 4), 0, None))
+        front.backward(range(2), 0, gradient)
+        crossed[codec] = (forward_bytes, backward_bytes)
+    raw = 4 * 8 * 16 * 4
+    assert crossed["none"] == (raw, raw)
+    room = 512  # a frame's description, and gaps
+    for codec, payload in (("bf16", raw // 2), ("int8", 8 * 66), ("int4", 8 * 34)):
+        assert all(payload < each <= payload + room for each in crossed[codec]), codec
+
+
+def test_a_model_without_fences_takes_the_path_without_them():
+    assert make_compute(GPT).fences is None
+    plain, none = make_compute(GPT), make_compute(replace(GPT, fences={1: "none"}))
+    for compute in (plain, none):
+        run(compute, [0], 4)
+    assert all(sums(none)[index].equal(total) for index, total in sums(plain).items())
+
+
+def test_a_value_that_is_carried_over_fences_is_coded_once(monkeypatch):
+    """At the second fence, and between, it crosses as the bytes that the first one has made."""
+    calls = []
+
+    def counting(leaf, codec):
+        calls.append(tuple(leaf.shape))
+        return encode(leaf, codec)
+
+    monkeypatch.setattr(fences_module, "encode", counting)
+    compute = make_compute(CARRIED)
+    tokens, targets = batch(0)
+    first = compute.forward(range(1), 0, tokens, None)
+    second = compute.forward(range(1, 2), 0, sent(first)[0], None)
+    third = compute.forward(range(2, 3), 0, sent(second)[0], None)
+    assert [each.places.tolist() for each in (first, second, third)] == [[0, 1], [1], [0, 1]]
+    assert first.value.skip.equal(second.value.skip) and first.value.skip.equal(third.value.skip)
+    assert len(calls) == 3
+    compute.forward(range(3, 4), 0, sent(third)[0], targets)
+    calls.clear()
+    gradient = compute.backward(range(3, 4), 0, None)
+    assert [each.dtype for each in gradient] == [torch.uint8, torch.uint8] and len(calls) == 2
+    gradient = compute.backward(range(2, 3), 0, gradient)
+    assert [each.dtype for each in gradient] == [torch.float32, torch.uint8] and len(calls) == 2
+    gradient = compute.backward(range(1, 2), 0, gradient)
+    assert [each.dtype for each in gradient] == [torch.uint8, torch.uint8] and len(calls) == 3
+
+
+def test_only_floating_point_tensors_are_coded():
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(50, 16)
+
+        def forward(self, tokens):
+            return self.table(tokens), tokens, tokens > 3, None
+
+    compute = make_compute(replace(model_of(First, End), fences={0: "int8"}), range(1))
+    tokens, _ = batch(0)
+    value = compute.forward(range(1), 0, tokens, None)
+    assert value.places.tolist() == [0]
+    x, same, mask, nothing = Fences({0: "int8"}).opened(sent(value)[0])
+    assert x.dtype == torch.float32 and same.equal(tokens) and mask.equal(tokens > 3) and nothing is None
+
+
+def test_what_is_not_finite_passes_as_it_is_and_is_reported():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(50, 16)
+
+        def forward(self, tokens):
+            x = self.table(tokens)
+            return Both(x, x.detach().masked_fill(x.detach() > 0, -torch.inf))
+
+    class Use(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(16, 16)
+
+        def forward(self, both):
+            return self.map(both.x) * both.skip.isinf()
+
+    compute = make_compute(replace(model_of(Masked, Use, loss=mean_square), fences={0: "int8"}))
+    run(compute, [0, 1], 2)
+    assert compute.nonfinite is None
+    assert compute.fence_bypasses() == {"l0:int8 forward": 2}
+    value = make_compute(replace(model_of(Masked, Use), fences={0: "int8"}), range(1)).forward(
+        range(1), 0, batch(0)[0], None
+    )
+    assert value.places.tolist() == [0] and bool(value.value.skip.isinf().any())
+
+
+def test_a_codec_never_runs_inside_a_layer(monkeypatch):
+    """Neither when a layer is run again in backward nor for its canary: one run and one coding for each direction."""
+    calls = []
+
+    def counting(leaf, codec):
+        calls.append(codec)
+        return encode(leaf, codec)
+
+    monkeypatch.setattr(fences_module, "encode", counting)
+    held = make_compute(FENCED)
+    compute = Compute(
+        FENCED, held.layers, held.accumulators, seed=SEED, recompute=True, between_layers=lambda: None, has_canary=True
+    )
+    compute.begin(3, [[40] * len(layer.shape.tensors) for layer in held.layers.values()])
+    run(compute, [0], 4)
+    assert set(compute.canaries) == {0, 1, 2, 3}
+    assert sorted(calls) == ["int4", "int4", "int8", "int8"]
+    without = Compute(
+        GPT, held.layers, held.accumulators, seed=SEED, recompute=True, between_layers=lambda: None, has_canary=True
+    )
+    without.begin(3, [[40] * len(layer.shape.tensors) for layer in held.layers.values()])
+    run(without, [0], 4)
+    assert without.canaries == compute.canaries
+    calls.clear()
+    compute.try_out(0, batch(0)[0], prove=True)
+    assert not calls
+
+
+def test_an_interrupted_computation_goes_on_from_what_was_coded():
+    class Interrupt(Exception):
+        pass
+
+    left = [3]
+
+    def between():
+        left[0] -= 1
+        if left[0] == 0:
+            raise Interrupt
+
+    whole, compute = make_compute(EVERY), make_compute(EVERY, between=between)
+    run(whole, [0], 4)
+    tokens, targets = batch(0)
+    with pytest.raises(Interrupt):
+        compute.forward(range(4), 0, tokens, targets)
+    compute.forward(range(4), 0, tokens, targets)
+    left[0] = 2
+    with pytest.raises(Interrupt):
+        compute.backward(range(4), 0, None)
+    compute.backward(range(4), 0, None)
+    assert all(sums(compute)[index].equal(total) for index, total in sums(whole).items())
+
+
+@pytest.mark.parametrize("places", [[], [2], [-1]])
+def test_a_value_that_names_other_tensors_is_refused(places):
+    value = Fenced((torch.zeros(3), torch.zeros(3)), torch.tensor(places, dtype=torch.int64))
+    with pytest.raises(FrameError, match="a value of 2 tensors says that those at"):
+        Fences({0: "int8"}).opened(value)
+    with pytest.raises(FrameError, match="says that those at"):
+        Fences({0: "int8"}).opened(value._replace(places=torch.zeros(1)))
+
+
+def test_a_zero_of_the_other_sign_is_another_value():
+    fences = Fences({0: "bf16", 1: "bf16"})
+    zeros = torch.zeros(64)
+    before = fences.closed(0, zeros, None, [])
+    value = fences.closed(1, -zeros, before, [zeros])
+    assert fences.opened(value).signbit().all()
