@@ -16,7 +16,8 @@ ElaswaveError
 │   ├── WaitTimeoutError       a bounded wait has run out
 │   └── BacklogError           more is waiting to be acknowledged than may be kept
 ├── FrequencyError             a device whose speed cannot be set here
-├── StoreError                 a coordinator's journal that is damaged, locked by another one, or cannot be written
+├── StoreError                 a coordinator's store that is damaged, held by another one, or cannot be written
+│   └── SupersededError        another coordinator has taken over: this one must end, and says nothing
 ├── StateError                 blocks, sums or placements that contradict each other
 ├── CheckpointError            a checkpoint that is damaged, half-written or of another model
 ├── VoteError                  a step that cannot be committed; says which part of the certificate failed
@@ -115,7 +116,11 @@ class FrequencyError(ElaswaveError):
 
 
 class StoreError(ElaswaveError):
-    """A coordinator's journal that is damaged, held by another coordinator, or cannot be written."""
+    """A coordinator's store that is damaged, held by another coordinator, or cannot be written."""
+
+
+class SupersededError(StoreError):
+    """Another coordinator has taken over: this one must end, and has no right to say anything to anybody."""
 
 
 class StateError(ElaswaveError):

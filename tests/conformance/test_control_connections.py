@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,6 +90,50 @@ def test_messages_keep_their_order_and_durable_ones_are_acknowledged(town):
     until(lambda: len(worker.heard) == 300)
     assert coordinator.said(0) == worker.heard == list(range(300))
     until(lambda: not num_unacknowledged(worker.client))
+
+
+def test_a_message_is_acknowledged_once_it_is_durable(one_town):
+    durable: list[Callable[[], None]] = []
+    coordinator = one_town.coordinator(when_durable=durable.append)
+    worker = one_town.participant(0, silence_timeout_s=0.1)
+    until(lambda: worker.client.connected)
+    worker.client.send(Say(1), durable=True)
+    until(lambda: 1 in worker.heard)
+    connected = coordinator.events(0)
+    until(lambda: len(durable) > 3)  # heartbeats were answered: they count as signs of life
+    assert num_unacknowledged(worker.client) == 1 and coordinator.events(0) == connected
+    for call in list(durable):
+        coordinator.call(call)
+    until(lambda: not num_unacknowledged(worker.client))
+    assert coordinator.said(0) == [1]
+
+
+def test_a_message_that_was_not_durable_yet_is_said_again_to_a_successor(one_town):
+    first = one_town.coordinator(when_durable=lambda call: None)
+    worker = one_town.participant(0)
+    worker.works()
+    assert num_unacknowledged(worker.client) == 1
+    first.close()
+    successor = one_town.coordinator()
+    until(lambda: not num_unacknowledged(worker.client))
+    assert len(successor.said(0)) == 1
+
+
+def test_peers_hear_of_a_server_whose_loop_waits(one_town):
+    """As while a decision waits for the store: nothing that they say is handled, and they do not give up."""
+
+    def wait(peer: int, message: Any) -> None:
+        if isinstance(message, Say):
+            for _ in range(50):  # five times as long as it bears without an answer
+                coordinator.server.keep_alive()
+                time.sleep(0.01)
+
+    coordinator = one_town.coordinator(on_message=wait)
+    worker = one_town.participant(0, silence_timeout_s=0.1)
+    until(lambda: worker.client.connected)
+    worker.client.send(Say(1))
+    until(lambda: 1 in worker.heard)
+    assert coordinator.events(0) == ["connected"] and worker.num_hellos == 1
 
 
 def test_large_messages_pass_in_both_directions(town):

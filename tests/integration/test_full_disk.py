@@ -12,8 +12,8 @@ import pytest
 from tests.integration.jobs import QuietReporter, coordinator_of, run_job
 
 from elaswave.control import coordinator
+from elaswave.control.file_store import FileStore
 from elaswave.control.journal import Entered
-from elaswave.control.store import FileStore
 from elaswave.errors import RecoveryError, RunFolderError
 from elaswave.observability.events import EventsLost, RunFinished, StepCommitted, read_events
 from elaswave.protocol.engine import Phase

@@ -301,6 +301,32 @@ class DeviceConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     core, if others are lost or have nothing to do. Unset: no worker is bounded, and no frequencies are planned."""
 
 
+class ControlConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where coordinators keep what they decide."""
+
+    section: ClassVar[str] = "control"
+
+    store: Annotated[
+        str,
+        Meta(
+            pattern=r"^(file|etcd://[^\s,/]+(,[^\s,/]+)*)$",
+            extra={"words": '"file", or members of etcd as "etcd://HOST:PORT,HOST:PORT,..."'},
+        ),
+    ] = "file"
+    """"file": a journal on this machine. ``etcd://HOST:PORT,...``: members of a cluster of etcd 3.4 or newer; name
+    several, so that one may fail. See docs/store.md."""
+    store_patience_s: Annotated[float, Meta(gt=0)] = 60.0
+    """How long a decision waits for etcd to answer before the job ends. Steps go on meanwhile."""
+    store_ca: Name | None = None
+    """PEM file of the authority of etcd's certificates: connections use TLS, and names are checked. Unset: no TLS."""
+    store_cert: Name | None = None
+    """PEM file of the certificate that etcd asks clients for."""
+    store_key: Name | None = None
+    """PEM file of its private key, without a passphrase."""
+    store_credentials: Name | None = None
+    """File with USER:PASSWORD of a user of etcd; nobody else may read it."""
+
+
 class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long the run lasts, what it draws from, what it keeps."""
 
@@ -342,6 +368,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Consistency, copies, bounds."""
     device: DeviceConfig = msgspec.field(default_factory=DeviceConfig)
     """What workers compute on."""
+    control: ControlConfig = msgspec.field(default_factory=ControlConfig)
+    """The coordinator's store."""
     run: RunConfig = msgspec.field(default_factory=RunConfig)
     """Length, seed, checkpoints, evaluation."""
 
@@ -406,6 +434,7 @@ SECTIONS: dict[str, type[Section]] = {
         OptimizerConfig,
         ElasticConfig,
         DeviceConfig,
+        ControlConfig,
         RunConfig,
     )
 }

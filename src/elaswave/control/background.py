@@ -37,8 +37,12 @@ class Background:
         try:
             turn()
         except Exception as error:
-            if not self.broken.done():
-                self.broken.set_exception(error)
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Ends the coordinator."""
+        if not self.broken.done():
+            self.broken.set_exception(error)
 
     async def close(self) -> None:
         """Ends the tasks."""

@@ -32,12 +32,13 @@ from elaswave.control.agent_messages import (
 )
 from elaswave.control.asked_members import AskedMembers
 from elaswave.control.background import Background, call_at_end, in_thread
-from elaswave.control.coordinator_setup import JOURNAL_FILE, CoordinatorSetup
+from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.data_waits import DataWaits
 from elaswave.control.job_status import JobParts
 from elaswave.control.joiners import Joiners
-from elaswave.control.journal import JournalRecord, core_records
+from elaswave.control.journal import core_records
 from elaswave.control.membership import Membership
+from elaswave.control.open_store import open_store
 from elaswave.control.operations import Operations
 from elaswave.control.operator_desk import OperatorDesk
 from elaswave.control.operator_messages import FromOperator
@@ -47,10 +48,10 @@ from elaswave.control.recoveries import RecoveryLog
 from elaswave.control.recovery_reports import RecoveryReports
 from elaswave.control.run_planner import LayoutSearch, RunPlanner
 from elaswave.control.server import ControlServer
-from elaswave.control.store import FileStore, Store
+from elaswave.control.store import Owner
 from elaswave.control.terminal import AGENT, Terminal
 from elaswave.control.wire import is_operator
-from elaswave.errors import ElaswaveError, RunFolderError, StateError
+from elaswave.errors import ElaswaveError, RunFolderError, StateError, SupersededError
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE, write_digests, write_result
 from elaswave.observability.run_folder import data_facts
@@ -113,13 +114,11 @@ class CoordinatorProcess(CoordinatorDriver):
     def __init__(self, setup: CoordinatorSetup) -> None:
         self._setup = setup
         plan = setup.plan
-        # All of a job's processes run on this machine: after its crash no process is left that could act on the
-        # journal.
-        self._store: Store[JournalRecord] = FileStore(
-            setup.control_dir / JOURNAL_FILE, JournalRecord, lock_timeout_s=5.0, outlives_machine=False
-        )
+        self._background = Background()
+        """Planning, and looking for checkpoints."""
+        self._store = open_store(plan.config.control, setup.run_dir, setup.control_dir, self._store_owner())
         records = self._store.records()
-        self._server: ControlServer[ToCoordinator] = ControlServer()
+        self._server: ControlServer[ToCoordinator] = ControlServer(when_durable=self._store.when_durable)
         self._terminal = Terminal(self._server)
         self._joiners = Joiners(
             plan,
@@ -193,8 +192,6 @@ class CoordinatorProcess(CoordinatorDriver):
         """When the newest recovery began to be planned."""
         self._plan_s = 0.0
         """How long that took."""
-        self._background = Background()
-        """Planning, and looking for checkpoints."""
         self._is_searching = False
         """Whether a better layout is looked for."""
         job = JobParts(plan, self.core, self._state, self._recorder.checkpoints, self._planner)
@@ -219,6 +216,16 @@ class CoordinatorProcess(CoordinatorDriver):
         self._informed: set[int] = set()
         """Who has been told of the end, or has ended itself."""
         self._ticker: asyncio.TimerHandle | None = None
+
+    def _store_owner(self) -> Owner:
+        """What a store that works beside the event loop may do here."""
+        loop, background = asyncio.get_running_loop(), self._background
+        return Owner(
+            post=lambda call: loop.call_soon_threadsafe(background.guarded, call),
+            turn=lambda: self._server.keep_alive(),
+            say=lambda text: self._terminal.say_trouble(text),
+            broken=background.fail,
+        )
 
     # ------------------------------------------------------------------------------------------------------- planning
 
@@ -334,6 +341,8 @@ class CoordinatorProcess(CoordinatorDriver):
                 for ended in (serving, self._background.broken):
                     if ended.done():
                         ended.result()
+            except SupersededError:
+                raise  # another coordinator speaks for the job
             except ElaswaveError as error:
                 # Something that a successor would meet too, such as a journal that takes no more records.
                 failure = error
@@ -404,8 +413,9 @@ class CoordinatorProcess(CoordinatorDriver):
         """Asks the detector whom it suspects, and when to ask again."""
         now_s = time.monotonic()
         self._take_suspicions(self._detector.tick(now_s))
-        if self._recorder.checkpoints.tick(now_s):
-            self._tell_settled()
+        has_given_up = self._recorder.checkpoints.tick(now_s)
+        self._tell_settled()
+        if has_given_up:
             self._finish_if_complete()
         self._desk.turn()
         if set(self._asked_of_agent) != {*self._detector.awaited, *self._membership.silent}:
@@ -611,7 +621,7 @@ class CoordinatorProcess(CoordinatorDriver):
             elif isinstance(message, ShardWritten | ShardFailed):
                 self._recorder.checkpoints.part(message)
                 step = message.standing.step if isinstance(message, ShardWritten) else message.step
-                if self._recorder.checkpoints.is_settled(step):
+                if self._recorder.is_settled(step):
                     self._server.send(message.worker, Settled(step=step))
             else:
                 self._joiners.stop()

@@ -11,8 +11,6 @@ from elaswave.protocol import events
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.worker.run_plan import RunPlan
 
-JOURNAL_FILE = "journal"
-
 
 class CoordinatorSetup(NamedTuple):
     """What a coordinator is started with."""

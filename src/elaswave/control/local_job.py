@@ -40,12 +40,13 @@ from elaswave.control.agent_messages import (
 from elaswave.control.client import ControlClient
 from elaswave.control.control_file import remove_control_file, write_control_file
 from elaswave.control.coordinator import run_coordinator
-from elaswave.control.coordinator_setup import JOURNAL_FILE, CoordinatorSetup
+from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import how_it_ended
 from elaswave.control.job_folder import JobFolder
 from elaswave.control.job_processes import COORDINATOR_EXIT, TEMPLATE, TEMPLATE_EXIT, TICK_S, JobProcesses
 from elaswave.control.launcher_waits import LauncherWaits, how_it_stands_still
+from elaswave.control.open_store import JobStore
 from elaswave.control.script import Script
 from elaswave.control.standstill import Standstill
 from elaswave.control.step_calls import StepCalls
@@ -172,8 +173,11 @@ class LocalJob:
         self._key = secrets.token_bytes(32)
         self._job_folder = JobFolder()
         self._folder = self._job_folder.path
-        # Made here, so that a coordinator that follows another one knows whether it is still there.
-        (self._folder / JOURNAL_FILE).touch(0o600)
+        try:
+            self._store = JobStore(config.control, run_dir, self._folder)
+        except BaseException:
+            self._job_folder.close()
+            raise
         self._listen = f"unix:{self._folder / 'control.sock'}"
         self._deaths = DeathWatch()
         setup = TemplateSetup(
@@ -192,6 +196,7 @@ class LocalJob:
         try:
             self._processes = JobProcesses(setup, None if script is None else script.environment)
         except BaseException:
+            self._store.end()
             self._job_folder.close()
             raise
         self.template_pid = self._processes.template_pid
@@ -318,7 +323,7 @@ class LocalJob:
                 raise RecoveryError(f"{overdue}; see {self._run_dir / 'logs'}; {self._way_on()}")
             self._look_at_awaited()
             age_s = time.monotonic() - self._coordinator_since_s
-            if min(age_s, self._client.disconnected_s) > self._patience_s:
+            if min(age_s, self._client.disconnected_s) > self._patience_s + self._store.patience_s:
                 self._patience_s *= 2  # where none is ready in time, not one after the other is to be killed
                 self._processes.kill_coordinator()
                 self._waits.for_killed_coordinator(time.monotonic())
@@ -427,11 +432,10 @@ class LocalJob:
         Raises:
             RecoveryError: the journal of the one before is gone, and with it what the job has decided.
         """
-        if not (self._folder / JOURNAL_FILE).exists():
-            raise RecoveryError(
-                f"the coordinator is lost, and so is its journal: {self._folder} was removed while the job "
-                f"ran; keep what cleans temporary folders away from there; {self._way_on()}"
-            )
+        try:
+            self._store.check()
+        except RecoveryError as error:
+            raise RecoveryError(f"{error}; {self._way_on()}") from None
         self._coordinator_since_s = time.monotonic()
         number = 1 + len(self._agent.coordinator_ends_s)
         if self._script is not None:
@@ -561,4 +565,7 @@ class LocalJob:
         self._processes.end()
         if self._client is not None:
             self._client.close(0.0)
+        trouble = self._store.end()
+        if trouble:
+            self._reporter.message(trouble)
         self._job_folder.close()

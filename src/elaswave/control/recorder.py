@@ -8,6 +8,7 @@ incomplete. A repeated step must have the same loss.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +25,7 @@ from elaswave.control.store import Store
 from elaswave.control.terminal import Terminal
 from elaswave.costs.profiled import ActionTiming
 from elaswave.data.sampler import Sampler
-from elaswave.errors import CheckpointError, StoreError
+from elaswave.errors import CheckpointError, StoreError, SupersededError
 from elaswave.observability.events import (
     AnyEvent,
     CheckpointWritten,
@@ -114,6 +115,8 @@ class RunRecorder:
         )
         self.settled: list[int] = []
         """Steps of checkpoints that are durable or given up, and of which the workers are still to be told."""
+        self._settling: set[int] = set()
+        """The same, of which the record is not durable yet."""
         self.checkpoints = Checkpoints(
             plan,
             run_dir,
@@ -154,9 +157,21 @@ class RunRecorder:
                 self.checkpoints.restore_decision(record)
 
     def _record(self, record: RecorderRecord) -> None:
-        """Makes a record durable, and counts it."""
-        self._store.append(record)
+        """Counts a record; it is durable soon."""
+        self._store.add(record)
         self.state.apply(record)
+
+    def is_settled(self, step: int) -> bool:
+        """Whether it is durable what has become of a checkpoint."""
+        return self.checkpoints.is_settled(step) and step not in self._settling
+
+    def _settle(self, step: int) -> None:
+        self._settling.add(step)
+        self._store.when_durable(partial(self._settled, step))
+
+    def _settled(self, step: int) -> None:
+        self._settling.discard(step)
+        self.settled.append(step)
 
     def _enter(self, event: AnyEvent) -> None:
         """Logs an event that a new coordinator must know of."""
@@ -399,14 +414,14 @@ class RunRecorder:
 
     def _on_checkpoint(self, record: CheckpointRecord) -> None:
         self._enter(CheckpointWritten(checkpoint=record))
-        self.settled.append(record.step)
+        self._settle(record.step)
 
     def _on_given_up(self, step: int, worker: int | None, reason: str) -> None:
         text = f"the checkpoint of step {step} could not be written, training goes on without it: {reason}"
         self._record(CheckpointGivenUp(step=step))
         self._write(ErrorRaised(message=text, worker=worker, step=step))
         self._terminal.say_trouble(text)
-        self.settled.append(step)
+        self._settle(step)
 
     def _describe(self, standing: Standing) -> CheckpointMeta | None:
         """The run at the step of a standing; None while a loss up to it is not known."""
@@ -435,12 +450,14 @@ class RunRecorder:
         duration_s = time.monotonic() - self._started_s
         event = RunFinished(outcome=outcome, steps=self.state.last_step, duration_s=duration_s, reason=reason)
         try:
-            self._enter(event)
+            self._store.append(Entered(event=event))
+        except SupersededError:
+            raise
         except StoreError as error:
             # Only a successor would need the record, and it would come to the same end.
             self._terminal.say_trouble(f"the journal does not take the end of the job: {error}")
-            self.state.apply(Entered(event=event))
-            self._write(event)
+        self.state.apply(Entered(event=event))
+        self._write(event)
 
     def error(self, message: str, worker: int | None, traceback_text: str) -> None:
         """Logs what ends the job."""

@@ -4,9 +4,9 @@ Nothing here waits: messages are handled and sent from the event loop's callback
 off instead of being waited for. Unauthenticated peers cannot disturb: only so many may be in the handshake at a time,
 each for a bounded time and with bounded memory; a connection that is turned away is logged under ``elaswave.control``.
 
-A message that must not be lost carries a number. It is acknowledged when `on_message` has returned; one that comes
-again, because its connection ended before the acknowledgement, is handled once in the life of a server. A new server
-knows of none, so that messages may be handled once by each.
+A message that must not be lost carries a number. It is acknowledged when `on_message` has returned and what it has led
+to is durable; one that comes again, because its connection ended before the acknowledgement, is handled once in the
+life of a server. A new server knows of none, so that messages may be handled once by each.
 
 Operators hold the job's key too, but are no part of the job: they come and go, and a person may stop one in the middle
 of a word. What one of them may send, and leave unread, is a small part of what a worker may (`OPERATOR_LIMITS`).
@@ -18,6 +18,7 @@ import logging
 import math
 import socket
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -77,6 +78,7 @@ class ControlServer(Generic[_T]):
         operator_limits: the same, and more, for operators.
         handshake_timeout_s: how long an unauthenticated peer may take to prove that it holds the key.
         stall_timeout_s: how long a peer may leave unread what waits for it.
+        when_durable: calls back once all that was handled so far is durable, see `elaswave.control.store`.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class ControlServer(Generic[_T]):
         operator_limits: PeerLimits = OPERATOR_LIMITS,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        when_durable: Callable[[Callable[[], None]], None] = lambda call: call(),
     ) -> None:
         self.address = ""
         """Where clients connect, once started."""
@@ -95,10 +98,13 @@ class ControlServer(Generic[_T]):
         self.operator_limits = operator_limits
         self.handshake_timeout_s = handshake_timeout_s
         self.stall_timeout_s = stall_timeout_s
+        self._when_durable = when_durable
         self._unauthenticated: UnauthenticatedPeers[_Connection] = UnauthenticatedPeers()
         self._peers: dict[int, _Connection] = {}
         self._handled: dict[int, tuple[int, int]] = {}
         """By peer: which client it was, and the number of its last message that was handled."""
+        self._acknowledged: dict[int, tuple[int, int]] = {}
+        """The same of the last message that was acknowledged."""
         self._server: asyncio.Server | None = None
         self._num_refusals = 0
         self._closing = False
@@ -260,7 +266,9 @@ class ControlServer(Generic[_T]):
         if self._peers.get(peer) is connection:
             del self._peers[peer]
             if is_operator(peer):
-                del self._handled[peer]  # it never comes again: another one has another id
+                # It never comes again: another one has another id.
+                del self._handled[peer]
+                self._acknowledged.pop(peer, None)
             if not self._closing:
                 self._call(self._on_closed, peer)
 
@@ -289,7 +297,27 @@ class ControlServer(Generic[_T]):
                     self._handled[peer] = (client, frame.number)
         finally:
             if answer and self._peers.get(peer) is connection:
-                connection.write(Kind.ACK, self._handled[peer][1], b"")
+                newest = self._handled[peer]
+                self._when_durable(partial(self._acknowledge, peer, newest))
+                if self._acknowledged.get(peer) != newest:
+                    self._answer(peer)  # what was asked for is a sign of life
+
+    def _acknowledge(self, peer: int, handled: tuple[int, int]) -> None:
+        """Messages of a peer are handled, and need not be said again to any coordinator."""
+        if self._handled.get(peer, (0, 0))[0] == handled[0]:
+            self._acknowledged[peer] = handled
+            self._answer(peer)
+
+    def _answer(self, peer: int) -> None:
+        connection = self._peers.get(peer)
+        if connection is not None and peer in self._handled:
+            client, number = self._acknowledged.get(peer, (0, 0))
+            connection.write(Kind.ACK, number if client == self._handled[peer][0] else 0, b"")
+
+    def keep_alive(self) -> None:
+        """Gives all peers a sign of life, while the caller keeps the event loop waiting."""
+        for peer in self.peers:
+            self._answer(peer)
 
     def refused(self, reason: str) -> None:
         """Notes that a connection was turned away."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from elaswave.config.schema import ControlConfig
 from elaswave.control import local_job, template_messages
 from elaswave.control.agent_messages import (
     BreakOffCommit,
@@ -16,9 +17,9 @@ from elaswave.control.agent_messages import (
     Exited,
     SpawnJoiner,
 )
-from elaswave.control.coordinator import JOURNAL_FILE
 from elaswave.control.launcher_waits import LauncherWaits
 from elaswave.control.local_job import LocalJob
+from elaswave.control.open_store import JobStore
 from elaswave.control.template_messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
 from elaswave.errors import LaunchError, RecoveryError
 from elaswave.observability.processes import ProcessFacts
@@ -105,7 +106,7 @@ def test_the_end_of_the_template_is_no_trouble_to_a_job_that_was_over(outcome: s
 def test_a_coordinator_that_the_template_is_to_fork_is_not_waited_for_for_ever(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    (tmp_path / JOURNAL_FILE).touch()
+    launcher._store = JobStore(ControlConfig(), tmp_path, tmp_path)
     launcher._folder, launcher._script = tmp_path, object()  # type: ignore[assignment]
     launcher._sampler, launcher._checkpoint, launcher._started_s = SimpleNamespace(num_samples=8), None, 0.0  # type: ignore[assignment]
     launcher._processes.ask_for_coordinator = lambda number, message: launcher.asked.append(message)  # type: ignore[method-assign]

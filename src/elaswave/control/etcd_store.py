@@ -1,0 +1,504 @@
+"""The store of a job on a cluster of etcd. What a coordinator decides outlives the coordinator's host.
+
+*Who writes*: opening the store raises the job's `term` by a transaction that compares it with what was read. Every
+write after that compares the revision of `term`, so a coordinator that was replaced writes nothing more, however late
+its requests arrive. Timing has no part in it: there is no lease and no clock.
+
+*Whether it was written*: an entry's transaction also compares that the entry's key does not exist, and the entry has a
+nonce. A request without an answer is said again, in the same words; if its comparison fails, the answer tells whose
+entry stands there. If it is the own one the earlier request had arrived. A request that is late finds the key taken.
+
+*Blobs* are written before the entry that names them, whose transaction compares that all their chunks are there. Those
+that no entry needs any more are removed by a transaction that compares that no entry has been appended since; so a
+removal that is late cannot take a blob that a newer entry names again.
+
+One thread writes, in the order in which records were given: at once what someone waits for in `append`, else after
+at most `BATCH_S`. While etcd does not answer, `append` waits up to a bound and the owner has turns meanwhile; what was
+only added waits without a bound.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from elaswave.control.etcd_client import EtcdClient, KeyValue, NoAnswerError, Outcome
+from elaswave.control.etcd_entries import (
+    CHUNK_BYTES,
+    Blob,
+    BlobsInUse,
+    Chain,
+    Packed,
+    chunks_of,
+    digest_of,
+    entry_key,
+    joined,
+    pack,
+)
+from elaswave.control.store import Owner, WriterFence
+from elaswave.errors import StoreError, SupersededError
+
+BATCH_S = 1.0
+"""How long what was added may wait before it is written: a successor may lack so much."""
+SLOW_S = 1.0
+"""After this long without an answer people are told that the store is waited for."""
+TURN_S = 0.25
+"""Between two turns of an owner that waits."""
+RETRY_S = 0.1
+"""Between two requests if no member answers."""
+CLOSE_S = 3.0
+"""At the end, how long what was added may take."""
+SPEC, TERM = "spec", "term"
+_PAGE = 200
+_NONCE_BYTES = 12
+_log = logging.getLogger("elaswave.control")
+_T = TypeVar("_T")
+
+
+class _Given(NamedTuple):
+    """Records of one call."""
+
+    records: tuple[Any, ...]
+    num_bytes: int
+    """About."""
+    at_s: float
+
+
+class Patience:
+    """Repeats requests until one is answered.
+
+    Args:
+        what: is waited for, in messages.
+        bound_s: how long.
+        between: called between two requests, with what the last one has met and how long there was no answer; waits.
+    """
+
+    def __init__(self, what: str, bound_s: float, between: Callable[[str, float], None]) -> None:
+        self._what = what
+        self._bound_s = bound_s
+        self._between = between
+
+    def ask(self, request: Callable[[], Outcome]) -> Outcome:
+        """Asks until there is an answer.
+
+        Raises:
+            StoreError: there is none within the bound, or it is a refusal.
+        """
+        begun_s = time.monotonic()
+        while True:
+            try:
+                return request()
+            except NoAnswerError as error:
+                passed_s = time.monotonic() - begun_s
+                if passed_s >= self._bound_s:
+                    raise StoreError(
+                        f"{self._what} has not answered for {passed_s:.0f} s ({error}): see whether a majority of its "
+                        "members runs and can be reached from here"
+                    ) from error
+                self._between(str(error), passed_s)
+
+
+def _sleep(text: str, passed_s: float) -> None:
+    time.sleep(RETRY_S)
+
+
+class EtcdStore(Generic[_T]):
+    """Records of a job in etcd; its owner is the only writer from here on, until another one opens the job.
+
+    Args:
+        client: with the job's prefix. The job must have been founded, see `found`.
+        record_type: union of the records' types.
+        owner: how it is reached.
+        patience_s: how long `append`, and the opening, wait for an answer.
+    Raises:
+        SupersededError: another coordinator has taken over in the same moment.
+        StoreError: the job is not there, its records are damaged, or etcd does not answer or refuses.
+    """
+
+    def __init__(self, client: EtcdClient, record_type: Any, owner: Owner, *, patience_s: float) -> None:
+        self._client = client
+        self._owner = owner
+        self._patience_s = patience_s
+        self._fence = WriterFence(client.name)
+        self._durable: list[_T] = []
+        self._blobs: dict[Blob, bytes] = {}
+        """Read already."""
+        self._waiting = Patience(client.name, patience_s, _sleep)
+        try:
+            self._term_revision = self._elect()
+            self._read(record_type)
+        except BaseException:
+            client.close()
+            raise
+
+        # Guards everything below; the owner and the thread wait on it.
+        self._changed = threading.Condition()
+        self._given: deque[_Given] = deque()
+        self._num_given = 0
+        self._num_durable = 0
+        self._calls: deque[tuple[int, Callable[[], None]]] = deque()
+        """What is to be called once so many groups are durable."""
+        self._is_urgent = False
+        self._is_closing = False
+        self._close_by_s = 0.0
+        self._error: StoreError | None = None
+        self._is_waited_for = False
+        """Whether somebody in `append` learns of the error."""
+        self._silent_s = 0.0
+        """For how long etcd has not answered now."""
+        self._trouble = ""
+        """What the last request met."""
+        self._has_said = False
+        """Whether people know that the store is waited for."""
+        self._thread = threading.Thread(target=self._run, name="store", daemon=True)
+        self._thread.start()
+
+    # -------------------------------------------------------------------------------------------------------- opening
+
+    def _elect(self) -> int:
+        client = self._client
+        found = self._waiting.ask(lambda: client.transact([], [client.get(SPEC), client.get(TERM)]))
+        spec, terms = found.ranges
+        if not spec:
+            raise StoreError(f"{client.name} holds no job: its keys were removed; resume it from its last checkpoint")
+        known = terms[0].revision if terms else 0
+        term = json.loads(terms[0].value)["term"] + 1 if terms else 1
+        nonce = secrets.token_hex(_NONCE_BYTES)
+        value = json.dumps({"term": term, "holder": f"{socket.gethostname()}:{os.getpid()}", "nonce": nonce}).encode()
+        won = self._waiting.ask(
+            lambda: client.transact(
+                [client.unwritten_since(TERM, known)], [client.put(TERM, value)], [client.get(TERM)]
+            )
+        )
+        if won.succeeded:
+            return won.revision
+        holder = won.ranges[0][0] if won.ranges[0] else None
+        if holder is not None and holder.value == value:
+            return holder.revision  # an earlier request had arrived
+        raise SupersededError(f"{client.name}: another coordinator has taken over in this moment; this one must end")
+
+    def _read(self, record_type: Any) -> None:
+        chain: Chain[_T] = Chain(self._client.name, record_type, self._read_blob)
+        for found in self._pages("rec/"):
+            chain.take(found.key, found.value)
+        self._durable += chain.records()
+        self._fence.took(self._durable)
+        self._blobs.clear()
+        self._last, self._length = chain.last, chain.length
+        self._in_use: BlobsInUse = chain.in_use
+        wanted = {key for blob in chain.in_use.needed | chain.in_use.kept for key in blob.chunk_keys}
+        present = {found.key for found in self._pages("blob/", keys_only=True)}
+        self._garbage = present - wanted
+        """Keys of chunks that no entry needs."""
+
+    def _pages(self, folder: str, *, keys_only: bool = False) -> list[KeyValue]:
+        client, first, found = self._client, folder, list[KeyValue]()
+        while True:
+            asked = client.get_from(first, folder, _PAGE, keys_only=keys_only)
+            page = self._waiting.ask(lambda asked=asked: client.transact([], [asked])).ranges[0]  # type: ignore[misc]
+            found += page
+            if len(page) < _PAGE:
+                return found
+            first = page[-1].key + "\0"
+
+    def _read_blob(self, blob: Blob) -> bytes:
+        client = self._client
+        if blob not in self._blobs:
+            found = [
+                self._waiting.ask(lambda key=key: client.transact([], [client.get(key)])).ranges[0]  # type: ignore[misc]
+                for key in blob.chunk_keys
+            ]
+            self._blobs[blob] = joined(client.name, blob, (chunk.value for page in found for chunk in page))
+        return self._blobs[blob]
+
+    # ------------------------------------------------------------------------------------------------- for its owner
+
+    def append(self, *records: _T) -> None:
+        """See `Store.append`."""
+        self._give(records, urgent=True)
+        number = self._num_given
+        begun_s = time.monotonic()
+        try:
+            self._is_waited_for = True
+            while not self._await(number):
+                waited_s = time.monotonic() - begun_s
+                if waited_s >= self._patience_s:
+                    self._give_up(waited_s)
+                self._tell()
+                self._owner.turn()
+        finally:
+            self._is_waited_for = False
+        for call in self._due():
+            call()
+
+    def add(self, *records: _T) -> None:
+        """See `Store.add`."""
+        self._give(records, urgent=False)
+
+    def when_durable(self, call: Callable[[], None]) -> None:
+        """See `Store.when_durable`."""
+        with self._changed:
+            if self._num_durable < self._num_given:
+                self._calls.append((self._num_given, call))
+                return
+        call()
+
+    def records(self) -> list[_T]:
+        """See `Store.records`."""
+        with self._changed:
+            return list(self._durable)
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        with self._changed:
+            if not self._is_closing:
+                self._is_closing = True
+                self._close_by_s = time.monotonic() + CLOSE_S
+                self._changed.notify_all()
+        self._thread.join(2 * CLOSE_S)
+
+    def _give(self, records: tuple[_T, ...], *, urgent: bool) -> None:
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            if self._is_closing:
+                raise StoreError(f"{self._client.name} takes no records: it is closed")
+            self._fence.check(records)
+            self._fence.took(records)
+            num_bytes = len(pack(records, b"", b"").value) if records else 0
+            self._given.append(_Given(records, num_bytes, time.monotonic()))
+            self._num_given += 1
+            self._is_urgent |= urgent
+            self._changed.notify_all()
+
+    def _await(self, number: int) -> bool:
+        """Whether so many groups are durable, after a turn's wait at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_durable >= number or self._error is not None, TURN_S)
+            if self._num_durable >= number:
+                return True
+            if self._error is not None:
+                raise self._error
+            return False
+
+    def _give_up(self, waited_s: float) -> None:
+        with self._changed:
+            self._error = StoreError(
+                f"{self._client.name} has not taken a record for {waited_s:.0f} s ({self._trouble or 'it is slow'}); "
+                "without it no loss can be decided on. See whether a majority of its members runs and can be reached "
+                "from here; control.store_patience_s bounds the wait"
+            )
+            self._changed.notify_all()
+            raise self._error
+
+    def _tell(self) -> None:
+        """Tells people once that the store is waited for."""
+        with self._changed:
+            if self._has_said or not self._trouble or self._silent_s < SLOW_S:
+                return
+            self._has_said = True
+            text = (
+                f"the coordinator waits for its store {self._client.name}, which has not answered for "
+                f"{self._silent_s:.1f} s ({self._trouble}); steps go on meanwhile, losses, joins and new layouts wait"
+            )
+        self._owner.say(text)
+
+    def _tell_end(self) -> None:
+        self._owner.say(f"the store {self._client.name} answers again")
+
+    def _due(self) -> list[Callable[[], None]]:
+        calls = []
+        with self._changed:
+            while self._calls and self._calls[0][0] <= self._num_durable:
+                calls.append(self._calls.popleft()[1])
+        return calls
+
+    def _call_due(self) -> None:
+        for call in self._due():
+            call()
+
+    # ----------------------------------------------------------------------------------------------- the own thread
+
+    def _run(self) -> None:
+        try:
+            while group := self._next():
+                self._write(group)
+                with self._changed:
+                    self._num_durable += len(group)
+                    self._durable += [record for given in group for record in given.records]
+                    self._changed.notify_all()
+                    has_calls = bool(self._calls)
+                if has_calls:
+                    self._post(self._call_due)
+                with contextlib.suppress(NoAnswerError):
+                    self._remove_garbage()  # else after the next entry
+        except StoreError as error:
+            _log.info("the store has ended: %s", error)
+            self._break(error)
+        except Exception as error:
+            _log.exception("the store has failed")
+            self._break(StoreError(f"{self._client.name}: {error!r}"))
+        finally:
+            self._client.close()
+
+    def _break(self, error: StoreError) -> None:
+        with self._changed:
+            if self._error is None:
+                self._error = error
+                if not self._is_waited_for and not self._is_closing:
+                    self._post(lambda: self._owner.broken(error))
+            self._changed.notify_all()
+
+    def _post(self, call: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the owner's loop is closed: the job is over
+            self._owner.post(call)
+
+    def _next(self) -> list[_Given]:
+        """What is to be written next: as much as one entry may hold; nothing at the end."""
+        with self._changed:
+            while not self._is_closing and not (self._given and (self._is_urgent or self._age_s() >= BATCH_S)):
+                if self._error is not None:
+                    return []
+                self._changed.wait(BATCH_S - self._age_s() if self._given else None)
+            group: list[_Given] = []
+            num_bytes = 0
+            while self._given and (not group or num_bytes + self._given[0].num_bytes <= CHUNK_BYTES):
+                group.append(self._given.popleft())
+                num_bytes += group[-1].num_bytes
+            self._is_urgent &= bool(self._given)
+            return group
+
+    def _age_s(self) -> float:
+        return time.monotonic() - self._given[0].at_s if self._given else 0.0
+
+    def _write(self, group: list[_Given]) -> None:
+        """Appends an entry."""
+        records = [record for given in group for record in given.records]
+        if not records:
+            return
+        packed = pack(records, self._last, secrets.token_bytes(_NONCE_BYTES))
+        self._write_blobs(packed)
+        client, key = self._client, entry_key(self._length)
+        chunks = [chunk for blob in packed.blobs for chunk in blob.chunk_keys]
+        compare = [client.unwritten_since(TERM, self._term_revision), client.unwritten_since(key, 0)]
+        compare += [client.exists(chunk) for chunk in chunks]
+        while True:
+            written = self._persist(compare, [client.put(key, packed.value)], [client.get(TERM), client.get(key)])
+            if written.succeeded:
+                break
+            self._check_term(written)
+            standing = written.ranges[1]
+            if standing and standing[0].value == packed.value:
+                break  # an earlier request had arrived
+            if standing:
+                raise StoreError(f"{client.name}: {key} was written by a process that is no coordinator of this job")
+            self._write_blobs(packed)  # a late removal has taken them
+        self._last, self._length = digest_of(packed.value), self._length + 1
+        self._in_use.take(packed, records)
+        self._garbage |= {chunk for blob in self._in_use.superseded for chunk in blob.chunk_keys}
+        self._garbage -= {chunk for blob in self._in_use.needed | self._in_use.kept for chunk in blob.chunk_keys}
+        self._in_use.superseded.clear()
+
+    def _write_blobs(self, packed: Packed) -> None:
+        client = self._client
+        compare = [client.unwritten_since(TERM, self._term_revision)]
+        for blob, content in packed.blobs.items():
+            for key, chunk in zip(blob.chunk_keys, chunks_of(content), strict=True):
+                written = self._persist(compare, [client.put(key, chunk)], [client.get(TERM)])
+                if not written.succeeded:
+                    self._check_term(written)
+
+    def _remove_garbage(self) -> None:
+        client = self._client
+        keys = sorted(self._garbage)[: _PAGE // 2]
+        if keys:
+            compare = [client.unwritten_since(TERM, self._term_revision)]
+            compare += [client.unwritten_since(entry_key(self._length), 0)]
+            client.transact(compare, [client.delete(key) for key in keys])
+            self._garbage -= set(keys)
+
+    def _check_term(self, refused: Outcome) -> None:
+        """A comparison has failed: was it the term's?
+
+        Raises:
+            SupersededError: it was.
+        """
+        holders = refused.ranges[0]
+        if not holders:
+            raise SupersededError(f"{self._client.name}: the job's keys were removed; this coordinator must end")
+        if holders[0].revision != self._term_revision:
+            holder = json.loads(holders[0].value)
+            raise SupersededError(
+                f"{self._client.name} takes no record of this coordinator: {holder['holder']} has taken over as its "
+                f"number {holder['term']}; this must end"
+            )
+
+    def _persist(
+        self, compare: list[dict[str, Any]], success: list[dict[str, Any]], failure: list[dict[str, Any]]
+    ) -> Outcome:
+        begun_s = time.monotonic()
+        while True:
+            try:
+                outcome = self._client.transact(compare, success, failure)
+            except NoAnswerError as error:
+                self._no_answer(str(error), begun_s)
+                continue
+            self._answered()
+            return outcome
+
+    def _no_answer(self, text: str, begun_s: float) -> None:
+        with self._changed:
+            if text != self._trouble:
+                _log.warning("the store does not answer: %s", text)
+            self._trouble, self._silent_s = text, time.monotonic() - begun_s
+            if self._error is not None:
+                raise self._error
+            if self._is_closing and time.monotonic() >= self._close_by_s:
+                raise StoreError(f"{self._client.name} did not take the last records: {text}")
+            must_say = not self._has_said and self._silent_s >= SLOW_S and not self._is_waited_for
+            self._changed.wait(RETRY_S)
+        if must_say:
+            self._post(self._tell)
+
+    def _answered(self) -> None:
+        with self._changed:
+            has_said, self._has_said = self._has_said, False
+            self._trouble, self._silent_s = "", 0.0
+        if has_said:
+            self._post(self._tell_end)
+
+
+# ------------------------------------------------------------------------------------------------------ a job's keys
+
+
+def found(client: EtcdClient, spec: bytes, patience_s: float) -> None:
+    """Makes a job's keys, so that coordinators can open it.
+
+    Args:
+        spec: what the job is, for people and for who looks at the keys.
+        patience_s: how long to wait for an answer.
+    Raises:
+        StoreError: the job is there already, or etcd does not answer or refuses.
+    """
+    founding = Patience(client.name, patience_s, _sleep)
+    made = founding.ask(
+        lambda: client.transact([client.unwritten_since(SPEC, 0)], [client.put(SPEC, spec)], [client.get(SPEC)])
+    )
+    if not made.succeeded and made.ranges[0][0].value != spec:
+        raise StoreError(f"{client.name} holds another job: remove its keys, or give this one another name")
+
+
+def remove(client: EtcdClient, patience_s: float) -> None:
+    """Removes a job's keys; no coordinator can write to it from then on.
+
+    Raises:
+        StoreError: etcd does not answer or refuses.
+    """
+    Patience(client.name, patience_s, _sleep).ask(lambda: client.transact([], [client.delete_all()]))

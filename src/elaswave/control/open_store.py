@@ -1,0 +1,129 @@
+"""Which store a job's coordinators use, by `control.store`; and the keys that a job has in etcd, from its launcher's
+start to its end."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+from elaswave.config.schema import ControlConfig
+from elaswave.control.etcd_client import Credentials, EtcdClient
+from elaswave.control.etcd_gateway import HttpGateway, endpoints_of, security_of
+from elaswave.control.etcd_store import EtcdStore, found, remove
+from elaswave.control.file_store import FileStore
+from elaswave.control.journal import JournalRecord
+from elaswave.control.store import Owner, Store
+from elaswave.errors import ConfigError, LaunchError, RecoveryError, StoreError
+
+JOURNAL_FILE = "journal"
+FILE = "file"
+FOUND_S = 10.0
+"""How long a start waits for etcd. Longer than its members take to choose another leader."""
+REMOVE_S = 2.0
+"""How long an end does."""
+
+
+def open_store(config: ControlConfig, run_dir: Path, control_dir: Path, owner: Owner) -> Store[JournalRecord]:
+    """Opens the store of a job for its coordinator.
+
+    Args:
+        config: which.
+        run_dir: the run's folder.
+        control_dir: private folder of the job on this machine.
+        owner: how a store that has a thread reaches the coordinator.
+    Raises:
+        StoreError: it cannot be opened.
+    """
+    if config.store == FILE:
+        # All of a job's processes run on this machine: after its crash no process is left that could act on the
+        # journal.
+        return FileStore(control_dir / JOURNAL_FILE, JournalRecord, lock_timeout_s=5.0, outlives_machine=False)
+    client = _client(config, run_dir, control_dir)
+    return EtcdStore(client, JournalRecord, owner, patience_s=config.store_patience_s)
+
+
+class JobStore:
+    """What a job has in its store before its first coordinator and after its last one.
+
+    Args:
+        config: which store.
+        run_dir, control_dir: of the job.
+    Raises:
+        LaunchError: etcd does not answer, or refuses.
+    """
+
+    def __init__(self, config: ControlConfig, run_dir: Path, control_dir: Path) -> None:
+        self._config = config
+        self._control_dir = control_dir
+        self._client: EtcdClient | None = None
+        self.patience_s = 0.0
+        """How long a coordinator may take to open it."""
+        if config.store == FILE:
+            # Made here, so that a coordinator that follows another one knows whether it is still there.
+            (control_dir / JOURNAL_FILE).touch(0o600)
+            return
+        self.patience_s = config.store_patience_s
+        spec = {"run": str(run_dir), "host": socket.gethostname(), "launcher": os.getpid()}
+        try:
+            self._client = _client(config, run_dir, control_dir)
+            found(self._client, json.dumps(spec).encode(), FOUND_S)
+            self._client.close()  # the job's processes, which are forked, are not to inherit the connection
+        except (StoreError, ConfigError) as error:
+            if self._client is not None:
+                self._client.close()
+            raise LaunchError(f"the job's store cannot be used: {error}") from error
+
+    def check(self) -> None:
+        """Looks whether it is still there.
+
+        Raises:
+            RecoveryError: it is gone, and with it what the job has decided.
+        """
+        if self._client is None and not (self._control_dir / JOURNAL_FILE).exists():
+            raise RecoveryError(
+                f"the coordinator is lost, and so is its journal: {self._control_dir} was removed while the job "
+                "ran; keep what cleans temporary folders away from there"
+            )
+
+    def end(self) -> str:
+        """The job is over: removes its keys. (The launcher removes files.)
+
+        Returns:
+            What people should know of it; empty if all went well.
+        """
+        if self._client is None:
+            return ""
+        client, self._client = self._client, None
+        try:
+            remove(client, REMOVE_S)
+            return ""
+        except StoreError as error:
+            return f"the job is over, but its keys below {client.prefix} stay in etcd: {error}"
+        finally:
+            client.close()
+
+
+def _client(config: ControlConfig, run_dir: Path, control_dir: Path) -> EtcdClient:
+    security = security_of(
+        *(None if name is None else Path(name) for name in (config.store_ca, config.store_cert, config.store_key))
+    )
+    # The second part keeps jobs apart that have folders of one name, on one host or on several.
+    name = f"{run_dir.name}-{control_dir.name.rpartition('-')[2]}"
+    return EtcdClient(
+        endpoints_of(config.store),
+        f"/elaswave/{name}/",
+        HttpGateway(security),
+        None if config.store_credentials is None else _credentials(Path(config.store_credentials)),
+    )
+
+
+def _credentials(path: Path) -> Credentials:
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ConfigError([f"control.store_credentials: others can read {path}: chmod 600 {path}"])
+        user, colon, password = path.read_text(encoding="utf-8").strip().partition(":")
+    except OSError as error:
+        raise ConfigError([f"control.store_credentials: {path} cannot be read: {error.strerror}"]) from None
+    if not (user and colon):
+        raise ConfigError([f"control.store_credentials: {path} holds no USER:PASSWORD"])
+    return Credentials(user, password)

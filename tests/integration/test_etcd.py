@@ -1,0 +1,122 @@
+"""Jobs whose coordinators keep what they decide in a real etcd, which fails too."""
+
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tests.etcd_processes import Member, cluster, needs_etcd
+from tests.integration.jobs import QuietReporter, run_job
+
+from elaswave.control.etcd_client import EtcdClient
+from elaswave.control.etcd_gateway import HttpGateway
+from elaswave.errors import LaunchError, RecoveryError
+
+pytestmark = needs_etcd
+
+
+def store_of(members: list[Member]) -> str:
+    return f"etcd://{','.join(member.endpoint for member in members)}"
+
+
+def keys_in(member: Member) -> list[str]:
+    with closing(EtcdClient([member.endpoint], "/elaswave/", HttpGateway())) as client:
+        (found,) = client.transact([], [client.get_from("", "/elaswave/", 1000)]).ranges
+    return [key.key for key in found]
+
+
+class Watcher(QuietReporter):
+    """Acts when a step is shown, or when something is said."""
+
+    def __init__(
+        self,
+        on_step: dict[int, Callable[[], None]] | None = None,
+        on_message: tuple[str, Callable[[], None]] | None = None,
+    ) -> None:
+        super().__init__()
+        self._on_step = on_step or {}
+        self._on_message = on_message
+
+    def step(self, step: int, *arguments: object) -> None:  # type: ignore[override]
+        super().step(step, *arguments)  # type: ignore[arg-type]
+        self._on_step.pop(step, lambda: None)()
+
+    def message(self, text: str) -> None:
+        super().message(text)
+        if self._on_message is not None and self._on_message[0] in text:
+            act, self._on_message = self._on_message[1], None
+            act()
+
+
+def test_a_coordinator_that_is_killed_is_followed_by_one_that_reads_etcd(tmp_path: Path) -> None:
+    with cluster(1) as members:
+        settings = {"run.steps": 12, "control.store": store_of(members)}
+        job = run_job(tmp_path / "run", settings, faults=["kill:coordinator@8", "kill:2@5:backward"])
+        assert [recovery.kind for recovery in job.result.recoveries] == ["lost", "coordinator"]
+        assert keys_in(members[0]) == [], "the job is over"
+    assert job.computation == run_job(tmp_path / "reference", {"run.steps": 12}).computation
+
+
+@pytest.mark.slow
+def test_steps_go_on_and_are_shown_while_etcd_has_no_quorum(tmp_path: Path) -> None:
+    with cluster(3) as members:
+
+        def stop() -> None:
+            for member in members[1:]:
+                member.stop()
+
+        def go_on() -> None:
+            for member in members[1:]:
+                member.go_on()
+
+        reporter = Watcher({4: stop, 30: go_on})
+        settings = {"run.steps": 40, "control.store": store_of(members)}
+        job = run_job(tmp_path / "run", settings, reporter=reporter)
+    assert sorted(reporter.losses) == list(range(1, 41)) and job.result.recoveries == []
+
+
+def test_etcd_that_is_not_there_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elaswave.control.open_store.FOUND_S", 0.2)
+    with pytest.raises(LaunchError, match="the job's store cannot be used: etcd://127.0.0.1:1/elaswave/run-.*refused"):
+        run_job(tmp_path / "run", {"control.store": "etcd://127.0.0.1:1"})
+
+
+@pytest.mark.slow
+def test_a_loss_waits_for_a_quorum_of_10_s_and_nothing_is_lost(tmp_path: Path) -> None:
+    with cluster(3) as members:
+        timers = []
+
+        def stop() -> None:
+            for member in members[1:]:
+                member.stop()
+
+        def go_on_later() -> None:
+            timers.append(threading.Timer(10.0, lambda: [member.go_on() for member in members[1:]]))
+            timers[0].start()
+
+        reporter = Watcher({4: stop}, ("the coordinator waits for its store", go_on_later))
+        settings = {"run.steps": 20, "control.store": store_of(members)}
+        job = run_job(tmp_path / "run", settings, faults=["kill:2@8:backward"], reporter=reporter)
+        assert any("answers again" in text for text in reporter.messages)
+        timers[0].join()
+    assert [recovery.kind for recovery in job.result.recoveries] == ["lost"]
+    assert job.computation == run_job(tmp_path / "reference", {"run.steps": 20}).computation
+
+
+@pytest.mark.slow
+def test_a_coordinator_lost_together_with_a_member_is_followed(tmp_path: Path) -> None:
+    with cluster(3) as members:
+        reporter = Watcher({7: members[0].kill})
+        settings = {"run.steps": 40, "control.store": store_of(members)}
+        job = run_job(tmp_path / "run", settings, faults=["kill:coordinator@8", "kill:2@20"], reporter=reporter)
+    assert {recovery.kind for recovery in job.result.recoveries} == {"lost", "coordinator"}
+    assert job.computation == run_job(tmp_path / "reference", {"run.steps": 40}).computation
+
+
+@pytest.mark.slow
+def test_a_loss_that_etcd_never_takes_ends_the_job_with_the_reason(tmp_path: Path) -> None:
+    with cluster(1) as members:
+        settings = {"run.steps": 40, "control.store": store_of(members), "control.store_patience_s": 3}
+        with pytest.raises(RecoveryError, match="has not taken a record for 3 s .*control.store_patience_s"):
+            run_job(tmp_path / "run", settings, faults=["kill:2@8"], reporter=Watcher({4: members[0].kill}))

@@ -1,0 +1,82 @@
+"""Which store a configuration names, and what its launcher says of one that cannot be used."""
+
+from pathlib import Path
+
+import pytest
+from tests.fake_etcd import FakeEtcd, FakeGateway, lost
+
+from elaswave.config.schema import ControlConfig
+from elaswave.control import open_store as module
+from elaswave.control.file_store import FileStore
+from elaswave.control.open_store import JobStore, open_store
+from elaswave.control.store import Owner
+from elaswave.errors import ConfigError, LaunchError, RecoveryError
+
+OWNER = Owner(post=lambda call: call(), turn=lambda: None, say=print, broken=print)
+ETCD = ControlConfig(store="etcd://a:1,b:2", store_patience_s=5.0)
+
+
+@pytest.fixture
+def etcd(monkeypatch: pytest.MonkeyPatch) -> FakeEtcd:
+    etcd = FakeEtcd()
+    monkeypatch.setattr(module, "HttpGateway", lambda security: FakeGateway(etcd))
+    return etcd
+
+
+def test_the_default_is_a_file_that_must_stay(tmp_path: Path) -> None:
+    job = JobStore(ControlConfig(), tmp_path / "run", tmp_path)
+    job.check()
+    store = open_store(ControlConfig(), tmp_path / "run", tmp_path, OWNER)
+    assert isinstance(store, FileStore) and job.patience_s == 0
+    store.close()
+    (tmp_path / module.JOURNAL_FILE).unlink()
+    with pytest.raises(RecoveryError, match="the coordinator is lost, and so is its journal: .* was removed"):
+        job.check()
+    assert job.end() == ""
+
+
+def test_a_job_has_keys_of_its_own_from_start_to_end(tmp_path: Path, etcd: FakeEtcd) -> None:
+    folders = [tmp_path / "elaswave-aaa", tmp_path / "elaswave-bbb"]
+    jobs = [JobStore(ETCD, tmp_path / "run", folder) for folder in folders]
+    assert sorted(etcd.keys) == [b"/elaswave/run-aaa/spec", b"/elaswave/run-bbb/spec"]
+    store = open_store(ETCD, tmp_path / "run", folders[0], OWNER)
+    store.close()
+    jobs[0].check()
+    assert jobs[0].patience_s == 5.0
+    assert jobs[0].end() == jobs[0].end() == ""
+    assert list(etcd.keys) == [b"/elaswave/run-bbb/spec"]
+
+
+def test_keys_that_cannot_be_removed_are_named(tmp_path: Path, etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REMOVE_S", 0.0)
+    job = JobStore(ETCD, tmp_path / "run", tmp_path / "elaswave-aaa")
+    assert isinstance(job._client, module.EtcdClient)
+    job._client._gateway = FakeGateway(etcd, [lost])
+    assert (
+        "its keys below /elaswave/run-aaa/ stay in etcd: etcd://a:1,b:2/elaswave/run-aaa/ has not answered" in job.end()
+    )
+
+
+def test_credentials_are_in_a_file_that_nobody_else_reads(tmp_path: Path, etcd: FakeEtcd) -> None:
+    path = tmp_path / "secret"
+    config = ControlConfig(store="etcd://a:1", store_credentials=str(path))
+    for content, mode, problem in (
+        (None, 0, "cannot be read: No such file"),
+        ("ann:b:c\n", 0o644, "others can read"),
+        ("ann\n", 0o600, "holds no USER:PASSWORD"),
+    ):
+        if content is not None:
+            path.write_text(content)
+            path.chmod(mode)
+        with pytest.raises(
+            LaunchError, match=f"the job's store cannot be used: .*control.store_credentials: .*{problem}"
+        ):
+            JobStore(config, tmp_path / "run", tmp_path)
+    path.write_text("ann:b:c\n")
+    assert module._credentials(path) == ("ann", "b:c")
+
+
+@pytest.mark.parametrize("store", ["zookeeper://a:1", "etcd://", "etcd://a/b", "", "etcd:a:1"])
+def test_a_store_of_another_kind_is_refused(store: str) -> None:
+    with pytest.raises(ConfigError, match="control.store"):
+        ControlConfig(store=store)
