@@ -18,6 +18,7 @@ from elaswave.cli.cluster_options import (
     describe_setting,
     loss_options,
 )
+from elaswave.cli.far_apart import FarOptions, check_far, compare_far_apart, far_options
 from elaswave.cli.layout_table import as_json
 from elaswave.cli.tables import format_bytes, format_seconds, render_table, terminal_width
 from elaswave.config.policy_code import find_policy
@@ -33,6 +34,7 @@ DEFAULT_POLICIES = ",".join(POLICIES)
 
 @click.command(name="compare", short_help="What every policy makes of the same loss.")
 @cluster_options
+@far_options
 @loss_options
 @click.option(
     "--policies",
@@ -51,6 +53,7 @@ DEFAULT_POLICIES = ",".join(POLICIES)
 @click.option("--json", "json_mode", is_flag=True, help="Print one JSON document.")
 def compare_command(
     options: ClusterOptions,
+    far: FarOptions,
     lose: int,
     pattern: str,
     seed: int,
@@ -66,7 +69,8 @@ def compare_command(
     simulated execution, twice: all from the same start, stages of equal width, and each from the layout that it would
     have chosen without a failure. recycle and oobleck are as published; this engine can run recycle_normalized and
     recycle_rerouting, parts of recycle, and oobleck_aligned. torchft_batch_kept keeps the batch that torchft shrinks;
-    full_restart_spares has a host of spares from the beginning.
+    full_restart_spares has a host of spares from the beginning. With --network the policies are planners for sites far
+    apart: op_fence, equal_number, equal_compute, dtfm_genetic.
 
     \b
     elaswave compare --lose 3
@@ -75,7 +79,26 @@ def compare_command(
     elaswave compare --policies elaswave,torchft_batch_kept --lose 5 \\
       --plot throughput.svg
     elaswave compare --policy examples/policies/my_policy.py:plan --lose 3
+    elaswave compare --network examples/far_apart/four_regions.toml --codec int4
     """
+    check_far(far)
+    if far.network is not None:
+        if added or plot is not None:
+            raise UsageError("--network goes with neither --policy nor --plot; leave them out")
+        from elaswave.planning.far_apart.rivals import FAR_PLANNERS
+
+        chosen = list(FAR_PLANNERS) if policies == DEFAULT_POLICIES else policies.split(",")
+        compare_far_apart(
+            options,
+            far,
+            names=[name.strip() for name in chosen if name.strip()],
+            lose=lose,
+            pattern=pattern,
+            seed=seed,
+            speeds=speeds,
+            json_mode=json_mode,
+        )
+        return
     names = [*(name.strip() for name in policies.split(",") if name.strip()), *added]
     if not names or len(set(names)) != len(names):
         raise UsageError(f"--policies {policies!r}: give each policy once, separated by commas, at least one")

@@ -18,6 +18,7 @@ from elaswave.cli.cluster_options import (
     loss_options,
     policy_option,
 )
+from elaswave.cli.far_apart import FarOptions, check_far, far_options, plan_far_apart
 from elaswave.cli.layout_table import as_json, render_stages, stage_rows
 from elaswave.cli.tables import format_bytes, format_seconds, terminal_width
 from elaswave.config.own import SAMPLES_PER_S, TOKENS_PER_S
@@ -38,6 +39,7 @@ MAX_TRACED_ACTIONS = 200_000
 @click.command(name="plan", short_help="What the planner makes of a loss.")
 @click.argument("run", required=False, type=click.Path(path_type=Path))
 @cluster_options
+@far_options
 @loss_options
 @policy_option
 @click.option(
@@ -49,6 +51,7 @@ MAX_TRACED_ACTIONS = 200_000
 def plan_command(
     run: Path | None,
     options: ClusterOptions,
+    far: FarOptions,
     lose: int,
     pattern: str,
     seed: int,
@@ -61,16 +64,24 @@ def plan_command(
 
     With RUN, the folder of a run that is going on or has ended, its layout, measured costs and measured speeds are
     used, and no options that describe a cluster; planners do what they may do in that run. Without, a cluster is
-    described; the default is Llama-2 13B on 96 Ascend 910B, as 8 stages x 12 replicas.
+    described; the default is Llama-2 13B on 96 Ascend 910B, as 8 stages x 12 replicas. With --network, OP-Fence plans
+    for sites that are far apart, GPT-2 by default.
 
     \b
     elaswave plan --lose 3
     elaswave plan --workers 12 --stages 3 --model llama-2-7b --device h100 \\
       --lose 5 --pattern clustered
     elaswave plan runs/20261120T125701Z-ab12 --lose 1
+    elaswave plan --network examples/far_apart/four_regions.toml --codec int8
     """
     from elaswave.config.policy_code import find_policy
 
+    check_far(far)
+    if far.network is not None:
+        if run is not None or trace is not None or policy != "elaswave":
+            raise UsageError("--network goes with neither RUN, --trace nor --policy: OP-Fence plans; leave them out")
+        plan_far_apart(options, far, lose=lose, pattern=pattern, seed=seed, speeds=speeds, json_mode=json_mode)
+        return
     planner = find_policy(policy)
     notes: dict[str, Any] = {}
     if run is None:

@@ -1,14 +1,19 @@
 """The machines of a job as values: devices, links, workers, and what happens to them. Pure, no torch, no IO.
 
 Workers are columns of arrays, not objects: plans are made for a million of them. All of it has a JSON form.
+Links are of two kinds, within a machine and between machines; where sites are far apart, a network
+(`elaswave.costs.network`) has one for each pair of sites.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
+
+if TYPE_CHECKING:
+    from elaswave.costs.network import Network
 
 EventKind = Literal["lost", "joined", "slowed", "drained"]
 
@@ -102,6 +107,11 @@ class Cluster:
     between_nodes: NetworkLink
     power_limit_w: float | None = None
     """Of all workers together; None means no limit."""
+    network: "Network | None" = None
+    """Links per pair of sites; they take the place of `between_nodes`, which is then what planners go by that know no
+    sites. None: all machines are equally far apart."""
+    site: np.ndarray | None = None
+    """int64: of each worker, its position in the network's sites; there where `network` is."""
 
     def __post_init__(self) -> None:
         """Checks the columns.
@@ -129,8 +139,20 @@ class Cluster:
                 problems.append(f"{name}[{bad[0]}] is {column[bad[0]]}, needed: {what} and finite")
         if self.power_limit_w is not None and not self.power_limit_w > 0:
             problems.append(f"power_limit_w is {self.power_limit_w}, needed: above 0")
+        problems += self._site_problems()
         if problems:
             raise ValueError("the cluster is impossible: " + "; ".join(problems))
+
+    def _site_problems(self) -> list[str]:
+        if self.network is None or self.site is None:
+            is_whole = self.network is None and self.site is None
+            return [] if is_whole else ["a network needs the site of each worker, and the other way"]
+        if len(self.site) != len(self.ids):
+            return [f"site has {len(self.site)} entries for {len(self.ids)} workers"]
+        last = len(self.network.sites) - 1
+        if len(self.site) and not 0 <= self.site.min() <= self.site.max() <= last:
+            return [f"sites run from {self.site.min()} to {self.site.max()}, needed: 0 to {last}"]
+        return []
 
     @classmethod
     def uniform(
@@ -205,6 +227,19 @@ class Cluster:
 
         return speed
 
+    def link_between(self, first: int, second: int) -> NetworkLink:
+        """The link from one worker to another, both by position in the columns."""
+        if self.node[first] == self.node[second]:
+            return self.within_node
+        if self.network is None or self.site is None:
+            return self.between_nodes
+        return self.network.link(int(self.site[first]), int(self.site[second]))
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        names = ("ids", "node", "speed", "memory_bytes", "device")
+        return names if self.site is None else (*names, "site")
+
     def joined_by(self, others: "Cluster") -> "Cluster":
         """The cluster with other workers of the same devices; those that are in it already stay as they are.
 
@@ -216,11 +251,12 @@ class Cluster:
                 f"the others have the devices {[device.name for device in others.devices]}, those of the cluster are "
                 f"{[device.name for device in self.devices]}: describe both by the same list"
             )
+        if others.network is not self.network:
+            raise ValueError("the others are in another network: describe both by the same one")
         new = others.without(self.ids)
         order = np.argsort(np.concatenate((self.ids, new.ids)))
-        names = ("ids", "node", "speed", "memory_bytes", "device")
         columns: dict[str, Any] = {
-            name: np.concatenate((getattr(self, name), getattr(new, name)))[order] for name in names
+            name: np.concatenate((getattr(self, name), getattr(new, name)))[order] for name in self._columns
         }
         return replace(self, **columns)
 
@@ -230,8 +266,7 @@ class Cluster:
 
     def take(self, chosen: np.ndarray) -> "Cluster":
         """The workers at these positions (a mask, or ascending indices)."""
-        columns = {name: getattr(self, name)[chosen] for name in ("ids", "node", "speed", "memory_bytes", "device")}
-        return replace(self, **columns)
+        return replace(self, **{name: getattr(self, name)[chosen] for name in self._columns})
 
 
 def worker_speeds(cluster: Cluster, where: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -2,9 +2,11 @@
 
 The fidelity ``contended``. ``exact`` answers the same question for planners, a hundred thousand times as often, and
 lets every transfer have its link to itself. Here a worker has one outgoing link within its node and one between nodes
-(the levels of `Cluster`), and the transfers that it sends over one of them at the same time share its bandwidth
-equally, as flows of one network card do. So a transfer may slow down while it runs, which takes events. Receivers and
-switches are taken to keep up. As in the executor, sends never keep a worker from computing.
+(the levels of `Cluster`), or one to each site of a network. The transfers that it sends over one link at the same time
+share its bandwidth equally, as flows of one network card do; over a link of a network they go one after the other, as
+frames of one connection do, since a queue there lasts so long that it matters who comes first. So a transfer may slow
+down while it runs, which takes events. Receivers and switches are taken to keep up. As in the executor, sends never
+keep a worker from computing.
 """
 
 import heapq
@@ -16,7 +18,7 @@ from typing import NamedTuple
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, NetworkLink
 from elaswave.costs.step_time.exact import Timeline
-from elaswave.costs.step_time.work import FORWARD, WEIGHT, Flow, durations_of, run_in_order, transfer_of
+from elaswave.costs.step_time.work import FORWARD, WEIGHT, Durations, Flow, durations_of, run_in_order, transfer_of
 from elaswave.types import Layout, Program
 
 
@@ -86,6 +88,7 @@ def simulate_step(
     cluster: Cluster,
     *,
     levels: Mapping[int, int] | None = None,
+    durations: Durations | None = None,
 ) -> SimulatedStep:
     """Runs a step.
 
@@ -95,11 +98,12 @@ def simulate_step(
         costs: of the model's layers.
         cluster: speeds of the workers, their nodes and links.
         levels: worker -> index of its frequency level; others run at their device's base level.
+        durations: seconds of every action, instead of those of the costs and the cluster's speeds.
     Raises:
         InvalidProgramError: an action of no route, or programs that wait for each other for ever.
         KeyError: a worker of the layout that the cluster lacks.
     """
-    durations = durations_of(costs.layer_s, cluster.speed_of(levels))
+    durations = durations or durations_of(costs.layer_s, cluster.speed_of(levels))
     alone = Flow(layout, durations, transfer_of(costs, cluster))
     encoded = alone.encode(programs)
     uncontended_s = run_in_order(alone, encoded).makespan  # also makes sure that the programs come to their end
@@ -149,6 +153,10 @@ class _SharedLink:
         self.version = 0
         """Rises whenever the next end may have changed."""
 
+    def last_byte(self, num_bytes: float) -> float:
+        """Where in `each_sent` the last byte of a transfer will be that begins now."""
+        return self.each_sent + num_bytes
+
     def count(self, now_s: float) -> None:
         """Takes account of the time that has passed."""
         if self.sendings:
@@ -159,6 +167,33 @@ class _SharedLink:
         """When the next transfer will have left if none is added."""
         left = max(0.0, self.sendings[0].leaves_at - self.each_sent)
         return self._counted_at_s + left * len(self.sendings) / self._bandwidth
+
+
+class _QueuedLink(_SharedLink):
+    """A link over which transfers go one after the other; `each_sent` is what all of them have sent.
+
+    Args:
+        link: between two sites.
+    """
+
+    def __init__(self, link: NetworkLink) -> None:
+        super().__init__(link)
+        self._queued = 0.0
+
+    def last_byte(self, num_bytes: float) -> float:
+        """Behind those that are queued."""
+        self._queued = (self._queued if self.sendings else self.each_sent) + num_bytes
+        return self._queued
+
+    def count(self, now_s: float) -> None:
+        """Takes account of the time that has passed."""
+        if self.sendings:
+            self.each_sent += (now_s - self._counted_at_s) * self._bandwidth
+        self._counted_at_s = now_s
+
+    def next_end_s(self) -> float:
+        """When the first transfer will have left."""
+        return self._counted_at_s + max(0.0, self.sendings[0].leaves_at - self.each_sent) / self._bandwidth
 
 
 _ACTION_ENDS, _LINK_TURNS, _INPUT_ARRIVES = range(3)
@@ -177,10 +212,23 @@ class _ContendedRun:
         self._flow = flow
         self._encoded = encoded
         self._sizes = [layer.boundary_bytes for layer in costs.layers]
-        self._nodes = cluster.node[cluster.index_of(flow.workers)].tolist()
+        where = cluster.index_of(flow.workers)
+        self._nodes = cluster.node[where].tolist()
+        network = cluster.network
+        # A link's number: 0 within the node, else 1, or 1 + the site that it leads to.
+        self._sites = [0] * len(where) if cluster.site is None else cluster.site[where].tolist()
         self._links = [
-            (_SharedLink(cluster.within_node), _SharedLink(cluster.between_nodes)) for _ in range(len(flow.workers))
+            [
+                _SharedLink(cluster.within_node),
+                *(
+                    [_SharedLink(cluster.between_nodes)]
+                    if network is None
+                    else [_QueuedLink(network.link(site, target)) for target in range(len(network.sites))]
+                ),
+            ]
+            for site in self._sites
         ]
+        self._num_links = len(self._links[0]) if self._links else 1
         self.starts: list[list[float]] = [[] for _ in encoded]
         self.ends: list[list[float]] = [[] for _ in encoded]
         self.transfers: list[StepTransfer] = []
@@ -240,25 +288,25 @@ class _ContendedRun:
         receiver = flow.worker[target]
         waiting = 4 * target + (kind != FORWARD)
         num_bytes = self._sizes[flow.hops[min(node, target)].stop - 1]
-        far = self._nodes[worker] != self._nodes[receiver]
-        link = self._links[worker][far]
+        number = 0 if self._nodes[worker] == self._nodes[receiver] else 1 + self._sites[receiver]
+        link = self._links[worker][number]
         link.count(self._now_s)
         self._number += 1
         heapq.heappush(
             link.sendings,
-            _Sending(link.each_sent + num_bytes, self._number, waiting, num_bytes, self._now_s, worker),
+            _Sending(link.last_byte(num_bytes), self._number, waiting, num_bytes, self._now_s, worker),
         )
-        self._plan_turn(worker, far)
+        self._plan_turn(worker, number)
 
-    def _plan_turn(self, worker: int, far: bool) -> None:
-        link = self._links[worker][far]
+    def _plan_turn(self, worker: int, number: int) -> None:
+        link = self._links[worker][number]
         link.version += 1
-        self._at(link.next_end_s(), _LINK_TURNS, 2 * worker + far, link.version)
+        self._at(link.next_end_s(), _LINK_TURNS, self._num_links * worker + number, link.version)
 
     def _turn(self, which: int, version: int) -> None:
         """Ends the transfers that have left a link."""
-        worker, far = which >> 1, bool(which & 1)
-        link = self._links[worker][far]
+        worker, number = divmod(which, self._num_links)
+        link = self._links[worker][number]
         if version != link.version:
             return
         link.count(self._now_s)
@@ -266,7 +314,7 @@ class _ContendedRun:
         while link.sendings and link.sendings[0].leaves_at <= link.each_sent:
             self._arrive(heapq.heappop(link.sendings), self._now_s + link.latency_s)
         if link.sendings:
-            self._plan_turn(worker, far)
+            self._plan_turn(worker, number)
 
     def _arrive(self, sending: _Sending, end_s: float) -> None:
         node = sending.code >> 2

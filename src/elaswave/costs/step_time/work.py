@@ -58,24 +58,28 @@ def transfer_of(costs: Costs, cluster: Cluster) -> TransferSeconds:
 
     Args:
         costs: bytes at the layers' boundaries.
-        cluster: nodes of the workers and the links between them.
+        cluster: nodes and sites of the workers and the links between them.
     Returns:
         A function that raises KeyError for a worker that the cluster lacks.
     """
     sizes = [layer.boundary_bytes for layer in costs.layers]
-    nodes: dict[int, int] = {}
+    places: dict[int, tuple[int, int]] = {}
 
-    def node_of(worker: int) -> int:
-        found = nodes.get(worker)
+    def place_of(worker: int) -> tuple[int, int]:
+        """Its node and its position in the cluster."""
+        found = places.get(worker)
         if found is None:
-            found = nodes[worker] = int(cluster.node[cluster.index_of([worker])[0]])
+            position = int(cluster.index_of([worker])[0])
+            found = places[worker] = (int(cluster.node[position]), position)
         return found
 
     def transfer_s(source: Hop, target: Hop, layer: int) -> float:
         if source.worker == target.worker:
             return 0.0
-        same_node = node_of(source.worker) == node_of(target.worker)
-        return (cluster.within_node if same_node else cluster.between_nodes).transfer_s(sizes[layer])
+        (node, position), (other_node, other) = place_of(source.worker), place_of(target.worker)
+        if node != other_node and cluster.network is not None:
+            return cluster.link_between(position, other).transfer_s(sizes[layer])
+        return (cluster.within_node if node == other_node else cluster.between_nodes).transfer_s(sizes[layer])
 
     return transfer_s
 

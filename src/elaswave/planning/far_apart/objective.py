@@ -1,0 +1,410 @@
+"""What a step takes on machines far apart, without compiling a program: the objective of all planners here. Pure.
+
+A step is the way of one micro-batch through all stages and back, and, of the resource that bounds it, what it does
+beyond that way:
+
+- a stage computes: of its workers the one with the longest share of the micro-batches;
+- a link carries what the worker with most micro-batches sends over it, forward and backward at the same time;
+- a stage's workers may hold only so many micro-batches (memory, or the schedule), and each is held until it has come
+  back, so on a slow network the way there and back is a bound too.
+
+Under ``gpipe`` forwards and backwards are two such phases, and nothing is held back. Behind it come
+
+- REDUCE: of w workers of a stage each sends the others' (w - 1) / w of the sums of its layers, 8 bytes a parameter.
+  Sums travel while earlier layers compute: the last backward hides some, but never those of the first layer;
+- REDUCED: owners send the mean gradients of their blocks, 4 bytes a parameter, to each follower;
+- VOTE: recursive doubling, so as many latencies as log2 of the workers, of the longest link between them; its bytes
+  are not counted;
+- GATHER: owners send new parameters to those workers of the stage that hold no copy.
+
+The vote waits for all stages, and so does the next step: of REDUCE with REDUCED, and of GATHER, the longest counts.
+Where workers of two stages are in several sites the slowest pair counts, whoever meets whom.
+
+Left out: that transfers of several links end one behind another, blocks of unequal size, receivers that several
+workers send to. `elaswave.planning.far_apart.timing` says how far off that is from programs that are run.
+"""
+
+from functools import cached_property
+from math import ceil, log2
+from typing import NamedTuple
+
+import numpy as np
+
+from elaswave.costs.memory import MemoryModel, fitting, num_copies
+from elaswave.costs.schedules import Schedule, in_flight
+from elaswave.planning.apportionment import apportion
+from elaswave.planning.far_apart.job import FarJob, FarPlan, FarStage, StepParts, fences_of
+
+SUM_BYTES = 8
+"""Of a parameter's exact sum: 64-bit fixed point."""
+GRADIENT_BYTES = 4
+"""Of a mean gradient: float32."""
+FAR_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+
+
+class Group:
+    """The workers of a stage, with every range of layers: all matrices are [first layer, one past the last].
+
+    Args:
+        model: of the job.
+        devices: positions, ascending.
+    """
+
+    def __init__(self, model: "Model", devices: tuple[int, ...]) -> None:
+        self.devices = devices
+        self.width = len(devices)
+        where = np.array(devices)
+        self.counts = apportion(model.job.num_microbatches, 1.0 / model.rate[where])
+        self.most = int(self.counts.max())
+        self.busy_devices = where[self.counts > 0]
+        sites = set(model.job.site[where].tolist())
+        self.only_site = sites.pop() if len(sites) == 1 else None
+        forward, backward = np.zeros_like(model.empty), np.zeros_like(model.empty)
+        busy, busy_forward, busy_backward = (np.zeros_like(model.empty) for _ in range(3))
+        for kind in sorted(set(model.kind[where].tolist())):
+            own = (model.kind[where] == kind) & (self.counts > 0)
+            if not own.any():
+                continue
+            slowest = float((1.0 / model.speed[where][own]).max())
+            share = float((self.counts[own] / model.speed[where][own]).max())
+            ahead, back = model.forward[kind], model.backward[kind]
+            forward, backward = np.maximum(forward, ahead * slowest), np.maximum(backward, back * slowest)
+            busy = np.maximum(busy, (ahead + back) * share)
+            busy_forward = np.maximum(busy_forward, ahead * share)
+            busy_backward = np.maximum(busy_backward, back * share)
+        self.forward, self.backward = forward, backward
+        self.busy, self.busy_forward, self.busy_backward = busy, busy_forward, busy_backward
+        self._ends(model, where)
+        memory = model.memory
+        held = model.cluster.memory_bytes[where]
+        fixed = memory.fixed_state(self.width)
+        self.holds = np.where(model.is_range, fitting(float(held.min()) - fixed, memory.activations), -1.0)
+        """Micro-batches for which there is room beside the layers; below 1: not even one."""
+
+    def _ends(self, model: "Model", where: np.ndarray) -> None:
+        width = self.width
+        latency, bandwidth = model.worst_within(where)
+        sums, parameters = model.sums, model.parameters
+        share = (width - 1) / width
+        hidden = self.backward
+        waits = np.maximum(model.first_sums * share, sums * share - hidden * bandwidth) if width > 1 else 0.0 * sums
+        reduce_s = (latency + waits / bandwidth) if width > 1 else waits
+        self.copies_inside_stage = False
+        followers = model.job.followers
+        follow = model.follower_link(where) if followers else None
+        if follow is None:
+            reduced_s = 0.0 * sums
+        else:
+            self.copies_inside_stage = follow[2]
+            reduced_s = follow[0] + followers * sums / SUM_BYTES * GRADIENT_BYTES / width / follow[1]
+        self.reduce_s = np.where(model.is_range, reduce_s + reduced_s, 0.0)
+        lacking = width - 1 - (min(followers, width - 1) if self.copies_inside_stage else 0)
+        self.gather_s = latency + parameters * lacking / width / bandwidth if lacking > 0 else 0.0 * sums
+
+
+class _Memory:
+    """Bytes of a worker by its range of layers."""
+
+    def __init__(self, model: "Model") -> None:
+        self._model = model
+        self._fixed: dict[int, np.ndarray] = {}
+        costs = model.job.costs[0]
+        sums = costs.prefix["activation_bytes"]
+        self.activations = np.maximum(sums[None, :] - sums[:, None], 0.0)
+
+    def fixed_state(self, width: int) -> np.ndarray:
+        """With nothing in flight, in a stage of so many workers."""
+        if width not in self._fixed:
+            job = self._model.job
+            copies = num_copies(job.followers, job.cluster.num_workers)
+            totals = MemoryModel.of_width(job.costs[0], width, copies).totals(0)
+            self._fixed[width] = totals[None, :] - totals[:, None]
+        return self._fixed[width]
+
+
+class Model:
+    """A job as the objective sees it; remembers the groups of workers that it has been asked for.
+
+    Args:
+        job: what is planned for.
+    """
+
+    def __init__(self, job: FarJob) -> None:
+        self.job = job
+        self.cluster = job.cluster
+        count = job.num_layers + 1
+        self.empty = np.zeros((count, count))
+        self.is_range = np.arange(count)[:, None] < np.arange(count)[None, :]
+        self.kind = job.cluster.device
+        self.speed = job.cluster.speed
+        self.forward = [self._between(costs.prefix["forward_s"]) for costs in job.costs]
+        self.backward = [
+            self._between(costs.prefix["input_gradient_s"] + costs.prefix["weight_gradient_s"]) for costs in job.costs
+        ]
+        whole = np.array([float(costs.prefix["busy_s"][-1]) for costs in job.costs])
+        whole = np.maximum(whole, 1e-12)
+        self.rate = self.speed / whole[self.kind]
+        """Whole micro-batches per second of each device."""
+        first = job.costs[0]
+        self.sums = self._between(first.prefix["accumulator_bytes"])
+        self.parameters = self._between(first.prefix["parameter_bytes"])
+        own = np.array([layer.accumulator_bytes for layer in first.layers] + [0.0])
+        self.first_sums = np.where(self.is_range, own[:, None], 0.0)
+        self.memory = _Memory(self)
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._boundaries: dict[tuple[tuple[int, ...], tuple[int, ...]], Boundary] = {}
+
+    def _between(self, sums: np.ndarray) -> np.ndarray:
+        return np.maximum(sums[None, :] - sums[:, None], 0.0)
+
+    @cached_property
+    def latency(self) -> np.ndarray:
+        """Between each two devices."""
+        return self._pairs("latency_s")
+
+    @cached_property
+    def bandwidth(self) -> np.ndarray:
+        """Between each two devices; infinite to itself."""
+        found = self._pairs("bandwidth_bytes_per_s")
+        np.fill_diagonal(found, np.inf)
+        return found
+
+    def _pairs(self, what: str) -> np.ndarray:
+        network, site, node = self.cluster.network, self.job.site, self.cluster.node
+        assert network is not None
+        far = getattr(network, what)[site[:, None], site[None, :]]
+        near = getattr(self.cluster.within_node, what)
+        found: np.ndarray = np.where(node[:, None] == node[None, :], near, far).astype(np.float64)
+        if what == "latency_s":
+            np.fill_diagonal(found, 0.0)
+        return found
+
+    def worst_within(self, where: np.ndarray) -> tuple[float, float]:
+        """The largest latency and smallest bandwidth between these devices."""
+        if len(where) < 2:
+            return 0.0, float("inf")
+        block = np.ix_(where, where)
+        return float(self.latency[block].max()), float(self.bandwidth[block].min())
+
+    def follower_link(self, where: np.ndarray) -> tuple[float, float, bool] | None:
+        """Latency and bandwidth from the owners of a stage to their followers, and whether those are in the stage;
+        None: there is no other worker."""
+        sites = self.job.site
+        own = set(sites[where].tolist())
+        others = np.ones(len(sites), dtype=bool)
+        others[where] = False
+        outside = others & ~np.isin(sites, sorted(own))
+        if self.job.copies == "inside":
+            if len(where) > 1:
+                return (*self.worst_within(where), True)
+            near = others & np.isin(sites, sorted(own))
+            wanted = near if near.any() else outside
+        else:
+            wanted = outside if outside.any() else others
+        if not wanted.any():
+            return (*self.worst_within(where), True) if len(where) > 1 else None
+        # Each owner has the nearest: of the owners the slowest counts.
+        block = np.ix_(where, np.flatnonzero(wanted))
+        bandwidth, latency = self.bandwidth[block], self.latency[block]
+        best = bandwidth.argmax(1)
+        rows = np.arange(len(where))
+        return float(latency[rows, best].max()), float(bandwidth[rows, best].min()), False
+
+    def group(self, devices: tuple[int, ...]) -> Group:
+        """Workers of one stage."""
+        found = self._groups.get(devices)
+        if found is None:
+            found = self._groups[devices] = Group(self, devices)
+        return found
+
+    def boundary(self, before: Group, after: Group) -> "Boundary":
+        """What travels between two stages, by the first layer of the second one."""
+        key = before.devices, after.devices
+        found = self._boundaries.get(key)
+        if found is None:
+            found = self._boundaries[key] = Boundary(self, before, after)
+        return found
+
+    def worst_between(self, before: Group, after: Group) -> tuple[float, float]:
+        """The largest latency and smallest bandwidth from the workers of one stage that are given something to those of
+        another."""
+        network = self.cluster.network
+        assert network is not None
+        if before.only_site is not None and after.only_site is not None and before.only_site != after.only_site:
+            where = before.only_site, after.only_site
+            return float(network.latency_s[where]), float(network.bandwidth_bytes_per_s[where])
+        block = before.busy_devices[:, None], after.busy_devices[None, :]
+        return float(self.latency[block].max()), float(self.bandwidth[block].min())
+
+    def vote_s(self, devices: list[int]) -> float:
+        """Of these workers."""
+        if len(devices) < 2:
+            return 0.0
+        where = np.array(devices)
+        return ceil(log2(len(devices))) * float(self.latency[np.ix_(where, where)].max())
+
+    def held(self, groups: list[Group], schedule: Schedule) -> np.ndarray:
+        """Micro-batches that a worker of each stage may hold by its schedule."""
+        most = np.array([group.most for group in groups])
+        return np.minimum(in_flight(np.array([group.width for group in groups]), schedule), most)
+
+    def evaluate(self, groups: list[Group], cuts: list[int], schedule: Schedule) -> StepParts | None:
+        """The objective.
+
+        Args:
+            groups: of each stage.
+            cuts: first layer of each stage but the first.
+            schedule: ``1f1b`` or ``gpipe``.
+        Returns:
+            None: it does not fit into memory.
+        """
+        ends = [0, *cuts, self.job.num_layers]
+        ranges = list(zip(ends, ends[1:]))
+        wanted = self.held(groups, schedule)
+        held = []
+        for group, (start, stop), most in zip(groups, ranges, wanted.tolist()):
+            room = float(group.holds[start, stop])
+            if room < (most if schedule == "gpipe" else 1):
+                return None
+            held.append(min(most, room))
+        links = [self.boundary(*pair).at(cut) for pair, cut in zip(zip(groups, groups[1:]), cuts)]
+        run_s, bound = _run(groups, ranges, links, held, schedule)
+        return StepParts(
+            run_s=run_s,
+            bound=bound,
+            reduce_s=max(float(group.reduce_s[each]) for group, each in zip(groups, ranges)),
+            vote_s=self.vote_s([device for group in groups for device in group.devices]),
+            gather_s=max(float(group.gather_s[each]) for group, each in zip(groups, ranges)),
+        )
+
+    def plan(self, planner: str, groups: list[Group], cuts: list[int], schedule: Schedule, parts: StepParts) -> FarPlan:
+        """The plan of what has been evaluated."""
+        ends = [0, *cuts, self.job.num_layers]
+        stages = tuple(
+            FarStage(start=start, stop=stop, devices=group.devices)
+            for group, start, stop in zip(groups, ends, ends[1:])
+        )
+        held = [
+            min(float(most), float(group.holds[stage.start, stage.stop]))
+            for group, stage, most in zip(groups, stages, self.held(groups, schedule))
+        ]
+        return FarPlan(
+            planner=planner,
+            stages=stages,
+            num_microbatches=tuple(tuple(group.counts.tolist()) for group in groups),
+            schedule=schedule,
+            parts=parts,
+            fences=fences_of(self.job, stages),
+            codec=self.job.codec.name,
+            in_flight=tuple(int(each) for each in held),
+        )
+
+
+class Link(NamedTuple):
+    """What a micro-batch's tensors take between two stages, and for how long links are busy beyond one of them."""
+
+    ahead_s: float
+    back_s: float
+    beyond_ahead_s: float
+    beyond_back_s: float
+    coding_s: float
+
+
+class Boundary:
+    """Between two stages; vectors are by the first layer of the second stage, [num_layers + 1].
+
+    Args:
+        model: of the job.
+        before, after: the stages' workers.
+    """
+
+    def __init__(self, model: Model, before: Group, after: Group) -> None:
+        job = model.job
+        (ahead_latency, ahead), (back_latency, back) = (
+            model.worst_between(before, after),
+            model.worst_between(after, before),
+        )
+        is_fence = before.only_site is None or before.only_site != after.only_site
+        sizes = np.concatenate([[0.0], job.coded_bytes if is_fence else job.raw_bytes])
+        coding_s = job.codec.s_per_byte * np.concatenate([[0.0], job.raw_bytes])
+        self.coding_s = coding_s if is_fence and job.codec.name != "none" else 0.0 * sizes
+        sent_s = sizes / ahead
+        returned_s = sizes / back
+        self.ahead_s = ahead_latency + sent_s + 2 * self.coding_s
+        self.back_s = back_latency + returned_s + 2 * self.coding_s
+        self._most_ahead, self._most_back = before.most, after.most
+        self.busy_ahead_s, self.busy_back_s = before.most * sent_s, after.most * returned_s
+
+    def at(self, cut: int) -> Link:
+        """For one place of the cut."""
+        return Link(
+            float(self.ahead_s[cut]),
+            float(self.back_s[cut]),
+            float(self.busy_ahead_s[cut]) * (1 - 1 / self._most_ahead),
+            float(self.busy_back_s[cut]) * (1 - 1 / self._most_back),
+            float(self.coding_s[cut]),
+        )
+
+
+def _run(
+    groups: list[Group],
+    ranges: list[tuple[int, int]],
+    links: list[Link],
+    held: list[float],
+    schedule: Schedule,
+) -> tuple[float, str]:
+    """Seconds until the last backward has ended, and what bounds them."""
+    forward = [float(group.forward[each]) for group, each in zip(groups, ranges)]
+    backward = [float(group.backward[each]) for group, each in zip(groups, ranges)]
+    coding = _coding(groups, links)
+    if schedule == "gpipe":
+        ahead = _phase(
+            forward,
+            [float(group.busy_forward[each]) + coded for group, each, coded in zip(groups, ranges, coding)],
+            [link.ahead_s for link in links],
+            [link.beyond_ahead_s for link in links],
+        )
+        back = _phase(
+            backward,
+            [float(group.busy_backward[each]) + coded for group, each, coded in zip(groups, ranges, coding)],
+            [link.back_s for link in links],
+            [link.beyond_back_s for link in links],
+        )
+        return ahead[0] + back[0], max(ahead, back)[1]
+    way = [first + second for first, second in zip(forward, backward)]
+    total = sum(way) + sum(link.ahead_s + link.back_s for link in links)
+    most, bound = 0.0, "the way of one micro-batch"
+    for index, (group, each) in enumerate(zip(groups, ranges)):
+        beyond = float(group.busy[each]) + 2 * coding[index] - way[index]
+        if beyond > most:
+            most, bound = beyond, f"stage {index} computes"
+    for index, link in enumerate(links):
+        beyond = max(link.beyond_ahead_s, link.beyond_back_s)
+        if beyond > most:
+            most, bound = beyond, f"the link from stage {index} to {index + 1}"
+    there_and_back = 0.0
+    for index in reversed(range(len(groups))):
+        there_and_back += way[index]
+        if index < len(links):
+            there_and_back += links[index].ahead_s + links[index].back_s
+        beyond = (groups[index].most / held[index] - 1) * there_and_back
+        if beyond > most:
+            most, bound = beyond, f"what stage {index} may hold"
+    return total + most, bound
+
+
+def _coding(groups: list[Group], links: list[Link]) -> list[float]:
+    """Seconds that each stage codes in one direction, of all micro-batches of its busiest worker."""
+    found = [0.0] * len(groups)
+    for index, link in enumerate(links):
+        found[index] += groups[index].most * link.coding_s
+        found[index + 1] += groups[index + 1].most * link.coding_s
+    return found
+
+
+def _phase(way: list[float], busy: list[float], link_way: list[float], link_beyond: list[float]) -> tuple[float, str]:
+    """Of a direction in which nothing is held back."""
+    beyond = [(whole - one, f"stage {index} computes") for index, (whole, one) in enumerate(zip(busy, way))]
+    beyond += [(each, f"the link from stage {index} to {index + 1}") for index, each in enumerate(link_beyond)]
+    most, bound = max(beyond)
+    return sum(way) + sum(link_way) + max(0.0, most), bound
