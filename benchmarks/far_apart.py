@@ -98,19 +98,24 @@ def resnet_101() -> Network:
 
 
 def u_net() -> Network:
-    """The network of examples/unet.py."""
+    """The network of examples/unet.py on 4 pictures of 128 x 128."""
     import split_table
+    import torch
 
-    return _network(split_table.UNet(), split_table.inputs_of("unet"), "U-Net of examples/unet.py")
+    torch.manual_seed(0)
+    return _network(split_table.UNet(), {"pictures": torch.randn(4, 1, 128, 128)}, "U-Net, 4 pictures of 128 x 128")
 
 
 def t5() -> Network:
-    """A T5 of six and six layers."""
+    """T5-small's sizes but for the vocabulary, on 4 x 256 tokens."""
     import split_table
+    import torch
 
-    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 6, "num_heads": 4, "dropout_rate": 0.0}
+    torch.manual_seed(0)
+    sizes = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "dropout_rate": 0.0}
     model = split_table.of_transformers("T5ForConditionalGeneration", **sizes)
-    return _network(model, split_table.inputs_of("t5"), "T5, 6 and 6 layers of width 128")
+    ids = torch.randint(0, split_table.VOCABULARY, (4, 256))
+    return _network(model, {"input_ids": ids, "decoder_input_ids": ids.flip(1)}, "T5, 6 + 6 layers of 512, 4 x 256")
 
 
 def _network(model: Any, inputs: Any, title: str) -> Network:

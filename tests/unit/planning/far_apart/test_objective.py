@@ -55,12 +55,13 @@ def test_codecs_shrink_what_crosses_sites_only():
     inside = model.boundary(model.group((0,)), model.group((1,)))
     across = model.boundary(model.group((1,)), model.group((2,)))
     assert inside.ahead_s[1] == pytest.approx(4096 / 1e9)
-    assert across.ahead_s[2] == pytest.approx(0.5 + (1024 + 4 * 16) / 1000)
+    assert across.ahead_s[2] == pytest.approx(0.5 + (1024 + 2 * 16) / 1000)
 
 
 def test_sizes_of_codecs():
     sizes = {name: codec.num_bytes(130, 4) for name, codec in CODECS.items()}
-    assert sizes == {"none": 520, "bf16": 260, "int8": 130 + 3 * 4, "int4": 65 + 3 * 4}
+    assert sizes == {"none": 520, "bf16": 260, "int8": 3 * (64 + 2), "int4": 3 * (32 + 2)}
+    assert CODECS["int8"].num_bytes(3, 4) == 12  # it would become larger
     assert CODECS["bf16"].num_bytes(130, 2) == 260
 
 
