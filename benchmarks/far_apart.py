@@ -30,13 +30,14 @@ from harness import machine, print_header
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples")]
 
+
 from elaswave.config.network import read_network, scaled  # noqa: E402
 from elaswave.config.presets import device_preset  # noqa: E402
 from elaswave.costs.analytic import USABLE_MEMORY  # noqa: E402
 from elaswave.costs.machines import Cluster  # noqa: E402
 from elaswave.costs.presets import DevicePreset  # noqa: E402
 from elaswave.errors import InfeasiblePlan  # noqa: E402
-from elaswave.planning.far_apart.codecs import CODECS  # noqa: E402
+from elaswave.fences import Codec  # noqa: E402
 from elaswave.planning.far_apart.job import FarJob, FarPlan  # noqa: E402
 from elaswave.planning.far_apart.objective import Model  # noqa: E402
 from elaswave.planning.far_apart.op_fence import op_fence  # noqa: E402
@@ -199,11 +200,18 @@ def measured(name: str, network: Network, cuts: list[int], mix: str, rate: float
     true = [roofline(network.graph, preset) for preset in presets]
     guessed = [estimated(network.graph, each) for each in true]
 
-    def job_of(seconds: Sequence[Sequence[tuple[float, float]]], codec: str) -> FarJob:
+    def job_of(seconds: Sequence[Sequence[tuple[float, float]]], codec: Codec) -> FarJob:
         costs = tuple(chain_costs(operators, each, cuts, network.parameters) for each in seconds)
-        return FarJob(cluster=cluster, costs=costs, num_microbatches=MICROBATCHES, element_bytes=4, codec=CODECS[codec])
+        return FarJob(
+            cluster=cluster,
+            costs=costs,
+            num_microbatches=MICROBATCHES,
+            element_bytes=4,
+            codec=codec,
+            memory_bandwidth_bytes_per_s=min(preset.memory_bandwidth_bytes_per_s for preset in presets),
+        )
 
-    planners: list[tuple[str, str, Callable[[FarJob], FarPlan]]] = [
+    planners: list[tuple[str, Codec, Callable[[FarJob], FarPlan]]] = [
         ("equal_number", "none", equal_number),
         ("equal_number", "int8", equal_number),
         ("equal_compute", "int8", equal_compute),

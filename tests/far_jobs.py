@@ -7,7 +7,7 @@ import numpy as np
 from elaswave.costs.layers import Costs, LayerCosts
 from elaswave.costs.machines import Cluster, Device, NetworkLink
 from elaswave.costs.network import Network
-from elaswave.planning.far_apart.codecs import CODECS
+from elaswave.fences import Codec
 from elaswave.planning.far_apart.job import Copies, FarJob
 
 DEVICE = Device(name="d", flops_per_s=1.0, memory_bytes=1e12)
@@ -62,11 +62,11 @@ def far_cluster(
 
 
 def far_job(
-    cluster: Cluster, costs: Costs, *, microbatches: int = 8, codec: str = "none", copies: Copies = "inside",
+    cluster: Cluster, costs: Costs, *, microbatches: int = 8, codec: Codec = "none", copies: Copies = "inside",
     followers: int = 1,
 ) -> FarJob:  # fmt: skip
     """A job of one kind of device."""
     return FarJob(
-        cluster=cluster, costs=(costs,), num_microbatches=microbatches, element_bytes=4, codec=CODECS[codec],
+        cluster=cluster, costs=(costs,), num_microbatches=microbatches, element_bytes=4, codec=codec,
         copies=copies, followers=followers,
     )  # fmt: skip

@@ -18,8 +18,8 @@ from elaswave.config.presets import model_shape
 from elaswave.costs.analytic import PARAMETER_BYTES, analytic_costs
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan, UsageError
+from elaswave.fences import CODECS, Codec
 from elaswave.observability.wrapping import wrap
-from elaswave.planning.far_apart.codecs import CODECS
 from elaswave.planning.far_apart.job import Copies, FarJob, FarPlan, allocation_of_plan, without_devices
 from elaswave.planning.far_apart.objective import FAR_SCHEDULES
 from elaswave.planning.far_apart.op_fence import op_fence
@@ -31,7 +31,7 @@ DEFAULT_FAR_MICROBATCHES = 32
 EMULATED = "networks and devices are emulated: nothing of this was measured"
 _IN_FILE = {"workers", "device", "within_node", "between_nodes"}
 """Options of what the network's file says."""
-_NOT_FAR = {"stages", "tensor_parallel", "power_limit_kw"}
+_NOT_FAR = {"fence", "stages", "tensor_parallel", "power_limit_kw"}
 """Options of what is not planned here."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -42,7 +42,7 @@ class FarOptions:
     """What was given of a network; None means the default."""
 
     network: Path | None = None
-    codec: str | None = None
+    codec: Codec | None = None
     copies: Copies | None = None
     use_all: bool | None = None
 
@@ -62,7 +62,7 @@ _OPTIONS = (
         help="Sites, their workers, and the links between them: plan for machines far apart.",
     ),
     click.option(
-        "--codec", type=click.Choice(list(CODECS)), help="Of tensors between sites, with --network.  [default: none]"
+        "--codec", type=click.Choice(CODECS), help="Of tensors between sites, with --network.  [default: none]"
     ),
     click.option(
         "--copies",
@@ -147,7 +147,8 @@ def _setting(options: ClusterOptions, far: FarOptions, speeds: Sequence[str]) ->
         costs=costs,
         num_microbatches=options.microbatches or DEFAULT_FAR_MICROBATCHES,
         element_bytes=PARAMETER_BYTES,
-        codec=CODECS[far.codec or "none"],
+        codec=far.codec or "none",
+        memory_bandwidth_bytes_per_s=min(preset.memory_bandwidth_bytes_per_s for preset in file.presets),
         copies=far.copies or "inside",
     )
     assert job.cluster.network is not None
@@ -155,7 +156,7 @@ def _setting(options: ClusterOptions, far: FarOptions, speeds: Sequence[str]) ->
         job=job,
         title=f"{shape.name} on {job.cluster.num_workers} workers in {len(job.cluster.network.sites)} sites "
         f"({far.network}), {job.num_microbatches} micro-batches of {size} x {shape.context_length} tokens, codec "
-        f"{job.codec.name}, copies {job.copies} of the site; {EMULATED}",
+        f"{job.codec}, copies {job.copies} of the site; {EMULATED}",
         source=file.source,
         tokens_per_microbatch=size * shape.context_length,
         schedules=schedules,

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-import msgspec
 import numpy as np
 
+from elaswave.costs.fences import fenced_costs
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.schedules import Schedule
 from elaswave.costs.step_time.work import Durations, durations_of
-from elaswave.planning.far_apart.codecs import CODECS, Codec
+from elaswave.fences import Codec, coded_bytes
 from elaswave.planning.plan import Allocation, Chain, StageShare
 from elaswave.types import Hop, Kind
 
@@ -33,10 +33,12 @@ class FarJob:
     costs: tuple[Costs, ...]
     """For each kind of device of the cluster: the same layers, with the seconds of that kind at speed 1."""
     num_microbatches: int
-    element_bytes: float
+    element_bytes: int
     """Of the activations between layers, as the costs count them."""
-    codec: Codec = CODECS["none"]
+    codec: Codec = "none"
     """At the fences: the boundaries between stages in different sites."""
+    memory_bandwidth_bytes_per_s: float | None = None
+    """Of the slowest kind of device: what coding takes. None: coding takes no time."""
     copies: Copies = "inside"
     followers: int = 1
 
@@ -74,17 +76,24 @@ class FarJob:
         return self.cluster.site
 
     @cached_property
-    def coded_bytes(self) -> np.ndarray:
-        """Of the tensor behind each layer where there is a fence: float64 [num_layers]."""
-        return np.array([
-            self.codec.num_bytes(layer.boundary_bytes / self.element_bytes, self.element_bytes)
-            for layer in self.costs[0].layers
-        ])  # fmt: skip
+    def raw_bytes(self) -> np.ndarray:
+        """Of the tensor behind each layer: float64 [num_layers]."""
+        return np.array([layer.boundary_bytes for layer in self.costs[0].layers])
 
     @cached_property
-    def raw_bytes(self) -> np.ndarray:
-        """The same where there is none."""
-        return np.array([layer.boundary_bytes for layer in self.costs[0].layers])
+    def coded_bytes(self) -> np.ndarray:
+        """The same where there is a fence."""
+        sizes = [round(each / self.element_bytes) for each in self.raw_bytes.tolist()]
+        return np.array([float(coded_bytes(self.codec, (size,), self.element_bytes)) for size in sizes])
+
+    @cached_property
+    def coding_s(self) -> np.ndarray:
+        """Seconds of coding or decoding behind each layer, as `fenced_costs` has them."""
+        if self.memory_bandwidth_bytes_per_s is None:
+            return np.zeros(self.num_layers)
+        moved = np.where(self.coded_bytes < self.raw_bytes, self.raw_bytes + self.coded_bytes, 0.0)
+        seconds: np.ndarray = moved / self.memory_bandwidth_bytes_per_s
+        return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,19 +156,14 @@ def fences_of(job: FarJob, stages: tuple[FarStage, ...] | list[FarStage]) -> tup
     return tuple(found)
 
 
-def fenced_costs(job: FarJob, kind: int, fences: tuple[int, ...]) -> Costs:
+def costs_of_kind(job: FarJob, kind: int, fences: tuple[int, ...]) -> Costs:
     """Costs of a kind of device with coded boundaries, and the seconds of coding in the layers beside them."""
-    layers = list(job.costs[kind].layers)
-    for fence in fences:
-        coding_s = job.codec.s_per_byte * layers[fence - 1].boundary_bytes if job.codec.name != "none" else 0.0
-        for index in (fence - 1, fence):
-            layers[index] = msgspec.structs.replace(
-                layers[index],
-                forward_s=layers[index].forward_s + coding_s,
-                input_gradient_s=layers[index].input_gradient_s + coding_s,
-            )
-        layers[fence - 1] = msgspec.structs.replace(layers[fence - 1], boundary_bytes=float(job.coded_bytes[fence - 1]))
-    return msgspec.structs.replace(job.costs[kind], layers=tuple(layers))
+    return fenced_costs(
+        job.costs[kind],
+        {fence - 1: job.codec for fence in fences},
+        element_bytes=job.element_bytes,
+        memory_bandwidth_bytes_per_s=job.memory_bandwidth_bytes_per_s,
+    )
 
 
 def allocation_of_plan(job: FarJob, plan: FarPlan) -> Allocation:
@@ -186,7 +190,7 @@ def allocation_of_plan(job: FarJob, plan: FarPlan) -> Allocation:
 def durations_on(job: FarJob, fences: tuple[int, ...]) -> Durations:
     """Seconds of every action, by the kind of the worker's device and its speed."""
     kinds: Mapping[int, Durations] = {
-        kind: durations_of(fenced_costs(job, kind, fences).layer_s, job.cluster.speed_of())
+        kind: durations_of(costs_of_kind(job, kind, fences).layer_s, job.cluster.speed_of())
         for kind in range(len(job.costs))
     }
     kind_of = dict(zip(job.cluster.ids.tolist(), job.cluster.device.tolist(), strict=True))

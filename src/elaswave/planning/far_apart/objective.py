@@ -295,7 +295,7 @@ class Model:
             schedule=schedule,
             parts=parts,
             fences=fences_of(self.job, stages),
-            codec=self.job.codec.name,
+            codec=self.job.codec,
             in_flight=tuple(int(each) for each in held),
         )
 
@@ -326,8 +326,7 @@ class Boundary:
         )
         is_fence = before.only_site is None or before.only_site != after.only_site
         sizes = np.concatenate([[0.0], job.coded_bytes if is_fence else job.raw_bytes])
-        coding_s = job.codec.s_per_byte * np.concatenate([[0.0], job.raw_bytes])
-        self.coding_s = coding_s if is_fence and job.codec.name != "none" else 0.0 * sizes
+        self.coding_s = np.concatenate([[0.0], job.coding_s]) if is_fence else 0.0 * sizes
         sent_s = sizes / ahead
         returned_s = sizes / back
         self.ahead_s = ahead_latency + sent_s + 2 * self.coding_s

@@ -12,7 +12,7 @@ from elaswave.costs.schedules import bounds_within
 from elaswave.costs.step_time.contended import simulate_step
 from elaswave.costs.step_time.exact import time_programs
 from elaswave.costs.step_time.work import transfer_of
-from elaswave.planning.far_apart.job import FarJob, FarPlan, allocation_of_plan, durations_on, fenced_costs
+from elaswave.planning.far_apart.job import FarJob, FarPlan, allocation_of_plan, costs_of_kind, durations_on
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import make_routes
 
@@ -39,7 +39,7 @@ def time_plan(job: FarJob, plan: FarPlan) -> FarTiming:
         job: for which it was planned.
         plan: by any planner.
     """
-    costs = msgspec.structs.replace(fenced_costs(job, 0, plan.fences), end_link=None, step_overhead_s=0.0)
+    costs = msgspec.structs.replace(costs_of_kind(job, 0, plan.fences), end_link=None, step_overhead_s=0.0)
     layout = make_routes(allocation_of_plan(job, plan), costs, job.cluster)
     durations, transfer_s = durations_on(job, plan.fences), transfer_of(costs, job.cluster)
     held = {

@@ -7,8 +7,8 @@ import pytest
 from tests.far_jobs import far_cluster, far_costs, far_job
 
 from elaswave.costs.machines import NetworkLink
-from elaswave.planning.far_apart.codecs import CODECS, Codec
-from elaswave.planning.far_apart.job import fenced_costs
+from elaswave.fences import coded_bytes
+from elaswave.planning.far_apart.job import costs_of_kind
 from elaswave.planning.far_apart.objective import Model
 
 SLOW = NetworkLink(bandwidth_bytes_per_s=1000.0, latency_s=0.5)
@@ -55,25 +55,20 @@ def test_codecs_shrink_what_crosses_sites_only():
     inside = model.boundary(model.group((0,)), model.group((1,)))
     across = model.boundary(model.group((1,)), model.group((2,)))
     assert inside.ahead_s[1] == pytest.approx(4096 / 1e9)
-    assert across.ahead_s[2] == pytest.approx(0.5 + (1024 + 2 * 16) / 1000)
-
-
-def test_sizes_of_codecs():
-    sizes = {name: codec.num_bytes(130, 4) for name, codec in CODECS.items()}
-    assert sizes == {"none": 520, "bf16": 260, "int8": 3 * (64 + 2), "int4": 3 * (32 + 2)}
-    assert CODECS["int8"].num_bytes(3, 4) == 12  # it would become larger
-    assert CODECS["bf16"].num_bytes(130, 2) == 260
+    assert across.ahead_s[2] == pytest.approx(0.5 + coded_bytes("int8", (1024,), 4) / 1000)
 
 
 def test_coding_takes_the_stages_time():
-    costs = far_costs([1.0, 1.0], boundary_bytes=1000.0)
-    slow = Codec(name="slow", num_bytes=lambda elements, each: elements, s_per_byte=1e-3)
-    job = replace(far_job(far_cluster([1, 1], between=SLOW), costs, followers=0), codec=slow)
-    layers = fenced_costs(job, 0, (1,)).layers
-    assert [layer.forward_s for layer in layers] == [2.0, 2.0]
-    assert [layer.boundary_bytes for layer in layers] == [250.0, 1000.0]
-    without = evaluated(replace(job, codec=replace(slow, s_per_byte=0.0)), [(0,), (1,)], [1], "gpipe")
-    assert evaluated(job, [(0,), (1,)], [1], "gpipe").run_s > without.run_s + 2 * 8 - 1e-9
+    costs = far_costs([1.0, 1.0], boundary_bytes=4096.0)
+    job = far_job(far_cluster([1, 1], between=SLOW), costs, codec="int8", followers=0)
+    slow = replace(job, memory_bandwidth_bytes_per_s=1000.0)
+    coding_s = float(slow.coding_s[0])
+    assert coding_s == pytest.approx((4096 + slow.coded_bytes[0]) / 1000)
+    layers = costs_of_kind(slow, 0, (1,)).layers
+    assert [layer.forward_s for layer in layers] == pytest.approx([1 + coding_s] * 2)
+    assert layers[0].boundary_bytes == slow.coded_bytes[0]
+    quick, long = (evaluated(each, [(0,), (1,)], [1], "gpipe").run_s for each in (job, slow))
+    assert long > quick + 2 * 8 * coding_s - 1e-9
 
 
 def test_reduce_and_gather_of_replicas_on_a_slow_link():

@@ -12,7 +12,6 @@ from elaswave.costs.analytic import analytic_costs
 from elaswave.costs.machines import NetworkLink
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.far_apart.clusters import clusterings, orders
-from elaswave.planning.far_apart.codecs import CODECS
 from elaswave.planning.far_apart.genetic import genetic_stages
 from elaswave.planning.far_apart.job import FarJob, allocation_of_plan
 from elaswave.planning.far_apart.objective import Model
@@ -32,7 +31,7 @@ def ten_regions():
         costs=tuple(analytic_costs(model_shape("gpt2-small"), preset) for preset in file.presets),
         num_microbatches=32,
         element_bytes=2,
-        codec=CODECS["int8"],
+        codec="int8",
     )
 
 
