@@ -20,6 +20,8 @@ from elaswave.planning.far_apart.op_fence import op_fence
 
 GENETIC_DEPTH_MAX = 8
 """Stages up to which DT-FM's search is asked, as many as its code has: it looks at every path through them."""
+GENETIC_DEPTHS = 2
+"""Numbers of stages that are tried, the largest ones: each takes seconds."""
 
 
 class FarPlanner(Protocol):
@@ -49,7 +51,7 @@ def equal_compute(job: FarJob, *, schedules: Sequence[Schedule] = FAR_SCHEDULES)
 def dtfm_genetic(job: FarJob, *, schedules: Sequence[Schedule] = FAR_SCHEDULES) -> FarPlan:
     """Devices to stages as DT-FM's genetic search finds them, as many layers in each."""
     model = Model(job)
-    depths = [depth for depth in _depths(model) if 1 < depth <= GENETIC_DEPTH_MAX]
+    depths = [depth for depth in _depths(model) if 1 < depth <= GENETIC_DEPTH_MAX][-GENETIC_DEPTHS:]
     chains = ((genetic_stages(model, depth), _equal_cuts(model, depth)) for depth in depths)
     return _best(model, "dtfm_genetic", chains, schedules)
 
