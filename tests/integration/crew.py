@@ -74,7 +74,9 @@ def train(
     config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=steps))
     blueprint = Blueprint(config, model)
     layout = msgspec.structs.replace(layout, shared=blueprint.state.shared)
-    placement = place_blocks(layout, blueprint.blocks, num_followers=config.elastic.num_followers)
+    placement = place_blocks(
+        layout, blueprint.blocks, num_followers=config.elastic.num_followers, scatter_width=blueprint.scatter_width
+    )
     network = MemoryNetwork()
     transports = {worker: network.transport(worker) for worker in layout.workers}
     addresses = {worker: transport.address for worker, transport in transports.items()}

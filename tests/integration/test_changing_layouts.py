@@ -57,7 +57,13 @@ class Changing:
                 layout, schedule = self._changes[step]
                 execution = ExecutionParameters(schedule=schedule)
                 terms = loop.terms
-                placement = target_placement(layout, terms.blocks, loop.placement, num_followers=terms.num_followers)
+                placement = target_placement(
+                    layout,
+                    terms.blocks,
+                    loop.placement,
+                    num_followers=terms.num_followers,
+                    scatter_width=terms.scatter_width,
+                )
                 loop.hold(
                     LayoutChange(
                         term=1,
@@ -91,7 +97,13 @@ def test_changes_do_not_show(tmp_path: Path, model: str, num_followers: int) -> 
     for loop in changing.loops:
         stage = loop.layout.stages[loop.layout.stage_of(loop.worker)]
         assert sorted(loop.engine.layers) == list(range(stage.start, stage.stop))
-        assert loop.placement == target_placement(START, loop.terms.blocks, loop.placement, num_followers=num_followers)
+        assert loop.placement == target_placement(
+            START,
+            loop.terms.blocks,
+            loop.placement,
+            num_followers=num_followers,
+            scatter_width=loop.terms.scatter_width,
+        )
         for block, copy in loop.copies.items():
             assert loop.worker in loop.placement.holders(block)
             assert (loop.placement.owner[block] == loop.worker) == (copy.role is Role.OWNER)

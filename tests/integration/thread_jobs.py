@@ -125,6 +125,7 @@ class ThreadJob(CoordinatorDriver):
             placement=self.blueprint.placement,
             blocks=self.blueprint.blocks,
             num_followers=self.config.elastic.num_followers,
+            scatter_width=self.blueprint.scatter_width,
             execution=self.blueprint.execution,
         )
         network = MemoryNetwork()

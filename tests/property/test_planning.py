@@ -206,7 +206,7 @@ def test_owners_and_followers_are_balanced(layout, data):
     sizes = data.draw(st.lists(st.integers(0, 400), min_size=layout.num_layers, max_size=layout.num_layers))
     block_size = data.draw(st.integers(1, 40))
     blocks = make_blocks(sizes, block_size)
-    placement = place_blocks(layout, blocks, num_followers=1)
+    placement = place_blocks(layout, blocks, num_followers=1, scatter_width=EVERYBODY)
     for stage in layout.stages:
         owned = dict.fromkeys(stage.workers, 0)
         pairs = dict.fromkeys(itertools.permutations(stage.workers, 2), 0)
@@ -232,7 +232,7 @@ def test_owners_and_followers_are_balanced(layout, data):
 def test_peers_are_symmetric_and_cover_every_exchange(layout, num_followers, data):
     sizes = data.draw(st.lists(st.integers(0, 50), min_size=layout.num_layers, max_size=layout.num_layers))
     blocks = make_blocks(sizes, 10)
-    placement = place_blocks(layout, blocks, num_followers=num_followers)
+    placement = place_blocks(layout, blocks, num_followers=num_followers, scatter_width=EVERYBODY)
     peers = peers_of(layout, placement, blocks)
     assert sorted(peers) == list(layout.workers)
     for worker, others in peers.items():

@@ -163,7 +163,7 @@ def placements(draw):
     layout, lost = draw(layouts_with_losses())
     sizes = draw(st.lists(st.integers(0, 60), min_size=layout.num_layers, max_size=layout.num_layers))
     blocks = make_blocks(sizes, draw(st.integers(3, 20)))
-    placement = place_blocks(layout, blocks, num_followers=draw(st.integers(0, 3)))
+    placement = place_blocks(layout, blocks, num_followers=draw(st.integers(0, 3)), scatter_width=EVERYBODY)
     stale = set()
     if blocks and draw(st.booleans()):
         copies = [(block.id, worker) for block in blocks for worker in placement.holders(block.id)]
@@ -206,7 +206,7 @@ def test_only_valid_copies_are_promoted_and_kept(case):
 @given(layouts, st.integers(1, 3), st.integers(1, 20), st.data())
 def test_as_many_losses_as_followers_are_survived(layout, num_followers, block_size, data):
     blocks = make_blocks([40] * layout.num_layers, block_size)
-    placement = place_blocks(layout, blocks, num_followers=num_followers)
+    placement = place_blocks(layout, blocks, num_followers=num_followers, scatter_width=EVERYBODY)
     lost = data.draw(st.sets(st.sampled_from(layout.workers), max_size=min(num_followers, len(layout.workers) - 1)))
     promotion = promote(placement, blocks, survivor_layout(layout, lost), lambda _, worker: worker not in lost)
     assert promotion.orphans == ()
@@ -218,7 +218,7 @@ def test_rounds_of_re_replication_end_with_every_copy_in_place(case, num_followe
     layout = survivor_layout(layout, lost)
     promotion = promote(placement, blocks, layout, lambda _, worker: worker not in lost)
     orphans = set(promotion.orphans)  # brought back by a checkpoint: dealt anew
-    dealt = place_blocks(layout, blocks, num_followers=0)
+    dealt = place_blocks(layout, blocks, num_followers=0, scatter_width=EVERYBODY)
     placement = Placement(
         tuple(
             dealt.owner[block.id] if block.id in orphans else promotion.placement.owner[block.id] for block in blocks
@@ -266,7 +266,12 @@ def test_rounds_of_re_replication_end_with_every_copy_in_place(case, num_followe
             assert all(amount <= max_elements or amount in too_large for amount in sent.values())
             assert all(amount <= max_elements or amount in too_large for amount in received.values())
         placement = following
-    assert choose_followers(placement, blocks, layout, num_followers=num_followers, max_elements=1) == placement
+    assert (
+        choose_followers(
+            placement, blocks, layout, num_followers=num_followers, scatter_width=EVERYBODY, max_elements=1
+        )
+        == placement
+    )
 
 
 @given(layouts)

@@ -44,7 +44,7 @@ def held(draw, num_blocks):
 @st.composite
 def after_losses(draw, layout, blocks, num_followers):
     """What a job has: dealt out under a layout, then promoted and copied again after losses, one after another."""
-    placement = place_blocks(layout, blocks, num_followers=num_followers)
+    placement = place_blocks(layout, blocks, num_followers=num_followers, scatter_width=EVERYBODY)
     for _ in range(draw(st.integers(0, 2))):
         if len(layout.workers) == 1 or not num_followers:
             break
@@ -55,7 +55,12 @@ def after_losses(draw, layout, blocks, num_followers):
             break
         placement = promotion.placement
         placement = choose_followers(
-            placement, blocks, layout, num_followers=num_followers, max_elements=draw(st.sampled_from((1, 10**9)))
+            placement,
+            blocks,
+            layout,
+            num_followers=num_followers,
+            scatter_width=EVERYBODY,
+            max_elements=draw(st.sampled_from((1, 10**9))),
         )
     return placement
 
@@ -148,9 +153,9 @@ def test_hardly_ever_more_copies_than_to_deal_anew(case):
     """Where both move nearly all, chance may let the new deal find a copy or two more for some worker. Where layers are
     shared it may also keep rule 3 less well, which is no comparison."""
     layout, blocks, placement, num_followers = case
-    dealt = place_blocks(layout, blocks, num_followers=num_followers)
-    assume(target_placement(layout, blocks, dealt, num_followers=num_followers) == dealt)
-    target = target_placement(layout, blocks, placement, num_followers=num_followers)
+    dealt = place_blocks(layout, blocks, num_followers=num_followers, scatter_width=EVERYBODY)
+    assume(target_placement(layout, blocks, dealt, num_followers=num_followers, scatter_width=EVERYBODY) == dealt)
+    target = target_placement(layout, blocks, placement, num_followers=num_followers, scatter_width=EVERYBODY)
     assert len(new_copies(placement, target)) <= len(new_copies(placement, dealt)) + 2 * len(layout.active)
 
 
@@ -182,15 +187,17 @@ workers_of_a_stage = st.lists(st.integers(0, 4), min_size=2, max_size=3, unique=
 @given(workers_of_a_stage, st.lists(st.integers(0, 4), min_size=1, max_size=6))
 def test_owners_alone_move_as_little_as_brute_force_finds(workers, owners):
     placement = Placement(tuple(owners), ((),) * len(owners))
-    target = target_placement(one_stage(workers), make_blocks([len(owners)], 1), placement, num_followers=0)
+    target = target_placement(
+        one_stage(workers), make_blocks([len(owners)], 1), placement, num_followers=0, scatter_width=EVERYBODY
+    )
     assert len(new_copies(placement, target)) == fewest_copies(sorted(workers), placement, 0)
 
 
 @given(workers_of_a_stage, workers_of_a_stage, st.integers(1, 4))
 def test_from_a_new_deal_owners_and_followers_move_as_little_as_brute_force_finds(before, after, num_blocks):
     blocks = make_blocks([num_blocks], 1)
-    placement = place_blocks(one_stage(before), blocks, num_followers=1)
-    target = target_placement(one_stage(after), blocks, placement, num_followers=1)
+    placement = place_blocks(one_stage(before), blocks, num_followers=1, scatter_width=EVERYBODY)
+    target = target_placement(one_stage(after), blocks, placement, num_followers=1, scatter_width=EVERYBODY)
     assert len(new_copies(placement, target)) == fewest_copies(sorted(after), placement, 1)
 
 
@@ -210,8 +217,8 @@ BLOCKS = make_blocks([24] * 12, 1)
 
 
 def test_a_joiner_receives_its_share_and_nothing_else_moves():
-    before = place_blocks(of_widths([3]), BLOCKS, num_followers=1)
-    target = target_placement(of_widths([4]), BLOCKS, before, num_followers=1)
+    before = place_blocks(of_widths([3]), BLOCKS, num_followers=1, scatter_width=EVERYBODY)
+    target = target_placement(of_widths([4]), BLOCKS, before, num_followers=1, scatter_width=EVERYBODY)
     moved = new_copies(before, target)
     assert {worker for _, worker in moved} == {3}
     assert len(moved) == len(BLOCKS) // 2
@@ -226,16 +233,23 @@ def test_a_joiner_in_the_place_of_a_lost_worker_receives_only_what_its_stage_lac
     layout = of_widths([2, 2])
     survivors = survivor_layout(layout, {1})
     before = promote(
-        place_blocks(layout, BLOCKS, num_followers=1), BLOCKS, survivors, lambda _, worker: worker != 1
+        place_blocks(layout, BLOCKS, num_followers=1, scatter_width=EVERYBODY),
+        BLOCKS,
+        survivors,
+        lambda _, worker: worker != 1,
     ).placement
-    before = choose_followers(before, BLOCKS, survivors, num_followers=1, max_elements=10**9)
-    target = target_placement(of_widths([2, 2], ids=[0, 4, 2, 3]), BLOCKS, before, num_followers=1)
+    before = choose_followers(before, BLOCKS, survivors, num_followers=1, scatter_width=EVERYBODY, max_elements=10**9)
+    target = target_placement(
+        of_widths([2, 2], ids=[0, 4, 2, 3]), BLOCKS, before, num_followers=1, scatter_width=EVERYBODY
+    )
     assert new_copies(before, target) == [(block, 4) for block in range(len(BLOCKS) // 2)]
 
 
 def test_a_drained_worker_leaves_its_blocks_to_those_that_follow_it():
-    before = place_blocks(of_widths([4, 4]), BLOCKS, num_followers=1)
-    target = target_placement(of_widths([4, 4]), BLOCKS, before, num_followers=1, excluded=(0,))
+    before = place_blocks(of_widths([4, 4]), BLOCKS, num_followers=1, scatter_width=EVERYBODY)
+    target = target_placement(
+        of_widths([4, 4]), BLOCKS, before, num_followers=1, scatter_width=EVERYBODY, excluded=(0,)
+    )
     assert all(0 not in target.holders(block) for block in range(len(BLOCKS)))
     held = [block for block in range(len(BLOCKS)) if 0 in before.holders(block)]
     moved = new_copies(before, target)
@@ -247,10 +261,10 @@ def test_a_drained_worker_leaves_its_blocks_to_those_that_follow_it():
 
 def test_idle_members_hold_nothing_and_are_drained():
     layout = of_widths([2, 2])
-    before = place_blocks(of_widths([3, 2]), BLOCKS, num_followers=1)
+    before = place_blocks(of_widths([3, 2]), BLOCKS, num_followers=1, scatter_width=EVERYBODY)
     with_idle = Layout(stages=layout.stages, routes=layout.routes, idle=(4, 7))
-    target = target_placement(with_idle, BLOCKS, before, num_followers=1)
-    assert target == target_placement(layout, BLOCKS, before, num_followers=1)
+    target = target_placement(with_idle, BLOCKS, before, num_followers=1, scatter_width=EVERYBODY)
+    assert target == target_placement(layout, BLOCKS, before, num_followers=1, scatter_width=EVERYBODY)
     assert all({4, 7}.isdisjoint(target.holders(block)) for block in range(len(BLOCKS)))
 
 
@@ -263,26 +277,31 @@ def test_layers_that_change_stage_move_between_disjoint_pairs():
         ),
         routes=layout.routes,
     )
-    before = place_blocks(layout, BLOCKS, num_followers=0)
-    target = target_placement(longer, BLOCKS, before, num_followers=0)
+    before = place_blocks(layout, BLOCKS, num_followers=0, scatter_width=EVERYBODY)
+    target = target_placement(longer, BLOCKS, before, num_followers=0, scatter_width=EVERYBODY)
     pairs = Counter((before.owner[block], worker) for block, worker in new_copies(before, target))
     assert pairs == {(source, source - 4): 12 for source in range(4, 8)}
 
 
 def test_what_is_there_already_stays():
     layout = of_widths([3, 2, 1])
-    dealt = place_blocks(layout, BLOCKS, num_followers=2)
-    assert target_placement(layout, BLOCKS, dealt, num_followers=2) == dealt
-    assert target_placement(layout, (), Placement((), ()), num_followers=2) == Placement((), ())
+    dealt = place_blocks(layout, BLOCKS, num_followers=2, scatter_width=EVERYBODY)
+    assert target_placement(layout, BLOCKS, dealt, num_followers=2, scatter_width=EVERYBODY) == dealt
+    assert target_placement(layout, (), Placement((), ()), num_followers=2, scatter_width=EVERYBODY) == Placement(
+        (), ()
+    )
 
 
 def test_ten_thousand_blocks_of_two_hundred_workers():
     layout = make_layout(widths=[25] * 8, layers_per_stage=[4] * 8, num_microbatches=25)
     blocks = make_blocks([320] * 32, 1)
-    before = place_blocks(layout, blocks, num_followers=1)
+    before = place_blocks(layout, blocks, num_followers=1, scatter_width=EVERYBODY)
     wider = make_layout(widths=[50] * 4, layers_per_stage=[8] * 4, num_microbatches=50)
-    target = target_placement(wider, blocks, before, num_followers=1)
-    assert len(new_copies(before, target)) < len(new_copies(before, place_blocks(wider, blocks, num_followers=1))) / 10
+    target = target_placement(wider, blocks, before, num_followers=1, scatter_width=EVERYBODY)
+    assert (
+        len(new_copies(before, target))
+        < len(new_copies(before, place_blocks(wider, blocks, num_followers=1, scatter_width=EVERYBODY))) / 10
+    )
     owned = Counter(target.owner)
     assert max(owned.values()) - min(owned.values()) <= 1
 
@@ -303,6 +322,7 @@ def test_impossible_targets_are_refused(change, message):
         "blocks": make_blocks([1, 1], 1),
         "placement": Placement((0, 1), ((), ())),
         "num_followers": 1,
+        "scatter_width": EVERYBODY,
     }
     with pytest.raises(ValueError, match=message):
         target_placement(**(arguments | change))

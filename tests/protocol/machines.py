@@ -27,6 +27,7 @@ from elaswave.protocol.events import (
 )
 from elaswave.protocol.messages import Copies, Decision, Evidence, Fenced, Prepare, Registered, Report
 from elaswave.sim.protocol.job import Job, Model, model_of
+from elaswave.state.partners import EVERYBODY
 
 FIVE = Job(widths=(3, 2), num_microbatches=3)
 THREE = Job(widths=(2, 1))
@@ -57,7 +58,7 @@ def answer(question: PlanRecovery, *, job: Job | None = None) -> RecoveryPlanned
     jobs = [job] if job else [each for each in (THREE, FIVE) if set(question.members) <= set(range(each.num_workers))]
     num_blocks = len(question.placement.owner)
     model = next(model_of(each) for each in jobs if len(model_of(each).blocks) == num_blocks)
-    plan = plan_survivors(question, model.blocks, num_followers=1)
+    plan = plan_survivors(question, model.blocks, num_followers=1, scatter_width=EVERYBODY)
     asked = question.evidence is not None and question.evidence.checkpoint == question.base
     return RecoveryPlanned(question.sequence, plan, PendingWork(evaluate=False, checkpoint=asked))
 
@@ -77,6 +78,7 @@ def coordinator(
         placement=model.placement,
         blocks=model.blocks,
         num_followers=job.num_followers,
+        scatter_width=job.scatter_width,
         records=records,
         **options,
     )

@@ -20,6 +20,7 @@ from elaswave.protocol.ledger import Ledger, LedgerError
 from elaswave.protocol.member import Hold, Ignored, Member, MemberState
 from elaswave.protocol.messages import Decision, LayoutChange, Prepare
 from elaswave.sim.protocol.job import Job, model_of, other_layout
+from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import place_blocks
 from elaswave.types import ExecutionParameters
 
@@ -28,7 +29,7 @@ OTHER = other_layout(LAYOUT)
 """Worker 1 has moved to the second stage."""
 EXECUTION = ExecutionParameters(schedule="gpipe", levels={0: 1})
 PLACEMENT = model_of(THREE).placement
-TARGET = place_blocks(OTHER, model_of(THREE).blocks, num_followers=1)
+TARGET = place_blocks(OTHER, model_of(THREE).blocks, num_followers=1, scatter_width=EVERYBODY)
 
 
 def planned(epoch=1, layout=OTHER):

@@ -9,6 +9,7 @@ from elaswave.protocol.driver import CoordinatorDriver
 from elaswave.protocol.ending import MemberEnd
 from elaswave.protocol.events import PendingWork, PlanRecovery
 from elaswave.sim.protocol.job import model_of
+from elaswave.state.partners import EVERYBODY
 
 
 class WritingDriver(CoordinatorDriver):
@@ -107,7 +108,9 @@ def test_an_answer_brings_the_work_that_is_pending_when_it_comes():
     driver = planning(evidence=vote(2, checkpoint=2), step=3)
     assert driver.question is not None
     assert not driver.pending_asked, "a checkpoint may become durable while the planner is busy"
-    driver.answer_plan(driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1))
+    driver.answer_plan(
+        driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY)
+    )
     assert driver.pending_asked == [(2, True)]
     assert driver.core.decision is not None and driver.core.decision.checkpoint and driver.core.decision.evaluate
     assert driver.done[0] == "persist Decision" and driver.done[-1] == "show decision 2"
@@ -116,7 +119,9 @@ def test_an_answer_brings_the_work_that_is_pending_when_it_comes():
 def test_without_a_request_no_checkpoint_is_asked_for():
     driver = planning(evidence=vote(2, checkpoint=1), step=3)
     assert driver.question is not None
-    driver.answer_plan(driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1))
+    driver.answer_plan(
+        driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY)
+    )
     assert driver.pending_asked == [(2, False)]
 
 
@@ -162,7 +167,9 @@ def test_the_job_ends_when_every_member_has_ended_in_this_epoch_and_nothing_is_b
     for worker in (0, 2, 3, 4):
         driver.feed(report(worker, 2, job=FIVE))
     assert driver.question is not None
-    driver.answer_plan(driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1))
+    driver.answer_plan(
+        driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY)
+    )
     assert ends() == [], "the ends are of an older epoch"
     driver.ended = {worker: MemberEnd(epoch=2, step=3) for worker in (0, 2, 3, 4)}
     assert ends() == ["give up what is missing", "finish"]
@@ -178,7 +185,9 @@ def test_an_excluded_workers_vote_counts_until_the_decision_and_nothing_else_of_
     assert not driver.hears_vote(1, vote(1), 1), "its step is not published"
     assert driver.done == ["plan 2", "send Fenced to 1"]
     assert driver.question.base == 1, "it is committed: every member is prepared"
-    driver.answer_plan(driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1))
+    driver.answer_plan(
+        driver.question, plan_survivors(driver.question, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY)
+    )
     driver.done.clear()
     driver.hears_vote(1, vote(2), 1)
     assert driver.done == ["note", "send Fenced to 1"]

@@ -28,6 +28,7 @@ from elaswave.protocol.messages import AskPause, Dial, Fenced, GoOn, Installed, 
 from elaswave.sim.protocol.job import model_of
 from elaswave.sim.protocol.run import run_schedule
 from elaswave.sim.protocol.schedule import parse_schedule
+from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import Placement
 
 PROGRESS = Progress(num_updates=2, exponents=(3, 4), calibrated=True, exact=True, canaries={0: 1}, engine="options")
@@ -78,7 +79,9 @@ def put_aside(core, worker, *, holds_nothing=True, step=2):
     placement = core.placement
     if holds_nothing:
         blocks = model_of(THREE).blocks
-        placement = target_placement(layout, blocks, placement, num_followers=1, excluded=[worker])
+        placement = target_placement(
+            layout, blocks, placement, num_followers=1, scatter_width=EVERYBODY, excluded=[worker]
+        )
     core.handle(ChangePlanned(core.epoch, layout, placement, core.execution, "it is to leave"), 0.0)
     change = core.newest_change.number
     return core.handle(EvidenceSeen(msgspec.structs.replace(vote(step), change=change), core.epoch), 0.0)

@@ -31,6 +31,7 @@ from elaswave.protocol.events import (
 )
 from elaswave.protocol.messages import Copies
 from elaswave.sim.protocol.job import model_of, other_layout
+from elaswave.state.partners import EVERYBODY
 from elaswave.types import ExecutionParameters
 
 
@@ -136,7 +137,14 @@ def test_a_planners_layout_and_parameters_count():
     layout = other_layout(survivor_layout(question.layout, question.lost))
     execution = ExecutionParameters(schedule="gpipe")
     plan = plan_with(
-        question, layout, model_of(FIVE).blocks, 1, execution=execution, reason="balanced", predicted_step_s=0.25
+        question,
+        layout,
+        model_of(FIVE).blocks,
+        1,
+        scatter_width=EVERYBODY,
+        execution=execution,
+        reason="balanced",
+        predicted_step_s=0.25,
     )
     pending = PendingWork(evaluate=True, checkpoint=True, published=7)
     effects = machine.handle(RecoveryPlanned(question.sequence, plan, pending), 0.0)
@@ -149,8 +157,10 @@ def test_a_planners_layout_and_parameters_count():
 def test_a_plan_for_other_workers_is_refused_where_it_is_made_and_where_it_is_taken():
     machine, question = asked()
     with pytest.raises(ValueError, match=r"the layout is of workers \(0, 1, 2, 3, 4\), but the members are \(0, 2, 3"):
-        plan_with(question, model_of(FIVE).layout, model_of(FIVE).blocks, 1)
-    whole = plan_survivors(question._replace(lost=(), members=(0, 1, 2, 3, 4)), model_of(FIVE).blocks, 1)
+        plan_with(question, model_of(FIVE).layout, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY)
+    whole = plan_survivors(
+        question._replace(lost=(), members=(0, 1, 2, 3, 4)), model_of(FIVE).blocks, 1, scatter_width=EVERYBODY
+    )
     with pytest.raises(AssertionError, match=r"a plan for workers \(0, 1, 2, 3, 4\), but the members are \(0, 2, 3"):
         make_decision(question, whole, PendingWork(False, False), [], term=1, lost=(1,), reason="")
 
@@ -192,7 +202,9 @@ def test_a_return_to_a_checkpoint_is_planned_too():
     for reply in (answer(question), failure(question)):
         decision = make_decision(
             question,
-            reply.plan if isinstance(reply, RecoveryPlanned) else plan_survivors(question, model_of(FIVE).blocks, 1),
+            reply.plan
+            if isinstance(reply, RecoveryPlanned)
+            else plan_survivors(question, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY),
             PendingWork(evaluate=True, checkpoint=True, published=9),
             [],
             term=1,

@@ -17,7 +17,6 @@ import msgspec
 
 from elaswave.planning.layout import exact_prefix
 from elaswave.planning.partition import split_within
-from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import (
     Block,
     FollowerChooser,
@@ -271,7 +270,7 @@ def choose_followers(
     *,
     num_followers: int,
     max_elements: int,
-    scatter_width: int = EVERYBODY,
+    scatter_width: int,
     hosts: Mapping[int, str] | None = None,
 ) -> Placement:
     """The next placement on the way back to full redundancy: one more follower for some of the blocks that lack one.

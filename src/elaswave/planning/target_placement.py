@@ -19,7 +19,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 
-from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import (
     Block,
     FollowerChooser,
@@ -39,7 +38,7 @@ def target_placement(
     placement: Placement,
     *,
     num_followers: int,
-    scatter_width: int = EVERYBODY,
+    scatter_width: int,
     excluded: Collection[int] = (),
 ) -> Placement:
     """The placement to move to under a layout: balanced as by `place_blocks`, with few copies that are not there yet.

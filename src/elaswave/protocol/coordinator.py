@@ -64,7 +64,6 @@ from elaswave.protocol.messages import (
     Registered,
     Report,
 )
-from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import Block, Placement
 from elaswave.types import ExecutionParameters, Layout
 
@@ -101,7 +100,7 @@ class Coordinator(JobHistory):
         placement: Placement,
         blocks: Sequence[Block],
         num_followers: int,
-        scatter_width: int = EVERYBODY,
+        scatter_width: int,
         bounds: Bounds = DEFAULT_BOUNDS,
         restarts: bool = False,
         first_step: int = 1,

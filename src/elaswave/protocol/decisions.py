@@ -12,7 +12,6 @@ from elaswave.planning.recovery import promote, survivor_layout
 from elaswave.protocol.events import PendingWork, PlanRecovery, RecoveryPlan
 from elaswave.protocol.messages import Copies, Decision, Evidence, Progress, Report
 from elaswave.protocol.salvage import Salvage, salvage
-from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import Block, Placement, place_blocks
 from elaswave.types import ExecutionParameters, Layout
 
@@ -160,7 +159,7 @@ def plan_with(
     layout: Layout,
     blocks: Sequence[Block],
     num_followers: int,
-    scatter_width: int = EVERYBODY,
+    scatter_width: int,
     *,
     execution: ExecutionParameters | None = None,
     reason: str = "",
@@ -197,7 +196,7 @@ def plan_survivors(
     question: PlanRecovery,
     blocks: Sequence[Block],
     num_followers: int,
-    scatter_width: int = EVERYBODY,
+    scatter_width: int,
     *,
     reason: str = "",
 ) -> RecoveryPlan:

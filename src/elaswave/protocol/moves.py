@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from elaswave.hashing import key64
 from elaswave.planning.recovery import choose_followers
-from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import Block, Placement, Role, roles_of
 from elaswave.types import Layout
 
@@ -68,7 +67,7 @@ def next_placement(
     num_followers: int,
     refill_elements: int,
     move_elements: int,
-    scatter_width: int = EVERYBODY,
+    scatter_width: int,
 ) -> Placement:
     """The placement that the next vote brings into force.
 
@@ -179,7 +178,7 @@ def refilled(
     placement: Placement,
     num_followers: int,
     max_elements: int,
-    scatter_width: int = EVERYBODY,
+    scatter_width: int,
 ) -> Placement:
     """The placement to which the members come by making up for all missing followers, step by step.
 

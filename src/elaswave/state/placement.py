@@ -16,7 +16,7 @@ from enum import IntEnum
 
 import msgspec
 
-from elaswave.state.partners import EVERYBODY, Partners, choose_partners
+from elaswave.state.partners import Partners, choose_partners
 from elaswave.types import Layout
 
 DEFAULT_BLOCK_SIZE = 16384
@@ -121,7 +121,7 @@ def place_blocks(
     blocks: Sequence[Block],
     *,
     num_followers: int,
-    scatter_width: int = EVERYBODY,
+    scatter_width: int,
     hosts: Mapping[int, str] | None = None,
 ) -> Placement:
     """Deals blocks to owners and followers, balanced by elements; a pure function of its arguments.

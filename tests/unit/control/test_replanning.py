@@ -196,6 +196,7 @@ def test_a_coordinator_begins_with_the_execution_parameters_of_the_start_and_tak
             placement=blueprint.placement,
             blocks=blueprint.blocks,
             num_followers=1,
+            scatter_width=blueprint.scatter_width,
             records=records,
             execution=blueprint.execution,
         )
@@ -212,7 +213,7 @@ def test_a_coordinator_begins_with_the_execution_parameters_of_the_start_and_tak
         resume_step=1,
         resume_attempt=1,
         layout=after,
-        placement=place_blocks(after, blueprint.blocks, num_followers=1),
+        placement=place_blocks(after, blueprint.blocks, num_followers=1, scatter_width=blueprint.scatter_width),
         deliver=(),
         rollback=None,
         evaluate=False,

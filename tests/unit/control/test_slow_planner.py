@@ -17,6 +17,7 @@ from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.decisions import plan_survivors
 from elaswave.protocol.events import PendingWork, PlanRecovery, RecoveryPlan
 from elaswave.sim.protocol.job import model_of
+from elaswave.state.partners import EVERYBODY
 
 
 class Process(CoordinatorProcess):
@@ -61,7 +62,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def survivors(question: PlanRecovery) -> RecoveryPlan:
-    return plan_survivors(question, model_of(FIVE).blocks, 1, reason="as planned")
+    return plan_survivors(question, model_of(FIVE).blocks, 1, scatter_width=EVERYBODY, reason="as planned")
 
 
 def test_a_quick_plan_is_answered_in_the_same_turn():

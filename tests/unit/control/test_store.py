@@ -7,6 +7,7 @@ from tests.unit.shapes import make_shape
 from elaswave.hashing import MASK64
 from elaswave.planning.layout import make_layout
 from elaswave.state.digests import add_digests
+from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import Role, make_blocks, place_blocks, roles_of
 from elaswave.state.store import BlockStore, HeldBlock
 from elaswave.state.verify import tensor_digest
@@ -30,7 +31,7 @@ def store_of(worker, placement):
 
 
 def stores(num_followers):
-    placement = place_blocks(LAYOUT, BLOCKS, num_followers=num_followers)
+    placement = place_blocks(LAYOUT, BLOCKS, num_followers=num_followers, scatter_width=EVERYBODY)
     return placement, [store_of(worker, placement) for worker in LAYOUT.workers]
 
 

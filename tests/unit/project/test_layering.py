@@ -51,6 +51,15 @@ def reads_environment(tree: ast.Module) -> Iterator[int]:
                 yield node.lineno
 
 
+def arguments_with_defaults(arguments: ast.arguments) -> set[str]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    with_default = positional[len(positional) - len(arguments.defaults) :]
+    by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return {argument.arg for argument in with_default} | {
+        argument.arg for argument, default in by_name if default is not None
+    }
+
+
 def uses_of_random(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """What is used of the module ``random`` besides a generator that is given its seed."""
     seeded = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args}
@@ -105,6 +114,17 @@ def violations(package: Path) -> list[str]:
 def test_draws_have_seeds_and_only_the_entry_points_read_the_environment():
     assert len(list(modules(PACKAGE))) > 10
     assert violations(PACKAGE) == []
+
+
+def test_no_function_assumes_a_scatter_width():
+    """All members must choose the same partners: whoever asks must know over how many the job spreads its blocks."""
+    assumed = [
+        f"{name}.{function.name}"
+        for name, path in modules(PACKAGE)
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef) and "scatter_width" in arguments_with_defaults(function.args)
+    ]
+    assert assumed == []
 
 
 def test_pure_modules_load_nothing_impure():

@@ -6,6 +6,7 @@ from elaswave.planning.layout import make_layout
 from elaswave.planning.target_placement import target_placement
 from elaswave.protocol.ballot import expected_residency, residency_of
 from elaswave.protocol.moves import CopyBudget, held_keys, merged_into, next_placement, num_in_place, refilled, towards
+from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import Placement, Role, make_blocks, place_blocks
 
 BLOCKS = make_blocks([40, 40], 10)
@@ -15,7 +16,7 @@ BOUNDS = (10, 1000)
 
 def exchanged():
     """Each worker owns blocks of the other stage, followed there."""
-    here = place_blocks(LAYOUT, BLOCKS, num_followers=1)
+    here = place_blocks(LAYOUT, BLOCKS, num_followers=1, scatter_width=EVERYBODY)
     swap = {0: 2, 1: 3, 2: 0, 3: 1}
     return here, Placement(
         tuple(swap[owner] for owner in here.owner),
@@ -46,7 +47,7 @@ def test_copies_towards_a_target_keep_to_the_budget_and_come_from_all_owners():
 
 
 def test_one_receiver_of_all_owners_gets_no_more_than_the_budget():
-    here = place_blocks(LAYOUT, BLOCKS, num_followers=0)
+    here = place_blocks(LAYOUT, BLOCKS, num_followers=0, scatter_width=EVERYBODY)
     target = Placement((3,) * len(BLOCKS), ((),) * len(BLOCKS))
     assert [worker for _, worker in copies(here, towards(here, target, BLOCKS, 20))] == [3, 3]
 
@@ -68,11 +69,11 @@ def test_rounds_come_to_all_holders_of_the_target_and_then_to_an_end():
 def test_missing_followers_come_first():
     here, target = exchanged()
     lacking = Placement(here.owner, ((), *here.followers[1:]))
-    after = next_placement(BLOCKS, LAYOUT, lacking, target, 1, 1000, 1000)
+    after = next_placement(BLOCKS, LAYOUT, lacking, target, 1, 1000, 1000, scatter_width=EVERYBODY)
     assert [block for block, _ in copies(lacking, after)] == [0], "nothing else travels"
-    after = next_placement(BLOCKS, LAYOUT, here, target, 1, 1000, 20)
+    after = next_placement(BLOCKS, LAYOUT, here, target, 1, 1000, 20, scatter_width=EVERYBODY)
     assert copies(here, after) and after == towards(here, target, BLOCKS, 20)
-    assert next_placement(BLOCKS, LAYOUT, here, None, 1, 1000, 20) == here
+    assert next_placement(BLOCKS, LAYOUT, here, None, 1, 1000, 20, scatter_width=EVERYBODY) == here
 
 
 def test_how_far_a_move_has_come():
@@ -152,11 +153,11 @@ def test_what_is_usual_follows_the_newest_steps():
 
 
 def test_the_coordinator_knows_to_what_the_members_come_by_refilling():
-    here = place_blocks(LAYOUT, BLOCKS, num_followers=1)
+    here = place_blocks(LAYOUT, BLOCKS, num_followers=1, scatter_width=EVERYBODY)
     lacking = Placement(here.owner, ((),) * len(BLOCKS))
-    placement, target = lacking, target_placement(LAYOUT, BLOCKS, here, num_followers=1)
+    placement, target = lacking, target_placement(LAYOUT, BLOCKS, here, num_followers=1, scatter_width=EVERYBODY)
     for _ in range(20):
-        placement = next_placement(BLOCKS, LAYOUT, placement, None, 1, 20, 20)
-    assert placement == refilled(BLOCKS, LAYOUT, lacking, 1, 20)
+        placement = next_placement(BLOCKS, LAYOUT, placement, None, 1, 20, 20, scatter_width=EVERYBODY)
+    assert placement == refilled(BLOCKS, LAYOUT, lacking, 1, 20, scatter_width=EVERYBODY)
     assert all(len(followers) == 1 for followers in placement.followers)
     assert target == here

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from elaswave.planning.layout import make_layout
+from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import (
     DEFAULT_BLOCK_SIZE,
     Block,
@@ -62,23 +63,23 @@ def test_larger_models_have_larger_blocks_but_enough_of_them():
 
 def test_a_layer_is_interleaved_over_all_workers_of_its_stage():
     blocks = make_blocks([60, 60, 40], 10)
-    placement = place_blocks(layout_of([3, 2], [2, 1]), blocks, num_followers=0)
+    placement = place_blocks(layout_of([3, 2], [2, 1]), blocks, num_followers=0, scatter_width=EVERYBODY)
     assert placement.owner == (0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4, 3, 4)
     assert placement.followers == ((),) * 16
 
 
 def test_short_blocks_do_not_unbalance_the_owners():
     blocks = make_blocks([21] * 12, 10)  # two full blocks and one of a single element each
-    placement = place_blocks(layout_of([2], [12]), blocks, num_followers=0)
+    placement = place_blocks(layout_of([2], [12]), blocks, num_followers=0, scatter_width=EVERYBODY)
     assert elements_held(placement, blocks) == {0: 126, 1: 126}
     blocks = make_blocks([15] * 12, 10)  # a full block and half of one: in turn, one worker would get all full ones
-    placement = place_blocks(layout_of([2], [12]), blocks, num_followers=0)
+    placement = place_blocks(layout_of([2], [12]), blocks, num_followers=0, scatter_width=EVERYBODY)
     assert elements_held(placement, blocks) == {0: 90, 1: 90}
 
 
 def test_the_followers_of_an_owner_are_spread_over_its_stage():
     blocks = make_blocks([16 * 12], 1)
-    placement = place_blocks(layout_of([4]), blocks, num_followers=1)
+    placement = place_blocks(layout_of([4]), blocks, num_followers=1, scatter_width=EVERYBODY)
     pairs = Counter((placement.owner[block.id], *placement.followers[block.id]) for block in blocks)
     assert set(pairs.values()) == {16}
     assert len(pairs) == 4 * 3
@@ -87,7 +88,7 @@ def test_the_followers_of_an_owner_are_spread_over_its_stage():
 
 def test_a_stage_of_one_is_followed_from_other_stages():
     blocks = make_blocks([30, 30], 1)
-    placement = place_blocks(layout_of([1, 3]), blocks, num_followers=1)
+    placement = place_blocks(layout_of([1, 3]), blocks, num_followers=1, scatter_width=EVERYBODY)
     first_stage = Counter(placement.followers[block.id] for block in blocks if block.layer == 0)
     assert first_stage == {(1,): 10, (2,): 10, (3,): 10}
     assert {worker for block in blocks[30:] for worker in placement.followers[block.id]} == {1, 2, 3}
@@ -98,7 +99,7 @@ def test_a_stage_of_one_is_followed_from_other_stages():
 def test_further_followers_sit_outside_the_stage():
     blocks = make_blocks([8, 8, 8], 1)
     layout = layout_of([2, 2, 1])
-    placement = place_blocks(layout, blocks, num_followers=2)
+    placement = place_blocks(layout, blocks, num_followers=2, scatter_width=EVERYBODY)
     for block in blocks:
         stages = [layout.stage_of(worker) for worker in placement.holders(block.id)]
         if stages[0] == 2:
@@ -109,11 +110,11 @@ def test_further_followers_sit_outside_the_stage():
 
 def test_followers_are_clamped_and_fall_back_to_whoever_is_left():
     blocks = make_blocks([6], 1)
-    placement = place_blocks(layout_of([3]), blocks, num_followers=2)
+    placement = place_blocks(layout_of([3]), blocks, num_followers=2, scatter_width=EVERYBODY)
     assert all(sorted(placement.holders(block.id)) == [0, 1, 2] for block in blocks)
-    assert place_blocks(layout_of([3]), blocks, num_followers=9) == placement
-    assert place_blocks(layout_of([1]), blocks, num_followers=1).followers == ((),) * 6
-    outside_first = place_blocks(layout_of([2, 1]), make_blocks([4, 4], 1), num_followers=2)
+    assert place_blocks(layout_of([3]), blocks, num_followers=9, scatter_width=EVERYBODY) == placement
+    assert place_blocks(layout_of([1]), blocks, num_followers=1, scatter_width=EVERYBODY).followers == ((),) * 6
+    outside_first = place_blocks(layout_of([2, 1]), make_blocks([4, 4], 1), num_followers=2, scatter_width=EVERYBODY)
     assert all(sorted(holders) == [0, 1, 2] for holders in map(outside_first.holders, range(8)))
 
 
@@ -130,8 +131,8 @@ def test_other_hosts_come_first():
             assert second == 5, "the only worker outside of the stage on a third host"
         else:
             assert hosts[second] == "b", "hosts a and c hold copies already"
-    crowded = place_blocks(layout, blocks, num_followers=1, hosts=dict.fromkeys(range(6), "a"))
-    assert crowded == place_blocks(layout, blocks, num_followers=1)
+    crowded = place_blocks(layout, blocks, num_followers=1, scatter_width=EVERYBODY, hosts=dict.fromkeys(range(6), "a"))
+    assert crowded == place_blocks(layout, blocks, num_followers=1, scatter_width=EVERYBODY)
 
 
 def test_optimizer_state_of_the_default_model_stays_within_its_bound():
@@ -140,9 +141,9 @@ def test_optimizer_state_of_the_default_model_stays_within_its_bound():
     total = sum(block.num_elements for block in blocks)
     layout = layout_of([2, 2], [3, 3])
     for num_followers in (0, 1, 2, 3):
-        placement = place_blocks(layout, blocks, num_followers=num_followers)
+        placement = place_blocks(layout, blocks, num_followers=num_followers, scatter_width=EVERYBODY)
         assert max(elements_held(placement, blocks).values()) <= ((1 + num_followers) / 4 + 0.1) * total
-    placement = place_blocks(layout, blocks, num_followers=1)
+    placement = place_blocks(layout, blocks, num_followers=1, scatter_width=EVERYBODY)
     assert max(elements_held(placement, blocks).values()) <= 1.1 * total / 2
 
 
@@ -151,7 +152,7 @@ def test_worker_ids_need_not_be_dense():
         stages=(Stage(start=0, stop=2, workers=(4, 9)), Stage(start=2, stop=3, workers=(7,))),
         routes=((Hop(4, 0, 0, 2), Hop(7, 1, 2, 3)), (Hop(9, 0, 0, 2), Hop(7, 1, 2, 3))),
     )
-    placement = place_blocks(layout, make_blocks([2, 2, 2], 1), num_followers=1)
+    placement = place_blocks(layout, make_blocks([2, 2, 2], 1), num_followers=1, scatter_width=EVERYBODY)
     assert placement.owner == (4, 9, 4, 9, 7, 7)
     assert placement.followers == ((9,), (4,), (9,), (4,), (9,), (4,))
 
@@ -162,14 +163,14 @@ def test_a_shared_layer_is_held_by_both_stages():
         routes=((Hop(0, 0, 0, 2), Hop(1, 1, 2, 3)),),
     )
     assert holders_of_layers(layout) == ((0,), (0, 1, 2), (1, 2))
-    placement = place_blocks(layout, make_blocks([1, 6, 1], 1), num_followers=1)
+    placement = place_blocks(layout, make_blocks([1, 6, 1], 1), num_followers=1, scatter_width=EVERYBODY)
     assert set(placement.owner[1:7]) == {0, 1, 2}
 
 
 def test_balance_at_a_larger_size():
     layout = layout_of([12] * 8, [4] * 8)
     blocks = make_blocks([100_000] * 32, 16384)
-    placement = place_blocks(layout, blocks, num_followers=1)
+    placement = place_blocks(layout, blocks, num_followers=1, scatter_width=EVERYBODY)
     held = elements_held(placement, blocks)
     mean = sum(held.values()) / 96
     assert 0.8 * mean <= min(held.values()) <= max(held.values()) <= 1.2 * mean
@@ -184,17 +185,19 @@ def test_balance_at_a_larger_size():
 )
 def test_impossible_placements_are_refused(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        place_blocks(layout_of([2]), make_blocks([2], 1), **arguments)
+        place_blocks(layout_of([2]), make_blocks([2], 1), scatter_width=EVERYBODY, **arguments)
 
 
 @pytest.mark.parametrize("layer", [1, -1])
 def test_blocks_of_another_model_are_refused(layer):
     with pytest.raises(ValueError, match=f"block 0 is of layer {layer}, but the layout has 1 layers"):
-        place_blocks(layout_of([1]), [Block(0, layer, 0, 1)], num_followers=0)
+        place_blocks(layout_of([1]), [Block(0, layer, 0, 1)], num_followers=0, scatter_width=EVERYBODY)
 
 
 def test_idle_members_get_nothing():
     layout = layout_of([2])
     blocks = make_blocks([40], 10)
     joined = msgspec.structs.replace(layout, idle=(5, 6))
-    assert place_blocks(joined, blocks, num_followers=3) == place_blocks(layout, blocks, num_followers=3)
+    assert place_blocks(joined, blocks, num_followers=3, scatter_width=EVERYBODY) == place_blocks(
+        layout, blocks, num_followers=3, scatter_width=EVERYBODY
+    )

@@ -45,7 +45,7 @@ def test_in_words():
     )
     assert "any 2 workers, and at one instant of 71.4 % of the sets of three" in words(num_followers=2, scatter_width=2)
     assert "% of the sets of 4 (" in words(num_followers=3, scatter_width=1)
-    assert words(num_followers=0) == "survives no loss of 8 of 8 workers: these hold some block alone"
+    assert words(num_followers=0, scatter_width=2) == "survives no loss of 8 of 8 workers: these hold some block alone"
     both = survival_of(Placement((0,), ((1,),)), (0, 1))
     assert both.describe() == "survives the loss of any worker; there are 2"
     assert survival_of(Placement((), ()), (0, 1)) is None

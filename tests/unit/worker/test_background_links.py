@@ -8,6 +8,7 @@ from tests.memory_transport import MemoryNetwork
 from tests.unit.worker.test_worker_start import Client, StartedMachine, mailbox, worker_with
 
 from elaswave.planning.layout import make_layout
+from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import make_blocks, place_blocks
 from elaswave.worker import links as links_module
 from elaswave.worker import process as worker_module
@@ -48,7 +49,7 @@ def test_members_are_counted_and_not_addresses(num_members, is_full, monkeypatch
     blocks = make_blocks([1] * num_members, 1)
     links = links_of(0, MemoryNetwork(), blocks)
     links.addresses = {peer: f"memory:{peer}" for peer in range(100)}
-    placement = place_blocks(layout, blocks, num_followers=0)
+    placement = place_blocks(layout, blocks, num_followers=0, scatter_width=EVERYBODY)
     everyone = set(range(1, num_members))
     assert (links.needed(layout, placement) == everyone) is is_full
     idle = replace(layout, idle=(50,))

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elaswave.errors import UsageError
 from elaswave.models.layers import Layer
 from elaswave.planning.layout import make_layout
+from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import place_blocks
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.materialise import materialise, owned_pieces
@@ -48,7 +49,7 @@ def test_buffers_that_no_checkpoint_has_come_from_a_real_build() -> None:
     """Zeros for them would silently take positions out of the model."""
     blueprint = blueprint_of(Layer("a", Mix), Layer("rotary", Rotary), Layer("head", Head))
     layout = make_layout(widths=(1, 1), layers_per_stage=(1, 2), num_microbatches=5, shared=blueprint.state.shared)
-    placement = place_blocks(layout, blueprint.blocks, num_followers=1)
+    placement = place_blocks(layout, blueprint.blocks, num_followers=1, scatter_width=EVERYBODY)
     here, _, _ = materialise(blueprint, 1, layout, placement, None)
     made = here[1].module  # type: ignore[union-attr]
     assert made.inv_freq.equal(FREQUENCIES)
@@ -77,7 +78,7 @@ class CopiedBytes(TorchDispatchMode):
 def test_what_a_checkpoint_writes_is_copied_once() -> None:
     blueprint = blueprint_of(Mix(), Mix(), Head())
     layout = make_layout(widths=(1, 1), layers_per_stage=(1, 2), num_microbatches=5)
-    placement = place_blocks(layout, blueprint.blocks, num_followers=1)
+    placement = place_blocks(layout, blueprint.blocks, num_followers=1, scatter_width=EVERYBODY)
     _, store, _ = materialise(blueprint, 1, layout, placement, None)
     with CopiedBytes() as copied:
         pieces = list(owned_pieces(store))
@@ -92,7 +93,7 @@ def test_an_instance_stays_as_it_was_and_begins_the_run() -> None:
     before = {name: value.clone() for name, value in module.state_dict().items()}
     blueprint = blueprint_of(module, Mix(), Head())
     layout = make_layout(widths=(1, 1), layers_per_stage=(1, 2), num_microbatches=5)
-    placement = place_blocks(layout, blueprint.blocks, num_followers=1)
+    placement = place_blocks(layout, blueprint.blocks, num_followers=1, scatter_width=EVERYBODY)
     here, store, _ = materialise(blueprint, 0, layout, placement, None)
     assert here[0].module.weight.equal(before["weight"])  # type: ignore[union-attr]
     for flat in here.values():
@@ -111,7 +112,7 @@ def test_masters_are_the_initial_values_whatever_layers_compute_in(dtype: torch.
     reference = {}
     for widths, layers in (((1,), (3,)), ((1, 1), (1, 2)), ((1, 1, 1), (1, 1, 1))):
         layout = make_layout(widths=widths, layers_per_stage=layers, num_microbatches=5, shared=blueprint.state.shared)
-        placement = place_blocks(layout, blueprint.blocks, num_followers=1)
+        placement = place_blocks(layout, blueprint.blocks, num_followers=1, scatter_width=EVERYBODY)
         for worker in layout.workers:
             here, store, _ = materialise(blueprint, worker, layout, placement, None)
             for held in store:
@@ -149,7 +150,7 @@ def measure(build, num_layers, own, block_size, dtype):
     blueprint = Blueprint(small_config(settings), training)
     layout = make_layout(widths=[1] * (num_layers // own), layers_per_stage=[own] * (num_layers // own),
                          num_microbatches=1, shared=blueprint.state.shared)
-    placement = place_blocks(layout, blueprint.blocks, num_followers=0)
+    placement = place_blocks(layout, blueprint.blocks, num_followers=0, scatter_width=1)
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = peak_bytes()
     here, store, _ = materialise(blueprint, 3, layout, placement, None)
