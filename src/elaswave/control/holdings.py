@@ -15,15 +15,19 @@ def holdings_of(plan: RunPlan, layout: Layout, placement: Placement) -> dict[int
         plan: of the run.
         layout, placement: in force.
     """
+    owners, followers = placement.owner, placement.followers
+    alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for block in plan.blocks:  # there are many, but few kinds of holders
+        alike.setdefault((owners[block.id], followers[block.id]), []).append(block.num_elements)
     owned, owned_elements = Counter[int](), Counter[int]()
     followed, followed_elements = Counter[int](), Counter[int]()
-    for block in plan.blocks:
-        owner = placement.owner[block.id]
-        owned[owner] += 1
-        owned_elements[owner] += block.num_elements
-        for follower in placement.followers[block.id]:
-            followed[follower] += 1
-            followed_elements[follower] += block.num_elements
+    for (owner, others), elements in alike.items():
+        num_elements = sum(elements)
+        owned[owner] += len(elements)
+        owned_elements[owner] += num_elements
+        for follower in others:
+            followed[follower] += len(elements)
+            followed_elements[follower] += num_elements
     sizes = [sum(slot.numel for slot in shape.tensors if not slot.is_buffer) for shape in plan.state.layers]
     found = {}
     for worker in layout.workers:

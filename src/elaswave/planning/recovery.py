@@ -300,15 +300,15 @@ def choose_followers(
     if hosts is not None and (missing := known.difference(hosts)):
         raise ValueError(f"no host is given for workers {_show(sorted(missing))}: name one for every worker, or none")
     lacking = []
-    for block in blocks:
-        holders = placement.holders(block.id)
+    alike = _alike(placement, blocks)
+    for (_, holders), those in alike.items():
         if not known.issuperset(holders):
             raise ValueError(
-                f"block {block.id} is held by workers {_show(holders)}, but the layout has only {_show(workers)}: "
+                f"block {those[0].id} is held by workers {_show(holders)}, but the layout has only {_show(workers)}: "
                 "promote the copies that are left before choosing new ones"
             )
         if len(holders) <= wanted and not active.issubset(holders):
-            lacking.append(block)
+            lacking += those
     if not lacking:
         return placement
 
@@ -316,8 +316,8 @@ def choose_followers(
     copies = zip(placement.owner, placement.followers, strict=True)
     partners = partners_under(layout, scatter_width, hosts, copies=copies, firm=True)
     chooser = FollowerChooser(workers, partners, scatter_width, hosts, layout.idle)
-    for block in blocks:
-        chooser.count(members_of_layer[block.layer], placement.holders(block.id), block.num_elements)
+    for (layer, holders), those in alike.items():
+        chooser.count(members_of_layer[layer], holders, sum(block.num_elements for block in those), len(those))
     followers = list(placement.followers)
     sent, received = dict.fromkeys(workers, 0), dict.fromkeys(workers, 0)
     anything = False
@@ -334,6 +334,15 @@ def choose_followers(
         received[follower] += size
         followers[block.id] += (follower,)
     return Placement(placement.owner, tuple(followers))
+
+
+def _alike(placement: Placement, blocks: Sequence[Block]) -> dict[tuple[int, tuple[int, ...]], list[Block]]:
+    """The blocks by layer and holders, in the order of the first ones: there are many, but few kinds of them."""
+    owners, followers = placement.owner, placement.followers
+    alike: dict[tuple[int, int, tuple[int, ...]], list[Block]] = {}
+    for block in blocks:
+        alike.setdefault((block.layer, owners[block.id], followers[block.id]), []).append(block)
+    return {(layer, (owner, *others)): those for (layer, owner, others), those in alike.items()}
 
 
 def _show(workers: Collection[int]) -> str:

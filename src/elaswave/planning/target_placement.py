@@ -366,6 +366,6 @@ class _Followers:
 
     def _take(self, group: _Group, block: Block, follower: int) -> None:
         owner = self._owners[block.id]
-        self._chooser.note(owner, follower, block.num_elements, first=not self._chosen[block.id])
+        self._chooser.note(owner, follower, block.num_elements, num_firsts=not self._chosen[block.id])
         self._followed[group, owner][follower] += 1
         self._chosen[block.id] += (follower,)

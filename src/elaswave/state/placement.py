@@ -167,7 +167,7 @@ def partners_under(
     hosts: Mapping[int, str] | None = None,
     *,
     excluded: Collection[int] = (),
-    copies: Iterable[tuple[int, Collection[int]]] = (),
+    copies: Iterable[tuple[int, tuple[int, ...]]] = (),
     firm: bool = False,
 ) -> Partners:
     """The partners of the workers of a layout's stages; those that run a layer, or a shared unit, are a group.
@@ -197,26 +197,42 @@ def partners_under(
             return hosts[owner] != hosts[follower]
         return follower in kin[owner] or len(kin[owner]) == 1
 
-    kept = _cover((owner, [worker for worker in followers if fits(owner, worker)]) for owner, followers in copies)
+    # Many blocks have the same holders: each kind of them is looked at once.
+    kept = _cover(
+        (owner, [worker for worker in followers if fits(owner, worker)], num_blocks)
+        for (owner, followers), num_blocks in Counter(copies).items()
+    )
     return choose_partners(members, scatter_width, hosts=hosts, kept=kept, firm=firm)
 
 
-def _cover(copies: Iterable[tuple[int, Collection[int]]]) -> dict[int, list[int]]:
+def _cover(copies: Iterable[tuple[int, Collection[int], int]]) -> dict[int, list[int]]:
     """As few followers of each owner as hold all of its blocks that have any, those of most blocks first.
 
     With several followers for each block it is one of them: the others follow from it (`FollowerChooser`).
+
+    Args:
+        copies: owner, followers and number of the blocks that these hold, in the order of their first blocks.
     """
-    of_owner: dict[int, list[Collection[int]]] = defaultdict(list)
-    for owner, followers in copies:
-        of_owner[owner].append(followers)
+    of_owner: dict[int, list[tuple[Collection[int], int]]] = defaultdict(list)
+    for owner, followers, num_blocks in copies:
+        of_owner[owner].append((followers, num_blocks))
     found: dict[int, list[int]] = {}
     for owner, left in of_owner.items():
         chosen = found[owner] = []
-        while counts := Counter(worker for followers in left for worker in followers):
+        while counts := _counts(left):
             ((most, _),) = counts.most_common(1)  # of equals that of the first block
             chosen.append(most)
-            left = [followers for followers in left if most not in followers]
+            left = [(followers, num_blocks) for followers, num_blocks in left if most not in followers]
     return found
+
+
+def _counts(copies: Iterable[tuple[Collection[int], int]]) -> Counter[int]:
+    """How many blocks each worker follows."""
+    counts = Counter[int]()
+    for followers, num_blocks in copies:
+        for worker in followers:
+            counts[worker] += num_blocks
+    return counts
 
 
 def _deal_owners(members_of_layer: Sequence[tuple[int, ...]], blocks: Sequence[Block]) -> list[int]:
@@ -277,19 +293,20 @@ class FollowerChooser:
         self._further: dict[tuple[tuple[int, ...], int, frozenset[int]], int] = {}
         self._candidates: dict[tuple[tuple[int, ...], int, tuple[int, ...]], tuple[int, ...]] = {}
 
-    def count(self, members: tuple[int, ...], holders: Sequence[int], num_elements: int) -> None:
-        """Takes note of a block that is already held by an owner, given first, and followers.
+    def count(self, members: tuple[int, ...], holders: Sequence[int], num_elements: int, num_blocks: int = 1) -> None:
+        """Takes note of blocks that are already held by an owner, given first, and followers.
 
         Args:
-            members: workers of the block's stage.
-            holders: of the block.
-            num_elements: of the block.
+            members: workers of the blocks' stage.
+            holders: of each of them.
+            num_elements: of all of them.
+            num_blocks: how many there are.
         """
         owner, *followers = holders
         self._held[owner] += num_elements
         partner = next((worker for worker in followers if worker in self._partners.get(owner, ())), None)
         for follower in followers:
-            self.note(owner, follower, num_elements, first=follower == partner)
+            self.note(owner, follower, num_elements, num_firsts=num_blocks * (follower == partner))
         if partner is not None:
             chosen = frozenset((partner,))
             for worker in followers:
@@ -297,9 +314,9 @@ class FollowerChooser:
                     self.fix(members, owner, chosen, worker)
                     chosen |= {worker}
 
-    def note(self, owner: int, follower: int, num_elements: int, *, first: bool) -> None:
-        """Takes note that a worker follows a block of an owner, as the partner that it is to have or in addition."""
-        self._followed[owner][follower] += first
+    def note(self, owner: int, follower: int, num_elements: int, *, num_firsts: int) -> None:
+        """Takes note that a worker follows blocks of an owner, so many as the partner that these are to have."""
+        self._followed[owner][follower] += num_firsts
         self._held[follower] += num_elements
 
     def fix(self, members: tuple[int, ...], owner: int, chosen: Collection[int], follower: int) -> None:
@@ -351,7 +368,7 @@ class FollowerChooser:
         else:
             fewest = min(map(followed.__getitem__, candidates))
             follower = min((worker for worker in candidates if followed[worker] == fewest), key=held.__getitem__)
-        self.note(owner, follower, num_elements, first=not further)
+        self.note(owner, follower, num_elements, num_firsts=not further)
         return follower
 
     def lacks_partner(self, owner: int, chosen: Collection[int]) -> bool:

@@ -47,7 +47,8 @@ def survival_of(placement: Placement, workers: Collection[int]) -> Survival | No
         placement: of a job.
         workers: of the job, also those that hold nothing.
     """
-    sets = {frozenset((owner, *followers)) for owner, followers in zip(placement.owner, placement.followers)}
+    holders = set(zip(placement.owner, placement.followers, strict=True))  # few, of many blocks
+    sets = {frozenset((owner, *followers)) for owner, followers in holders}
     if not sets:
         return None
     copies = min(map(len, sets))

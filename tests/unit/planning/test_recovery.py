@@ -14,7 +14,7 @@ from elaswave.planning.recovery import (
     survivor_layout,
 )
 from elaswave.state.partners import EVERYBODY
-from elaswave.state.placement import Block, Placement, make_blocks, place_blocks
+from elaswave.state.placement import Block, FollowerChooser, Placement, make_blocks, place_blocks
 from elaswave.types import Hop, Layout, Stage
 
 
@@ -380,3 +380,22 @@ def test_idle_members_are_no_new_followers():
         )
         == placement
     )
+
+
+def test_blocks_with_the_same_holders_are_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model has ten thousand blocks and some dozen kinds of holders; survivors and coordinator choose in a turn."""
+    layout = make_layout(widths=[4, 4], layers_per_stage=[1, 1], num_microbatches=8)
+    blocks = make_blocks([1000, 1000], 1)
+    new = survivor_layout(layout, {1})
+    before = promote(place_blocks(layout, blocks, num_followers=1, scatter_width=2), blocks, new, all_but(1)).placement
+    counted: list[int] = []
+    count = FollowerChooser.count
+
+    def noted(self, members, holders, num_elements, num_blocks=1):
+        counted.append(num_blocks)
+        count(self, members, holders, num_elements, num_blocks)
+
+    monkeypatch.setattr(FollowerChooser, "count", noted)
+    choose_followers(before, blocks, new, num_followers=1, scatter_width=2, max_elements=10**9)
+    assert sum(counted) == len(blocks)
+    assert len(counted) == len({(block.layer, before.holders(block.id)) for block in blocks}) < 100
