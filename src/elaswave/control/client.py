@@ -186,13 +186,7 @@ class ControlClient(Generic[_T]):
         Returns:
             Seconds after which it wants to be called again at the latest, even if nothing arrives.
         """
-        wait_s = min(self._tend(), max_wait_s)
-        for fd, events in self._epoll.poll(None if wait_s == math.inf else wait_s):
-            if fd == self._wake_fd:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake_fd)
-            else:
-                self._on_ready(events)
+        self._wait(min(self._tend(), max_wait_s))
         return self._tend()
 
     def send(self, message: msgspec.Struct, durable: bool = False) -> bool:
@@ -285,14 +279,25 @@ class ControlClient(Generic[_T]):
 
     def _run(self) -> None:
         try:
+            wait_s = self._tend()
             while not self._closed:
-                self.turn(math.inf)
+                self._wait(wait_s)
+                wait_s = self._tend()
         except Exception as error:
             if self._on_failure is None:
                 raise
             self._on_failure(error)
         finally:
             self._release()
+
+    def _wait(self, wait_s: float) -> None:
+        """Waits for something to do, and does what has come."""
+        for fd, events in self._epoll.poll(None if wait_s == math.inf else wait_s):
+            if fd == self._wake_fd:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
+            else:
+                self._on_ready(events)
 
     def _tend(self) -> float:
         """Does what is due; returns the seconds until something will be."""

@@ -1,6 +1,6 @@
 """What the launcher waits for that may never come: every wait has a bound, and words for its end. No IO, no clocks."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from elaswave.control.standstill import AwakeTime, Standstill
 from elaswave.observability.processes import ProcessFacts
@@ -71,16 +71,16 @@ class LauncherWaits:
         """No checkpoint is being committed any more."""
         self._ending_commit = None
 
-    def overdue(self, template: ProcessFacts | None, now_s: float) -> str | None:
+    def overdue(self, template: Callable[[], ProcessFacts | None], now_s: float) -> str | None:
         """Why the job cannot go on; to be asked often.
 
         Args:
-            template: what the kernel says of the template; None if it does not live.
+            template: what the kernel says of the template; None if it does not live. Called only while it is to fork.
             now_s: monotonic time.
         Returns:
             None if nothing is overdue.
         """
-        still = how_it_stands_still(self._forking, template, now_s) if self._unforked else None
+        still = how_it_stands_still(self._forking, template(), now_s) if self._unforked else None
         if still is not None:
             names = ["the coordinator" if name == COORDINATOR else f"worker {name}" for name in sorted(self._unforked)]
             return f"the template process does not fork {', '.join(names)}: {still}"

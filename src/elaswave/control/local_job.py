@@ -104,6 +104,9 @@ EXIT_GRACE_S = 10.0
 """After the end of the job, how long its processes may take to end."""
 FAILED_GRACE_S = 0.5
 """The same after a failure: who is ending by itself may say so in its log; the others wait for what will not come."""
+HEARTBEAT_S = 0.5
+"""Between two heartbeats to the coordinator. They only let this side see that it is silent, within the time below, and
+wake both processes."""
 COORDINATOR_SILENCE_S = 10.0
 """A coordinator that has not answered the agent for this long gets a new connection."""
 COORDINATOR_HUNG_S = 6.0
@@ -277,6 +280,7 @@ class LocalJob:
             ToAgent,
             self._on_message,
             self._hello,
+            interval_s=HEARTBEAT_S,
             silence_timeout_s=COORDINATOR_SILENCE_S,
         )
         self._selector.register(self._client.fileno(), selectors.EVENT_READ, "control")
@@ -318,7 +322,7 @@ class LocalJob:
                 elif key.data == TEMPLATE:
                     self._hear_template()
             wait_s = self._client.turn()
-            overdue = self._waits.overdue(self._processes.template_facts(), time.monotonic())
+            overdue = self._waits.overdue(self._processes.template_facts, time.monotonic())
             if overdue is not None:
                 raise RecoveryError(f"{overdue}; see {self._run_dir / 'logs'}; {self._way_on()}")
             self._look_at_awaited()

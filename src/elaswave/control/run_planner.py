@@ -129,8 +129,10 @@ class RunPlanner:
             decision: the newest one.
             layout_before: the layout that it has replaced.
         """
+        if self._searched_epoch >= decision.epoch:
+            return None
         costs = self.measurements.costs()
-        if self._searched_epoch >= decision.epoch or costs is None:
+        if costs is None:
             return None
         self._searched_epoch = decision.epoch
         self.measurements.shift = None  # this search knows the newest speeds
@@ -206,8 +208,11 @@ class RunPlanner:
         Args:
             layout, execution: in force.
         """
-        shift, costs = self.measurements.shift, self.measurements.costs()
-        if shift is None or costs is None or not self._rebalances:
+        shift = self.measurements.shift
+        if shift is None or not self._rebalances:
+            return None  # most often: this is asked with every report of times, and costs take a millisecond
+        costs = self.measurements.costs()
+        if costs is None:
             return None
         self.measurements.shift = None
         replanner = self._replanner.at(self.measurements.speeds())

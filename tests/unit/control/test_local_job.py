@@ -114,7 +114,7 @@ def test_a_coordinator_that_the_template_is_to_fork_is_not_waited_for_for_ever(
     assert [type(message) for message in launcher.asked] == [SpawnCoordinator]
     stopped = ProcessFacts(state="T", parent=1, cpu_s=1.0, start_ticks=0)
     begin_s = time.monotonic()
-    told = [launcher._waits.overdue(stopped, begin_s + tick / 4) for tick in range(100)]
+    told = [launcher._waits.overdue(lambda: stopped, begin_s + tick / 4) for tick in range(100)]
     assert told[0] is None and "does not fork the coordinator: it has used no processor time" in str(told[-1])
     assert len([text for text in told if text]) < 25
 

@@ -1,5 +1,6 @@
 """When the coordinator plans again because workers have become slower or faster, and what it says of it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,18 @@ def plan(**elastic: Any) -> RunPlan:
 def shifted(run: RunPlanner, worker: int, speed: float) -> None:
     run.measurements.stragglers.plan_with({worker: speed})
     run.measurements.shift = Shift((worker,), f"worker {worker} computes at {speed:.2f} of its speed, not 1.00")
+
+
+def test_costs_are_worked_out_only_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take a millisecond, and it is asked with every report of times, and after every step."""
+    given = plan()
+    run = RunPlanner(given)
+    shifted(run, 1, 0.5)
+    decision: Any = SimpleNamespace(epoch=2, layout=given.layout, execution=given.execution, lost=(3,))
+    assert run.search(decision, given.layout) is not None and run.measurements.shift is None
+    monkeypatch.setattr(run.measurements, "costs", lambda: pytest.fail("nothing is to be planned"))
+    assert run.search(decision, given.layout) is None
+    assert run.rebalance(given.layout, given.execution) is None
 
 
 def test_a_shift_is_planned_for_once_and_both_are_said():
