@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from tests.integration.jobs import coordinator_of, run_job
 
-from elaswave.control import coordinator, local_job
+from elaswave.control import checkpoint_search, coordinator, local_job
+from elaswave.control.checkpoint_search import CheckpointFinder
 from elaswave.control.checkpoints import Checkpoints
 from elaswave.control.coordinator import CoordinatorProcess
 from elaswave.control.coordinator_setup import CoordinatorSetup
@@ -138,30 +139,27 @@ def test_a_checkpoint_that_is_completed_while_one_is_sought_is_found(
 ) -> None:
     """The parts of those who live on may come while checksums of older ones are read."""
     records: list[str] = []
-    found: list[events.CheckpointFound] = []
+    found: list[tuple[events.FindCheckpoint, int | None]] = []
 
     def find(run_dir: Path) -> CheckpointSearch:
         ref = CheckpointRef(4 if records else 2, run_dir, meta=None)  # type: ignore[arg-type]
         records[:] = ["step 4"]
         return CheckpointSearch(ref, ())
 
-    monkeypatch.setattr(coordinator, "find_newest_checkpoint", find)
-    process = CoordinatorProcess.__new__(CoordinatorProcess)
-    parts: dict[str, Any] = {
-        "core": SimpleNamespace(
-            restarts=False, awaits=lambda question: True, handle=lambda event, now_s: found.append(event) or ()
-        ),
-        "_setup": SimpleNamespace(run_dir=tmp_path),
-        "_recorder": SimpleNamespace(
-            checkpoints=SimpleNamespace(records=records, is_committing=False, hold=lambda: None), settled=[]
-        ),
-        "_state": SimpleNamespace(first_step=1),
-        "_ended": None,
-    }
-    for name, part in parts.items():
-        setattr(process, name, part)
-    asyncio.run(process._find_checkpoint(events.FindCheckpoint(7)))
-    assert found == [events.CheckpointFound(7, 4)]
+    monkeypatch.setattr(checkpoint_search, "find_newest_checkpoint", find)
+    core: Any = SimpleNamespace(restarts=False, awaits=lambda question: True)
+    checkpoints: Any = SimpleNamespace(records=records, is_committing=False, hold=lambda: None)
+    finder = CheckpointFinder(
+        core,
+        checkpoints,
+        tmp_path,
+        restart_s=0.0,
+        begins_at_seed=True,
+        is_over=lambda: False,
+        answer=lambda question, step: found.append((question, step)),
+    )
+    asyncio.run(finder.find(events.FindCheckpoint(7)))
+    assert found == [(events.FindCheckpoint(7), 4)]
 
 
 def dies_once_after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, mark: Path) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -31,12 +31,14 @@ from elaswave.control.agent_messages import (
     ToCoordinator,
 )
 from elaswave.control.asked_members import AskedMembers
-from elaswave.control.background import Background, call_at_end, in_thread
+from elaswave.control.background import Background, call_at_end
+from elaswave.control.checkpoint_search import CheckpointFinder
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.data_waits import DataWaits
 from elaswave.control.job_status import JobParts
 from elaswave.control.joiners import Joiners
 from elaswave.control.journal import core_records
+from elaswave.control.layout_searches import LayoutSearches
 from elaswave.control.membership import Membership
 from elaswave.control.open_store import open_store
 from elaswave.control.operations import Operations
@@ -45,8 +47,9 @@ from elaswave.control.operator_messages import FromOperator
 from elaswave.control.own_faults import OwnFaults
 from elaswave.control.recorder import RunRecorder
 from elaswave.control.recoveries import RecoveryLog
+from elaswave.control.recovery_planning import RecoveryPlanning
 from elaswave.control.recovery_reports import RecoveryReports
-from elaswave.control.run_planner import LayoutSearch, RunPlanner
+from elaswave.control.run_planner import RunPlanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import Owner
 from elaswave.control.terminal import AGENT, Terminal
@@ -61,7 +64,6 @@ from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.detection import Detector, Position, Suspicion
 from elaswave.protocol.driver import CoordinatorDriver
 from elaswave.protocol.ending import MemberEnd
-from elaswave.protocol.history import InForce
 from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
@@ -73,7 +75,6 @@ from elaswave.protocol.messages import (
     Registered,
     Report,
 )
-from elaswave.state.checkpoint import find_newest_checkpoint, put_aside
 from elaswave.worker.identity import identity_of
 from elaswave.worker.messages import (
     EvaluationReport,
@@ -97,9 +98,6 @@ LINGER_S = 5.0
 """After the end, how long workers and agent may take to hear of it."""
 SWITCH_INTERVAL_S = 0.001
 """How long a planning thread may hold the interpreter while a message waits."""
-
-PLAN_TIMEOUT_S = 10.0
-"""Within this time a recovery must be planned; else survivors keep their stages (P4)."""
 
 _log = logging.getLogger("elaswave.control")
 
@@ -188,12 +186,27 @@ class CoordinatorProcess(CoordinatorDriver):
         )
         self._faults = OwnFaults(setup.faults, setup.run_dir, self)
         self._detector = Detector(takes_over=self._has_begun)
-        self._asked_planner_s = 0.0
-        """When the newest recovery began to be planned."""
-        self._plan_s = 0.0
-        """How long that took."""
-        self._is_searching = False
-        """Whether a better layout is looked for."""
+        self._recovery_planning = RecoveryPlanning(
+            self._planner, self._background, pause=self._detector.pause, answer=self.answer_plan
+        )
+        self._searches = LayoutSearches(
+            self._planner,
+            self.core,
+            self._recorder,
+            self._terminal,
+            self._background,
+            is_over=lambda: self._ended is not None,
+            change=self.feed,
+        )
+        self._checkpoint_finder = CheckpointFinder(
+            self.core,
+            self._recorder.checkpoints,
+            setup.run_dir,
+            restart_s=elastic.restart_s,
+            begins_at_seed=self._state.first_step == 1,
+            is_over=lambda: self._ended is not None,
+            answer=self.answer_checkpoint,
+        )
         job = JobParts(plan, self.core, self._state, self._recorder.checkpoints, self._planner)
         self._operations = Operations(
             job,
@@ -231,90 +244,11 @@ class CoordinatorProcess(CoordinatorDriver):
 
     def plan_recovery(self, question: events.PlanRecovery) -> None:
         """In the same turn if that is quick, else beside it, within a bound."""
-        now_s = self._asked_planner_s = time.monotonic()
-        plan = self._planner.recovery(question)
-        if self._planner.is_quick(question):
-            self._answer(question, _result_of(plan))
-        else:
-            self._detector.pause(now_s)
-            self._background.begin(self._plan_slowly(question, plan))
-
-    async def _plan_slowly(self, question: events.PlanRecovery, plan: Callable[[], events.RecoveryPlan]) -> None:
-        try:
-            answer = await asyncio.wait_for(in_thread(lambda: _result_of(plan)), PLAN_TIMEOUT_S)
-        except TimeoutError:
-            answer = f"no recovery is planned within {PLAN_TIMEOUT_S:g} s"
-        self._answer(question, answer)
-
-    def _answer(self, question: events.PlanRecovery, plan: events.RecoveryPlan | str) -> None:
-        self._plan_s = time.monotonic() - self._asked_planner_s
-        self.answer_plan(question, plan)
+        self._recovery_planning.plan(question)
 
     def pending_work(self, step: int, asked: bool) -> events.PendingWork:
         """As the run's records have it."""
         return self._recorder.unfinished(step, asked)
-
-    def _predict_first(self) -> None:
-        """Begins to predict the step of the first layout, once, as soon as costs are known."""
-        if self.core.decision is None and not self._is_searching:
-            self._begin_search(self._planner.first_prediction())
-
-    def _look_for_better(self) -> None:
-        """Begins to plan a better layout, once after every decision, as soon as the members compute again and costs are
-        known. Planning takes no part of the recovery: a thread does it."""
-        decision, core = self.core.decision, self.core
-        if decision is None or not self._may_search():
-            return
-        if core.epoch == decision.epoch and not core.has_planned:
-            self._begin_search(self._planner.search(decision, self._state.layout_before(decision.epoch)))
-
-    def _rebalance(self) -> None:
-        """Begins to plan again if workers have become slower or faster, while no other change is under way."""
-        if self._may_search() and not self.core.is_changing:
-            before = self.core.in_force()
-            self._begin_search(self._planner.rebalance(before.layout, before.execution))
-
-    def _plan_for_members(self) -> None:
-        """Begins to plan a layout in which members that are to leave are idle, and others are not."""
-        core = self.core
-        if self._may_search() and not core.is_changing and not core.admissions.is_asked:
-            self._begin_search(self._planner.for_members(core.in_force(), core.admissions.leaving))
-
-    def _may_search(self) -> bool:
-        return not self._is_searching and self._ended is None and self.core.state is State.TRAINING
-
-    def _begin_search(self, search: Callable[[], LayoutSearch] | None) -> None:
-        if search is not None:
-            self._is_searching = True
-            self._background.begin(self._search(self.core.epoch, self.core.in_force(), search))
-
-    async def _search(self, epoch: int, before: InForce, search: Callable[[], LayoutSearch]) -> None:
-        """Looks for a better layout than what is in force, and has all members change to it. A job can go on without
-        one."""
-
-        def find() -> tuple[LayoutSearch, events.ChangePlanned | None]:
-            found = search()
-            return found, None if found.better is None else self._planner.change(found.better, epoch, before)
-
-        try:
-            found, change = await in_thread(find)
-        except Exception:
-            _log.exception("planning has failed; the layout stays as it is")
-            return
-        finally:
-            self._is_searching = False
-        core = self.core
-        if (
-            (core.epoch, core.in_force().change) != (epoch, before.change)
-            or core.is_changing
-            or self._ended is not None
-        ):
-            return
-        self._recorder.predicted(found.predicted_step_s)
-        if found.news:
-            self._terminal.say(found.news)
-        if change is not None:
-            self.feed(change)
 
     # -------------------------------------------------------------------------------------------------------- running
 
@@ -472,7 +406,7 @@ class CoordinatorProcess(CoordinatorDriver):
             if (slow := self._data_waits.add(message)) is not None:
                 self._terminal.say(slow)
             self._recorder.timings(message.step, self._planner.measurements.add(message, self.core.members))
-            self._rebalance()
+            self._searches.rebalance()
         else:
             self._to_recorder(message, now_s)
 
@@ -664,9 +598,9 @@ class CoordinatorProcess(CoordinatorDriver):
         if not self._knows_speeds:
             self._knows_speeds = True
             self._planner.take_over(self.core.in_force().execution)
-        self._predict_first()
-        self._plan_for_members()
-        self._look_for_better()
+        self._searches.predict_first()
+        self._searches.plan_for_members()
+        self._searches.look_for_better()
 
     def ends(self) -> Mapping[int, MemberEnd]:
         """As the run's records have it."""
@@ -748,7 +682,7 @@ class CoordinatorProcess(CoordinatorDriver):
             deadline_s: seconds after which it is lost; None: elastic.drain_deadline_s.
         """
         self._membership.leave(worker, deadline_s, time.monotonic())
-        self._plan_for_members()
+        self._searches.plan_for_members()
         self._stop_if_none_stay()
 
     def _stop_if_none_stay(self) -> None:
@@ -794,29 +728,7 @@ class CoordinatorProcess(CoordinatorDriver):
         They may also take longer than survivors may stand still: until the decision that is held against none of them.
         """
         self._detector.pause(time.monotonic())
-        self._background.begin(self._find_checkpoint(question))
-
-    async def _find_checkpoint(self, question: events.FindCheckpoint) -> None:
-        """Looks for the newest checkpoint; under a policy of restarting only when a restart would have got there."""
-        restarts = self.core.restarts
-        if restarts:
-            await asyncio.sleep(self._setup.plan.config.elastic.restart_s)
-        checkpoints = self._recorder.checkpoints
-        known: object = None
-        while known != checkpoints.records or checkpoints.is_committing:  # a newer one may be completed meanwhile
-            while checkpoints.is_committing:
-                await asyncio.sleep(0.01)
-            known = list(checkpoints.records)
-            search = await asyncio.to_thread(find_newest_checkpoint, self._setup.run_dir)
-            if not self.core.awaits(question) or self._ended is not None:
-                return  # another search follows, or none; what this one has found damaged may have been replaced since
-        checkpoints.hold()
-        put_aside(search)
-        newest = search.newest
-        step = None if newest is None else newest.step
-        if step is None and restarts and self._state.first_step == 1:
-            step = 0  # from the seed, as a job without a checkpoint begins again
-        self.answer_checkpoint(question, step)
+        self._background.begin(self._checkpoint_finder.find(question))
 
     def on_new_epoch(self, effect: events.NewEpoch) -> None:
         """Shows that workers were lost."""
@@ -841,7 +753,7 @@ class CoordinatorProcess(CoordinatorDriver):
         self._detector.resume(time.monotonic())
         self._report_restart(time.monotonic())  # workers that were still missing are no members any more
         self._operations.decided(decision)
-        self._recoveries.log.decided(decision, time.monotonic(), self._plan_s)
+        self._recoveries.log.decided(decision, time.monotonic(), self._recovery_planning.took_s)
         self._recorder.decided(decision)
         if effect.predicted_step_s is not None:
             self._recorder.predicted(effect.predicted_step_s)
@@ -855,8 +767,8 @@ class CoordinatorProcess(CoordinatorDriver):
         """Shows that all members compute again."""
         self._recoveries.resumed(time.monotonic())
         self._stop_if_none_stay()
-        self._plan_for_members()
-        self._look_for_better()
+        self._searches.plan_for_members()
+        self._searches.look_for_better()
 
     def note(self, effect: events.Note) -> None:
         """A line of the log."""
@@ -877,15 +789,6 @@ class CoordinatorProcess(CoordinatorDriver):
 
 def _named(workers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(workers)))
-
-
-def _result_of(plan: Callable[[], events.RecoveryPlan]) -> events.RecoveryPlan | str:
-    """A plan, or why there is none: what is wrong with a planner must not end a job that can go on."""
-    try:
-        return plan()
-    except Exception as error:
-        _log.exception("planning a recovery has failed")
-        return f"planning has failed ({error})"
 
 
 def run_coordinator(setup: CoordinatorSetup) -> int:

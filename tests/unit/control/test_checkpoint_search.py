@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from elaswave.control import coordinator
+from elaswave.control import checkpoint_search, coordinator
 from elaswave.control.background import Background
+from elaswave.control.checkpoint_search import CheckpointFinder
 from elaswave.control.coordinator import CoordinatorProcess
 from elaswave.protocol import events
 from elaswave.protocol.detection import UNLEARNED_S, Detector, Position
@@ -36,15 +37,23 @@ class Search:
             handle=lambda event, now_s: self.found.append(event) or (),
         )
         self.detector = Detector()
-        monkeypatch.setattr(coordinator, "find_newest_checkpoint", lambda run_dir: find())
-        monkeypatch.setattr(coordinator, "put_aside", self.put_aside.append)
+        monkeypatch.setattr(checkpoint_search, "find_newest_checkpoint", lambda run_dir: find())
+        monkeypatch.setattr(checkpoint_search, "put_aside", self.put_aside.append)
         self.process = CoordinatorProcess.__new__(CoordinatorProcess)
+        core: Any = self.core
+        checkpoints: Any = self.checkpoints
         parts: dict[str, Any] = {
             "core": self.core,
-            "_setup": SimpleNamespace(run_dir=Path()),
-            "_recorder": SimpleNamespace(checkpoints=self.checkpoints, settled=[]),
-            "_state": SimpleNamespace(first_step=1),
-            "_ended": None,
+            "_recorder": SimpleNamespace(settled=[]),
+            "_checkpoint_finder": CheckpointFinder(
+                core,
+                checkpoints,
+                Path(),
+                restart_s=0.0,
+                begins_at_seed=True,
+                is_over=lambda: False,
+                answer=self.process.answer_checkpoint,
+            ),
             "_detector": self.detector,
             "_background": Background(),
         }

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from tests.protocol.machines import FIVE, report, started, suspicion
 
-from elaswave.control import coordinator
+from elaswave.control import recovery_planning
 from elaswave.control.background import Background, in_thread
 from elaswave.control.coordinator import CoordinatorProcess
+from elaswave.control.recovery_planning import RecoveryPlanning
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.decisions import plan_survivors
@@ -27,10 +28,13 @@ class Process(CoordinatorProcess):
         self.core = started(FIVE, Coordinator)
         self.paused: list[bool] = []
         self.threads: list[str] = []
+        planner: Any = SimpleNamespace(is_quick=lambda question: is_quick, recovery=self._recovery(plan))
+        background = Background()
         parts: dict[str, Any] = {
-            "_background": Background(),
-            "_detector": SimpleNamespace(pause=lambda now_s: self.paused.append(True)),
-            "_planner": SimpleNamespace(is_quick=lambda question: is_quick, recovery=self._recovery(plan)),
+            "_background": background,
+            "_recovery_planning": RecoveryPlanning(
+                planner, background, pause=lambda now_s: self.paused.append(True), answer=self.answer_plan
+            ),
             "_recorder": SimpleNamespace(settled=[], unfinished=lambda step, asked: PendingWork(False, asked)),
         }
         for name, part in parts.items():
@@ -100,7 +104,7 @@ def test_a_slow_plan_lets_other_events_through_and_holds_no_standstill_against_a
 
 
 def test_a_planner_that_exceeds_its_bound_is_replaced(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(coordinator, "PLAN_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(recovery_planning, "PLAN_TIMEOUT_S", 0.01)
     go_on = threading.Event()
 
     def plan(question: PlanRecovery) -> RecoveryPlan:
