@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.integration.jobs import QuietReporter, coordinator_of, run_job
 
-from elaswave.control import coordinator
+from elaswave.control import job_end
 from elaswave.control.file_store import FileStore
 from elaswave.control.journal import Entered
 from elaswave.errors import RecoveryError, RunFolderError
@@ -111,7 +111,7 @@ def test_a_result_that_cannot_be_written_names_the_checkpoint_to_go_on_from(
     def refuse(run_dir: Path, result: object) -> None:
         raise RunFolderError(f"cannot write {run_dir / 'result.json'}: Read-only file system")
 
-    monkeypatch.setattr(coordinator, "write_result", refuse)
+    monkeypatch.setattr(job_end, "write_result", refuse)
     with pytest.raises(RecoveryError, match="--resume` continues from the checkpoint of step 70"):
         run_job(tmp_path / "run", SETTINGS)
 

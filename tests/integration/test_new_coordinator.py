@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.integration.jobs import coordinator_of, run_job
 
-from elaswave.control import checkpoint_search, coordinator, local_job
+from elaswave.control import checkpoint_search, local_job
 from elaswave.control.checkpoint_search import CheckpointFinder
 from elaswave.control.checkpoints import Checkpoints
 from elaswave.control.coordinator import CoordinatorProcess
@@ -126,7 +126,7 @@ def test_a_coordinator_can_be_heard_while_it_verifies_checkpoints(
         where.write_text("main" if threading.current_thread() is threading.main_thread() else "beside")
         return find_newest_checkpoint(run_dir)
 
-    monkeypatch.setattr(coordinator, "find_newest_checkpoint", find_and_tell)
+    monkeypatch.setattr(checkpoint_search, "find_newest_checkpoint", find_and_tell)
     settings = {"run.steps": 5, "run.checkpoint_every": 1, "elastic.num_followers": 0}
     job = run_job(tmp_path / "run", settings, faults=["kill:2@4:backward"])
     assert where.read_text() == "beside"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.integration.jobs import QuietReporter, nothing_left, run_job, small_config
 
-from elaswave.control import checkpoints, coordinator, launcher, launcher_waits, template, template_link
+from elaswave.control import checkpoint_search, checkpoints, job_end, launcher, launcher_waits, template, template_link
 from elaswave.control.template_messages import Spawned
 from elaswave.errors import LaunchError, RecoveryError
 from elaswave.observability.events import RunFinished, read_events
@@ -143,7 +143,7 @@ def test_a_job_whose_template_was_killed_goes_on_from_its_checkpoint(tmp_path: P
 def test_a_template_that_is_killed_when_the_result_is_written_ends_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, run_dir = coordinator.write_result, tmp_path / "run"
+    write, run_dir = job_end.write_result, tmp_path / "run"
 
     def write_and_kill(*arguments: Any) -> None:
         write(*arguments)
@@ -151,7 +151,7 @@ def test_a_template_that_is_killed_when_the_result_is_written_ends_no_job(
         os.kill(template.pid, signal.SIGKILL)
         wait_for(lambda: not lives(template))
 
-    monkeypatch.setattr(coordinator, "write_result", write_and_kill)
+    monkeypatch.setattr(job_end, "write_result", write_and_kill)
     job = run_job(run_dir, SETTINGS)
     assert job.result.steps == 6 and [record.step for record in job.result.checkpoints][-1] == 6
 
@@ -386,7 +386,7 @@ def test_a_coordinator_that_looks_for_checkpoints_waits_for_one_in_hand(
                 os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(checkpoint_commit, "commit_checkpoint", slow)
-    monkeypatch.setattr(coordinator, "find_newest_checkpoint", look)
+    monkeypatch.setattr(checkpoint_search, "find_newest_checkpoint", look)
     settings = SETTINGS | {"elastic.num_followers": 0, "layout.widths": "[2]"}
     job = run_job(run_dir, settings, probe=KillsItself(), before_effect=note)
     assert mark.exists() and not early.exists()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elaswave.control import checkpoint_search, coordinator
+from elaswave.control import checkpoint_search, job_driver
 from elaswave.control.background import Background
 from elaswave.control.checkpoint_search import CheckpointFinder
 from elaswave.control.coordinator import CoordinatorProcess
@@ -44,7 +44,7 @@ class Search:
         checkpoints: Any = self.checkpoints
         parts: dict[str, Any] = {
             "core": self.core,
-            "_recorder": SimpleNamespace(settled=[]),
+            "_publishing": SimpleNamespace(tell_settled=lambda: None),
             "_checkpoint_finder": CheckpointFinder(
                 core,
                 checkpoints,
@@ -104,7 +104,7 @@ def test_no_survivor_is_held_for_lost_however_long_a_search_lasts(monkeypatch: p
         for worker in (0, 1):
             search.detector.joined(worker, 0.0)
         with monkeypatch.context() as at_the_beginning:
-            at_the_beginning.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: 0.0))
+            at_the_beginning.setattr(job_driver, "time", SimpleNamespace(monotonic=lambda: 0.0))
             search.process.find_checkpoint(events.FindCheckpoint(1))
         assert lost_while_waiting(search.detector, 0.0, 2 * UNLEARNED_S) == []
         go_on.set()

@@ -35,7 +35,8 @@ class Process(CoordinatorProcess):
             "_recovery_planning": RecoveryPlanning(
                 planner, background, pause=lambda now_s: self.paused.append(True), answer=self.answer_plan
             ),
-            "_recorder": SimpleNamespace(settled=[], unfinished=lambda step, asked: PendingWork(False, asked)),
+            "_publishing": SimpleNamespace(tell_settled=lambda: None),
+            "_recorder": SimpleNamespace(unfinished=lambda step, asked: PendingWork(False, asked)),
         }
         for name, part in parts.items():
             setattr(self, name, part)

@@ -1,0 +1,453 @@
+"""A coordinator's machine in a process: its parts, what it asks for, what follows by the clock. Others are connected
+to it by `elaswave.control.coordinator`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+from elaswave.control.agent_messages import (
+    Awaited,
+    BreakOffCommit,
+    CommitCheckpoint,
+    Ended,
+    EndJoiner,
+    SpawnJoiner,
+    StopAsked,
+    ToAgent,
+    ToCoordinator,
+)
+from elaswave.control.asked_members import AskedMembers
+from elaswave.control.background import Background, call_at_end
+from elaswave.control.checkpoint_search import CheckpointFinder
+from elaswave.control.coordinator_setup import CoordinatorSetup
+from elaswave.control.data_waits import DataWaits
+from elaswave.control.job_end import JobEnd
+from elaswave.control.job_status import JobParts
+from elaswave.control.joiners import Joiners
+from elaswave.control.journal import core_records
+from elaswave.control.layout_searches import LayoutSearches
+from elaswave.control.membership import Membership
+from elaswave.control.open_store import open_store
+from elaswave.control.operations import Operations
+from elaswave.control.operator_desk import OperatorDesk
+from elaswave.control.own_faults import OwnFaults
+from elaswave.control.publishing import Publishing
+from elaswave.control.recorder import RunRecorder
+from elaswave.control.recoveries import RecoveryLog
+from elaswave.control.recovery_planning import RecoveryPlanning
+from elaswave.control.recovery_reports import RecoveryReports
+from elaswave.control.run_planner import RunPlanner
+from elaswave.control.server import ControlServer
+from elaswave.control.store import Owner
+from elaswave.control.terminal import AGENT, Terminal
+from elaswave.observability.events import EventLog
+from elaswave.observability.result import EVENTS_FILE
+from elaswave.observability.run_folder import data_facts
+from elaswave.protocol import events
+from elaswave.protocol.coordinator import Bounds, Coordinator
+from elaswave.protocol.detection import Detector, Suspicion
+from elaswave.protocol.driver import CoordinatorDriver
+from elaswave.protocol.ending import MemberEnd
+from elaswave.protocol.messages import (
+    CoreToWorker,
+    Decision,
+)
+from elaswave.worker.identity import identity_of
+from elaswave.worker.messages import (
+    Failed,
+    Start,
+    StepReport,
+    Stop,
+)
+
+_log = logging.getLogger("elaswave.control")
+
+
+class JobDriver(CoordinatorDriver):
+    """Drives the machine of one job.
+
+    Args:
+        setup: what its process is started with.
+    """
+
+    def __init__(self, setup: CoordinatorSetup) -> None:
+        self._setup = setup
+        plan = setup.plan
+        self._background = Background()
+        """Planning, and looking for checkpoints."""
+        self._store = open_store(plan.config.control, setup.run_dir, setup.control_dir, self._store_owner())
+        records = self._store.records()
+        self._server: ControlServer[ToCoordinator] = ControlServer(when_durable=self._store.when_durable)
+        self._terminal = Terminal(self._server)
+        self._joiners = Joiners(
+            plan,
+            lambda: identity_of(plan, data_facts(setup.run_dir)),
+            records,
+            self._store.append,
+            self._terminal.say,
+        )
+        self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._terminal.say_trouble)
+        self._recorder = RunRecorder(
+            plan,
+            setup.sampler,
+            setup.run_dir,
+            checkpoint=setup.checkpoint,
+            store=self._store,
+            events=self._events,
+            terminal=self._terminal,
+            records=records or None,
+            commit=lambda number, request: self._tell_agent(CommitCheckpoint(number=number, request=request)),
+            break_off=lambda number: self._tell_agent(BreakOffCommit(number=number)),
+            started_s=setup.started_s,
+        )
+        self._state = self._recorder.state
+        self._data_waits = DataWaits()
+        elastic = plan.config.elastic
+        self._planner = RunPlanner(plan)
+        self.core = Coordinator(
+            layout=plan.layout,
+            placement=plan.placement,
+            blocks=plan.blocks,
+            num_followers=elastic.num_followers,
+            scatter_width=plan.scatter_width,
+            bounds=Bounds(elastic.min_workers, elastic.max_failures_per_hour),
+            restarts=self._planner.restarts,
+            first_step=self._state.first_step,
+            records=core_records(records),
+            execution=plan.execution,
+        )
+        self._membership = Membership(
+            self.core,
+            self._joiners,
+            feed=self.feed,
+            suspect=self._take_suspicions,
+            spawn=lambda worker: self._tell_agent(SpawnJoiner(worker=worker)),
+            end=lambda worker: self._tell_agent(EndJoiner(worker=worker)),
+            send=self.send,
+            say=self._terminal.say,
+            drain_deadline_s=elastic.drain_deadline_s,
+            refused=lambda worker, problem: self._operations.not_admitted(worker, problem),
+        )
+        self._has_begun = any(isinstance(record, events.StartRecord | Decision) for record in records)
+        """Whether all members have registered before: with an earlier coordinator."""
+        self._knows_speeds = not self._has_begun
+        """Whether the planner counts with the speeds that the layout in force was planned with; a new coordinator
+        learns the layout from the first step."""
+        self._asked_of_agent: tuple[int, ...] = ()
+        """The workers of whose processes the agent tells."""
+        self._decisions = [record for record in records if isinstance(record, Decision)]
+        self._recoveries = RecoveryReports(
+            RecoveryLog(setup.run_dir, plan.config.run.steps),
+            self._recorder,
+            self._terminal,
+            num_steps=plan.config.run.steps,
+            coordinator_ends_s=setup.coordinator_ends_s[self._state.num_restarts :],
+        )
+        self._faults = OwnFaults(setup.faults, setup.run_dir, self)
+        self._detector = Detector(takes_over=self._has_begun)
+        self._recovery_planning = RecoveryPlanning(
+            self._planner, self._background, pause=self._detector.pause, answer=self.answer_plan
+        )
+        self._searches = LayoutSearches(
+            self._planner,
+            self.core,
+            self._recorder,
+            self._terminal,
+            self._background,
+            is_over=lambda: self._end.is_there,
+            change=self.feed,
+        )
+        self._checkpoint_finder = CheckpointFinder(
+            self.core,
+            self._recorder.checkpoints,
+            setup.run_dir,
+            restart_s=elastic.restart_s,
+            begins_at_seed=self._state.first_step == 1,
+            is_over=lambda: self._end.is_there,
+            answer=self.answer_checkpoint,
+        )
+        job = JobParts(plan, self.core, self._state, self._recorder.checkpoints, self._planner)
+        self._operations = Operations(
+            job,
+            send_all=self._server.send_all,
+            stop=partial(self._stop_job, "elaswave ctl stop"),
+            begin=self._background.begin,
+            change=self.feed,
+            members=AskedMembers(job, self.request_join, self.request_drain),
+        )
+        self._desk = OperatorDesk(self._server, job, self._operations)
+        self._end = JobEnd(
+            self.core,
+            self._joiners,
+            self._recorder,
+            self._events,
+            self._terminal,
+            self._server,
+            first_workers=plan.layout.workers,
+            tell_operators=self._desk.ended,
+        )
+        self._publishing = Publishing(
+            self.core,
+            self._recorder,
+            self._recoveries,
+            self._server,
+            stepped=self._after_step,
+            recorded=self.end_if_finished,
+            failed=lambda error: self._end.come(Ended(outcome="failed", reason=str(error), is_state_error=True)),
+        )
+        self._stop: Stop | None = None
+        self._start: Start | None = None
+        self._failures: dict[int, Failed] = {}
+        self._watched: set[int] = set()
+        """Workers for whose end a thread waits."""
+        self._ticker: asyncio.TimerHandle | None = None
+
+    def _store_owner(self) -> Owner:
+        """What a store that works beside the event loop may do here."""
+        loop, background = asyncio.get_running_loop(), self._background
+        return Owner(
+            post=lambda call: loop.call_soon_threadsafe(background.guarded, call),
+            turn=lambda: self._server.keep_alive(),
+            say=lambda text: self._terminal.say_trouble(text),
+            broken=background.fail,
+        )
+
+    def _tell_agent(self, message: ToAgent) -> None:
+        """Without a connection it is dropped; what it must know it is told when it has connected."""
+        self._server.send(AGENT, message)
+
+    # ---------------------------------------------------------------------------------------------------------- effects
+
+    def carry_out(self, effects: Sequence[events.CoordinatorEffect]) -> None:
+        """Carries out effects in their order."""
+        super().carry_out(effects)
+        self._publishing.tell_settled()
+
+    def carry_out_one(self, effect: events.CoordinatorEffect) -> None:
+        """Carries out one effect."""
+        self._setup.before_effect(effect)
+        super().carry_out_one(effect)
+
+    def now_s(self) -> float:
+        """Monotonic time of this machine."""
+        return time.monotonic()
+
+    def persist(self, record: events.Record) -> None:
+        """Into the journal."""
+        self._store.append(record)
+
+    def send(self, worker: int, message: CoreToWorker) -> None:
+        """Over the control connection, if there is one."""
+        self._server.send(worker, message)
+
+    def tell_addresses(self, addresses: dict[int, str]) -> None:
+        """As the start."""
+        self._start = Start(addresses=addresses)
+        self._server.send_all(self.core.members, self._start)
+
+    def find_checkpoint(self, question: events.FindCheckpoint) -> None:
+        """In a thread: checksums of large files take longer than this process may be silent.
+
+        They may also take longer than survivors may stand still: until the decision that is held against none of them.
+        """
+        self._detector.pause(time.monotonic())
+        self._background.begin(self._checkpoint_finder.find(question))
+
+    def on_new_epoch(self, effect: events.NewEpoch) -> None:
+        """Shows that workers were lost."""
+        now_s = time.monotonic()
+        self._detector.new_epoch(now_s)
+        self._state.new_epoch(effect.epoch)
+        for worker in effect.joined:
+            self._detector.joined(worker, now_s)
+            self._watch(worker)
+        for worker in effect.left:
+            self._detector.left(worker)
+        for suspicion in effect.suspicions:
+            self._detector.left(suspicion.worker)
+            _log.warning("epoch %d: %s", effect.epoch, suspicion.reason)
+        self._membership.new_epoch(effect, now_s)
+        self._operations.lost(suspicion.worker for suspicion in effect.suspicions)
+        self._recoveries.new_epoch(effect, now_s)
+
+    def on_decided(self, effect: events.Decided) -> None:
+        """Shows how survivors go on."""
+        decision = effect.decision
+        self._detector.resume(time.monotonic())
+        self._report_restart(time.monotonic())  # workers that were still missing are no members any more
+        self._operations.decided(decision)
+        self._recoveries.log.decided(decision, time.monotonic(), self._recovery_planning.took_s)
+        self._recorder.decided(decision)
+        if effect.predicted_step_s is not None:
+            self._recorder.predicted(effect.predicted_step_s)
+        if decision.rollback is not None:
+            where = f"the job goes back to the checkpoint of step {decision.rollback}"
+            self._terminal.say(
+                f"{decision.reason}: {where if decision.rollback else 'the job begins again from the seed'}"
+            )
+
+    def on_resumed(self, effect: events.Resumed) -> None:
+        """Shows that all members compute again."""
+        self._recoveries.resumed(time.monotonic())
+        self._stop_if_none_stay()
+        self._searches.plan_for_members()
+        self._searches.look_for_better()
+
+    def note(self, effect: events.Note) -> None:
+        """A line of the log."""
+        _log.info("%s", effect.text)
+
+    def on_end(self, effect: events.End) -> None:
+        """Ends the job."""
+        failure = None if effect.worker is None else self._failures.get(effect.worker)
+        self._end.come(
+            Ended(
+                outcome="failed",
+                reason=effect.reason + self._recorder.advice(),
+                worker=effect.worker,
+                traceback_text="" if failure is None else failure.traceback_text,
+            )
+        )
+
+    # -------------------------------------------------------------------------------------------------------- questions
+
+    def plan_recovery(self, question: events.PlanRecovery) -> None:
+        """In the same turn if that is quick, else beside it, within a bound."""
+        self._recovery_planning.plan(question)
+
+    def pending_work(self, step: int, asked: bool) -> events.PendingWork:
+        """As the run's records have it."""
+        return self._recorder.unfinished(step, asked)
+
+    def ends(self) -> Mapping[int, MemberEnd]:
+        """As the run's records have it."""
+        return self._state.ends
+
+    def published_step(self) -> int:
+        """As the run's records have it."""
+        return self._state.last_step
+
+    def give_up_missing_parts(self) -> None:
+        """With a word to the workers."""
+        self._publishing.give_up_missing_parts()
+
+    def is_committing(self) -> bool:
+        """Whether the committer has still to answer."""
+        return self._recorder.checkpoints.is_committing
+
+    def on_finished(self) -> None:
+        """Writes the result, and ends the job."""
+        self._recoveries.flush()
+        self._end.finish(self._setup.run_dir, self._faults.never_struck)
+
+    # ------------------------------------------------------------------------------------------------------------ steps
+
+    def _after_step(self, message: StepReport) -> None:
+        """Looks at what a published step says of layouts, and of what joiners must have in common."""
+        self._planner.measurements.add_step(message)
+        answers = self._joiners.committed(self.core.members, message.vector, self._publishing.environment)
+        self._membership.answer(answers, time.monotonic())
+        change = self.core.change_in_force(message.change)
+        if change is not None:
+            self._recorder.changed(change, message.step + 1)
+        if not self._knows_speeds:
+            self._knows_speeds = True
+            self._planner.take_over(self.core.in_force().execution)
+        self._searches.predict_first()
+        self._searches.plan_for_members()
+        self._searches.look_for_better()
+        self._faults.strike(message.step + 1)  # a step may be over before a heartbeat tells of it
+
+    # ----------------------------------------------------------------------------------------------- comings and goings
+
+    def request_join(self, count: int) -> list[int]:
+        """Has workers started that join, beside those that the job aims at; returns their ids, none at the end."""
+        return self._membership.join(count, time.monotonic())
+
+    def request_drain(self, worker: int, deadline_s: float | None = None) -> None:
+        """Has a worker leave.
+
+        Args:
+            worker: its id.
+            deadline_s: seconds after which it is lost; None: elastic.drain_deadline_s.
+        """
+        self._membership.leave(worker, deadline_s, time.monotonic())
+        self._searches.plan_for_members()
+        self._stop_if_none_stay()
+
+    def _stop_if_none_stay(self) -> None:
+        """A job whose members are all to leave ends, with a checkpoint, before their time is over."""
+        going = self.core.admissions.leaving.intersection(self.core.members)
+        needed = max(1, self._setup.plan.config.elastic.min_workers)
+        if going and len(self.core.members) - len(going) < needed and self._stop is None and not self._end.is_there:
+            who = "all workers are" if len(going) == len(self.core.members) else f"workers {_named(going)} are"
+            self._stop_job(f"{who} to leave, and the job needs {needed}")
+
+    def _stop_job(self, cause: str) -> None:
+        """The agent deals with it as with a signal, and tells every later coordinator."""
+        self._tell_agent(StopAsked(cause=cause))
+        self._stop_workers()
+
+    def _stop_workers(self) -> None:
+        self._membership.stop()
+        self._stop = Stop()
+        self._operations.stopping()
+        self._server.send_all(self.core.members, self._stop)
+
+    # -------------------------------------------------------------------------------------------------------- processes
+
+    def _ask_agent(self) -> None:
+        """Asks how the processes of workers get on that have not registered, or have not said a word; of none once all
+        have."""
+        self._asked_of_agent = tuple(sorted({*self._detector.awaited, *self._membership.silent}))
+        self._tell_agent(Awaited(workers=self._asked_of_agent))
+
+    def _watch(self, worker: int) -> None:
+        """Waits for a worker's end in a thread; the agent's own news of it comes later."""
+        if worker in self._watched:
+            return
+        self._watched.add(worker)
+        ended = partial(self._on_end_of_process, worker, "has ended")
+        call_at_end(self._setup.deaths, worker, partial(self._background.guarded, ended))
+
+    def _on_end_of_process(self, worker: int, text: str) -> None:
+        self._membership.ended(worker, time.monotonic())
+        self._operations.not_admitted(worker, f"its process {text}")
+        if worker in self.core.members and not self._end.is_there and worker not in self._failures:
+            self._detector.exited(worker, text, time.monotonic())
+            self._tick_soon()
+
+    def _report_restart(self, now_s: float) -> None:
+        """Says that this coordinator follows others, once all members have found it."""
+        if set(self._server.peers) >= set(self.core.members):
+            self._recoveries.coordinator_found(now_s, self.core.epoch)
+
+    # ------------------------------------------------------------------------------------------------------------- time
+
+    def _tick(self) -> None:
+        """Asks the detector whom it suspects, and when to ask again."""
+        now_s = time.monotonic()
+        self._take_suspicions(self._detector.tick(now_s))
+        self._publishing.tick(now_s)
+        self._desk.turn()
+        if set(self._asked_of_agent) != {*self._detector.awaited, *self._membership.silent}:
+            self._ask_agent()
+        next_s = min(self._detector.next_tick_s(now_s), self._membership.tick(now_s, self._state.step_s))
+        wait_s = max(0.005, min(0.2, next_s - now_s))
+        self._ticker = asyncio.get_running_loop().call_later(wait_s, self._background.guarded, self._tick)
+
+    def _tick_soon(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self._tick()
+
+    def _take_suspicions(self, suspicions: Sequence[Suspicion]) -> None:
+        if suspicions and not self._end.is_there:
+            self.suspect(suspicions)
+
+
+def _named(workers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(workers)))
