@@ -151,7 +151,9 @@ class CoordinatorProcess(JobDriver):
 
     def _on_message(self, peer: int, message: ToCoordinator) -> None:
         now_s = time.monotonic()
-        if is_operator(peer) or isinstance(message, FromOperator):
+        if isinstance(message, Heartbeat) and message.worker == peer and peer in self.core.members:
+            self._on_heartbeat(message, now_s)  # most messages are: they take the shortest way
+        elif is_operator(peer) or isinstance(message, FromOperator):
             self._desk.received(peer, message)
         elif isinstance(message, AgentHello | Exited | StopJob | CpuTimes | CheckpointCommitted):
             if peer == AGENT:
@@ -166,7 +168,7 @@ class CoordinatorProcess(JobDriver):
         elif not self._end.is_there and not isinstance(message, Failed | Linked) and not self.hears(message.worker):
             _log.info("%s of worker %d, which is no member, does not count", type(message).__name__, message.worker)
         elif isinstance(message, Heartbeat):
-            self._on_heartbeat(message, now_s)
+            pass  # after the end, of a worker that is no member
         elif isinstance(message, Registered):
             self._on_registered(message, now_s)
         elif isinstance(message, Linked | Paused):
@@ -258,8 +260,6 @@ class CoordinatorProcess(JobDriver):
             self._membership.heard(message, now_s)
 
     def _on_heartbeat(self, message: Heartbeat, now_s: float) -> None:
-        if message.worker not in self.core.members:
-            return
         position = Position(
             epoch=message.epoch,
             step=message.step,

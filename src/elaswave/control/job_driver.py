@@ -22,6 +22,7 @@ from elaswave.control.agent_messages import (
 from elaswave.control.asked_members import AskedMembers
 from elaswave.control.background import Background, call_at_end
 from elaswave.control.checkpoint_search import CheckpointFinder
+from elaswave.control.client import next_heartbeat_s
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.data_waits import DataWaits
 from elaswave.control.job_end import JobEnd
@@ -48,7 +49,7 @@ from elaswave.observability.result import EVENTS_FILE
 from elaswave.observability.run_folder import data_facts
 from elaswave.protocol import events
 from elaswave.protocol.coordinator import Bounds, Coordinator
-from elaswave.protocol.detection import Detector, Suspicion
+from elaswave.protocol.detection import TICK_S, Detector, Suspicion
 from elaswave.protocol.driver import CoordinatorDriver
 from elaswave.protocol.ending import MemberEnd
 from elaswave.protocol.messages import (
@@ -195,7 +196,7 @@ class JobDriver(CoordinatorDriver):
             self._recoveries,
             self._server,
             stepped=self._after_step,
-            recorded=self.end_if_finished,
+            recorded=self._finish_if_complete,
             failed=lambda error: self._end.come(Ended(outcome="failed", reason=str(error), is_state_error=True)),
         )
         self._stop: Stop | None = None
@@ -338,6 +339,10 @@ class JobDriver(CoordinatorDriver):
         """Whether the committer has still to answer."""
         return self._recorder.checkpoints.is_committing
 
+    def _finish_if_complete(self) -> None:
+        if not self._end.is_there:
+            self.end_if_finished()
+
     def on_finished(self) -> None:
         """Writes the result, and ends the job."""
         self._recoveries.flush()
@@ -436,6 +441,7 @@ class JobDriver(CoordinatorDriver):
         if set(self._asked_of_agent) != {*self._detector.awaited, *self._membership.silent}:
             self._ask_agent()
         next_s = min(self._detector.next_tick_s(now_s), self._membership.tick(now_s, self._state.step_s))
+        next_s = min(next_s, next_heartbeat_s(now_s, TICK_S))  # when heartbeats come, to wake once for both
         wait_s = max(0.005, min(0.2, next_s - now_s))
         self._ticker = asyncio.get_running_loop().call_later(wait_s, self._background.guarded, self._tick)
 

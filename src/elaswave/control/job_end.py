@@ -24,12 +24,13 @@ class JobEnd:
     """Whether a job is over, how it has ended, and who has heard of it.
 
     Args:
-        core: the machine, at its beginning.
+        core: the machine.
         joiners: nobody is started any more after the end.
         recorder: of the run.
         events: the run's log.
         terminal: what is shown.
         server: has the connections.
+        first_workers: of the job.
         tell_operators: called with outcome and reason.
     """
 
