@@ -32,11 +32,12 @@ from elaswave.control.agent_messages import (
 )
 from elaswave.control.asked_members import AskedMembers
 from elaswave.control.background import Background, call_at_end, in_thread
+from elaswave.control.clocks import by_own_clock
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.data_waits import DataWaits
 from elaswave.control.job_status import JobParts
 from elaswave.control.joiners import Joiners
-from elaswave.control.journal import core_records
+from elaswave.control.journal import ClockRead, JournalRecord, core_records
 from elaswave.control.membership import Membership
 from elaswave.control.open_store import open_store
 from elaswave.control.operations import Operations
@@ -52,6 +53,7 @@ from elaswave.control.store import Owner
 from elaswave.control.terminal import AGENT, Terminal
 from elaswave.control.wire import is_operator
 from elaswave.errors import ElaswaveError, RunFolderError, StateError, SupersededError
+from elaswave.observability.clock import clock_here
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE, write_digests, write_result
 from elaswave.observability.run_folder import data_facts
@@ -117,7 +119,7 @@ class CoordinatorProcess(CoordinatorDriver):
         self._background = Background()
         """Planning, and looking for checkpoints."""
         self._store = open_store(plan.config.control, setup.run_dir, setup.control_dir, self._store_owner())
-        records = self._store.records()
+        records = self._records_by_own_clock()
         self._server: ControlServer[ToCoordinator] = ControlServer(when_durable=self._store.when_durable)
         self._terminal = Terminal(self._server)
         self._joiners = Joiners(
@@ -216,6 +218,13 @@ class CoordinatorProcess(CoordinatorDriver):
         self._informed: set[int] = set()
         """Who has been told of the end, or has ended itself."""
         self._ticker: asyncio.TimerHandle | None = None
+
+    def _records_by_own_clock(self) -> list[JournalRecord]:
+        """What earlier coordinators have recorded; from here on what this one records is by its clock."""
+        clock, now_s = clock_here(), time.monotonic()
+        records = by_own_clock(self._store.records(), clock, now_s)
+        self._store.add(ClockRead(clock=clock, at_s=now_s))
+        return records
 
     def _store_owner(self) -> Owner:
         """What a store that works beside the event loop may do here."""
@@ -480,7 +489,7 @@ class CoordinatorProcess(CoordinatorDriver):
         """A worker has had a notice. A job that is stopping, or over, lets it go anyway."""
         if self._ended is not None or self._stop is not None:
             return
-        left_s = max(0.0, message.deadline_s - (now_s - message.at_s))
+        left_s = max(0.0, message.left_s - self._server.age_s)
         if message.worker not in self._leaving:
             self._leaving.add(message.worker)
             self._terminal.say(
@@ -611,8 +620,10 @@ class CoordinatorProcess(CoordinatorDriver):
                 self._environment = message.environment
                 self._recorder.ready(message)
             elif isinstance(message, StepReport):
-                self._recoveries.committed(message)
-                if self._recorder.step(message):
+                # By its own clock: a worker tells only how long ago it was.
+                finished_s = now_s - self._server.age_s - message.ago_s
+                self._recoveries.committed(message, finished_s)
+                if self._recorder.step(message, finished_s):
                     self._planner.measurements.add_step(message)
                     self._after_step(message)
                     self._faults.strike(message.step + 1)  # a step may be over before a heartbeat tells of it
