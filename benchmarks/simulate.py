@@ -32,7 +32,9 @@ from elaswave.planning.healthy import healthy_step_s
 from elaswave.planning.placed_blocks import Placing
 from elaswave.planning.policies import POLICIES
 from elaswave.sim.cluster.failures import DAY_S, Scenario, draw, rates_named
-from elaswave.sim.cluster.job import PolicyOutcome, simulate, summarize
+from elaswave.sim.cluster.job import simulate
+from elaswave.sim.cluster.outcome import PolicyOutcome
+from elaswave.sim.cluster.summary import summarize
 from elaswave.sim.cluster.traces import read_trace
 
 SCHEDULE = "zero-bubble"

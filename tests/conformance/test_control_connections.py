@@ -137,6 +137,23 @@ def test_peers_hear_of_a_server_whose_loop_waits(one_town):
     assert coordinator.events(0) == ["connected"] and worker.num_hellos == 1
 
 
+def test_a_message_tells_how_long_it_has_waited_for_a_connection(one_town):
+    ages: list[float] = []
+    worker = one_town.participant(0)
+    begun = time.monotonic()
+    worker.client.send(Say(1), durable=True)
+    until(lambda: worker.client.trouble)  # there is nobody
+    least = time.monotonic() - begun
+    coordinator = one_town.coordinator(on_message=lambda peer, message: ages.append(coordinator.server.age_s))
+    until(lambda: coordinator.said(0) == [1])
+    until(lambda: worker.client.connected)
+    worker.client.send(Say(2))
+    until(lambda: coordinator.said(0) == [1, 2])
+    hello, late, present = ages
+    assert hello == present == 0.0
+    assert least - 0.001 <= late <= time.monotonic() - begun + 0.001
+
+
 def test_large_messages_pass_in_both_directions(town):
     coordinator = town.coordinator()
     worker = town.participant(0)

@@ -61,7 +61,7 @@ def reasons(coordinator, text: str) -> None:
 
 
 def frame(version=PROTOCOL_VERSION, kind=Kind.MESSAGE, length=0, number=0) -> bytes:
-    return struct.pack("<BBIQ", version, kind, length, number)
+    return struct.pack("<BBIIQ", version, kind, 0, length, number)
 
 
 def test_a_wrong_key(world, caplog):

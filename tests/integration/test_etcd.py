@@ -32,20 +32,20 @@ class Watcher(QuietReporter):
     def __init__(
         self,
         on_step: dict[int, Callable[[], None]] | None = None,
-        on_message: tuple[str, Callable[[], None]] | None = None,
+        on_error: tuple[str, Callable[[], None]] | None = None,
     ) -> None:
         super().__init__()
         self._on_step = on_step or {}
-        self._on_message = on_message
+        self._on_error = on_error
 
     def step(self, step: int, *arguments: object) -> None:  # type: ignore[override]
         super().step(step, *arguments)  # type: ignore[arg-type]
         self._on_step.pop(step, lambda: None)()
 
-    def message(self, text: str) -> None:
-        super().message(text)
-        if self._on_message is not None and self._on_message[0] in text:
-            act, self._on_message = self._on_message[1], None
+    def error(self, text: str) -> None:
+        super().error(text)
+        if self._on_error is not None and self._on_error[0] in text:
+            act, self._on_error = self._on_error[1], None
             act()
 
 
@@ -98,7 +98,7 @@ def test_a_loss_waits_for_a_quorum_of_10_s_and_nothing_is_lost(tmp_path: Path) -
         reporter = Watcher({4: stop}, ("the coordinator waits for its store", go_on_later))
         settings = {"run.steps": 20, "control.store": store_of(members)}
         job = run_job(tmp_path / "run", settings, faults=["kill:2@8:backward"], reporter=reporter)
-        assert any("answers again" in text for text in reporter.messages)
+        assert any("answers again" in text for text in reporter.errors)
         timers[0].join()
     assert [recovery.kind for recovery in job.result.recoveries] == ["lost"]
     assert job.computation == run_job(tmp_path / "reference", {"run.steps": 20}).computation
@@ -119,4 +119,4 @@ def test_a_loss_that_etcd_never_takes_ends_the_job_with_the_reason(tmp_path: Pat
     with cluster(1) as members:
         settings = {"run.steps": 40, "control.store": store_of(members), "control.store_patience_s": 3}
         with pytest.raises(RecoveryError, match="has not taken a record for 3 s .*control.store_patience_s"):
-            run_job(tmp_path / "run", settings, faults=["kill:2@8"], reporter=Watcher({4: members[0].kill}))
+            run_job(tmp_path / "run", settings, faults=["kill:2@8"], reporter=Watcher({4: members[0].stop}))

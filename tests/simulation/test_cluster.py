@@ -16,7 +16,9 @@ from elaswave.planning.baselines.common import make_plan, rectangle
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.policies import OWN_STEPS, POLICIES, SPARES
 from elaswave.sim.cluster.failures import DAY_S, ClusterChange, Rates, Scenario, draw
-from elaswave.sim.cluster.job import PolicyOutcome, interval_of, simulate, summarize
+from elaswave.sim.cluster.job import simulate
+from elaswave.sim.cluster.outcome import PolicyOutcome
+from elaswave.sim.cluster.summary import interval_of, summarize
 
 COSTS = layers(1, 1, 1, 1)
 HOUR_S = 3600.0

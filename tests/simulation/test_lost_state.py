@@ -11,7 +11,8 @@ from elaswave.planning.placed_blocks import PlacedBlocks, Placing
 from elaswave.planning.plan import Plan
 from elaswave.planning.policies import POLICIES
 from elaswave.sim.cluster.held_state import HeldBlocks, HeldWhole, held_state
-from elaswave.sim.cluster.job import PolicyOutcome, simulate
+from elaswave.sim.cluster.job import simulate
+from elaswave.sim.cluster.outcome import PolicyOutcome
 
 PAUSES = RecoveryTimes(checkpoint_stall_s=0.0, backup_interval_s=1000.0, storage_bytes_per_s=1e6)
 PAIRS = Placing(scatter_width=1)

@@ -21,7 +21,6 @@ def report_of(step: int, *, epoch: int = 1, checkpoint: int = 0) -> StepReport:
         vector=b"",
         change=0,
         checkpoint=checkpoint,
-        finished_s=float(step),
         retries=[],
     )
 

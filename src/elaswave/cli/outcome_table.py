@@ -9,7 +9,8 @@ import msgspec
 from elaswave.cli.tables import format_bytes, format_seconds, render_table
 from elaswave.observability.wrapping import wrap
 from elaswave.sim.cluster.failures import DAY_S
-from elaswave.sim.cluster.job import Interval, PolicyOutcome, summarize
+from elaswave.sim.cluster.outcome import PolicyOutcome
+from elaswave.sim.cluster.summary import Interval, summarize
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from elaswave.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from elaswave.sim.cluster.job import PolicyOutcome
+    from elaswave.sim.cluster.outcome import PolicyOutcome
 
 SUFFIXES = (".png", ".svg")
 

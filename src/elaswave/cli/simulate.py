@@ -35,7 +35,8 @@ from elaswave.planning.fault_free import fastest_fault_free
 from elaswave.planning.healthy import healthy_step_s
 from elaswave.planning.policies import POLICIES
 from elaswave.sim.cluster.failures import DAY_S, Scenario
-from elaswave.sim.cluster.job import PolicyOutcome, simulate
+from elaswave.sim.cluster.job import simulate
+from elaswave.sim.cluster.outcome import PolicyOutcome
 
 PLANS_MAX = 100_000
 """Most plans that one command may ask policies for together: each takes some milliseconds to a second."""

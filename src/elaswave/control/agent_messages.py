@@ -10,8 +10,6 @@ class Exited(Message, frozen=True, kw_only=True):
     worker: int
     text: str
     """How: "was killed by SIGKILL"."""
-    at_s: float
-    """Monotonic time of the machine."""
 
 
 class CpuTimes(Message, frozen=True, kw_only=True):

@@ -66,6 +66,8 @@ class _Sent(NamedTuple):
     number: int
     """0 if it is not durable."""
     payload: bytes
+    made_s: float
+    """Monotonic time."""
 
 
 class _Phase(Enum):
@@ -229,12 +231,12 @@ class ControlClient(Generic[_T]):
                         "bring the coordinator back"
                     )
                 self._last_number = number = self._last_number + 1
-                self._unacknowledged.append(_Sent(number, payload))
+                self._unacknowledged.append(_Sent(number, payload, time.monotonic()))
                 self._num_unacknowledged_bytes += len(payload)
             if self._silent or self._broken is not None:
                 return False
             if self._phase is _Phase.OPENING:
-                self._meanwhile.append(_Sent(number, payload))
+                self._meanwhile.append(_Sent(number, payload, time.monotonic()))
                 return True
             if self._phase is not _Phase.OPEN:
                 return False
@@ -386,7 +388,8 @@ class ControlClient(Generic[_T]):
             self._on_frame(frame)
 
     def _greet(self, session: Session[_T]) -> None:
-        facts = [_Sent(0, encode(fact, self._max_message_bytes)) for fact in self._facts()]
+        now_s = time.monotonic()
+        facts = [_Sent(0, encode(fact, self._max_message_bytes), now_s) for fact in self._facts()]
         with self._changed:
             # Taken after the facts, so that no durable message that is older than one of them comes behind it.
             durable = list(self._unacknowledged)
@@ -396,7 +399,7 @@ class ControlClient(Generic[_T]):
             session.write(Kind.OPEN, self._identity)
             session.write(Kind.MESSAGE, 0, hello)
             for sent in [*durable, *facts, *self._meanwhile]:
-                session.write(Kind.MESSAGE, sent.number, sent.payload)
+                session.write(Kind.MESSAGE, sent.number, sent.payload, time.monotonic() - sent.made_s)
             self._meanwhile = []
             self._phase = _Phase.OPEN
             self._opened_at = time.monotonic()

@@ -197,13 +197,13 @@ class CoordinatorProcess(JobDriver):
         else:
             if isinstance(message, Finished):
                 self._joiners.stop()
-            self._publishing.publish(message)
+            self._publishing.publish(message, now_s)
 
     def _on_leaving(self, message: Leaving, now_s: float) -> None:
         """A worker has had a notice. A job that is stopping, or over, lets it go anyway."""
         if self._end.is_there or self._stop is not None:
             return
-        left_s = max(0.0, message.deadline_s - (now_s - message.at_s))
+        left_s = max(0.0, message.left_s - self._server.age_s)
         if message.worker not in self._leaving:
             self._leaving.add(message.worker)
             self._terminal.say(
@@ -285,7 +285,7 @@ class CoordinatorProcess(JobDriver):
         )
         if self.hears_vote(message.worker, evidence, message.epoch) and not self._end.is_there:
             self._operations.committed(message)
-            self._publishing.publish(message)
+            self._publishing.publish(message, now_s)
 
 
 def run_coordinator(setup: CoordinatorSetup) -> int:

@@ -23,12 +23,13 @@ from elaswave.control.asked_members import AskedMembers
 from elaswave.control.background import Background, call_at_end
 from elaswave.control.checkpoint_search import CheckpointFinder
 from elaswave.control.client import next_heartbeat_s
+from elaswave.control.clocks import by_own_clock
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.data_waits import DataWaits
 from elaswave.control.job_end import JobEnd
 from elaswave.control.job_status import JobParts
 from elaswave.control.joiners import Joiners
-from elaswave.control.journal import core_records
+from elaswave.control.journal import ClockRead, JournalRecord, core_records
 from elaswave.control.layout_searches import LayoutSearches
 from elaswave.control.membership import Membership
 from elaswave.control.open_store import open_store
@@ -44,6 +45,7 @@ from elaswave.control.run_planner import RunPlanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import Owner
 from elaswave.control.terminal import AGENT, Terminal
+from elaswave.observability.clock import clock_here
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE
 from elaswave.observability.run_folder import data_facts
@@ -80,7 +82,7 @@ class JobDriver(CoordinatorDriver):
         self._background = Background()
         """Planning, and looking for checkpoints."""
         self._store = open_store(plan.config.control, setup.run_dir, setup.control_dir, self._store_owner())
-        records = self._store.records()
+        records = self._records_by_own_clock()
         self._server: ControlServer[ToCoordinator] = ControlServer(when_durable=self._store.when_durable)
         self._terminal = Terminal(self._server)
         self._joiners = Joiners(
@@ -205,6 +207,13 @@ class JobDriver(CoordinatorDriver):
         self._watched: set[int] = set()
         """Workers for whose end a thread waits."""
         self._ticker: asyncio.TimerHandle | None = None
+
+    def _records_by_own_clock(self) -> list[JournalRecord]:
+        """What earlier coordinators have recorded; from here on what this one records is by its clock."""
+        clock, now_s = clock_here(), time.monotonic()
+        records = by_own_clock(self._store.records(), clock, now_s)
+        self._store.add(ClockRead(clock=clock, at_s=now_s))
+        return records
 
     def _store_owner(self) -> Owner:
         """What a store that works beside the event loop may do here."""

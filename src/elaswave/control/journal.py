@@ -18,7 +18,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True, tag="published"):
     step: int
     loss: float
     finished_s: float
-    """Monotonic time of the machine at which the step was done."""
+    """When it was done, by the coordinator's monotonic clock; see `ClockRead`."""
     metrics: dict[str, float] = {}
     """By name."""
 
@@ -41,17 +41,26 @@ class PlaceTaken(msgspec.Struct, frozen=True, kw_only=True, tag="place"):
     worker: int
     place: int
     at_s: float
-    """Monotonic time of the machine."""
+    """By the coordinator's monotonic clock; see `ClockRead`."""
+
+
+class ClockRead(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
+    """A coordinator begins: the times in all records from here to the next one of this kind are by its clock."""
+
+    clock: str
+    """Which, see `elaswave.observability.clock`."""
+    at_s: float
+    """What it shows."""
 
 
 JoinersRecord = PlaceTaken | Founders
 """Records of those who let joiners in."""
 RecorderRecord = Published | Entered | CheckpointGivenUp
 """Records of the run recorder."""
-JournalRecord = events.Record | RecorderRecord | JoinersRecord
+JournalRecord = events.Record | RecorderRecord | JoinersRecord | ClockRead
 """All records."""
 
 
 def core_records(records: list[JournalRecord]) -> list[events.Record]:
     """Those of the protocol's core, in order."""
-    return [record for record in records if not isinstance(record, RecorderRecord | JoinersRecord)]
+    return [record for record in records if not isinstance(record, RecorderRecord | JoinersRecord | ClockRead)]

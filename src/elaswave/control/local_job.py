@@ -383,7 +383,7 @@ class LocalJob:
     # ----------------------------------------------------------------------------------------------------- coordinator
 
     def _hello(self) -> AgentHello:
-        exited = [Exited(worker=end.worker, text=end.text, at_s=end.at_s) for end in self._agent.worker_ends]
+        exited = [Exited(worker=end.worker, text=end.text) for end in self._agent.worker_ends]
         stop = self.stop_signal is not None or self._calls.error is not None
         return AgentHello(exited=exited, stop=stop, called_step=self._calls.last_step)
 
@@ -515,7 +515,7 @@ class LocalJob:
         for effect in self._agent.handle(event):
             assert isinstance(effect, ReportEnd)
             if self._client is not None:
-                self._client.send(Exited(worker=effect.end.worker, text=effect.end.text, at_s=effect.end.at_s))
+                self._client.send(Exited(worker=effect.end.worker, text=effect.end.text))
 
     def _on_commit_done(self, message: CommitDone) -> None:
         if message.number == self._committing:

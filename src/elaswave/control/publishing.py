@@ -54,15 +54,26 @@ class Publishing:
         self._recorded = recorded
         self._failed = failed
 
-    def publish(self, message: Ready | StepReport | EvaluationReport | ShardWritten | ShardFailed | Finished) -> None:
-        """A worker has reported."""
+    def publish(
+        self,
+        message: Ready | StepReport | EvaluationReport | ShardWritten | ShardFailed | Finished,
+        now_s: float,
+    ) -> None:
+        """A worker has reported.
+
+        Args:
+            message: what arrives in this turn.
+            now_s: monotonic time.
+        """
         try:
             if isinstance(message, Ready):
                 self.environment = message.environment
                 self._recorder.ready(message)
             elif isinstance(message, StepReport):
-                self._recoveries.committed(message)
-                if self._recorder.step(message):
+                # By its own clock: a worker tells only how long ago it was.
+                finished_s = now_s - self._server.age_s - message.ago_s
+                self._recoveries.committed(message, finished_s)
+                if self._recorder.step(message, finished_s):
                     self._stepped(message)
             elif isinstance(message, EvaluationReport):
                 self._recorder.evaluation(message)

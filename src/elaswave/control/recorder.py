@@ -315,9 +315,11 @@ class RunRecorder:
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
-    def step(self, report: StepReport) -> bool:
+    def step(self, report: StepReport, finished_s: float) -> bool:
         """Publishes a committed step.
 
+        Args:
+            finished_s: when it was done, by this process's clock.
         Returns:
             Whether it is new, or has changed.
         Raises:
@@ -326,11 +328,9 @@ class RunRecorder:
         state = self.state
         if not state.is_new_loss(report.step, report.loss):
             return False
-        self._record(
-            Published(step=report.step, loss=report.loss, finished_s=report.finished_s, metrics=report.metrics)
-        )
-        state.time_step(report)
-        before_s = state.finished_s.get(report.step - 1, report.finished_s - report.duration_s)
+        self._record(Published(step=report.step, loss=report.loss, finished_s=finished_s, metrics=report.metrics))
+        state.time_step(report, finished_s)
+        before_s = state.finished_s.get(report.step - 1, finished_s - report.duration_s)
         num_samples = state.layout_of(report.step).num_microbatches * self._config.batch.microbatch_size
         num_tokens = None if self._tokens_per_sample is None else num_samples * self._tokens_per_sample
         data_pass, _ = self._sampler.cursor(report.step)
@@ -339,7 +339,7 @@ class RunRecorder:
                 step=report.step,
                 total_steps=self._config.run.steps,
                 loss=report.loss,
-                rate=(num_samples if num_tokens is None else num_tokens) / max(1e-9, report.finished_s - before_s),
+                rate=(num_samples if num_tokens is None else num_tokens) / max(1e-9, finished_s - before_s),
                 counts_samples=num_tokens is None,
                 data_pass=data_pass,
                 epoch=report.epoch,
@@ -359,7 +359,7 @@ class RunRecorder:
                 tokens_per_s=None if num_tokens is None else num_tokens / max(1e-9, report.duration_s),
                 samples_per_s=num_samples / max(1e-9, report.duration_s),
                 duration_s=report.duration_s,
-                finished_s=report.finished_s,
+                finished_s=finished_s,
                 phases_s=report.phases_s,
                 retries=report.retries,
                 metrics=dict(report.metrics),

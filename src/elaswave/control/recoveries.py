@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from elaswave.faults.injection import FAULTS_FILE, FaultRecord, read_fault_records
+from elaswave.observability.clock import clock_here
 from elaswave.observability.events import LayoutChosen
 from elaswave.observability.result import Recovery
 from elaswave.protocol.detection import Position
@@ -55,6 +56,7 @@ class RecoveryLog:
     def __init__(self, run_dir: Path, num_steps: int) -> None:
         self._run_dir = run_dir
         self._num_steps = num_steps
+        self._clock = clock_here()
         self._positions: dict[int, Position] = {}
         self._open: _OpenRecovery | None = None
         self._waiting: list[_OpenRecovery] = []
@@ -130,17 +132,21 @@ class RecoveryLog:
             self._waiting.append(self._open)
             self._open = None
 
-    def committed(self, report: StepReport) -> list[Recovery]:
-        """The next step is done: recoveries that it completes."""
+    def committed(self, report: StepReport, finished_s: float) -> list[Recovery]:
+        """The next step is done: recoveries that it completes.
+
+        Args:
+            finished_s: when it was, by this process's clock.
+        """
         pending = self._open
         if pending is not None and not pending.redone_s and _is_redo(pending, report):
             # Its vote needed all members, so all had gone on; their reports of it are still on their way.
-            pending.redone_s, pending.resumed_s = report.finished_s, report.finished_s - report.duration_s
+            pending.redone_s, pending.resumed_s = finished_s, finished_s - report.duration_s
         for waiting in self._waiting:
             if not waiting.redone_s and _is_redo(waiting, report):
-                waiting.redone_s = report.finished_s
+                waiting.redone_s = finished_s
                 if waiting.redone_s <= waiting.resumed_s:  # the last member was heard after it had made the step
-                    waiting.resumed_s = report.finished_s - report.duration_s
+                    waiting.resumed_s = finished_s - report.duration_s
         return self._done([waiting for waiting in self._waiting if waiting.redone_s])
 
     def flush(self) -> list[Recovery]:
@@ -162,6 +168,8 @@ class RecoveryLog:
             unknown = (min(decision.resume_step, self._num_steps), "any")
             step, phase = pending.places.get(suspicion.worker, unknown)
             fault = pending.faults.get(suspicion.worker)
+            if fault is not None and fault.clock != self._clock:
+                fault = None  # it struck on another host: by this clock nobody knows when
             begin_s = pending.detected_s if fault is None else fault.time_s
             retried = step >= decision.resume_step
             edit_s = max((installed.edit_s for installed in pending.installed.values()), default=0.0)

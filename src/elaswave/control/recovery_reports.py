@@ -65,9 +65,9 @@ class RecoveryReports:
         """Every member computes again."""
         self._publish(self.log.resumed(now_s))
 
-    def committed(self, report: StepReport) -> None:
+    def committed(self, report: StepReport, finished_s: float) -> None:
         """A step is done; to be called before it is published, as its line shows the new layout."""
-        self._publish(self.log.committed(report))
+        self._publish(self.log.committed(report, finished_s))
 
     def flush(self) -> None:
         """The job ends."""

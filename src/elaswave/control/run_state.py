@@ -164,13 +164,13 @@ class RunState:
         """A worker has made its last step."""
         self.finished[message.worker] = message
 
-    def time_step(self, report: StepReport) -> None:
+    def time_step(self, report: StepReport, finished_s: float) -> None:
         """Counts how long a published step took, from one step's end to the next one's: what is done between steps
         belongs to them. A layout's first step, and one that was tried again, do not count."""
         if self.epochs and self.epochs[-1].first_step < report.step and report.attempt == 1:
             begin_s = self.finished_s.get(report.step - 1)
             if begin_s is not None:
-                self._steps_s.append(report.finished_s - begin_s)
+                self._steps_s.append(finished_s - begin_s)
 
     # ------------------------------------------------------------------------------------------------------- is it new
 

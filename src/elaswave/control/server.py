@@ -105,6 +105,8 @@ class ControlServer(Generic[_T]):
         """By peer: which client it was, and the number of its last message that was handled."""
         self._acknowledged: dict[int, tuple[int, int]] = {}
         """The same of the last message that was acknowledged."""
+        self.age_s = 0.0
+        """Seconds that the message in hand has waited at its sender, which may have lacked a connection."""
         self._server: asyncio.Server | None = None
         self._num_refusals = 0
         self._closing = False
@@ -291,6 +293,7 @@ class ControlServer(Generic[_T]):
                 client, handled = self._handled[peer]
                 if numbered and frame.number <= handled:
                     continue
+                self.age_s = frame.age_s
                 if frame.message is not None and not self._call(self._on_message, peer, frame.message):
                     return
                 if numbered:

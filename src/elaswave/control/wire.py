@@ -40,7 +40,8 @@ FIRST_OPERATOR = 3 * 2**30
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message, encoded: checkpoint items of models with very many tensors."""
 
-_HEADER = struct.Struct("<BBIQ")
+_HEADER = struct.Struct("<BBIIQ")
+_AGE_MS_MAX = 2**32 - 1
 _PLACE = struct.Struct("<Q")
 _MAC_BYTES = 16
 _T = TypeVar("_T")
@@ -94,6 +95,8 @@ class Frame(NamedTuple):
     number: int
     message: Any
     """Of the agreed union; None if the frame carries none."""
+    age_s: float = 0.0
+    """Seconds that it has waited at the sender, which may have lacked a connection."""
 
 
 class Tls(msgspec.Struct, frozen=True, kw_only=True):
@@ -308,10 +311,17 @@ class Session(Generic[_T]):
             self._shake_hands()
         return self._frames() if self.open else []
 
-    def write(self, kind: Kind, number: int = 0, payload: bytes = b"") -> None:
-        """Appends a frame to what is to be sent. Only when `open`."""
+    def write(self, kind: Kind, number: int = 0, payload: bytes = b"", age_s: float = 0.0) -> None:
+        """Appends a frame to what is to be sent. Only when `open`.
+
+        Args:
+            kind, number: of the frame.
+            payload: its message.
+            age_s: seconds since the message was made.
+        """
         assert self.open and len(payload) <= 0xFFFFFFFF
-        header = _HEADER.pack(PROTOCOL_VERSION, kind, len(payload), number)
+        age_ms = min(_AGE_MS_MAX, max(0, round(age_s * 1e3)))
+        header = _HEADER.pack(PROTOCOL_VERSION, kind, age_ms, len(payload), number)
         self._leaving += (header, payload, _mac(self._keys[0], self._num_written, header, payload))
         self._num_written += 1
 
@@ -346,7 +356,7 @@ class Session(Generic[_T]):
         frames = []
         at = 0
         while len(self._arrived) - at >= _HEADER.size:
-            version, kind, length, number = _HEADER.unpack_from(self._arrived, at)
+            version, kind, age_ms, length, number = _HEADER.unpack_from(self._arrived, at)
             if version != PROTOCOL_VERSION:
                 raise FrameError(
                     f"{peer_name(self.peer)} speaks version {version} of the control protocol, this process "
@@ -369,13 +379,13 @@ class Session(Generic[_T]):
                 )
             self._num_read += 1
             at = end + _MAC_BYTES
-            frames.append(self._frame(kind, number, payload))
+            frames.append(self._frame(kind, number, payload, age_ms / 1e3))
         del self._arrived[:at]
         return frames
 
-    def _frame(self, kind: int, number: int, payload: bytes) -> Frame:
+    def _frame(self, kind: int, number: int, payload: bytes, age_s: float) -> Frame:
         try:
-            return Frame(Kind(kind), number, self._decoder.decode(payload) if payload else None)
+            return Frame(Kind(kind), number, self._decoder.decode(payload) if payload else None, age_s)
         except (msgspec.MsgspecError, ValueError) as error:
             raise FrameError(f"a malformed message from {peer_name(self.peer)}: {error}") from error
 

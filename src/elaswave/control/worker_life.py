@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from elaswave.training.tokens import sampler_of
 from elaswave.worker.batches import BatchMaker
 from elaswave.worker.loader import serve
 from elaswave.worker.mailbox import Mailbox
-from elaswave.worker.messages import Leaving, ToWorker
+from elaswave.worker.messages import ToWorker
 from elaswave.worker.probe import NoProbe, Probe, Probes
 from elaswave.worker.process import WorkerSetup, run_worker
 
@@ -105,9 +104,7 @@ def live(
         client.start()
 
         def tell() -> None:
-            leaving = Leaving(worker=worker, deadline_s=setup.config.elastic.drain_deadline_s, at_s=time.monotonic())
-            mailbox.facts.leaving(leaving)
-            client.send(leaving)
+            client.send(mailbox.leaving_within(setup.config.elastic.drain_deadline_s))
 
         hear_notices(tell)
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPUTE_NICENESS)

@@ -27,6 +27,7 @@ import msgspec
 
 from elaswave.errors import ConfigError
 from elaswave.hashing import key64
+from elaswave.observability.clock import clock_here
 from elaswave.observability.result import FAULTS_FILE as FAULTS_FILE
 from elaswave.protocol.engine import PHASES, Phase
 
@@ -240,7 +241,9 @@ class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
     action: int
     """Number of actions of the phase that had passed in this attempt."""
     time_s: float
-    """Monotonic time of this machine, just before it struck."""
+    """Monotonic time, just before it struck."""
+    clock: str = ""
+    """By which clock, see `elaswave.observability.clock`."""
 
     @property
     def loses(self) -> bool:
@@ -354,6 +357,7 @@ class FaultProbe:
             phase=phase,
             action=index,
             time_s=time.monotonic(),
+            clock=clock_here(),
         )
         _record(self._record, record)
         if fault.kind == "kill":
@@ -434,6 +438,7 @@ def strike_coordinator(due: DueFault, requests: Requests, *, step: int, record: 
         phase=None,
         action=0,
         time_s=time.monotonic(),
+        clock=clock_here(),
     )
     _record(record, entry)
     if fault.kind == JOIN:

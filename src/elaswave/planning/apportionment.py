@@ -22,8 +22,9 @@ def apportion(
 ) -> np.ndarray:
     """Splits micro-batches over workers so that the last one to finish finishes as early as possible.
 
-    Each further micro-batch goes to the worker that would have finished it first, among equals to the one that comes
-    first: the greedy rule, which is optimal for a largest time, carried out for all micro-batches at once.
+    Each further micro-batch goes to the worker that would have finished it first, among equals to the fastest one, then
+    to the one that comes first: the greedy rule, which is optimal for a largest time, carried out for all
+    micro-batches at once.
 
     Args:
         num_microbatches: to be split, at least 0.
@@ -64,7 +65,7 @@ def apportion(
     worker = np.repeat(np.arange(len(seconds)), more)
     nth = np.arange(len(worker)) - np.repeat(np.cumsum(more) - more, more) + 1
     ends = begun[worker] + (counts[worker] + nth) * seconds[worker]
-    chosen = np.lexsort((worker, np.round(ends / max(evenly, float(seconds.max())) / _TIE)))[:rest]
+    chosen = np.lexsort((worker, seconds[worker], np.round(ends / max(evenly, float(seconds.max())) / _TIE)))[:rest]
     return counts + np.bincount(worker[chosen], minlength=len(seconds))
 
 

@@ -85,6 +85,7 @@ def timed_step_s(
     known: Durations | None,
     max_in_flight: Mapping[int, int] | None = None,
     transfer_s: TransferSeconds | None = None,
+    within_s: float = float("inf"),
 ) -> float:
     """Seconds of a step: its programs, compiled and timed.
 
@@ -94,8 +95,11 @@ def timed_step_s(
         durations: seconds of every action.
         known: those that the programs are compiled by; None as of `compile_programs`.
         max_in_flight, transfer_s: as of `compile_programs`.
+        within_s: as of `compiled_step_s`, which this is where `known` is `durations`.
     """
     if known is durations:
-        return compiled_step_s(layout, schedule, durations, max_in_flight=max_in_flight, transfer_s=transfer_s)
+        return compiled_step_s(
+            layout, schedule, durations, max_in_flight=max_in_flight, transfer_s=transfer_s, within_s=within_s
+        )
     programs = compile_programs(layout, schedule, max_in_flight=max_in_flight, durations=known, transfer_s=transfer_s)
     return time_programs(layout, programs, durations, transfer_s).step_s

@@ -22,6 +22,8 @@ from elaswave.planning.shared_layers import cuts_of
 
 WORKERS_MAX = 12
 """Jobs of at most so many workers are looked at."""
+FEW = 2
+"""Micro-batches per worker up to which they are few."""
 LAYOUTS_MAX = 200_000
 """Numbers of stages with more layouts than this are left out."""
 
@@ -61,6 +63,8 @@ class Ranked(NamedTuple):
     shape: Shape
     is_regular: bool
     """Micro-batches meet the same workers in every round."""
+    least_s: float
+    """Seconds that it takes at least, which with few micro-batches is nearer."""
 
 
 def all_shapes(
@@ -85,10 +89,11 @@ def all_shapes(
         num_microbatches: of the step.
         schedule: of the job.
         followers: live copies of every block, for memory.
-        most: how many are wanted; a quarter as many regular ones, faster than the closed form says, come on top.
+        most: how many are wanted. A quarter as many regular ones, faster than the closed form says, come on top, and
+            as many of those that take the least at least, where micro-batches are few.
         stages: positions of each stage's workers if they may not change stage; then only layers are divided.
     Returns:
-        The fastest first, then the regular ones; empty where there are too many workers to look at all.
+        The fastest first, then the regular ones and the others; empty where there are too many workers to look at all.
     """
     if len(workers) > WORKERS_MAX:
         return []
@@ -104,10 +109,13 @@ def all_shapes(
             continue
         bounds = _divisions(costs.num_layers, num_stages)
         codes = _stages_of(kinds.counts, num_stages) if stages is None else _codes_of(kinds, stages)
-        seconds = _scored(costs, mixes, codes, bounds, schedule, num_copies(followers, len(workers)))
+        seconds, least_s = _scored(costs, mixes, codes, bounds, schedule, num_copies(followers, len(workers)))
         is_regular = _are_regular(mixes, codes, num_microbatches)
         regular = np.argsort(np.where(is_regular[:, None], seconds, np.inf), axis=None, kind="stable")
-        best = np.unique(np.concatenate([np.argsort(seconds, axis=None, kind="stable")[:most], regular[: most // 4]]))
+        chosen = [np.argsort(seconds, axis=None, kind="stable")[:most], regular[: most // 4]]
+        if num_microbatches <= FEW * len(workers):
+            chosen.append(np.argsort(least_s, axis=None, kind="stable")[: most // 4])
+        best = np.unique(np.concatenate(chosen))
         for index in best[np.isfinite(seconds.ravel()[best])].tolist():
             row, column = divmod(index, len(bounds))
             limits = bounds[column].tolist()
@@ -117,10 +125,20 @@ def all_shapes(
                 num_microbatches=num_microbatches,
                 origin=f"{num_stages} stage{'s' * (num_stages > 1)} of whole layers",
             )
-            ranked.append(Ranked(float(seconds[row, column]), shape, bool(is_regular[row])))
+            ranked.append(
+                Ranked(float(seconds[row, column]), shape, bool(is_regular[row]), float(least_s[row, column]))
+            )
     ranked.sort(key=lambda each: each.seconds)
-    even = [each for each in ranked if each.is_regular][: most // 4]
-    return ranked[:most] + [each for each in even if each not in ranked[:most]]
+    found = ranked[:most]
+    more = [each for each in ranked if each.is_regular][: most // 4]
+    if num_microbatches <= FEW * len(workers):
+        more += sorted(ranked, key=lambda each: each.least_s)[: most // 4]
+    known = {id(each) for each in found}
+    for each in more:
+        if id(each) not in known:
+            known.add(id(each))
+            found.append(each)
+    return found
 
 
 def _kinds_of(cluster: Cluster, workers: np.ndarray) -> _Kinds:
@@ -194,31 +212,50 @@ def _choices(number: int, chosen: int) -> np.ndarray:
 
 def _scored(
     costs: Costs, mixes: _Mixes, stages: np.ndarray, bounds: np.ndarray, schedule: Schedule, copies: int
-) -> np.ndarray:
+) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of a step of each layout, [ways to divide workers, ways to divide layers]; infinite where memory lacks.
 
-    The closed form of `elaswave.costs.step_time.bound`, without links.
+    The closed form of `elaswave.costs.step_time.bound`, without links; and what a step takes at least: a worker waits
+    for its first input and does all its work, or all but its weight gradients before the last gradient goes back; and
+    a micro-batch goes there and back as far as a stage, whose weight gradient follows.
     """
     forward, first, second = (
         np.diff(costs.prefix[f"{name}_s"][bounds], axis=1) for name in ("forward", "input_gradient", "weight_gradient")
     )
-    ways = np.maximum(0.0, forward + first - second) if splits_backwards(schedule) else forward + first + second
+    is_split = splits_backwards(schedule)
+    ways = np.maximum(0.0, forward + first - second) if is_split else forward + first + second
+    if not is_split:
+        first, second = first + second, np.zeros_like(second)
     through = forward + first
-    total, full, slowest, latest = (np.zeros((len(stages), len(bounds))) for _ in range(4))
+    total, full, slowest, latest, least, there, back, together = (
+        np.zeros((len(stages), len(bounds))) for _ in range(8)
+    )
     for stage in range(stages.shape[1]):
         code = stages[:, stage, None]
-        way, longer = ways[:, stage] / mixes.speed[code], through[:, stage] / mixes.speed[code]
-        busy = (forward + first + second)[:, stage] * mixes.seconds[code]
-        share = through[:, stage] / np.maximum(1e-30, (through + second)[:, stage])
+        speed, rounds = mixes.speed[code], mixes.seconds[code]
+        way, longer, rest = ways[:, stage] / speed, through[:, stage] / speed, second[:, stage]
+        busy = (through + second)[:, stage] * rounds
         total += way
         full += longer
         np.maximum(slowest, busy - way, out=slowest)
-        np.maximum(latest, busy * share - longer + second[:, stage] / mixes.speed[code], out=latest)
+        np.maximum(latest, through[:, stage] * rounds - longer + rest / speed, out=latest)
+        returns = rest / speed if stage == 0 else back
+        ends = there + through[:, stage] * rounds + np.maximum(rest * rounds, returns)
+        np.maximum(least, ends, out=least)
+        together += ends
+        there = there + forward[:, stage] / speed
+        back = returns + first[:, stage] / speed
+    for stage in reversed(range(stages.shape[1])):
+        speed = mixes.speed[stages[:, stage, None]]
+        there = there + first[:, stage] / speed
+        np.maximum(least, there + second[:, stage] / speed, out=least)
     seconds = total + slowest
-    if splits_backwards(schedule):
+    if is_split:
         seconds = np.maximum(seconds, full + latest)
-    seconds += _overheads_s(costs, mixes.width[stages], bounds)
-    return np.where(_fits(costs, mixes, stages, bounds, copies), seconds, np.inf)
+    overheads_s = _overheads_s(costs, mixes.width[stages], bounds)
+    fits = _fits(costs, mixes, stages, bounds, copies)
+    least += 1e-6 * together  # of those that take equally long at least, where most stages end early
+    return np.where(fits, seconds + overheads_s, np.inf), np.where(fits, least + overheads_s, np.inf)
 
 
 def _overheads_s(costs: Costs, widths: np.ndarray, bounds: np.ndarray) -> np.ndarray:

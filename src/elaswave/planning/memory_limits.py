@@ -115,19 +115,19 @@ def memory_of(costs: Costs, allocation: Allocation, followers: int = DEFAULT_FOL
     """
     shares = [stage for chain in allocation.chains for stage in chain.stages]
     counts = np.concatenate([share.num_microbatches for share in shares])
-    stage = np.repeat(np.arange(len(shares)), [share.width for share in shares])
+    widths = [share.width for share in shares]
     starts, stops = (np.array([getattr(share, name) for share in shares]) for name in ("start", "stop"))
     model = MemoryModel.of_stages(costs, shares, followers)
-    busy = np.maximum(1, np.bincount(stage, counts > 0, minlength=len(shares))).astype(np.int64)
+    busy = np.array([max(1, int(np.count_nonzero(share.num_microbatches))) for share in shares], dtype=np.int64)
     bounds, first = [], 0
     for chain in allocation.chains:
         bounds.append(in_flight(busy[first : first + len(chain.stages)], allocation.schedule))
         first += len(chain.stages)
     return AllocatedMemory(
-        fixed_bytes=model.fixed_bytes(starts, stops)[stage],
-        each_bytes=model.activation_bytes(starts, stops)[stage],
+        fixed_bytes=np.repeat(model.fixed_bytes(starts, stops), widths),
+        each_bytes=np.repeat(model.activation_bytes(starts, stops), widths),
         counts=counts,
-        wanted=np.minimum(np.concatenate(bounds)[stage], counts),
+        wanted=np.minimum(np.repeat(np.concatenate(bounds), widths), counts),
     )
 
 
@@ -285,7 +285,8 @@ def held_microbatches(
     limits: list[np.ndarray | None] = []
     for (start, stop), own, wanted in zip(held, members, in_flight(widths, schedule).tolist(), strict=True):
         fits = MemoryModel.of_width(costs, len(own), copies).most_in_flight(start, stop, cluster.memory_bytes[own])
-        if float(fits.min()) >= min(wanted, num_microbatches):
+        least = float(fits.min())
+        if least >= min(wanted, num_microbatches) or (least >= 1 and schedule != "gpipe"):
             limits.append(None)
         elif schedule == "gpipe":
             limits.append(np.clip(fits, 0, num_microbatches).astype(np.int64))

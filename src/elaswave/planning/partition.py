@@ -2,10 +2,10 @@
 
 - `split_layers`: the slowest stage as fast as possible, under limits of memory;
 - `split_within`: the same where each boundary may stand in few places only, as after a loss;
-- `template_beside`: the same for a pipeline beside others, whose stages it may not cut into;
 - `choose_widths`: workers for stages, since a layer may be a quarter of a stage; `split_layers_and_workers`: both.
 
-How neighbouring stages share layers is `elaswave.planning.shared_layers`. `split_layers` is exact for integers (ties
+Pipelines of one worker per stage are `elaswave.planning.templates`, how neighbouring stages share layers is
+`elaswave.planning.shared_layers`. `split_layers` is exact for integers (ties
 are ties, and every worker computes the same) and fast for hundreds of stages: both its dynamic programmes look only at
 boundaries that a bound on the slowest stage leaves possible.
 """
@@ -13,12 +13,9 @@ boundaries that a bound on the slowest stage leaves possible.
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
-
-from elaswave.costs.layers import Costs
 
 N = TypeVar("N", int, float)
 
@@ -44,9 +41,24 @@ def split_layers(
     Raises:
         ValueError: fewer layers than stages, or no stage.
     """
+    if not 1 <= len(factors) <= len(prefix) - 1:
+        raise ValueError(f"cannot split {len(prefix) - 1} layers into {len(factors)} stages: every stage needs a layer")
+    if earliest_starts is None:
+        return _split_freely(tuple(prefix), tuple(factors), isinstance(prefix[-1], int))
+    return _split(prefix, factors, earliest_starts)
+
+
+@lru_cache(maxsize=64)
+def _split_freely(prefix: tuple[float, ...], factors: tuple[float, ...], _of_ints: bool) -> tuple[int, ...] | None:
+    """`_split` without limits: a plan asks for stages of the same widths several times."""
+    return _split(prefix, factors, None)
+
+
+def _split(
+    prefix: Sequence[N], factors: Sequence[N], earliest_starts: Sequence[Sequence[int]] | None
+) -> tuple[int, ...] | None:
+    """`split_layers` of at least as many layers as stages."""
     num_layers, num_stages = len(prefix) - 1, len(factors)
-    if not 1 <= num_stages <= num_layers:
-        raise ValueError(f"cannot split {num_layers} layers into {num_stages} stages: every stage needs a layer")
     windows = _windows(prefix, factors, _rough_bound(prefix, factors, earliest_starts))
     slowest = _smallest_slowest(prefix, factors, earliest_starts, windows)
     if slowest is None:
@@ -317,60 +329,3 @@ def split_within(
             if options:
                 best[start] = min(options)
     return best[starts[0][0]][1]
-
-
-class Template(NamedTuple):
-    """A pipeline of one worker per stage."""
-
-    ranges: tuple[tuple[int, int], ...]
-    """Layers [start, stop) of each stage."""
-    speeds: tuple[float, ...]
-    """Of each stage's worker."""
-
-
-@lru_cache(maxsize=1024)
-def template_beside(costs: Costs, speeds: tuple[float, ...], others: frozenset[tuple[int, int]]) -> Template | None:
-    """A pipeline of workers of these speeds: its slowest stage as fast as may be, beside others in one `Layout`.
-
-    Which worker has which stage is chosen with the layers. Of splits up to a layer with the same workers only the best
-    is kept: smallest slowest stage, then the most even, then earliest starts.
-
-    Args:
-        costs: of the layers.
-        speeds: of the pipeline's workers, in any order.
-        others: layers of other pipelines' stages; none may lie inside one of these or enclose it.
-    Returns:
-        None if there is no such pipeline.
-    """
-    busy = costs.prefix["busy_s"].tolist()
-    last, depth = costs.num_layers, len(speeds)
-    kinds = sorted(set(speeds), reverse=True)
-    wanted = tuple(speeds.count(kind) for kind in kinds)
-
-    def allowed(start: int, stop: int) -> bool:
-        return not any((a < start and stop < b) or (start < a and b < stop) for a, b in others)
-
-    # best[stop, workers used]: slowest stage, then sum of squares, then where the stages before begin, and their kinds.
-    best: dict[tuple[int, tuple[int, ...]], tuple[float, float, tuple[int, ...], tuple[int, ...]]] = {
-        (0, (0,) * len(kinds)): (0.0, 0.0, (), ())
-    }
-    for stage in range(depth):
-        reached: dict[tuple[int, tuple[int, ...]], tuple[float, float, tuple[int, ...], tuple[int, ...]]] = {}
-        stops = [last] if stage == depth - 1 else range(stage + 1, last - (depth - stage - 1) + 1)
-        for (start, used), (slowest, squares, starts, chosen) in best.items():
-            for stop in stops:
-                if stop <= start or (others and not allowed(start, stop)):
-                    continue
-                for kind, speed in enumerate(kinds):
-                    if used[kind] == wanted[kind]:
-                        continue
-                    own = (busy[stop] - busy[start]) / speed
-                    found = (max(slowest, own), squares + own * own, (*starts, start), (*chosen, kind))
-                    key = (stop, (*used[:kind], used[kind] + 1, *used[kind + 1 :]))
-                    if key not in reached or found < reached[key]:
-                        reached[key] = found
-        best = reached
-    if (last, wanted) not in best:
-        return None
-    _, _, starts, chosen = best[last, wanted]
-    return Template(tuple(pairwise((*starts, last))), tuple(kinds[kind] for kind in chosen))

@@ -7,9 +7,9 @@ worker, so that more fits in flight. Workers of unequal speed are dealt to pipel
 that few pipelines have slow ones; such a pipeline's layers are split by the speeds of its workers, and it runs fewer
 micro-batches.
 
-Mixes are ranked by what a pipeline of each kind would take if layers could be split at will; the best ones get real
-stages (`template_beside`) and micro-batches (`apportion_pipelines`), and one pipeline of each kind is compiled and
-timed. Pure.
+Mixes are ranked by what a pipeline of each kind would take by itself; the best ones get real
+stages (`elaswave.planning.templates`) and micro-batches (`apportion_pipelines`), and one pipeline of each kind is
+compiled and timed. Pure.
 
 Source: Oobleck (Jang et al., SOSP 2023, arXiv 2309.08125, section 4), whose templates these are. Differs: chosen by
 the time of the step, after every event, among all that the workers can be made into; Oobleck mends what is broken.
@@ -30,10 +30,10 @@ from elaswave.costs.step_time.bound import pipeline_line
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import apportion, apportion_pipelines
 from elaswave.planning.memory_limits import memory_limits
-from elaswave.planning.partition import Template, template_beside
 from elaswave.planning.plan import Allocation, Chain, StageShare
 from elaswave.planning.prediction import fidelity_for, stages_of, step_s
 from elaswave.planning.teams import in_order
+from elaswave.planning.templates import Template, template_beside, template_of_few
 
 Ranges = tuple[tuple[int, int], ...]
 """Layers [start, stop) of each stage."""
@@ -43,6 +43,10 @@ ANY_DEPTH = 12
 """Jobs of at most so many workers are made into pipelines of any depth."""
 KINDS_MAX = 6
 """Mixes of more kinds of pipelines are left out."""
+_SLACK = 1e-6
+"""Relative; differences of rounding."""
+_RANKED_WITHIN = 1e-4
+"""Relative: how exactly mixes are ranked."""
 RANKED, RANKED_SMALL = 16, 40
 """Mixes that get real stages; in jobs of at most `ANY_DEPTH` workers whose speeds differ."""
 
@@ -117,15 +121,15 @@ def mixed_pipelines(
     ranked = RANKED if is_even or len(order) > ANY_DEPTH else RANKED_SMALL
     for mix in sorted(mixes, key=lambda each: ideal.step_s(each, num_microbatches))[:ranked]:
         for usual in starts:
-            try:
-                placing = _Placing(cluster, costs, crew, usual, speeds, order[: mix.num_workers])
-                allocation = placing.allocation(mix, num_microbatches, schedule)
-                if allocation is not None:
-                    found.append((_one_of_each_s(cluster, costs, allocation, followers), allocation, str(mix)))
-            except InfeasiblePlan:
-                continue
-    found.sort(key=lambda each: each[0])
-    return [(allocation, f"pipelines x workers of each: {mix}") for _, allocation, mix in found[:most]]
+            placing = _Placing(cluster, costs, crew, usual, speeds, order[: mix.num_workers])
+            for allocation in placing.allocations(mix, num_microbatches, schedule):
+                within_s = found[-1][0] if len(found) == most else float("inf")
+                try:
+                    seconds = _one_of_each_s(cluster, costs, allocation, followers, within_s)
+                except InfeasiblePlan:
+                    continue
+                found = sorted([*found, (seconds, allocation, str(mix))], key=lambda each: each[0])[:most]
+    return [(allocation, f"pipelines x workers of each: {mix}") for _, allocation, mix in found]
 
 
 def _mixes(crew: Crew, speeds: Sequence[float], num_layers: int, *, leave_out: bool) -> list[_Mix]:
@@ -196,7 +200,7 @@ def _of_two_depths(usual: int, number: int, num_layers: int) -> Iterator[list[tu
 
 
 class _Ideal:
-    """Pipelines whose layers are split at will: for ranking."""
+    """Pipelines whose stages are as even as whole layers permit, whoever runs beside them: for ranking."""
 
     def __init__(self, cluster: Cluster, costs: Costs, schedule: Schedule, followers: int) -> None:
         self._costs = costs
@@ -223,21 +227,32 @@ class _Ideal:
         if fits < 1:
             return float("inf"), float("inf")
         forward, first, second = (seconds / sum(speeds) for seconds in self._seconds)
-        return pipeline_line(
+        fixed_s, pace_s = pipeline_line(
             ((forward, first, second),) * depth, split=splits_backwards(self._schedule) and fits >= depth
         )
+        return fixed_s, pace_s * self._unevenness(depth)
+
+    def _unevenness(self, depth: int) -> float:
+        """How much longer than the mean the slowest of so many stages takes, since layers are whole."""
+        even = template_beside(self._costs, (1.0,) * depth, frozenset())
+        busy = self._costs.prefix["busy_s"]
+        if even is None or not busy[-1]:
+            return 1.0
+        return max(float(busy[stop] - busy[start]) for start, stop in even.ranges) * depth / float(busy[-1])
 
     def step_s(self, mix: _Mix, num_microbatches: int) -> float:
-        """Of a mix, if micro-batches could be dealt out in parts, and all layers sent as much at the end of a step."""
-        rate = done = 0.0
-        for speeds, number in mix.groups:
-            fixed, pace = self.linear(speeds)
-            rate += number / pace
-            done += number * fixed / pace if np.isfinite(fixed) else float("inf")
-        if not rate:
+        """Of a mix whose pipelines run whole micro-batches, if all layers sent as much at the end of a step."""
+        kinds = [(number, *self.linear(speeds)) for speeds, number in mix.groups]
+        kinds = [kind for kind in kinds if np.isfinite(kind[1])]
+        if not kinds:
             return float("inf")
+        low, high = 0.0, min(fixed + -(-num_microbatches // number) * pace for number, fixed, pace in kinds)
+        while high - low > _RANKED_WITHIN * high:
+            middle = (low + high) / 2
+            done = sum(number * int((middle - fixed) / pace) for number, fixed, pace in kinds if middle > fixed)
+            low, high = (low, middle) if done >= num_microbatches else (middle, high)
         shortest, pipelines = min(len(speeds) for speeds, _ in mix.groups), sum(number for _, number in mix.groups)
-        return (num_microbatches + done) / rate + self._end_s(shortest, pipelines)
+        return high + self._end_s(shortest, pipelines)
 
     def _end_s(self, depth: int, holders: int) -> float:
         """Beside the actions, of a pipeline's stage, all of whose layers so many workers hold."""
@@ -270,14 +285,44 @@ class _Placing:
         self._is_used = np.zeros(cluster.num_workers, dtype=bool)
         self._is_used[workers] = True
 
-    def allocation(self, mix: _Mix, num_microbatches: int, schedule: Schedule) -> Allocation | None:
-        """A mix with real stages, workers and micro-batches; None if its pipelines cannot be one layout."""
+    def allocations(self, mix: _Mix, num_microbatches: int, schedule: Schedule) -> Iterator[Allocation]:
+        """A mix with real stages, workers and micro-batches: with even stages, and with those that suit as few
+        micro-batches as each pipeline gets, if those are others; nothing if its pipelines cannot be one layout."""
         templates = self._templates(mix)
         if templates is None:
-            return None
-        columns = self._columns(mix, templates)
+            return
+        totals = self._totals(mix, templates, num_microbatches, schedule)
+        yield self._allocation(mix, templates, totals, schedule)
+        for_few = self._templates_of_few(mix, templates, totals, schedule)
+        if for_few != templates:
+            totals = self._totals(mix, for_few, num_microbatches, schedule)
+            yield self._allocation(mix, for_few, totals, schedule)
+
+    def _totals(self, mix: _Mix, templates: Sequence[Template], num_microbatches: int, schedule: Schedule) -> list[int]:
         times = [linear_s(self._costs, each.ranges, schedule, each.speeds) for each in templates]
-        totals = apportion_pipelines(num_microbatches, [number for _, number in mix.groups], times)
+        return apportion_pipelines(num_microbatches, [number for _, number in mix.groups], times)
+
+    def _templates_of_few(
+        self, mix: _Mix, templates: Sequence[Template], totals: Sequence[int], schedule: Schedule
+    ) -> list[Template]:
+        """Stages of each group's pipelines by the number of their micro-batches, one group after the other."""
+        found = list(templates)
+        for index, ((speeds, number), total) in enumerate(zip(mix.groups, totals, strict=True)):
+            others = {layers for other, each in enumerate(found) if other != index for layers in each.ranges}
+            most = -(-total // number)
+            if most:
+                found[index] = (
+                    template_of_few(
+                        self._costs, speeds, frozenset(others), most, split=splits_backwards(schedule)
+                    )
+                    or found[index]
+                )  # fmt: skip
+        return found
+
+    def _allocation(
+        self, mix: _Mix, templates: Sequence[Template], totals: Sequence[int], schedule: Schedule
+    ) -> Allocation:
+        columns = self._columns(mix, templates)
         chains, levels = [], self._crew.levels
         for (_, number), template, own, total in zip(mix.groups, templates, columns, totals, strict=True):
             if not total:
@@ -351,12 +396,12 @@ class _Placing:
         return [[np.sort(np.array(own, dtype=np.int64)) for own in stages] for stages in columns]
 
 
-def _one_of_each_s(cluster: Cluster, costs: Costs, allocation: Allocation, followers: int) -> float:
+def _one_of_each_s(cluster: Cluster, costs: Costs, allocation: Allocation, followers: int, within_s: float) -> float:
     """Seconds of a step by the slowest pipeline: one of each depth, with the most micro-batches, within the memory
-    there is."""
+    there is. Infinite, or the seconds, where they are not below `within_s`."""
     limits = memory_limits(cluster, costs, allocation, followers=followers)
     bounds = None if limits is None else limits.as_mapping()
-    slowest = 0.0
+    slowest, overhead_s = 0.0, costs.overhead_s(stages_of(allocation))
     for chain in allocation.chains:
         most = int(chain.stages[0].num_microbatches[0])
         stages = tuple(
@@ -367,9 +412,15 @@ def _one_of_each_s(cluster: Cluster, costs: Costs, allocation: Allocation, follo
         )
         one = replace(chain, stages=stages, num_microbatches=most, cuts=tuple({min(cut): most} for cut in chain.cuts))
         alone = replace(allocation, chains=(one,))
-        alone_s = step_s(cluster, costs, alone, fidelity_for(alone), max_in_flight=bounds)
-        slowest = max(slowest, alone_s - costs.overhead_s(stages))
-    return slowest + costs.overhead_s(stages_of(allocation))
+        own_s = costs.overhead_s(stages)
+        within_alone_s = (within_s - overhead_s) * (1 + _SLACK) + own_s
+        alone_s = step_s(
+            cluster, costs, alone, fidelity_for(alone), max_in_flight=bounds, within_s=within_alone_s
+        )  # fmt: skip
+        slowest = max(slowest, alone_s - own_s)
+        if slowest == float("inf"):
+            break
+    return slowest + overhead_s
 
 
 def linear_s(

@@ -2,19 +2,20 @@
 
 Candidates are shapes of the job, from leaving everything as it is (the lost workers' micro-batches go to the others of
 their stage) over moving layers and workers to sharing layers between neighbours, each under each schedule that may be
-chosen, of all workers or of all but some (`elaswave.planning.teams`); in small jobs every layout of whole layers
-(`elaswave.planning.exhaustive`); pipelines of several depths and speeds (`elaswave.planning.pipelines`); and the
-baselines' plans. All are scored in closed form, the best are built and timed exactly where that is
-quick, and the one is taken that gets most done until the next event is to be expected, the time to move state included.
-Since leaving everything as it is and the baselines are among those timed, a plan is never slower than they are.
+chosen, of all workers or of all but some (`elaswave.planning.teams`); the same in some stages fewer or more than
+before; in small jobs every layout of whole layers (`elaswave.planning.exhaustive`); pipelines of several depths and
+speeds (`elaswave.planning.pipelines`); and the baselines' plans. All are scored in closed form, the best are built and
+timed exactly where that is quick, and the one is taken that gets most done until the next event is to be expected, the
+time to move state included. Since leaving everything as it is and the baselines are among those timed, a plan is never
+slower than they are.
 
 Source: ElasWave (arXiv 2510.00606). Differs: workers change stage, neighbours share layers, cuts are spread over
 several layers, pipelines of several depths run side by side, workers may be left out, schedules and baselines are
 candidates, migration is weighed against a horizon.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,15 +25,16 @@ from elaswave.costs.schedules import IN_FLIGHT, Schedule, splits_backwards
 from elaswave.costs.step_time.bound import StageTable
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.apportionment import apportion
+from elaswave.planning.candidates import SLACK, Candidate, Judge
 from elaswave.planning.exhaustive import WORKERS_MAX, all_shapes
-from elaswave.planning.frequency import check_power, choose_levels, common_levels
+from elaswave.planning.explanation import contributions_of, reason_of
+from elaswave.planning.frequency import choose_levels
 from elaswave.planning.memory_limits import MemoryBudget
-from elaswave.planning.options import AXES, Options
+from elaswave.planning.options import Options
 from elaswave.planning.partition import choose_widths
-from elaswave.planning.pipelines import Crew, mixed_pipelines, ranges_of
-from elaswave.planning.plan import Allocation, Plan, Planner, StateTransfer, at_levels
-from elaswave.planning.prediction import EXACT_WORKERS, Estimate, estimate, time_within_memory
-from elaswave.planning.randomness import KEYS
+from elaswave.planning.pipelines import LONGER, SHORTER, Crew, mixed_pipelines, ranges_of
+from elaswave.planning.plan import Allocation, Plan, Planner, at_levels
+from elaswave.planning.prediction import EXACT_WORKERS, estimate, time_within_memory
 from elaswave.planning.shapes import (
     Shape,
     balanced_widths,
@@ -43,13 +45,16 @@ from elaswave.planning.shapes import (
     whole_layers,
 )
 from elaswave.planning.shared_layers import Cut
+from elaswave.planning.survivors import start_levels, survivors_of
 from elaswave.planning.teams import Team, smaller_teams
-from elaswave.planning.transfers import Sources, needed_transfers, shared_links
+from elaswave.planning.transfers import shared_links
 
 FINALISTS = 8
 """Candidates that are built worker by worker and timed, beside leaving everything as it is and the baselines'."""
 FINALISTS_OF_SMALLER = 3
 """The same of workers without those that are left out."""
+FINALISTS_OF_OTHER_DEPTHS = 6
+"""The same of all workers in another number of stages than before."""
 FINALISTS_AT_SCALE = 2
 """The same where candidates are judged by the closed form alone."""
 MIXES = 2
@@ -59,24 +64,6 @@ WHOLE = 16
 under others."""
 WHOLE_ALIKE = 4
 """The same where all workers are alike: there the closed form is nearer to exact times."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Candidate:
-    """An allocation and what it brings."""
-
-    allocation: Allocation
-    origin: str
-    step_s: float
-    found: Estimate
-    where: np.ndarray
-    """Positions of its workers in the cluster, in the order of `found`."""
-    transfers: tuple[StateTransfer, ...] = ()
-    transfer_s: float = 0.0
-
-    def done_until(self, horizon_s: float) -> float:
-        """Steps until the horizon, if training stood still while state moves."""
-        return max(0.0, horizon_s - self.transfer_s) / self.step_s if self.step_s else float("inf")
 
 
 def plan(
@@ -123,61 +110,20 @@ class _Planning:
         self._options = options
         self._baselines = baselines
         self._num_microbatches = allocation.num_microbatches
-        self._gone = np.array(event.workers if event.kind in ("lost", "drained") else (), dtype=np.int64)
         if cluster.num_workers == 0:
             raise InfeasiblePlan("workers: none is left, at least 1 is needed; start from the last durable checkpoint")
         self._exact = options.exact_actions if cluster.num_workers <= EXACT_WORKERS else 0
-        self._old_start, self._old_stop, self._old_levels, self._stages, self._free = self._survivors()
-        self._sources = Sources.of(costs, allocation, self._old_start, self._old_stop)
-        self._levels = self._start_levels()
+        self._left = left = survivors_of(cluster, allocation, event)
+        self._levels = start_levels(cluster, left.levels, may_change="frequency" in options.axes)
+        self._judge = Judge(cluster, costs, allocation, left, self._levels, options, self._exact)
         self._teams = self._find_teams()
-        self._horizon_s = options.horizon(cluster.num_workers)
         self._schedules = options.schedules or tuple(dict.fromkeys((allocation.schedule, "zero-bubble-h2")))
-        self._failure: InfeasiblePlan | None = None
 
     # ------------------------------------------------------------------------------------------------ what there is
 
-    def _survivors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray], np.ndarray]:
-        """Layers and level that each worker has had, the workers of each stage that are left, and those in no stage."""
-        ids = self._cluster.ids
-        num_workers = len(ids)
-        starts, stops, levels = (
-            np.zeros(num_workers, np.int64),
-            np.zeros(num_workers, np.int64),
-            np.full(num_workers, -1),
-        )
-        absent = self._gone
-        chains = sorted(self._before.chains, key=lambda chain: -len(chain.stages))
-        middles = np.array([(share.start + share.stop) / 2 for share in chains[0].stages])
-        members: list[list[np.ndarray]] = [[] for _ in middles]
-        available = np.ones(num_workers, dtype=bool)
-        available[np.searchsorted(ids, absent)[np.isin(absent, ids)]] = False
-        for chain in chains:
-            for share in chain.stages:
-                where = np.searchsorted(ids, share.workers)
-                there = np.minimum(where, num_workers - 1)
-                left = (ids[there] == share.workers) & available[there]
-                own = there[left]
-                available[own] = False
-                starts[own], stops[own], levels[own] = share.start, share.stop, share.levels[left]
-                nearest = int(np.argmin(np.abs(middles - (share.start + share.stop) / 2)))
-                members[nearest].append(own)
-        stages = [np.sort(np.concatenate(parts)) if len(parts) > 1 else parts[0] for parts in members]
-        return starts, stops, levels, stages, np.flatnonzero(available)
-
-    def _start_levels(self) -> np.ndarray:
-        """Levels before the frequency axis: common ones; without that axis workers keep theirs, if power permits."""
-        cluster, all_workers = self._cluster, np.arange(self._cluster.num_workers)
-        common = common_levels(cluster, all_workers)
-        if "frequency" in self._options.axes:
-            return common
-        kept = np.where(self._old_levels >= 0, self._old_levels, common)
-        draw = float(worker_speeds(cluster, all_workers, kept)[1].sum())
-        return kept if cluster.power_limit_w is None or draw <= cluster.power_limit_w * (1 + 1e-9) else common
-
     def _find_teams(self) -> list[Team]:
         """All workers, and what is left without some, if that may be."""
-        whole = Team(self._stages, self._free)
+        whole = Team(self._left.stages, self._left.free)
         if "graph" not in self._options.axes or not self._options.leave_out:
             return [whole]
         return [whole, *smaller_teams(whole, self._cluster.speed, one_by_one=bool(self._exact))]
@@ -190,40 +136,42 @@ class _Planning:
         staying = self._pipelines_stay() if len(self._before.chains) > 1 else None
         candidates = [] if staying is None else [staying]
         is_free = staying is None or "graph" in self._options.axes
-        one_chain = self._judge(stay, self._before.schedule) if stay is not None and is_free else None
+        one_chain = self._judge.of_shape(stay, self._before.schedule) if stay is not None and is_free else None
         if one_chain is not None:
             candidates.append(one_chain)
             staying = staying or one_chain
         for team in self._teams:
             own = stay if not team.num_left_out else self._stay(team)
-            candidates += self._finalists(team, own)
+            candidates += self._finalists(self._shapes(team, own), self._most(team))
+        candidates += self._finalists(self._of_other_depths(), FINALISTS_OF_OTHER_DEPTHS)
         candidates += self._whole_shapes(stay) + self._mixed() + self._from_baselines()
         if not candidates:
-            assert self._failure is not None
-            raise self._failure
-        best = max(candidates, key=lambda each: (round(each.done_until(self._horizon_s), 9), each is staying))
+            assert self._judge.failure is not None
+            raise self._judge.failure
+        best = max(candidates, key=lambda each: (round(each.done_until(self._judge.horizon_s), 9), each is staying))
         best = self._with_less_in_flight(best)
         tuned = self._tune(best)
         return self._plan(tuned, best, staying, stay)
 
-    def _with_less_in_flight(self, best: _Candidate) -> _Candidate:
+    def _with_less_in_flight(self, best: Candidate) -> Candidate:
         """The same with half the activations, if that is no slower."""
         if best.allocation.schedule != "zero-bubble-h2" or self._options.schedules:
             return best
         allocation = replace(best.allocation, schedule="zero-bubble")
-        step_s, found = self._timed(allocation, best.where)
+        within_s = best.step_s * (1 + SLACK)
+        step_s, found = self._judge.timed(allocation, best.where, within_s=within_s, known=best.found)
         if step_s > best.step_s * (1 + 1e-9):
             return best
         return replace(best, allocation=allocation, step_s=step_s, found=found)
 
-    def _pipelines_stay(self) -> _Candidate | None:
+    def _pipelines_stay(self) -> Candidate | None:
         """Every chain goes on by itself; None if one cannot: it has lost a stage, or does not fit."""
         chains = []
         for chain in self._before.chains:
             shares = []
             for share in chain.stages:
                 left = share.workers[np.isin(share.workers, self._cluster.ids)]
-                left = left[~np.isin(left, self._gone)]
+                left = left[~np.isin(left, self._left.gone)]
                 if not len(left):
                     return None
                 where = self._cluster.index_of(left)
@@ -233,9 +181,9 @@ class _Planning:
                 shares.append(replace(share, workers=left, num_microbatches=counts, levels=self._levels[where]))
             chains.append(replace(chain, stages=tuple(shares)))
         try:
-            return self._judged(replace(self._before, chains=tuple(chains)), "rerouting")
+            return self._judge.of_allocation(replace(self._before, chains=tuple(chains)), "rerouting")
         except InfeasiblePlan as failure:
-            self._failure = failure
+            self._judge.failure = failure
             return None
 
     def _stay(self, team: Team) -> Shape | None:
@@ -249,30 +197,30 @@ class _Planning:
         try:
             cuts = self._whole(kept, self._budget(kept, self._before.schedule, short=True))
         except InfeasiblePlan as failure:
-            self._failure = failure
+            self._judge.failure = failure
             return None
         number = f"{len(kept)} stage{'s' * (len(kept) > 1)}"
         origin = f"{number} instead of {len(team.stages)}" if len(chains) == 1 else "one chain of stages"
         return Shape(members=kept, cuts=cuts, num_microbatches=self._num_microbatches, origin=origin + team.shown)
 
-    def _finalists(self, team: Team, stay: Shape | None) -> list[_Candidate]:
-        """The most promising shapes of a team, as candidates."""
-        most = FINALISTS_AT_SCALE
+    def _most(self, team: Team) -> int:
+        """Candidates of a team."""
         if self._exact:
-            most = FINALISTS_OF_SMALLER if team.num_left_out else FINALISTS
-        elif team.num_left_out:
-            most = 1
-        found: list[_Candidate] = []
-        for shape, schedule in self._shapes(team, stay):
+            return FINALISTS_OF_SMALLER if team.num_left_out else FINALISTS
+        return 1 if team.num_left_out else FINALISTS_AT_SCALE
+
+    def _finalists(self, ranked: Iterable[tuple[Shape, Schedule]], most: int) -> list[Candidate]:
+        """The first shapes that can be, as candidates."""
+        found: list[Candidate] = []
+        for shape, schedule in ranked:
             if len(found) >= most:
                 break
-            if candidate := self._judge(shape, schedule):
+            if candidate := self._judge.of_shape(shape, schedule):
                 found.append(candidate)
         return found
 
     def _shapes(self, team: Team, stay: Shape | None) -> list[tuple[Shape, Schedule]]:
         """What the graph axis offers, and other schedules, the most promising first."""
-        ranked: list[tuple[float, int, Shape, Schedule]] = []
         groups: list[tuple[tuple[np.ndarray, ...], str]] = []
         may_move = bool(self._exact) or not team.num_left_out  # planning for many workers has to be quick
         if "graph" in self._options.axes:
@@ -280,6 +228,13 @@ class _Planning:
                 groups.append((stay.members, ""))
             if self._options.move_workers and may_move:
                 groups += self._with_moves(team)
+        return self._ranked(team, stay, groups, may_move=may_move)
+
+    def _ranked(
+        self, team: Team, stay: Shape | None, groups: Sequence[tuple[tuple[np.ndarray, ...], str]], *, may_move: bool
+    ) -> list[tuple[Shape, Schedule]]:
+        """Shapes with these stages, and that in which all stay, under the schedules that may be chosen."""
+        ranked: list[tuple[float, int, Shape, Schedule]] = []
         # Where memory permits, split backwards with much in flight are never slower than anything else.
         schedules = sorted(self._schedules, key=lambda schedule: -IN_FLIGHT.get(schedule, 0))
         if "zero-bubble-h2" in schedules:  # which is tried with less in flight, too, where memory is short
@@ -307,13 +262,13 @@ class _Planning:
                 break
         return [(shape, schedule) for _, _, shape, schedule in sorted(ranked, key=lambda entry: entry[:2])]
 
-    def _whole_shapes(self, stay: Shape | None) -> list[_Candidate]:
+    def _whole_shapes(self, stay: Shape | None) -> list[Candidate]:
         """The best layouts of whole layers of a small job."""
         options, team = self._options, self._teams[0]
         if "graph" not in options.axes or team.num_workers > WORKERS_MAX:
             return []
         stages = None if options.move_workers else stay.members if stay is not None else tuple(team.stages)
-        held = np.stack([self._old_start, self._old_stop], axis=1)
+        held = self._left.held
         everybody = np.concatenate([*team.stages, team.free] if stages is None else stages)
         found = []
         schedules = sorted(self._schedules, key=lambda schedule: -IN_FLIGHT.get(schedule, 0))
@@ -324,7 +279,7 @@ class _Planning:
                 self._cluster, self._costs, everybody, held, self._num_microbatches, schedule,
                 followers=options.followers, most=most, stages=stages,
             )  # fmt: skip
-            found += [self._judge(each.shape, schedule) for each in ranked]
+            found += [self._judge.of_shape(each.shape, schedule) for each in ranked]
         return [each for each in found if each is not None]
 
     def _only_workers(self, stay: Shape | None, team: Team) -> list[Shape]:
@@ -359,13 +314,32 @@ class _Planning:
                 found.append((members, f"{moved} worker{'s' * (moved > 1)} into other stages"))
         return found
 
+    def _of_other_depths(self) -> list[tuple[Shape, Schedule]]:
+        """All workers in some stages fewer or more, in the order of the layers that they have held, where candidates
+        are timed exactly; the most promising first."""
+        if not (self._exact and "graph" in self._options.axes and self._options.move_workers):
+            return []
+        team, held = self._teams[0], self._left.held
+        usual, total = len(team.stages), team.num_workers
+        everybody = np.concatenate([*team.stages, team.free])
+        order = everybody[np.argsort(held[everybody].sum(axis=1), kind="stable")]
+        groups = []
+        for depth in range(max(1, usual - SHORTER), min(usual + LONGER, self._costs.num_layers, total) + 1):
+            if depth == usual:
+                continue
+            even = np.array_split(order, depth)
+            for widths in balanced_widths(self._cluster, self._costs, even, total, self._num_microbatches):
+                members = tuple(map(np.sort, np.split(order, np.cumsum(widths)[:-1])))
+                groups.append((members, f"workers into {depth} stage{'s' * (depth > 1)}"))
+        return self._ranked(team, None, groups, may_move=True)
+
     def _cut_anew(self, members: tuple[np.ndarray, ...], moves: str, budget: MemoryBudget, team: Team) -> list[Shape]:
         """Shapes with these stages: whole layers, shared layers, shared layers spread over several."""
         cuts: list[tuple[tuple[Cut, ...], str]] = []
         try:
             cuts.append((self._whole(members, budget), "layers"))
         except InfeasiblePlan as failure:
-            self._failure = failure
+            self._judge.failure = failure
             if len(members) > self._costs.num_layers:
                 return []
         if self._options.share_layers:
@@ -397,7 +371,7 @@ class _Planning:
     def _whole(self, members: Sequence[np.ndarray], budget: MemoryBudget) -> tuple[Cut, ...]:
         return whole_layers(self._cluster, self._costs, members, self._num_microbatches, budget)
 
-    def _mixed(self) -> list[_Candidate]:
+    def _mixed(self) -> list[Candidate]:
         """Pipelines of several depths, where candidates are timed exactly."""
         options = self._options
         if not (self._exact and "graph" in options.axes and options.move_workers and options.mix_depths):
@@ -405,9 +379,9 @@ class _Planning:
         found = []
         crew = Crew(
             usual=ranges_of(max(self._before.chains, key=lambda chain: len(chain.stages))),
-            members=self._stages,
-            free=self._free,
-            held=np.stack([self._old_start, self._old_stop], axis=1),
+            members=self._left.stages,
+            free=self._left.free,
+            held=self._left.held,
             levels=self._levels,
         )
         for allocation, origin in mixed_pipelines(
@@ -421,91 +395,26 @@ class _Planning:
             leave_out=options.leave_out,
         ):
             try:
-                found.append(self._judged(allocation, origin))
+                found.append(self._judge.of_allocation(allocation, origin))
             except InfeasiblePlan as failure:
-                self._failure = self._failure or failure
+                self._judge.failure = self._judge.failure or failure
         return found
 
-    def _from_baselines(self) -> list[_Candidate]:
+    def _from_baselines(self) -> list[Candidate]:
         """The baselines' allocations, judged like our own."""
         found = []
         for baseline in self._baselines:
             try:
                 theirs = baseline(self._cluster, self._costs, self._before, self._event)
                 if theirs.allocation.num_microbatches == self._num_microbatches:
-                    found.append(self._judged(theirs.allocation, f"as {theirs.policy} does"))
+                    found.append(self._judge.of_allocation(theirs.allocation, f"as {theirs.policy} does"))
             except InfeasiblePlan as failure:
-                self._failure = self._failure or failure
+                self._judge.failure = self._judge.failure or failure
         return found
-
-    def _judge(self, shape: Shape, schedule: Schedule) -> _Candidate | None:
-        """A shape as a candidate; None if it does not keep to the limits of memory and power."""
-        try:
-            allocation = build(
-                self._cluster,
-                self._costs,
-                shape,
-                schedule,
-                self._levels,
-                by_speed="dataflow" in self._options.axes,
-                followers=self._options.followers,
-            )
-            return self._judged(allocation, shape.origin, np.concatenate(shape.members))
-        except InfeasiblePlan as failure:
-            self._failure = self._failure or failure
-            return None
-
-    def _judged(self, allocation: Allocation, origin: str, where: np.ndarray | None = None) -> _Candidate:
-        """An allocation as a candidate.
-
-        Raises:
-            InfeasiblePlan: it takes more memory or power than there is.
-        """
-        if where is None:
-            where = self._cluster.index_of(
-                np.concatenate([share.workers for chain in allocation.chains for share in chain.stages])
-            )
-        step_s, found = self._timed(allocation, where)
-        check_power(self._cluster, found.peak_power_w)
-        transfers, seconds = needed_transfers(
-            self._cluster,
-            self._costs,
-            allocation,
-            where,
-            self._old_start,
-            self._old_stop,
-            sources=self._sources,
-            followers=self._options.followers,
-        )
-        return _Candidate(
-            allocation=allocation,
-            origin=origin,
-            step_s=step_s,
-            found=found,
-            where=where,
-            transfers=transfers,
-            transfer_s=seconds,
-        )
-
-    def _timed(self, allocation: Allocation, where: np.ndarray) -> tuple[float, Estimate]:
-        """Seconds of a step, with fewer micro-batches in flight where memory is short, and what else it takes.
-
-        Raises:
-            InfeasiblePlan: it does not fit into memory.
-        """
-        timed = time_within_memory(
-            self._cluster,
-            self._costs,
-            allocation,
-            followers=self._options.followers,
-            exact_actions=self._exact,
-            where=where,
-        )
-        return timed.step_s, timed.found
 
     # --------------------------------------------------------------------------------------------------- frequency
 
-    def _tune(self, best: _Candidate) -> _Candidate:
+    def _tune(self, best: Candidate) -> Candidate:
         """The candidate at other frequency levels, if that helps."""
         cluster, options = self._cluster, self._options
         if "frequency" not in options.axes or all(len(device.levels) == 1 for device in cluster.devices):
@@ -524,8 +433,10 @@ class _Planning:
             chosen = choose_levels(
                 loads, cluster.device[where], cluster.devices, power_limit_w=limit, pace_s=pace, least_speed=floor
             )
+            if np.array_equal(chosen, levels):
+                continue
             allocation = at_levels(best.allocation, chosen)
-            step_s, found = self._timed(allocation, where)
+            step_s, found = self._judge.timed(allocation, where)
             tuned.append(replace(best, allocation=allocation, found=found, step_s=step_s))
         bound = best.step_s * (1 + 1e-9)
         helping = [each for each in tuned if each.step_s <= bound]
@@ -535,10 +446,10 @@ class _Planning:
 
     # ------------------------------------------------------------------------------------------------------- the plan
 
-    def _plan(self, tuned: _Candidate, best: _Candidate, staying: _Candidate | None, stay: Shape | None) -> Plan:
+    def _plan(self, tuned: Candidate, best: Candidate, staying: Candidate | None, stay: Shape | None) -> Plan:
         order = np.argsort(tuned.found.workers, kind="stable")
         # A layer that nobody has computed with has to be fetched before training goes on.
-        has_all = bool(np.all(self._sources.holders > 0))
+        has_all = bool(np.all(self._judge.sources.holders > 0))
         interim_s = self._interim_s(staying) if tuned.transfers and has_all and staying is not None else None
         fetch_s = tuned.transfer_s if tuned.transfers and interim_s is None else 0.0
         return Plan(
@@ -556,11 +467,23 @@ class _Planning:
             interim_step_s=interim_s,
             memory_bytes=tuned.found.memory_bytes[order],
             power_w=tuned.found.power_w,
-            contributions=self._contributions(tuned, best, staying, stay),
-            reason=self._reason(tuned, staying),
+            contributions=contributions_of(
+                self._options.axes, tuned, best, staying, None if staying is None else self._even_s(staying, stay)
+            ),
+            reason=reason_of(tuned, staying),
         )
 
-    def _interim_s(self, staying: _Candidate) -> float:
+    def _even_s(self, staying: Candidate, stay: Shape | None) -> float:
+        """Seconds of a step of the workers where they are if micro-batches were not dealt by speed."""
+        speeds = self._cluster.speed
+        if "dataflow" not in self._options.axes or stay is None or len(self._before.chains) > 1:
+            return staying.found.step_s
+        if float(speeds.min()) == float(speeds.max()):
+            return staying.found.step_s
+        even = build(self._cluster, self._costs, stay, self._before.schedule, self._levels, by_speed=False)
+        return estimate(self._cluster, self._costs, even).step_s
+
+    def _interim_s(self, staying: Candidate) -> float:
         """Seconds of a step of the workers where they are while state is copied in the background."""
         cluster, costs = shared_links(self._cluster, self._costs, self._options.copy_share)
         timed = time_within_memory(
@@ -570,53 +493,6 @@ class _Planning:
             followers=self._options.followers,
             exact_actions=self._exact,
             where=staying.where,
+            known=staying.found,
         )
         return timed.step_s
-
-    def _contributions(
-        self, tuned: _Candidate, best: _Candidate, staying: _Candidate | None, stay: Shape | None
-    ) -> Mapping[str, str]:
-        axes = self._options.axes
-        brought: dict[str, str] = dict.fromkeys(sorted(AXES), "off")
-        if "randomness" in axes:
-            brought["randomness"] = KEYS.describe()
-        if staying is None:
-            forced = "rerouting alone does not fit into memory"
-            brought["dataflow"] = forced if "dataflow" in axes else "off"
-            brought["graph"] = f"{best.origin}: {forced}" if "graph" in axes else "off"
-        else:
-            if "dataflow" in axes:
-                before = staying.found.step_s
-                speeds = self._cluster.speed
-                if stay is not None and len(self._before.chains) == 1 and float(speeds.min()) < float(speeds.max()):
-                    even = build(self._cluster, self._costs, stay, self._before.schedule, self._levels, by_speed=False)
-                    before = estimate(self._cluster, self._costs, even).step_s
-                brought["dataflow"] = f"micro-batches by speed: {_change(before, staying.found.step_s)}"
-            if "graph" in axes:
-                brought["graph"] = f"{best.origin}: {_change(staying.step_s, best.step_s)}"
-        if "frequency" in axes:
-            power = f", {tuned.found.power_w:.0f} W instead of {best.found.power_w:.0f} W"
-            same = tuned is best or not best.found.power_w
-            brought["frequency"] = f"{_change(best.step_s, tuned.step_s)}{'' if same else power}"
-        return brought
-
-    def _reason(self, tuned: _Candidate, staying: _Candidate | None) -> str:
-        found = tuned.found
-        share = found.pace_s / tuned.step_s if tuned.step_s else 1.0
-        compared = "rerouting alone does not fit" if staying is None else (
-            f"rerouting alone: {_shown(staying.step_s)}"
-        )  # fmt: skip
-        return (
-            f"{tuned.origin}, {tuned.allocation.schedule}: {_shown(tuned.step_s)} per step ({compared}); worker "
-            f"{found.bottleneck_worker} of stage {found.bottleneck_stage} computes for {100 * share:.0f} % of it"
-        )
-
-
-def _change(before_s: float, after_s: float) -> str:
-    if abs(before_s - after_s) <= 1e-9 * before_s:
-        return "nothing to gain"
-    return f"{_shown(before_s)} to {_shown(after_s)} per step ({100 * (after_s / before_s - 1):+.1f} %)"
-
-
-def _shown(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"

@@ -7,6 +7,7 @@ few enough actions, by the bound where there are more, with fewer micro-batches 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from elaswave.costs.step_time.work import durations_of, transfer_of
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.execution import timed_step_s
 from elaswave.planning.memory_limits import MemoryLimits, layout_limits, memory_limits, memory_of
-from elaswave.planning.plan import Allocation, StageShare, levels_of, num_actions
+from elaswave.planning.plan import Allocation, Chain, StageShare, levels_of, num_actions
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import make_routes
 
@@ -29,6 +30,26 @@ EXACT_ACTIONS = 20_000
 """Steps of at most so many actions are timed exactly."""
 EXACT_WORKERS = 256
 """In larger jobs a planner judges candidates by the bound alone: planning has to be quick."""
+
+
+class Load(NamedTuple):
+    """What the workers of an allocation compute, whatever the schedule and the links. Arrays as of `Estimate`."""
+
+    chains: tuple[Chain, ...]
+    """Of the allocation."""
+    tables: list[StageTable]
+    """Of each chain."""
+    workers: np.ndarray
+    busy_s: np.ndarray
+    draw_w: np.ndarray
+    idle_w: np.ndarray
+    slowest_s: np.ndarray
+    """Seconds for which the busiest worker of each stage computes."""
+    mean_speed: np.ndarray
+    """Of each stage."""
+    pace_s: float
+    busiest: int
+    """The worker that computes for so long."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,6 +74,7 @@ class Estimate:
     bottleneck_stage: int
     bottleneck_worker: int
     """The busiest worker, and where it is."""
+    load: Load
 
     @property
     def energy_j(self) -> float:
@@ -67,6 +89,7 @@ def estimate(
     *,
     followers: int = DEFAULT_FOLLOWERS,
     where: np.ndarray | None = None,
+    known: Estimate | None = None,
 ) -> Estimate:
     """What a step takes by `elaswave.costs.step_time.bound`, and memory and power.
 
@@ -76,14 +99,49 @@ def estimate(
         allocation: who does how much.
         followers: live copies of every block, for memory.
         where: positions of the allocation's workers in the cluster, if they are known, in the order of the result.
+        known: of the same workers and speeds. Where its chains are this allocation's, what they compute is not worked
+            out again.
     Raises:
         KeyError: a worker that is not in the cluster.
     """
+    load = known.load if known is not None and known.load.chains is allocation.chains else None
+    if load is None:
+        load = _load_of(cluster, costs, allocation, where)
+    step, bottleneck_chain, bottleneck_stage, first = 0.0, 0, 0, 0
+    for number, table in enumerate(load.tables):
+        last = first + len(table.forward)
+        slowest, mean_speed = load.slowest_s[first:last], load.mean_speed[first:last]
+        ends = step_per_stage(table, slowest, mean_speed, allocation.schedule, travel_s(cluster, costs, table))
+        index = int(np.argmax(slowest))
+        if float(ends.max()) > step:
+            step, bottleneck_chain, bottleneck_stage = float(ends.max()), number, index
+        first = last
+    step += costs.overhead_s(stages_of(allocation))
+    memory = memory_of(costs, allocation, followers)
+    busy, draw, idle = load.busy_s, load.draw_w, load.idle_w
+    power = float(np.sum(busy * draw + (step - np.minimum(busy, step)) * idle) / step) if step else float(idle.sum())
+    return Estimate(
+        step_s=step,
+        pace_s=load.pace_s,
+        workers=load.workers,
+        busy_s=busy,
+        memory_bytes=memory.wanted_bytes,
+        power_w=power,
+        peak_power_w=float(draw.sum()),
+        bottleneck_chain=bottleneck_chain,
+        bottleneck_stage=bottleneck_stage,
+        bottleneck_worker=load.busiest,
+        load=load,
+    )
+
+
+def _load_of(cluster: Cluster, costs: Costs, allocation: Allocation, where: np.ndarray | None) -> Load:
+    """What workers compute; arguments as of `estimate`."""
     tables = [
         StageTable.of([(share.start, share.stop) for share in chain.stages], chain.cuts, chain.num_microbatches, costs)
         for chain in allocation.chains
     ]
-    shares = [stage for chain in allocation.chains for stage in chain.stages]
+    shares = stages_of(allocation)
     widths = np.array([share.width for share in shares])
     workers = np.concatenate([share.workers for share in shares])
     if where is None:
@@ -97,33 +155,18 @@ def estimate(
     )
     stage = np.repeat(np.arange(len(shares)), widths)
     busy, rounded = busy_s(stage, counts, speeds, shortest, longest, quantum, work)
-    slowest = np.maximum.reduceat(rounded, np.concatenate([[0], np.cumsum(widths)[:-1]]))
-    mean_speed = np.bincount(stage, speeds) / widths
-
-    step, bottleneck_chain, bottleneck_stage, first = 0.0, 0, 0, 0
-    for number, table in enumerate(tables):
-        last = first + len(table.forward)
-        ends = step_per_stage(
-            table, slowest[first:last], mean_speed[first:last], allocation.schedule, travel_s(cluster, costs, table)
-        )
-        index = int(np.argmax(slowest[first:last]))
-        if float(ends.max()) > step:
-            step, bottleneck_chain, bottleneck_stage = float(ends.max()), number, index
-        first = last
-    step += costs.overhead_s(shares)
-    memory = memory_of(costs, allocation, followers)
-    power = float(np.sum(busy * draw + (step - np.minimum(busy, step)) * idle) / step) if step else float(idle.sum())
-    return Estimate(
-        step_s=step,
-        pace_s=float(rounded.max()),
+    busiest = int(np.argmax(rounded))
+    return Load(
+        chains=allocation.chains,
+        tables=tables,
         workers=workers,
         busy_s=busy,
-        memory_bytes=memory.wanted_bytes,
-        power_w=power,
-        peak_power_w=float(draw.sum()),
-        bottleneck_chain=bottleneck_chain,
-        bottleneck_stage=bottleneck_stage,
-        bottleneck_worker=int(workers[int(np.argmax(rounded))]),
+        draw_w=draw,
+        idle_w=idle,
+        slowest_s=np.maximum.reduceat(rounded, np.concatenate([[0], np.cumsum(widths)[:-1]])),
+        mean_speed=np.bincount(stage, speeds) / widths,
+        pace_s=float(rounded[busiest]),
+        busiest=int(workers[busiest]),
     )
 
 
@@ -150,6 +193,7 @@ def step_s(
     fidelity: Fidelity,
     *,
     max_in_flight: Mapping[int, int] | None = None,
+    within_s: float = float("inf"),
 ) -> float:
     """Seconds of a step.
 
@@ -159,6 +203,9 @@ def step_s(
         allocation: who does how much.
         fidelity: see `elaswave.costs.step_time`. ``contended`` keeps to the workers' memory as far as it fits.
         max_in_flight: of ``exact``: worker -> the most micro-batches it may hold; None means what the schedule wants.
+        within_s: of ``exact``: steps that are not shorter need not be timed.
+    Returns:
+        Infinity, or the seconds, where they are not below `within_s`.
     Raises:
         KeyError: a worker that is not in the cluster.
     """
@@ -168,17 +215,20 @@ def step_s(
         return simulate_allocation(cluster, costs, allocation).step_s
     durations = durations_of(costs.layer_s, cluster.speed_of(levels_of(allocation)))
     transfer_s = transfer_of(costs, cluster)
-    seconds = 0.0
+    seconds, overhead_s = 0.0, costs.overhead_s(stages_of(allocation))
     for chain in allocation.chains:  # they share no workers, so each is timed by itself
         if not chain.num_microbatches:
             continue
         layout = make_routes(replace(allocation, chains=(chain,)), costs, cluster)
         bounds = None if max_in_flight is None else {worker: max_in_flight[worker] for worker in layout.workers}
         alone_s = timed_step_s(
-            layout, allocation.schedule, durations, known=durations, max_in_flight=bounds, transfer_s=transfer_s
-        )
+            layout, allocation.schedule, durations, known=durations, max_in_flight=bounds, transfer_s=transfer_s,
+            within_s=within_s - overhead_s,
+        )  # fmt: skip
         seconds = max(seconds, alone_s)
-    return seconds + costs.overhead_s(stages_of(allocation))
+        if seconds + overhead_s >= within_s:
+            break
+    return seconds + overhead_s
 
 
 def stages_of(allocation: Allocation) -> list[StageShare]:
@@ -194,6 +244,8 @@ def time_within_memory(
     followers: int = DEFAULT_FOLLOWERS,
     exact_actions: int = EXACT_ACTIONS,
     where: np.ndarray | None = None,
+    within_s: float = float("inf"),
+    known: Estimate | None = None,
 ) -> Prediction:
     """What a step takes, with fewer micro-batches in flight where memory is short: how every plan is judged.
 
@@ -204,24 +256,30 @@ def time_within_memory(
         followers: live copies of every block, for memory.
         exact_actions: the most actions for which programs are compiled and timed.
         where: positions of the allocation's workers in the cluster, if they are known, as `estimate` takes them.
+        within_s: as of `step_s`.
+        known: as of `estimate`.
     Raises:
         InfeasiblePlan: it does not fit into memory even so.
         KeyError: a worker that is not in the cluster.
     """
-    found = estimate(cluster, costs, allocation, followers=followers, where=where)
+    found = estimate(cluster, costs, allocation, followers=followers, where=where, known=known)
     fidelity = fidelity_for(allocation, exact_actions)
     room = cluster.memory_bytes[cluster.index_of(found.workers) if where is None else where]
     limits = None
     if bool(np.any(found.memory_bytes > room)):
         limits = memory_limits(cluster, costs, allocation, followers=followers, where=where)
     if limits is None:
-        seconds = found.step_s if fidelity == "bound" else step_s(cluster, costs, allocation, fidelity)
+        seconds = found.step_s
+        if fidelity == "exact":
+            seconds = step_s(cluster, costs, allocation, fidelity, within_s=within_s)
         return Prediction(step_s=seconds, found=found)
     if fidelity == "bound":
         waiting_s = _limited_step_s(costs, allocation, limits)
         seconds = max(found.step_s, waiting_s + costs.overhead_s(stages_of(allocation)))
     else:
-        seconds = step_s(cluster, costs, allocation, fidelity, max_in_flight=limits.as_mapping())
+        seconds = step_s(
+            cluster, costs, allocation, fidelity, max_in_flight=limits.as_mapping(), within_s=within_s
+        )  # fmt: skip
     found = replace(found, memory_bytes=limits.memory_bytes)
     return Prediction(step_s=seconds, found=found, num_limited=limits.num_limited)
 

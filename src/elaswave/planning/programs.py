@@ -45,7 +45,6 @@ from elaswave.costs.schedules import (
     Schedule,
     bounds_of_part,
     check_schedule,
-    in_flight_bounds,
     parts_of,
     splits_backwards,
 )
@@ -95,14 +94,16 @@ def compile_programs(
     """
     if begins_s is not None and durations is None:
         raise ValueError("seconds at which workers begin are given, but none of actions: give durations as well")
-    bounds = _bounds(layout, schedule, max_in_flight, forward_only=forward_only)
     programs: dict[int, Program] = dict.fromkeys(layout.workers, ())
     for part, numbers in parts_of(layout):
         if only is not None and only not in part.workers:
             continue
+        bounds = _bounds(part, schedule, max_in_flight, forward_only=forward_only)
         flow = Flow(part, durations, transfer_s, ticks=True, numbers=numbers)
         begins = [] if begins_s is None else [round(begins_s[worker] * flow.scale) for worker in flow.workers]
-        programs.update(flow.decode(_compile(part, flow, schedule, bounds, begins, forward_only=forward_only)))
+        compiled = _compile(part, flow, schedule, bounds, begins, forward_only=forward_only)
+        assert compiled is not None  # it may take as long as it wants
+        programs.update(flow.decode(compiled))
     return programs
 
 
@@ -113,6 +114,7 @@ def compiled_step_s(
     *,
     max_in_flight: Mapping[int, int] | None = None,
     transfer_s: TransferSeconds | None = None,
+    within_s: float = float("inf"),
 ) -> float:
     """Seconds of a step whose programs are compiled by the durations that it takes.
 
@@ -121,34 +123,45 @@ def compiled_step_s(
 
     Args:
         layout, schedule, max_in_flight, durations, transfer_s: as of `compile_programs`.
+        within_s: steps that are not shorter need not be timed.
+    Returns:
+        Infinity, or the seconds, where they are not below `within_s`.
     Raises:
         ValueError: as `compile_programs`.
     """
-    bounds = _bounds(layout, schedule, max_in_flight, forward_only=False)
+    parts = parts_of(layout)
     longest = 0.0
-    for part, _ in parts_of(layout):
+    for part, _ in parts:
         flow = Flow(part, durations, transfer_s)
+        bounds = _bounds(part, schedule, max_in_flight, forward_only=False)
         limits = _limits(part, flow, schedule, bounds)
         key = (schedule, limits, flow.digest)
         seconds = _TIMES.get(key)
         if seconds is None:
-            whole = Flow(part, durations, transfer_s, ticks=True)
-            seconds = run_in_order(flow, _compile(part, whole, schedule, bounds, [], forward_only=False)).makespan
+            if within_s <= (_AT_LEAST.get(key) or 0.0):
+                return float("inf")
+            whole = flow.in_ticks()
+            within = within_s * whole.scale * (1 + _SLACK)
+            programs = _compile(part, whole, schedule, bounds, [], forward_only=False, within=within)
+            if programs is None:
+                _AT_LEAST.put(key, within_s)
+                return float("inf")
+            seconds = run_in_order(flow, programs).makespan
             _TIMES.put(key, seconds)
         longest = max(longest, seconds)
     return longest
 
 
 def _bounds(
-    layout: Layout, schedule: Schedule, max_in_flight: Mapping[int, int] | None, *, forward_only: bool
+    part: Layout, schedule: Schedule, max_in_flight: Mapping[int, int] | None, *, forward_only: bool
 ) -> Mapping[int, int]:
-    """The most micro-batches that each worker may hold."""
+    """The most micro-batches that each worker of a part may hold."""
     check_schedule(schedule)
     if max_in_flight is not None and schedule != "gpipe" and not forward_only:
-        if too_low := [worker for worker in layout.active if max_in_flight.get(worker, 0) < 1]:
+        if too_low := [worker for worker in part.active if max_in_flight.get(worker, 0) < 1]:
             raise ValueError(f"max_in_flight of workers {too_low} is missing or below 1: nothing could ever begin")
-        return {worker: max_in_flight[worker] for worker in layout.active}
-    return in_flight_bounds(layout, "gpipe" if forward_only else schedule)
+        return max_in_flight
+    return bounds_of_part(part, "gpipe" if forward_only else schedule)
 
 
 Limits = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
@@ -167,9 +180,9 @@ def _limits(part: Layout, flow: Flow, schedule: Schedule, bounds: Mapping[int, i
 
 def _compile(
     part: Layout, flow: Flow, schedule: Schedule, bounds: Mapping[int, int], begins: Sequence[int], *,
-    forward_only: bool,
-) -> list[list[int]]:  # fmt: skip
-    """The programs of one part, as codes."""
+    forward_only: bool, within: float | None = None,
+) -> list[list[int]] | None:  # fmt: skip
+    """The programs of one part, as codes; None if they take as long as `within`."""
     # Without backwards nothing is in flight, and no limit but the given one holds.
     held = tuple(bounds[worker] for worker in flow.workers)
     open_, tried = (held, (held,)) if forward_only else _limits(part, flow, schedule, bounds)
@@ -177,13 +190,14 @@ def _compile(
     known = _PROGRAMS.get(key)
     if known is None:
         if splits_backwards(schedule) and not forward_only:
-            known = _zero_bubble(flow, open_, tried, begins)
+            known = _zero_bubble(flow, open_, tried, begins, within)
         else:
             waits = schedule == "gpipe"
             known = _Compiler(
-                flow, tried[0], waits_for_forwards=waits, forward_only=forward_only, begins=begins
+                flow, tried[0], waits_for_forwards=waits, forward_only=forward_only, begins=begins, limit=within
             ).run()  # fmt: skip
-        _PROGRAMS.put(key, known)
+        if known is not None:
+            _PROGRAMS.put(key, known)
     return known
 
 
@@ -192,8 +206,8 @@ def _at_most(held: Sequence[int], bounds: Mapping[int, int], flow: Flow) -> tupl
 
 
 def _zero_bubble(
-    flow: Flow, open_: Sequence[int], tried: Sequence[Sequence[int]], begins: Sequence[int]
-) -> list[list[int]]:
+    flow: Flow, open_: Sequence[int], tried: Sequence[Sequence[int]], begins: Sequence[int], within: float | None
+) -> list[list[int]] | None:
     """The best of several orders with split backwards.
 
     Args:
@@ -201,21 +215,63 @@ def _zero_bubble(
         open_: the most micro-batches that each worker may hold until their I, as under ``1f1b``.
         tried: the most that it may hold until their W, one or several times.
         begins: of each worker, or empty; see `_Compiler`.
+        within: orders that take as long are of no use; None means that none is.
     """
+    least = 0.0 if begins else _least_ticks(flow)
+    if within is not None and least >= within:
+        return None
     whole = _Compiler(flow, open_, begins=begins).run()
-    best = [[half for code in own for half in _halves(code)] for own in whole]
-    ends = [own[-1] for own in run_in_order(flow, best, begins or None).ends]
+    assert whole is not None  # it has no limit
+    halved = [[half for code in own for half in _halves(code)] for own in whole]
+    ends = [own[-1] for own in run_in_order(flow, halved, begins or None).ends]
+    best: list[list[int]] | None = halved
     shortest = _longest_since(ends, begins)
+    if within is not None and shortest >= within:
+        best, shortest = None, within
     # With few micro-batches open, alternating starves no worker; with as many open as fit, forwards must give way.
     for held in tried:
         for limits, prefers_backward in ((open_, False), (held, True)):
+            if shortest <= least:
+                return best
             compiler = _Compiler(
-                flow, held, open_=limits, split=True, prefers_backward=prefers_backward, begins=begins
+                flow, held, open_=limits, split=True, prefers_backward=prefers_backward, begins=begins, limit=shortest
             )  # fmt: skip
             found = compiler.run()
-            if (longest := _longest_since(compiler.ends, begins)) < shortest:
-                best, shortest = found, longest
+            if found is not None:
+                best, shortest = found, _longest_since(compiler.ends, begins)
     return best
+
+
+def _least_ticks(flow: Flow) -> float:
+    """What no order of split backwards gets below: a worker waits for its first input, does all its work, or all but
+    its weight gradients before the last gradient goes back to the beginning of its route; and a micro-batch goes there
+    and back to each of its hops, whose weight gradient follows."""
+    num_workers, seconds = len(flow.workers), flow.seconds
+    alone, weights = [0.0] * num_workers, [0.0] * num_workers
+    arrives, returns = [float("inf")] * num_workers, [float("inf")] * num_workers
+    there = back = 0.0
+    heads: list[float] = []
+    for node, worker in enumerate(flow.worker):
+        code = 4 * node
+        if flow.is_first[node]:
+            there, back = 0.0, seconds[code + WEIGHT]
+        else:
+            there += seconds[code - 4 + FORWARD] + flow.sends_forward[node - 1]
+            back += seconds[code - 4 + INPUT] + flow.sends_back[node]
+        heads.append(there)
+        alone[worker] += seconds[code + FORWARD] + seconds[code + INPUT]
+        weights[worker] += seconds[code + WEIGHT]
+        arrives[worker], returns[worker] = min(arrives[worker], there), min(returns[worker], back)
+    longest = 0.0
+    for node in reversed(range(len(flow.worker))):
+        code = 4 * node
+        if flow.is_last[node]:
+            there = heads[node] + seconds[code + FORWARD]
+        there += seconds[code + INPUT]
+        longest = max(longest, there + seconds[code + WEIGHT])
+        there += flow.sends_back[node]
+    every = zip(arrives, alone, weights, returns, strict=True)
+    return max([longest, *(first + work + max(weight, last) for first, work, weight, last in every if work or weight)])
 
 
 def _longest_since(ends: Sequence[float], begins: Sequence[float]) -> float:
@@ -254,6 +310,10 @@ class _Memo(Generic[_Value]):
 _PROGRAMS: _Memo[list[list[int]]] = _Memo(128)
 """A pipeline of 20,000 actions takes about a megabyte."""
 _TIMES: _Memo[float] = _Memo(8192)
+_AT_LEAST: _Memo[float] = _Memo(8192)
+"""What steps take at least whose time was not wanted more exactly."""
+_SLACK = 1e-6
+"""Relative; more than the rounding of durations to ticks makes."""
 
 
 class _Compiler:
@@ -268,6 +328,7 @@ class _Compiler:
         waits_for_forwards: a worker begins no backward before all its forwards.
         forward_only: no backwards at all.
         begins: when each worker begins, in the flow's unit; empty means at 0.
+        limit: a worker that takes as long from its beginning makes the order useless; None means that none is.
     """
 
     def __init__(
@@ -281,6 +342,7 @@ class _Compiler:
         waits_for_forwards: bool = False,
         forward_only: bool = False,
         begins: Sequence[int] = (),
+        limit: float | None = None,
     ) -> None:
         self._flow = flow
         self._held_bounds = held
@@ -299,6 +361,9 @@ class _Compiler:
         self._forwards_left = [0] * num_workers
         for worker in flow.worker:
             self._forwards_left[worker] += 1
+        self._latest = [float("inf")] * num_workers if limit is None else self._latest_starts(limit, begins)
+        """When each worker has to begin its next action to end before the limit."""
+        self._is_late = False
         # Ready nodes of each worker, lowest first: by micro-batch, then by position in the route.
         self._forwards: list[list[int]] = [[] for _ in range(num_workers)]
         self._backwards: list[list[int]] = [[] for _ in range(num_workers)]
@@ -313,69 +378,85 @@ class _Compiler:
                 self._events.append((begin, 2, worker))
         heapq.heapify(self._events)
 
-    def run(self) -> list[list[int]]:
-        """Schedules everything and returns the programs."""
+    def _latest_starts(self, limit: float, begins: Sequence[int]) -> list[float]:
+        flow = self._flow
+        latest = [limit + begin for begin in begins] or [limit] * len(flow.workers)
+        kinds = (FORWARD,) if self._forward_only else (FORWARD, INPUT, WEIGHT) if self._split else (FORWARD, BACKWARD)
+        for node, worker in enumerate(flow.worker):
+            latest[worker] -= sum(flow.seconds[4 * node + kind] for kind in kinds)
+        return latest
+
+    def run(self) -> list[list[int]] | None:
+        """Schedules everything and returns the programs; None if they would take as long as the limit.
+
+        One loop with everything in local names: planning spends most of its time in it.
+        """
         flow, events = self._flow, self._events
+        worker_of, is_first, is_last = flow.worker, flow.is_first, flow.is_last
+        sends_forward, sends_back = flow.sends_forward, flow.sends_back
+        forwards, backwards, busy, ends = self._forwards, self._backwards, self._busy, self.ends
+        start, push, pop = self._start, heapq.heappush, heapq.heappop
         for node in flow.first_nodes:
-            self._forwards[flow.worker[node]].append(node)
+            forwards[worker_of[node]].append(node)
         for worker in range(len(flow.workers)):
-            if not self._busy[worker]:
-                self._start(worker)
+            if not busy[worker]:
+                start(worker, 0)
+        now: float = 0
         while events:
-            self.now = now = events[0][0]
+            if self._is_late:
+                return None
+            now = events[0][0]
             # Everything that ends now is taken in before anything starts, so that the order depends on
             # times alone. Workers then start in ascending order.
-            touched: set[int] = set()
+            touched = []
             while events and events[0][0] == now:
-                _, what, code = heapq.heappop(events)
-                worker = code if what == 2 else flow.worker[code >> 2]
+                _, what, code = pop(events)
                 if what == 2:
-                    self._busy[worker] = False
-                elif what:
-                    heapq.heappush((self._backwards if code & 3 else self._forwards)[worker], code >> 2)
+                    busy[code] = False
+                    touched.append(code)
+                    continue
+                node, kind = code >> 2, code & 3
+                worker = worker_of[node]
+                touched.append(worker)
+                if what:
+                    push((backwards if kind else forwards)[worker], node)
+                    continue
+                busy[worker] = False
+                ends[worker] = now
+                # What has waited for this action is made ready.
+                if kind == FORWARD:
+                    if is_last[node]:
+                        if not self._forward_only:
+                            push(backwards[worker], node)
+                        continue
+                    target, delay, ready = node + 1, sends_forward[node], forwards
+                elif kind == WEIGHT or is_first[node]:
+                    continue
                 else:
-                    self._busy[worker] = False
-                    self.ends[worker] = now
-                    self._hand_on(code, worker, touched)
-                touched.add(worker)
-            for worker in sorted(touched):
-                if not self._busy[worker]:
-                    self._start(worker)
+                    target, delay, ready = node - 1, sends_back[node], backwards
+                if delay:
+                    push(events, (now + delay, 1, 4 * target + (kind != FORWARD)))
+                else:
+                    push(ready[worker_of[target]], target)
+                    touched.append(worker_of[target])
+            for worker in touched if len(touched) == 1 else sorted(set(touched)):
+                if not busy[worker]:
+                    start(worker, now)
+        self.now = now
         assert sum(map(len, self._programs)) == len(flow.worker) * (
             1 if self._forward_only else 3 if self._split else 2
         )
         return self._programs
 
-    def _hand_on(self, code: int, worker: int, touched: set[int]) -> None:
-        """Makes ready what has waited for an action that ends now."""
-        flow = self._flow
-        node, kind = code >> 2, code & 3
-        if kind == FORWARD:
-            if flow.is_last[node]:
-                if not self._forward_only:
-                    heapq.heappush(self._backwards[worker], node)
-                return
-            target, delay, ready = node + 1, flow.sends_forward[node], self._forwards
-        elif kind == WEIGHT or flow.is_first[node]:
-            return
-        else:
-            target, delay, ready = node - 1, flow.sends_back[node], self._backwards
-        if delay:
-            heapq.heappush(self._events, (self.now + delay, 1, 4 * target + (kind != FORWARD)))
-        else:
-            receiver = flow.worker[target]
-            heapq.heappush(ready[receiver], target)
-            touched.add(receiver)
-
-    def _start(self, worker: int) -> None:
+    def _start(self, worker: int, now: float) -> None:
         """Lets a free worker begin something, if there is anything that it may begin."""
         forwards, backwards = self._forwards[worker], self._backwards[worker]
-        may_forward = (
+        if (
             forwards
+            and not (backwards and self._prefers_backward)
             and self._held[worker] < self._held_bounds[worker]
             and self._open[worker] < self._open_bounds[worker]
-        )
-        if may_forward and not (backwards and self._prefers_backward):
+        ):
             node = heapq.heappop(forwards)
             self._held[worker] += 1
             self._open[worker] += 1
@@ -397,6 +478,10 @@ class _Compiler:
         else:
             return
         code = 4 * node + kind
+        seconds = self._flow.seconds[code]
+        if now >= self._latest[worker]:
+            self._is_late = True
+        self._latest[worker] += seconds
         self._busy[worker] = True
         self._programs[worker].append(code)
-        heapq.heappush(self._events, (self.now + self._flow.seconds[code], 0, code))
+        heapq.heappush(self._events, (now + seconds, 0, code))

@@ -150,13 +150,15 @@ def move_workers(
     moving = [free]
     for own, width in zip(members, widths.tolist(), strict=True):
         if len(own) > width:
-            # Workers nearest to the others' speed leave, so that stages keep theirs.
+            leaves = np.arange(len(own)) >= width
             speeds = cluster.speed[own]
-            order = np.argsort(np.abs(speeds - np.median(speeds)), kind="stable")
-            leaves = np.zeros(len(own), dtype=bool)
-            even = order[np.abs(speeds[order] - np.median(speeds)) <= 1e-12]
-            pick = np.concatenate([even[::-1], order[len(even) :]])[: len(own) - width]
-            leaves[pick] = True
+            if float(speeds.min()) < float(speeds.max()):
+                # Workers nearest to the others' speed leave, so that stages keep theirs.
+                away = np.abs(speeds - np.median(speeds))
+                order = np.argsort(away, kind="stable")
+                even = order[away[order] <= 1e-12]
+                leaves[:] = False
+                leaves[np.concatenate([even[::-1], order[len(even) :]])[: len(own) - width]] = True
             moving.append(own[leaves])
             own = own[~leaves]
         kept.append(own)

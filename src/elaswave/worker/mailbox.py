@@ -1,9 +1,12 @@
 """What a worker's threads share: messages that have arrived, and what is said on a new connection to a coordinator."""
 
+import math
 import threading
 import time
 from collections import deque
 from typing import Any
+
+import msgspec
 
 from elaswave.errors import WaitTimeoutError
 from elaswave.protocol.ballot import Request
@@ -11,7 +14,7 @@ from elaswave.protocol.facts import Facts
 from elaswave.protocol.messages import FIRST_EPOCH, Fenced, Joining, Prepare, Registered
 from elaswave.transport.interface import Transport
 from elaswave.worker.activity import Activity
-from elaswave.worker.messages import Heartbeat, Settled, Stop, TakeCheckpoint, ToWorker
+from elaswave.worker.messages import Heartbeat, Leaving, Settled, Stop, TakeCheckpoint, ToWorker
 
 
 class SharedFacts(Facts):
@@ -97,6 +100,8 @@ class Mailbox:
         self.joining: Joining | None = None
         """What a worker says instead that is no member yet."""
         self.facts = SharedFacts()
+        self._gone_at_s = math.inf
+        """Monotonic time at which the machine will be taken away, once there was a notice."""
         self.activity = Activity()
         self.place = (FIRST_EPOCH, 0, 0)
         """Epoch, step and attempt, for heartbeats."""
@@ -115,7 +120,24 @@ class Mailbox:
 
     def standing(self) -> list[Any]:
         """What is said on a new connection after all that has not been acknowledged."""
-        return self.facts.standing()
+        left_s = self._gone_at_s - time.monotonic()
+        return [
+            msgspec.structs.replace(fact, left_s=max(0.0, left_s)) if isinstance(fact, Leaving) else fact
+            for fact in self.facts.standing()
+        ]
+
+    def leaving_within(self, left_s: float) -> Leaving:
+        """The worker's machine will be taken away; from now on it is said on every new connection.
+
+        Args:
+            left_s: seconds until then.
+        Returns:
+            What is to be said now.
+        """
+        leaving = Leaving(worker=self.registration.worker, left_s=left_s)
+        self._gone_at_s = time.monotonic() + left_s
+        self.facts.leaving(leaving)
+        return leaving
 
     def heartbeat(self) -> Heartbeat | None:
         """Where the main thread is; None of a worker that is no member yet, of which nobody asks."""

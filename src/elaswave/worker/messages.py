@@ -84,8 +84,6 @@ class StepReport(Message, frozen=True, kw_only=True):
     """Number of the planned change of layout that is in force after the step."""
     checkpoint: int
     """The newest committed step whose vote asked for a durable checkpoint; 0 for none."""
-    finished_s: float
-    """Monotonic time of this machine at which the step was done."""
     retries: list[str]
     """Why earlier attempts of the step did not commit."""
     skipped: str | None = None
@@ -98,6 +96,8 @@ class StepReport(Message, frozen=True, kw_only=True):
     """Copies that are where a change will have them which is not in force yet."""
     num_moving: int = 0
     """Copies that it asks for; 0 if blocks do not move."""
+    ago_s: float = 0.0
+    """Seconds from the end of the step until this was said. What passes from then until it is sent the frame tells."""
 
 
 class Timings(Message, frozen=True, kw_only=True):
@@ -122,10 +122,8 @@ class Leaving(Message, frozen=True, kw_only=True):
     """A worker has had a notice that its machine will be taken away. Until it is told to end it goes on training."""
 
     worker: int
-    deadline_s: float
-    """From the notice on."""
-    at_s: float
-    """Monotonic time of the machine at which the notice came."""
+    left_s: float
+    """Seconds from when this is said until the machine is gone."""
 
 
 class EvaluationReport(Message, frozen=True, kw_only=True):

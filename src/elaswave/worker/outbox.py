@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from elaswave.config.devices import base_level
 from elaswave.protocol.ballot import Request
 from elaswave.protocol.engine import Committed
 from elaswave.protocol.messages import Installed
-from elaswave.protocol.worker import WorkerMachine
+from elaswave.protocol.worker import KEPT_REPORTS, WorkerMachine
 from elaswave.state.store import BlockStore, HeldBlock, Scalars
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.frozen import frozen_digests
@@ -94,11 +96,15 @@ class ControlOutbox:
         """When `Timings` told last how long was waited for data."""
         self._runs_s: deque[float] = deque(maxlen=256)
         """Seconds of RUN of the steps since `Timings` were sent last."""
+        self._finished_s: dict[int, float] = {}
+        """When the newest steps were done."""
         self._has_warmed_up = False
         """Whether the first step is over, which also loads code and fills caches."""
 
     def send(self, message: Any, *, durable: bool = False) -> None:
         """Sends a message."""
+        if isinstance(message, StepReport):
+            message = msgspec.structs.replace(message, ago_s=time.monotonic() - self._finished_s[message.step])
         self._client.send(message, durable=durable) if durable else self._client.send(message)
 
     def request(self) -> Request:
@@ -122,6 +128,8 @@ class ControlOutbox:
             if committed.attempt == 1:
                 self._runs_s.append(self._watch.phases_s.get("run", 0.0))
             self._report_timings(committed.step)
+        self._finished_s[committed.step] = time.monotonic()
+        self._finished_s.pop(committed.step - KEPT_REPORTS, None)
         skipped = committed.nonfinite
         layer_name = self.machine.terms.layer_name
         num_in_place, num_moving = self.machine.move_progress
@@ -138,7 +146,6 @@ class ControlOutbox:
             vector=committed.evidence.vector,
             change=committed.evidence.change,
             checkpoint=committed.evidence.checkpoint,
-            finished_s=time.monotonic(),
             retries=list(committed.retries),
             skipped=None if skipped is None else self.machine.describe_nonfinite(skipped),
             skipped_microbatch=None if skipped is None else skipped.microbatch,

@@ -286,7 +286,10 @@ def test_all_policies_are_simulated_in_one_call(capsys: Any, monkeypatch: pytest
     header = next(index for index, line in enumerate(lines) if line.startswith("policy "))
     columns = ["policy", "goodput", "ETTR", "of capacity", "went back", "lost work", "pauses", "waiting", "slower"]
     assert lines[header].split() == " ".join(columns).split()
-    assert [line.split()[0] for line in lines[header + 1 :]] == list(POLICIES)
+    rows = [line.split() for line in lines[header + 1 :]]
+    assert [row[0] for row in rows] == list(POLICIES)
+    faster = [row[0] for row in rows if float(row[1].rstrip("%")) > float(row[2].rstrip("%"))]
+    assert not faster, "hardly anything is lost, and all are measured by the fastest fault-free job that any makes"
     assert "\nfault-free: " in "\n".join(lines)
     found = document(capsys, *arguments, "--policy", "oobleck", "--policy", "torchft", "--seed", "3")
     assert [entry["policy"] for entry in found["policies"]] == ["oobleck", "torchft"]

@@ -33,7 +33,7 @@ def step(duration_s: float, run_s: float, attempt: int = 1) -> StepReport:
     phases = {"run": run_s, "reduce": duration_s - run_s}
     return StepReport(
         worker=0, epoch=1, step=5, attempt=attempt, loss=1.0, norm=1.0, learning_rate=0.1, duration_s=duration_s,
-        phases_s=phases, vector=b"", change=0, checkpoint=0, finished_s=1.0, retries=[],
+        phases_s=phases, vector=b"", change=0, checkpoint=0, retries=[],
     )  # fmt: skip
 
 

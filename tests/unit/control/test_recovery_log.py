@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elaswave.control.recoveries import RecoveryLog, layout_changed
+from elaswave.faults.injection import FAULTS_FILE, FaultRecord
+from elaswave.observability.clock import clock_here
 from elaswave.observability.events import LayoutChosen
 from elaswave.observability.result import Recovery
 from elaswave.planning.layout import make_layout
@@ -56,7 +59,7 @@ def _installed(worker: int, epoch: int = 2) -> Installed:
     return Installed(worker=worker, epoch=epoch, edit_s=0.1 * worker, promote_s=0.2, critical_bytes=1000)
 
 
-def _report(step: int, epoch: int, finished_s: float) -> StepReport:
+def _report(step: int, epoch: int) -> StepReport:
     return StepReport(
         worker=1,
         epoch=epoch,
@@ -70,7 +73,6 @@ def _report(step: int, epoch: int, finished_s: float) -> StepReport:
         vector=b"",
         change=0,
         checkpoint=0,
-        finished_s=finished_s,
         retries=[],
         skipped=None,
         skipped_microbatch=None,
@@ -87,23 +89,23 @@ def test_the_redone_step_completes_a_recovery(log: RecoveryLog) -> None:
     for worker in (1, 2, 3):
         log.installed(_installed(worker))
     assert log.resumed(22.0) == []
-    (recovery,) = log.committed(_report(3, 2, 24.0))
+    (recovery,) = log.committed(_report(3, 2), 24.0)
     assert _summary(recovery) == (3000, 0.3, 4.0)
     assert recovery.num_microbatches_recomputed == 3
-    assert log.committed(_report(4, 2, 26.0)) == log.flush() == []
+    assert log.committed(_report(4, 2), 26.0) == log.flush() == []
 
 
 def test_a_step_that_is_redone_before_everybody_was_heard_waits_for_what_they_have_to_say(log: RecoveryLog) -> None:
     """Each worker has a connection of its own, so the step's report may overtake what another has said before."""
     _lose(log, 0, 2)
     log.installed(_installed(1))
-    assert log.committed(_report(3, 2, 24.0)) == []
+    assert log.committed(_report(3, 2), 24.0) == []
     for worker in (2, 3):
         log.installed(_installed(worker))
     (recovery,) = log.resumed(25.0)
     assert _summary(recovery) == (3000, 0.3, 4.0)
     assert recovery.redo_s == 2.0  # from the beginning of the step that was redone
-    assert log.committed(_report(4, 2, 26.0)) == log.flush() == []
+    assert log.committed(_report(4, 2), 26.0) == log.flush() == []
 
 
 def test_a_step_that_is_done_before_the_last_was_heard_takes_no_negative_time(log: RecoveryLog) -> None:
@@ -111,7 +113,7 @@ def test_a_step_that_is_done_before_the_last_was_heard_takes_no_negative_time(lo
     for worker in (1, 2, 3):
         log.installed(_installed(worker))
     assert log.resumed(24.5) == []
-    (recovery,) = log.committed(_report(3, 2, 24.0))
+    (recovery,) = log.committed(_report(3, 2), 24.0)
     assert recovery.redo_s == 2.0 and recovery.total_s == 4.0
     assert log.describe(recovery).endswith("step redone in 2000 ms (3 micro-batches run again)")
 
@@ -119,9 +121,9 @@ def test_a_step_that_is_done_before_the_last_was_heard_takes_no_negative_time(lo
 def test_a_survivor_that_is_lost_before_it_was_heard_holds_no_report_up(log: RecoveryLog) -> None:
     after = _lose(log, 0, 2)
     log.installed(_installed(1))
-    assert log.committed(_report(3, 2, 24.0)) == []
+    assert log.committed(_report(3, 2), 24.0) == []
     _lose(log, 2, 3, after, step=4)
-    (recovery,) = log.committed(_report(4, 3, 34.0))
+    (recovery,) = log.committed(_report(4, 3), 34.0)
     assert (recovery.worker, recovery.epoch, recovery.outcome) == (0, 2, "retried")
     assert _summary(recovery) == (1000, 0.1, 4.0)
     log.installed(_installed(1, epoch=3))
@@ -137,13 +139,13 @@ def test_another_loss_before_the_decision_is_carried_out_continues_the_recovery(
     for worker in (1, 3):
         log.installed(_installed(worker, epoch=3))
     assert log.resumed(32.0) == []
-    recoveries = log.committed(_report(3, 3, 34.0))
+    recoveries = log.committed(_report(3, 3), 34.0)
     assert [(each.worker, each.epoch, each.critical_bytes) for each in recoveries] == [(0, 3, 2000), (2, 3, 2000)]
 
 
 def test_the_end_of_the_job_completes_what_is_left(log: RecoveryLog) -> None:
     _lose(log, 0, 2)
-    assert log.committed(_report(3, 2, 24.0)) == []
+    assert log.committed(_report(3, 2), 24.0) == []
     (recovery,) = log.flush()
     assert _summary(recovery) == (0, 0.0, 4.0)
     assert log.flush() == []
@@ -151,7 +153,7 @@ def test_the_end_of_the_job_completes_what_is_left(log: RecoveryLog) -> None:
 
 def test_nothing_is_reported_of_a_loss_that_nobody_has_decided_upon(log: RecoveryLog) -> None:
     log.new_epoch(NewEpoch(2, (Suspected(0, "exit", "it has ended"),)), LAYOUT, now_s=20.0)
-    assert log.resumed(21.0) == log.committed(_report(3, 1, 22.0)) == log.flush() == []
+    assert log.resumed(21.0) == log.committed(_report(3, 1), 22.0) == log.flush() == []
 
 
 def _change_members(log: RecoveryLog, epoch: int, *, joined: tuple[int, ...] = (), left: tuple[int, ...] = ()) -> None:
@@ -170,7 +172,7 @@ def test_joins_and_leaves_have_entries_that_begin_with_the_pause(log: RecoveryLo
     _change_members(log, 2, joined=(4,), left=(1,))
     log.installed(_installed(3))
     assert log.resumed(22.0) == [], "the next step is not known to be done"
-    joined, drained = log.committed(_report(7, 2, 23.0))
+    joined, drained = log.committed(_report(7, 2), 23.0)
     assert [(each.kind, each.worker, each.detected_by) for each in (joined, drained)] == [
         ("joined", 4, None),
         ("drained", 1, "drain"),
@@ -187,7 +189,7 @@ def test_a_joiner_that_is_lost_before_the_decision_has_not_joined(log: RecoveryL
     log.new_epoch(NewEpoch(2, (), (4,)), LAYOUT, now_s=20.0)
     _lose(log, 4, 3)
     log.resumed(32.0)
-    assert [(each.kind, each.worker) for each in log.committed(_report(3, 3, 33.0))] == [("lost", 4)]
+    assert [(each.kind, each.worker) for each in log.committed(_report(3, 3), 33.0)] == [("lost", 4)]
 
 
 def _changed(layout: Layout, **speeds: float) -> LayoutChosen:
@@ -207,3 +209,26 @@ def test_a_planned_change_is_a_slow_down_or_a_migration_or_nothing_to_tell() -> 
     assert found(_changed(LAYOUT, w1=0.5), {1: 0.7}) == [("slowed", 1, 9)]
     assert found(_changed(other, w1=0.9), {1: 0.5}) == [("migrated", None, 9)], "it has become faster"
     assert found(_changed(LAYOUT, w1=1.0), {1: 2.0}) == [], "as fast as configured"
+
+
+@pytest.mark.parametrize("is_own_clock", [True, False])
+def test_a_fault_of_another_clock_is_counted_from_when_it_was_noticed(log: RecoveryLog, is_own_clock: bool) -> None:
+    record = FaultRecord(
+        position=0,
+        fault="kill:0@3",
+        worker=0,
+        step=3,
+        attempt=1,
+        phase="vote",
+        action=0,
+        time_s=19.5,
+        clock=clock_here() if is_own_clock else "of another host",
+    )
+    (log._run_dir / FAULTS_FILE).write_bytes(msgspec.json.encode(record) + b"\n")
+    _lose(log, 0, 2)
+    for worker in (1, 2, 3):
+        log.installed(_installed(worker))
+    log.resumed(22.0)
+    (recovery,) = log.committed(_report(3, 2), 24.0)
+    assert (recovery.step, recovery.phase) == (3, "vote")
+    assert (recovery.detect_s, recovery.total_s) == ((0.5, 4.5) if is_own_clock else (None, 4.0))

@@ -63,7 +63,7 @@ def decision(epoch, lost, **changes):
 def test_a_line_is_shown_before_the_entry_is_made():
     """A coordinator that dies in between leaves a successor that says it again."""
     made, _, said = reports()
-    for tell in (lambda: made.resumed(1.0), lambda: made.committed(None), made.flush):
+    for tell in (lambda: made.resumed(1.0), lambda: made.committed(None, 1.0), made.flush):
         said.clear()
         tell()
         assert said == ["worker 1 lost", "entered lost"]

@@ -48,11 +48,11 @@ def finished(worker, epoch=1, step=2, stopped=False):
 
 
 def reported(step, attempt=1, epoch=1):
-    return msgspec.structs.replace(REPORT, step=step, attempt=attempt, epoch=epoch, finished_s=10.0 * step)
+    return msgspec.structs.replace(REPORT, step=step, attempt=attempt, epoch=epoch)
 
 
 REPORT = StepReport(
-    worker=0, epoch=1, step=1, attempt=1, loss=2.0, norm=1.0, learning_rate=0.1, duration_s=9.0, finished_s=10.0,
+    worker=0, epoch=1, step=1, attempt=1, loss=2.0, norm=1.0, learning_rate=0.1, duration_s=9.0,
     phases_s={}, retries=[], vector=b"", change=0, checkpoint=0,
 )  # fmt: skip
 
@@ -147,7 +147,7 @@ def test_step_times_count_from_one_end_to_the_next():
     state = state_of(chosen())
     for step, attempt in ((1, 1), (2, 1), (3, 2), (4, 1)):
         state.apply(published(step))
-        state.time_step(reported(step, attempt))
+        state.time_step(reported(step, attempt), 10.0 * step)
     measured = state.step_time_measured()
     assert measured is not None
     assert (measured.measured_step_s, measured.num_steps) == (10.0, 2), "not the first, nor one that was tried again"
@@ -231,7 +231,7 @@ def test_a_live_state_and_a_restored_one_are_equal():
     records = [chosen(), published(1), Entered(event=Evaluated(step=1, loss=1.5)), chosen(2, AFTER, first_step=2)]
     live = state_of(records[0])
     live.apply(records[1])
-    live.time_step(reported(1))
+    live.time_step(reported(1), 10.0)
     live.apply(records[2])
     live.new_epoch(2)
     live.apply(records[3])

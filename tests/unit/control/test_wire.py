@@ -65,6 +65,14 @@ def test_messages_survive_any_cut_of_the_stream(messages, cut):
         assert speaker.take() == b""
 
 
+def test_a_frame_tells_how_long_its_message_has_waited():
+    speaker, hearer = joined()
+    for age_s in (0.0, 0.25, -1.0, 1e9):
+        speaker.write(Kind.MESSAGE, 1, encode(Note("it")), age_s)
+    ages = [frame.age_s for frame in hearer.feed(speaker.take())]
+    assert ages == [0.0, 0.25, 0.0, 4294967.295], "in whole milliseconds, 49 days at most"
+
+
 def test_no_two_connections_say_the_same_bytes():
     (first, _), (second, _) = joined(), joined()
     for session in (first, second):
@@ -87,7 +95,7 @@ def test_a_message_may_be_as_large_as_agreed_and_not_a_byte_larger():
     listener.write(Kind.MESSAGE, 0, encode(Note("x" * 101)))
     with pytest.raises(FrameError, match=f"a message of {size + 1} bytes from the coordinator; at most {size}"):
         # The header alone is enough: nothing of the message is waited for or kept.
-        dialler.feed(listener.take()[:14])
+        dialler.feed(listener.take()[:18])
 
 
 def test_nothing_is_built_from_a_message_but_what_was_agreed():

@@ -73,11 +73,11 @@ def test_every_fidelity_and_ranking_adds_the_layouts_own() -> None:
     held = np.zeros((6, 2), dtype=np.int64)
     for each in (costs, bare):
         ranked = all_shapes(cluster, each, np.arange(6), held, 6, "1f1b", followers=1, most=20)
-        for seconds, shape, _ in ranked:
+        for seconds, shape, *_ in ranked:
             share = build(cluster, each, shape, "1f1b", np.zeros(6, dtype=np.int64)).chains[0].stages
             extra = each.overhead_s(share)
             assert seconds - extra == pytest.approx(score(cluster, each, shape, "1f1b") - extra, rel=0.05)
-    assert len({len(shape.members) for _, shape, _ in ranked}) > 1
+    assert len({len(shape.members) for _, shape, *_ in ranked}) > 1
 
 
 def test_pipelines_beside_each_other_reduce_with_all_that_hold_the_layer() -> None:

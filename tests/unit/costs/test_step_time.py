@@ -11,9 +11,9 @@ from tests.property.layouts import layouts
 
 from elaswave.costs.layers import Costs, LayerCosts
 from elaswave.costs.machines import Cluster, Device, FrequencyLevel, NetworkLink
-from elaswave.costs.schedules import SCHEDULES, in_flight_bounds
+from elaswave.costs.schedules import SCHEDULES, in_flight_bounds, parts_of
 from elaswave.costs.step_time.exact import time_programs
-from elaswave.costs.step_time.work import durations_of, transfer_of
+from elaswave.costs.step_time.work import Flow, durations_of, run_in_order, transfer_of
 from elaswave.errors import InvalidProgramError
 from elaswave.planning import programs as planning_programs
 from elaswave.planning.layout import make_layout
@@ -60,6 +60,55 @@ def test_zero_bubble_on_uniform_stages_takes_as_long_as_its_paper_says(num_stage
     programs = compile_programs(layout, "zero-bubble", durations=ones)
     assert time_programs(layout, programs, ones).step_s == 3 * layout.num_microbatches + num_stages - 1
     assert max(in_flight_bounds(layout, "zero-bubble").values()) == num_stages
+
+
+@given(layouts, st.sampled_from(SCHEDULES), st.integers(0, 9), st.lists(st.floats(0.5, 1.5), max_size=4))
+def test_a_step_is_timed_only_as_exactly_as_is_asked(layout, schedule, scale, shares):
+    """Whatever has been asked before, and whatever was left out then: no less than asked for, or the very seconds."""
+    forget_programs()
+
+    def durations(hop, kind):
+        whole = {"F": 0.1, "I": 0.23, "W": 0.17}
+        return (0.4 if kind == "B" else whole[kind]) * (1 + scale * (hop.worker % 3))
+
+    exact = time_programs(layout, compile_programs(layout, schedule, durations=durations), durations).step_s
+    forget_programs()
+    for share in [*shares, 1.0, float("inf")]:
+        found = compiled_step_s(layout, schedule, durations, within_s=share * exact)
+        assert found == exact or found >= share * exact
+        assert found == exact or share <= 1 + 1e-6
+
+
+def forget_programs():
+    for memo in (planning_programs._PROGRAMS, planning_programs._TIMES, planning_programs._AT_LEAST):
+        memo._known.clear()
+
+
+@given(layouts, st.integers(0, 9), st.booleans())
+def test_orders_that_are_given_up_are_those_that_are_not_the_best(layout, scale, begins_late):
+    def durations(hop, kind):
+        return {"F": 1.0, "B": 2.3, "I": 1.2, "W": 1.1}[kind] * (1 + scale * (hop.worker % 3) / 4)
+
+    for part, _ in parts_of(layout):
+        flow = Flow(part, durations, ticks=True)
+        begins = [flow.seconds[0] * position for position in range(len(flow.workers))] if begins_late else []
+        bounds = in_flight_bounds(part, "zero-bubble-h2")
+        open_, tried = planning_programs._limits(part, flow, "zero-bubble-h2", bounds)
+        ends = []
+        for held in tried:
+            for limits, prefers_backward in ((open_, False), (held, True)):
+                compiler = planning_programs._Compiler(
+                    flow, held, open_=limits, split=True, prefers_backward=prefers_backward, begins=begins
+                )
+                compiler.run()
+                ends.append(planning_programs._longest_since(compiler.ends, begins))
+        programs = planning_programs._zero_bubble(flow, open_, tried, begins, None)
+        found = [own[-1] if own else 0 for own in run_in_order(flow, programs, begins or None).ends]
+        longest = planning_programs._longest_since(found, begins)
+        assert longest <= min(ends)
+        assert begins_late or longest >= planning_programs._least_ticks(flow)
+        assert planning_programs._zero_bubble(flow, open_, tried, begins, longest) is None
+        assert planning_programs._zero_bubble(flow, open_, tried, begins, longest + 1) == programs
 
 
 @given(layouts, st.sampled_from(SCHEDULES), st.integers(1, 3), st.integers(0, 7))

@@ -44,6 +44,7 @@ def lost(*workers):
 def test_faster_workers_get_more_micro_batches():
     assert apportion(9, np.array([1.0, 2.0, 2.0])).tolist() == [5, 2, 2]
     assert apportion(5, np.array([1.0, 1.0])).tolist() == [3, 2]
+    assert apportion(20, 1 / np.array([0.5, 1.0, 1.0, 1.0])).tolist() == [2, 6, 6, 6], "of equals the faster takes it"
     assert apportion(0, np.array([1.0, 2.0])).tolist() == [0, 0]
     assert apportion(6, np.array([1.0, 1.0, 1.0]), np.array([1, 9, 2])).tolist() == [1, 3, 2]
 

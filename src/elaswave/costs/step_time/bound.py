@@ -110,13 +110,21 @@ def busy_s(
     quantum: np.ndarray,
     work: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds for which workers compute: evened out in each stage, and the same rounded up to whole layers."""
-    least = counts * shortest[stage] / speeds
-    most = counts * longest[stage] / speeds
+    """Seconds for which workers compute: evened out in each stage, and the same rounded up to whole layers.
+
+    Args:
+        stage: of each worker, ascending.
+        counts, speeds: of each worker.
+        shortest, longest, quantum, work: of each stage, as in `StageTable`.
+    """
+    widths = np.bincount(stage, minlength=len(work))
+    most = counts * np.repeat(longest, widths) / speeds
     if not bool(np.any(quantum > 0)):
         return most, most
+    least = counts * np.repeat(shortest, widths) / speeds
     end = work / np.bincount(stage, speeds)
-    outside = (end[stage] < least * (1 - 1e-9)) | (end[stage] > most * (1 + 1e-9))
+    evened = np.repeat(end, widths)
+    outside = (evened < least * (1 - 1e-9)) | (evened > most * (1 + 1e-9))
     uneven = (np.bincount(stage, outside) > 0) & (quantum > 0)
     if bool(uneven.any()):
         here = uneven[stage]
@@ -128,10 +136,11 @@ def busy_s(
             enough = done >= work[uneven]
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
         end[uneven] = high
-    busy = np.clip(end[stage], least, most)
-    step = np.where(quantum > 0, quantum, 1.0)[stage] / speeds
+        evened = np.repeat(end, widths)
+    busy = np.clip(evened, least, most)
+    step = np.repeat(np.where(quantum > 0, quantum, 1.0), widths) / speeds
     rounded = np.minimum(most, least + np.ceil((busy - least) / step * (1 - 1e-9) - 1e-9) * step)
-    return busy, np.where(quantum[stage] > 0, rounded, busy)
+    return busy, np.where(np.repeat(quantum > 0, widths), rounded, busy)
 
 
 def busiest_s(table: StageTable, num_microbatches: int, speeds: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

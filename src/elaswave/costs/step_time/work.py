@@ -7,6 +7,7 @@ lists and numbers instead of objects. An action is a *code*: four times its node
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from hashlib import blake2b
 from itertools import accumulate
 from typing import NamedTuple
@@ -135,14 +136,25 @@ class Flow:
         self.scale = 1.0
         """Units of `seconds` in a second of the durations."""
         if ticks and durations is not None:
-            longest = max(self.seconds, default=0.0) or max([*self.sends_forward, *self.sends_back], default=0.0) or 1.0
-            self.scale = scale = _TICKS / longest
+            self._round()
 
-            def whole(values: list[float]) -> list[float]:
-                return [round(value * scale) for value in values]
+    def in_ticks(self) -> "Flow":
+        """The same with rounded durations: see `ticks`. For flows that were made with durations."""
+        rounded = copy(self)
+        rounded._round()
+        return rounded
 
-            self.seconds = whole(self.seconds)
-            self.sends_forward, self.sends_back = whole(self.sends_forward), whole(self.sends_back)
+    def _round(self) -> None:
+        longest = max(self.seconds, default=0.0) or max([*self.sends_forward, *self.sends_back], default=0.0) or 1.0
+        self.scale = scale = _TICKS / longest
+        known: dict[float, int] = {}
+
+        def whole(values: list[float]) -> list[float]:
+            known.update({value: round(value * scale) for value in {*values} - known.keys()})
+            return [known[value] for value in values]
+
+        self.seconds = whole(self.seconds)
+        self.sends_forward, self.sends_back = whole(self.sends_forward), whole(self.sends_back)
 
     @property
     def digest(self) -> bytes:
@@ -152,10 +164,11 @@ class Flow:
         return blake2b(shape.tobytes() + seconds.tobytes(), digest_size=16).digest()
 
     def _durations(self, durations: Durations | None) -> list[float]:
-        known: dict[Hop, tuple[float, float, float, float]] = {}
+        known: dict[tuple[int, int, int, int], tuple[float, float, float, float]] = {}
         seconds: list[float] = []
         for hop in self.hops:
-            found = known.get(hop)
+            key = (hop.worker, hop.stage, hop.start, hop.stop)
+            found = known.get(key)
             if found is None:
                 if durations is None:
                     width = self.layout.stages[hop.stage].width
@@ -168,7 +181,7 @@ class Flow:
                         f"an action of worker {hop.worker} on layers [{hop.start}, {hop.stop}) takes {found} s "
                         "(forward, backward, its halves), needed: at least 0 and finite"
                     )
-                known[hop] = found
+                known[key] = found
             seconds += found
         return seconds
 
@@ -177,12 +190,13 @@ class Flow:
         back: list[float] = [0] * len(self.hops)
         if transfer_s is None:
             return forward, back
-        known: dict[tuple[Hop, Hop], tuple[float, float]] = {}
+        known: dict[tuple[int, ...], tuple[float, float]] = {}
         for node, hop in enumerate(self.hops):
             if self.is_last[node]:
                 continue
             after = self.hops[node + 1]
-            found = known.get((hop, after))
+            key = (hop.worker, hop.stage, hop.start, hop.stop, after.worker, after.stage, after.start, after.stop)
+            found = known.get(key)
             if found is None:
                 found = (transfer_s(hop, after, hop.stop - 1), transfer_s(after, hop, hop.stop - 1))
                 if not all(0 <= value < float("inf") for value in found):
@@ -190,7 +204,7 @@ class Flow:
                         f"transfers between workers {hop.worker} and {after.worker} take {found} s, needed: at least "
                         "0 and finite"
                     )
-                known[hop, after] = found
+                known[key] = found
             forward[node], back[node + 1] = found
         return forward, back
 

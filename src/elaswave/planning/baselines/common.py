@@ -172,7 +172,7 @@ def copy_s(cluster: Cluster, costs: Costs, before: Allocation, transfers: Sequen
 
 def make_plan(
     policy: str, cluster: Cluster, costs: Costs, allocation: Allocation, *, pause_s: float, lost_steps: float,
-    reason: str, transfers: tuple[StateTransfer, ...] = (), staggered: bool = False,
+    reason: str, transfers: tuple[StateTransfer, ...] = (), staggered: bool = False, within_s: float = float("inf"),
 ) -> Plan:  # fmt: skip
     """The plan around an allocation: timed as ElasWave's own are, within the workers' memory and power.
 
@@ -189,19 +189,20 @@ def make_plan(
         reason: one line.
         transfers: of state.
         staggered: predict steps without a barrier between them; see `elaswave.planning.baselines.staggered`.
+        within_s: a step that is not shorter need not be timed exactly: the plan says any time from there on.
     Raises:
         InfeasiblePlan: a worker would need more memory than it has, or all of them more power.
     """
     if cluster.power_limit_w is not None:
         workers = np.concatenate([stage.workers for chain in allocation.chains for stage in chain.stages])
         allocation = at_levels(allocation, common_levels(cluster, cluster.index_of(workers)))
-    timed = time_within_memory(cluster, costs, allocation)
+    timed = time_within_memory(cluster, costs, allocation, within_s=within_s)
     found, step_s, power_w = timed.found, timed.step_s, timed.found.power_w
     check_power(cluster, found.peak_power_w)
     if timed.num_limited:
         reason += f", {timed.num_limited} workers with fewer micro-batches in flight since memory is short"
     if staggered:
-        step_s = _without_barrier_s(cluster, costs, allocation, timed)
+        step_s = _without_barrier_s(cluster, costs, allocation, timed, within_s)
         devices = cluster.device[cluster.index_of(found.workers)]
         idle_w = float(np.array([device.idle_power_w for device in cluster.devices])[devices].sum())
         power_w = idle_w + (power_w - idle_w) * (found.step_s / step_s if step_s else 1.0)
@@ -218,12 +219,15 @@ def make_plan(
     )
 
 
-def _without_barrier_s(cluster: Cluster, costs: Costs, allocation: Allocation, timed: Prediction) -> float:
-    """Seconds from step to step if no stage waits for others: exact where the step with a barrier is."""
+def _without_barrier_s(
+    cluster: Cluster, costs: Costs, allocation: Allocation, timed: Prediction, within_s: float
+) -> float:
+    """Seconds from step to step if no stage waits for others: exact where the step with a barrier is, and they may be
+    below `within_s`."""
     limits = memory_limits(cluster, costs, allocation) if timed.num_limited else None
     most = None if limits is None else limits.as_mapping()
     found_s = staggered_bound_s(cluster, costs, allocation, timed.found.pace_s, max_in_flight=most)
-    if fidelity_for(allocation) == "exact":
+    if found_s < within_s and fidelity_for(allocation) == "exact":
         found_s = staggered_step_s(cluster, costs, allocation, max_in_flight=most, least_s=found_s)
     return min(timed.step_s, found_s)
 

@@ -52,10 +52,10 @@ from elaswave.planning.baselines.common import (
     renamed,
     unused,
 )
-from elaswave.planning.partition import template_beside
 from elaswave.planning.pipelines import Ranges, linear_s, ranges_of
 from elaswave.planning.plan import Allocation, Plan, StateTransfer
 from elaswave.planning.replication import Replication
+from elaswave.planning.templates import template_beside
 
 NAME = "oobleck"
 REPLICATION = Replication(

@@ -101,8 +101,8 @@ def plan(
         what += f", and {sum(len(each.workers) for each in moved)} workers change stage"
         offers.append((spread, [*transfers, *moved], what, pause_s + copy_s(cluster, costs, allocation, moved)))
     return _fastest(
-        lambda allocation, sent, what, pause_s: _best_schedule(
-            name, cluster, costs, allocation, pause_s, lost_steps, what, tuple(sent), staggered_optimizer
+        lambda allocation, sent, what, pause_s, within_s: _best_schedule(
+            name, cluster, costs, allocation, pause_s, lost_steps, what, tuple(sent), staggered_optimizer, within_s
         ),
         offers,
     )
@@ -134,36 +134,46 @@ def _slowed(
     )
 
 
-def _fastest(make: Callable[..., Plan], offers: Sequence[tuple[Any, ...]]) -> Plan:
-    """The plan with the shortest step of those that can be.
+def _fastest(make: Callable[..., Plan], offers: Sequence[tuple[Any, ...]], shortest_s: float = float("inf")) -> Plan:
+    """The plan with the shortest step of those that can be, of equals the first.
 
+    Args:
+        make: a plan of an offer and of the shortest step so far, below which alone it need be timed exactly.
+        offers: in order.
+        shortest_s: of plans that are known already.
     Raises:
         InfeasiblePlan: none can; why the first cannot.
     """
-    plans, problems = [], []
+    best: Plan | None = None
+    problems = []
     for offer in offers:
         try:
-            plans.append(make(*offer))
+            found = make(*offer, shortest_s if best is None else min(shortest_s, best.predicted_step_s))
         except InfeasiblePlan as problem:
             problems.append(problem)
-    if not plans:
+            continue
+        if best is None or found.predicted_step_s < best.predicted_step_s:
+            best = found
+    if best is None:
         raise problems[0]
-    return min(plans, key=lambda each: each.predicted_step_s)
+    return best
 
 
 def _best_schedule(
     name: str, cluster: Cluster, costs: Costs, allocation: Allocation, pause_s: float, lost_steps: float, what: str,
-    transfers: tuple[StateTransfer, ...], staggered_optimizer: bool,
+    transfers: tuple[StateTransfer, ...], staggered_optimizer: bool, within_s: float = float("inf"),
 ) -> Plan:  # fmt: skip
     """The schedule of before or one with split backwards, whichever is faster in the memory there is."""
     schedules = dict.fromkeys((allocation.schedule, "zero-bubble", "zero-bubble-h2"))
     suffix = _PREDICTED if staggered_optimizer else ""
     return _fastest(
-        lambda schedule: make_plan(
+        lambda schedule, within_s: make_plan(
             name, cluster, costs, replace(allocation, schedule=schedule), pause_s=pause_s, lost_steps=lost_steps,
             transfers=transfers, staggered=staggered_optimizer, reason=f"{what}; {schedule}{suffix}",
+            within_s=within_s,
         ),
         [(schedule,) for schedule in schedules],
+        within_s,
     )  # fmt: skip
 
 

@@ -19,10 +19,9 @@ Machines are all of one kind.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from math import sqrt
 
 import msgspec
 import numpy as np
@@ -49,63 +48,7 @@ from elaswave.planning.replication import Replication
 from elaswave.sim.cluster.copies import Copies, copies_of
 from elaswave.sim.cluster.failures import ClusterChange, Scenario
 from elaswave.sim.cluster.held_state import held_state
-
-
-class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The job from some time on."""
-
-    at_s: float
-    num_workers: int
-    """That are there."""
-    throughput: float
-    """Relative to the fault-free job's; 0 while training stands."""
-
-
-class PolicyOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy made of a scenario. Seconds are of the scenario's clock; see docs/simulation.md."""
-
-    policy: str
-    source: str
-    """Of the scenario."""
-    duration_s: float
-    """T."""
-    goodput: float
-    """Useful work over what the fault-free job does in T."""
-    ettr: float
-    """Effective training time ratio: the share of T in which the job trained and did not lose that work again, at
-    whatever speed. Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters (arXiv
-    2410.21680), where ETTR is defined: productive runtime over the available wallclock time of a job run."""
-    availability: float
-    """Mean number of workers that are there, over the most there are at once."""
-    useful_s: float
-    """goodput x T."""
-    lost_work_s: float
-    """Work that was thrown away, as time of the fault-free job."""
-    lost_training_s: float
-    """Seconds for which the job trained on what was thrown away: longer than `lost_work_s` where it was slower."""
-    pauses_s: dict[str, float]
-    """Cause -> seconds of standing still. Causes: the kinds of events, rollback (all copies of some state were lost),
-    restart (after a stop), checkpoint."""
-    num_pauses: dict[str, int]
-    """Cause -> how often."""
-    num_rollbacks: int
-    """How often the job went back to a checkpoint, or to its beginning."""
-    waiting_s: float
-    """With too few workers to train at all."""
-    slower_s: float
-    """What is missing to T: training, but slower than undisturbed. Below 0 where a policy found a faster schedule."""
-    migrated_bytes: float
-    energy_j: float
-    """0 where devices state no power."""
-    num_events: dict[str, int]
-    """Kind -> how many of the scenario's changes."""
-    undisturbed_step_s: float
-    timeline: tuple[Sample, ...]
-
-    @property
-    def of_capacity(self) -> float:
-        """Goodput over availability: what was made of the workers that were there."""
-        return self.goodput / self.availability if self.availability else 0.0
+from elaswave.sim.cluster.outcome import PolicyOutcome, Sample
 
 
 def simulate(
@@ -488,86 +431,3 @@ class _SimulatedJob:
 def _has(ids: np.ndarray, worker: int) -> bool:
     index = int(np.searchsorted(ids, worker))
     return index < len(ids) and int(ids[index]) == worker
-
-
-class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """A mean over seeds and its 95 % confidence interval."""
-
-    mean: float
-    half_width: float
-    """0 for a single seed, which tells nothing about others."""
-
-
-_STUDENT_T = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045),
-)
-"""97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond, the normal distribution's 1.96 is used."""
-
-
-def interval_of(values: Sequence[float]) -> Interval:
-    """Mean and 95 % confidence interval of independent values, by Student's t.
-
-    Raises:
-        ValueError: no value.
-    """
-    if not values:
-        raise ValueError("a mean of no values was asked for: give at least one")
-    count = len(values)
-    mean = sum(values) / count
-    if count == 1:
-        return Interval(mean=mean, half_width=0.0)
-    deviation = sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
-    quantile = _STUDENT_T[count - 2] if count - 2 < len(_STUDENT_T) else 1.96
-    return Interval(mean=mean, half_width=quantile * deviation / sqrt(count))
-
-
-class OutcomeSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy over several scenarios."""
-
-    policy: str
-    num_seeds: int
-    goodput: Interval
-    ettr: Interval
-    of_capacity: Interval
-    availability: Interval
-    lost_work_s: Interval
-    waiting_s: Interval
-    slower_s: Interval
-    migrated_bytes: Interval
-    energy_j: Interval
-    pauses_s: dict[str, Interval]
-    """By cause."""
-    num_rollbacks: Interval
-
-
-def summarize(outcomes: Sequence[PolicyOutcome]) -> OutcomeSummary:
-    """Means and confidence intervals of one policy's outcomes.
-
-    Raises:
-        ValueError: no outcome, or those of several policies.
-    """
-    policies = sorted({outcome.policy for outcome in outcomes})
-    if len(policies) != 1:
-        raise ValueError(f"outcomes of policies {policies} were given: a summary is of exactly one")
-
-    def over(value: Callable[[PolicyOutcome], float]) -> Interval:
-        return interval_of([value(outcome) for outcome in outcomes])
-
-    causes = sorted({cause for outcome in outcomes for cause in outcome.pauses_s})
-    return OutcomeSummary(
-        policy=policies[0],
-        num_seeds=len(outcomes),
-        goodput=over(lambda each: each.goodput),
-        ettr=over(lambda each: each.ettr),
-        of_capacity=over(lambda each: each.of_capacity),
-        availability=over(lambda each: each.availability),
-        lost_work_s=over(lambda each: each.lost_work_s),
-        waiting_s=over(lambda each: each.waiting_s),
-        slower_s=over(lambda each: each.slower_s),
-        migrated_bytes=over(lambda each: each.migrated_bytes),
-        energy_j=over(lambda each: each.energy_j),
-        pauses_s={cause: interval_of([each.pauses_s.get(cause, 0.0) for each in outcomes]) for cause in causes},
-        num_rollbacks=over(lambda each: each.num_rollbacks),
-    )
