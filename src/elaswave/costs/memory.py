@@ -3,13 +3,18 @@
 A worker that holds layers [start, stop), with h micro-batches in flight, takes
 
     sum over its layers of (parameters + sums of gradients + state x copies / holders)  +  h x sum of activations
+      +  h x output  +  (h + 1) x gradient of the input
 
-bytes. *State* is a layer's masters and optimizer slots; it is sliced over the layer's *holders*, the workers that run
+bytes. The last two are kept so that a step that is interrupted goes on where it stood (rule S2 of docs/protocol.md):
+of each micro-batch in flight what its last layer here has returned, until the gradient comes back; and the newest
+gradients that were handed back, as many as the stage before may have yet to use. That is one more than are in flight
+where stages are equally wide under 1f1b; a worker of a narrower stage keeps as many for each worker that it serves,
+which is left out. What enters or leaves the model is not handed on, so it is not kept.
+
+*State* is a layer's masters and optimizer slots; it is sliced over the layer's *holders*, the workers that run
 the layer, and each slice has *copies*: its owner's and its followers'. What is in flight is up to the schedule
 (`elaswave.costs.schedules`) and to what fits. What is left out: buffers to receive sums, the copy that a checkpoint
-makes, temporary values, and what a survivor keeps of a step that is tried again (the newest gradient that it has sent
-back; with recomputation the output of each micro-batch in flight, too); the share of a device's memory that training
-may not fill has to hold them.
+makes, and temporary values; the share of a device's memory that training may not fill has to hold them.
 """
 
 from collections.abc import Sequence
@@ -35,6 +40,8 @@ class MemoryParts(NamedTuple):
     state: float
     """Its slices of masters and optimizer slots, followed ones included."""
     activations: float
+    kept: float
+    """Outputs and gradients, so that an interrupted step goes on where it stood."""
 
     @property
     def total(self) -> float:
@@ -63,6 +70,8 @@ class MemoryModel:
         self._sums = prefix["accumulator_bytes"]
         self._state = state
         self._fixed = self._parameters + self._sums + state
+        self._borders = np.array([0.0, *(layer.boundary_bytes for layer in costs.layers[:-1]), 0.0])
+        """Of what goes from the layers before each one to it, and of its gradient; none enters the model, or leaves."""
 
     @classmethod
     def of_stages(cls, costs: Costs, stages: Sequence[HeldLayers], followers: int) -> "MemoryModel":
@@ -94,24 +103,36 @@ class MemoryModel:
         parameters, sums, state, activations = (
             float(sums[stop] - sums[start]) for sums in (self._parameters, self._sums, self._state, self._activations)
         )
-        return MemoryParts(parameters, sums, state, activations * in_flight)
+        before, behind = float(self._borders[start]), float(self._borders[stop])
+        return MemoryParts(parameters, sums, state, activations * in_flight, (behind + before) * in_flight + before)
 
     def fixed_bytes(self, start: int | np.ndarray, stop: int | np.ndarray) -> np.ndarray:
         """Of layers [start, stop) with nothing in flight; one entry for each pair."""
-        return np.asarray(self._fixed[stop] - self._fixed[start])
+        return np.asarray(self._fixed[stop] - self._fixed[start] + self._borders[start])
 
     def activation_bytes(self, start: int | np.ndarray, stop: int | np.ndarray) -> np.ndarray:
-        """Of one micro-batch in flight in layers [start, stop)."""
-        return np.asarray(self._activations[stop] - self._activations[start])
+        """Of one micro-batch in flight in layers [start, stop), with what is kept of it."""
+        activations = self._activations[stop] - self._activations[start]
+        return np.asarray(activations + self._borders[stop] + self._borders[start])
 
     def sent_bytes(self, start: int, stop: int) -> float:
         """What a worker has to be sent to take up layers [start, stop): parameters, and its slices of state."""
         sent = self._parameters + self._state
         return float(sent[stop] - sent[start])
 
-    def totals(self, in_flight: int) -> np.ndarray:
-        """With so many micro-batches in flight, as sums over the layers before each one: float64 [num_layers + 1]."""
-        return self._fixed + self._activations * in_flight
+    def ends(self, in_flight: int) -> tuple[np.ndarray, np.ndarray]:
+        """What `total_bytes` is the difference of: float64 [num_layers + 1] each, by where layers stop and start."""
+        totals = self._fixed + self._activations * in_flight
+        return totals + self._borders * in_flight, totals - self._borders * (in_flight + 1)
+
+    def total_bytes(self, start: np.ndarray, stop: np.ndarray, in_flight: int) -> np.ndarray:
+        """Of layers [start, stop) with so many micro-batches in flight; one entry for each pair."""
+        return self.fixed_bytes(start, stop) + self.activation_bytes(start, stop) * in_flight
+
+    def most_bytes(self, in_flight: int) -> float:
+        """No worker takes more, whatever layers it holds, with so many micro-batches in flight."""
+        all_layers = float(self._fixed[-1] + self._activations[-1] * in_flight)
+        return all_layers + (2 * in_flight + 1) * float(self._borders.max())
 
     def most_in_flight(self, start: int, stop: int, memory_bytes: np.ndarray) -> np.ndarray:
         """Micro-batches in flight for which workers have room beside layers [start, stop).

@@ -275,15 +275,13 @@ def _overheads_s(costs: Costs, widths: np.ndarray, bounds: np.ndarray) -> np.nda
 def _fits(costs: Costs, mixes: _Mixes, stages: np.ndarray, bounds: np.ndarray, copies: int) -> np.ndarray:
     """Whether all workers of each layout have room for their layers and one micro-batch."""
     fits = np.ones((len(stages), len(bounds)), dtype=bool)
-    totals = np.stack(
-        [MemoryModel.of_width(costs, max(1, width), copies).totals(1) for width in range(int(mixes.width.max()) + 1)]
-    )
-    if float(totals[:, -1].max()) <= float(mixes.memory_bytes[1:].min()):
+    models = [MemoryModel.of_width(costs, max(1, width), copies) for width in range(int(mixes.width.max()) + 1)]
+    if max(model.most_bytes(1) for model in models) <= float(mixes.memory_bytes[1:].min()):
         return fits
     for stage in range(stages.shape[1]):
         code = stages[:, stage]
-        own = totals[mixes.width[code]]
-        needed = own[:, bounds[:, stage + 1]] - own[:, bounds[:, stage]]
+        needed = np.stack([model.total_bytes(bounds[:, stage], bounds[:, stage + 1], 1) for model in models])
+        needed = needed[mixes.width[code]]
         fits &= needed <= mixes.memory_bytes[code, None] * (1 + 1e-12)
     return fits
 

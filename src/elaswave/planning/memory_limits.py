@@ -49,21 +49,22 @@ class MemoryBudget:
         most = -(-num_microbatches // self._widths)
         self._in_flight = np.ones_like(most) if short else np.minimum(in_flight(self._widths, schedule), most)
         self._copies = num_copies(followers, int(self._widths.sum()))
-        self._totals: dict[int, list[float]] = {}
+        self._ends: dict[int, tuple[list[float], list[float]]] = {}
+        """By stage, see `MemoryModel.ends`."""
         self.was_short = False
         """Whether anything that was asked for did not fit."""
 
     def needed_bytes(self, stage: int, start: int, stop: int) -> float:
         """Bytes that the fullest worker of a stage would hold with layers [start, stop)."""
-        totals = self._totals.get(stage)
-        if totals is None:
-            totals = self._totals[stage] = self._held(stage).tolist()
-        return totals[stop] - totals[start]
+        ends = self._ends.get(stage)
+        if ends is None:
+            stops, starts = self._held(stage)
+            ends = self._ends[stage] = stops.tolist(), starts.tolist()
+        return ends[0][stop] - ends[1][start]
 
-    def _held(self, stage: int) -> np.ndarray:
-        """Bytes of a stage's worker, as sums over the layers before each one."""
+    def _held(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
         model = MemoryModel.of_width(self._costs, int(self._widths[stage]), self._copies)
-        return model.totals(int(self._in_flight[stage]))
+        return model.ends(int(self._in_flight[stage]))
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
         """Whether a stage's workers can hold layers [start, stop)."""
@@ -72,11 +73,15 @@ class MemoryBudget:
         return fits
 
     def earliest_starts(self) -> list[list[int]]:
-        """For `split_layers`: for each stage and each layer at which it ends the first at which it may begin."""
+        """For `split_layers`: for each stage and each layer at which it ends the first at which it may begin, and at
+        any later one too. A stage that ends later may not begin earlier."""
         found = []
         for stage, limit in enumerate(self._limits):
-            total = self._held(stage)
-            found.append(np.searchsorted(total, total - limit * (1 + 1e-12), side="left").tolist())
+            stops, starts = self._held(stage)
+            # What is handed on is not the same everywhere, so that a layer less may take more.
+            most = np.maximum.accumulate(stops)
+            least = np.minimum.accumulate(starts[::-1])[::-1]
+            found.append(np.searchsorted(least, most - limit * (1 + 1e-12), side="left").tolist())
         return found
 
     def lacking(self, bounds: Sequence[int]) -> tuple[int, float, float]:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tests.property.clusters import make_costs
 
 from elaswave.costs.memory import MemoryModel, fitting
@@ -13,7 +14,7 @@ COSTS = make_costs([1.0] * 4, parameter_bytes=10.0, activation_bytes=7.0)
 
 def test_parts_add_up_to_what_a_worker_holds():
     parts = MemoryModel.of_width(COSTS, 3, copies=2).parts(1, 3, 5)
-    assert parts == (20.0, 40.0, pytest.approx(2 * 30 * 2 / 3), 2 * 7 * 5)
+    assert parts == (20.0, 40.0, pytest.approx(2 * 30 * 2 / 3), 2 * 7 * 5, 0.0)
     assert parts.total == pytest.approx(20 + 40 + 40 + 70)
 
 
@@ -32,4 +33,22 @@ def test_what_fits_in_flight():
     assert model.most_in_flight(0, 2, room).tolist() == [3, 2, -1]
     without = fitting(np.array([0.0, -1.0]), np.zeros(2))  # activations take no memory, but the layers may not fit
     assert without[0] == np.inf and without[1] < 0
-    assert model.totals(3)[2] - model.totals(3)[0] == model.parts(0, 2, 3).total
+    assert float(model.total_bytes(np.array(0), np.array(2), 3)) == model.parts(0, 2, 3).total
+
+
+def test_what_an_interrupted_step_goes_on_with_is_counted():
+    """Of a micro-batch in flight its output; and the gradients that were given back, one more than are in flight."""
+    layers = tuple(replace(layer, boundary_bytes=100.0 * 10**index) for index, layer in enumerate(COSTS.layers))
+    model = MemoryModel.of_width(replace(COSTS, layers=layers), 1, copies=1)
+    assert model.parts(1, 3, 2).kept == 2 * 10_000 + 3 * 100
+    assert model.parts(0, 1, 2).kept == 2 * 100, "no gradient is given back to where the model begins"
+    assert model.parts(1, 4, 2).kept == 3 * 100, "the loss is where the model ends"
+    assert model.parts(0, 4, 9).kept == 0
+    for start, stop in ((0, 4), (0, 1), (1, 3), (3, 4)):
+        total = model.parts(start, stop, 2).total
+        stops, starts = model.ends(2)
+        assert stops[stop] - starts[start] == pytest.approx(total)
+        assert float(model.total_bytes(np.array(start), np.array(stop), 2)) == pytest.approx(total)
+        assert total <= model.most_bytes(2)
+        room = np.array([total, total - 1.0])
+        assert model.most_in_flight(start, stop, room).tolist() == [2, 1]

@@ -13,6 +13,7 @@ from tests.unit.planning_cases import plan, predict
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.costs.analytic import analytic_costs, preset_cluster
 from elaswave.costs.machines import ClusterEvent, Device, FrequencyLevel, NetworkLink, worker_speeds
+from elaswave.costs.memory import MemoryModel
 from elaswave.costs.schedules import SCHEDULES, in_flight, in_flight_bounds
 from elaswave.costs.step_time.exact import time_programs
 from elaswave.costs.step_time.work import durations_of
@@ -312,6 +313,22 @@ def test_memory_splits_layers_unevenly():
     room = MemoryBudget(tight, costs, members, 4, "1f1b", followers=0)
     assert whole_layers(tight, costs, members, 4, room) == ({2: 4},)
     assert room.was_short
+
+
+def test_what_is_handed_on_takes_memory_where_a_stage_begins_and_ends():
+    costs = make_costs([1.0] * 6, parameter_bytes=3.0)
+    borders = (40.0, 5.0, 0.0, 60.0, 1.0, 7.0)
+    layers = tuple(replace_struct(each, boundary_bytes=of) for each, of in zip(costs.layers, borders, strict=True))
+    costs = replace_struct(costs, layers=layers)
+    members = (np.array([0]), np.array([1]))
+    for memory_bytes in (30.0, 60.0, 90.0, 120.0, 180.0, 240.0, 400.0):
+        room = MemoryBudget(make_cluster([1.0] * 2, memory_bytes=memory_bytes), costs, members, 4, "1f1b", followers=0)
+        for stage, (in_flight_there, earliest) in enumerate(zip((2, 1), room.earliest_starts(), strict=True)):
+            assert earliest == sorted(earliest)
+            for stop, first in enumerate(earliest):
+                assert all(room.fits(stage, start, stop) for start in range(first, stop))
+            needed = MemoryModel.of_width(costs, 1, copies=1).parts(1, 4, in_flight_there).total
+            assert room.needed_bytes(stage, 1, 4) == pytest.approx(needed)
 
 
 # -------------------------------------------------------------------------------------------------------------- routes

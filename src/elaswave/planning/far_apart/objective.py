@@ -108,17 +108,17 @@ class _Memory:
     def __init__(self, model: "Model") -> None:
         self._model = model
         self._fixed: dict[int, np.ndarray] = {}
-        costs = model.job.costs[0]
-        sums = costs.prefix["activation_bytes"]
-        self.activations = np.maximum(sums[None, :] - sums[:, None], 0.0)
+        bounds = np.arange(model.job.num_layers + 1)
+        self._ranges = bounds[:, None], bounds[None, :]
+        of_any_width = MemoryModel.of_width(model.job.costs[0], 1, 1)
+        self.activations = np.maximum(of_any_width.activation_bytes(*self._ranges), 0.0)
 
     def fixed_state(self, width: int) -> np.ndarray:
         """With nothing in flight, in a stage of so many workers."""
         if width not in self._fixed:
             job = self._model.job
             copies = num_copies(job.followers, job.cluster.num_workers)
-            totals = MemoryModel.of_width(job.costs[0], width, copies).totals(0)
-            self._fixed[width] = totals[None, :] - totals[:, None]
+            self._fixed[width] = MemoryModel.of_width(job.costs[0], width, copies).fixed_bytes(*self._ranges)
         return self._fixed[width]
 
 
