@@ -35,6 +35,7 @@ from elaswave.control.background import Background, call_at_end, in_thread
 from elaswave.control.clocks import by_own_clock
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.data_waits import DataWaits
+from elaswave.control.descriptors import workers_max
 from elaswave.control.job_status import JobParts
 from elaswave.control.joiners import Joiners
 from elaswave.control.journal import ClockRead, JournalRecord, core_records
@@ -171,6 +172,7 @@ class CoordinatorProcess(CoordinatorDriver):
             send=self.send,
             say=self._terminal.say,
             drain_deadline_s=elastic.drain_deadline_s,
+            workers_max=workers_max(setup.num_loaders),
             refused=lambda worker, problem: self._operations.not_admitted(worker, problem),
         )
         self._has_begun = any(isinstance(record, events.StartRecord | Decision) for record in records)
@@ -203,7 +205,12 @@ class CoordinatorProcess(CoordinatorDriver):
             stop=partial(self._stop_job, "elaswave ctl stop"),
             begin=self._background.begin,
             change=self.feed,
-            members=AskedMembers(job, self.request_join, self.request_drain),
+            members=AskedMembers(
+                job,
+                self.request_join,
+                self.request_drain,
+                lambda: self._membership.joining,
+            ),
         )
         self._desk = OperatorDesk(self._server, job, self._operations)
         self._stop: Stop | None = None
@@ -453,6 +460,8 @@ class CoordinatorProcess(CoordinatorDriver):
                 self._on_joining(message, now_s)
         elif isinstance(message, StepReport) and self._ended is None:
             self._on_step(message, now_s)
+        elif isinstance(message, Leaving) and self._ended is None and self._membership.withdraws(message.worker):
+            return
         elif self._ended is None and not isinstance(message, Failed | Linked) and not self.hears(message.worker):
             _log.info("%s of worker %d, which is no member, does not count", type(message).__name__, message.worker)
         elif isinstance(message, Heartbeat):
@@ -472,6 +481,8 @@ class CoordinatorProcess(CoordinatorDriver):
         elif isinstance(message, Leaving):
             self._on_leaving(message, now_s)
         elif isinstance(message, Failed):
+            if self._membership.failed(message.worker, message.summary):
+                return
             self._failures[message.worker] = message
             self._detector.left(message.worker)
             self.feed(events.WorkerFailed(message.worker, message.signature, message.summary))
@@ -747,9 +758,14 @@ class CoordinatorProcess(CoordinatorDriver):
 
     # --------------------------------------------------------------------------------------------------------- joiners
 
-    def request_join(self, count: int) -> list[int]:
-        """Has workers started that join, beside those that the job aims at; returns their ids, none at the end."""
-        return self._membership.join(count, time.monotonic())
+    def request_join(self, count: int, request: int = 0) -> list[int] | str:
+        """Has workers started that join, beside those that the job aims at; returns their ids, or why there are none.
+
+        Args:
+            count: how many.
+            request: of a person, as of `Joiners.request`.
+        """
+        return self._membership.join(count, time.monotonic(), request)
 
     def request_drain(self, worker: int, deadline_s: float | None = None) -> None:
         """Has a worker leave.

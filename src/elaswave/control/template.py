@@ -298,6 +298,7 @@ class _Serving:
             faults=setup.faults,
             coordinator_ends_s=asked.coordinator_ends_s,
             before_effect=setup.before_effect,
+            num_loaders=self._num_loaders,
         )
 
     def _say(self, message: FromTemplate) -> None:
