@@ -1,7 +1,7 @@
 """Codecs of fences: error and speed of each, and what they do to the training of a small GPT on real text.
 
     python benchmarks/fences.py codecs [--json]
-    python benchmarks/fences.py training [--steps 150] [--seeds 1 2 3] [--json]
+    python benchmarks/fences.py training [--steps 120] [--seeds 1 2 3] [--json]
 
 `codecs` takes an activation and a gradient of the default GPT at the boundary behind its second block, after some
 steps, and normal numbers: relative error (norm of the difference over norm), bytes beside float32, and how fast a
@@ -42,8 +42,8 @@ T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 """Two-sided quantile of Student's t by number of pairs (degrees of freedom: one less)."""
 NEEDED = 0.01
 MODEL = (
-    "model.hidden_size=64", "model.num_heads=2", "batch.num_microbatches=4", "layout.widths=[1]",
-    "elastic.num_followers=0", "run.eval_microbatches=64", "run.checkpoint_every_s=0",
+    "model.hidden_size=64", "model.num_heads=2", "batch.num_microbatches=2", "layout.widths=[1]",
+    "elastic.num_followers=0", "run.eval_microbatches=48", "run.checkpoint_every_s=0",
 )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def main() -> int:
     """Runs what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("codecs", "training"))
-    parser.add_argument("--steps", type=int, default=150, help="of a training; codecs: before the values are taken")
+    parser.add_argument("--steps", type=int, default=120, help="of a training; codecs: before the values are taken")
     parser.add_argument("--rounds", type=int, default=200, help="of coding a boundary")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--size", action="append", default=[], help="section.key=value of the trainings")

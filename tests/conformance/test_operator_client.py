@@ -15,7 +15,6 @@ from elaswave.control.operator_messages import (
     Answer,
     AskCheckpoint,
     AskDrain,
-    AskJoin,
     AskStatus,
     AskStop,
     FromOperator,
@@ -113,8 +112,7 @@ def test_what_is_open_is_asked_again_of_a_successor(job: Job) -> None:
         assert client._turn == turn
 
 
-@pytest.mark.parametrize("ask", [AskJoin, AskDrain])
-def test_a_successor_is_not_asked_to_begin_once_more(job: Job, ask: type) -> None:
+def test_a_successor_is_told_that_a_leave_has_begun(job: Job) -> None:
     heard: list[Any] = []
 
     def begin(message: Any) -> list[Any]:
@@ -123,18 +121,17 @@ def test_a_successor_is_not_asked_to_begin_once_more(job: Job, ask: type) -> Non
         heard.append(message)
         if len(heard) == 1:  # and then its connection ends
             return [
-                Answer(request=message.request, is_last=False, decided="joining", reason="a", workers=(4, 5)),
+                Answer(request=message.request, is_last=False, decided="draining", reason="a", workers=(4,)),
                 None,
             ]
-        return [Answer(request=message.request, is_last=True, decided="joined", reason="b")]
+        return [Answer(request=message.request, is_last=True, decided="drained", reason="b")]
 
     job.serves(begin)
     with OperatorClient(job.run_dir) as client:
-        make = {AskJoin: lambda n: AskJoin(request=n, num_workers=2), AskDrain: lambda n: AskDrain(request=n, worker=4)}
-        asked = list(client.ask(make[ask], PATIENCE_S))
-    assert [answer.decided for answer in asked if isinstance(answer, Answer)] == ["joining", "joined"]
+        asked = list(client.ask(lambda request: AskDrain(request=request, worker=4), PATIENCE_S))
+    assert [answer.decided for answer in asked if isinstance(answer, Answer)] == ["draining", "drained"]
     first, second = heard
-    assert (first.started, second.started) == ((), (4, 5)) if ask is AskJoin else (first.begun, second.begun) == (0, 1)
+    assert (first.begun, second.begun) == (False, True) and first.request == second.request
 
 
 def test_another_key_is_an_error_at_once(job: Job) -> None:

@@ -38,7 +38,3 @@ def test_each_coordinator_may_have_another_clock(tmp_path: Path, monkeypatch: py
         parts_s = (recovery.total_s, recovery.agree_s, recovery.redo_s, recovery.plan_s)
         assert all(0 <= part_s < lasted_s for part_s in parts_s), recovery
         assert recovery.kind != "lost" or recovery.detect_s is None, "a fault's time stamp is by the workers' clock"
-    assert result.throughput_tokens_per_s is not None
-    tokens = 5 * 2 * 16 * settings["run.steps"]
-    assert result.throughput_tokens_per_s > tokens / lasted_s / 10
-    assert 0 < result.duration_s < lasted_s

@@ -1,6 +1,7 @@
 """Workers that are started while a job runs: compared with those that began, and refused if they differ."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -58,3 +59,27 @@ def test_a_joiner_that_cannot_prepare_itself_disturbs_nobody(
     assert job.computation == undisturbed.computation
     assert "there is no data here" in (tmp_path / "logs" / "worker-2.log").read_text()
     assert job.result.recoveries == []
+
+
+def test_joiners_that_end_with_the_same_error_do_not_end_the_job(
+    undisturbed: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = process.Worker.__init__
+
+    def fails(self: process.Worker, setup: process.WorkerSetup, *arguments: Any) -> None:
+        if setup.joins:  # it has a connection already, over which it says so
+            raise OSError("there is no data here")
+        own(self, setup, *arguments)
+
+    monkeypatch.setattr(process.Worker, "__init__", fails)
+    job = run_job(
+        tmp_path,
+        SETTINGS,
+        faults=["join@3", "join@3"],
+        probe=WaitsFor(log_of(tmp_path), "worker 3 ended with status 1"),
+    )
+    assert job.computation == undisturbed.computation
+    assert job.result.recoveries == []
+    for worker in (2, 3):
+        problem = "it has ended with an error: OSError: there is no data here"
+        assert f"worker {worker} is not admitted: {problem}" in job.messages

@@ -1,13 +1,14 @@
 """Members that a person wants to join or to leave: asked for once, followed until it has happened or never will."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from elaswave.control.job_status import JobParts
 from elaswave.control.reply import Reply, refusal
 
-Join = Callable[[int], Sequence[int]]
-"""Has so many workers started that join; returns their ids, none where the job is about to end."""
+Join = Callable[[int, int], Sequence[int] | str]
+"""Has so many workers started that join, once for each number of a request; returns their ids, or why there are none.
+"""
 Drain = Callable[[int, float | None], object]
 """Has a worker leave within so many seconds, None: as configured."""
 
@@ -18,26 +19,36 @@ class AskedMembers:
     Args:
         job: what is known of it.
         join, drain: do it.
+        joining: gives those that are on their way to become members.
     """
 
-    def __init__(self, job: JobParts, join: Join, drain: Drain) -> None:
+    def __init__(self, job: JobParts, join: Join, drain: Drain, joining: Callable[[], Collection[int]]) -> None:
         self._job = job
-        self._join, self._drain = join, drain
+        self._join, self._drain, self._joining = join, drain, joining
         self._refused: dict[int, str] = {}
         """Joiners that were not let in, or have ended before they were members, and why."""
         self._lost: set[int] = set()
         """Leaving members that the others had to go on without."""
 
-    def join(self, count: int, started: Sequence[int]) -> Reply:
+    @property
+    def under_way(self) -> list[str]:
+        """Who is on the way in or out, in words."""
+        core, joining = self._job.core, self._joining()
+        leaving = sorted(core.admissions.leaving.intersection(core.members))
+        found = [f"{_named(joining)} to join"] if joining else []
+        return [*found, *([f"{_named(leaving)} to leave"] if leaving else [])]
+
+    def join(self, count: int, request: int) -> Reply:
         """Takes in new workers.
 
         Args:
             count: how many.
-            started: those that an earlier coordinator has started for the same request: they are followed only.
+            request: its number.
         """
-        workers = tuple(started or self._join(count))
-        if not workers:
-            return refusal("the job is about to end, and takes nobody in any more")
+        started = self._join(count, request)
+        if isinstance(started, str):
+            return refusal(started)
+        workers = tuple(started)
         reason = "the process starts, links are made and state is copied while training goes on"
         return Reply("joining", f"{_named(workers)}: {reason}", workers=workers, follow=partial(self._joined, workers))
 
@@ -96,5 +107,5 @@ class AskedMembers:
         self._lost.update(workers)
 
 
-def _named(workers: Sequence[int]) -> str:
+def _named(workers: Collection[int]) -> str:
     return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"

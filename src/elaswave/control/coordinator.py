@@ -165,6 +165,8 @@ class CoordinatorProcess(JobDriver):
                 self._on_joining(message, now_s)
         elif isinstance(message, StepReport) and not self._end.is_there:
             self._on_step(message, now_s)
+        elif isinstance(message, Leaving) and not self._end.is_there and self._membership.withdraws(message.worker):
+            return
         elif not self._end.is_there and not isinstance(message, Failed | Linked) and not self.hears(message.worker):
             _log.info("%s of worker %d, which is no member, does not count", type(message).__name__, message.worker)
         elif isinstance(message, Heartbeat):
@@ -184,6 +186,8 @@ class CoordinatorProcess(JobDriver):
         elif isinstance(message, Leaving):
             self._on_leaving(message, now_s)
         elif isinstance(message, Failed):
+            if self._membership.failed(message.worker, message.summary):
+                return
             self._failures[message.worker] = message
             self._detector.left(message.worker)
             self.feed(events.WorkerFailed(message.worker, message.signature, message.summary))

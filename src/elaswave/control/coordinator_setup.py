@@ -31,3 +31,5 @@ class CoordinatorSetup(NamedTuple):
     """Monotonic times at which earlier coordinators of the job have ended."""
     before_effect: Callable[[events.CoordinatorEffect], None]
     """Called before each effect is carried out (fault injection and tests)."""
+    num_loaders: int = 0
+    """Of each worker."""

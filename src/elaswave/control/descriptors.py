@@ -1,6 +1,7 @@
 """Whether this machine lets a process open as many files as a job needs."""
 
 import resource
+import sys
 
 from elaswave.errors import UsageError
 
@@ -18,6 +19,16 @@ def needed_descriptors(num_workers: int, num_loaders: int = 0) -> int:
     """Descriptors that the process of a job needs that needs most: a connection to each worker, and one to come; or,
     in the template, each worker and each loader, and a line to each worker."""
     return (2 + num_loaders) * num_workers + _BESIDE
+
+
+def workers_max(num_loaders: int = 0) -> int:
+    """How many workers a job may have with the limit that this process has.
+
+    Args:
+        num_loaders: of each worker.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else max(0, soft - _BESIDE) // (2 + num_loaders)
 
 
 def provide_descriptors(num_workers: int, num_loaders: int = 0) -> None:

@@ -89,8 +89,10 @@ def leave_signals_to_launcher() -> None:
     Workers take one of them up again, see `elaswave.control.notices`."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+            if number not in held:  # one that has come already, and waits, would be lost
+                signal.signal(number, signal.SIG_IGN)
 
 
 def redirect_output(path: Path) -> None:

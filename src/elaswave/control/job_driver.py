@@ -26,6 +26,7 @@ from elaswave.control.client import next_heartbeat_s
 from elaswave.control.clocks import by_own_clock
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.data_waits import DataWaits
+from elaswave.control.descriptors import workers_max
 from elaswave.control.job_end import JobEnd
 from elaswave.control.job_status import JobParts
 from elaswave.control.joiners import Joiners
@@ -132,6 +133,7 @@ class JobDriver(CoordinatorDriver):
             send=self.send,
             say=self._terminal.say,
             drain_deadline_s=elastic.drain_deadline_s,
+            workers_max=workers_max(setup.num_loaders),
             refused=lambda worker, problem: self._operations.not_admitted(worker, problem),
         )
         self._has_begun = any(isinstance(record, events.StartRecord | Decision) for record in records)
@@ -179,7 +181,12 @@ class JobDriver(CoordinatorDriver):
             stop=partial(self._stop_job, "elaswave ctl stop"),
             begin=self._background.begin,
             change=self.feed,
-            members=AskedMembers(job, self.request_join, self.request_drain),
+            members=AskedMembers(
+                job,
+                self.request_join,
+                self.request_drain,
+                lambda: self._membership.joining,
+            ),
         )
         self._desk = OperatorDesk(self._server, job, self._operations)
         self._end = JobEnd(
@@ -377,9 +384,14 @@ class JobDriver(CoordinatorDriver):
 
     # ----------------------------------------------------------------------------------------------- comings and goings
 
-    def request_join(self, count: int) -> list[int]:
-        """Has workers started that join, beside those that the job aims at; returns their ids, none at the end."""
-        return self._membership.join(count, time.monotonic())
+    def request_join(self, count: int, request: int = 0) -> list[int] | str:
+        """Has workers started that join, beside those that the job aims at; returns their ids, or why there are none.
+
+        Args:
+            count: how many.
+            request: of a person, as of `Joiners.request`.
+        """
+        return self._membership.join(count, time.monotonic(), request)
 
     def request_drain(self, worker: int, deadline_s: float | None = None) -> None:
         """Has a worker leave.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from elaswave.control.journal import JournalRecord, PlaceTaken, Published
 from elaswave.protocol.admission import Founders, admission_problem, canaries_in
 from elaswave.protocol.ballot import decode_certificate
-from elaswave.protocol.events import LeavingRecord
+from elaswave.protocol.events import LeavingRecord, NewEpochRecord
 from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
 from elaswave.protocol.respawn import PlaceClosed, Respawn, Spawn
 from elaswave.worker.identity import Identity
@@ -54,6 +54,10 @@ class Joiners:
         self._respawn = Respawn(plan.layout.workers, enabled=plan.config.elastic.respawns)
         self.started: list[int] = []
         """Ids of all joiners that there ever were, ascending."""
+        self._asked: dict[int, list[int]] = {}
+        """Number of a person's request -> the joiners that were started for it."""
+        self._were_members = set(plan.layout.workers)
+        """Those that are members, or were."""
         self._restore(records)
 
     def _restore(self, records: Iterable[JournalRecord]) -> None:
@@ -61,7 +65,9 @@ class Joiners:
         for record in records:
             if isinstance(record, PlaceTaken):
                 self._respawn.spawned(record.worker, record.place, record.at_s)
-                self.started.append(record.worker)
+                self._note(record)
+            elif isinstance(record, NewEpochRecord):
+                self._were_members.update(record.members)
             elif isinstance(record, Decision):
                 members = record.members
             elif isinstance(record, Published):
@@ -70,6 +76,30 @@ class Joiners:
                 self._respawn.left(record.worker)
             elif isinstance(record, Founders):
                 self._founders = record
+
+    def _note(self, record: PlaceTaken) -> None:
+        self.started.append(record.worker)
+        if record.request:
+            self._asked.setdefault(record.request, []).append(record.worker)
+
+    def take_over(self, members: Collection[int], now_s: float) -> None:
+        """The places of those that earlier coordinators have gone on without are free. Their processes may be there
+        still (stopped, cut off), so that the agent does not say that they have ended.
+
+        Args:
+            members: of the job.
+            now_s: monotonic time.
+        """
+        for worker in sorted(self._were_members.difference(members)):
+            self.ended(worker, now_s)
+
+    def joined(self, workers: Iterable[int]) -> None:
+        """These are members now."""
+        self._were_members.update(workers)
+
+    def was_member(self, worker: int) -> bool:
+        """Whether a worker is a member, or was one."""
+        return worker in self._were_members
 
     # ------------------------------------------------------------------------------------------------ who is started
 
@@ -82,17 +112,31 @@ class Joiners:
         """Workers that are to be started now. The core makes that durable, and asks the agent."""
         return self._take(self._respawn.tick(now_s), now_s)
 
-    def request(self, count: int, now_s: float) -> list[int]:
-        """Workers that are to be started now because a person wants so many more."""
-        return self._take(self._respawn.join(count, now_s), now_s)
+    def request(self, count: int, now_s: float, request: int = 0) -> list[int]:
+        """Workers that are to be started because a person wants so many more.
 
-    def _take(self, spawns: Iterable[Spawn], now_s: float) -> list[int]:
-        workers = []
-        for worker, place in spawns:
-            self._persist(PlaceTaken(worker=worker, place=place, at_s=now_s))
-            self.started.append(worker)
-            workers.append(worker)
-        return workers
+        Args:
+            count: how many.
+            now_s: monotonic time.
+            request: its number, see `started_for`. 0: it has none.
+        """
+        return self._take(self._respawn.join(count, now_s), now_s, request)
+
+    def started_for(self, request: int) -> list[int]:
+        """Workers that were started for a request, perhaps by an earlier coordinator: it may come again, and is to
+        start nobody else then.
+
+        Args:
+            request: its number.
+        """
+        return list(self._asked.get(request, ()))
+
+    def _take(self, spawns: Iterable[Spawn], now_s: float, request: int = 0) -> list[int]:
+        records = [PlaceTaken(worker=worker, place=place, at_s=now_s, request=request) for worker, place in spawns]
+        for record in records:
+            self._persist(record)
+            self._note(record)
+        return [record.worker for record in records]
 
     def ended(self, worker: int, now_s: float) -> None:
         """A worker's process has ended, or the others go on without it; may be said again."""

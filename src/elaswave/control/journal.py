@@ -42,6 +42,8 @@ class PlaceTaken(msgspec.Struct, frozen=True, kw_only=True, tag="place"):
     place: int
     at_s: float
     """By the coordinator's monotonic clock; see `ClockRead`."""
+    request: int = 0
+    """Number of the request of a person that wants it; 0: of nobody's."""
 
 
 class ClockRead(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):

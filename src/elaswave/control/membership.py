@@ -37,6 +37,7 @@ class Membership:
         send: sends a message to a worker that is connected.
         say: tells people.
         drain_deadline_s: seconds that a leaving worker may take, unless its notice says otherwise.
+        workers_max: so many may there be at a time, for each has links to all others.
         refused: told of a joiner that is not let in, and why.
     """
 
@@ -52,6 +53,7 @@ class Membership:
         send: Callable[[int, CoreToWorker], object],
         say: Callable[[str], None],
         drain_deadline_s: float,
+        workers_max: int,
         refused: Callable[[int, str], object] = lambda worker, problem: None,
     ) -> None:
         self._core = core
@@ -63,6 +65,7 @@ class Membership:
         self._send = send
         self._say = say
         self._drain_deadline_s = drain_deadline_s
+        self._workers_max = workers_max
         self._refused = refused
         self._deadlines_s: dict[int, float] = {}
         """Leaving member -> when it is lost."""
@@ -78,15 +81,31 @@ class Membership:
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def join(self, count: int, now_s: float) -> list[int]:
-        """Has workers started that join, beside those that the job aims at; returns their ids, none at the end."""
-        return self._start(self._joiners.request(count, now_s))
+    def join(self, count: int, now_s: float, request: int = 0) -> list[int] | str:
+        """Has workers started that join, beside those that the job aims at; returns their ids, or why there are none.
 
-    def _start(self, workers: Sequence[int]) -> list[int]:
+        Args:
+            count: how many.
+            now_s: monotonic time.
+            request: of a person, as of `Joiners.request`.
+        """
+        if begun := self._joiners.started_for(request):
+            return begun
+        there = len(self._core.members) + len(self.joining)
+        if there + count > self._workers_max:
+            return (
+                f"{there} workers are there or on their way, and {there + count} may need more open files in a process "
+                f"than the limit of this job permits (ulimit -n), which does for {self._workers_max}: ask for fewer, "
+                "or resume the run with a higher limit"
+            )
+        workers = self._joiners.request(count, now_s, request)
+        self._start(workers)
+        return workers or "the job is about to end, and takes nobody in any more"
+
+    def _start(self, workers: Sequence[int]) -> None:
         for worker in workers:
             self._silent.setdefault(worker)
             self._spawn(worker)
-        return list(workers)
 
     def spawn_again(self) -> None:
         """A coordinator that takes over asks for all that may not have been started (J1); the agent knows which."""
@@ -115,11 +134,18 @@ class Membership:
         self._deadlines_s.clear()
 
     def take_over(self, now_s: float) -> None:
-        """Members that an earlier coordinator has asked to leave have their time anew."""
+        """Members that an earlier coordinator has asked to leave have their time anew; places of those that it has
+        gone on without are free."""
+        self._joiners.take_over(self._core.members, now_s)
         for worker in self._core.admissions.leaving:
             self._deadlines_s[worker] = now_s + self._drain_deadline_s
 
     # ---------------------------------------------------------------------------------------------------------- joiners
+
+    @property
+    def joining(self) -> tuple[int, ...]:
+        """Joiners whose processes start, or to which links are made."""
+        return tuple(sorted({*self._silent, *self._joining_since_s}))
 
     @property
     def silent(self) -> tuple[int, ...]:
@@ -170,6 +196,32 @@ class Membership:
         self._refused(worker, problem)
         self._send(worker, Fenced(term=self._core.term, epoch=self._core.epoch, reason=problem))
 
+    def failed(self, worker: int, summary: str) -> bool:
+        """A worker ends with an error of its own. That of a joiner is no loss, and no reason to end the job, however
+        many joiners have met the same one.
+
+        Returns:
+            Whether it was a joiner.
+        """
+        if self._joiners.was_member(worker):
+            return False
+        self._refuse(worker, f"it has ended with an error: {summary}")
+        return True
+
+    def withdraws(self, worker: int) -> bool:
+        """A worker has had a notice. A joiner does not come in then; nobody takes its place, as that of a member.
+
+        Returns:
+            Whether it was a joiner.
+        """
+        if self._joiners.was_member(worker):
+            return False
+        self._joiners.left(worker)
+        if self._joining_since_s.pop(worker, None) is not None:
+            self._feed(JoinerGone(worker))
+        self._refuse(worker, "it has had a notice that its machine will be taken away (SIGTERM)")
+        return True
+
     def ended(self, worker: int, now_s: float) -> None:
         """A worker's process has ended, or the others go on without it; may be said again."""
         self._silent.pop(worker, None)
@@ -208,6 +260,7 @@ class Membership:
 
     def new_epoch(self, effect: NewEpoch, now_s: float) -> None:
         """Some are members now, others are none any more."""
+        self._joiners.joined(effect.joined)
         for worker in effect.joined:
             self._joining_since_s.pop(worker, None)
             self._tell(f"worker {worker} has joined: epoch {effect.epoch}")

@@ -4,11 +4,22 @@ All other processes of a job ignore the signals that end one (`elaswave.control.
 what these mean; so did workers before there were drains. A worker passes the notice on and goes on training.
 """
 
+import contextlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 NOTICE = signal.SIGTERM
+
+
+@contextlib.contextmanager
+def holding_notices() -> Iterator[None]:
+    """A process that is forked in this context holds notices from its first instant."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {NOTICE})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def hold_notices() -> None:

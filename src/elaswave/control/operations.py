@@ -5,7 +5,7 @@ it (`Reply.follow`). What cannot be done now is refused. All requests mean the s
 operator asks a successor again.
 """
 
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from elaswave.control.asked_checkpoints import AskedCheckpoints
@@ -70,7 +70,7 @@ class Operations:
         if isinstance(request, AskCheckpoint):
             return self.request_checkpoint(wait=request.wait)
         if isinstance(request, AskJoin):
-            return self.request_join(request.num_workers, request.started)
+            return self.request_join(request.num_workers, request.request)
         if isinstance(request, AskDrain):
             return self.request_drain(request.worker, request.deadline_s, begun=request.begun)
         if isinstance(request, AskMigrate):
@@ -99,14 +99,14 @@ class Operations:
             return refusal(f"all {num_steps} steps are made, and the last one is checkpointed anyway")
         return self._checkpoints.ask(wait=wait)
 
-    def request_join(self, num_workers: int, started: Sequence[int] = ()) -> Reply:
+    def request_join(self, num_workers: int, request: int) -> Reply:
         """Takes in new workers.
 
         Args:
             num_workers: how many.
-            started: those that were started for this request already.
+            request: its number; one that comes again is followed only.
         """
-        return self._members.join(num_workers, started)
+        return self._members.join(num_workers, request)
 
     def request_drain(self, worker: int, deadline_s: float | None, *, begun: bool = False) -> Reply:
         """Lets a worker go at a step boundary.
@@ -137,7 +137,8 @@ class Operations:
     def under_way(self) -> list[str]:
         """What is asked for or planned and not done yet, in words."""
         stopping = ["the job ends after the step in hand, with a checkpoint of it"] if self._is_stopping else []
-        return [*stopping, *self._layouts.under_way, *self._moving, *self._checkpoints.under_way]
+        members = [] if self._is_stopping else self._members.under_way
+        return [*stopping, *members, *self._layouts.under_way, *self._moving, *self._checkpoints.under_way]
 
     def turn(self) -> None:
         """To be called now and then."""

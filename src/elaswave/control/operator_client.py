@@ -18,7 +18,6 @@ from elaswave.control.control_file import read_control_file
 from elaswave.control.operator_messages import (
     Answer,
     AskDrain,
-    AskJoin,
     JobOver,
     OperatorHello,
     Request,
@@ -98,8 +97,8 @@ class OperatorClient:
         try:
             while True:
                 for answer in self._answers_to(request):
-                    if isinstance(answer, Answer) and answer.workers:
-                        self._open = _begun(request, answer.workers)
+                    if isinstance(answer, Answer) and isinstance(request, AskDrain):
+                        self._open = msgspec.structs.replace(request, begun=True)
                     yield answer
                     if not isinstance(answer, Answer) or answer.is_last:
                         return
@@ -174,13 +173,6 @@ class OperatorClient:
             f"the job's coordinator could not be reached within {timeout_s:g} s ({trouble}): it is starting, or being "
             "replaced after a loss; try again, or give a longer --timeout"
         )
-
-
-def _begun(request: Request, workers: tuple[int, ...]) -> Request:
-    """What a successor is asked: not to begin once more."""
-    if isinstance(request, AskJoin):
-        return msgspec.structs.replace(request, started=workers)
-    return msgspec.structs.replace(request, begun=True) if isinstance(request, AskDrain) else request
 
 
 def _because(reason: str) -> str:

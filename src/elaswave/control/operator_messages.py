@@ -63,8 +63,6 @@ class AskJoin(Message, frozen=True, kw_only=True):
 
     request: int
     num_workers: int
-    started: tuple[int, ...] = ()
-    """Those that were started for this request: said to a successor, so that it starts no others."""
 
 
 class AskDrain(Message, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ from elaswave.control.data_survey import survey
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import Child, fork
 from elaswave.control.loader_lines import LoaderLines
+from elaswave.control.notices import holding_notices
 from elaswave.control.template_messages import (
     AbandonCommits,
     ChildGone,
@@ -298,6 +299,7 @@ class _Serving:
             faults=setup.faults,
             coordinator_ends_s=asked.coordinator_ends_s,
             before_effect=setup.before_effect,
+            num_loaders=self._num_loaders,
         )
 
     def _say(self, message: FromTemplate) -> None:
@@ -310,7 +312,8 @@ class _Serving:
         checkpoint = self._checkpoint
         line = self._loader_lines.open(worker) if self._num_loaders else None
         what, log = f"worker {worker}", f"worker-{worker}.log"
-        self._fork(worker, what, log, lambda: self._live(self._setup, worker, checkpoint, line, joins))
+        with holding_notices():
+            self._fork(worker, what, log, lambda: self._live(self._setup, worker, checkpoint, line, joins))
         if line is not None:
             line.close()
 

@@ -17,14 +17,17 @@ class World:
         self.core = SimpleNamespace(members=(0, 1, 2), epoch=1, admissions=SimpleNamespace(leaving=set()))
         self.drained: list[tuple[int, float | None]] = []
         self.ids: list[int] = [3, 4]
-        self.num_joins = 0
+        self.requests: list[int] = []
         elastic = SimpleNamespace(min_workers=2, drain_deadline_s=30.0)
         job = SimpleNamespace(core=self.core, config=SimpleNamespace(elastic=elastic))
-        self.asked = AskedMembers(cast(JobParts, job), self._join, lambda *asked: self.drained.append(asked))
+        self.joining: list[int] = []
+        self.asked = AskedMembers(
+            cast(JobParts, job), self._join, lambda *asked: self.drained.append(asked), lambda: self.joining
+        )
 
-    def _join(self, count: int) -> list[int]:
-        self.num_joins += 1
-        return self.ids[:count]
+    def _join(self, count: int, request: int) -> list[int] | str:
+        self.requests.append(request)
+        return self.ids[:count] or "the job is about to end"
 
     def becomes(self, *members: int) -> None:
         self.core.members, self.core.epoch = members, self.core.epoch + 1
@@ -41,8 +44,9 @@ def followed(reply: Reply) -> Reply | None:
 
 
 def test_a_join_is_followed_until_all_are_members(world: World) -> None:
-    reply = world.asked.join(2, ())
+    reply = world.asked.join(2, 7)
     assert (reply.decided, reply.workers) == ("joining", (3, 4)) and reply.reason.startswith("workers 3, 4: ")
+    assert world.requests == [7], "by which a second one of the same is known"
     world.becomes(0, 1, 2, 3)
     assert followed(reply) is None
     world.becomes(0, 1, 2, 3, 4)
@@ -52,19 +56,20 @@ def test_a_join_is_followed_until_all_are_members(world: World) -> None:
     )
 
 
-def test_a_successor_starts_nobody_again(world: World) -> None:
-    reply = world.asked.join(1, (3,))
-    assert reply.workers == (3,) and world.num_joins == 0
-
-
 def test_a_joiner_that_is_not_let_in_is_told_with_the_reason(world: World) -> None:
-    reply = world.asked.join(1, ())
+    reply = world.asked.join(1, 7)
     world.asked.refused(3, "its libraries are others")
     failed = followed(reply)
     assert failed is not None and failed.decided == "failed"
     assert failed.reason == "worker 3 is not admitted: its libraries are others"
     world.ids = []
-    assert world.asked.join(1, ()) == Reply("refused", "the job is about to end, and takes nobody in any more")
+    assert world.asked.join(1, 8) == Reply("refused", "the job is about to end")
+
+
+def test_who_is_on_the_way_is_shown(world: World) -> None:
+    assert world.asked.under_way == []
+    world.joining, world.core.admissions.leaving = [3, 4], {1, 7}
+    assert world.asked.under_way == ["workers 3, 4 to join", "worker 1 to leave"]
 
 
 def test_a_worker_that_has_left_and_one_that_was_lost_are_told_apart(world: World) -> None:

@@ -13,7 +13,7 @@ from elaswave.control.journal import JournalRecord, PlaceTaken, Published, core_
 from elaswave.protocol.admission import Founders
 from elaswave.protocol.ballot import Ballot, Request, VoteShape, encode_certificate
 from elaswave.protocol.environment import pairs_of
-from elaswave.protocol.events import LeavingRecord
+from elaswave.protocol.events import LeavingRecord, NewEpochRecord
 from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
 from elaswave.protocol.scores import Scores
 from elaswave.state.placement import Placement
@@ -143,6 +143,39 @@ def test_places_and_back_offs_outlive_the_coordinator():
     assert joiners.due(30.0) == [5]
     joiners.ended(5, 31.0)
     assert "place 1 stays empty: workers 2, 4 and 5" in job.told[0]
+
+
+def test_a_request_that_comes_again_starts_nobody_else():
+    job = Job()
+    job.publish(1)
+    assert job.joiners.request(2, 5.0, request=7) == job.joiners.started_for(7) == [2, 3]
+    joiners = job.take_over()
+    assert joiners.started_for(7) == [2, 3], "nor with a successor, whether it was answered before or not"
+    assert (joiners.started_for(8), joiners.started_for(0)) == ([], [])
+    assert joiners.request(1, 9.0) == [4] and joiners.started_for(0) == []
+
+
+def test_who_has_been_a_member_is_known_to_a_successor_too():
+    job = Job()
+    job.joiners.joined([2])
+    assert [job.joiners.was_member(worker) for worker in (0, 1, 2, 3)] == [True, True, True, False]
+    job.journal.append(NewEpochRecord(term=1, epoch=2, members=(0, 3), lost=(1,), reason=""))
+    assert [job.take_over().was_member(worker) for worker in (0, 1, 2, 3)] == [True, True, False, True]
+
+
+@pytest.mark.parametrize("is_decided", [True, False])
+def test_a_successor_takes_a_place_again_whose_process_is_there_still(is_decided):
+    job = Job()
+    job.publish(1)
+    job.journal.append(NewEpochRecord(term=1, epoch=2, members=(0,), lost=(1,), reason="worker 1 is stopped"))
+    if is_decided:
+        job.journal.append(decision(0))
+    joiners = job.take_over()
+    joiners.take_over((0,), 10.0)
+    assert joiners.due(11.0) == [2]
+    joiners = job.take_over()
+    joiners.take_over((0,), 12.0)
+    assert joiners.next_s == math.inf, "once"
 
 
 def test_a_successor_knows_who_has_committed_steps():

@@ -17,13 +17,25 @@ class FakeJoiners:
 
     def __init__(self) -> None:
         self.started: list[int] = []
+        self.asked: dict[int, list[int]] = {}
         self.over: list[int] = []
+        self.closed: list[int] = []
         self.next_s = float("inf")
 
-    def request(self, count: int, now_s: float) -> list[int]:
+    def take_over(self, members: tuple[int, ...], now_s: float) -> None:
+        pass
+
+    def request(self, count: int, now_s: float, request: int = 0) -> list[int]:
         new = [3 + len(self.started) + number for number in range(count)]
         self.started += new
+        self.asked[request] = new
         return new
+
+    def started_for(self, request: int) -> list[int]:
+        return self.asked.get(request, []) if request else []
+
+    def was_member(self, worker: int) -> bool:
+        return worker < 3
 
     def heard(self, joining: Joining) -> list[Answer]:
         return [Answer(joining, None)]
@@ -35,7 +47,7 @@ class FakeJoiners:
         return []
 
     def left(self, worker: int) -> None:
-        pass
+        self.closed.append(worker)
 
     def stop(self) -> None:
         pass
@@ -48,6 +60,7 @@ class World:
         self.fed: list[Any] = []
         self.ended: list[int] = []
         self.told: list[str] = []
+        self.refused: list[tuple[int, str]] = []
         self.suspected: list[Any] = []
         core = SimpleNamespace(members=(0, 1, 2), admissions=SimpleNamespace(leaving=set()), term=1, epoch=1)
         self.joiners = FakeJoiners()
@@ -61,6 +74,8 @@ class World:
             send=lambda worker, message: None,
             say=self.told.append,
             drain_deadline_s=30.0,
+            workers_max=6,
+            refused=lambda worker, problem: self.refused.append((worker, problem)),
         )
 
 
@@ -113,6 +128,33 @@ def test_a_joiner_that_has_spoken_or_ended_is_not_watched(world: World, speaks: 
     assert world.membership.silent == ()
     look(world, 3, 200)
     assert world.ended == []
+
+
+def test_no_more_join_than_have_room_and_a_request_that_comes_again_starts_nobody(world: World) -> None:
+    assert world.membership.join(2, 0.0, 7) == world.membership.join(2, 1.0, 7) == [3, 4]
+    assert world.membership.joining == (3, 4)
+    refused = world.membership.join(2, 2.0, 8)
+    assert isinstance(refused, str) and "5 workers are there or on their way, and 7 may need more" in refused
+    assert world.membership.join(1, 3.0, 9) == [5] and world.joiners.started == [3, 4, 5]
+    assert world.membership.join(2, 4.0, 7) == [3, 4], "there is no room for others, but these are there"
+
+
+def test_an_error_of_a_joiners_own_is_nobodys_loss(world: World) -> None:
+    world.membership.join(1, 0.0)
+    assert world.membership.failed(3, "OSError: no such file") and not world.membership.failed(2, "KeyError")
+    problem = "it has ended with an error: OSError: no such file"
+    assert (world.told, world.refused) == ([f"worker 3 is not admitted: {problem}"], [(3, problem)])
+
+
+def test_a_joiner_that_has_had_a_notice_does_not_come_in_and_nobody_takes_its_place(world: World) -> None:
+    world.membership.join(2, 0.0)
+    world.membership.heard(joining(3), 1.0)
+    assert world.membership.withdraws(3) and world.membership.withdraws(4) and not world.membership.withdraws(2)
+    assert world.fed == [JoinerCame(3, "unix:/3"), JoinerGone(3)]
+    assert world.joiners.closed == [3, 4]
+    assert (
+        world.told[0] == "worker 3 is not admitted: it has had a notice that its machine will be taken away (SIGTERM)"
+    )
 
 
 def test_a_successor_watches_all_that_are_no_members(world: World) -> None:

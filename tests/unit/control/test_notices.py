@@ -5,39 +5,46 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 
 from elaswave.control.forking import leave_signals_to_launcher
-from elaswave.control.notices import hear_notices, hold_notices
+from elaswave.control.notices import hear_notices, hold_notices, holding_notices
 
 
 class Child:
     """A process that holds notices, and hears them when it is told to. Its main thread waits for a lock meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_struck_at_once: bool = False) -> None:
         self._said, say = os.pipe()
         hears, self._tell = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                os.close(self._tell)  # so that the parent's end is the end
-                leave_signals_to_launcher()
-                hold_notices()
-                os.write(say, b"holds\n")
-                os.read(hears, 1)
-                held = threading.Lock()
-                held.acquire()
-                hear_notices(lambda: os.write(say, b"notice\n"))
-                os.write(say, b"hears\n")
-                while os.read(hears, 1):
-                    os.write(say, b"goes on\n")
-                os._exit(0)
-            finally:
-                os._exit(1)
+        with holding_notices():  # the child never leaves it
+            self.pid = os.fork()
+            if self.pid == 0:
+                self._live(say, hears, is_struck_at_once=is_struck_at_once)
         os.close(say)
         os.close(hears)
         self._lines = os.fdopen(self._said)
+
+    def _live(self, say: int, hears: int, *, is_struck_at_once: bool) -> NoReturn:
+        try:
+            os.close(self._tell)  # so that the parent's end is the end
+            if is_struck_at_once:
+                os.read(hears, 1)
+            leave_signals_to_launcher()
+            hold_notices()
+            os.write(say, b"holds\n")
+            os.read(hears, 1)
+            held = threading.Lock()
+            held.acquire()
+            hear_notices(lambda: os.write(say, b"notice\n"))
+            os.write(say, b"hears\n")
+            while os.read(hears, 1):
+                os.write(say, b"goes on\n")
+            os._exit(0)
+        finally:
+            os._exit(1)
 
     def said(self) -> str:
         """The next line; the suite's bound on a test bounds it."""
@@ -78,6 +85,23 @@ def test_a_notice_that_comes_before_anybody_hears_is_not_lost(child: Child) -> N
     child.tell()
     assert sorted([child.said(), child.said()]) == ["hears", "notice"]
     assert child.end() == 0
+
+
+def test_a_notice_is_not_lost_that_comes_to_a_process_as_soon_as_it_is_forked() -> None:
+    child = Child(is_struck_at_once=True)
+    os.kill(child.pid, signal.SIGTERM)
+    child.tell()
+    assert child.said() == "holds"
+    child.tell()
+    assert sorted([child.said(), child.said()]) == ["hears", "notice"]
+    assert child.end() == 0
+
+
+def test_who_forks_hears_signals_as_before() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with holding_notices():
+        assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
