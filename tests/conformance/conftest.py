@@ -13,6 +13,18 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     yield from _world(request.param, tmp_path)
 
 
+@pytest.fixture(params=(*STREAM_KINDS, "tls"))
+def socket_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    """A world of each kind of socket, inside TLS too."""
+    yield from _world(request.param, tmp_path)
+
+
+@pytest.fixture
+def tls_world(tmp_path: Path) -> Iterator[World]:
+    """A world whose links are inside TLS."""
+    yield from _world("tls", tmp_path)
+
+
 @pytest.fixture(params=STREAM_KINDS)
 def stream_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     """A world of each kind of socket."""

@@ -1,4 +1,4 @@
-"""A coordinator process for the tests: LISTEN KEY JOURNAL [CERTIFICATE KEYFILE]. See `Town.process`.
+"""A coordinator process for the tests: LISTEN KEY JOURNAL [CERTIFICATE KEYFILE AUTHORITY]. See `Town.process`.
 
 Appends (peer, number) of every message to the journal, which survives being killed, and answers.
 """
@@ -7,18 +7,17 @@ import asyncio
 import os
 import struct
 import sys
-from pathlib import Path
 
 from tests.conformance.coordinators import FromClient, Say, Tell
 
 from elaswave.control.server import ControlServer
-from elaswave.control.wire import Tls
+from elaswave.transport.tls import Tls
 
 
 async def main() -> None:
     """Serves until killed."""
     listen, key, journal = sys.argv[1:4]
-    tls = Tls(certificate=Path(sys.argv[4]), key=Path(sys.argv[5])) if len(sys.argv) > 4 else None
+    tls = Tls(certificate=sys.argv[4], key=sys.argv[5], authority=sys.argv[6]) if len(sys.argv) > 4 else None
     fd = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     server: ControlServer[FromClient] = ControlServer()
 

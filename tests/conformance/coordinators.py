@@ -3,7 +3,6 @@
 import asyncio
 import os
 import secrets
-import shutil
 import signal
 import socket
 import struct
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import pytest
 
 from elaswave.control.client import ControlClient
 from elaswave.control.server import ControlServer
-from elaswave.control.wire import COORDINATOR, Kind, Session, Tls, encode
+from elaswave.control.wire import COORDINATOR, Kind, Session, encode
 from elaswave.transport import addresses
+from elaswave.transport.tls import Tls
 
 KEY = b"the key of the control connections"
 PATIENCE_S = 20.0
@@ -61,20 +60,6 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.001)
-
-
-def make_certificate(folder: Path, name: str, authority: Tls | None = None) -> Tls:
-    """A self-signed certificate for 127.0.0.1, or one that an authority has signed."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("there is no openssl command to make certificates with")
-    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
-    command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    command += ["-subj", f"/CN={name}", "-keyout", str(key), "-out", str(certificate)]
-    if authority is not None:
-        command += ["-CA", str(authority.certificate), "-CAkey", str(authority.key)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return Tls(certificate=certificate, key=key, ca=None if authority is None else authority.certificate)
 
 
 class Coordinator:
@@ -273,7 +258,11 @@ class Town:
         self.kind = kind
         self.folder = folder / "control"
         self.folder.mkdir(mode=0o700)
-        self.tls = make_certificate(folder, "job") if kind == "tls" else None
+        self.tls = None
+        if kind == "tls":
+            from tests.certificates import job_tls  # late: processes that are killed at once need none of it
+
+            self.tls = job_tls()
         self.listen = f"unix:{self.folder}/coordinator.sock" if kind == "unix" else f"tcp:127.0.0.1:{free_port()}"
         self._opened: list[Any] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -293,6 +282,7 @@ class Town:
     def raw_peer(self, **options: Any) -> RawPeer:
         if self.tls is not None:
             options.setdefault("security", self.tls.dialling())
+            options.setdefault("host", "127.0.0.1")
         raw_peer = RawPeer(self.listen, **options)
         self._opened.append(raw_peer)
         return raw_peer
@@ -302,7 +292,7 @@ class Town:
         script = Path(__file__).with_name("coordinator_process.py")
         command = [sys.executable, str(script), self.listen, KEY.hex(), str(journal)]
         if self.tls is not None:
-            command += [str(self.tls.certificate), str(self.tls.key)]
+            command += [self.tls.certificate, self.tls.key, self.tls.authority]
         process = subprocess.Popen(command, env={"PYTHONPATH": os.pathsep.join(sys.path)}, stdout=subprocess.PIPE)
         self._processes.append(process)
         assert process.stdout is not None and process.stdout.readline() == b"listening\n"

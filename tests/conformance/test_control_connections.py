@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import re
 import select
 import socket
 import threading
@@ -12,6 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
+from tests.certificates import (
+    client_only_tls,
+    expired_tls,
+    job_tls,
+    misnamed_tls,
+    second_tls,
+    stranger_tls,
+)
 from tests.conformance.coordinators import (
     KEY,
     KINDS,
@@ -24,16 +34,16 @@ from tests.conformance.coordinators import (
     Town,
     heard_by,
     kill,
-    make_certificate,
     until,
 )
 
 from elaswave.control import client as client_module
 from elaswave.control.client import ControlClient
 from elaswave.control.server import ControlServer
-from elaswave.control.wire import Kind, Tls, agent_id
+from elaswave.control.wire import Kind, agent_id
 from elaswave.errors import BacklogError, ConfigError, FrameError
 from elaswave.transport import addresses
+from elaswave.transport.tls import Tls
 
 
 def num_unacknowledged(client: ControlClient) -> int:
@@ -690,7 +700,7 @@ def test_addresses_that_cannot_be_listened_at(tmp_path):
 
 def test_keys_and_certificates_are_checked_where_they_are_given(tmp_path):
     listen = f"unix:{tmp_path}/private/c.sock"
-    tls = Tls(certificate=tmp_path / "none.pem", key=tmp_path / "none.key")
+    tls = Tls(certificate=f"{tmp_path}/none.pem", key=f"{tmp_path}/none.key", authority=f"{tmp_path}/all.pem")
     with pytest.raises(ValueError, match="at least 16"):
         Coordinator(listen, key=b"short")
     with pytest.raises(ValueError, match="at least 16"):
@@ -704,7 +714,7 @@ def test_keys_and_certificates_are_checked_where_they_are_given(tmp_path):
 
 def test_a_network_that_others_can_read_is_warned_about(caplog):
     Coordinator("tcp:0.0.0.0").close()
-    assert "authenticated but not encrypted: configure a certificate" in caplog.text
+    assert "authenticated but not encrypted: set net.tls" in caplog.text
     caplog.clear()
     Coordinator("tcp:127.0.0.1").close()
     assert caplog.text == ""
@@ -735,48 +745,80 @@ def test_closing_is_bounded_and_flushes(one_town):
 
 
 def test_tls_material_that_does_not_fit(tmp_path):
-    """Another certificate, even a valid one, in the middle; none at all; none of the authority."""
-    job, other = make_certificate(tmp_path, "job"), make_certificate(tmp_path, "other")
-    authority = make_certificate(tmp_path, "authority")
-    signed = make_certificate(tmp_path, "node", authority)
+    job, other = job_tls(), stranger_tls()
     with pytest.raises(ConfigError, match="belong together"):
-        Tls(certificate=job.certificate, key=other.key).dialling()
+        replace(job, key=other.key).dialling()
     (tmp_path / "empty.pem").write_text("nothing")
     with pytest.raises(ConfigError, match="empty.pem"):
-        Tls(certificate=tmp_path / "empty.pem", key=job.key).dialling()
+        replace(job, certificate=f"{tmp_path}/empty.pem").dialling()
     with pytest.raises(ConfigError, match="none.pem"):
-        Tls(certificate=job.certificate, key=job.key, ca=tmp_path / "none.pem").listening()
+        replace(job, authority=f"{tmp_path}/none.pem").listening()
 
-    coordinator = Coordinator("tcp:127.0.0.1", tls=signed)
+
+REFUSED_DIALLERS = {
+    "plain": (lambda: None, "ended the connection"),
+    "stranger": (stranger_tls, "self-signed certificate in certificate chain|unable to get local issuer certificate"),
+    "expired": (expired_tls, "CERTIFICATE_EXPIRED|CERTIFICATE_UNKNOWN|ended the connection|EXPIRED"),
+}
+
+
+@pytest.mark.parametrize("who", REFUSED_DIALLERS)
+def test_a_dialler_whose_certificate_does_not_fit(who):
+    """None at all; one of another authority; an expired one. Both sides say why, and members are not disturbed."""
+    make_tls, seen = REFUSED_DIALLERS[who]
+    coordinator = Coordinator("tcp:127.0.0.1", tls=job_tls())
     try:
-        member = Participant(coordinator.address, 1, tls=signed)
+        member = Participant(coordinator.address, 1, tls=job_tls())
         member.works()
-        outsiders = {
-            "plain": Participant(coordinator.address, 2, tls=None),
-            "other": Participant(coordinator.address, 3, tls=other),
-        }
-        until(lambda: len(coordinator.refusals) >= 2)
-        until(lambda: all(outsider.client.trouble for outsider in outsiders.values()))
+        outsider = Participant(coordinator.address, 2, tls=make_tls())
+        until(lambda: coordinator.refusals and outsider.client.trouble)
+        assert re.search(seen, outsider.client.trouble), outsider.client.trouble
+        assert any("TLS failed" in reason for reason in coordinator.refusals)
         member.works()
-        for participant in (member, *outsiders.values()):
+        for participant in (member, outsider):
             participant.client.close(0.0)
         assert {who for _, who, _ in coordinator.log} == {1}
-        assert any("TLS failed" in reason for reason in coordinator.refusals)
     finally:
         coordinator.close()
 
-    unsigned = Coordinator("tcp:127.0.0.1", tls=job)
+
+REFUSED_LISTENERS = {
+    "stranger": (stranger_tls, "in certificate chain|unable to get local issuer certificate"),
+    "expired": (expired_tls, "certificate has expired"),
+    "of another host": (misnamed_tls, "IP address mismatch"),
+    "client": (client_only_tls, "(unsupported|unsuitable) certificate purpose"),
+}
+
+
+@pytest.mark.parametrize("who", REFUSED_LISTENERS)
+def test_a_listener_whose_certificate_does_not_fit(who):
+    """Of another authority, expired, of another host, or for clients alone: although it holds the job's key."""
+    make_tls, seen = REFUSED_LISTENERS[who]
+    impostor = Coordinator("tcp:127.0.0.1", tls=make_tls())
     try:
-        choosy = Participant(unsigned.address, 1, tls=signed)
-        until(lambda: "TLS failed (CERTIFICATE_VERIFY_FAILED)" in choosy.client.trouble)
-        choosy.client.close(0.0)
+        careful = Participant(impostor.address, 1, tls=job_tls())
+        until(lambda: re.search(seen, careful.client.trouble))
+        until(lambda: any("TLS failed" in reason for reason in impostor.refusals))
+        careful.client.close(0.0)
+        assert impostor.log == []
     finally:
-        unsigned.close()
+        impostor.close()
 
 
-def test_whoever_ends_tls_in_the_middle_fails_the_handshake(tmp_path):
-    """Without an authority any certificate is taken; but the job's key vouches for the listener's."""
-    job, evil = make_certificate(tmp_path, "job"), make_certificate(tmp_path, "evil")
+def test_a_name_that_the_certificate_has_serves_an_address_that_it_has_not():
+    """Whoever dials the launcher's own address asks for the name that others dial."""
+    coordinator = Coordinator("tcp:127.0.0.1", tls=misnamed_tls())
+    try:
+        member = Participant(coordinator.address, 1, tls=job_tls(), host="10.9.8.7")
+        member.works()
+        member.client.close(0.0)
+    finally:
+        coordinator.close()
+
+
+def test_whoever_ends_tls_in_the_middle_fails_the_handshake():
+    """With a certificate of the job's authority and the right name, as a host that was broken into has."""
+    job, evil = job_tls(), second_tls()
     coordinator = Coordinator("tcp:127.0.0.1", tls=job, handshake_timeout_s=0.5)
     worker = Participant("tcp:127.0.0.1:1", 1, tls=job, start=False)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -790,7 +832,7 @@ def test_whoever_ends_tls_in_the_middle_fails_the_handshake(tmp_path):
             onward.settimeout(PATIENCE_S)
             with (
                 evil.listening().context.wrap_socket(victim, server_side=True) as inward,
-                evil.dialling().context.wrap_socket(onward) as outward,
+                evil.dialling().context.wrap_socket(onward, server_hostname="127.0.0.1") as outward,
             ):
                 outward.sendall(inward.recv(1 << 16))
                 inward.sendall(outward.recv(1 << 16))

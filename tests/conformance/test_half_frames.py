@@ -32,8 +32,8 @@ def follow_up(a, b, epoch):
 
 
 @pytest.mark.parametrize("with_out", [True, False])
-def test_a_half_received_buffer_is_never_written_again(stream_world, with_out):
-    a, b = stream_world.linked(2)
+def test_a_half_received_buffer_is_never_written_again(socket_world, with_out):
+    a, b = socket_world.linked(2)
     out = torch.zeros(BIG, dtype=torch.int64)
     sent, received = half_sent(a, b, out if with_out else None)
     b.advance_epoch(1, [0, 1])
@@ -48,8 +48,8 @@ def test_a_half_received_buffer_is_never_written_again(stream_world, with_out):
     follow_up(a, b, 1)
 
 
-def test_a_half_received_frame_that_nobody_asked_for_is_dropped(stream_world):
-    a, b = stream_world.linked(2)
+def test_a_half_received_frame_that_nobody_asked_for_is_dropped(socket_world):
+    a, b = socket_world.linked(2)
     sent = a.send(1, TAG, torch.ones(BIG, dtype=torch.int64))
     until(lambda: b.bytes_received.get(0, 0) > 1 << 20, b)
     for transport in (a, b):
@@ -61,8 +61,8 @@ def test_a_half_received_frame_that_nobody_asked_for_is_dropped(stream_world):
     finish([handle, a.send(1, TAG, torch.ones(1))], a, b)
 
 
-def test_a_half_sent_frame_is_finished_from_a_private_copy(stream_world):
-    a, b = stream_world.linked(2)
+def test_a_half_sent_frame_is_finished_from_a_private_copy(socket_world):
+    a, b = socket_world.linked(2)
     values = torch.arange(BIG)
     out = torch.zeros(BIG, dtype=torch.int64)
     received = b.recv(0, TAG, out)
@@ -83,8 +83,8 @@ def test_a_half_sent_frame_is_finished_from_a_private_copy(stream_world):
     follow_up(a, b, 1)
 
 
-def test_both_sides_edit_while_both_send(stream_world):
-    a, b = stream_world.linked(2)
+def test_both_sides_edit_while_both_send(socket_world):
+    a, b = socket_world.linked(2)
     out_a, out_b = (torch.zeros(BIG, dtype=torch.int64) for _ in range(2))
     a.recv(1, TAG, out_a)
     b.recv(0, TAG, out_b)
@@ -102,8 +102,8 @@ def test_both_sides_edit_while_both_send(stream_world):
     assert out_a.unique().tolist() == out_b.unique().tolist() == [5]
 
 
-def test_a_frame_of_a_newer_epoch_that_is_half_received_at_the_edit_counts(stream_world):
-    a, b = stream_world.linked(2)
+def test_a_frame_of_a_newer_epoch_that_is_half_received_at_the_edit_counts(socket_world):
+    a, b = socket_world.linked(2)
     a.advance_epoch(1, [0, 1])
     sent = a.send(1, TAG, torch.arange(BIG))
     until(lambda: b.bytes_received.get(0, 0) > 1 << 20, b)
@@ -113,8 +113,8 @@ def test_a_frame_of_a_newer_epoch_that_is_half_received_at_the_edit_counts(strea
     assert torch.equal(out, torch.arange(BIG))
 
 
-def test_a_receive_posted_while_its_frame_is_half_received(stream_world):
-    a, b = stream_world.linked(2)
+def test_a_receive_posted_while_its_frame_is_half_received(socket_world):
+    a, b = socket_world.linked(2)
     sent = a.send(1, TAG, torch.arange(BIG))
     until(lambda: b.bytes_received.get(0, 0) > 1 << 20, b)
     out = torch.zeros(BIG, dtype=torch.int64)
@@ -123,8 +123,8 @@ def test_a_receive_posted_while_its_frame_is_half_received(stream_world):
 
 
 @pytest.mark.parametrize("leaver", ["sender", "receiver"])
-def test_a_member_that_leaves_with_a_frame_half_way(stream_world, leaver):
-    a, b, c = stream_world.linked(3)
+def test_a_member_that_leaves_with_a_frame_half_way(socket_world, leaver):
+    a, b, c = socket_world.linked(3)
     out = torch.zeros(BIG, dtype=torch.int64)
     sent, received = half_sent(a, b, out)
     stayer = b if leaver == "sender" else a
@@ -139,24 +139,24 @@ def test_a_member_that_leaves_with_a_frame_half_way(stream_world, leaver):
     finish([c.recv(stayer.worker, TAG), stayer.send(2, TAG, torch.ones(2))], stayer, c)
 
 
-def test_a_peer_that_goes_with_a_frame_half_way_fails_it(stream_world):
-    a, b = stream_world.linked(2)
+def test_a_peer_that_goes_with_a_frame_half_way_fails_it(socket_world):
+    a, b = socket_world.linked(2)
     _, received = half_sent(a, b)
     a.close()
     with pytest.raises(PeerLostError, match="half-way"):
         b.wait(received, PATIENCE_S)
 
 
-def test_a_receiver_that_goes_with_a_frame_half_way_fails_the_send(stream_world):
-    a, b = stream_world.linked(2)
+def test_a_receiver_that_goes_with_a_frame_half_way_fails_the_send(socket_world):
+    a, b = socket_world.linked(2)
     sent, _ = half_sent(a, b)
     b.close()
     with pytest.raises(PeerLostError, match="worker 1"):
         a.wait(sent, PATIENCE_S)
 
 
-def test_small_frames_behind_a_stuck_one_keep_their_order(stream_world):
-    a, b = stream_world.linked(2)
+def test_small_frames_behind_a_stuck_one_keep_their_order(socket_world):
+    a, b = socket_world.linked(2)
     sent = [a.send(1, TAG, torch.ones(BIG, dtype=torch.int64))]
     sent += [a.send(1, TAG._replace(a=1), torch.tensor([index])) for index in range(200)]
     assert not sent[-1].done
@@ -166,8 +166,8 @@ def test_small_frames_behind_a_stuck_one_keep_their_order(stream_world):
     assert a.bytes_sent[1] == 201 * HEADER_BYTES + 8 * BIG + 200 * 8
 
 
-def test_an_interrupt_leaves_a_large_transfer_unharmed(stream_world):
-    a, b = stream_world.linked(2)
+def test_an_interrupt_leaves_a_large_transfer_unharmed(socket_world):
+    a, b = socket_world.linked(2)
     out = torch.zeros(BIG, dtype=torch.int64)
     received = b.recv(0, TAG, out)
     sent = a.send(1, TAG, torch.arange(BIG))

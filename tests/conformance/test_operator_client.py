@@ -10,6 +10,7 @@ from tests.conformance import coordinators
 from tests.conformance.coordinators import KEY, Coordinator, Town
 
 from elaswave.control.control_file import remove_control_file, write_control_file
+from elaswave.control.job_network import JobNetwork
 from elaswave.control.operator_client import OperatorClient
 from elaswave.control.operator_messages import (
     Answer,
@@ -23,6 +24,7 @@ from elaswave.control.operator_messages import (
     TurnedAway,
 )
 from elaswave.errors import ControlError
+from elaswave.transport.addresses import Place
 
 PATIENCE_S = 20.0
 
@@ -35,7 +37,14 @@ class Job:
         self.run_dir = folder / "run"
         self.run_dir.mkdir()
         (self.run_dir / "run.json").write_text("{}")
-        write_control_file(self.run_dir, self.town.listen, KEY)
+        self.key_file = folder / "job.key"
+        self.key_file.write_bytes(KEY)
+        self.key_file.chmod(0o600)
+        self.write_control_file(self.town.listen)
+
+    def write_control_file(self, address: str) -> None:
+        """As the launcher does."""
+        write_control_file(self.run_dir, JobNetwork(address, address, address, Place(address)), self.key_file)
 
     def serves(self, answer: Callable[[Any], list[Any]], **options: Any) -> Coordinator:
         """Starts a coordinator that answers each message with these; None hangs up."""
@@ -161,6 +170,12 @@ def test_a_job_that_ends_without_a_word_is_noticed(job: Job) -> None:
         remove_control_file(job.run_dir)
         with pytest.raises(ControlError, match="the job has ended meanwhile: no job runs in"):
             list(client.ask(lambda request: AskStatus(request=request), PATIENCE_S))
-        write_control_file(job.run_dir, "unix:/elsewhere", KEY)
+        job.write_control_file("unix:/elsewhere")
         with pytest.raises(ControlError, match="another one runs in .* now: ask again"):
             list(client.ask(lambda request: AskStatus(request=request), PATIENCE_S))
+
+
+def test_a_key_that_cannot_be_read_is_an_error_at_once(job: Job) -> None:
+    job.key_file.unlink()
+    with pytest.raises(ControlError, match="the job cannot be talked to: the job's key in .* cannot be read"):
+        OperatorClient(job.run_dir)

@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.certificates import job_tls
 from tests.memory_transport import MemoryNetwork
 
+from elaswave.transport.addresses import Place
 from elaswave.transport.interface import Handle, Transport
 from elaswave.transport.stream import StreamTransport
 
 KEY = b"the key of the conformance suite"
-KINDS = ("unix", "tcp", "memory")
+KINDS = ("unix", "tcp", "tls", "memory")
 STREAM_KINDS = ("unix", "tcp")
 PATIENCE_S = 20.0
 """Bound for whatever must happen; nothing in the suite waits for it to pass."""
@@ -37,10 +39,14 @@ class World:
         if self.kind == "memory":
             transport: Transport = self._network.transport(worker, **options)  # type: ignore[arg-type]
         else:
-            listen = f"unix:{self.folder}" if self.kind == "unix" else "tcp:127.0.0.1"
-            transport = StreamTransport(worker, key=KEY, listen=listen, **options)  # type: ignore[arg-type]
+            transport = StreamTransport(worker, key=KEY, listen=self.place(), **options)  # type: ignore[arg-type]
         self.transports.append(transport)
         return transport
+
+    def place(self) -> Place:
+        """Where transports of this world's kind listen."""
+        listen = f"unix:{self.folder}" if self.kind == "unix" else "tcp:127.0.0.1"
+        return Place(listen, tls=job_tls() if self.kind == "tls" else None)
 
     def linked(self, num_workers: int, **options: object) -> list[Transport]:
         """Workers 0, 1, ... with links between all of them."""

@@ -254,3 +254,10 @@ def test_traces_are_simulated_with_several_followers_and_intervals(tmp_path: Pat
     lost = {setting: row["lost_work_s"]["mean"] for setting, row in zip(settings, document["rows"], strict=True)}
     assert lost["full_restart", 1, 5.0] < lost["full_restart", 1, 60.0]
     assert all(0 < row["goodput"]["mean"] <= row["ettr"]["mean"] <= 1 for row in document["rows"])
+
+
+@pytest.mark.slow
+def test_the_cost_of_tls_is_measured() -> None:
+    document = run("tls.py", "--pairs", "2", "--size", "tiny", "--starts", "1", "--rounds", "2")
+    for name in ("link", "job"):
+        assert document[name]["plain"] > 0 and document[name]["tls"] > 0 and document[name]["ratio"] > 0

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import default_collate
 
+from elaswave.api.environment import given_key
 from elaswave.api.evaluation import evaluation_means
 from elaswave.api.model import OwnModelSpec, dtype_name
 from elaswave.api.process import template_environment
@@ -119,7 +120,8 @@ class Trainer:
         config = self._resolved(options, session.workers, session.overrides)
         script = Script(self._training(config), template_environment(), self._after_step, self._files)
         try:
-            job = run_job(config, options, script=script, layer_parameters=self._model.layer_parameters)
+            layer_parameters = self._model.layer_parameters
+            job = run_job(config, options, script=script, layer_parameters=layer_parameters, key=given_key())
         except WorkerError as error:
             if error.traceback_text:
                 error.add_note(f"\nIn worker {error.worker}:\n{error.traceback_text.rstrip()}")

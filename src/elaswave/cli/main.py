@@ -43,6 +43,7 @@ COMMANDS = {
     "compare": "elaswave.cli.compare:compare_command",
     "bench": "elaswave.cli.bench:bench_group",
     "data": "elaswave.cli.data:data_group",
+    "keys": "elaswave.cli.keys:keys_command",
 }
 """Where each verb stands; imported when it is asked for."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import msgspec
 
-from elaswave.api.environment import prepare_to_compute
+from elaswave.api.environment import given_key, prepare_to_compute
 from elaswave.cli.job_options import job_options, with_policy
 from elaswave.config.load import BUILT_IN_SOURCES, load_config
 from elaswave.config.own import OWN
@@ -118,7 +118,7 @@ def train_command(
     if print_config:
         click.echo(_as_json(config.to_dict()) if as_json else config.to_toml(), nl=as_json)
         return
-    finished = run_job(config, options, prepare=prepare_to_compute)
+    finished = run_job(config, options, prepare=prepare_to_compute, key=given_key())
     if as_json:
         click.echo(_as_json(finished.result))
 

@@ -124,6 +124,8 @@ def build_config(
             _resolve_data(sections[name], given, found)
         if name == "elastic" and "policy" in sections[name]:
             sections[name]["policy"] = _resolved_policy(sections[name]["policy"])
+        if name == "net" and sections[name].get("keys") is not None:
+            sections[name]["keys"] = _absolute(sections[name]["keys"])
         defaults = {field.name: field.default for field in msgspec.structs.fields(struct) if field.name not in given}
         flat |= {f"{name}.{key}": value for key, value in (defaults | sections[name]).items()}
 

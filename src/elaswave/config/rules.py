@@ -4,6 +4,8 @@ Each rule names the keys that it reads and is skipped when one of them is bad in
 configuration is listed and none is listed only because of another.
 """
 
+import ipaddress
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +15,8 @@ from elaswave.errors import ConfigError
 from elaswave.fences import built_in_layer_names, fence_problems
 from elaswave.planning.layout import layout_problems, resolve_widths
 
+LOOPBACK = "127.0.0.1"
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*\.?")
 ROWS_MIN = 4
 """Fewest rows of a matrix product: with fewer, kernels round differently at different addresses."""
 
@@ -206,6 +210,93 @@ def _a_quota_needs_control_groups(frequency: str, quota: float | None) -> str | 
     return None
 
 
+_TCP_KEYS = ("bind", "interface", "advertise", "ports", "tls", "keys")
+"""Of ``net``: without use where sockets are in a folder."""
+
+
+def _only_tcp_has_addresses(transport: str, *values: str | None) -> str | None:
+    given = [key for key, value in zip(_TCP_KEYS, values) if value not in (None, "off")]
+    if transport == "unix" and given:
+        return f'net.{given[0]}: of TCP only, but net.transport = "unix"; leave it out, or set net.transport = "tcp"'
+    return None
+
+
+def _one_place_to_listen(bind: str | None, interface: str | None) -> str | None:
+    if bind is not None and interface is not None:
+        return f"net.interface: {interface}, but net.bind = {bind} says where to listen; leave one of them out"
+    return None
+
+
+def _bind_is_numeric(bind: str | None, advertise: str | None) -> str | None:
+    try:
+        address = ipaddress.ip_address(bind or LOOPBACK)
+    except ValueError:
+        return f"net.bind: {bind} is no numeric address such as 10.0.0.5; a name goes to net.advertise"
+    if address.is_unspecified and advertise is None:
+        return f"net.advertise: unset, but nobody can dial net.bind = {bind}; give the address that others reach"
+    return None
+
+
+def _dialled_as_a_host(advertise: str | None) -> str | None:
+    if advertise is None:
+        return None
+    try:
+        unspecified = ipaddress.ip_address(advertise).is_unspecified
+    except ValueError:
+        unspecified = not _HOST_NAME.fullmatch(advertise)
+    if unspecified:
+        return f"net.advertise: {advertise} is no host that can be dialled; give an address or a name, without a port"
+    return None
+
+
+def _tls_needs_certificates(tls: str, keys: str | None) -> str | None:
+    if tls == "required" and keys is None:
+        return 'net.keys: unset, but net.tls = "required"; make certificates: elaswave keys DIR; and give DIR'
+    if tls == "off" and keys is not None:
+        return f'net.keys: {keys}, but net.tls = "off"; set net.tls = "required", or leave the certificates out'
+    return None
+
+
+def is_exposed(address: str) -> bool:
+    """Whether other machines may reach what listens at a numeric address."""
+    return not ipaddress.ip_address(address).is_loopback
+
+
+def _exposed_needs_tls(transport: str, bind: str | None, tls: str, trusted: bool) -> str | None:
+    try:
+        is_open = transport == "tcp" and tls == "off" and not trusted and is_exposed(bind or LOOPBACK)
+    except ValueError:
+        return None
+    return exposed_problem(f"net.bind = {bind}") if is_open else None
+
+
+def exposed_problem(where: str) -> str:
+    """What is said where TCP without TLS would be open to other machines."""
+    return (
+        f'net.tls: "off", but other machines reach {where}, and could read and change what is sent; set net.tls = '
+        '"required" (elaswave keys makes the certificates), or net.trusted = true if nobody else is on that network'
+    )
+
+
+def ports_of(text: str | None) -> range:
+    """The ports of ``net.ports``; none: the system chooses."""
+    if text is None:
+        return range(0)
+    first, _, last = text.partition("-")
+    return range(int(first), int(last) + 1)
+
+
+def _enough_ports(text: str | None, widths: tuple[int, ...]) -> str | None:
+    if text is None:
+        return None
+    ports = ports_of(text)
+    if not ports or ports.start < 1 or ports.stop > 1 << 16:
+        return f"net.ports: {text} is no range of ports; give FIRST-LAST with 1 <= FIRST <= LAST <= 65535"
+    if len(ports) <= sum(widths):
+        return f"net.ports: {len(ports)} for a coordinator and {sum(widths)} workers; give {sum(widths) + 1} or more"
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     Rule(("model.hidden_size", "model.num_heads"), _heads_divide_hidden_size),
     Rule(("model.family", "model.num_heads", "model.num_kv_heads"), _kv_heads_divide_heads),
@@ -225,4 +316,11 @@ RULES: tuple[Rule, ...] = (
     Rule(("device.speeds", "widths"), _a_speed_for_each_worker),
     Rule(("device.kind", "device.frequency"), _emulated_levels_need_an_emulated_device),
     Rule(("device.frequency", "device.quota"), _a_quota_needs_control_groups),
+    Rule(("net.transport", *(f"net.{key}" for key in _TCP_KEYS)), _only_tcp_has_addresses),
+    Rule(("net.bind", "net.interface"), _one_place_to_listen),
+    Rule(("net.bind", "net.advertise"), _bind_is_numeric),
+    Rule(("net.advertise",), _dialled_as_a_host),
+    Rule(("net.tls", "net.keys"), _tls_needs_certificates),
+    Rule(("net.transport", "net.bind", "net.tls", "net.trusted"), _exposed_needs_tls),
+    Rule(("net.ports", "widths"), _enough_ports),
 )

@@ -327,6 +327,31 @@ class ControlConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """File with USER:PASSWORD of a user of etcd; nobody else may read it."""
 
 
+class NetConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the processes of a job reach each other. All but ``transport`` is for TCP (docs/security.md)."""
+
+    section: ClassVar[str] = "net"
+
+    transport: Literal["unix", "tcp"] = "unix"
+    """``unix``: sockets in a private folder of this machine. ``tcp``: for control connections and workers' links."""
+    bind: Name | None = None
+    """Numeric address to listen at; ``0.0.0.0`` or ``::``, all of this machine's, need ``advertise``. Unset:
+    ``127.0.0.1``."""
+    interface: Name | None = None
+    """Listen at the first address of this network interface instead, IPv4 before IPv6."""
+    advertise: Name | None = None
+    """Host that others dial, and that the certificate must name; unset: the address that is listened at."""
+    ports: Annotated[str, Meta(pattern=r"^\d{1,5}-\d{1,5}$", extra={"words": 'ports as "FIRST-LAST"'})] | None = None
+    """Ports that may be listened at: one for the coordinator, one for each worker, more for those that join. Unset: the
+    system chooses."""
+    tls: Literal["off", "required"] = "off"
+    """``required``: mutual TLS 1.3 on control connections and links, with names checked; needs ``keys``."""
+    keys: Name | None = None
+    """Folder of this host's certificate, made by ``elaswave keys``."""
+    trusted: bool = False
+    """Allows TCP without TLS at an address that other machines reach: frames are then neither encrypted nor signed."""
+
+
 class RunConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long the run lasts, what it draws from, what it keeps."""
 
@@ -370,6 +395,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What workers compute on."""
     control: ControlConfig = msgspec.field(default_factory=ControlConfig)
     """The coordinator's store."""
+    net: NetConfig = msgspec.field(default_factory=NetConfig)
+    """Sockets, addresses, TLS."""
     run: RunConfig = msgspec.field(default_factory=RunConfig)
     """Length, seed, checkpoints, evaluation."""
 
@@ -435,6 +462,7 @@ SECTIONS: dict[str, type[Section]] = {
         ElasticConfig,
         DeviceConfig,
         ControlConfig,
+        NetConfig,
         RunConfig,
     )
 }

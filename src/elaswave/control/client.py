@@ -28,10 +28,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from elaswave.control.wire import COORDINATOR, MAX_MESSAGE_BYTES, Frame, Kind, Session, Tls, encode, peer_name
+from elaswave.control.wire import COORDINATOR, MAX_MESSAGE_BYTES, Frame, Kind, Session, encode, peer_name
 from elaswave.errors import AuthenticationError, BacklogError, CommError, FrameError
 from elaswave.transport import addresses
 from elaswave.transport.handshake import check_key
+from elaswave.transport.tls import Tls
 
 FIRST_BACKOFF_S = 0.01
 LAST_BACKOFF_S = 0.5
@@ -86,7 +87,8 @@ class ControlClient(Generic[_T]):
     Must be made by the process that uses it, hence after a fork; in the child of a later fork it is closed.
 
     Args:
-        address: where the coordinator listens, and its successors will.
+        address: where the coordinator listens, and its successors will; a name, which only an owner with threads may
+            give, is looked up again for every connection.
         key: the job's key.
         peer: own id.
         receives: union of the message types that may arrive.
@@ -97,6 +99,7 @@ class ControlClient(Generic[_T]):
             empty heartbeat.
         interval_s: between heartbeats.
         tls: certificate files; only for ``tcp:``.
+        host: with TLS, what the coordinator's certificate must name, if it is dialled as something else.
         on_failure: called with what a callback has raised, after which the client is closed. By default the exception
             ends the client's thread, as any thread's.
         max_message_bytes: largest message in either direction.
@@ -122,6 +125,7 @@ class ControlClient(Generic[_T]):
         heartbeat: Callable[[], msgspec.Struct | None] = lambda: None,
         interval_s: float = 0.1,
         tls: Tls | None = None,
+        host: str = "",
         on_failure: Callable[[Exception], None] | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         max_unacknowledged_bytes: int = MAX_UNACKNOWLEDGED_BYTES,
@@ -139,6 +143,7 @@ class ControlClient(Generic[_T]):
         self._hello, self._facts = hello, facts
         self._interval_s = interval_s
         self._security = tls.dialling() if tls else None
+        self._host = host or (addresses.host_of(address) if tls else "")
         self._max_message_bytes = max_message_bytes
         self._max_unacknowledged_bytes = max_unacknowledged_bytes
         self._silence_timeout_s = silence_timeout_s
@@ -176,6 +181,9 @@ class ControlClient(Generic[_T]):
         self._deadline = math.inf
         """Of the handshake."""
         self._next_dial = 0.0
+        self._lookup: addresses.NameLookup | None = None
+        """Of the address's name, while it goes on."""
+        self._num_dials = 0
         self._backoff_s = FIRST_BACKOFF_S
         self._thread: threading.Thread | None = None
         self._epoll = select.epoll()
@@ -330,7 +338,8 @@ class ControlClient(Generic[_T]):
                 self._drop(TimeoutError(f"the coordinator was silent for {self._silence_timeout_s:g} s"))
             if self._silent and self._phase is _Phase.DOWN:
                 return math.inf
-            if self._phase is _Phase.DOWN and now >= self._next_dial:
+            is_found = self._lookup is not None and self._lookup.is_over
+            if self._phase is _Phase.DOWN and (is_found or now >= self._next_dial):
                 self._dial()
         if self._phase is _Phase.OPEN and now >= self._next_heartbeat:
             message = self._heartbeat()
@@ -377,6 +386,8 @@ class ControlClient(Generic[_T]):
                     self._epoll.unregister(sock)
                     self._broken = error
                 else:
+                    with contextlib.suppress(OSError):
+                        sock.send(session.take())  # with TLS the other side learns why
                     self._drop(error)
                 return
             opening = self._phase is _Phase.HANDSHAKE and session.open
@@ -425,8 +436,14 @@ class ControlClient(Generic[_T]):
     # ---------------------------------------------------------------------------------------------- under the lock
 
     def _dial(self) -> None:
+        if addresses.has_name(self._address) and self._lookup is None:
+            self._lookup = addresses.NameLookup(self._address, self._wake_from_outside)
+            self._next_dial = time.monotonic() + self._lookup.left_s
+            return
+        lookup, self._lookup = self._lookup, None
         try:
-            sock = addresses.dial(self._address)
+            self._num_dials += 1
+            sock = addresses.dial(self._address if lookup is None else lookup.result(self._num_dials))
         except OSError as error:
             self._drop(error)
             return
@@ -437,6 +454,7 @@ class ControlClient(Generic[_T]):
             COORDINATOR,
             self._receives,
             security=self._security,
+            host=self._host,
             max_message_bytes=self._max_message_bytes,
         )
         self._phase = _Phase.HANDSHAKE
@@ -509,6 +527,10 @@ class ControlClient(Generic[_T]):
         return not self._silent and bool(self._unacknowledged or self._unsent)
 
     # ------------------------------------------------------------------------------------------------------ its end
+
+    def _wake_from_outside(self) -> None:
+        with self._changed:
+            self._wake()
 
     def _wake(self) -> None:
         if self._wake_fd >= 0:

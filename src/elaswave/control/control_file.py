@@ -1,8 +1,9 @@
-"""`control.json` in the run folder: where a running job is talked to, and its key. No state here.
+"""`control.json` in the run folder: where a running job is talked to, and where its key stands. No state here.
 
-Whoever can read it can do with the job what its owner can, so its mode is 0600. The launcher writes it when the job
-begins and removes it when the job ends. A launcher that is killed leaves it behind; all processes of the job end with
-the launcher, so that a file whose launcher is gone is known to be stale, and its key opens nothing.
+The key itself is in no file of the run's folder, which may be copied or shared. Whoever can read the files that are
+named here can do with the job what its owner can. The launcher writes the file when the job begins and removes it when
+the job ends. A launcher that is killed leaves it behind; all processes of the job end with the launcher, so that a file
+whose launcher is gone is known to be stale.
 """
 
 import contextlib
@@ -12,31 +13,42 @@ from pathlib import Path
 
 import msgspec
 
+from elaswave.control.job_network import JobNetwork
 from elaswave.errors import ControlError, RunFolderError
 from elaswave.observability.processes import RunProcess, described, lives
 from elaswave.observability.run_folder import CONTROL_FILE, is_run
+from elaswave.transport.tls import Tls
 
 
 class ControlFile(msgspec.Struct, frozen=True, kw_only=True):
     """What stands in `control.json`."""
 
     address: str
-    """Where the coordinator listens."""
-    key: str
-    """The job's, hexadecimal."""
+    """Where the coordinator is dialled."""
+    key_file: str
+    """Path of the job's key."""
     host: str
     """Where the job runs."""
     launcher: RunProcess
+    tls: Tls | None = None
+    """Certificate files; None: no TLS."""
+    tls_host: str = ""
+    """With TLS: what the coordinator's certificate must name."""
 
 
-def write_control_file(run_dir: Path, address: str, key: bytes) -> None:
+def write_control_file(run_dir: Path, network: JobNetwork, key_file: Path) -> None:
     """Writes it for a job that this process launches. What an earlier one has left is replaced.
 
     Raises:
         OSError: the folder takes no file; a job can do without.
     """
     content = ControlFile(
-        address=address, key=key.hex(), host=socket.gethostname(), launcher=described("launcher", 0, os.getpid())
+        address=network.launcher_dials,
+        key_file=str(key_file),
+        host=socket.gethostname(),
+        launcher=described("launcher", 0, os.getpid()),
+        tls=network.tls,
+        tls_host=network.host,
     )
     temporary = run_dir / f".{CONTROL_FILE}.{os.getpid()}.tmp"
     try:
@@ -83,8 +95,8 @@ def read_control_file(run_dir: Path) -> ControlFile:
         raise ControlError(f"{path} is damaged ({error}): it is written by the job's launcher alone") from None
     if content.host != socket.gethostname():
         raise ControlError(
-            f"the job in {run_dir} runs on {content.host}, and is talked to over a socket of that machine: give the "
-            "command there"
+            f"the job in {run_dir} runs on {content.host}, and is talked to from that machine, where its key stands: "
+            "give the command there"
         )
     if not lives(content.launcher):
         raise ControlError(

@@ -77,6 +77,7 @@ class CoordinatorProcess(JobDriver):
             self._on_message,
             self._on_connected,
             self._on_closed,
+            tls=self._setup.tls,
             on_refused=lambda reason: _log.warning("refused: %s", reason),
         )
         serving = asyncio.ensure_future(self._server.serve())

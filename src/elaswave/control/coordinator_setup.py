@@ -9,6 +9,7 @@ from elaswave.data.sampler import Sampler
 from elaswave.faults.injection import Fault
 from elaswave.protocol import events
 from elaswave.state.checkpoint_format import CheckpointMeta
+from elaswave.transport.tls import Tls
 from elaswave.worker.run_plan import RunPlan
 
 
@@ -33,3 +34,5 @@ class CoordinatorSetup(NamedTuple):
     """Called before each effect is carried out (fault injection and tests)."""
     num_loaders: int = 0
     """Of each worker."""
+    tls: Tls | None = None
+    """Certificate files of the control connections."""

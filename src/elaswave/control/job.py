@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elaswave.config.schema import Config
+from elaswave.control.key_files import JobKey, own_key
 from elaswave.control.machine import check_memory
 from elaswave.control.script import Script
 from elaswave.errors import UsageError
@@ -71,6 +72,7 @@ def run_job(
     script: Script | None = None,
     layer_parameters: tuple[int, ...] = (),
     prepare: Callable[[], None] = lambda: None,
+    key: JobKey | None = None,
 ) -> FinishedJob:
     """Trains to the end.
 
@@ -80,11 +82,13 @@ def run_job(
         script: what a script trains; None: what the configuration describes.
         layer_parameters: number of parameters of each layer of a script's model.
         prepare: called once all is checked that can be without loading anything that computes.
+        key: the job's; None: that of ``net.keys``, or a new one.
     Raises:
-        ElaswaveError: see `elaswave.control.launcher.train`, `check_memory`, `find_policy`, `parse_faults` and
-            `open_run_dir`.
+        ElaswaveError: see `elaswave.control.launcher.train`, `own_key`, `check_memory`, `find_policy`,
+            `parse_faults` and `open_run_dir`.
         Exception: what a script's callback has raised.
     """
+    key = key or own_key(config.net)
     check_memory(config, layer_parameters)
     if config.elastic.policy_is_code:
         from elaswave.config.policy_code import find_policy  # late: few jobs need the planners this early
@@ -118,5 +122,6 @@ def run_job(
                 reporter=reporter,
                 faults=faults,
                 script=script,
+                key=key,
             )
     return FinishedJob(run, result)

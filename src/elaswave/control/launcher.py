@@ -16,6 +16,7 @@ from elaswave.config.schema import Config
 from elaswave.control.agent_messages import Ended
 from elaswave.control.descriptors import provide_descriptors
 from elaswave.control.job_folder import sweep_dead
+from elaswave.control.key_files import JobKey, new_key
 from elaswave.control.local_job import LocalJob
 from elaswave.control.script import Script
 from elaswave.control.template_messages import StartingPoint
@@ -70,6 +71,7 @@ def train(
     faults: tuple[Fault, ...] = (),
     before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None,
     script: Script | None = None,
+    key: JobKey | None = None,
 ) -> RunResult:
     """Trains to the end and writes the run folder.
 
@@ -83,6 +85,7 @@ def train(
         faults: injected into workers and coordinator.
         before_effect: called in the coordinator before each effect of the protocol's core (for tests).
         script: what a script trains; None: what the configuration describes.
+        key: the job's; None: a new one.
     Returns:
         What stands in ``result.json``.
     Raises:
@@ -110,6 +113,7 @@ def train(
         before_effect=before_effect,
         started_s=started_s,
         script=script,
+        key=key or JobKey(new_key(), None),
     )
     try:
         data = _open_data(config, run_dir, script)  # bad data ends here, not in a worker

@@ -7,7 +7,6 @@ and has checkpoints committed. The processes themselves are `elaswave.control.jo
 
 import contextlib
 import os
-import secrets
 import selectors
 import signal
 import time
@@ -44,7 +43,9 @@ from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import how_it_ended
 from elaswave.control.job_folder import JobFolder
+from elaswave.control.job_network import open_network
 from elaswave.control.job_processes import COORDINATOR_EXIT, TEMPLATE, TEMPLATE_EXIT, TICK_S, JobProcesses
+from elaswave.control.key_files import JOB_KEY_FILE, JobKey
 from elaswave.control.launcher_waits import LauncherWaits, how_it_stands_still
 from elaswave.control.open_store import JobStore
 from elaswave.control.script import Script
@@ -126,9 +127,10 @@ class LocalJob:
         before_effect: called in the coordinator before each effect of the protocol's core.
         started_s: monotonic time at which the command began.
         script: what a script trains; None: what the configuration describes.
+        key: the job's.
     Raises:
-        LaunchError: the system refuses a process or a folder.
-        UsageError: what the script trains cannot be sent to the job's processes.
+        LaunchError: the system refuses a process, a folder or a port.
+        UsageError: what the script trains cannot be sent to the job's processes, or its network cannot be used.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class LocalJob:
         before_effect: Callable[[CoordinatorEffect], None],
         started_s: float,
         script: Script | None = None,
+        key: JobKey,
     ) -> None:
         self.stop_signal: int | None = None
         self._stop_cause = ""
@@ -173,21 +176,25 @@ class LocalJob:
         self._committing: int | None = None
         """Number of the commit that the template has been asked for and has not answered."""
         self._waits = LauncherWaits()
-        self._key = secrets.token_bytes(32)
+        self._key = key.secret
         self._job_folder = JobFolder()
         self._folder = self._job_folder.path
         try:
-            self._store = JobStore(config.control, run_dir, self._folder)
+            self._network, self._kept_port = open_network(config.net, self._folder)
         except BaseException:
             self._job_folder.close()
             raise
-        self._listen = f"unix:{self._folder / 'control.sock'}"
+        try:
+            self._store = JobStore(config.control, run_dir, self._folder)
+        except BaseException:
+            self._close_folder()
+            raise
         self._deaths = DeathWatch()
         setup = TemplateSetup(
             config=config,
             run_dir=run_dir,
             control_dir=self._folder,
-            listen=self._listen,
+            network=self._network,
             key=self._key,
             deaths=self._deaths,
             faults=faults,
@@ -200,14 +207,28 @@ class LocalJob:
             self._processes = JobProcesses(setup, None if script is None else script.environment)
         except BaseException:
             self._store.end()
-            self._job_folder.close()
+            self._close_folder()
             raise
         self.template_pid = self._processes.template_pid
         self._selector = self._processes.selector
         try:
-            write_control_file(run_dir, self._listen, self._key)
+            write_control_file(run_dir, self._network, self._key_file(key))
         except OSError as error:
             reporter.message(f"elaswave ctl cannot reach this run, its key cannot be written: {error}")
+
+    def _key_file(self, key: JobKey) -> Path:
+        """Where operators of this machine read the key: no file of the run's folder holds it."""
+        if key.file is not None:
+            return key.file
+        path = self._folder / JOB_KEY_FILE
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(key.secret)
+        return path
+
+    def _close_folder(self) -> None:
+        if self._kept_port is not None:
+            self._kept_port.close()
+        self._job_folder.close()
 
     def await_template(self) -> StateShapes:
         """Waits until workers can be forked.
@@ -274,13 +295,15 @@ class LocalJob:
         self._processes.ask_template(SpawnWorkers(workers=plan.layout.workers, checkpoint=checkpoint))
         self._waits.for_forks(plan.layout.workers, time.monotonic())
         self._client = ControlClient(
-            self._listen,
+            self._network.launcher_dials,
             self._key,
             AGENT,
             ToAgent,
             self._on_message,
             self._hello,
             interval_s=HEARTBEAT_S,
+            tls=self._network.tls,
+            host=self._network.host,
             silence_timeout_s=COORDINATOR_SILENCE_S,
         )
         self._selector.register(self._client.fileno(), selectors.EVENT_READ, "control")
@@ -457,7 +480,7 @@ class LocalJob:
             sampler=self._sampler,
             run_dir=self._run_dir,
             control_dir=self._folder,
-            listen=self._listen,
+            listen=self._network.listen,
             key=self._key,
             checkpoint=None if self._checkpoint is None else (Path(self._checkpoint.folder), self._checkpoint.meta),
             started_s=self._started_s,
@@ -465,6 +488,7 @@ class LocalJob:
             faults=self._faults,
             coordinator_ends_s=tuple(self._agent.coordinator_ends_s),
             before_effect=self._before_effect,
+            tls=self._network.tls,
         )
         self._processes.start_coordinator(number, lambda: run_coordinator(setup))
 
@@ -572,4 +596,4 @@ class LocalJob:
         trouble = self._store.end()
         if trouble:
             self._reporter.message(trouble)
-        self._job_folder.close()
+        self._close_folder()

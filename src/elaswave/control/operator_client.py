@@ -15,6 +15,7 @@ import msgspec
 from elaswave import __version__
 from elaswave.control.client import ControlClient
 from elaswave.control.control_file import read_control_file
+from elaswave.control.key_files import read_key
 from elaswave.control.operator_messages import (
     Answer,
     AskDrain,
@@ -26,7 +27,7 @@ from elaswave.control.operator_messages import (
     TurnedAway,
 )
 from elaswave.control.wire import operator_id
-from elaswave.errors import ControlError
+from elaswave.errors import ControlError, UsageError
 
 TURN_S = 0.1
 HEARTBEAT_S = 1.0
@@ -43,7 +44,7 @@ class OperatorClient:
         run_dir: the run's folder.
         clock: monotonic seconds.
     Raises:
-        RunFolderError, ControlError: as of `read_control_file`.
+        RunFolderError, ControlError: as of `read_control_file`; also where the job's key or certificate cannot be read.
     """
 
     def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,13 +56,15 @@ class OperatorClient:
         self._over: JobOver | None = None
         self._client: ControlClient[ToOperator] = ControlClient(
             self._file.address,
-            bytes.fromhex(self._file.key),
+            _key_in(Path(self._file.key_file)),
             operator_id(secrets.randbits(30)),
             ToOperator,
             self._on_message,
             lambda: OperatorHello(version=__version__),
             facts=lambda: () if self._open is None else (self._open,),
             interval_s=HEARTBEAT_S,
+            tls=self._file.tls,
+            host=self._file.tls_host,
             silence_timeout_s=SILENCE_TIMEOUT_S,
         )
 
@@ -173,6 +176,13 @@ class OperatorClient:
             f"the job's coordinator could not be reached within {timeout_s:g} s ({trouble}): it is starting, or being "
             "replaced after a loss; try again, or give a longer --timeout"
         )
+
+
+def _key_in(path: Path) -> bytes:
+    try:
+        return read_key(path)
+    except UsageError as error:
+        raise ControlError(f"the job cannot be talked to: {error}") from None
 
 
 def _because(reason: str) -> str:

@@ -29,7 +29,6 @@ from elaswave.control.wire import (
     Frame,
     Kind,
     Session,
-    Tls,
     encode,
     is_operator,
     peer_name,
@@ -37,6 +36,7 @@ from elaswave.control.wire import (
 from elaswave.errors import AuthenticationError, FrameError
 from elaswave.transport import addresses
 from elaswave.transport.handshake import check_key
+from elaswave.transport.tls import Tls
 from elaswave.transport.unauthenticated import CROWDED_OUT, UnauthenticatedPeers
 
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -155,7 +155,7 @@ class ControlServer(Generic[_T]):
             host = sock.getsockname()[0]
             if not ipaddress.ip_address(host).is_loopback:
                 _log.warning(
-                    "control connections at %s are authenticated but not encrypted: configure a certificate if others "
+                    "control connections at %s are authenticated but not encrypted: set net.tls if others "
                     "can read the network",
                     self.address,
                 )

@@ -29,6 +29,7 @@ from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.data_survey import survey
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import Child, fork
+from elaswave.control.job_network import JobNetwork
 from elaswave.control.loader_lines import LoaderLines
 from elaswave.control.notices import holding_notices
 from elaswave.control.template_messages import (
@@ -97,9 +98,9 @@ class TemplateSetup(NamedTuple):
     config: Config
     run_dir: Path
     control_dir: Path
-    """Private folder of the job: the workers listen in it."""
-    listen: str
-    """Where the coordinator listens."""
+    """Private folder of the job."""
+    network: JobNetwork
+    """Where coordinator and workers listen and are dialled."""
     key: bytes
     deaths: DeathWatch | None
     """None only on the way to a fresh interpreter."""
@@ -291,7 +292,7 @@ class _Serving:
             sampler=sampler_of(setup.config, asked.num_samples),
             run_dir=setup.run_dir,
             control_dir=setup.control_dir,
-            listen=setup.listen,
+            listen=setup.network.listen,
             key=setup.key,
             checkpoint=None if checkpoint is None else (Path(checkpoint.folder), checkpoint.meta),
             started_s=asked.started_s,
@@ -300,6 +301,7 @@ class _Serving:
             coordinator_ends_s=asked.coordinator_ends_s,
             before_effect=setup.before_effect,
             num_loaders=self._num_loaders,
+            tls=setup.network.tls,
         )
 
     def _say(self, message: FromTemplate) -> None:

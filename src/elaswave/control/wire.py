@@ -1,8 +1,7 @@
 """One end of a control connection as bytes in, messages out. No sockets, threads or clocks here.
 
-From the outside in: TLS where its files are given (no key of the configuration names them yet: jobs run on one machine,
-over Unix sockets); the handshake of ``elaswave.transport.handshake``, in which both sides prove that they hold the
-job's key; then frames:
+From the outside in: TLS where it is asked for (``elaswave.transport.tls``); the handshake of
+``elaswave.transport.handshake``, in which both sides prove that they hold the job's key; then frames:
 
     version 1 | kind 1 | length 4 | number 8 | payload | mac 16
 
@@ -12,7 +11,7 @@ ends the connection. Nothing is decoded before its mac is right, and nothing is 
 proved anything, we hold a few hundred bytes for it.
 
 With TLS the handshake's key also depends on the listener's certificate: a process that terminates TLS in the middle
-fails the handshake, also where no authority vouches for the certificate.
+fails the handshake, also with a certificate of the job's authority.
 """
 
 import hashlib
@@ -22,14 +21,14 @@ import ssl
 import struct
 from collections.abc import Callable
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from elaswave.errors import AuthenticationError, ConfigError, FrameError
+from elaswave.errors import AuthenticationError, FrameError
 from elaswave.protocol.messages import PROTOCOL_VERSION
 from elaswave.transport.handshake import NONCE_BYTES, Dialler, Listener, check_key
+from elaswave.transport.tls import Security, bound_key, digest_of_peer, trouble_with
 
 COORDINATOR = 2**32 - 2
 """The coordinator's id in the handshake."""
@@ -99,92 +98,33 @@ class Frame(NamedTuple):
     """Seconds that it has waited at the sender, which may have lacked a connection."""
 
 
-class Tls(msgspec.Struct, frozen=True, kw_only=True):
-    """Certificate files for control connections between hosts, the same ones for every process of the job."""
-
-    certificate: Path
-    """PEM: the certificate, followed by those between it and the authority."""
-    key: Path
-    """PEM: its private key, without a passphrase."""
-    ca: Path | None = None
-    """PEM: the authority whose signature is asked of both sides. None: any certificate will do, because the job's key
-    vouches for the listener's (see the module's docstring)."""
-
-    def listening(self) -> "Security":
-        """What the listener needs.
-
-        Raises:
-            ConfigError: files that cannot be read or do not belong together.
-        """
-        return self._load(ssl.PROTOCOL_TLS_SERVER)
-
-    def dialling(self) -> "Security":
-        """What a dialler needs.
-
-        Raises:
-            ConfigError: files that cannot be read or do not belong together.
-        """
-        return self._load(ssl.PROTOCOL_TLS_CLIENT)
-
-    def _load(self, protocol: int) -> "Security":
-        context = ssl.SSLContext(protocol)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # nodes are dialled by number
-        context.verify_mode = ssl.CERT_NONE if self.ca is None else ssl.CERT_REQUIRED
-        reading = self.certificate
-        try:
-            text = self.certificate.read_text()
-            first = text[: text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)]
-            certificate = ssl.PEM_cert_to_DER_cert(first[first.index(ssl.PEM_HEADER) :])
-            # An encrypted key must not make a process wait for a passphrase on its terminal.
-            context.load_cert_chain(self.certificate, self.key, password="")
-            if self.ca is not None:
-                reading = self.ca
-                context.load_verify_locations(self.ca)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                [f"TLS: {reading} and {self.key} cannot be used: {error}; PEM files that belong together are needed"]
-            ) from None
-        return Security(context, hashlib.sha256(certificate).digest())
-
-
-class Security(NamedTuple):
-    """TLS as one side uses it."""
-
-    context: ssl.SSLContext
-    certificate_digest: bytes
-    """Of the own certificate."""
-
-
 class _TlsLayer:
     """TLS between bytes from the socket and the bytes within."""
 
-    def __init__(self, security: Security, *, listens: bool) -> None:
-        self.peer_digest: bytes | None = None
+    def __init__(self, security: Security, host: str | None) -> None:
+        self.listener_digest: bytes | None = None
         """Digest of the listener's certificate, once the TLS handshake is done."""
         self._own_digest = security.certificate_digest
-        self._listens = listens
+        self._listens = host is None
         self._arrived = ssl.MemoryBIO()
         self._leaving = ssl.MemoryBIO()
-        self._object = security.context.wrap_bio(self._arrived, self._leaving, server_side=listens)
+        self._object = security.context.wrap_bio(
+            self._arrived, self._leaving, server_side=self._listens, server_hostname=host
+        )
 
     def feed(self, data: bytes) -> bytes:
         self._arrived.write(data)
         plain = bytearray()
         try:
-            if self.peer_digest is None:
+            if self.listener_digest is None:
                 self._object.do_handshake()
-                certificate = b"" if self._listens else self._object.getpeercert(binary_form=True)
-                digest = hashlib.sha256(certificate or b"").digest()
-                self.peer_digest = self._own_digest if self._listens else digest
+                self.listener_digest = self._own_digest if self._listens else digest_of_peer(self._object)
             while chunk := self._object.read(1 << 16):
                 plain += chunk
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:
-            raise AuthenticationError(
-                f"TLS failed ({error.reason or error}): both sides must use it, with certificates of one authority"
-            ) from None
+            raise AuthenticationError(trouble_with(error)) from None
         return bytes(plain)
 
     def write(self, data: bytes) -> None:
@@ -209,19 +149,18 @@ class Session(Generic[_T]):
         key: bytes,
         receives: Any,
         security: Security | None,
+        host: str | None,
         max_message_bytes: int,
-        *,
-        listens: bool,
     ) -> None:
         self.open = False
         """The handshake is done: frames may be written."""
         self._make_side = make_side
         self._key = check_key(key)
-        self._listens = listens
+        self._listens = host is None
         self.max_message_bytes = max_message_bytes
         """Largest message that may arrive; may be changed."""
         self._decoder: msgspec.msgpack.Decoder[_T] = msgspec.msgpack.Decoder(receives)
-        self._tls = _TlsLayer(security, listens=listens) if security else None
+        self._tls = _TlsLayer(security, host) if security else None
         self._side: Dialler | Listener | None = None
         self._arrived = bytearray()
         self._leaving: list[bytes] = []
@@ -242,6 +181,7 @@ class Session(Generic[_T]):
         receives: Any,
         *,
         security: Security | None = None,
+        host: str = "",
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> "Session[_T]":
         """The end that connects.
@@ -252,6 +192,7 @@ class Session(Generic[_T]):
             peer: id that must answer.
             receives: union of the message types that may arrive.
             security: TLS, where it is used.
+            host: with TLS, what the listener's certificate must name.
             max_message_bytes: largest message that may arrive.
         Raises:
             ValueError: the key is too short.
@@ -260,7 +201,7 @@ class Session(Generic[_T]):
         def make_side(key: bytes) -> Dialler:
             return Dialler(key, own, peer, os.urandom(NONCE_BYTES), peer_name)
 
-        return cls(make_side, key, receives, security, max_message_bytes, listens=False)
+        return cls(make_side, key, receives, security, host, max_message_bytes)
 
     @classmethod
     def listening(
@@ -285,7 +226,7 @@ class Session(Generic[_T]):
         def make_side(key: bytes) -> Listener:
             return Listener(key, own, os.urandom(NONCE_BYTES), refusal, peer_name)
 
-        return cls(make_side, key, receives, security, max_message_bytes, listens=True)
+        return cls(make_side, key, receives, security, None, max_message_bytes)
 
     @property
     def peer(self) -> int:
@@ -302,9 +243,9 @@ class Session(Generic[_T]):
         if self._tls is not None:
             self._arrived += self._tls.feed(data)
             if self._side is None:
-                if self._tls.peer_digest is None:
+                if self._tls.listener_digest is None:
                     return []
-                self._begin(hmac.digest(self._key, b"tls" + self._tls.peer_digest, hashlib.sha256))
+                self._begin(bound_key(self._key, self._tls.listener_digest))
         else:
             self._arrived += data
         if not self.open:

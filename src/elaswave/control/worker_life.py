@@ -76,7 +76,7 @@ def live(
         worker=worker,
         run_dir=setup.run_dir,
         key=setup.key,
-        listen=f"unix:{setup.control_dir}",
+        listen=setup.network.links,
         checkpoint=None if checkpoint is None else (Path(checkpoint.folder), checkpoint.meta),
         probe=probe,
         profile=setup.profile,
@@ -90,7 +90,7 @@ def live(
         assert setup.deaths is not None
         setup.deaths.live(worker)
         client: ControlClient[ToWorker] = ControlClient(
-            setup.listen,
+            setup.network.dial,
             setup.key,
             worker,
             ToWorker,
@@ -99,6 +99,7 @@ def live(
             facts=mailbox.standing,
             heartbeat=mailbox.heartbeat,
             interval_s=HEARTBEAT_S,
+            tls=setup.network.tls,
         )
         clients.append(client)
         client.start()

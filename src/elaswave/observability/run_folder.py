@@ -71,7 +71,7 @@ WRITTEN_NAMES = (
 WRITTEN_PATTERNS = ("trace-worker-*.json.part", *(f".{name}.*.tmp" for name in (MARKER_FILE, *WRITTEN_NAMES)))
 """What a run that was cut short may leave beside them."""
 
-KEYS_FREE_ON_RESUME = ("layout.", "elastic.", "control.", "run.", "model.recompute", "data.verify")
+KEYS_FREE_ON_RESUME = ("layout.", "elastic.", "control.", "net.", "run.", "model.recompute", "data.verify")
 """Keys, or the beginnings of keys, that a resumed run may change."""
 KEYS_FIXED_ON_RESUME = ("run.seed",)
 """Exceptions from them."""

@@ -1,67 +1,153 @@
 """Where a worker listens: text to sockets. ``unix:/private/folder`` on one host, ``tcp:10.0.0.7`` between hosts.
 
-An address that is passed on names one listener: ``unix:/private/folder/w3-1f2e.sock`` or ``tcp:10.0.0.7:40123``. Hosts
-are numeric, because look-ups of names have been seen to stall for seconds. Folders of Unix sockets must be private
-(0700); paths longer than the system's 107 bytes are reached through ``/proc/self/fd``.
+An address that is passed on names one listener: ``unix:/private/folder/w3-1f2e.sock``, ``tcp:10.0.0.7:40123`` or
+``tcp:node-3:40123``. Listeners are numeric; one that listens everywhere (``tcp:0.0.0.0``) says as what it is to be
+dialled. A name is looked up again for every dial (`NameLookup`), since hosts come back with other addresses. Folders of
+Unix sockets must be private (0700); paths longer than the system's 107 bytes are reached through ``/proc/self/fd``.
 """
 
 import contextlib
+import errno
 import ipaddress
 import os
 import secrets
 import socket
 import stat
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from elaswave.transport.tls import Tls
 
 _MAX_UNIX_PATH_BYTES = 107
 _SOCKET_BUFFER_BYTES = 4 << 20
 _BACKLOG = 512
+USER_TIMEOUT_S = 20.0
+"""Data that the other host has not acknowledged for this long end a link (TCP_USER_TIMEOUT, RFC 5482); longer than the
+10 s for which a network may be gone."""
 
 
-def listen(where: str, worker: int) -> tuple[socket.socket, str, Callable[[], None]]:
+class Place(NamedTuple):
+    """Where a worker listens, and how its links are secured."""
+
+    listen: str
+    """``unix:FOLDER`` or ``tcp:HOST[:PORT]``."""
+    advertise: str = ""
+    """Host that the others dial; "": the one that is listened at."""
+    ports: tuple[int, ...] = ()
+    """Ports that may be listened at, the first free one of them; none: one that the system chooses."""
+    tls: Tls | None = None
+    """Certificate files; None: no TLS."""
+
+
+def listen(
+    where: str, worker: int, *, advertise: str = "", ports: Sequence[int] = ()
+) -> tuple[socket.socket, str, Callable[[], None]]:
     """Start listening.
 
     Args:
         where: ``unix:FOLDER`` (made with mode 0700 if it is missing) or ``tcp:HOST[:PORT]`` (IPv6 in brackets).
         worker: id that goes into the name of a Unix socket.
+        advertise: host of the address to pass on, if it is not that of ``where``.
+        ports: where no port is given, those that may be taken.
     Returns:
         The listening socket (non-blocking), the address to pass on, and a function that removes the socket file.
     Raises:
-        OSError: the system refuses.
-        ValueError: the address cannot be understood, or the folder is open to others.
+        OSError: the system refuses, or all ports are taken.
+        ValueError: the address cannot be understood, the folder is open to others, or nobody could dial it.
     """
     kind, rest = _split(where)
     if kind == "unix":
-        folder = _private_folder(rest)
-        path = folder / f"w{worker}-{secrets.token_hex(4)}.sock"
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        address = f"unix:{path}"
+        return _listen_in(rest, worker)
+    family, host, port = _tcp(rest)
+    if ipaddress.ip_address(host).is_unspecified and not advertise:
+        raise ValueError(f"tcp:{rest}: no host can be dialled as {host}: say as what this one is (net.advertise)")
+    sock = _listen_on(family, host, [port] if port or not ports else _turned(ports, worker))
+    return sock, tcp_address(advertise or host, sock.getsockname()[1]), lambda: None
 
-        def remove() -> None:
-            path.unlink(missing_ok=True)
-    else:
-        family, host, port = _tcp(rest)
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
-        def remove() -> None:
-            return
-
+def _listen_in(rest: str, worker: int) -> tuple[socket.socket, str, Callable[[], None]]:
+    folder = _private_folder(rest)
+    path = folder / f"w{worker}-{secrets.token_hex(4)}.sock"
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
-        if kind == "unix":
-            with _unix_name(path) as name:
-                sock.bind(name)
-        else:
-            sock.bind((host, port))
-            shown = f"[{host}]" if family == socket.AF_INET6 else host
-            address = f"tcp:{shown}:{sock.getsockname()[1]}"
+        with _unix_name(path) as name:
+            sock.bind(name)
         sock.listen(_BACKLOG)
     except BaseException:
         sock.close()
         raise
-    return sock, address, remove
+    return sock, f"unix:{path}", lambda: path.unlink(missing_ok=True)
+
+
+def _turned(ports: Sequence[int], worker: int) -> list[int]:
+    """The ports in another order for each worker, so that few try the same one."""
+    first = worker % len(ports)
+    return [*ports[first:], *ports[:first]]
+
+
+def _listen_on(family: socket.AddressFamily, host: str, ports: Sequence[int]) -> socket.socket:
+    for port in ports:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setblocking(False)
+            sock.bind((host, port))
+            sock.listen(_BACKLOG)
+        except BaseException as error:
+            sock.close()
+            if len(ports) == 1 or not (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
+                raise
+        else:
+            return sock
+    raise OSError(
+        errno.EADDRINUSE,
+        f"all {len(ports)} ports from {min(ports)} to {max(ports)} of {host} are in use: widen net.ports",
+    )
+
+
+def reserve(host: str, ports: Sequence[int] = ()) -> socket.socket:
+    """A TCP socket that keeps a port for processes of this job, one after the other, and does not listen itself.
+
+    The system lets another socket with SO_REUSEADDR bind and listen there while this one does not, and gives the port
+    to no program that asks for any port.
+
+    Args:
+        host: numeric.
+        ports: that may be taken; none: one that the system chooses.
+    Raises:
+        OSError: the system refuses, or all ports are taken.
+    """
+    family, host, _ = _tcp(f"[{host}]" if ":" in host else host)
+    sock = _listen_on(family, host, list(ports) or [0])
+    port = sock.getsockname()[1]
+    sock.close()  # it is free: nobody has dialled it
+    kept = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind((host, port))
+    except BaseException:
+        kept.close()
+        raise
+    return kept
+
+
+def tcp_address(host: str, port: int) -> str:
+    """The address of a listener as it is passed on."""
+    return f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
+
+
+def host_of(address: str) -> str:
+    """The host of an address; "" of a Unix socket.
+
+    Raises:
+        ValueError: the address cannot be understood.
+    """
+    kind, rest = _split(address)
+    return _host_and_port(rest)[0] if kind == "tcp" else ""
 
 
 def listen_at(address: str) -> tuple[socket.socket, str, Callable[[], None]]:
@@ -81,7 +167,7 @@ def listen_at(address: str) -> tuple[socket.socket, str, Callable[[], None]]:
     """
     kind, rest = _split(address)
     if kind == "tcp":
-        return listen(address, 0)
+        return listen(address, 0, advertise=host_of(address))  # who dials it was told how
     path = Path(rest)
     if path.name in ("", ".."):
         raise ValueError(f"{address}: a path to a socket file is needed")
@@ -106,6 +192,8 @@ def listen_at(address: str) -> tuple[socket.socket, str, Callable[[], None]]:
 def dial(address: str) -> socket.socket:
     """Begin to connect.
 
+    Args:
+        address: of a listener, numeric: a name is looked up first (see `NameLookup`).
     Returns:
         A non-blocking socket; it is connected, or has failed, once it is writable.
     Raises:
@@ -134,6 +222,74 @@ def dial(address: str) -> socket.socket:
     return sock
 
 
+LOOKUP_TIMEOUT_S = 10.0
+"""After which a look-up is given up, and begun again by the next dial."""
+
+
+class NameLookup:
+    """Looks the host of an address up, in a thread of its own: a look-up has been seen to stall for seconds.
+
+    Args:
+        address: of a listener, with a name.
+        wake: called in that thread once there is a result.
+    """
+
+    def __init__(self, address: str, wake: Callable[[], None]) -> None:
+        self.address = address
+        self._host, self._port = _host_and_port(_split(address)[1])
+        self._deadline_s = time.monotonic() + LOOKUP_TIMEOUT_S
+        self._found: list[str] = []
+        self._error: OSError | None = None
+        self._is_done = False
+        self._wake = wake
+        threading.Thread(target=self._look_up, name=f"look-up of {self._host}", daemon=True).start()
+
+    def _look_up(self) -> None:
+        try:
+            found = socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
+            self._found = [str(place[0]) for *_, place in found]
+        except OSError as error:
+            self._error = error
+        except UnicodeError as error:  # no name that there could be
+            self._error = OSError(str(error))
+        self._is_done = True
+        self._wake()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is a result, or none in time."""
+        return self._is_done or self.left_s <= 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it is given up."""
+        return self._deadline_s - time.monotonic()
+
+    def result(self, turn: int) -> str:
+        """The numeric address, once it is over.
+
+        Args:
+            turn: counts the dials, so that each of several addresses of a name has its turn.
+        Raises:
+            OSError: the name has no address, or none was found in time.
+        """
+        if not self._is_done:
+            raise TimeoutError(f"the name {self._host} was not looked up within {LOOKUP_TIMEOUT_S:g} s")
+        if self._error is not None:
+            raise OSError(f"the name {self._host} has no address: {self._error}")
+        return tcp_address(self._found[turn % len(self._found)], self._port)
+
+
+def has_name(address: str) -> bool:
+    """Whether the host of an address must be looked up.
+
+    Raises:
+        ValueError: the address cannot be understood.
+    """
+    kind, rest = _split(address)
+    return kind == "tcp" and not _is_numeric(_host_and_port(rest)[0])
+
+
 def tune(sock: socket.socket) -> None:
     """Set what a data connection needs: non-blocking, large buffers, small frames sent at once."""
     sock.setblocking(False)
@@ -141,6 +297,7 @@ def tune(sock: socket.socket) -> None:
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER_BYTES)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * USER_TIMEOUT_S))
 
 
 def _split(address: str) -> tuple[str, str]:
@@ -151,21 +308,32 @@ def _split(address: str) -> tuple[str, str]:
 
 
 def _tcp(rest: str) -> tuple[socket.AddressFamily, str, int]:
+    host, port = _host_and_port(rest)
+    if not _is_numeric(host):
+        raise ValueError(
+            f"tcp:{rest}: {host!r} is not a numeric address, which is needed to listen (write 127.0.0.1, not localhost)"
+        )
+    return (socket.AF_INET6 if ":" in host else socket.AF_INET), host, port
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _host_and_port(rest: str) -> tuple[str, int]:
     host, port = rest, "0"
     if rest.startswith("["):
         host, _, tail = rest[1:].partition("]")
         port = tail.removeprefix(":") or "0"
     elif ":" in rest:
         host, _, port = rest.partition(":")
-    try:
-        version = ipaddress.ip_address(host).version
-    except ValueError:
-        raise ValueError(
-            f"tcp:{rest}: {host!r} is not a numeric address; names are not looked up (write 127.0.0.1, not localhost)"
-        ) from None
     if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise ValueError(f"tcp:{rest}: port {port!r} is not a number below 65536")
-    return (socket.AF_INET6 if version == 6 else socket.AF_INET), host, int(port)
+    return host, int(port)
 
 
 def _private_folder(text: str) -> Path:

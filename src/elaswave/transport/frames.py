@@ -10,7 +10,7 @@ Header, little endian, 64 bytes:
     channel 2 | step 4 | attempt 2 | a 4 | b 4 | length 8 | dims 7 x 4
 
 Frames carry no checksum and no signature of their own: the link was authenticated when it was made, and what the bytes
-mean is verified by the vote. On an untrusted network a link needs a tunnel (such as WireGuard) around it.
+mean is verified by the vote. On an untrusted network a link needs TLS (``tls``) or a tunnel around it.
 """
 
 import math

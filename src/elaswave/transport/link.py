@@ -12,6 +12,7 @@ from elaswave.errors import CommError, PeerLostError
 from elaswave.transport.frames import HEADER_BYTES, decode_header
 from elaswave.transport.inbox import Inbox, Incoming, interrupted_by_epoch
 from elaswave.transport.interface import Handle, complete, fail
+from elaswave.transport.tls import TlsSocket
 
 SCRATCH_BYTES = 64 << 10
 """Size of the read buffer that all links of a transport share; frames that fit need one system call together."""
@@ -45,9 +46,12 @@ class Link:
         max_frame_bytes: largest payload that is accepted.
     """
 
-    def __init__(self, peer: int, sock: socket.socket, inbox: Inbox, scratch: bytearray, max_frame_bytes: int) -> None:
+    def __init__(
+        self, peer: int, sock: socket.socket | TlsSocket, inbox: Inbox, scratch: bytearray, max_frame_bytes: int
+    ) -> None:
         self.peer = peer
         self.sock = sock
+        self._tls = sock if isinstance(sock, TlsSocket) else None
         self.inbox = inbox
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -75,7 +79,7 @@ class Link:
             self._queue.append(_Outgoing(handle, views, started=False))
             return
         sent = self._write(views)
-        if views:
+        if views or self._is_held():
             self._queue.append(_Outgoing(handle, views, started=sent > 0))
         else:
             complete(handle)
@@ -90,7 +94,7 @@ class Link:
             frame = self._queue[0]
             if self._write(frame.views):
                 frame.started = True
-            if frame.views:
+            if frame.views or self._is_held():
                 return
             self._queue.popleft()
             if frame.handle is not None:
@@ -103,7 +107,10 @@ class Link:
             FrameError: the peer has sent what cannot be right.
             LinkEndedError: the connection is over; everything that came before its end has been taken.
         """
-        for _ in range(_MAX_READS_PER_TURN):
+        num_reads = 0
+        # What TLS has decrypted wakes nobody any more: it is read whatever the turn.
+        while num_reads < _MAX_READS_PER_TURN or (self._tls is not None and self._tls.pending):
+            num_reads += 1
             incoming = self._incoming
             if incoming is None:
                 if not self._read_frames():
@@ -146,10 +153,14 @@ class Link:
         self._queue.clear()
         self.inbox.fail_posted(make_error)
 
+    def _is_held(self) -> bool:
+        """The last bytes that were sent have not been handed to the system whole."""
+        return self._tls is not None and self._tls.holds
+
     def _write(self, views: list[memoryview]) -> int:
         """Hand bytes to the system and remove them from ``views``; returns how many."""
         total = 0
-        while views:
+        while views or self._is_held():
             try:
                 sent = self.sock.sendmsg(views[:_MAX_VIEWS_PER_CALL])
             except BlockingIOError:
@@ -196,7 +207,7 @@ class Link:
             self.inbox.finish(incoming)
         if start < end:
             self._partial = bytes(scratch[start:end])
-        return end == len(scratch)
+        return end == len(scratch) or self._tls is not None  # which gives one record at a time
 
     def _read_body(self, incoming: Incoming) -> bool:
         """Read into the memory of a frame; returns whether there may be more to read."""

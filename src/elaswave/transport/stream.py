@@ -27,6 +27,7 @@ from elaswave.errors import (
     WaitTimeoutError,
 )
 from elaswave.transport.acceptor import Acceptor
+from elaswave.transport.addresses import Place
 from elaswave.transport.frames import Tag, byte_views, decode_header, encode_header
 from elaswave.transport.inbox import Inbox, make_recv
 from elaswave.transport.interface import (
@@ -37,6 +38,7 @@ from elaswave.transport.interface import (
     fail,
 )
 from elaswave.transport.link import SCRATCH_BYTES, Link, LinkEndedError
+from elaswave.transport.tls import TlsSocket
 from elaswave.transport.waiter import READ, WRITE, Waiter
 
 _log = logging.getLogger("elaswave.transport")
@@ -64,7 +66,7 @@ class StreamTransport:
     Args:
         worker: id of this worker.
         key: secret of the job, at least 16 bytes; a process that does not hold it cannot link.
-        listen: ``unix:/private/folder`` or ``tcp:10.0.0.7`` (see ``addresses``).
+        listen: ``unix:/private/folder`` or ``tcp:10.0.0.7``, or a place (see ``addresses``).
         epoch: epoch to start with.
         max_frame_bytes: largest payload sent, or accepted from a peer.
         max_unexpected_bytes: most bytes kept for each peer of frames that are not asked for yet.
@@ -72,6 +74,7 @@ class StreamTransport:
     Raises:
         OSError: the system refuses to listen there.
         ValueError: the key is too short or the address is unusable.
+        ConfigError: certificate files that cannot be used.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class StreamTransport:
         worker: int,
         *,
         key: bytes,
-        listen: str,
+        listen: str | Place,
         epoch: int = 0,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         max_unexpected_bytes: int = DEFAULT_MAX_UNEXPECTED_BYTES,
@@ -104,9 +107,10 @@ class StreamTransport:
         self._wanted: dict[int, _Wanted] = {}
         """Links that are made in the background."""
         self._waiter = Waiter(worker, lambda: min(self._acceptor.expire(), self._dial_wanted()))
+        place = Place(listen) if isinstance(listen, str) else listen
         try:
             self._acceptor = Acceptor(
-                worker, key, listen, self._waiter, self._add_link, self._refusal, handshake_timeout_s
+                worker, key, place, self._waiter, self._add_link, self._refusal, handshake_timeout_s
             )
         except BaseException:
             self._waiter.close()
@@ -372,7 +376,7 @@ class StreamTransport:
             return f"it has left, and ids are never used again (this worker is at epoch {self.epoch})"
         return None
 
-    def _add_link(self, peer: int, sock: socket.socket) -> None:
+    def _add_link(self, peer: int, sock: socket.socket | TlsSocket) -> None:
         old = self._links.get(peer)
         if old is not None:  # it dials again because its end of the old link is gone
             self._link_ended(old, "it has dialled again")

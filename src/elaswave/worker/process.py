@@ -30,6 +30,7 @@ from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.store import HeldBlock
 from elaswave.training.definition import Training
 from elaswave.training.raised import readable, said, traceback_of
+from elaswave.transport.addresses import Place
 from elaswave.transport.interface import Transport
 from elaswave.transport.stream import StreamTransport
 from elaswave.types import ExecutionParameters, Layout, Program
@@ -73,8 +74,8 @@ class WorkerSetup(NamedTuple):
     run_dir: Path
     key: bytes
     """The job's secret."""
-    listen: str
-    """Where the data plane listens, see `elaswave.transport.addresses`."""
+    listen: Place | str
+    """Where the data plane listens."""
     checkpoint: tuple[Path, CheckpointMeta] | None
     probe: Probe
     profile: bool

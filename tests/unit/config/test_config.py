@@ -9,7 +9,7 @@ import pytest
 from elaswave.config.checks import expectation
 from elaswave.config.devices import shape_of
 from elaswave.config.layout import resolve
-from elaswave.config.load import build_config
+from elaswave.config.load import build_config, load_config
 from elaswave.config.reference import field_docstrings, render
 from elaswave.config.rules import RULES
 from elaswave.config.schema import (
@@ -19,6 +19,7 @@ from elaswave.config.schema import (
     DataConfig,
     LayoutConfig,
     ModelConfig,
+    NetConfig,
     OptimizerConfig,
     RunConfig,
 )
@@ -312,3 +313,47 @@ def test_unset_keys_are_left_out() -> None:
 def test_only_configuration_values_become_toml() -> None:
     with pytest.raises(TypeError, match="holds no dict"):
         toml_value({"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("net", "seen"),
+    [
+        ({"bind": "127.0.0.1"}, 'net.bind: of TCP only, but net.transport = "unix"'),
+        ({"tls": "required", "keys": "k"}, "net.tls: of TCP only"),
+        ({"transport": "tcp", "bind": "localhost"}, "net.bind: localhost is no numeric address"),
+        ({"transport": "tcp", "bind": "0.0.0.0", "trusted": True}, "net.advertise: unset, but nobody can dial"),
+        ({"transport": "tcp", "bind": "::", "advertise": "::", "trusted": True}, "net.advertise: :: is no host"),
+        ({"transport": "tcp", "advertise": "node-1:70"}, "net.advertise: node-1:70 is no host that can be dialled"),
+        ({"transport": "tcp", "bind": "127.0.0.1", "interface": "lo"}, "net.interface: lo, but net.bind = 127.0.0.1"),
+        ({"transport": "tcp", "tls": "required"}, "net.keys: unset, but net.tls"),
+        ({"transport": "tcp", "keys": "k"}, 'net.keys: k, but net.tls = "off"'),
+        ({"transport": "tcp", "bind": "10.0.0.5"}, "other machines reach net.bind = 10.0.0.5.*net.trusted = true"),
+        ({"transport": "tcp", "bind": "0.0.0.0", "advertise": "n"}, "other machines reach net.bind = 0.0.0.0"),
+        ({"transport": "tcp", "ports": "70"}, 'net.ports: got "70", expected ports as "FIRST-LAST"'),
+    ],
+)
+def test_addresses_that_do_not_go_together(net, seen):
+    with pytest.raises(ConfigError, match=seen):
+        NetConfig(**net)
+
+
+@pytest.mark.parametrize(
+    ("ports", "seen"),
+    [
+        ("9-7", "9-7 is no range of ports"),
+        ("0-70", "0-70 is no range of ports"),
+        ("65530-65536", "is no range of ports"),
+        ("7000-7003", "4 for a coordinator and 4 workers; give 5 or more"),
+    ],
+)
+def test_ports_that_are_too_few_or_none(ports, seen):
+    with pytest.raises(ConfigError, match=seen):
+        load_config(None, ["net.transport=tcp", f"net.ports={ports}"])
+    assert load_config(None, ["net.transport=tcp", "net.ports=7000-7004"]).net.ports == "7000-7004"
+
+
+def test_addresses_that_go_together():
+    assert NetConfig(transport="tcp", bind="127.0.0.2").trusted is False
+    assert NetConfig(transport="tcp", bind="10.0.0.5", trusted=True).tls == "off"
+    assert NetConfig(transport="tcp", bind="::", advertise="node-1.example.", tls="required", keys="k").advertise
+    assert NetConfig(transport="tcp", interface="eth0").bind is None

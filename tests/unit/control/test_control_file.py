@@ -9,11 +9,18 @@ import msgspec
 import pytest
 
 from elaswave.control.control_file import ControlFile, read_control_file, remove_control_file, write_control_file
+from elaswave.control.job_network import JobNetwork
 from elaswave.errors import ControlError, RunFolderError
 from elaswave.observability.processes import described
 from elaswave.observability.run_folder import CONTROL_FILE, MARKER_FILE
+from elaswave.transport.addresses import Place
 
-KEY = bytes(range(32))
+KEY_FILE = Path("/private/job.key")
+
+
+def at(address: str) -> JobNetwork:
+    """A network whose coordinator is dialled there."""
+    return JobNetwork(address, address, address, Place(address))
 
 
 @pytest.fixture
@@ -34,12 +41,12 @@ def test_only_its_owner_can_read_it_and_the_end_removes_it(run_dir: Path) -> Non
     path.chmod(0o644)
     previous = os.umask(0)
     try:
-        write_control_file(run_dir, "unix:/somewhere", KEY)
+        write_control_file(run_dir, at("unix:/somewhere"), KEY_FILE)
     finally:
         os.umask(previous)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     found = read_control_file(run_dir)
-    assert (found.address, bytes.fromhex(found.key), found.launcher.pid) == ("unix:/somewhere", KEY, os.getpid())
+    assert (found.address, found.key_file, found.launcher.pid) == ("unix:/somewhere", str(KEY_FILE), os.getpid())
     assert sorted(os.listdir(run_dir)) == [CONTROL_FILE, MARKER_FILE]
     remove_control_file(run_dir)
     remove_control_file(run_dir)
@@ -47,14 +54,14 @@ def test_only_its_owner_can_read_it_and_the_end_removes_it(run_dir: Path) -> Non
 
 
 def test_a_folder_that_takes_no_file_keeps_none_of_an_earlier_job(run_dir: Path, monkeypatch) -> None:
-    write_control_file(run_dir, "unix:/earlier", KEY)
+    write_control_file(run_dir, at("unix:/earlier"), KEY_FILE)
 
     def refuse(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="No space"):
-        write_control_file(run_dir, "unix:/later", KEY)
+        write_control_file(run_dir, at("unix:/later"), KEY_FILE)
     assert os.listdir(run_dir) == [MARKER_FILE]
 
 
@@ -63,7 +70,7 @@ def test_no_job_no_run_and_a_stale_file_are_told_apart(run_dir: Path, tmp_path_f
         read_control_file(run_dir)
     with pytest.raises(RunFolderError, match="holds no run"):
         read_control_file(tmp_path_factory.mktemp("empty"))
-    write_control_file(run_dir, "unix:/somewhere", KEY)
+    write_control_file(run_dir, at("unix:/somewhere"), KEY_FILE)
     gone = msgspec.structs.replace(described("launcher", 0, os.getpid()), start_ticks=1)
     rewritten(run_dir, launcher=gone)
     with pytest.raises(
@@ -73,7 +80,7 @@ def test_no_job_no_run_and_a_stale_file_are_told_apart(run_dir: Path, tmp_path_f
 
 
 def test_a_job_on_another_machine_is_talked_to_there(run_dir: Path) -> None:
-    write_control_file(run_dir, "unix:/somewhere", KEY)
+    write_control_file(run_dir, at("unix:/somewhere"), KEY_FILE)
     rewritten(run_dir, host=f"not-{socket.gethostname()}")
     with pytest.raises(ControlError, match=f"runs on not-{socket.gethostname()}.*give the command there"):
         read_control_file(run_dir)

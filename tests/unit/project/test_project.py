@@ -32,7 +32,7 @@ def test_the_licence_is_whole() -> None:
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text and len(text.splitlines()) > 190
 
 
-@pytest.mark.parametrize("script", ["scripts/test", "scripts/lint", "scripts/site", ".ci/run"])
+@pytest.mark.parametrize("script", ["scripts/test", "scripts/fuzz", "scripts/lint", "scripts/site", ".ci/run"])
 def test_scripts_can_be_called(script: str) -> None:
     path = ROOT / script
     assert os.access(path, os.X_OK)

@@ -83,6 +83,32 @@ def test_a_port_can_be_chosen_and_a_used_one_is_an_error():
         remove()
 
 
+def test_who_listens_everywhere_must_say_as_what_it_is_dialled():
+    with pytest.raises(ValueError, match="no host can be dialled as 0.0.0.0"):
+        addresses.listen("tcp:0.0.0.0", 0)
+    sock, address, _ = addresses.listen("tcp:0.0.0.0", 0, advertise="fd00::7")
+    sock.close()
+    assert address == f"tcp:[fd00::7]:{address.rpartition(':')[2]}"
+
+
+def test_the_first_free_port_of_some_is_taken():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        sock, address, _ = addresses.listen("tcp:127.0.0.1", 0, ports=[port, port + 1, port + 2])
+        sock.close()
+        assert int(address.rpartition(":")[2]) in (port + 1, port + 2)
+        with pytest.raises(OSError, match=f"all 2 ports from {port} to {port} of 127.0.0.1 are in use: widen"):
+            addresses.listen("tcp:127.0.0.1", 0, ports=[port, port])
+
+
+def test_links_end_where_nothing_is_acknowledged():
+    with socket.socket() as sock:
+        addresses.tune(sock)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
+
+
 def test_ipv6():
     try:
         sock, address, remove = addresses.listen("tcp:[::1]", 0)

@@ -1,0 +1,49 @@
+"""``elaswave keys``: makes the authority, certificates and key of a job whose processes talk over TCP."""
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from elaswave.control.key_making import LOCAL_NAMES, make_keys
+
+
+@click.command(name="keys", short_help="Make a job's certificates and key.")
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    metavar="NAME[,NAME...]",
+    help="Names and addresses of one host, as others dial it; its files get a folder DIR/NAME. May be repeated.",
+)
+@click.option(
+    "--days", type=click.IntRange(min=1), default=365, show_default=True, help="For which certificates are good."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def keys_command(folder: Path, hosts: tuple[str, ...], days: int, as_json: bool) -> None:
+    """Make an authority for one job, and in DIR a certificate for this machine alone (localhost, 127.0.0.1, ::1) and
+    the job's key. Each --host gets a folder with its own certificate, which is what is copied to that host; the
+    authority's key (authority.key) stays where it was made. A folder that has an authority keeps it, and gets the hosts
+    that are new.
+
+    \b
+    elaswave keys keys
+    elaswave train --set net.transport=tcp --set net.tls=required \\
+      --set net.keys=keys
+    elaswave keys keys --host node-1,10.0.0.5
+    """
+    made = make_keys(folder, [tuple(names.split(",")) for names in hosts], days)
+    if as_json:
+        click.echo(
+            msgspec.json.format(msgspec.json.encode({"folders": [str(each) for each in made]}), indent=2).decode()
+        )
+        return
+    for each in made:
+        names = LOCAL_NAMES if each == folder else tuple(dict.fromkeys(_named(hosts, each)))
+        click.echo(f"{each}: certificate for {', '.join(names)}, good for {days} days; the job's key")
+    click.echo(f"use it: --set net.transport=tcp --set net.tls=required --set net.keys={made[-1]}")
+
+
+def _named(hosts: tuple[str, ...], folder: Path) -> list[str]:
+    return next(names.split(",") for names in hosts if names.split(",")[0] == folder.name)

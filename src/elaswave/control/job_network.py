@@ -1,0 +1,132 @@
+"""Where the processes of a job on this machine listen and are dialled: from the configuration to addresses and files.
+
+All that can be wrong with addresses and certificates is found here, in the launcher, before a process is started.
+"""
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from elaswave.config.rules import LOOPBACK, exposed_problem, is_exposed, ports_of
+from elaswave.config.schema import NetConfig
+from elaswave.control.key_files import tls_of
+from elaswave.errors import ConfigError, LaunchError
+from elaswave.transport.addresses import Place, reserve, tcp_address
+from elaswave.transport.tls import Tls
+
+CONTROL_SOCKET = "control.sock"
+_SIOCGIFADDR = 0x8915
+"""netdevice(7): the IPv4 address of an interface."""
+
+IPV6_TABLE = Path("/proc/net/if_inet6")
+"""Of the kernel: one line for each IPv6 address of an interface."""
+
+
+class JobNetwork(NamedTuple):
+    """The addresses of one job."""
+
+    listen: str
+    """Where the coordinator listens, and its successors will."""
+    dial: str
+    """What reaches it from anywhere."""
+    launcher_dials: str
+    """What reaches it from this machine."""
+    links: Place
+    """Where workers listen."""
+    host: str = ""
+    """With TLS: what certificates must name."""
+
+    @property
+    def tls(self) -> Tls | None:
+        """Certificate files; None: no TLS."""
+        return self.links.tls
+
+
+def network_in(folder: Path) -> JobNetwork:
+    """The sockets of a job in its private folder."""
+    address = f"unix:{folder / CONTROL_SOCKET}"
+    return JobNetwork(address, address, address, Place(f"unix:{folder}"))
+
+
+def open_network(net: NetConfig, folder: Path) -> tuple[JobNetwork, socket.socket | None]:
+    """The network of a job, as configured.
+
+    Args:
+        net: the configuration's section.
+        folder: the job's private one.
+    Returns:
+        The network, and a socket that keeps the coordinator's port as long as it is open.
+    Raises:
+        ConfigError: an interface, address or certificate that cannot be used.
+        LaunchError: no port can be had.
+    """
+    if net.transport == "unix":
+        return network_in(folder), None
+    bind = net.bind or (LOOPBACK if net.interface is None else address_of(net.interface))
+    host = net.advertise or bind
+    if net.tls == "off" and not net.trusted and is_exposed(bind):
+        raise ConfigError([exposed_problem(f"net.interface = {net.interface} ({bind})")])
+    tls = None
+    if net.tls == "required":
+        assert net.keys is not None
+        tls = tls_of(Path(net.keys))
+        tls.check(host)
+    ports = ports_of(net.ports)
+    try:
+        kept = reserve(bind, ports)
+    except OSError as error:
+        raise LaunchError(
+            f"no port for the coordinator can be had at {bind}: {error.strerror}; set net.bind to an address of this "
+            "machine, or widen net.ports"
+        ) from error
+    port = kept.getsockname()[1]
+    links = Place(
+        tcp_address(bind, 0),
+        advertise="" if host == bind else host,
+        ports=tuple(other for other in ports if other != port),
+        tls=tls,
+    )
+    near = bind
+    if ipaddress.ip_address(bind).is_unspecified:
+        near = "::1" if ":" in bind else LOOPBACK
+    network = JobNetwork(
+        listen=tcp_address(bind, port),
+        dial=tcp_address(host, port),
+        launcher_dials=tcp_address(near, port),
+        links=links,
+        host=host,
+    )
+    return network, kept
+
+
+def address_of(interface: str) -> str:
+    """The first address of a network interface, IPv4 before IPv6.
+
+    Raises:
+        ConfigError: there is no such interface, or it has no address that others could dial.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    if interface not in names:
+        raise ConfigError([f"net.interface: there is no {interface} here; there are {', '.join(names)}"])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+            return socket.inet_ntoa(answer[20:24])
+        except OSError:  # it has none
+            pass
+    for address in _ipv6_addresses(interface):
+        return address
+    raise ConfigError([f"net.interface: {interface} has no address yet; bring it up, or set net.bind"])
+
+
+def _ipv6_addresses(interface: str) -> Iterator[str]:
+    """Those that other machines can dial without naming an interface of theirs."""
+    for line in IPV6_TABLE.read_text().splitlines() if IPV6_TABLE.exists() else ():
+        digits, _, _, _, _, name = line.split()
+        address = ipaddress.IPv6Address(bytes.fromhex(digits))
+        if name == interface and not address.is_link_local:
+            yield str(address)

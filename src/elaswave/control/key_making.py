@@ -1,0 +1,169 @@
+"""Makes a job's authority, certificates and key: what `elaswave keys` does.
+
+The `openssl` command makes them: it belongs to the library that Python's own TLS uses, and jobs that need no
+certificates then need no further Python package. Any other tool will do as well, if the files have these names, the
+certificates name their hosts, and are for servers and clients (extendedKeyUsage).
+"""
+
+import ipaddress
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from elaswave.control.key_files import (
+    AUTHORITY_FILE,
+    AUTHORITY_KEY_FILE,
+    CERTIFICATE_FILE,
+    CERTIFICATE_KEY_FILE,
+    JOB_KEY_FILE,
+    new_key,
+)
+from elaswave.errors import UsageError
+
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+_COMMAND_TIMEOUT_S = 60.0
+_AUTHORITY = """\
+[req]
+distinguished_name = name
+prompt = no
+[name]
+CN = elaswave job authority
+[extensions]
+basicConstraints = critical, CA:TRUE, pathlen:0
+keyUsage = critical, keyCertSign, cRLSign
+subjectKeyIdentifier = hash
+"""
+_HOST = """\
+[req]
+distinguished_name = name
+prompt = no
+[name]
+CN = {name}
+[extensions]
+basicConstraints = critical, CA:FALSE
+keyUsage = critical, digitalSignature
+extendedKeyUsage = serverAuth, clientAuth
+subjectKeyIdentifier = hash
+authorityKeyIdentifier = keyid
+subjectAltName = {names}
+"""
+
+
+def make_keys(folder: Path, hosts: Sequence[Sequence[str]], days: int) -> list[Path]:
+    """Makes what is missing: the authority and this machine's certificate, and a folder for each other host.
+
+    Args:
+        folder: made with mode 0700; its authority is used if it has one.
+        hosts: the names and addresses of each other host, the first one names its folder.
+        days: for which certificates are good.
+    Returns:
+        The folders that were made or filled, each for one host.
+    Raises:
+        UsageError: a host that has a folder already, a name that is none, or openssl is missing or fails.
+    """
+    for names in hosts:
+        _check_names(names)
+        if (folder / names[0]).exists():
+            raise UsageError(
+                f"{folder / names[0]} is there already; remove it to have a new certificate for {names[0]}"
+            )
+    made = []
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (folder / AUTHORITY_FILE).exists():
+            _make_authority(folder, days)
+            _write_private(folder / JOB_KEY_FILE, new_key() + b"\n")
+            _make_certificate(folder, folder, LOCAL_NAMES, days)
+            made.append(folder)
+        elif not hosts:
+            raise UsageError(f"{folder} has keys already; name a new folder, or add hosts with --host")
+        for names in hosts:
+            own = folder / names[0]
+            own.mkdir(mode=0o700)
+            _write_private(own / JOB_KEY_FILE, (folder / JOB_KEY_FILE).read_bytes())
+            (own / AUTHORITY_FILE).write_bytes((folder / AUTHORITY_FILE).read_bytes())
+            _make_certificate(folder, own, names, days)
+            made.append(own)
+    except OSError as error:
+        raise UsageError(f"keys cannot be made in {folder}: {error}") from error
+    return made
+
+
+def _check_names(names: Sequence[str]) -> None:
+    for name in names:
+        if not name or not name[0].isalnum() and ":" not in name or set(name) - _NAME_CHARACTERS:
+            raise UsageError(f"--host: {name!r} is neither an address nor a host's name, such as 10.0.0.5 or node-1")
+
+
+_NAME_CHARACTERS = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-.:")
+
+
+def _make_authority(folder: Path, days: int) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = Path(scratch) / "settings"
+        settings.write_text(_AUTHORITY)
+        key = _make_private_key(folder / AUTHORITY_KEY_FILE)
+        _openssl(
+            *("req", "-x509", "-new", "-sha256", "-key", key, "-config", settings, "-extensions", "extensions"),
+            *("-days", days, "-out", folder / AUTHORITY_FILE),
+        )
+
+
+def _make_certificate(authority: Path, folder: Path, names: Sequence[str], days: int) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        settings, request = Path(scratch) / "settings", Path(scratch) / "request"
+        listed = ", ".join(f"{'IP' if _is_address(name) else 'DNS'}:{name}" for name in names)
+        settings.write_text(_HOST.format(name=names[0], names=listed))
+        key = _make_private_key(folder / CERTIFICATE_KEY_FILE)
+        _openssl("req", "-new", "-sha256", "-key", key, "-config", settings, "-out", request)
+        _openssl(
+            *("x509", "-req", "-sha256", "-in", request, "-extfile", settings, "-extensions", "extensions"),
+            *("-CA", authority / AUTHORITY_FILE, "-CAkey", authority / AUTHORITY_KEY_FILE),
+            *(
+                "-set_serial",
+                int.from_bytes(os.urandom(8), "big") | 1,
+                "-days",
+                days,
+                "-out",
+                folder / CERTIFICATE_FILE,
+            ),
+        )
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _make_private_key(path: Path) -> Path:
+    _write_private(path, b"")  # before the secret is there
+    _openssl("genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", "-out", path)
+    path.chmod(0o600)
+    return path
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(content)
+
+
+def _openssl(*arguments: object) -> None:
+    command = ["openssl", *map(str, arguments)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, stdin=subprocess.DEVNULL, umask=0o077
+        )
+    except FileNotFoundError:
+        raise UsageError(
+            "there is no openssl command here, which makes the certificates; install it (apt-get install openssl), or "
+            "make them on another machine and copy the folder"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"openssl {arguments[0]} has not ended within {_COMMAND_TIMEOUT_S:g} s; try again") from None
+    if done.returncode:
+        raise UsageError(f"openssl {arguments[0]} failed: {done.stderr.strip()}; version 1.1.1 or later is needed")

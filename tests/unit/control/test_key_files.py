@@ -1,0 +1,175 @@
+"""The job's key and certificate files: where they come from, who may read them, what is said where they do not fit."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.certificates import keys_of
+
+from elaswave.api.environment import KEY_FILE_VARIABLE, KEY_VARIABLE, given_key
+from elaswave.cli.main import main
+from elaswave.config.schema import NetConfig
+from elaswave.control import key_making
+from elaswave.control.key_files import own_key, read_key, tls_of
+from elaswave.errors import ConfigError, UsageError
+from elaswave.transport.tls import Tls
+
+KEY = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.key"
+    path.write_text(f"{KEY}\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_a_file_in_the_environment_gives_the_key(key_file: Path, monkeypatch) -> None:
+    monkeypatch.setenv(KEY_FILE_VARIABLE, str(key_file))
+    found = given_key()
+    assert found is not None and (found.secret, found.file) == (KEY.encode(), key_file)
+
+
+def test_the_folder_of_the_certificates_gives_the_key(key_file: Path) -> None:
+    net = NetConfig(transport="tcp", tls="required", keys=str(key_file.parent))
+    assert own_key(net).secret == KEY.encode()
+
+
+def test_without_either_each_job_has_its_own() -> None:
+    assert given_key() is None
+    first, second = own_key(NetConfig()), own_key(NetConfig())
+    assert first.file is None and len(first.secret) == 64 and first.secret != second.secret
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
+def test_a_key_that_others_could_read_or_replace_is_refused(key_file: Path, mode: int) -> None:
+    key_file.chmod(mode)
+    with pytest.raises(UsageError, match=f"has mode {mode:04o} .*chmod 600"):
+        read_key(key_file)
+
+
+def test_what_is_no_key(tmp_path: Path, key_file: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        read_key(tmp_path / "none")
+    with pytest.raises(UsageError, match="is no file with a job's key"):
+        read_key(tmp_path)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(UsageError, match="is no file with a job's key"):
+        read_key(tmp_path / "pipe")
+    key_file.write_text("short")
+    with pytest.raises(UsageError, match="holds a key of 5 bytes, at least 16"):
+        read_key(key_file)
+
+
+def test_the_variable_is_erased_where_children_and_others_could_read_it(key_file: Path) -> None:
+    code = f"""
+import os
+from pathlib import Path
+from elaswave.api.environment import environment_to_compute, given_key
+os.environ.update(dict(os.environ))
+assert b"{KEY}" in Path("/proc/self/environ").read_bytes()
+assert "{KEY_VARIABLE}" not in environment_to_compute()
+assert given_key().secret == b"{KEY}"
+assert given_key().secret == b"{KEY}", "a second job of this process"
+assert "{KEY_VARIABLE}" not in os.environ and "{KEY_VARIABLE}".encode() not in os.environb
+shown = Path("/proc/self/environ").read_bytes()
+assert b"{KEY}" not in shown and b"AFTER=1" in shown and b"BEFORE=1" in shown
+if os.fork() == 0:
+    os._exit(b"{KEY}" in Path("/proc/self/environ").read_bytes())
+assert os.wait()[1] == 0
+"""
+    environment = {"BEFORE": "1", KEY_VARIABLE: KEY, "AFTER": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, check=True, timeout=60)
+    both = {**environment, KEY_FILE_VARIABLE: str(key_file)}
+    run = "from elaswave.api.environment import given_key; given_key()"
+    done = subprocess.run([sys.executable, "-c", run], env=both, capture_output=True, text=True, timeout=60)
+    assert "both give the job's key; unset one of them" in done.stderr
+
+
+def test_missing_certificates_and_a_key_that_others_could_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"has no certificate.pem and no certificate.key and no authority.pem; make"):
+        tls_of(tmp_path)
+    for name in ("certificate.pem", "certificate.key", "authority.pem"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "certificate.key").chmod(0o644)
+    with pytest.raises(UsageError, match=r"certificate.key has mode 0644"):
+        tls_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "host", "seen"),
+    [
+        ("", "10.1.1.1", "cannot serve 10.1.1.1: the certificate is refused: IP address mismatch"),
+        ("10.9.8.7", "node-1", "cannot serve node-1: the certificate is refused: Hostname mismatch"),
+    ],
+)
+def test_a_host_that_the_certificate_does_not_name_is_refused_at_once(folder: str, host: str, seen: str) -> None:
+    with pytest.raises(ConfigError, match=seen):
+        tls_of(keys_of("job") / folder).check(host)
+
+
+def test_a_good_certificate_is_good_for_all_its_names() -> None:
+    for host in key_making.LOCAL_NAMES:
+        tls_of(keys_of("job")).check(host)
+
+
+def test_an_expired_certificate_and_one_of_another_authority_are_refused_at_once() -> None:
+    from tests.certificates import expired_tls, job_tls, stranger_tls
+
+    with pytest.raises(ConfigError, match="certificate has expired"):
+        expired_tls().check("127.0.0.1")
+    mixed = Tls(certificate=job_tls().certificate, key=job_tls().key, authority=stranger_tls().authority)
+    with pytest.raises(ConfigError, match="unable to get local issuer certificate|certificate signature failure"):
+        mixed.check("127.0.0.1")
+
+
+def test_the_command_makes_keys_that_only_their_owner_can_read(tmp_path: Path, capsys) -> None:
+    keys_of("job")  # skips where there is no openssl
+    folder = tmp_path / "keys"
+    previous = os.umask(0)
+    try:
+        assert main(["keys", str(folder), "--host", "node-1,10.0.0.5"]) == 0
+    finally:
+        os.umask(previous)
+    out = capsys.readouterr().out
+    assert f"{folder / 'node-1'}: certificate for node-1, 10.0.0.5, good for 365 days" in out
+    secret = [*folder.rglob("*.key")]
+    assert sorted(path.name for path in secret) == [
+        *("authority.key", "certificate.key", "certificate.key", "job.key", "job.key")
+    ]
+    for path in (folder, folder / "node-1", *secret):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    assert read_key(folder / "job.key") == read_key(folder / "node-1" / "job.key")
+    for host in ("node-1", "10.0.0.5"):
+        tls_of(folder / "node-1").check(host)
+
+    assert main(["keys", str(folder)]) == 2
+    assert "has keys already" in capsys.readouterr().err
+    assert main(["keys", str(folder), "--host", "node-1"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert main(["keys", str(folder), "--host", "../x"]) == 2
+    assert "'../x' is neither an address nor a host's name" in capsys.readouterr().err
+    assert main(["keys", str(folder), "--host", "::1", "--json"]) == 0
+    assert str(folder / "::1") in capsys.readouterr().out
+
+
+def test_without_openssl_the_command_says_what_to_do(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["keys", str(tmp_path / "keys")]) == 2
+    assert "there is no openssl command here" in capsys.readouterr().err
+    (tmp_path / "openssl").write_text("#!/bin/sh\necho too old >&2\nexit 1\n")
+    (tmp_path / "openssl").chmod(0o755)
+    assert main(["keys", str(tmp_path / "other")]) == 2
+    assert "openssl genpkey failed: too old; version 1.1.1" in capsys.readouterr().err
+    monkeypatch.setattr(key_making, "_COMMAND_TIMEOUT_S", 0.05)
+    (tmp_path / "openssl").write_text("#!/bin/sh\nread line\nexec /bin/sleep 60\n")
+    assert main(["keys", str(tmp_path / "slow")]) == 2
+    assert "has not ended within 0.05 s" in capsys.readouterr().err
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert main(["keys", str(blocked / "keys")]) == 2
+    assert "keys cannot be made in" in capsys.readouterr().err
