@@ -31,13 +31,18 @@ import torch
 
 from elaswave.hashing import MASK64, signed64
 from elaswave.state.grids import INITIAL_EXPONENT
-from elaswave.state.shapes import LayerShape, segments
+from elaswave.state.shapes import LayerShape, TensorSlot, segments
 
 _FAST_LIMIT_BITS = 51
 
 
-_PIECE_ELEMENTS = 1 << 17
-"""Most elements that are converted in one go: a mebibyte of float64, which a core's own cache holds."""
+_PIECE_ELEMENTS = 1 << 16
+"""Most elements that are added in one go: their gradients, their words in float64 and their sums together take 1.25
+mebibytes, which a core's own cache holds."""
+
+
+_REDUCED_ELEMENTS = 1 << 15
+"""Most elements whose mean is made in one go, for the same reason."""
 
 
 class Scratch:
@@ -45,16 +50,43 @@ class Scratch:
 
     def __init__(self) -> None:
         self.values = torch.empty(_PIECE_ELEMENTS, dtype=torch.float64)
-        self.words = self.values.numpy().view(np.int64)
 
 
-class _Piece(NamedTuple):
-    """A run of a layer's flat storage that is added in one go: some whole tensors, or a part of one. No padding."""
+class _Part(NamedTuple):
+    """The elements of one tensor in a piece."""
 
-    start: int
-    stop: int
-    parts: list[tuple[int, slice | None, torch.Tensor, np.ndarray]]
-    """Index of each tensor; which of its elements, None for all; where they become float64, as torch and as numpy."""
+    tensor: int
+    """Its index in the layer."""
+    elements: slice | None
+    """Of the tensor; None for all."""
+    values: torch.Tensor
+    """Where they become float64."""
+    numbers: np.ndarray
+    """The same memory."""
+
+
+class _Piece:
+    """A run of a layer's flat storage that is added in one go: some whole tensors, or a part of one. No padding.
+
+    Args:
+        start: first element in the layer.
+        scratch: where its elements become float64.
+    """
+
+    def __init__(self, start: int, scratch: Scratch) -> None:
+        self.start = self.stop = start
+        self.parts: list[_Part] = []
+        self._scratch = scratch
+
+    def append(self, index: int, slot: TensorSlot, first: int, size: int) -> None:
+        """The next part: elements [first, first + size) of a tensor."""
+        view = self._scratch.values[self.stop - self.start :][:size]
+        is_whole = size == slot.numel
+        values = view.view(slot.added_shape) if is_whole else view
+        self.parts.append(_Part(index, None if is_whole else slice(first, first + size), values, view.numpy()))
+        self.stop += size
+        self.words = self._scratch.values[: self.stop - self.start].view(torch.int64)
+        """All its elements as they are added."""
 
 
 def _pieces(shape: LayerShape, scratch: Scratch) -> list[_Piece]:
@@ -63,29 +95,20 @@ def _pieces(shape: LayerShape, scratch: Scratch) -> list[_Piece]:
         for first in range(0, slot.numel, _PIECE_ELEMENTS):
             size = min(_PIECE_ELEMENTS, slot.numel - first)
             start = slot.offset + first
-            stop = start + size
             last = pieces[-1] if pieces else None
-            if last and last.stop == start and stop - last.start <= _PIECE_ELEMENTS:
-                pieces[-1] = last._replace(stop=stop)
-            else:
-                pieces.append(_Piece(start, stop, []))
-            view = scratch.values[start - pieces[-1].start :][:size]
-            whole = size == slot.numel
-            pieces[-1].parts.append((
-                index,
-                None if whole else slice(first, first + size),
-                view.view(slot.added_shape) if whole else view,
-                view.numpy(),
-            ))  # fmt: skip
+            if last is None or last.stop != start or start + size - last.start > _PIECE_ELEMENTS:
+                pieces.append(_Piece(start, scratch))
+            pieces[-1].append(index, slot, first, size)
     return pieces
 
 
 class ExactAccumulator:
     """The exact partial sum of one layer's gradients on one worker.
 
-    `add` is called for every parameter and micro-batch, and is bound by memory: hence the pieces, which stay in the
-    core's cache until they are added, and numpy's addition of int64, since torch's multiplies by its alpha, too, and
-    takes three times as long.
+    `add` is called for every parameter and micro-batch, and is bound by memory: hence the pieces, each of which stays
+    in the core's cache from the search for its largest gradient until it is added. Each operation is done by the
+    library that is faster at it: torch's addition of int64 multiplies by its alpha, too, and takes three times as long
+    as numpy's; numpy's sum of int64 takes twice as long as torch's.
 
     Args:
         shape: the layer's tensors.
@@ -97,9 +120,8 @@ class ExactAccumulator:
         self.shape = shape
         self._checked = checked
         self._sum = torch.zeros(shape.size, dtype=torch.int64)
-        self._words = self._sum.numpy()
-        self._scratch = scratch or Scratch()
-        self._pieces = _pieces(shape, self._scratch)
+        self._pieces = _pieces(shape, scratch or Scratch())
+        self._terms = [(piece, self._sum.numpy()[piece.start : piece.stop]) for piece in self._pieces]
         self.reset([INITIAL_EXPONENT] * len(shape.tensors))
 
     def reset(self, exponents: Sequence[int]) -> None:
@@ -134,32 +156,57 @@ class ExactAccumulator:
         Returns:
             Whether all of them were finite.
         """
-        present = [
-            torch.zeros(slot.added_shape, dtype=torch.float32) if gradient is None else gradient
-            for gradient, slot in zip(gradients, self.shape.tensors, strict=True)
-        ]
-        maxima = [_largest(gradient) for gradient in present]
-        if not all(map(math.isfinite, maxima)):
-            return False
-        self.maxima = list(map(max, self.maxima, maxima))
-        slow = [maximum >= slow_from for maximum, slow_from in zip(maxima, self._slow_from, strict=True)]
-        for piece in self._pieces:
-            for index, part, values, numbers in piece.parts:
-                gradient = present[index] if part is None else present[index].reshape(-1)[part]
-                if slow[index]:
-                    values.view(torch.int64).copy_(_fast_bits_slowly(gradient, self._exponents[index]))
-                else:
-                    values.copy_(gradient)
-                    np.add(numbers, self._magic[index], out=numbers)
-            total, words = self._words[piece.start : piece.stop], self._scratch.words[: piece.stop - piece.start]
+        present = [_present(gradient, slot) for gradient, slot in zip(gradients, self.shape.tensors, strict=True)]
+        maxima, checksum = [0.0] * len(present), self.checksum
+        for number, (piece, total) in enumerate(self._terms):
+            if not self._make_words(piece, present, maxima):
+                self._take_back(number, present)
+                self.checksum = checksum
+                return False
             if self._checked:
-                self.checksum = (self.checksum + int(words.sum())) & MASK64  # while the piece is in the cache
+                self.checksum = (self.checksum + int(piece.words.sum())) & MASK64  # while the piece is in the cache
             if self._is_empty:
-                np.copyto(total, words)
+                np.copyto(total, piece.words.numpy())
             else:
-                np.add(total, words, out=total)
+                np.add(total, piece.words.numpy(), out=total)
+        self.maxima = list(map(max, self.maxima, maxima))
         self._is_empty = False
         return True
+
+    def _make_words(self, piece: _Piece, gradients: Sequence[torch.Tensor], maxima: list[float]) -> bool:
+        """Makes the words of a piece, unless a gradient in it is not finite.
+
+        Args:
+            gradients: of the layer's tensors.
+            maxima: largest absolute values of the tensors, taken on.
+        Returns:
+            Whether all of them were finite.
+        """
+        for index, elements, values, numbers in piece.parts:
+            gradient = gradients[index] if elements is None else gradients[index][elements]
+            largest = _largest(gradient)
+            if not math.isfinite(largest):
+                return False
+            maxima[index] = max(maxima[index], largest)
+            if largest >= self._slow_from[index]:
+                values.view(torch.int64).copy_(_fast_bits_slowly(gradient, self._exponents[index]))
+            else:
+                values.copy_(gradient)
+                np.add(numbers, self._magic[index], out=numbers)
+        return True
+
+    def _take_back(self, num_pieces: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Subtracts the first pieces again; in an empty sum nothing counts that has been written."""
+        for piece, total in [] if self._is_empty else self._terms[:num_pieces]:
+            self._make_words(piece, gradients, [0.0] * len(gradients))
+            np.subtract(total, piece.words.numpy(), out=total)
+
+
+def _present(gradient: torch.Tensor | None, slot: TensorSlot) -> torch.Tensor:
+    """A gradient of a tensor, None as zeros; flat where it is added in several pieces."""
+    if gradient is None:
+        gradient = torch.zeros(slot.added_shape, dtype=torch.float32)
+    return gradient.reshape(-1) if slot.numel > _PIECE_ELEMENTS else gradient
 
 
 def _fast_bits_slowly(gradient: torch.Tensor, exponent: int) -> torch.Tensor:
@@ -215,9 +262,8 @@ def checksum(total: torch.Tensor, shape: LayerShape, start: int) -> int:
     """
     if total.dtype == torch.float32:
         return 0
-    words = total.numpy()
     runs = segments(shape, start, start + total.numel())
-    return sum(int(words[run.start : run.stop].sum()) for run in runs) & MASK64
+    return sum(int(total[run.start : run.stop].sum()) for run in runs) & MASK64
 
 
 def reduced_gradient(
@@ -242,14 +288,19 @@ def reduced_gradient(
     """
     if total.dtype == torch.float32:
         return total / num_microbatches
-    reduced = torch.zeros(total.shape, dtype=torch.float32)
+    reduced = torch.empty(total.shape, dtype=torch.float32)
     words, values = total.numpy(), reduced.numpy()
-    first_index = shape.tensors[0].id if shape.tensors else 0
+    first_index, done = shape.tensors[0].id if shape.tensors else 0, 0
     for segment in segments(shape, start, start + total.numel()):
+        values[done : segment.start] = 0.0
+        done = segment.stop
         exponent = exponents[segment.slot.id - first_index]
-        part = slice(segment.start, segment.stop)
-        units = words[part] - signed64(offset(exponent) * num_microbatches * num_uses)
-        np.multiply(units, 2.0**-exponent / num_microbatches, out=values[part], casting="same_kind")  # in float64
+        constant = signed64(offset(exponent) * num_microbatches * num_uses)
+        for first in range(segment.start, done, _REDUCED_ELEMENTS):
+            part = slice(first, min(first + _REDUCED_ELEMENTS, done))
+            units = words[part] - constant
+            np.multiply(units, 2.0**-exponent / num_microbatches, out=values[part], casting="same_kind")  # in float64
+    values[done:] = 0.0
     return reduced
 
 

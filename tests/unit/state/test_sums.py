@@ -134,6 +134,26 @@ def test_a_gradient_that_is_not_finite_is_refused_as_a_whole(bad):
     assert exact.add(ones())
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_what_was_added_before_a_gradient_that_is_not_finite_is_taken_back(bad, is_empty):
+    """A layer is added in pieces, and the bad value lies in its last one."""
+    shape = make_shape([(8,), (3, 70_000)])
+    exact, other = ExactAccumulator(shape), ExactAccumulator(shape)
+    for accumulator in (exact, other):
+        accumulator.reset([40, 38])
+        if not is_empty:
+            accumulator.add([torch.ones(8), torch.full((3, 70_000), -0.3)])
+    large = torch.randn(3, 70_000) * 2.0**16  # the slow path, too
+    large[2, -1] = bad
+    assert not exact.add([torch.full((8,), 2.0), large])
+    assert (exact.checksum, exact.maxima) == (other.checksum, other.maxima)
+    good = [torch.randn(8), torch.randn(3, 70_000)]
+    assert exact.add(good) and other.add(good)
+    assert exact.sum.equal(other.sum)
+    assert exact.checksum == other.checksum == checksum(exact.sum, shape, 0)
+
+
 def test_a_reset_empties_the_sum_and_sets_the_grids():
     exact = ExactAccumulator(SHAPE)
     exact.reset([INITIAL_EXPONENT, INITIAL_EXPONENT])
