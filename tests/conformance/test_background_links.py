@@ -20,7 +20,7 @@ def want(*transports: Transport) -> None:
 def absent(world: World, worker: int) -> str:
     """An address at which nobody listens."""
     addresses = {"unix": f"unix:{world.folder}/nobody.sock", "tcp": "tcp:127.0.0.1:1", "memory": f"memory:{worker}"}
-    return addresses[world.kind]
+    return addresses["tcp" if world.kind == "tls" else world.kind]
 
 
 def exchange(a: Transport, b: Transport, number: int) -> None:
