@@ -159,6 +159,7 @@ def test_reduce_and_gather_are_compared_with_gloo_in_time_and_bytes() -> None:
     assert rows["gloo all-reduce"]["received_per_parameter"] >= 6
 
 
+@pytest.mark.slow
 def test_recoveries_are_measured_and_keep_the_bits() -> None:
     document = run(
         "recovery.py", "--workers", "4", "--modes", "saturated", "--kills", "2", "--hangs", "0", "--torchft", "0"

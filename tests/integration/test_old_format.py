@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors import safe_open
 from tests.integration.jobs import SMALL, as_toml
 from tests.old_runs import in_format_1
@@ -34,6 +35,7 @@ def elaswave(*arguments: str | Path, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_an_old_run_is_resumed_to_the_same_bits_and_read_but_not_repeated(tmp_path: Path) -> None:
     settings = [argument for key, value in SETTINGS.items() for argument in ("--set", f"{key}={as_toml(value)}")]
     whole, old = tmp_path / "whole", tmp_path / "old"

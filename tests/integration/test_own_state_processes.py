@@ -30,9 +30,8 @@ def run(folder: Path, model: Any, widths: list[int], **options: Any) -> elaswave
     return train(folder, config, model=model, loss=mean_square, dataset=Points(), **options)
 
 
-@pytest.mark.parametrize(
-    "kind", ["tied", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "tied")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_kills_a_resume_elsewhere_and_the_weights_back(kind: str, tmp_path: Path) -> None:
     alone = run(tmp_path / "alone", KINDS[kind](), [1])
     unlucky = run(tmp_path / "unlucky", KINDS[kind](), [2, 2], faults=("kill:0@2:reduce", "kill:random@4:any"))

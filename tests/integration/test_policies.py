@@ -69,6 +69,7 @@ def test_a_baseline_that_keeps_the_batch_keeps_the_bits(tmp_path: Path, referenc
         assert len(busy) == 4 and set(job.result.epochs[1].layout.workers) == {0, 2, 3, 4, 5}
 
 
+@SLOW
 def test_a_full_restart_without_a_checkpoint_begins_again(tmp_path: Path, reference: Job) -> None:
     job = run_job(tmp_path / "run", EMULATED | {"elastic.policy": '"full_restart"'}, faults=["kill:1@5:vote"])
     assert job.computation == reference.computation
@@ -103,7 +104,7 @@ def test_steps_that_are_repeated_with_a_smaller_batch_have_other_losses(tmp_path
     [
         ["kill:1@3:backward"],
         pytest.param(["kill:1@2:forward", "kill:4@7:gather"], marks=pytest.mark.slow),
-        ["kill:4@2:vote", "kill:coordinator@4", "kill:2@7:apply+1"],
+        pytest.param(["kill:4@2:vote", "kill:coordinator@4", "kill:2@7:apply+1"], marks=pytest.mark.slow),
     ],
     ids=len,
 )

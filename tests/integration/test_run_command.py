@@ -107,6 +107,7 @@ def test_a_script_runs_by_itself_and_with_the_command_whose_options_are_stronger
         assert run(tmp_path, *RUN[:-1], "inspect", "r").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_process_with_threads_and_a_running_loop_trains_a_cell(plain, tmp_path):
     """As a notebook has it: no file, a thread of its own, an event loop that runs, classes of ``__main__``."""
     cell = SCRIPT.replace('if __name__ == "__main__":\n    main()\n', "main()\n")
