@@ -4,11 +4,19 @@ A fence belongs to the model, never to a link: its codec is applied whether or n
 not depend on the layout. All of it is ours: of FusionLLM (arXiv 2410.12707) only the abstract could be read.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
-Codec = Literal["none", "bf16", "int8", "int4"]
-CODECS: tuple[Codec, ...] = get_args(Codec)
+Codec = str
+"""One of `CODECS`, or what `top_k_of` reads."""
+CODECS: tuple[Codec, ...] = ("none", "bf16", "int8", "int4")
+"""Those without a parameter."""
+MAX_RATIO = 1000
+"""Of ``topk``: of so many numbers one is kept."""
+_TOP_K = r"topk(?:[2-9]|[1-9][0-9]{1,2}|1000)(?:-own)?"
+CODEC_PATTERN = "|".join((*CODECS, _TOP_K))
+CODEC_WORDS = f"one of {', '.join(CODECS)}, topkR and topkR-own with R from 2 to {MAX_RATIO}, as topk10"
 GROUP_ELEMENTS = 64
 """Neighbouring elements of a tensor that share a scale, a bfloat16 number, under ``int8`` and ``int4``."""
 _SCALE_BYTES = 2
@@ -17,6 +25,12 @@ _NARROW_BYTES = 2
 """Of an element under ``bf16``."""
 _HEAD_BYTES = 4
 _DIM_BYTES = 4
+ROW_ELEMENTS = 1024
+"""Neighbouring elements of a tensor of which ``topk`` keeps the largest, the last row with what is left. Rows are runs
+of neighbours and no dimension: so a size follows from the number of elements alone, and a tensor whose last dimension
+is short, as images have, keeps no more than its share."""
+RATIO_BYTES = 2
+INDEX_BYTES = 2
 
 
 class Fence(NamedTuple):
@@ -30,6 +44,57 @@ class Fence(NamedTuple):
         return f"{self.after}:{self.codec}"
 
 
+class TopK(NamedTuple):
+    """A codec that keeps the largest numbers of each row."""
+
+    ratio: int
+    """Of so many numbers one is kept, rounded up in each row."""
+    has_own_mask: bool = False
+    """Whether a gradient has its own largest numbers kept, instead of those at the places that were kept forward."""
+
+    def __str__(self) -> str:
+        return f"topk{self.ratio}" + ("-own" if self.has_own_mask else "")
+
+
+class Rows(NamedTuple):
+    """Rows of equal length of a tensor under ``topk``."""
+
+    num_rows: int
+    length: int
+    num_kept: int
+    """Of each row."""
+
+    @property
+    def has_bitmap(self) -> bool:
+        """Whether the places are a bit for each element, which is shorter than an index for each that is kept."""
+        return INDEX_BYTES * self.num_kept >= -(-self.length // 8)
+
+    @property
+    def place_bytes(self) -> int:
+        """Of the places of one row."""
+        return -(-self.length // 8) if self.has_bitmap else INDEX_BYTES * self.num_kept
+
+
+def top_k_of(codec: Codec) -> TopK | None:
+    """What a codec's name says of ``topk``; None: it is no such codec."""
+    if re.fullmatch(_TOP_K, codec) is None:
+        return None
+    ratio, _, own = codec.removeprefix("topk").partition("-")
+    return TopK(int(ratio), bool(own))
+
+
+def is_codec(text: str) -> bool:
+    """Whether a text names a codec."""
+    return text in CODECS or top_k_of(text) is not None
+
+
+def rows_of(ratio: int, num_elements: int) -> tuple[Rows, ...]:
+    """The rows of a tensor under ``topk``: the full ones, then what is left."""
+    full, rest = divmod(num_elements, ROW_ELEMENTS)
+    found = [Rows(full, ROW_ELEMENTS, -(-ROW_ELEMENTS // ratio))] if full else []
+    return (*found, *([Rows(1, rest, -(-rest // ratio))] if rest else ()))
+
+
 def fence_of(text: str) -> Fence:
     """A fence as it is written: ``LAYER:CODEC``. The name may have colons itself.
 
@@ -37,8 +102,8 @@ def fence_of(text: str) -> Fence:
         ValueError: it is none.
     """
     after, colon, codec = text.rpartition(":")
-    if not after or not colon or codec not in CODECS:
-        raise ValueError(f"{text!r} is no fence: needed is LAYER:CODEC with one of {', '.join(CODECS)}")
+    if not after or not colon or not is_codec(codec):
+        raise ValueError(f"{text!r} is no fence: needed is LAYER:CODEC with {CODEC_WORDS}")
     return Fence(after, codec)
 
 
@@ -96,11 +161,31 @@ def head_bytes(num_dims: int) -> int:
 
 
 def payload_bytes(codec: str, num_elements: int) -> int:
-    """The numbers of a coded tensor: under ``int8`` and ``int4`` whole groups, each with its scale."""
+    """The numbers of a coded tensor: under ``int8`` and ``int4`` whole groups, each with its scale; under ``topk`` what
+    is kept, and its places."""
     if codec == "bf16":
         return _NARROW_BYTES * num_elements
+    if top_k := top_k_of(codec):
+        return values_bytes(top_k.ratio, num_elements) + places_bytes(top_k.ratio, num_elements)
     num_groups = -(-num_elements // GROUP_ELEMENTS)
     return num_groups * (_SCALE_BYTES + GROUP_ELEMENTS * _BITS[codec] // 8)
+
+
+def values_bytes(ratio: int, num_elements: int) -> int:
+    """The ratio and the numbers that ``topk`` keeps: all that travels where the places are known."""
+    kept = sum(rows.num_rows * rows.num_kept for rows in rows_of(ratio, num_elements))
+    return RATIO_BYTES + _NARROW_BYTES * kept
+
+
+def places_bytes(ratio: int, num_elements: int) -> int:
+    """Where the numbers lie that ``topk`` keeps."""
+    return sum(rows.num_rows * rows.place_bytes for rows in rows_of(ratio, num_elements))
+
+
+def kept_places_bytes(codec: Codec, num_elements: int) -> int:
+    """What either side of a fence keeps of a tensor until its gradient comes: the places, where gradients use them."""
+    top_k = top_k_of(codec)
+    return places_bytes(top_k.ratio, num_elements) if top_k and not top_k.has_own_mask else 0
 
 
 def coded_bytes(codec: str, shape: Sequence[int], element_bytes: int) -> int:
@@ -109,7 +194,7 @@ def coded_bytes(codec: str, shape: Sequence[int], element_bytes: int) -> int:
     A tensor that a codec would not make smaller stays as it is.
 
     Args:
-        codec: one of `CODECS`.
+        codec: one of `CODECS`, or ``topk``.
         shape: of the tensor.
         element_bytes: of its type.
     """

@@ -58,12 +58,14 @@ def test_the_tax_of_every_part_is_measured() -> None:
 @pytest.mark.slow
 def test_codecs_and_trainings_with_fences_are_measured() -> None:
     document = run("fences.py", "codecs", "--steps", "2", "--rounds", "2")
-    assert [row["codec"] for row in document["rows"]] == ["bf16", "int8", "int4"]
+    codecs = [row["codec"] for row in document["rows"]]
+    assert codecs == ["bf16", "int8", "int4", "topk10", "topk10-own", "topk100", "topk100-own"]
     errors = [row["errors"]["normal"] for row in document["rows"]]
     assert errors == sorted(errors) and errors[0] > 0
     tiny = ("model.hidden_size=16", "run.eval_microbatches=1", "batch.num_microbatches=1")
     sizes = (part for each in tiny for part in ("--size", each))
-    document = run("fences.py", "training", "--steps", "2", "--seeds", "1", "2", *sizes)
+    codecs = ("--codecs", "bf16", "int8", "int4")
+    document = run("fences.py", "training", "--steps", "2", "--seeds", "1", "2", *codecs, *sizes)
     assert [(row["codec"], row["fences"]) for row in document["rows"]] == [
         ("dense", 0), *((codec, number) for number in (1, 4) for codec in ("bf16", "int8", "int4")),
     ]  # fmt: skip

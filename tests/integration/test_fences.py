@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "1+3": {"layout.widths": [1, 3], "layout.layers": [2, 4], "model.recompute": True},
     "2+1+2": {"layout.widths": [2, 1, 2], "layout.layers": [2, 2, 2], "layout.schedule": "zero-bubble"},
 }
-CODECS = ("bf16", "int8", "int4")
+CODECS = ("bf16", "int8", "int4", "topk10", "topk100-own")
 FAULTS = {"kill": ["kill:1@3:backward"], "two kills": ["kill:0@2:forward", "kill:2@5:reduce"]}
 
 
@@ -62,7 +62,7 @@ def test_layouts_and_losses_change_no_bit(
     assert sum(each.is_failure for each in job.result.recoveries) == len(FAULTS.get(faults, ()))
 
 
-@pytest.mark.parametrize(("codec", "layout"), [("int8", "1+3"), ("int4", "2+1+2")])
+@pytest.mark.parametrize(("codec", "layout"), [("int8", "1+3"), ("int4", "2+1+2"), ("topk10", "2+1+2")])
 def test_layouts_of_threads_change_no_bit(
     codec: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,9 +74,10 @@ def test_layouts_of_threads_change_no_bit(
     assert other.evaluations == one.evaluations and list(one.evaluations) == [3]
 
 
-def test_a_loss_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = ThreadJob(tmp_path / "one", SHORT | ONE | fences("int8")).run(monkeypatch)
-    job = run_job(tmp_path / "job", SHORT | LAYOUTS["2x2"] | fences("int8"), faults=["kill:1@2:backward"])
+@pytest.mark.parametrize("codec", ["int8", "topk10"])
+def test_a_loss_changes_no_bit(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = ThreadJob(tmp_path / "one", SHORT | ONE | fences(codec)).run(monkeypatch)
+    job = run_job(tmp_path / "job", SHORT | LAYOUTS["2x2"] | fences(codec), faults=["kill:1@2:backward"])
     assert job.result.losses == one.losses
     assert job.digests == {name: f"{value:016x}" for name, value in one.digests.items()}
     assert [each.worker for each in job.result.recoveries if each.is_failure] == [1]
@@ -86,10 +87,11 @@ def test_fewer_bytes_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Of a pipeline of two workers, who send each other activations, gradients and votes: all bytes, heads included."""
     settings = SETTINGS | {"layout.widths": [1, 1], "layout.layers": [2, 4], "elastic.num_followers": 0, "run.steps": 2}
     sent = {}
-    for codec in ("none", "int8", "int4"):
+    for codec in ("none", "int8", "int4", "topk20"):
         job = ThreadJob(tmp_path / codec, settings | fences(codec) | {"batch.microbatch_size": 8}).run(monkeypatch)
         sent[codec] = sum(finished.bytes_sent for finished in job.finished.values())
     assert sent["int8"] < 0.35 * sent["none"] and sent["int4"] < 0.25 * sent["none"]
+    assert sent["topk20"] < sent["int4"]
 
 
 @pytest.mark.slow

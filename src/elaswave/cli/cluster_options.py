@@ -96,7 +96,7 @@ _OPTIONS = (
         multiple=True,
         metavar="LAYER:CODEC",
         callback=lambda context, option, values: values or None,
-        help=f"A fence of the model, behind embedding or block.N: {', '.join(CODECS)}; may be given several times.",
+        help=f"A fence of the model, behind embedding or block.N: {', '.join(CODECS)}, topkR; may be repeated.",
     ),
     click.option(
         "--efficiency", type=SHARE, metavar="F", help="Share of the peak that is reached.  [default: the device's]"

@@ -18,7 +18,7 @@ from elaswave.config.presets import model_shape
 from elaswave.costs.analytic import PARAMETER_BYTES, analytic_costs
 from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan, UsageError
-from elaswave.fences import CODECS, Codec
+from elaswave.fences import CODEC_WORDS, Codec, is_codec
 from elaswave.observability.wrapping import wrap
 from elaswave.planning.far_apart.job import Copies, FarJob, FarPlan, allocation_of_plan, without_devices
 from elaswave.planning.far_apart.objective import FAR_SCHEDULES
@@ -54,6 +54,18 @@ class FarOptions:
         return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
 
 
+class _CodecName(click.ParamType):
+    """A codec of a fence."""
+
+    name = "CODEC"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Codec:
+        """The codec; refuses what is none."""
+        if not is_codec(value):
+            self.fail(f"{value!r} is no codec; give {CODEC_WORDS}", param, context)
+        return str(value)
+
+
 _OPTIONS = (
     click.option(
         "--network",
@@ -62,7 +74,9 @@ _OPTIONS = (
         help="Sites, their workers, and the links between them: plan for machines far apart.",
     ),
     click.option(
-        "--codec", type=click.Choice(CODECS), help="Of tensors between sites, with --network.  [default: none]"
+        "--codec",
+        type=_CodecName(),
+        help=f"Of tensors between sites, with --network: {CODEC_WORDS}.  [default: none]",
     ),
     click.option(
         "--copies",

@@ -18,7 +18,7 @@ from elaswave.config.toml import toml_document
 from elaswave.config_format import FORMAT, FORMAT_KEY
 from elaswave.data.token_files import VOCABULARY_MAX
 from elaswave.errors import ConfigError
-from elaswave.fences import CODECS
+from elaswave.fences import CODEC_PATTERN, CODEC_WORDS
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
@@ -51,8 +51,8 @@ Policy = Annotated[
 FenceText = Annotated[
     str,
     Meta(
-        pattern=rf"^.+:({'|'.join(CODECS)})\Z",
-        extra={"words": f'"LAYER:CODEC", a layer\'s name and one of {", ".join(CODECS)}'},
+        pattern=rf"^.+:({CODEC_PATTERN})\Z",
+        extra={"words": f'"LAYER:CODEC", a layer\'s name and {CODEC_WORDS}'},
     ),
 ]
 
@@ -113,8 +113,9 @@ class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     time, the same bits."""
     fences: tuple[FenceText, ...] = ()
     """Boundaries at which a codec shortens what passes, forward and backward, each as ``LAYER:CODEC``, the layer before
-    it and one of ``none``, ``bf16``, ``int8``, ``int4``. They are part of the model: other fences, other bits. The
-    built-in models have the layers ``embedding``, ``block.0`` and so on, and ``head`` (docs/own-models/fences.md)."""
+    it and one of ``none``, ``bf16``, ``int8``, ``int4``, ``topkR`` (one number of R is kept) and ``topkR-own``. They
+    are part of the model: other fences, other bits. The built-in models have the layers ``embedding``, ``block.0`` and
+    so on, and ``head`` (docs/own-models/fences.md)."""
     cuts: tuple[int, ...] = ()
     """own: where ``elaswave.split`` has cut the network; set by ``elaswave.Trainer``, so that a resumed run has the
     same parts, whatever is measured then."""

@@ -33,7 +33,7 @@ from elaswave.worker.admission import Unwritten, check_dense, check_graph
 from elaswave.worker.batches import BatchError
 from elaswave.worker.canary import made_up_tree, prove
 from elaswave.worker.compiled import CompiledLayers
-from elaswave.worker.fences import Fences
+from elaswave.worker.fences import NO_MASKS, Fences
 from elaswave.worker.flights import Flights, Front
 from elaswave.worker.layer_runs import Given, Reached, Run, Saved, received, to_send, zeros_where_none
 from elaswave.worker.scoring import Scored, Scoring
@@ -292,7 +292,8 @@ class Compute:
                     value = self.fences.closed(index, value, before, given.leaves)
                 if train and keeps:
                     kept = None if self._is_recomputed(index) or not self._keeps_run(index) else run
-                    self._saved[index, microbatch] = Saved(given, kept, self.layers[index].buffers.left())
+                    masks = NO_MASKS if self.fences is None else self.fences.masks(before, value)
+                    self._saved[index, microbatch] = Saved(given, kept, self.layers[index].buffers.left(), masks)
                     self._flights.went(microbatch, layers, index + 1, value)
             self._between_layers()
         if layers.stop == self.num_layers:
@@ -366,11 +367,13 @@ class Compute:
             self._saved[index, microbatch] = saved._replace(run=None)
             with self._at(microbatch, index):
                 before = reached.gradients
-                gradients = before if self.fences is None else self.fences.opened_gradients(before)
+                gradients = before if self.fences is None else self.fences.opened_gradients(before, saved.masks)
                 aligned = reached._replace(gradients=list(map(at_boundary, gradients)))
                 passed_on = one_layer(index, microbatch, saved, aligned)
                 if self.fences is not None:
-                    passed_on = self.fences.closed_gradients(index - 1, passed_on, before, aligned.gradients)
+                    passed_on = self.fences.closed_gradients(
+                        index - 1, passed_on, before, aligned.gradients, saved.masks
+                    )
                 reached = reached._replace(gradients=passed_on)
             del self._saved[index, microbatch]
             self._flights.returned(microbatch, layers, index, reached)

@@ -5,6 +5,10 @@ is kept to be sent again, and what the next layer of the same worker is given al
 hands a tensor on as it was given it hands its bytes on: at the next fence it is not coded again. Whether it does is
 found by comparing bits, not memory, since what shares memory could depend on who runs a layer.
 
+Under ``topk`` a gradient has the places of the tensor that it is the gradient of, as that stands coded at the
+boundary: either side of it keeps these (`Masks`) until the gradient comes, and bytes without places go no further than
+tensors with the same places do.
+
 Codecs run between layers, never inside: a layer that is run again, and the canary, see decoded tensors only.
 """
 
@@ -15,9 +19,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from elaswave.errors import FrameError
-from elaswave.fences import Codec
-from elaswave.worker.codecs import decode, encode, is_codable
-from elaswave.worker.values import at_boundary, flatten, unflatten
+from elaswave.fences import Codec, top_k_of
+from elaswave.worker.codecs import Places, decode, encode, encode_at, is_codable, needs_places, places_of
+from elaswave.worker.values import at_boundary, flatten, is_differentiable, unflatten
 
 Direction = Literal["forward", "backward"]
 
@@ -31,11 +35,24 @@ class Fenced(NamedTuple):
     """Theirs among the leaves: int64, ascending."""
 
 
+class Masks(NamedTuple):
+    """What a layer keeps of the boundaries beside it for the gradients there."""
+
+    before: Mapping[int, Places]
+    """By position among the tensors of the boundary that have a gradient."""
+    behind: Mapping[int, Places]
+
+
+NO_MASKS = Masks({}, {})
+
+
 class _Known(NamedTuple):
     """A tensor that a layer was given, and its bytes."""
 
     coded: torch.Tensor
     decoded: torch.Tensor
+    places: Places | None = None
+    """Without which the bytes mean nothing."""
 
 
 class Fences:
@@ -86,13 +103,25 @@ class Fences:
                 found[place] = leaves[place] = bytes_
         return Fenced(unflatten(structure, leaves), torch.tensor([*found])) if found else value
 
-    def opened_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def masks(self, before: Any, behind: Any) -> Masks:
+        """What has to be kept of the values beside a layer until the backward has passed it."""
+        if not isinstance(before, Fenced) and not isinstance(behind, Fenced):
+            return NO_MASKS
+        return Masks(_places_kept(before), _places_kept(behind))
+
+    def opened_gradients(self, gradients: Sequence[torch.Tensor], masks: Masks) -> list[torch.Tensor]:
         """Gradients for a layer's backward of those at the boundary behind it. Bytes are coded: no gradient is whole.
 
+        Args:
+            gradients: those at the boundary.
+            masks: the layer's.
         Raises:
             FrameError: they were received, and bytes contradict themselves.
         """
-        return [decode(each) if each.dtype == torch.uint8 else each for each in gradients]
+        return [
+            decode(each, masks.behind.get(index)) if each.dtype == torch.uint8 else each
+            for index, each in enumerate(gradients)
+        ]
 
     def closed_gradients(
         self,
@@ -100,6 +129,7 @@ class Fences:
         gradients: Sequence[torch.Tensor],
         before: Sequence[torch.Tensor],
         given: Sequence[torch.Tensor],
+        masks: Masks,
     ) -> list[torch.Tensor]:
         """What a layer's backward has brought, as it stands at the boundary before the layer.
 
@@ -108,27 +138,61 @@ class Fences:
             gradients: of the layer's inputs.
             before: what stood at the boundary behind it.
             given: what its backward was given of that.
+            masks: the layer's.
         """
-        known = [_Known(*pair) for pair in zip(before, given, strict=True) if pair[0].dtype == torch.uint8]
+        known = [
+            _Known(coded, decoded, masks.behind[index] if needs_places(coded) else None)
+            for index, (coded, decoded) in enumerate(zip(before, given, strict=True))
+            if coded.dtype == torch.uint8
+        ]
         if not known and boundary not in self._codecs:
             return list(gradients)
-        coded = (self._coded(boundary, "backward", each, known) for each in gradients)
+        coded = (
+            self._coded(boundary, "backward", each, known, masks.before.get(index))
+            for index, each in enumerate(gradients)
+        )
         return [each if bytes_ is None else bytes_ for each, bytes_ in zip(gradients, coded, strict=True)]
 
     def _coded(
-        self, boundary: int, direction: Direction, leaf: torch.Tensor, known: Sequence[_Known]
+        self,
+        boundary: int,
+        direction: Direction,
+        leaf: torch.Tensor,
+        known: Sequence[_Known],
+        places: Places | None = None,
     ) -> torch.Tensor | None:
-        """The bytes with which a tensor passes a boundary; None: it passes as it is."""
+        """The bytes with which a tensor passes a boundary; None: it passes as it is.
+
+        Args:
+            places: where those numbers lie that were kept of what a gradient belongs to, if it stands coded there.
+        """
         for each in known:
-            if _same_bits(leaf, each.decoded):
+            if _same_bits(leaf, each.decoded) and (each.places is None or each.places.equal(places)):
                 return each.coded
         codec = self._codecs.get(boundary)
         if codec is None or not is_codable(leaf, codec):
             return None
-        found = encode(leaf, codec)
+        found = encode(leaf, codec) if places is None or top_k_of(codec) is None else encode_at(leaf, places)
         if found is None:
             self.bypassed[boundary, direction] += 1
         return found
+
+
+def _places_kept(value: Any) -> dict[int, Places]:
+    """By position among the tensors of a value that have a gradient."""
+    if not isinstance(value, Fenced):
+        return {}
+    _, leaves = flatten(value.value)
+    coded = set(_places(value, len(leaves)))
+    found, index = {}, 0
+    for place, leaf in enumerate(leaves):
+        if place in coded:
+            if (places := places_of(leaf)) is not None:
+                found[index] = places
+            index += 1
+        else:
+            index += is_differentiable(leaf)
+    return found
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

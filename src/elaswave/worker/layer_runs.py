@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elaswave.worker.fences import NO_MASKS, Masks
 from elaswave.worker.values import Structure, at_boundary, unflatten
 
 
@@ -41,6 +42,8 @@ class Saved(NamedTuple):
     """None where the layer is recomputed, or its outputs are not needed any more."""
     buffers: Sequence[torch.Tensor] = ()
     """What the forward has left in persistent buffers."""
+    masks: Masks = NO_MASKS
+    """Of the fences beside it."""
 
 
 class Reached(NamedTuple):

@@ -28,8 +28,9 @@ def test_they_are_written_and_read_back(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ('["block.0:int7"]', r'model.fences: got \["block.0:int7"\], expected a list of values, each "LAYER:CODEC", a '
-         "layer's name and one of none, bf16, int8, int4"),
+         "layer's name and one of none, bf16, int8, int4, topkR"),
         ('["block.0:int8\\n"]', "model.fences: got .* expected a list of values"),
+        ('["block.0:topk1"]', "model.fences: got .* expected a list of values"),
         ('"block.0:int8"', "model.fences: got .* expected a list of values"),
         ('["block.4:int8"]', 'model.fences: "block.4:int8": the model has no layer block.4'),
         ('["head:int8"]', 'model.fences: "head:int8": head is the last layer'),

@@ -19,9 +19,14 @@ def test_a_fence_is_a_layer_and_a_codec() -> None:
     assert codecs_at(["block.1:int4", "embedding:none"], NAMES) == {0: "none", 2: "int4"}
 
 
-@pytest.mark.parametrize("text", ["int8", ":int8", "block.0:int3", "block.0", ""])
+@pytest.mark.parametrize(
+    "text",
+    ["int8", ":int8", "block.0:int3", "block.0", "", "a:topk", "a:topk1", "a:topk1001", "a:topk010", "a:topk9-its"],
+)
 def test_what_is_no_fence_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no fence: needed is LAYER:CODEC with one of none, bf16, int8, int4"):
+    with pytest.raises(
+        ValueError, match="is no fence: needed is LAYER:CODEC with one of none, bf16, int8, int4, topkR and"
+    ):
         fence_of(text)
 
 
@@ -55,6 +60,9 @@ def test_none_changes_nothing_and_order_does_not_count() -> None:
         ("int4", (65,), 4, 8 + 2 * 34),
         ("bf16", (8, 64, 128), 2, 8 * 64 * 128 * 2),
         ("int8", (8,), 4, 32),
+        ("topk10", (2, 1024), 4, 12 + 2 + 2 * (103 * 2 + 128)),
+        ("topk100", (2, 1024), 4, 12 + 2 + 2 * (11 * 2 + 11 * 2)),
+        ("topk100-own", (1025,), 4, 8 + 2 + 11 * 4 + 2 + 1),
         ("int8", (0, 5), 4, 0),
         ("bf16", (), 8, 6),
     ],
@@ -84,6 +92,15 @@ def test_costs_know_the_smaller_bytes_what_is_kept_and_what_a_codec_moves() -> N
     measured = fenced_costs(plain, {1: "int8"}, element_bytes=4)
     assert measured.layers[1].forward_s == 1 and measured.layers[1].boundary_bytes == coded
     assert fenced_costs(plain, {0: "none"}, element_bytes=4) == plain
+
+
+@pytest.mark.parametrize(("codec", "places"), [("topk10", 128), ("topk10-own", 0)])
+def test_places_that_are_kept_for_gradients_take_memory_on_either_side(codec: str, places: int) -> None:
+    plain = Costs(layers=(layer(4096.0), layer(4096.0), layer(0.0)))
+    costs = fenced_costs(plain, {1: codec}, element_bytes=4)
+    coded = coded_bytes(codec, (1024,), 4)
+    assert costs.layers[1].activation_bytes == 5000 + coded + places
+    assert costs.layers[2].activation_bytes == 5000 + places
 
 
 def test_a_described_models_boundaries_are_smaller_at_its_fences() -> None:

@@ -11,6 +11,7 @@ from elaswave.worker.canary import elsewhere
 from elaswave.worker.codecs import decode, encode, is_codable
 
 CODECS = ("bf16", "int8", "int4")
+ALL = (*CODECS, "topk10", "topk40-own")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -70,7 +71,7 @@ def test_the_bytes_of_each_codec() -> None:
     assert found[8:16] == [0x80, 0x3F, 0, 0x80, 0x80, 0x3F, 0x82, 0x3F]  # ties to even
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ALL)
 def test_equal_numbers_give_equal_bytes_wherever_they_lie(codec: str) -> None:
     tensor = numbers(9, 77)
     assert coded(tensor, codec).equal(coded(elsewhere(tensor), codec))
@@ -79,7 +80,7 @@ def test_equal_numbers_give_equal_bytes_wherever_they_lie(codec: str) -> None:
     assert decode(coded(tensor, codec)).equal(decode(elsewhere(coded(tensor, codec))))
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ALL)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_has_no_bytes(codec: str, value: float) -> None:
     tensor = numbers(4, 64)

@@ -12,13 +12,14 @@ from elaswave.errors import FrameError
 from elaswave.models.layers import build_layer
 from elaswave.models.registry import build_model
 from elaswave.worker import fences as fences_module
-from elaswave.worker.codecs import decode, encode
+from elaswave.worker.codecs import decode, encode, places_of
 from elaswave.worker.compute import Compute
 from elaswave.worker.fences import Fenced, Fences
 from elaswave.worker.payloads import pack, unpack
 
 FENCED = replace(GPT, fences={0: "int4", 2: "int8"})
 EVERY = replace(GPT, fences={0: "bf16", 1: "int8", 2: "int4"})
+SPARSE = replace(GPT, fences={0: "topk10", 1: "topk4-own", 2: "topk3"})
 SEED = 5
 WITHOUT_DROPOUT = build_model(
     "gpt", vocab_size=50, num_layers=2, hidden_size=16, num_heads=2, context_length=8, dropout=0.0
@@ -72,9 +73,14 @@ class End(nn.Module):
 
 
 CARRIED = replace(model_of(Start, Middle, Middle, End), fences={0: "int4", 2: "int4"})
+CARRIED_SPARSE = replace(CARRIED, fences={0: "topk5", 2: "topk5"})
 
 
-@pytest.mark.parametrize("model", [FENCED, EVERY, CARRIED], ids=["two", "every", "carried"])
+@pytest.mark.parametrize(
+    "model",
+    [FENCED, EVERY, CARRIED, SPARSE, CARRIED_SPARSE],
+    ids=["two", "every", "carried", "sparse", "carried-sparse"],
+)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_cuts_and_recomputation_do_not_show(model, cut, recompute):
@@ -93,7 +99,9 @@ def test_cuts_and_recomputation_do_not_show(model, cut, recompute):
     assert back.losses == whole.losses
 
 
-@pytest.mark.parametrize("model", [FENCED, CARRIED], ids=["two", "carried"])
+@pytest.mark.parametrize(
+    "model", [FENCED, CARRIED, SPARSE, CARRIED_SPARSE], ids=["two", "carried", "sparse", "carried-sparse"]
+)
 def test_a_backward_in_halves_has_the_same_bits(model):
     whole, halves = make_compute(model), make_compute(model)
     run(whole, [0, 1, 2], 4)
@@ -252,7 +260,8 @@ def test_a_codec_never_runs_inside_a_layer(monkeypatch):
     assert not calls
 
 
-def test_an_interrupted_computation_goes_on_from_what_was_coded():
+@pytest.mark.parametrize("model", [EVERY, SPARSE], ids=["every", "sparse"])
+def test_an_interrupted_computation_goes_on_from_what_was_coded(model):
     class Interrupt(Exception):
         pass
 
@@ -263,7 +272,7 @@ def test_an_interrupted_computation_goes_on_from_what_was_coded():
         if left[0] == 0:
             raise Interrupt
 
-    whole, compute = make_compute(EVERY), make_compute(EVERY, between=between)
+    whole, compute = make_compute(model), make_compute(model, between=between)
     run(whole, [0], 4)
     tokens, targets = batch(0)
     with pytest.raises(Interrupt):
@@ -291,3 +300,110 @@ def test_a_zero_of_the_other_sign_is_another_value():
     before = fences.closed(0, zeros, None, [])
     value = fences.closed(1, -zeros, before, [zeros])
     assert fences.opened(value).signbit().all()
+
+
+@pytest.mark.parametrize("codec", ["topk3", "topk3-own"])
+def test_a_gradient_has_the_places_of_the_activation_or_its_own(codec):
+    """With the activation's it is the true gradient of the network in which the rest is zero, but for rounding."""
+    model = replace(WITHOUT_DROPOUT, fences={1: codec})
+    compute = make_compute(model)
+    tokens, targets = batch(0)
+    run(compute, [0], 4)
+    layers = [build_layer(spec, SEED, index).eval() for index, spec in enumerate(model.layers)]
+    value = layers[1](layers[0](tokens))
+    passed = decode(encode(value.detach(), codec)).requires_grad_()
+    loss = model.loss(layers[3](layers[2](passed)), targets)
+    (gradient,) = torch.autograd.grad(loss, [passed], retain_graph=True)
+    kept = decode(encode(gradient, codec)) if codec.endswith("own") else gradient.bfloat16().float() * (passed != 0)
+    assert int((kept != 0).sum()) == int((passed != 0).sum()) < passed.numel() / 2
+    value.backward(kept)
+    loss.backward()
+    maxima = [float(parameter.grad.abs().max()) for layer in layers for parameter in layer.parameters()]
+    ours = [maximum for accumulator in compute.accumulators.values() for maximum in accumulator.maxima]
+    assert ours == pytest.approx(maxima, rel=1e-4)
+
+
+def test_only_numbers_travel_backward_where_the_places_are_known():
+    tokens, targets = batch(0)
+    crossed = {}
+    for codec in ("topk10", "topk10-own"):
+        model = replace(GPT, fences={1: codec})
+        front, back = make_compute(model, range(2)), make_compute(model, range(2, 4))
+        value = front.forward(range(2), 0, tokens, None)
+        back.forward(range(2, 4), 0, sent(value)[0], targets)
+        gradient = back.backward(range(2, 4), 0, None)
+        crossed[codec] = (value.value.nbytes, gradient.nbytes)
+    assert crossed["topk10-own"][0] == crossed["topk10-own"][1] == crossed["topk10"][0]
+    assert crossed["topk10"][1] == crossed["topk10"][0] - 64  # a bit for each of 512 numbers
+
+
+def test_bytes_without_places_are_not_handed_on_to_a_tensor_with_other_places():
+    """A layer whose gradient passes it bit for bit, while what it hands on is another tensor than it was given."""
+
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.Parameter(torch.ones(16))
+
+        def forward(self, x):
+            return x + 10 * self.own.cumsum(0)
+
+    class Begin(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(50, 16)
+
+        def forward(self, tokens):
+            return self.table(tokens)
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.map(x)
+
+    model = replace(model_of(Begin, Shift, Last), fences={0: "topk5", 1: "topk5"})
+    tokens, targets = batch(0)
+    compute = make_compute(model)
+    values = [compute.forward(range(1), 0, tokens, None)]
+    values.append(compute.forward(range(1, 2), 0, values[0], None))
+    compute.forward(range(2, 3), 0, values[1], targets)
+    behind = compute.backward(range(2, 3), 0, None)
+    before = compute.backward(range(1, 2), 0, behind)
+    first, second = (decode(each.value) for each in values)
+    assert not (first != 0).equal(second != 0)
+    places = [places_of(each.value) for each in values]
+    assert decode(before, places[0]).equal(decode(behind, places[1]) * (first != 0))
+
+
+def test_zeros_behind_a_relu_tie_and_change_nothing():
+    class Zeros(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(50, 16)
+
+        def forward(self, tokens):
+            return (self.table(tokens) - 1.5).relu()
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.map(x)
+
+    model = replace(model_of(Zeros, Last), fences={0: "topk3"})
+    value = make_compute(model, range(1)).forward(range(1), 0, batch(0)[0], None)
+    assert int((decode(value.value) != 0).sum()) < 512 // 3  # more zeros than there is room for
+    whole = make_compute(model)
+    run(whole, [0, 1], 2)
+    front, back = make_compute(model, range(1)), make_compute(model, range(1, 2))
+    for microbatch in (1, 0):
+        tokens, targets = batch(microbatch)
+        back.forward(range(1, 2), microbatch, sent(front.forward(range(1), microbatch, tokens, None))[0], targets)
+        front.backward(range(1), microbatch, sent(back.backward(range(1, 2), microbatch, None))[0])
+    together = sums(front) | sums(back)
+    assert all(together[index].equal(total) for index, total in sums(whole).items())
