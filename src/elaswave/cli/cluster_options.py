@@ -6,13 +6,14 @@ Without any of it they speak of the paper's cluster: 96 Ascend 910B that train L
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from elaswave.cli.option_groups import Command, add_group, given_in
 from elaswave.config.own import TOKENS_PER_S
 from elaswave.config.presets import catalog, device_preset, link_preset, model_shape
 from elaswave.costs.analytic import analytic_costs, preset_cluster
@@ -66,8 +67,6 @@ def _known(kind: str) -> str:
     """The package's presets of a kind, for a help text."""
     return f"{', '.join(getattr(catalog(), kind))}, or a .toml file"
 
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _OPTIONS = (
     click.option("--workers", type=click.IntRange(min=1), help=f"Number of workers.  [default: {DEFAULT_WORKERS}]"),
@@ -131,24 +130,16 @@ class ClusterOptions:
     @property
     def given(self) -> list[str]:
         """Names of the options that were given."""
-        return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
+        return given_in(self)
 
 
-def cluster_options(command: _Command) -> _Command:
+def cluster_options(command: Command) -> Command:
     """Adds the options of a described cluster; the command gets them as ``options: ClusterOptions``."""
 
-    def gathering(*args: Any, **values: Any) -> Any:
-        options = ClusterOptions(**{name: values.pop(name) for name in ClusterOptions.__dataclass_fields__})
-        return command(*args, options=options, **values)
-
-    gathering.__name__, gathering.__doc__ = command.__name__, command.__doc__
-    gathering.__dict__.update(vars(command))
-    for option in reversed(_OPTIONS):
-        gathering = option(gathering)
-    return gathering  # type: ignore[return-value]
+    return add_group(command, "options", ClusterOptions, _OPTIONS)
 
 
-def loss_options(command: _Command) -> _Command:
+def loss_options(command: Command) -> Command:
     """Adds the options that say who is lost."""
     for option in reversed(
         (
@@ -182,7 +173,7 @@ def loss_options(command: _Command) -> _Command:
     return command
 
 
-def policy_option(command: _Command) -> _Command:
+def policy_option(command: Command) -> Command:
     """Adds ``--policy``, which lists the policies there are."""
     return click.option(
         "--policy",

@@ -3,15 +3,16 @@
 Networks and devices are emulated: nothing here measures anything, and every output says so.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from elaswave.cli.cluster_options import ClusterOptions, check_some_are_left, choose_lost, with_speeds
 from elaswave.cli.layout_table import as_json
+from elaswave.cli.option_groups import Command, add_group, given_in
 from elaswave.cli.tables import format_seconds, render_table, terminal_width
 from elaswave.config.own import TOKENS_PER_S
 from elaswave.config.presets import model_shape
@@ -34,8 +35,6 @@ _IN_FILE = {"workers", "device", "within_node", "between_nodes"}
 _NOT_FAR = {"fence", "stages", "tensor_parallel", "power_limit_kw"}
 """Options of what is not planned here."""
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-
 
 @dataclass(frozen=True, kw_only=True)
 class FarOptions:
@@ -49,9 +48,7 @@ class FarOptions:
     @property
     def without_network(self) -> list[str]:
         """Options that were given although no network was."""
-        if self.network is not None:
-            return []
-        return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
+        return [] if self.network is not None else given_in(self)
 
 
 class _CodecName(click.ParamType):
@@ -89,18 +86,10 @@ _OPTIONS = (
 )
 
 
-def far_options(command: _Command) -> _Command:
+def far_options(command: Command) -> Command:
     """Adds the options of a network; the command gets them as ``far: FarOptions``."""
 
-    def gathering(*args: Any, **values: Any) -> Any:
-        far = FarOptions(**{name: values.pop(name) for name in FarOptions.__dataclass_fields__})
-        return command(*args, far=far, **values)
-
-    gathering.__name__, gathering.__doc__ = command.__name__, command.__doc__
-    gathering.__dict__.update(vars(command))
-    for option in reversed(_OPTIONS):
-        gathering = option(gathering)
-    return gathering  # type: ignore[return-value]
+    return add_group(command, "far", FarOptions, _OPTIONS)
 
 
 def check_far(far: FarOptions) -> None:
