@@ -39,7 +39,11 @@ def key64(*parts: int | str) -> int:
     """
     z = len(parts)
     for part in parts:
-        z = mix64(z + _GOLDEN + (part if isinstance(part, int) else text64(part)))
+        # `mix64`, written out: a vote asks for thousands of keys.
+        z = z + _GOLDEN + (part if isinstance(part, int) else text64(part)) & MASK64
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+        z ^= z >> 31
     return z
 
 

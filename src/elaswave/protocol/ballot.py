@@ -251,10 +251,11 @@ class VoteShape:
 
     def vector_of(self, ballot: Ballot) -> list[int]:
         """The vector of one worker's ballot: signed 64-bit integers, [size]."""
-        sums = [1, ballot.coverage, ballot.residency, ballot.next_residency, ballot.agreement, ballot.partial_sums]
-        sums += norm_limbs(ballot.square_sums)
-        sums += score_words(ballot.scores, self.num_microbatches, self.num_metrics)
-        maxima = [
+        checks = (1, ballot.coverage, ballot.residency, ballot.next_residency, ballot.agreement, ballot.partial_sums)
+        vector = [(value + _SIGN & MASK64) - _SIGN for value in checks]  # keys of 64 bits; all others fit as they are
+        vector += norm_limbs(ballot.square_sums)
+        vector += score_words(ballot.scores, self.num_microbatches, self.num_metrics)
+        vector += (
             ballot.next_state,
             -ballot.next_state,
             _nonfinite_code(ballot.nonfinite),
@@ -263,11 +264,12 @@ class VoteShape:
             -ballot.change,
             ballot.duration_us,
             *environment.flat(ballot.canaries, self.num_canaries),
-        ]
-        maxima += [float_bits(ballot.maxima.get(index, 0.0)) for index in range(self.num_tensors)]
+        )
+        maxima = ballot.maxima
+        vector += [float_bits(maxima[index]) if index in maxima else 0 for index in range(self.num_tensors)]
         for buffer in self.buffers:
-            maxima += ballot.writes.get(buffer.tensor, buffer.nothing)
-        return [(value + _SIGN & MASK64) - _SIGN for value in sums + maxima]
+            vector += ballot.writes.get(buffer.tensor, buffer.nothing)
+        return vector
 
     def merge(self, ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
         """Both vectors as one: sums wrap, maxima are maximised."""

@@ -160,10 +160,11 @@ class Execution(Generic[C]):
                 if not forward:
                     self._release(given_back.setdefault(target.worker, deque()), action.microbatch, target)
             if runs and adds_gradients(action):
-                for unit in (unit for layer in reversed(part.layers) for unit in units[layer]):
-                    remaining[unit] -= 1
-                    if remaining[unit] == 0:
-                        on_layer_done(unit)
+                for layer in reversed(part.layers):
+                    for unit in units[layer]:
+                        remaining[unit] -= 1
+                        if remaining[unit] == 0:
+                            on_layer_done(unit)
             self.observer.acted(action)
 
     def _release(self, given_back: deque[int], microbatch: int, target: Hop) -> None:

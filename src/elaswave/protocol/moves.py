@@ -36,7 +36,7 @@ class CopyBudget(NamedTuple):
     @property
     def hash(self) -> int:
         """62 bits."""
-        return key64("budget", self.elements, len(self.usual_us), *self.usual_us, *self.copying_us) >> 2
+        return _budget_hash(self)
 
     def after(self, duration_us: int, *, copied: bool, bounds: tuple[int, int]) -> "CopyBudget":
         """The budget after a vote.
@@ -56,6 +56,11 @@ class CopyBudget(NamedTuple):
             # What was measured with more copies says nothing about fewer.
             return self._replace(elements=max(least, self.elements // 2), copying_us=())
         return self._replace(elements=min(most, self.elements * 5 // 4), copying_us=copying)
+
+
+@functools.lru_cache(maxsize=64)
+def _budget_hash(budget: CopyBudget) -> int:
+    return key64("budget", budget.elements, len(budget.usual_us), *budget.usual_us, *budget.copying_us) >> 2
 
 
 @functools.lru_cache(maxsize=4096)

@@ -28,6 +28,7 @@ _LARGEST = 2.0**128
 """Values from here on count as not finite: the sum of 2**31 smaller ones fits its limbs."""
 _METRIC_WORDS = 2 + _NUM_LIMBS
 _COUNT_WORDS = 2
+_FLOAT, _WORD = struct.Struct("<d"), struct.Struct("<q")
 
 
 class MetricSum(NamedTuple):
@@ -136,7 +137,8 @@ def score_words(scores: Scores, num_microbatches: int, num_metrics: int) -> list
         num_metrics: of the job.
     """
     words = [scores.count, scores.num_counted]
-    words += [float_bits(scores.losses.get(index, 0.0)) for index in range(num_microbatches)]
+    losses = scores.losses
+    words += [float_bits(losses[index]) if index in losses else 0 for index in range(num_microbatches)]
     for metric in scores.metrics or (_NOTHING,) * num_metrics:
         words += metric.words()
     return words + scores.aux_loss.words()
@@ -168,10 +170,11 @@ def means_of(words: Sequence[int], slots: int, num_microbatches: int) -> Means:
 
 def float_bits(value: float) -> int:
     """The bits of a float64 as a signed integer. Sums of such integers, all but one of which are of 0.0, keep it."""
-    return int.from_bytes(struct.pack("<d", value), "little", signed=True)
+    bits: int = _WORD.unpack(_FLOAT.pack(value))[0]
+    return bits
 
 
 def bits_float(bits: int) -> float:
     """The inverse of `float_bits`."""
-    value: float = struct.unpack("<d", (bits & MASK64).to_bytes(8, "little"))[0]
+    value: float = _FLOAT.unpack((bits & MASK64).to_bytes(8, "little"))[0]
     return value

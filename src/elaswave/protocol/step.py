@@ -128,6 +128,8 @@ class StepLoop(Execution[C]):
         """Of the held change; 0 for none."""
         self.known_vote: tuple[int, int, Verdict] | None = None
         """Step, attempt and verdict of the newest vote that has been taken over."""
+        self._routed: tuple[Layout, Placement, Placement] | None = None
+        """Layout, placement and next placement of which `traffic` is."""
         self._complete: Placement | None = None
         """The newest placement found to lack no follower."""
         self._use_placement(placement)
@@ -137,8 +139,10 @@ class StepLoop(Execution[C]):
     def _use_placement(self, voting: Placement) -> None:
         """The placement under which the next attempt votes."""
         self.voting = voting
-        self.agreement_hash = agreement_hash(self.layout, voting)
-        self.traffic: Traffic = self.traffic_of(self.worker, self.terms.blocks, self.layout, self.placement, voting)
+        before, self._routed = self._routed, (self.layout, self.placement, voting)
+        if before is None or any(old is not new for old, new in zip(before, self._routed, strict=True)):
+            self.agreement_hash = agreement_hash(self.layout, voting)
+            self.traffic: Traffic = self.traffic_of(self.worker, self.terms.blocks, self.layout, self.placement, voting)
 
     @property
     def progress_hash(self) -> int:

@@ -5,6 +5,7 @@ exact sum of the squares of all owners, is decided in the vote and stands here. 
 """
 
 import math
+import struct
 from collections.abc import Sequence
 
 HEADROOM_BITS = 16
@@ -56,7 +57,8 @@ def is_too_coarse(maximum: float, exponent: int) -> bool:
 NORM_LIMBS = 21
 _LIMB_BITS = 32
 _NORM_SHIFT = 320
-_LIMB_MASK = (1 << _LIMB_BITS) - 1
+_LIMBS = struct.Struct(f"<{NORM_LIMBS}I")
+_ALL_LIMBS = (1 << _LIMB_BITS * NORM_LIMBS) - 1
 
 
 def norm_limbs(square_sums: Sequence[float]) -> list[int]:
@@ -71,10 +73,10 @@ def norm_limbs(square_sums: Sequence[float]) -> list[int]:
     for value in square_sums:
         numerator, denominator = value.as_integer_ratio()
         total += (numerator << _NORM_SHIFT) // denominator
-    return [(total >> (_LIMB_BITS * i)) & _LIMB_MASK for i in range(NORM_LIMBS)]
+    return list(_LIMBS.unpack((total & _ALL_LIMBS).to_bytes(_LIMBS.size, "little")))
 
 
 def norm_from_limbs(limbs: Sequence[int]) -> float:
     """The square root of what `norm_limbs` (added over workers) holds."""
-    total = sum(int(limb) << (_LIMB_BITS * i) for i, limb in enumerate(limbs))
+    total = sum(int(limb) << (_LIMB_BITS * i) for i, limb in enumerate(limbs) if limb)
     return math.sqrt(total / (1 << _NORM_SHIFT))

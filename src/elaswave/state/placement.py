@@ -10,6 +10,7 @@ they are partners.
 Block boundaries depend on the model alone, the placement also on the layout: every worker computes both by itself.
 """
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from enum import IntEnum
@@ -105,6 +106,7 @@ def make_blocks(layer_sizes: Sequence[int], block_size: int = DEFAULT_BLOCK_SIZE
     return tuple(blocks)
 
 
+@functools.lru_cache(maxsize=4096)
 def holders_of_layers(layout: Layout) -> tuple[tuple[int, ...], ...]:
     """For each layer the workers, ascending, that run it: of its stage, or of both stages that share it; then for each
     shared unit those that run a layer which uses it."""

@@ -47,8 +47,8 @@ class SameBits(Observer):
     def learned(
         self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
-        if commits:
-            _require(grid == self._truth.grids[step], f"the grid after step {step} differs on worker {worker}")
+        if commits and grid != self._truth.grids[step]:
+            raise Violation(f"the grid after step {step} differs on worker {worker}")
 
     def checkpointed(self, step: int, states: Mapping[int, BlockState], grid: Exponents) -> None:
         right = dict(enumerate(self._truth.states[step]))
@@ -114,8 +114,8 @@ class OneOwner(Observer):
         self._owners: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
-        owners = self._owners.setdefault((epoch, step), placement.owner)
-        _require(owners == placement.owner, f"worker {worker} has other owners in step {step} than a peer")
+        if self._owners.setdefault((epoch, step), placement.owner) != placement.owner:
+            raise Violation(f"worker {worker} has other owners in step {step} than a peer")
 
     def decided(self, decision: Decision) -> None:
         owners = self._owners.setdefault((decision.epoch, decision.resume_step), decision.placement.owner)
@@ -177,8 +177,8 @@ class Agreement(Observer):
     def learned(
         self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
     ) -> None:
-        result = self._results.setdefault((epoch, step, attempt), (commits, vector))
-        _require(result == (commits, vector), f"worker {worker} learned another vote on step {step} than a peer")
+        if self._results.setdefault((epoch, step, attempt), (commits, vector)) != (commits, vector):
+            raise Violation(f"worker {worker} learned another vote on step {step} than a peer")
         if commits:
             self._committed[worker] = step
 
@@ -199,7 +199,8 @@ class Agreement(Observer):
 
     def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
         before = self._committed.get(worker, 0)
-        _require(step == before + 1, f"worker {worker} begins step {step} after step {before}")
+        if step != before + 1:
+            raise Violation(f"worker {worker} begins step {step} after step {before}")
 
 
 class LogCounts(Observer):

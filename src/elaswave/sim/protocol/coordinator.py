@@ -2,6 +2,7 @@
 keeps of the run."""
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from elaswave.planning.recovery import put_to_work, set_idle
@@ -44,6 +45,7 @@ from elaswave.sim.protocol.job import BlockState, Exponents, model_of, other_lay
 from elaswave.sim.protocol.messages import CheckpointSettled, FinishedReport, PeerLost, Shard, StepDone
 from elaswave.sim.protocol.store import StaleTermError
 from elaswave.sim.protocol.world import ControlLink, World
+from elaswave.state.placement import Block, Placement
 from elaswave.types import Layout
 
 PLAN_BOUND = 45
@@ -341,10 +343,8 @@ class SimCoordinator(CoordinatorDriver):
         model, job = model_of(self.world.job), self.world.job
         before = self.core.in_force()
         copies = job.num_followers, job.blocks_per_round, job.scatter_width
-        here = refilled(model.blocks, before.layout, before.placement, *copies)
-        placement = target_placement(
-            layout, model.blocks, here, num_followers=job.num_followers, scatter_width=job.scatter_width
-        )
+        here = _refilled(model.blocks, before.layout, before.placement, *copies)
+        placement = _target(layout, model.blocks, here, job.num_followers, job.scatter_width)
         return ChangePlanned(self.core.epoch, layout, placement, before.execution, "another layout")
 
     def _on_planned(self, planned: ChangePlanned) -> None:
@@ -436,6 +436,19 @@ class SimCoordinator(CoordinatorDriver):
     def _end_if_finished(self) -> None:
         if not self.dead and not self.world.outcome and not self._is_replaced():
             self.end_if_finished()
+
+
+# The schedules of a search ask the same again and again.
+
+
+@lru_cache(maxsize=4096)
+def _target(
+    layout: Layout, blocks: tuple[Block, ...], placement: Placement, num_followers: int, scatter_width: int
+) -> Placement:
+    return target_placement(layout, blocks, placement, num_followers=num_followers, scatter_width=scatter_width)
+
+
+_refilled = lru_cache(maxsize=4096)(refilled)
 
 
 def _describe(decision: Decision) -> str:

@@ -113,26 +113,25 @@ class ToyEngine:
         front = sums.forwards.get(microbatch)
         if front is None:
             front = Front(layers, layers.start, sample(step, microbatch) if first else value)
+        x = front.value
         for layer in range(front.at, layers.stop):
-            x = front.value
             if keeps:
                 sums.inputs[microbatch, layer] = x
             x = forward(layer, step, microbatch, [self.parameters[block] for block in model.blocks_used[layer]], x)
-            front = Front(layers, layer + 1, x)
             if keeps:
-                sums.forwards[microbatch] = front
+                sums.forwards[microbatch] = Front(layers, layer + 1, x)
             self._host.between_layers()
         if last:
             if not sums.is_covered(layers.stop, microbatch):
-                sums.losses[microbatch] = loss_of(front.value)
+                sums.losses[microbatch] = loss_of(x)
             if keeps:
-                sums.inputs[microbatch, layers.stop] = front.value
-                sums.forwards[microbatch] = front._replace(at=layers.stop + 1)
+                sums.inputs[microbatch, layers.stop] = x
+                sums.forwards[microbatch] = Front(layers, layers.stop + 1, x)
         if not keeps and microbatch not in sums.backwards:
             sums.forwards.pop(microbatch, None)
             for layer in layers:
                 sums.inputs.pop((microbatch, layer), None)
-        return front.value
+        return x
 
     def _backward(self, layers: range, step: int, microbatch: int, value: Any, *, last: bool) -> int:
         sums, model, host = self.sums, self._model, self._host

@@ -113,9 +113,37 @@ class Model(NamedTuple):
         return self.layout.num_microbatches * self.layout.num_uses(unit)
 
 
-@cache
+@lru_cache(maxsize=256)
 def model_of(job: Job) -> Model:
     """Layout, blocks and placement of a job."""
+    # Most jobs differ in nothing but when something is done: all of these have one model.
+    alike = Job()._replace(
+        **{name: getattr(job, name) for name in _OF_THE_MODEL},
+    )
+    model = _model_of(alike)
+    terms = model.terms._replace(
+        num_steps=job.steps,
+        copy_elements=job.blocks_per_round,
+        move_elements=2 * job.blocks_per_round,
+        move_bounds=(1, 4 * job.blocks_per_round),
+        checkpoint_every=job.checkpoint_every,
+    )
+    return model._replace(terms=terms)
+
+
+_OF_THE_MODEL = (
+    "widths",
+    "layers_per_stage",
+    "blocks_per_layer",
+    "num_microbatches",
+    "num_followers",
+    "scatter_width",
+    "tied",
+)
+
+
+@cache
+def _model_of(job: Job) -> Model:
     num_layers = job.layers_per_stage * len(job.widths)
     users = {0, num_layers - 1} | ({1} if job.layers_per_stage > 1 else set())
     shared = (tuple(sorted(users)),) if job.tied and num_layers > 1 else ()
@@ -200,6 +228,7 @@ def other_layout(layout: Layout) -> Layout:
 # ------------------------------------------------------------------------------------------------------ the arithmetic
 
 
+@cache
 def initial_state(block: int) -> BlockState:
     """State of a block before the first step."""
     return (_scatter(block + 1), _scatter(block + 1000))
@@ -286,14 +315,35 @@ class Truth(NamedTuple):
     """``grids[k]``: the grids that step k + 1 begins with."""
 
 
-@cache
+@lru_cache(maxsize=64)
 def undisturbed(job: Job) -> Truth:
     """Runs the job on one machine, step by step."""
+    # What decides numbers, and nothing else: neither workers nor their number, nor when something is done.
+    plain = Job(
+        widths=(1,) * len(job.widths),
+        layers_per_stage=job.layers_per_stage,
+        blocks_per_layer=job.blocks_per_layer,
+        num_microbatches=job.num_microbatches,
+        retry_step=job.retry_step,
+        tied=job.tied,
+    )
+    states, losses, grids = _course(plain)
+    _train_until(plain, job.steps)
+    end = job.steps + 1
+    return Truth(tuple(states[:end]), tuple(losses[:end]), tuple(grids[:end]))
+
+
+@cache
+def _course(job: Job) -> tuple[list[tuple[BlockState, ...]], list[tuple[float, ...]], list[Exponents]]:
+    """As far as it has been computed: what `Truth` has."""
     model = model_of(job)
-    states = [tuple(initial_state(block.id) for block in model.blocks)]
-    losses: list[tuple[float, ...]] = [()]
-    grids: list[Exponents] = [model.progress.grids.exponents]
-    for step in range(1, job.steps + 1):
+    return [tuple(initial_state(block.id) for block in model.blocks)], [()], [model.progress.grids.exponents]
+
+
+def _train_until(job: Job, last: int) -> None:
+    model = model_of(job)
+    states, losses, grids = _course(job)
+    for step in range(len(states), last + 1):
         grid, fits = grids[-1], False
         while not fits:
             step_losses, gradients, maxima = _one_attempt(job, model, step, states[-1], grid)
@@ -310,7 +360,6 @@ def undisturbed(job: Job) -> Truth:
         )
         losses.append(step_losses)
         grids.append(after)
-    return Truth(tuple(states), tuple(losses), tuple(grids))
 
 
 def _one_attempt(
@@ -341,7 +390,12 @@ def _one_attempt(
 
 def _vote_shape(job: Job) -> VoteShape:
     terms = model_of(job).terms
-    return VoteShape(job.num_microbatches, terms.num_tensors, num_canaries=1 + terms.num_layers)
+    return _shape(job.num_microbatches, terms.num_tensors, terms.num_layers)
+
+
+@cache
+def _shape(num_microbatches: int, num_tensors: int, num_layers: int) -> VoteShape:
+    return VoteShape(num_microbatches, num_tensors, num_canaries=1 + num_layers)
 
 
 def losses_of(job: Job, vector: bytes) -> tuple[float, ...]:
@@ -354,4 +408,5 @@ def losses_of(job: Job, vector: bytes) -> tuple[float, ...]:
 def asks_checkpoint(job: Job, vector: bytes) -> bool:
     """Whether a worker has asked for a durable checkpoint in a vote."""
     shape = _vote_shape(job)
-    return decode_certificate(vector)[shape.num_sums + shape.REQUEST] >= Request.CHECKPOINT.value
+    place = shape.num_sums + shape.REQUEST
+    return decode_certificate(vector[8 * place : 8 * place + 8])[0] >= Request.CHECKPOINT.value

@@ -89,11 +89,12 @@ class SimLinks:
     def send(self, key: Key, payload: Any) -> None:
         """Sends a frame."""
         host = self._host
-        self._sent_to.add(key.peer)
-        if key.peer in self.closed:
-            self.broken = key.peer
+        kind, step, attempt, a, b, peer = key
+        self._sent_to.add(peer)
+        if peer in self.closed:
+            self.broken = peer
         frame = SimFrame(self.epoch, host.machine.step, host.machine.attempt, payload)
-        host.world.to_worker(host, key.peer, Key(*key[:5], host.id), frame)
+        host.world.to_worker(host, peer, Key(kind, step, attempt, a, b, host.id), frame)
 
     def take(self, key: Key) -> Any:
         """A frame that is here."""

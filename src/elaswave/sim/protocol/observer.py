@@ -107,26 +107,38 @@ _CALLS = [name for name in vars(Observer) if not name.startswith("_")]
 def together(observers: Sequence[Observer]) -> Observer:
     """One observer that passes every call on to those of the given ones that do something with it."""
     all_of_them = Observer()
-    for name in _CALLS:
-        listeners = [
-            getattr(observer, name)
-            for observer in observers
-            if name in _calls_of(type(observer))  # type: ignore[arg-type]  # a class is hashable
-        ]
-        if listeners:
-            setattr(all_of_them, name, _call_all(listeners))
+    for name, places in _listeners(tuple(map(type, observers))):
+        setattr(all_of_them, name, _call_all([getattr(observers[place], name) for place in places]))
     return all_of_them
 
 
 @cache
-def _calls_of(kind: type[Observer]) -> frozenset[str]:
-    """Those that observers of a class do something with."""
-    return frozenset(name for name in _CALLS if getattr(kind, name) is not getattr(Observer, name))
+def _listeners(kinds: tuple[type[Observer], ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """For each call the places of those observers that do something with it; calls that none listens to are not in it.
+
+    Args:
+        kinds: classes of the observers.
+    """
+    found = []
+    for name in _CALLS:
+        ignored = getattr(Observer, name)
+        places = tuple(place for place, kind in enumerate(kinds) if getattr(kind, name) is not ignored)
+        if places:
+            found.append((name, places))
+    return tuple(found)
 
 
 def _call_all(listeners: Sequence[Callable[..., None]]) -> Callable[..., None]:
     if len(listeners) == 1:
         return listeners[0]
+    if len(listeners) == 2:
+        first, second = listeners
+
+        def call_both(*arguments: Any) -> None:
+            first(*arguments)
+            second(*arguments)
+
+        return call_both
 
     def call(*arguments: Any) -> None:
         for listener in listeners:

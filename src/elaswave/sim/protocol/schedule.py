@@ -174,16 +174,16 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
     """
     rng = random.Random(seed)
     drawn = _random_job(rng)._replace(
-        change_step=random.Random(f"change of {seed}").choice((0, 0, 1, 2)),
-        ask_step=random.Random(f"request of {seed}").choice((0, 0, 1, 2)),
-        stop_step=random.Random(f"stop of {seed}").choice((0, 0, 0, 0, 0, 1, 2)),
-        tied=random.Random(f"tie of {seed}").random() < 0.5,
+        change_step=_drawn_for(f"change of {seed}").choice((0, 0, 1, 2)),
+        ask_step=_drawn_for(f"request of {seed}").choice((0, 0, 1, 2)),
+        stop_step=_drawn_for(f"stop of {seed}").choice((0, 0, 0, 0, 0, 1, 2)),
+        tied=_drawn_for(f"tie of {seed}").random() < 0.5,
     )
     if drawn.change_step:  # blocks move for some steps before it is in force
-        drawn = drawn._replace(steps=drawn.steps + random.Random(f"moves of {seed}").choice((1, 2, 3)))
-    rounds = random.Random(f"rounds of {seed}").choice((1, 1, 1, 1, 2, 3))
+        drawn = drawn._replace(steps=drawn.steps + _drawn_for(f"moves of {seed}").choice((1, 2, 3)))
+    rounds = _drawn_for(f"rounds of {seed}").choice((1, 1, 1, 1, 2, 3))
     drawn = drawn._replace(num_microbatches=rounds * drawn.num_microbatches)
-    job = _with_membership(drawn, random.Random(f"membership of {seed}")) if job is None else job
+    job = _with_membership(drawn, _drawn_for(f"membership of {seed}")) if job is None else job
     num_workers, steps = job.num_workers, job.steps
     conditions = Conditions(
         seed=rng.randrange(1, 1 << 30),
@@ -194,10 +194,10 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         slow_worker=rng.choice((-1, -1, *range(num_workers))),
         slow_by=rng.choice((5, 15, 40)),
         keeps_in_flight=rng.random() < 0.6,
-        plan_delay=random.Random(f"plan of {seed}").choice((0, 0, 0, 4, 15, 60)),
-        commit_delay=random.Random(f"commit of {seed}").choice((0, 0, 4, 15, 60)),
-        mid_action=random.Random(f"layers of {seed}").choice((0, 0, 1, 1, 2)),
-        replans=random.Random(f"recovery of {seed}").random() < 0.3,
+        plan_delay=_drawn_for(f"plan of {seed}").choice((0, 0, 0, 4, 15, 60)),
+        commit_delay=_drawn_for(f"commit of {seed}").choice((0, 0, 4, 15, 60)),
+        mid_action=_drawn_for(f"layers of {seed}").choice((0, 0, 1, 1, 2)),
+        replans=_drawn_for(f"recovery of {seed}").random() < 0.3,
     )
     span = 8 * num_workers * steps * (job.num_microbatches // max(job.widths))
     at = rng.randrange(span)
@@ -208,6 +208,15 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
             at = at + rng.randrange(1, 30) if rng.random() < 0.7 else rng.randrange(span)
         faults.append(_random_fault(rng, num_workers + (job.join_step > 0), at))
     return Schedule(job, conditions, tuple(sorted(faults, key=lambda fault: fault.instant)))
+
+
+_FOR_ONE_PURPOSE = random.Random()
+
+
+def _drawn_for(purpose: str) -> random.Random:
+    """A generator for one purpose, until the next one is asked for: a new one each would be seeded twice."""
+    _FOR_ONE_PURPOSE.seed(purpose)
+    return _FOR_ONE_PURPOSE
 
 
 def _with_membership(job: Job, rng: random.Random) -> Job:

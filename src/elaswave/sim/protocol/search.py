@@ -5,8 +5,10 @@ a fault if its target has done nothing in between, since what others do at that 
 them is enough. A second fault is tried at every such instant of the run that the first one leads to.
 """
 
+import gc
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations, islice
 from typing import NamedTuple
 
@@ -82,10 +84,22 @@ def run_seeds(seeds: Iterable[int], build: Build = PRODUCT, job: Job | None = No
         job: the job of all of them; None draws one for each.
     """
     collector = _Collector()
-    for seed in seeds:
-        schedule = random_schedule(seed, job)
-        collector.add(schedule, run_schedule(schedule, build), seed)
+    with _seldom_collected():
+        for seed in seeds:
+            schedule = random_schedule(seed, job)
+            collector.add(schedule, run_schedule(schedule, build), seed)
     return collector.summary()
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Looks for cycles once in some dozens of runs: each leaves a few, and all that it has made lives until its end."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 5, 10)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 # --------------------------------------------------------------------------------------------------- exhaustive search
@@ -204,8 +218,9 @@ def explore(
         for conditions in space.conditions
         for schedule in _with_one_more(Schedule(space.job, conditions), space.kinds[0], build)
     )
-    for schedule in islice(firsts, part, None if limit is None else part + limit * parts, parts):
-        _explore_from(schedule, space.kinds[1:], build, collector)
+    with _seldom_collected():
+        for schedule in islice(firsts, part, None if limit is None else part + limit * parts, parts):
+            _explore_from(schedule, space.kinds[1:], build, collector)
     return collector.summary()
 
 

@@ -4,7 +4,7 @@ The counterpart of `elaswave.worker.compute` and its accumulators. Coverage and 
 together; what an attempt keeps of an earlier one is what `Keep` says, and nothing else.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from elaswave.hashing import MASK64
@@ -53,7 +53,12 @@ class ToySums:
             units: that are here.
             keep: as of `elaswave.protocol.engine.Engine.begin`.
         """
-        keep = keep or Keep(frozenset(), 0, {}, (0,) * (self._model.terms.num_layers + 1))
+        if keep is None:
+            self.words = {block: 0 for unit in units for block in self._model.blocks_of_layer[unit]}
+            self.checksums, self.masks, self.maxima, self.losses = {}, {}, {}, {}
+            self.inputs, self.forwards, self.backwards = {}, {}, {}
+            self._covered = (0,) * (self._model.terms.num_layers + 1)
+            return
         layout = self._model.layout
         kept = {unit for unit in units if self._users(unit) & keep.layers}
         self.words = {
@@ -99,7 +104,9 @@ class ToySums:
             units = to_units(gradient, exponents[unit])
             self.words[block] += units
             self.checksums[unit] = self.checksums.get(unit, 0) + units
-            self.maxima[unit] = max(self.maxima.get(unit, 0.0), maximum_of(gradient))
+            maximum = maximum_of(gradient)
+            if maximum > self.maxima.get(unit, -1.0):
+                self.maxima[unit] = maximum
         for key in ((layer, 0), *self._model.uses[layer]):
             self.masks[key] = self.masks.get(key, 0) | 1 << microbatch
 
@@ -136,8 +143,13 @@ class ToySums:
     @property
     def total_coverage(self) -> int:
         """Of all units and losses."""
-        units = {unit for unit, _ in self.masks}
-        return (sum(map(self.coverage, units)) + sum(map(loss_key, self.losses))) & MASK64
+        return (sum(coverage_key(*each) for each in self._counted()) + sum(map(loss_key, self.losses))) & MASK64
+
+    def _counted(self) -> Iterator[tuple[int, int, int]]:
+        """(unit, micro-batch, use) of all that is in the sums."""
+        for (unit, use), mask in self.masks.items():
+            for number in numbers_in(mask):
+                yield unit, number, use
 
     def counts(self) -> dict[tuple[int, int], int]:
         """How often each (unit, micro-batch) was added."""

@@ -22,6 +22,7 @@ from elaswave.sim.protocol.store import SimStore
 MAX_TIME = 20_000
 MAX_INSTANTS = 20_000
 _NUM_DELAYS = 509
+_DELAYS_AT_ONCE = 64
 
 
 class ActorDead(Exception):
@@ -174,10 +175,11 @@ class World:
         self.coordinators: list[CoordinatorActor] = []
 
     def _set_delays(self) -> None:
+        """A circle of delays; drawn as they are asked for, since most runs end before it closes."""
         seed = self.conditions.seed
-        rng = random.Random(seed)
-        choices = (1, 1, 1, 2, 2, 3, 5, 9) if seed else (1,)
-        self._delays = rng.choices(choices, k=_NUM_DELAYS)
+        self._choices = (1, 1, 1, 2, 2, 3, 5, 9) if seed else (1,)
+        self._delay_random = random.Random(seed)
+        self._delays: list[int] = []
         self._delay_at = 0
 
     def lost(self) -> list[int]:
@@ -212,7 +214,12 @@ class World:
     def delay(self) -> int:
         """The next frame's time under way."""
         at = self._delay_at
-        self._delay_at = at + 1 if at + 1 < _NUM_DELAYS else 0
+        if at == len(self._delays):
+            if at < _NUM_DELAYS:
+                self._delays += self._delay_random.choices(self._choices, k=min(_DELAYS_AT_ONCE, _NUM_DELAYS - at))
+            else:
+                at = 0
+        self._delay_at = at + 1
         return self._delays[at]
 
     def after(self, delay: int, actor: Any, call: Callable[..., None], *arguments: Any) -> None:
@@ -262,7 +269,9 @@ class World:
 
     def pause(self, worker: WorkerActor, turn: int) -> None:
         """A worker computes for a moment."""
-        self._at(self.delay(), self._act, worker, worker.on_pause_over, (turn,))
+        self._sequence += 1
+        event = (self.now + self.delay(), self._sequence, self._act, (worker, worker.on_pause_over, (turn,)))
+        heappush(self._queue, event)
 
     def to_worker(self, sender: WorkerActor, to: int, key: Key, frame: SimFrame) -> None:
         """A frame between workers."""
@@ -354,9 +363,9 @@ class World:
         """
         self.tick(worker)
         link = self.links.get(worker.id)
-        self.say(
-            f"{worker.id} -> coordinator {type(message).__name__}{'' if link and link.open else ' (no connection)'}"
-        )
+        if self._log is not None:
+            missing = "" if link and link.open else " (no connection)"
+            self.say(f"{worker.id} -> coordinator {type(message).__name__}{missing}")
         if link is not None and link.open:
             self._up(link, self._handle_durable if durable else link.coordinator.on_message, link, message)
 
