@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elaswave.control.journal import ClockRead, JournalRecord, PlaceTaken, Published
+from elaswave.control.journal import ClockRead, JournalRecord, LeaveAsked, PlaceTaken, Published
 from elaswave.protocol.events import NewEpochRecord
 
 
@@ -53,7 +53,7 @@ def _by_coordinator(records: Sequence[JournalRecord]) -> list[list[JournalRecord
 def _time_of(record: JournalRecord) -> float | None:
     if isinstance(record, Published):
         return record.finished_s
-    if isinstance(record, ClockRead | PlaceTaken | NewEpochRecord):
+    if isinstance(record, ClockRead | PlaceTaken | LeaveAsked | NewEpochRecord):
         return record.at_s
     return None
 
@@ -61,6 +61,6 @@ def _time_of(record: JournalRecord) -> float | None:
 def _shifted(record: JournalRecord, shift_s: float) -> JournalRecord:
     if isinstance(record, Published):
         return msgspec.structs.replace(record, finished_s=record.finished_s + shift_s)
-    if isinstance(record, PlaceTaken | NewEpochRecord):
+    if isinstance(record, PlaceTaken | LeaveAsked | NewEpochRecord):
         return msgspec.structs.replace(record, at_s=record.at_s + shift_s)
     return record

@@ -166,7 +166,11 @@ class CoordinatorProcess(JobDriver):
                 self._on_joining(message, now_s)
         elif isinstance(message, StepReport) and not self._end.is_there:
             self._on_step(message, now_s)
-        elif isinstance(message, Leaving) and not self._end.is_there and self._membership.withdraws(message.worker):
+        elif (
+            isinstance(message, Leaving)
+            and not self._end.is_there
+            and self._membership.withdraws(message.worker, now_s)
+        ):
             return
         elif not self._end.is_there and not isinstance(message, Failed | Linked) and not self.hears(message.worker):
             _log.info("%s of worker %d, which is no member, does not count", type(message).__name__, message.worker)
@@ -228,6 +232,8 @@ class CoordinatorProcess(JobDriver):
                 self._server.send(AGENT, StepLosses(first_step=first, losses=losses, metrics=told))
             if message.stop:
                 self._stop_workers()
+            else:
+                self._stop_if_none_stay()  # its predecessor may have died before it could say so
             self._recorder.checkpoints.ask_again()
         elif isinstance(message, CpuTimes):
             for worker, cpu_s in message.cpu_s.items():

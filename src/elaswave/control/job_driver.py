@@ -133,6 +133,7 @@ class JobDriver(CoordinatorDriver):
             send=self.send,
             say=self._terminal.say,
             drain_deadline_s=elastic.drain_deadline_s,
+            workers_min=elastic.min_workers,
             workers_max=workers_max(setup.num_loaders),
             refused=lambda worker, problem: self._operations.not_admitted(worker, problem),
         )
@@ -405,12 +406,9 @@ class JobDriver(CoordinatorDriver):
         self._stop_if_none_stay()
 
     def _stop_if_none_stay(self) -> None:
-        """A job whose members are all to leave ends, with a checkpoint, before their time is over."""
-        going = self.core.admissions.leaving.intersection(self.core.members)
-        needed = max(1, self._setup.plan.config.elastic.min_workers)
-        if going and len(self.core.members) - len(going) < needed and self._stop is None and not self._end.is_there:
-            who = "all workers are" if len(going) == len(self.core.members) else f"workers {_named(going)} are"
-            self._stop_job(f"{who} to leave, and the job needs {needed}")
+        cause = self._membership.cause_to_stop()
+        if cause is not None and self._stop is None and not self._end.is_there:
+            self._stop_job(cause)
 
     def _stop_job(self, cause: str) -> None:
         """The agent deals with it as with a signal, and tells every later coordinator."""

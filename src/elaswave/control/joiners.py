@@ -7,7 +7,7 @@ successor must know of both is in the journal. What follows from a joiner that m
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from elaswave.control.journal import JournalRecord, PlaceTaken, Published
+from elaswave.control.journal import JoinersRecord, JournalRecord, LeaveAsked, PlaceTaken, Published
 from elaswave.protocol.admission import Founders, admission_problem, canaries_in
 from elaswave.protocol.ballot import decode_certificate
 from elaswave.protocol.events import LeavingRecord, NewEpochRecord
@@ -41,7 +41,7 @@ class Joiners:
         plan: RunPlan,
         identity: Callable[[], Identity],
         records: Iterable[JournalRecord],
-        persist: Callable[[PlaceTaken | Founders], None],
+        persist: Callable[[JoinersRecord], None],
         say: Callable[[str], None],
     ) -> None:
         self._plan = plan
@@ -58,15 +58,22 @@ class Joiners:
         """Number of a person's request -> the joiners that were started for it."""
         self._were_members = set(plan.layout.workers)
         """Those that are members, or were."""
+        self.leave_at_s: dict[int, float] = {}
+        """Worker that is to leave -> monotonic time at which it is lost, as earlier coordinators have said it."""
         self._restore(records)
 
     def _restore(self, records: Iterable[JournalRecord]) -> None:
         members: Sequence[int] = self._plan.layout.workers
         for record in records:
             if isinstance(record, PlaceTaken):
-                self._respawn.spawned(record.worker, record.place, record.at_s)
+                self._respawn.spawned(record.worker, record.place, record.at_s, record.backoff_s)
                 self._note(record)
+            elif isinstance(record, LeaveAsked):
+                self._respawn.left(record.worker)
+                self.leave_at_s[record.worker] = record.at_s + record.within_s
             elif isinstance(record, NewEpochRecord):
+                for worker in sorted(self._were_members.difference(record.members)):
+                    self._respawn.ended(worker, record.at_s)  # people were told if that has closed a place
                 self._were_members.update(record.members)
             elif isinstance(record, Decision):
                 members = record.members
@@ -132,7 +139,12 @@ class Joiners:
         return list(self._asked.get(request, ()))
 
     def _take(self, spawns: Iterable[Spawn], now_s: float, request: int = 0) -> list[int]:
-        records = [PlaceTaken(worker=worker, place=place, at_s=now_s, request=request) for worker, place in spawns]
+        records = [
+            PlaceTaken(
+                worker=worker, place=place, at_s=now_s, request=request, backoff_s=self._respawn.backoff_s(place)
+            )
+            for worker, place in spawns
+        ]
         for record in records:
             self._persist(record)
             self._note(record)
@@ -145,9 +157,16 @@ class Joiners:
             if isinstance(answer, PlaceClosed):
                 self._say(answer.text)
 
-    def left(self, worker: int) -> None:
-        """A worker leaves because it was asked to."""
+    def left(self, worker: int, within_s: float, now_s: float) -> None:
+        """A worker leaves because it was asked to; a successor knows it too.
+
+        Args:
+            worker: its id.
+            within_s: after which it is lost.
+            now_s: monotonic time.
+        """
         self._respawn.left(worker)
+        self._persist(LeaveAsked(worker=worker, within_s=within_s, at_s=now_s))
 
     def stop(self) -> None:
         """The job is stopping, or has made its steps."""

@@ -10,6 +10,7 @@ import msgspec
 from elaswave.observability.events import AnyEvent
 from elaswave.protocol import events
 from elaswave.protocol.admission import Founders
+from elaswave.protocol.respawn import BACKOFF_S_MIN
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, tag="published"):
@@ -44,6 +45,18 @@ class PlaceTaken(msgspec.Struct, frozen=True, kw_only=True, tag="place"):
     """By the coordinator's monotonic clock; see `ClockRead`."""
     request: int = 0
     """Number of the request of a person that wants it; 0: of nobody's."""
+    backoff_s: float = BACKOFF_S_MIN
+    """From its end to the next process of the place."""
+
+
+class LeaveAsked(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
+    """A member is to leave, or a joiner is not to come in: nobody takes its place."""
+
+    worker: int
+    within_s: float
+    """After which a member is lost. The newest record of a worker counts."""
+    at_s: float
+    """From when on, by the coordinator's monotonic clock; see `ClockRead`."""
 
 
 class ClockRead(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
@@ -55,8 +68,8 @@ class ClockRead(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
     """What it shows."""
 
 
-JoinersRecord = PlaceTaken | Founders
-"""Records of those who let joiners in."""
+JoinersRecord = PlaceTaken | LeaveAsked | Founders
+"""Records of those who let joiners in, and members go."""
 RecorderRecord = Published | Entered | CheckpointGivenUp
 """Records of the run recorder."""
 JournalRecord = events.Record | RecorderRecord | JoinersRecord | ClockRead

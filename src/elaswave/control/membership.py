@@ -37,7 +37,7 @@ class Membership:
         send: sends a message to a worker that is connected.
         say: tells people.
         drain_deadline_s: seconds that a leaving worker may take, unless its notice says otherwise.
-        workers_max: so many may there be at a time, for each has links to all others.
+        workers_min, workers_max: so few, and so many, may there be at a time; each has links to all others.
         refused: told of a joiner that is not let in, and why.
     """
 
@@ -53,6 +53,7 @@ class Membership:
         send: Callable[[int, CoreToWorker], object],
         say: Callable[[str], None],
         drain_deadline_s: float,
+        workers_min: int,
         workers_max: int,
         refused: Callable[[int, str], object] = lambda worker, problem: None,
     ) -> None:
@@ -65,10 +66,12 @@ class Membership:
         self._send = send
         self._say = say
         self._drain_deadline_s = drain_deadline_s
-        self._workers_max = workers_max
+        self._workers_min, self._workers_max = workers_min, workers_max
         self._refused = refused
         self._deadlines_s: dict[int, float] = {}
         """Leaving member -> when it is lost."""
+        self._withdrawn: set[int] = set()
+        """Joiners that have had a notice."""
         self._joining_since_s: dict[int, float] = {}
         """Joiner that may come in -> when it has said so first."""
         self._silent: dict[int, Standstill | None] = {}
@@ -123,10 +126,25 @@ class Membership:
             self._tell(f"worker {worker} is to leave, but is no member: nothing is done")
             return
         within_s = self._drain_deadline_s if deadline_s is None else deadline_s
-        self._deadlines_s[worker] = min(now_s + within_s, self._deadlines_s.get(worker, math.inf))
+        before_s = self._deadlines_s.get(worker, math.inf)
+        self._deadlines_s[worker] = min(now_s + within_s, before_s)
         _log.info("worker %d is to leave within %.1f s", worker, within_s)
-        self._joiners.left(worker)
         self._feed(LeaveWanted(worker))
+        if now_s + within_s < before_s:
+            self._joiners.left(worker, within_s, now_s)
+
+    def cause_to_stop(self) -> str | None:
+        """Why the job is to end, with a checkpoint, before the time of those that leave is over: too few would stay.
+
+        Also an earlier coordinator may have asked the last of them to leave. None: the job goes on.
+        """
+        members, needed = self._core.members, max(1, self._workers_min)
+        going = self._core.admissions.leaving.intersection(members)
+        if not going or len(members) - len(going) >= needed:
+            return None
+        named = ", ".join(map(str, sorted(going)))
+        who = "all workers are" if len(going) == len(members) else f"workers {named} are"
+        return f"{who} to leave, and the job needs {needed}"
 
     def stop(self) -> None:
         """The job is stopping: nobody is started any more, and who was to leave ends with it."""
@@ -134,11 +152,11 @@ class Membership:
         self._deadlines_s.clear()
 
     def take_over(self, now_s: float) -> None:
-        """Members that an earlier coordinator has asked to leave have their time anew; places of those that it has
-        gone on without are free."""
+        """Members that an earlier coordinator has asked to leave have what is left of their time; places of those that
+        it has gone on without are free."""
         self._joiners.take_over(self._core.members, now_s)
         for worker in self._core.admissions.leaving:
-            self._deadlines_s[worker] = now_s + self._drain_deadline_s
+            self._deadlines_s[worker] = self._joiners.leave_at_s.get(worker, now_s + self._drain_deadline_s)
 
     # ---------------------------------------------------------------------------------------------------------- joiners
 
@@ -208,15 +226,19 @@ class Membership:
         self._refuse(worker, f"it has ended with an error: {summary}")
         return True
 
-    def withdraws(self, worker: int) -> bool:
-        """A worker has had a notice. A joiner does not come in then; nobody takes its place, as that of a member.
+    def withdraws(self, worker: int, now_s: float) -> bool:
+        """A worker has had a notice. A joiner does not come in then; nobody takes its place, as that of a member. May
+        be said again.
 
         Returns:
             Whether it was a joiner.
         """
         if self._joiners.was_member(worker):
             return False
-        self._joiners.left(worker)
+        if worker in self._withdrawn:
+            return True
+        self._withdrawn.add(worker)
+        self._joiners.left(worker, 0.0, now_s)
         if self._joining_since_s.pop(worker, None) is not None:
             self._feed(JoinerGone(worker))
         self._refuse(worker, "it has had a notice that its machine will be taken away (SIGTERM)")

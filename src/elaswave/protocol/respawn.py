@@ -103,17 +103,28 @@ class Respawn:
             return math.inf
         return min((place.since_s for place in self._places if place.state is PlaceState.OPEN), default=math.inf)
 
-    def spawned(self, worker: int, place: int, now_s: float) -> None:
+    def backoff_s(self, place: int) -> float:
+        """From the end of a place's process to the next one, should it not live long."""
+        return self._places[place].backoff_s
+
+    def spawned(self, worker: int, place: int, now_s: float, backoff_s: float = BACKOFF_S_MIN) -> None:
         """A worker was started for a place by an earlier coordinator, as its records say. The one before it has ended.
 
-        A successor says so, and which steps were committed, in the order of the records.
+        A successor says so, who has ended and which steps were committed, in the order of the records.
+
+        Args:
+            worker: its id.
+            place: its place.
+            now_s: when.
+            backoff_s: as of `backoff_s` then.
         """
         while place >= len(self._places):
             self._places.append(_Place(worker, now_s))
         found = self._places[place]
-        if found.worker != worker and found.worker in self._uncommitted:
+        if found.worker != worker and found.state is PlaceState.TAKEN and found.worker in self._uncommitted:
             found.deaths.append(found.worker)
         self._take(worker, place, now_s)
+        found.backoff_s = backoff_s
 
     def _take(self, worker: int, place: int, now_s: float) -> None:
         self._places[place].take(worker, now_s)

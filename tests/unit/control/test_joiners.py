@@ -132,7 +132,7 @@ def test_places_and_back_offs_outlive_the_coordinator():
     job.publish(1)
     job.joiners.ended(1, 10.0)
     assert (job.joiners.next_s, job.joiners.due(10.5), job.joiners.due(11.0)) == (11.0, [], [2])
-    assert job.journal[-1] == PlaceTaken(worker=2, place=1, at_s=11.0)
+    assert job.journal[-1] == PlaceTaken(worker=2, place=1, at_s=11.0, backoff_s=2.0)
     assert job.joiners.request(1, 12.0) == [3]
     joiners = job.take_over()
     assert joiners.started == [2, 3] and math.isinf(joiners.next_s)
@@ -215,8 +215,53 @@ def test_nobody_takes_the_place_of_one_that_has_left_under_an_earlier_coordinato
 def test_nobody_takes_the_place_of_one_that_was_asked_to_leave_or_when_the_job_stops():
     job = Job()
     job.publish(1)
-    job.joiners.left(0)
+    job.joiners.left(0, 30.0, 4.0)
     job.joiners.ended(0, 5.0)
     job.joiners.ended(1, 5.0)
     job.joiners.stop()
     assert job.joiners.due(1e6) == job.joiners.request(1, 1e6) == []
+
+
+def test_a_successor_goes_on_with_the_back_off_and_does_not_begin_it_anew():
+    job = Job()
+    job.publish(1)
+    job.joiners.ended(1, 10.0)
+    assert job.joiners.due(11.0) == [2]
+    job.joiners.ended(2, 12.0)
+    assert (job.joiners.next_s, job.joiners.due(14.0)) == (14.0, [3])
+    joiners = job.take_over()
+    joiners.ended(3, 20.0)
+    assert joiners.next_s == 24.0, "as after 1 s and 2 s"
+
+
+def test_a_successor_waits_from_when_the_others_went_on():
+    job = Job()
+    job.publish(1)
+    job.journal.append(PlaceTaken(worker=2, place=1, at_s=10.0, backoff_s=8.0))
+    job.journal.append(NewEpochRecord(term=1, epoch=2, members=(0, 2), joined=(2,), lost=(), reason="", at_s=11.0))
+    job.journal.append(NewEpochRecord(term=1, epoch=3, members=(0,), lost=(2,), reason="", at_s=20.0))
+    joiners = job.take_over()
+    joiners.take_over((0,), 25.0)
+    assert joiners.next_s == 28.0
+
+
+def test_a_successor_knows_of_notices_that_joiners_have_had():
+    """The agent tells it only that their processes have ended."""
+    job = Job()
+    job.publish(1)
+    assert job.joiners.request(2, 5.0) == [2, 3]
+    job.joiners.left(2, 0.0, 6.0)
+    joiners = job.take_over()
+    joiners.ended(2, 7.0)
+    assert joiners.next_s == math.inf
+    joiners.ended(3, 7.0)
+    assert joiners.next_s == 8.0, "which has had none"
+
+
+def test_a_successor_counts_with_what_is_left_of_the_time_of_those_that_leave():
+    job = Job()
+    job.joiners.left(1, 30.0, 100.0)
+    job.journal.append(LeavingRecord(term=1, worker=1))
+    assert job.take_over().leave_at_s == {1: 130.0}
+    job.joiners.left(1, 5.0, 104.0)
+    assert job.take_over().leave_at_s == {1: 109.0}, "a notice has come in between"

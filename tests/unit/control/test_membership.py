@@ -4,11 +4,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.unit.control.test_joiners import Job
 
 from elaswave.control.joiners import Answer, Joiners
 from elaswave.control.membership import JOIN_TIMEOUT_S, JOINER_STILL_S, Membership
 from elaswave.protocol.coordinator import Coordinator
-from elaswave.protocol.events import JoinerCame, JoinerGone, LeaveWanted
+from elaswave.protocol.events import JoinerCame, JoinerGone, LeaveWanted, LeavingRecord, Record, StartRecord
 from elaswave.protocol.messages import Joining
 
 
@@ -21,6 +22,7 @@ class FakeJoiners:
         self.over: list[int] = []
         self.closed: list[int] = []
         self.next_s = float("inf")
+        self.leave_at_s: dict[int, float] = {}
 
     def take_over(self, members: tuple[int, ...], now_s: float) -> None:
         pass
@@ -46,7 +48,7 @@ class FakeJoiners:
     def due(self, now_s: float) -> list[int]:
         return []
 
-    def left(self, worker: int) -> None:
+    def left(self, worker: int, within_s: float, now_s: float) -> None:
         self.closed.append(worker)
 
     def stop(self) -> None:
@@ -62,21 +64,23 @@ class World:
         self.told: list[str] = []
         self.refused: list[tuple[int, str]] = []
         self.suspected: list[Any] = []
-        core = SimpleNamespace(members=(0, 1, 2), admissions=SimpleNamespace(leaving=set()), term=1, epoch=1)
+        self.leaving: set[int] = set()
+        core = SimpleNamespace(members=(0, 1, 2), admissions=SimpleNamespace(leaving=self.leaving), term=1, epoch=1)
         self.joiners = FakeJoiners()
-        self.membership = Membership(
+        self.membership = membership_of(
             cast(Coordinator, core),
             cast(Joiners, self.joiners),
             feed=self.fed.append,
             suspect=self.suspected.extend,
-            spawn=lambda worker: None,
             end=self.ended.append,
-            send=lambda worker, message: None,
             say=self.told.append,
-            drain_deadline_s=30.0,
-            workers_max=6,
             refused=lambda worker, problem: self.refused.append((worker, problem)),
         )
+
+
+def membership_of(core: Coordinator, joiners: Joiners, **calls: Any) -> Membership:
+    ignored = dict.fromkeys(("feed", "suspect", "spawn", "end", "send", "say"), lambda *told: None)
+    return Membership(core, joiners, **{**ignored, **calls}, drain_deadline_s=30.0, workers_min=1, workers_max=6)
 
 
 @pytest.fixture
@@ -149,7 +153,8 @@ def test_an_error_of_a_joiners_own_is_nobodys_loss(world: World) -> None:
 def test_a_joiner_that_has_had_a_notice_does_not_come_in_and_nobody_takes_its_place(world: World) -> None:
     world.membership.join(2, 0.0)
     world.membership.heard(joining(3), 1.0)
-    assert world.membership.withdraws(3) and world.membership.withdraws(4) and not world.membership.withdraws(2)
+    assert world.membership.withdraws(3, 2.0) and world.membership.withdraws(4, 2.0)
+    assert world.membership.withdraws(3, 3.0) and not world.membership.withdraws(2, 3.0)
     assert world.fed == [JoinerCame(3, "unix:/3"), JoinerGone(3)]
     assert world.joiners.closed == [3, 4]
     assert (
@@ -188,3 +193,35 @@ def test_the_time_of_those_that_leave_does_not_count_once_the_job_stops(world: W
     world.membership.stop()
     world.membership.tick(10.0, 0.1)
     assert world.suspected == []
+
+
+def test_a_successor_loses_who_does_not_leave_in_what_is_left_of_its_time(world: World) -> None:
+    world.leaving.update({1, 2})
+    world.joiners.leave_at_s = {1: 102.0}
+    world.membership.take_over(100.0)
+    assert world.membership.tick(101.0, 0.1) == 102.0
+    world.membership.tick(102.0, 0.1)
+    assert [suspicion.worker for suspicion in world.suspected] == [1], "of worker 2 nothing is known: it has 30 s"
+    world.membership.tick(130.0, 0.1)
+    assert [suspicion.worker for suspicion in world.suspected] == [1, 2]
+
+
+def test_a_successor_stops_the_job_if_the_last_was_asked_to_leave_before_it_came() -> None:
+    """Its predecessor has made the last leave durable, and could not say any more that the job is to end."""
+    job = Job()
+    founders = job.plan.layout.workers
+    records: list[Record] = [StartRecord(term=1), *(LeavingRecord(term=1, worker=worker) for worker in founders)]
+
+    def cause_after(num_records: int) -> str | None:
+        core = Coordinator(
+            layout=job.plan.layout,
+            placement=job.plan.placement,
+            blocks=job.plan.blocks,
+            num_followers=1,
+            scatter_width=1,
+            records=records[:num_records],
+        )
+        return membership_of(core, cast(Joiners, FakeJoiners())).cause_to_stop()
+
+    assert len(founders) == 2 and cause_after(1) is cause_after(2) is None
+    assert cause_after(3) == "all workers are to leave, and the job needs 1"
