@@ -153,6 +153,11 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         sums["busy_s"] = sums["forward_s"] + sums["input_gradient_s"] + sums["weight_gradient_s"]
         return sums
 
+    @cached_property
+    def border_bytes(self) -> np.ndarray:
+        """What goes to each layer from the one before it, float64 [num_layers + 1]; 0 at both ends of the model."""
+        return np.array([0.0, *(layer.boundary_bytes for layer in self.layers[:-1]), 0.0])
+
     def between(self, field: str, start: int, stop: int) -> float:
         """Sum of a cost over layers [start, stop)."""
         prefix = self.prefix[field]

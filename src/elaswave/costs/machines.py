@@ -269,20 +269,32 @@ class Cluster:
         return replace(self, **{name: getattr(self, name)[chosen] for name in self._columns})
 
 
-def worker_speeds(cluster: Cluster, where: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Speed, draw while computing and draw while idle, in watts, of workers at these positions and levels."""
+def worker_speeds(cluster: Cluster, where: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """Speed of workers at these positions and levels."""
+    speeds: np.ndarray = cluster.speed[where] * _at_levels(cluster, where, levels, lambda level: level.speed)
+    return speeds
+
+
+def worker_power(cluster: Cluster, where: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Draw while computing and draw while idle, in watts, of workers at these positions and levels."""
+    idle = np.array([device.idle_power_w for device in cluster.devices])
+    draw = _at_levels(cluster, where, levels, lambda level: level.power_w)
+    return draw, idle[cluster.device[where]] if len(idle) > 1 else np.full(len(where), idle[0])
+
+
+def _at_levels(
+    cluster: Cluster, where: np.ndarray, levels: np.ndarray, value: Callable[[FrequencyLevel], float]
+) -> np.ndarray:
+    """What a level says, for each of these workers' devices and levels."""
+    found: np.ndarray
     if len(cluster.devices) == 1:
-        known = cluster.devices[0]
-        speed = np.array([level.speed for level in known.levels])[levels]
-        draw = np.array([level.power_w for level in known.levels])[levels]
-        return cluster.speed[where] * speed, draw, np.full(len(where), known.idle_power_w)
-    most = max(len(device.levels) for device in cluster.devices)
-    table = np.zeros((len(cluster.devices), most, 2))
+        found = np.array([value(level) for level in cluster.devices[0].levels])[levels]
+        return found
+    table = np.zeros((len(cluster.devices), max(len(device.levels) for device in cluster.devices)))
     for index, device in enumerate(cluster.devices):
-        table[index, : len(device.levels)] = [(level.speed, level.power_w) for level in device.levels]
-    own = cluster.device[where]
-    idle = np.array([device.idle_power_w for device in cluster.devices])[own]
-    return cluster.speed[where] * table[own, levels, 0], table[own, levels, 1], idle
+        table[index, : len(device.levels)] = [value(level) for level in device.levels]
+    found = table[cluster.device[where], levels]
+    return found
 
 
 class ClusterEvent(msgspec.Struct, frozen=True, kw_only=True):

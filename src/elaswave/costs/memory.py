@@ -70,8 +70,8 @@ class MemoryModel:
         self._sums = prefix["accumulator_bytes"]
         self._state = state
         self._fixed = self._parameters + self._sums + state
-        self._borders = np.array([0.0, *(layer.boundary_bytes for layer in costs.layers[:-1]), 0.0])
-        """Of what goes from the layers before each one to it, and of its gradient; none enters the model, or leaves."""
+        self._borders = costs.border_bytes
+        """Of activations that go to each layer, and of the gradients that come back."""
 
     @classmethod
     def of_stages(cls, costs: Costs, stages: Sequence[HeldLayers], followers: int) -> "MemoryModel":

@@ -48,30 +48,50 @@ def apportion(
             f"{num_microbatches}: {num_microbatches - room} too many"
         )
     if caps is None and begun_s is None and bool(np.all(seconds == seconds[0])):
-        each, rest = divmod(num_microbatches, len(seconds))
-        return np.full(len(seconds), each, dtype=np.int64) + (np.arange(len(seconds)) < rest)
+        share, rest = divmod(num_microbatches, len(seconds))
+        return np.full(len(seconds), share, dtype=np.int64) + (np.arange(len(seconds)) < rest)
+    one_by_one = seconds, np.arange(len(seconds)), np.ones(len(seconds), dtype=np.int64)
+    # Equally fast workers are dealt to together.
+    each, of, members = _classes(seconds) if caps is None and begun_s is None else one_by_one
     # If micro-batches could be divided all workers would end together, or be full; rounding up what each of them has
     # then covers the batch, and takes the slowest worker's time longer at most. The greedy rule chooses between.
-    begun = np.zeros(len(seconds)) if begun_s is None else np.asarray(begun_s, dtype=np.float64)
-    evenly = (
-        _divisible_end(num_microbatches, seconds, caps) if begun_s is None else _level(num_microbatches, seconds, begun)
-    )
-    counts = np.floor(np.maximum(0.0, evenly - begun) / seconds * (1 - _TIE)).astype(np.int64)
-    most = np.floor(np.maximum(0.0, evenly + seconds.max() - begun) / seconds * (1 + _TIE)).astype(np.int64) + 1
+    begun = np.zeros(len(each)) if begun_s is None else np.asarray(begun_s, dtype=np.float64)
+    if begun_s is None:
+        evenly = _divisible_end(num_microbatches, each, members, caps)
+    else:
+        evenly = _level(num_microbatches, each, begun)
+    counts = np.floor(np.maximum(0.0, evenly - begun) / each * (1 - _TIE)).astype(np.int64)
+    most = np.floor(np.maximum(0.0, evenly + each.max() - begun) / each * (1 + _TIE)).astype(np.int64) + 1
     if caps is not None:
         counts, most = np.minimum(counts, caps), np.minimum(most, caps)
-    rest = num_microbatches - int(counts.sum())
+    rest = num_microbatches - int(counts @ members)
     more = most - counts
-    worker = np.repeat(np.arange(len(seconds)), more)
-    nth = np.arange(len(worker)) - np.repeat(np.cumsum(more) - more, more) + 1
-    ends = begun[worker] + (counts[worker] + nth) * seconds[worker]
-    chosen = np.lexsort((worker, seconds[worker], np.round(ends / max(evenly, float(seconds.max())) / _TIE)))[:rest]
-    return counts + np.bincount(worker[chosen], minlength=len(seconds))
+    taker = np.repeat(np.arange(len(each)), more)
+    nth = np.arange(len(taker)) - np.repeat(np.cumsum(more) - more, more) + 1
+    ends = begun[taker] + (counts[taker] + nth) * each[taker]
+    order = taker[np.lexsort((taker, each[taker], np.round(ends / max(evenly, float(each.max())) / _TIE)))]
+    taken = np.cumsum(members[order])
+    whole = int(np.searchsorted(taken, rest, side="right"))
+    dealt: np.ndarray = (counts + np.bincount(order[:whole], minlength=len(each)))[of]
+    left = rest - (int(taken[whole - 1]) if whole else 0)
+    if left:  # not enough for all who are equally fast
+        dealt[np.flatnonzero(of == order[whole])[:left]] += 1
+    return dealt
 
 
-def _divisible_end(num_microbatches: int, seconds: np.ndarray, caps: np.ndarray | None) -> float:
+def _classes(seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The times that there are, which of them each worker takes, and how many workers take each."""
+    least, most = seconds.min(), seconds.max()
+    slowest = seconds == most
+    if bool(np.all(slowest | (seconds == least))):  # mostly; without sorting
+        number = int(np.count_nonzero(slowest))
+        return np.array([least, most]), slowest.astype(np.int64), np.array([len(seconds) - number, number])
+    return np.unique(seconds, return_inverse=True, return_counts=True)
+
+
+def _divisible_end(num_microbatches: int, seconds: np.ndarray, members: np.ndarray, caps: np.ndarray | None) -> float:
     """When all workers end if micro-batches can be divided and no worker takes more than its cap."""
-    rates = 1.0 / seconds
+    rates = members / seconds
     if caps is None:
         return num_microbatches / float(rates.sum())
     full_at = caps * seconds

@@ -49,7 +49,10 @@ def choose_levels(
     """
     # Workers of one device with one load are one case, however many they are.
     distinct, load_of = np.unique(np.round(loads_s, 12), return_inverse=True)
-    cases, inverse, number = np.unique(load_of * len(devices) + device, return_inverse=True, return_counts=True)
+    case_of = load_of * len(devices) + device
+    number = np.bincount(case_of)
+    cases = np.flatnonzero(number)
+    inverse, number = (np.cumsum(number > 0) - 1)[case_of], number[cases]
     kinds, loads = cases % len(devices), distinct[cases // len(devices)]
     speeds, draws = _level_tables(devices)
     speeds, draws = speeds[kinds], draws[kinds]

@@ -109,7 +109,7 @@ def mixed_pipelines(
     Returns:
         Allocations, the fastest first, and how they came about; none if nothing fits.
     """
-    speeds = worker_speeds(cluster, np.arange(cluster.num_workers), crew.levels)[0]
+    speeds = worker_speeds(cluster, np.arange(cluster.num_workers), crew.levels)
     order = in_order(crew.members, crew.free, speeds)
     ideal = _Ideal(cluster, costs, schedule, followers)
     mixes = _mixes(crew, speeds[order].tolist(), costs.num_layers, leave_out=leave_out)

@@ -175,7 +175,7 @@ class _Planning:
                 if not len(left):
                     return None
                 where = self._cluster.index_of(left)
-                speeds = worker_speeds(self._cluster, where, self._levels[where])[0]
+                speeds = worker_speeds(self._cluster, where, self._levels[where])
                 by_speed = "dataflow" in self._options.axes
                 counts = apportion(chain.num_microbatches, 1.0 / speeds if by_speed else np.ones(len(left)))
                 shares.append(replace(share, workers=left, num_microbatches=counts, levels=self._levels[where]))
@@ -421,7 +421,7 @@ class _Planning:
             return best
         where = best.where
         levels = np.concatenate([share.levels for chain in best.allocation.chains for share in chain.stages])
-        level_speed = worker_speeds(cluster, where, levels)[0] / cluster.speed[where]
+        level_speed = worker_speeds(cluster, where, levels) / cluster.speed[where]
         loads = best.found.busy_s * level_speed
         limit = cluster.power_limit_w
         tuned = []
@@ -481,7 +481,7 @@ class _Planning:
         if float(speeds.min()) == float(speeds.max()):
             return staying.found.step_s
         even = build(self._cluster, self._costs, stay, self._before.schedule, self._levels, by_speed=False)
-        return estimate(self._cluster, self._costs, even).step_s
+        return estimate(self._cluster, self._costs, even, where=np.concatenate(stay.members)).step_s
 
     def _interim_s(self, staying: Candidate) -> float:
         """Seconds of a step of the workers where they are while state is copied in the background."""

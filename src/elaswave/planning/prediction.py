@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from elaswave.costs.layers import Costs
-from elaswave.costs.machines import Cluster, worker_speeds
+from elaswave.costs.machines import Cluster, worker_power, worker_speeds
 from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.costs.schedules import bounds_within
 from elaswave.costs.step_time import Fidelity
@@ -148,7 +148,7 @@ def _load_of(cluster: Cluster, costs: Costs, allocation: Allocation, where: np.n
         where = cluster.index_of(workers)
     counts = np.concatenate([share.num_microbatches for share in shares]).astype(np.float64)
     levels = np.concatenate([share.levels for share in shares])
-    speeds, draw, idle = worker_speeds(cluster, where, levels)
+    speeds, (draw, idle) = worker_speeds(cluster, where, levels), worker_power(cluster, where, levels)
     shortest, longest, quantum, work = (
         np.concatenate([getattr(table, name) for table in tables])
         for name in ("shortest", "longest", "quantum", "work")

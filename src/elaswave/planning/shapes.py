@@ -202,7 +202,7 @@ def build(
         limits = held_microbatches(cluster, costs, held, shape.members, number, schedule, followers)
     for stage, ((start, stop), own) in enumerate(zip(held, shape.members, strict=True)):
         if by_speed:
-            speeds = worker_speeds(cluster, own, levels[own])[0]
+            speeds = worker_speeds(cluster, own, levels[own])
             caps = None if limits is None else limits[stage]
             counts = apportion(shape.num_microbatches, 1.0 / speeds, caps)
         else:

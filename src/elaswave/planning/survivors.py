@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from elaswave.costs.machines import Cluster, ClusterEvent, worker_speeds
+from elaswave.costs.machines import Cluster, ClusterEvent, worker_power
 from elaswave.planning.frequency import common_levels
 from elaswave.planning.plan import Allocation
 
@@ -75,5 +75,5 @@ def start_levels(cluster: Cluster, before: np.ndarray, *, may_change: bool) -> n
     if may_change:
         return common
     kept = np.where(before >= 0, before, common)
-    draw = float(worker_speeds(cluster, all_workers, kept)[1].sum())
+    draw = float(worker_power(cluster, all_workers, kept)[0].sum())
     return kept if cluster.power_limit_w is None or draw <= cluster.power_limit_w * (1 + 1e-9) else common

@@ -12,7 +12,7 @@ from tests.unit.planning_cases import plan, predict
 
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.costs.analytic import analytic_costs, preset_cluster
-from elaswave.costs.machines import ClusterEvent, Device, FrequencyLevel, NetworkLink, worker_speeds
+from elaswave.costs.machines import ClusterEvent, Device, FrequencyLevel, NetworkLink, worker_power, worker_speeds
 from elaswave.costs.memory import MemoryModel
 from elaswave.costs.schedules import SCHEDULES, in_flight, in_flight_bounds
 from elaswave.costs.step_time.exact import time_programs
@@ -202,7 +202,8 @@ def test_the_bottleneck_is_lifted_and_slack_is_lowered():
 def test_devices_may_have_different_levels():
     one, other = make_cluster([1.0], levels=LEVELS).devices[0], Device(name="e", flops_per_s=1.0, memory_bytes=1.0)
     cluster = replace(make_cluster([1.0, 2.0]), devices=(one, other), device=np.array([0, 1]))
-    speed, draw, idle = worker_speeds(cluster, np.array([0, 1]), np.array([2, 0]))
+    where, levels = np.array([0, 1]), np.array([2, 0])
+    speed, (draw, idle) = worker_speeds(cluster, where, levels), worker_power(cluster, where, levels)
     assert (speed.tolist(), draw.tolist(), idle.tolist()) == ([1.25, 2.0], [150.0, 0.0], [10.0, 0.0])
     found = choose_levels(np.array([5.0, 4.0]), cluster.device, cluster.devices)
     assert found.tolist() == [2, 0]

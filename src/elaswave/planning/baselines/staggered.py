@@ -210,7 +210,7 @@ def _longest_cycle_s(
     forward, back, rest = (np.diff(costs.prefix[f"{name}_s"][bounds]) for name in _PARTS)
     if not splits_backwards(allocation.schedule):
         back, rest = back + rest, np.zeros_like(rest)
-    speeds = [worker_speeds(cluster, cluster.index_of(stage.workers), stage.levels)[0] for stage in chain.stages]
+    speeds = [worker_speeds(cluster, cluster.index_of(stage.workers), stage.levels) for stage in chain.stages]
     fastest = np.array([float(own.max()) for own in speeds])
     rounds = np.array([float((stage.num_microbatches / own).max()) for stage, own in zip(chain.stages, speeds)])
     sizes = [costs.layers[stop - 1].boundary_bytes for stop in bounds[1:-1]]
