@@ -182,6 +182,31 @@ def test_a_worker_joins_and_another_leaves(tmp_path: Path, capsys: pytest.Captur
         assert ctl(run_dir, "stop", "--wait") == 0
 
 
+def test_a_join_is_answered_although_the_joiner_hangs_before_it_is_a_member(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    code = "import sys; from elaswave.cli.main import main; sys.exit(main())"
+    with job(run_dir, run__steps=FOREVER) as process:
+        until_step(run_dir, process, 2)
+        with subprocess.Popen(
+            [sys.executable, "-c", code, "ctl", str(run_dir), "join", "--json", "--timeout", str(PATIENCE_S)],
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as asking:
+            deadline_s = time.monotonic() + PATIENCE_S
+            while not (joiners := [each for each in read_processes(run_dir) if (each.role, each.id) == ("worker", 3)]):
+                assert time.monotonic() < deadline_s, "no joiner is started"
+                time.sleep(0.002)
+            assert signal_process(joiners[0], signal.SIGSTOP)
+            said, complaint = asking.communicate(timeout=PATIENCE_S)
+        assert asking.returncode == 1, complaint
+        answer = json.loads(said)
+        assert answer["decided"] == "failed" and answer["reason"].startswith("worker 3 is not admitted: ")
+        assert "no processor time for 20 s" in answer["reason"] or "heard of it for 20 s" in answer["reason"]
+        assert ctl(run_dir, "stop", "--wait") == 0
+
+
 def test_a_better_layout_is_found_when_a_person_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     emulated = {"device.kind": "emulated", "device.model": "gpt2-small", "device.name": "a100"}

@@ -20,15 +20,24 @@ class AskedMembers:
         job: what is known of it.
         join, drain: do it.
         joining: gives those that are on their way to become members.
+        was_member: whether a worker is a member, or was one, also of an earlier coordinator.
     """
 
-    def __init__(self, job: JobParts, join: Join, drain: Drain, joining: Callable[[], Collection[int]]) -> None:
+    def __init__(
+        self,
+        job: JobParts,
+        join: Join,
+        drain: Drain,
+        joining: Callable[[], Collection[int]],
+        was_member: Callable[[int], bool],
+    ) -> None:
         self._job = job
+        self._was_member = was_member
         self._join, self._drain, self._joining = join, drain, joining
         self._refused: dict[int, str] = {}
         """Joiners that were not let in, or have ended before they were members, and why."""
         self._lost: set[int] = set()
-        """Leaving members that the others had to go on without."""
+        """Members that the others had to go on without, and that were not asked to leave since."""
 
     @property
     def under_way(self) -> list[str]:
@@ -54,8 +63,11 @@ class AskedMembers:
 
     def _joined(self, workers: Sequence[int]) -> Reply | None:
         members = self._job.core.members
-        for worker in workers:
-            if worker in self._refused and worker not in members:
+        for worker in set(workers).difference(members):
+            if self._was_member(worker):
+                gone = "was lost" if worker in self._lost else "is none any more"
+                return Reply("failed", f"worker {worker} had become a member, and {gone} before all had joined")
+            if worker in self._refused:
                 return Reply("failed", f"worker {worker} is not admitted: {self._refused[worker]}")
         if not set(workers) <= set(members):
             return None
@@ -99,8 +111,8 @@ class AskedMembers:
     # --------------------------------------------------------------------------------------------------- what happens
 
     def refused(self, worker: int, problem: str) -> None:
-        """A joiner is not let in, or has ended before it was a member."""
-        self._refused[worker] = problem
+        """A joiner is not let in, or has ended before it was a member; what is said first is why."""
+        self._refused.setdefault(worker, problem)
 
     def lost(self, workers: Iterable[int]) -> None:
         """The members go on without these, which have not left by themselves."""

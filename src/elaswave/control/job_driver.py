@@ -135,6 +135,7 @@ class JobDriver(CoordinatorDriver):
             drain_deadline_s=elastic.drain_deadline_s,
             workers_min=elastic.min_workers,
             workers_max=workers_max(setup.num_loaders),
+            heard_s=self._server.heard_s,
             refused=lambda worker, problem: self._operations.not_admitted(worker, problem),
         )
         self._has_begun = any(isinstance(record, events.StartRecord | Decision) for record in records)
@@ -187,6 +188,7 @@ class JobDriver(CoordinatorDriver):
                 self.request_join,
                 self.request_drain,
                 lambda: self._membership.joining,
+                self._joiners.was_member,
             ),
         )
         self._desk = OperatorDesk(self._server, job, self._operations)

@@ -7,21 +7,35 @@ How the membership changes is the protocol's core's; who is started when, and wh
 import logging
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from elaswave.control.joiners import Answer, Joiners
-from elaswave.control.standstill import Standstill
+from elaswave.control.standstill import AwakeTime
 from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.detection import SILENCE_STARTING_S
 from elaswave.protocol.events import CoordinatorEvent, JoinerCame, JoinerGone, LeaveWanted, NewEpoch, Suspected
 from elaswave.protocol.messages import CoreToWorker, Fenced, Joining
 
 JOIN_TIMEOUT_S = 120.0
 """Within this time of its first words a joiner must have become a member; steps of minutes are to fit into it."""
-JOINER_STILL_S = 60.0
+JOINER_STILL_S = SILENCE_STARTING_S
 """How long a joiner that has not said a word yet may use no processor time."""
+JOINER_SILENT_S = SILENCE_STARTING_S
+"""How long one that has, and that is no member yet, may be silent then."""
 JOIN_STEPS_MAX = 10.0
 """And at least within the time of so many steps."""
 
 _log = logging.getLogger("elaswave.control")
+
+
+class _Seen(NamedTuple):
+    """What was seen of a process that has not said a word yet."""
+
+    cpu_s: float
+    """Processor time that it had used."""
+    moved_s: float
+    """When it was first seen to have used so much, in time in which this process was awake: looks come from the agent,
+    and are too rare to tell that from."""
 
 
 class Membership:
@@ -38,6 +52,7 @@ class Membership:
         say: tells people.
         drain_deadline_s: seconds that a leaving worker may take, unless its notice says otherwise.
         workers_min, workers_max: so few, and so many, may there be at a time; each has links to all others.
+        heard_s: seconds since anything has come from a worker; None: it has no connection.
         refused: told of a joiner that is not let in, and why.
     """
 
@@ -55,6 +70,7 @@ class Membership:
         drain_deadline_s: float,
         workers_min: int,
         workers_max: int,
+        heard_s: Callable[[int], float | None],
         refused: Callable[[int, str], object] = lambda worker, problem: None,
     ) -> None:
         self._core = core
@@ -67,6 +83,7 @@ class Membership:
         self._say = say
         self._drain_deadline_s = drain_deadline_s
         self._workers_min, self._workers_max = workers_min, workers_max
+        self._heard_s = heard_s
         self._refused = refused
         self._deadlines_s: dict[int, float] = {}
         """Leaving member -> when it is lost."""
@@ -74,8 +91,13 @@ class Membership:
         """Joiners that have had a notice."""
         self._joining_since_s: dict[int, float] = {}
         """Joiner that may come in -> when it has said so first."""
-        self._silent: dict[int, Standstill | None] = {}
+        self._silent: dict[int, _Seen | None] = {}
         """Joiner that has not said a word yet -> what is seen of its process; None before anything is."""
+        self._awake = AwakeTime(0.0)
+        self._looked_s = 0.0
+        """When it was looked last who has been heard."""
+        self._heard_at: dict[int, float] = {}
+        """Joiner that has said who it is -> when it was heard last, in time in which this process was awake."""
 
     @property
     def started(self) -> list[int]:
@@ -180,19 +202,22 @@ class Membership:
         """
         if worker not in self._silent:
             return
-        seen = self._silent[worker] = self._silent[worker] or Standstill(now_s)
-        still_s = seen.look(cpu_s, now_s)
+        awake_s, seen = self._awake.passed_s(now_s), self._silent[worker]
+        if seen is None or seen.cpu_s != cpu_s:
+            self._silent[worker] = _Seen(cpu_s, awake_s)
+            return
+        still_s = awake_s - seen.moved_s
         if still_s > JOINER_STILL_S:
             del self._silent[worker]
-            self._tell(
-                f"worker {worker} is ended: it was to join, has not said a word, and has used no processor time for "
-                f"{still_s:.0f} s"
-            )
+            finding = f"has not said a word, and has used no processor time for {still_s:.0f} s"
+            self._tell(f"worker {worker} is ended: it was to join, {finding}")
+            self._refused(worker, f"it {finding}")
             self._end(worker)
 
     def heard(self, joining: Joining, now_s: float) -> None:
         """A joiner has said who it is."""
         self._silent.pop(joining.worker, None)
+        self._heard_at[joining.worker] = self._awake.passed_s(now_s)
         self.answer(self._joiners.heard(joining), now_s)
 
     def answer(self, answers: Sequence[Answer], now_s: float) -> None:
@@ -208,6 +233,7 @@ class Membership:
                 self._refuse(worker, problem)
 
     def _refuse(self, worker: int, problem: str) -> None:
+        self._heard_at.pop(worker, None)
         text = f"worker {worker} is not admitted: {problem}"
         _log.warning("%s", text)
         self._say(text)
@@ -247,6 +273,7 @@ class Membership:
     def ended(self, worker: int, now_s: float) -> None:
         """A worker's process has ended, or the others go on without it; may be said again."""
         self._silent.pop(worker, None)
+        self._heard_at.pop(worker, None)
         self._joiners.ended(worker, now_s)
         if self._joining_since_s.pop(worker, None) is not None:
             self._feed(JoinerGone(worker))
@@ -266,10 +293,8 @@ class Membership:
         bound_s = max(JOIN_TIMEOUT_S, JOIN_STEPS_MAX * step_s)
         for worker, since_s in list(self._joining_since_s.items()):
             if now_s - since_s > bound_s:
-                del self._joining_since_s[worker]
-                self._feed(JoinerGone(worker))
-                self._refuse(worker, f"the members have not made links to it within {bound_s:.0f} s")
-                self._end(worker)  # it may hang
+                self._give_up(worker, f"the members have not made links to it within {bound_s:.0f} s")
+        self._look_for_silent(now_s)
         overdue = [worker for worker, at_s in self._deadlines_s.items() if at_s <= now_s]
         for worker in overdue:
             del self._deadlines_s[worker]
@@ -278,6 +303,23 @@ class Membership:
             self._suspect(members)
         return min(self._joiners.next_s, *self._deadlines_s.values(), math.inf)
 
+    def _look_for_silent(self, now_s: float) -> None:
+        awake_s = self._awake.passed_s(now_s)
+        for worker, heard_at_s in list(self._heard_at.items()):
+            ago_s = self._heard_s(worker)
+            if ago_s is not None and now_s - ago_s >= self._looked_s:
+                self._heard_at[worker] = awake_s
+            elif awake_s - heard_at_s > JOINER_SILENT_S:
+                self._give_up(worker, f"nothing has been heard of it for {awake_s - heard_at_s:.0f} s")
+        self._looked_s = now_s
+
+    def _give_up(self, worker: int, problem: str) -> None:
+        """A joiner does not get on: it may hang."""
+        if self._joining_since_s.pop(worker, None) is not None:
+            self._feed(JoinerGone(worker))
+        self._refuse(worker, problem)
+        self._end(worker)
+
     # ----------------------------------------------------------------------------------------------------------- epochs
 
     def new_epoch(self, effect: NewEpoch, now_s: float) -> None:
@@ -285,6 +327,7 @@ class Membership:
         self._joiners.joined(effect.joined)
         for worker in effect.joined:
             self._joining_since_s.pop(worker, None)
+            self._heard_at.pop(worker, None)
             self._tell(f"worker {worker} has joined: epoch {effect.epoch}")
         for worker in effect.left:
             self._deadlines_s.pop(worker, None)

@@ -21,8 +21,13 @@ class World:
         elastic = SimpleNamespace(min_workers=2, drain_deadline_s=30.0)
         job = SimpleNamespace(core=self.core, config=SimpleNamespace(elastic=elastic))
         self.joining: list[int] = []
+        self.were_members = {0, 1, 2}
         self.asked = AskedMembers(
-            cast(JobParts, job), self._join, lambda *asked: self.drained.append(asked), lambda: self.joining
+            cast(JobParts, job),
+            self._join,
+            lambda *asked: self.drained.append(asked),
+            lambda: self.joining,
+            lambda worker: worker in self.were_members,
         )
 
     def _join(self, count: int, request: int) -> list[int] | str:
@@ -31,6 +36,7 @@ class World:
 
     def becomes(self, *members: int) -> None:
         self.core.members, self.core.epoch = members, self.core.epoch + 1
+        self.were_members.update(members)
 
 
 @pytest.fixture
@@ -59,11 +65,27 @@ def test_a_join_is_followed_until_all_are_members(world: World) -> None:
 def test_a_joiner_that_is_not_let_in_is_told_with_the_reason(world: World) -> None:
     reply = world.asked.join(1, 7)
     world.asked.refused(3, "its libraries are others")
+    world.asked.refused(3, "its process was killed by SIGKILL")
     failed = followed(reply)
     assert failed is not None and failed.decided == "failed"
     assert failed.reason == "worker 3 is not admitted: its libraries are others"
     world.ids = []
     assert world.asked.join(1, 8) == Reply("refused", "the job is about to end")
+
+
+@pytest.mark.parametrize("is_known_lost", [True, False])
+def test_a_join_fails_as_soon_as_one_that_had_joined_is_no_member_any_more(world: World, is_known_lost: bool) -> None:
+    """Worker 3 hangs when the epoch begins with which it becomes a member; perhaps an earlier coordinator saw it."""
+    reply = world.asked.join(2, 7)
+    world.becomes(0, 1, 2, 3)
+    assert followed(reply) is None
+    if is_known_lost:
+        world.asked.lost([3])
+    world.becomes(0, 1, 2)
+    failed = followed(reply)
+    assert failed is not None and failed.decided == "failed"
+    how = "was lost" if is_known_lost else "is none any more"
+    assert failed.reason == f"worker 3 had become a member, and {how} before all had joined"
 
 
 def test_who_is_on_the_way_is_shown(world: World) -> None:

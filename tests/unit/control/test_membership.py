@@ -7,7 +7,7 @@ import pytest
 from tests.unit.control.test_joiners import Job
 
 from elaswave.control.joiners import Answer, Joiners
-from elaswave.control.membership import JOIN_TIMEOUT_S, JOINER_STILL_S, Membership
+from elaswave.control.membership import JOIN_TIMEOUT_S, JOINER_SILENT_S, JOINER_STILL_S, Membership
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.events import JoinerCame, JoinerGone, LeaveWanted, LeavingRecord, Record, StartRecord
 from elaswave.protocol.messages import Joining
@@ -64,6 +64,9 @@ class World:
         self.told: list[str] = []
         self.refused: list[tuple[int, str]] = []
         self.suspected: list[Any] = []
+        self.now_s = 0.0
+        self.spoke_s: dict[int, float] = {}
+        """When anything came last from a worker that is connected."""
         self.leaving: set[int] = set()
         core = SimpleNamespace(members=(0, 1, 2), admissions=SimpleNamespace(leaving=self.leaving), term=1, epoch=1)
         self.joiners = FakeJoiners()
@@ -74,13 +77,22 @@ class World:
             suspect=self.suspected.extend,
             end=self.ended.append,
             say=self.told.append,
+            heard_s=lambda worker: self.now_s - self.spoke_s[worker] if worker in self.spoke_s else None,
             refused=lambda worker, problem: self.refused.append((worker, problem)),
         )
+
+    def pass_time(self, until_s: float, *speakers: int) -> None:
+        """Five turns a second, in each of which something comes from the speakers."""
+        while self.now_s < until_s:
+            self.now_s += 0.2
+            self.spoke_s.update(dict.fromkeys(speakers, self.now_s - 0.1))
+            self.membership.tick(self.now_s, 0.1)
 
 
 def membership_of(core: Coordinator, joiners: Joiners, **calls: Any) -> Membership:
     ignored = dict.fromkeys(("feed", "suspect", "spawn", "end", "send", "say"), lambda *told: None)
-    return Membership(core, joiners, **{**ignored, **calls}, drain_deadline_s=30.0, workers_min=1, workers_max=6)
+    calls = {**ignored, "heard_s": lambda worker: None, **calls}
+    return Membership(core, joiners, **calls, drain_deadline_s=30.0, workers_min=1, workers_max=6)
 
 
 @pytest.fixture
@@ -117,8 +129,21 @@ def test_a_joiner_that_hangs_before_its_first_word_is_ended(world: World) -> Non
     look(world, 3, 3, begin_s=99.0 + JOINER_STILL_S)
     assert world.ended == [3] and world.membership.silent == ()
     assert "worker 3 is ended: it was to join, has not said a word" in world.told[-1]
+    ((worker, problem),) = world.refused
+    assert worker == 3 and problem.startswith("it has not said a word, and has used no processor time for ")
     world.membership.ended(3, 200.0)
     assert world.joiners.over == [3], "its place is free again"
+
+
+def test_looks_at_a_joiner_are_as_rare_as_the_agents(world: World) -> None:
+    """It hangs from the beginning; the agent looks once a second."""
+    world.membership.join(1, 0.0)
+    ended = []
+    for second in range(int(JOINER_STILL_S) + 3):
+        world.pass_time(float(second))
+        world.membership.used(3, 0.25, world.now_s)
+        ended.append(bool(world.ended))
+    assert ended.index(True) >= JOINER_STILL_S, "and not much later either"
 
 
 @pytest.mark.parametrize("speaks", [True, False])
@@ -177,6 +202,33 @@ def test_a_joiner_to_which_no_links_are_made_is_ended_too(world: World) -> None:
     assert world.ended == []
     world.membership.tick(1.5 + JOIN_TIMEOUT_S, 0.1)
     assert world.fed[-1] == JoinerGone(3) and world.ended == [3]
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_a_joiner_that_falls_silent_before_it_is_a_member_is_given_up(world: World, is_connected: bool) -> None:
+    world.membership.join(2, 0.0)
+    world.pass_time(1.0)
+    for worker in (3, 4):
+        world.membership.heard(joining(worker), world.now_s)
+    world.pass_time(10.0, 3, 4)
+    if not is_connected:
+        del world.spoke_s[4]
+    world.pass_time(9.0 + JOINER_SILENT_S, 3)
+    assert world.refused == [] and world.membership.joining == (3, 4)
+    world.pass_time(11.0 + JOINER_SILENT_S, 3)
+    assert world.refused == [(4, "nothing has been heard of it for 20 s")] and world.ended == [4]
+    assert world.fed[-1] == JoinerGone(4) and world.membership.joining == (3,)
+    world.pass_time(100.0, 3)
+    assert world.ended == [4]
+
+
+def test_joiners_do_not_fall_silent_while_the_coordinator_sleeps(world: World) -> None:
+    world.membership.join(1, 0.0)
+    world.membership.heard(joining(3), 0.0)
+    world.pass_time(1.0, 3)
+    world.now_s = 60.0
+    world.membership.tick(world.now_s, 0.1)
+    assert world.ended == [] and world.membership.joining == (3,)
 
 
 def test_who_is_no_member_cannot_leave_and_is_not_lost_for_it_later(world: World) -> None:
