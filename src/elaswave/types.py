@@ -59,6 +59,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict
     idle: tuple[int, ...] = ()
     """Members that are in no stage, ascending: they vote, and run no layer. One that has just joined holds nothing; one
     that is about to leave may still hold blocks."""
+    domains: tuple[tuple[int, str], ...] = ()
+    """(worker, where it runs) of every member, ascending, see `elaswave.state.domains`; empty: all are on one host."""
 
     @property
     def num_layers(self) -> int:
@@ -85,6 +87,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict
     def workers(self) -> tuple[int, ...]:
         """All members, ascending: those of stages and the idle ones."""
         return tuple(sorted((*self.active, *self.idle)))
+
+    @cached_property
+    def domain_of(self) -> dict[int, str]:
+        """`domains`, to look up."""
+        return dict(self.domains)
 
     @cached_property
     def active(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.property.layouts import regular_layouts
 
 from elaswave.planning.placed_blocks import PlacedBlocks, Placing
@@ -25,7 +26,8 @@ def by_blocks(layout: Layout, hosts: dict[int, str] | None, placing: Placing) ->
     """Sets of holders of a model's blocks: each owner has just as many in each layer as it takes for each of those that
     may be its first follower to follow one."""
     members = holders_of_layers(layout)
-    options = {"scatter_width": placing.scatter_width, "hosts": hosts}
+    options = {"scatter_width": placing.scatter_width}
+    layout = layout if hosts is None else replace(layout, domains=tuple(hosts.items()))
     blocks = make_blocks([len(each) * len(layout.active) for each in members], 1)
     enough = place_blocks(layout, blocks, num_followers=1, **options)
     firsts: dict[tuple[int, int], set[int]] = {}

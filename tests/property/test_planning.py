@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.programs import parse_programs, print_programs
 from tests.property.layouts import layouts, regular_layouts
 
@@ -157,8 +158,11 @@ def test_placement(layout, data):
     num_followers = data.draw(st.integers(0, 4), label="followers")
     width = data.draw(st.sampled_from((1, 2, 3, EVERYBODY)), label="scatter width")
     hosts = {worker: data.draw(st.sampled_from("abc")) for worker in layout.workers}
+    layout = replace(layout, domains=tuple(hosts.items()))
+    if len(set(hosts.values())) == len(hosts):  # a host for each: as if they were on one
+        hosts = dict.fromkeys(hosts, "")
     blocks = make_blocks(sizes, block_size)
-    arguments = {"num_followers": num_followers, "scatter_width": width, "hosts": hosts}
+    arguments = {"num_followers": num_followers, "scatter_width": width}
     placement = place_blocks(layout, blocks, **arguments)
     assert place_blocks(layout, blocks, **arguments) == placement
     assert len(placement.owner) == len(placement.followers) == len(blocks)
@@ -174,16 +178,14 @@ def test_placement(layout, data):
         assert workers.issuperset(followers)
         for index, follower in enumerate(followers):
             earlier = {owner, *followers[:index]}
-            elsewhere = {worker for worker in workers if hosts[worker] != hosts[owner]}
-            preferred = workers - members if members.intersection(followers[:index]) else members
-            if index == 0 and elsewhere:
-                preferred = elsewhere
-            candidates = preferred - earlier or workers - earlier
-            assert follower in candidates
             used_hosts = {hosts[worker] for worker in earlier}
-            if any(hosts[worker] not in used_hosts for worker in candidates):
-                assert hosts[follower] not in used_hosts
-    partners = partners_under(layout, width, hosts)
+            elsewhere = {worker for worker in workers if hosts[worker] not in used_hosts}
+            free = elsewhere or workers - earlier
+            assert follower in free, "another host comes before the stage"
+            preferred = workers - members if members.intersection(followers[:index]) else members
+            if index or not elsewhere:  # partners on other hosts may be in any stage
+                assert follower in (preferred & free or free)
+    partners = partners_under(layout, width)
     for owner, followers in zip(placement.owner, placement.followers, strict=True):
         assert not followers or followers[0] in partners[owner]
     sets = {frozenset(placement.holders(block.id)) for block in blocks}

@@ -19,6 +19,7 @@ from elaswave.sim.protocol.checkers import (
     Violation,
     all_checkers,
 )
+from elaswave.sim.protocol.host_checker import HostsApart
 from elaswave.sim.protocol.job import Job, model_of, other_layout, parameter, undisturbed
 from elaswave.sim.protocol.observer import Observer, together
 from elaswave.state.placement import Placement
@@ -140,6 +141,38 @@ def test_enough_copies():
     with pytest.raises(Violation, match="block 0 is left with holders"):
         twice = tuple((owner, other[0]) for owner, other in zip(P.owner, holders))
         checker.settled(0, layout, Placement(P.owner, twice))
+
+
+def test_hosts_apart():
+    """Two hosts: workers 0 and 2 on one, 1 and 3 on the other."""
+    job = Job(widths=(2, 2), num_hosts=2, blocks_per_layer=1, blocks_per_round=8)
+    model = model_of(job)
+    assert model.layout.domains == ((0, "h0"), (1, "h1"), (2, "h0"), (3, "h1"))
+    together = Placement((0, 2), ((2,), (0,)))
+    loss = {"placement": together, "layout": model.layout, "rollback": 1, "members": (1, 3)}
+    checker = HostsApart(job)
+    checker.began(0, 1, 1, 1, model.placement)
+    with pytest.raises(Violation, match=r"in step 2 of epoch 1 all copies of block 0 are on host h0, .* \(0, 2\)"):
+        checker.began(0, 1, 2, 1, together)
+    for lost, is_survived in (((0, 2), True), ((0, 1), False)):
+        checker = HostsApart(job)
+        if is_survived:
+            with pytest.raises(Violation, match=r"only workers \[0, 2\] of one host were lost, and their state"):
+                checker.ended("worker 2 was lost", (1, 3), (0, 2), (0,))
+            with pytest.raises(Violation, match=r"only workers \[0, 2\] of one host were lost, and their state"):
+                checker.decided(decision(lost=lost, **loss))
+        else:
+            checker.decided(decision(lost=lost, **loss))
+    checker = HostsApart(job)
+    checker.decided(decision(lost=(0,), layout=model.layout, resume=2))
+    checker.began(1, 2, 3, 1, together)  # copies are still made
+    with pytest.raises(Violation, match="all copies of block 0 are on host h0"):
+        checker.began(1, 2, 4, 1, together)
+    checker.switched(1, 2, 6, model.layout)
+    checker.began(1, 2, 6, 1, together)
+    with pytest.raises(Violation, match="in step 7 of epoch 2"):
+        checker.began(1, 2, 7, 1, together)
+    HostsApart(job._replace(num_hosts=0)).began(0, 1, 1, 1, together)
 
 
 def test_fencing():

@@ -52,6 +52,8 @@ def test_seeded_schedules_have_no_violation(first):
         ("4-workers-1-fault", 160),
         ("3-workers-slow-plan-2-faults", 100),
         ("3-workers-slow-commit-2-faults", 100),
+        ("4-workers-2-hosts-1-fault", 10),
+        ("3-workers-2-hosts-join-1-kill", 10),
         ("4-workers-2-kills", 60),
         ("4-workers-salvage-1-fault", 20),
         ("3-workers-salvage-2-kills", 60),

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from elaswave.config.hosts import host_problems
 from elaswave.config.own import OWN
 from elaswave.config.presets import catalog
 from elaswave.errors import ConfigError
@@ -164,6 +165,11 @@ def _enough_workers(min_workers: int, widths: tuple[int, ...]) -> str | None:
     return None
 
 
+def _hosts_have_all_workers(hosts: tuple[str, ...] | None, widths: tuple[int, ...]) -> str | None:
+    problems = [] if hosts is None else host_problems(hosts, sum(widths))
+    return f"elastic.hosts: {'; '.join(problems)}" if problems else None
+
+
 def _described_model_is_known(kind: str, name: str) -> str | None:
     if kind == "emulated" and name not in (known := catalog().models):
         return f'device.model: "{name}" is not described; choose one of {", ".join(known)}'
@@ -309,6 +315,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("optimizer.schedule", "optimizer.step_every"), _steps_have_a_length),
     Rule(("optimizer.schedule", "optimizer.decay_steps", "optimizer.warmup_steps", "run.steps"), _decay_fits),
     Rule(("elastic.min_workers", "widths"), _enough_workers),
+    Rule(("elastic.hosts", "widths"), _hosts_have_all_workers),
     Rule(("device.kind", "device.model"), _described_model_is_known),
     Rule(("device.kind", "device.name"), _described_device_is_known),
     Rule(("model.family", "device.kind"), _own_models_run_on_real_devices),

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from elaswave.config.checks import check_values, shown
+from elaswave.config.hosts import host_sizes
 from elaswave.config.own import without_unused
 from elaswave.config.rules import broken_rules
 from elaswave.config.toml import toml_document
@@ -237,6 +238,11 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     copy_bytes_per_step: Annotated[int, Meta(ge=1)] | None = None
     """Bytes of state that a worker sends during one step, and receives, when blocks move to other workers by plan;
     unset: what makes a step at most 5 % longer, as measured."""
+    hosts: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
+    """The hosts that workers are told apart by, to try out on one machine what a host's loss does: ``["a", "b"]``, or
+    with a number of workers for each, ``["a=3", "b=1"]``; a rack, switch or zone stands before a slash, ``"rack-1/a"``.
+    Each stage is dealt over them, and the first copy of a block is on another host than its owner. Unset: all workers
+    are on one host."""
     verify: bool = True
     """Compare the copies of gradients and state, and the checksums of partial sums, in every vote. Off only to measure
     what it costs."""
@@ -421,6 +427,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Workers of each stage, of a resolved configuration."""
         assert self.layout.widths is not None, "the layout is not resolved"
         return self.layout.widths
+
+    @property
+    def hosts(self) -> dict[str, int] | None:
+        """Host -> number of workers that the run begins with, of a resolved configuration; None: all are on one."""
+        hosts = self.elastic.hosts
+        return None if hosts is None else host_sizes(hosts, sum(self.widths))
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:

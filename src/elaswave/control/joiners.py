@@ -13,6 +13,7 @@ from elaswave.protocol.ballot import decode_certificate
 from elaswave.protocol.events import LeavingRecord, NewEpochRecord
 from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
 from elaswave.protocol.respawn import PlaceClosed, Respawn, Spawn
+from elaswave.types import Layout
 from elaswave.worker.identity import Identity
 from elaswave.worker.run_plan import RunPlan
 
@@ -23,6 +24,33 @@ class Answer(NamedTuple):
     joining: Joining
     problem: str | None
     """Why it may not come in; None if it may."""
+
+
+class JoinerHosts:
+    """On which of the configured hosts each joiner runs: a place that is taken again stays where it is, and a new one
+    is on the host with the fewest places. Follows from the records alone.
+
+    Args:
+        layout: of the start.
+        hosts: that are configured; None: there is only one.
+    """
+
+    def __init__(self, layout: Layout, hosts: Iterable[str] | None) -> None:
+        self._of_place = [host for _, host in layout.domains]
+        self._hosts = list(hosts or ())
+        self._of_worker: dict[int, str] = {}
+
+    def placed(self, worker: int, place: int) -> None:
+        """A joiner was started for a place."""
+        if not self._hosts:
+            return
+        while place >= len(self._of_place):
+            self._of_place.append(min(self._hosts, key=self._of_place.count))
+        self._of_worker[worker] = self._of_place[place]
+
+    def of(self, worker: int) -> str:
+        """The host of a joiner."""
+        return self._of_worker.get(worker, "")
 
 
 class Joiners:
@@ -54,6 +82,7 @@ class Joiners:
         self._respawn = Respawn(plan.layout.workers, enabled=plan.config.elastic.respawns)
         self.started: list[int] = []
         """Ids of all joiners that there ever were, ascending."""
+        self._hosts = JoinerHosts(plan.layout, plan.config.hosts)
         self._asked: dict[int, list[int]] = {}
         """Number of a person's request -> the joiners that were started for it."""
         self._were_members = set(plan.layout.workers)
@@ -86,6 +115,7 @@ class Joiners:
 
     def _note(self, record: PlaceTaken) -> None:
         self.started.append(record.worker)
+        self._hosts.placed(record.worker, record.place)
         if record.request:
             self._asked.setdefault(record.request, []).append(record.worker)
 
@@ -107,6 +137,10 @@ class Joiners:
     def was_member(self, worker: int) -> bool:
         """Whether a worker is a member, or was one."""
         return worker in self._were_members
+
+    def domain_of(self, worker: int) -> str:
+        """Where a joiner runs that does not say it itself: on the host of its place. Empty: on the only one."""
+        return self._hosts.of(worker)
 
     # ------------------------------------------------------------------------------------------------ who is started
 

@@ -228,7 +228,8 @@ class Membership:
                 if worker not in self._joining_since_s:
                     _log.info("worker %d at %s may come in", worker, joining.address)
                 self._joining_since_s.setdefault(worker, now_s)
-                self._feed(JoinerCame(worker, joining.address))
+                domain = joining.domain or self._joiners.domain_of(worker)
+                self._feed(JoinerCame(worker, joining.address, domain))
             else:
                 self._refuse(worker, problem)
 

@@ -2,6 +2,8 @@
 
     kind:W@STEP[:PHASE[+N]]     kind is one of kill (SIGKILL), hang (SIGSTOP), cut (nothing goes to or from the worker
                                 any more), cut-close (the same, and its links are closed)
+    kill-host:H@STEP[:PHASE[+N]]  kills all workers that the run begins with on a host (elastic.hosts), or in a rack or
+                                other domain of that name, at one instant: when the first of them is at that point
     slow:W@STEP:FACTOR          from STEP on W computes at this share of its speed: 0.5 at half of it, 1 as before
     drain:W@STEP                when a worker begins STEP, W is asked to leave, as by a spot notice
     join@STEP                   when a worker begins STEP, one more is started, which joins
@@ -19,8 +21,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -28,11 +31,14 @@ import msgspec
 from elaswave.errors import ConfigError
 from elaswave.hashing import key64
 from elaswave.observability.clock import clock_here
+from elaswave.observability.processes import read_processes, signal_process
 from elaswave.observability.result import FAULTS_FILE as FAULTS_FILE
 from elaswave.protocol.engine import PHASES, Phase
+from elaswave.state.domains import prefixes
 
-Kind = Literal["kill", "hang", "cut", "cut-close", "slow", "drain", "join"]
-LOSING: tuple[Kind, ...] = ("kill", "hang", "cut", "cut-close")
+Kind = Literal["kill", "hang", "cut", "cut-close", "kill-host", "slow", "drain", "join"]
+KILL_HOST: Kind = "kill-host"
+LOSING: tuple[Kind, ...] = ("kill", "hang", "cut", "cut-close", KILL_HOST)
 """Kinds after which the worker is lost; they strike at a point of a step."""
 SLOW: Kind = "slow"
 JOIN: Kind = "join"
@@ -47,6 +53,7 @@ ANY = "any"
 
 _FORMS: dict[Kind, str] = {
     **dict.fromkeys(LOSING, "{kind}:W@STEP[:PHASE[+N]]"),
+    "kill-host": "kill-host:H@STEP[:PHASE[+N]]",
     "slow": "slow:W@STEP:FACTOR",
     "drain": "drain:W@STEP",
     "join": "join@STEP",
@@ -62,7 +69,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Kind
     worker: int | Literal["random", "coordinator"] | None
-    """Whom it strikes; None for ``join``."""
+    """Whom it strikes, of a host the lowest; None for ``join``, and for a host whose workers are not known yet."""
     step: int
     """From 1."""
     phase: Phase | Literal["any"] = "any"
@@ -70,9 +77,19 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """How many actions of the phase pass before it strikes."""
     factor: float | None = None
     """``slow``: the worker's speed from then on, as a share of what it was at first: above 0, at most 1."""
+    host: str = ""
+    """``kill-host``: which, or a rack or other domain."""
+    others: tuple[int, ...] = ()
+    """``kill-host``: the other workers that it strikes."""
+
+    @property
+    def victims(self) -> tuple[int, ...]:
+        """The workers that it strikes."""
+        return (self.worker, *self.others) if isinstance(self.worker, int) else ()
 
     def __str__(self) -> str:
-        text = self.kind if self.worker is None else f"{self.kind}:{self.worker}"
+        whom = self.host or self.worker
+        text = self.kind if whom is None else f"{self.kind}:{whom}"
         text += f"@{self.step}"
         if self.factor is not None:
             text += f":{self.factor:g}" if float(f"{self.factor:g}") == self.factor else f":{self.factor!r}"
@@ -94,7 +111,13 @@ def parse_fault(spec: str) -> Fault:
 
 
 def parse_faults(
-    specs: Sequence[str], *, seed: int, workers: Iterable[int], num_steps: int, respawns: bool = False
+    specs: Sequence[str],
+    *,
+    seed: int,
+    workers: Iterable[int],
+    num_steps: int,
+    respawns: bool = False,
+    hosts: Mapping[int, str] = MappingProxyType({}),
 ) -> tuple[Fault, ...]:
     """Reads the faults of a job and draws its random workers.
 
@@ -104,6 +127,7 @@ def parse_faults(
         workers: ids of those that the job begins with; the ids of those that join follow the largest.
         num_steps: the job's last step.
         respawns: whether the places of lost workers are taken again.
+        hosts: where the workers run that the job begins with, see `elaswave.state.domains`.
     Returns:
         One fault per spec, each with a worker's id, ``coordinator``, or None for ``join``. Drawn are workers that are
         there from the beginning, and none that another fault loses or drains.
@@ -112,22 +136,23 @@ def parse_faults(
     """
     there = sorted(workers)
     kinds = [spec.partition(":")[0].partition("@")[0] for spec in specs]
-    num_joiners = kinds.count(JOIN) + (sum(kind in LOSING for kind in kinds) if respawns else 0)
+    num_lost = sum(len(there) if kind == KILL_HOST else kind in LOSING for kind in kinds)
+    num_joiners = kinds.count(JOIN) + (num_lost if respawns else 0)
     known = range(there[-1] + 1 + num_joiners) if num_joiners else there
     problems: list[str] = []
     faults: list[tuple[int, str, Fault]] = []
     for position, spec in enumerate(specs):
         fault, wrong = _parse(spec)
         if fault is not None:
-            wrong = list(_misfits(fault, known, num_steps))
-            faults.append((position, spec, fault))
+            wrong = list(_misfits(fault, known, num_steps, hosts))
+            faults.append((position, spec, fault if wrong or not fault.host else _on_host(fault, hosts)))
         problems += [f"--fault {spec}: {problem}" for problem in wrong]
     lost: dict[int, str] = {}
     for _, spec, fault in faults:
-        if fault.kind in (*LOSING, DRAIN) and isinstance(fault.worker, int):
-            if fault.worker in lost:
-                problems.append(f"--fault {spec}: worker {fault.worker} is gone already by {lost[fault.worker]}")
-            lost.setdefault(fault.worker, spec)
+        for worker in fault.victims if fault.kind in (*LOSING, DRAIN) else ():
+            if worker in lost:
+                problems.append(f"--fault {spec}: worker {worker} is gone already by {lost[worker]}")
+            lost.setdefault(worker, spec)
     result = []
     for position, spec, fault in faults:
         if fault.worker == RANDOM:
@@ -154,11 +179,14 @@ def _parse(spec: str) -> tuple[Fault | None, list[str]]:
     form = _FORMS[kind].format(kind=kind)
     problems = []
     worker: int | str | None = None
-    if kind == "join":
+    host = ""
+    if kind == KILL_HOST and match["worker"]:
+        host = match["worker"]
+    elif kind == "join":
         if match["worker"] is not None:
             problems.append(f"a new worker has no number yet; expected {form}")
     elif not match["worker"]:
-        problems.append(f"no worker is given; expected {form}")
+        problems.append(f"no {'host' if kind == KILL_HOST else 'worker'} is given; expected {form}")
     elif _NUMBER.fullmatch(match["worker"]):
         worker = int(match["worker"])
     elif match["worker"] == RANDOM or (match["worker"] == COORDINATOR and kind == "kill"):
@@ -192,7 +220,8 @@ def _parse(spec: str) -> tuple[Fault | None, list[str]]:
         problems.append(f"nothing may follow the step, but {':' + detail!r} does: {what}")
     if problems:
         return None, problems
-    return Fault(kind=kind, worker=worker, step=step, phase=phase, skip=skip, factor=factor), []  # type: ignore[arg-type]
+    values = {"kind": kind, "worker": worker, "step": step, "phase": phase, "skip": skip, "factor": factor}
+    return Fault(**values, host=host), []  # type: ignore[arg-type]
 
 
 def _parse_phase(detail: str) -> tuple[str, int, list[str]]:
@@ -215,7 +244,19 @@ def _parse_factor(detail: str | None) -> float | None:
     return factor if 0.0 < factor <= 1.0 else None
 
 
-def _misfits(fault: Fault, workers: Sequence[int], num_steps: int) -> Iterable[str]:
+def _on_host(fault: Fault, hosts: Mapping[int, str]) -> Fault:
+    """The fault with the workers that it strikes."""
+    first, *others = sorted(worker for worker, label in hosts.items() if fault.host in prefixes(label))
+    return msgspec.structs.replace(fault, worker=first, others=tuple(others))
+
+
+def _misfits(fault: Fault, workers: Sequence[int], num_steps: int, hosts: Mapping[int, str]) -> Iterable[str]:
+    if fault.kind == KILL_HOST:
+        known = dict.fromkeys(domain for label in hosts.values() for domain in prefixes(label))
+        if not known:
+            yield "all workers are on one host; say with elastic.hosts which of them share one"
+        elif fault.host not in known:
+            yield f"there is no host {fault.host!r}; the job has {', '.join(known)}"
     if isinstance(fault.worker, int) and fault.worker not in workers:
         yield f"there is no worker {fault.worker}; the job has {', '.join(map(str, workers))}"
     if fault.step > num_steps:
@@ -360,7 +401,11 @@ class FaultProbe:
             clock=clock_here(),
         )
         _record(self._record, record)
-        if fault.kind == "kill":
+        for other in fault.others:
+            _record(self._record, msgspec.structs.replace(record, worker=other))
+        if fault.others:
+            _kill_workers(self._record.parent, fault.others)
+        if fault.kind in ("kill", KILL_HOST):
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind == "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -368,6 +413,13 @@ class FaultProbe:
             self._slow(machine, fault.factor)
         else:
             self._silence(machine, close_links=fault.kind == "cut-close")
+
+
+def _kill_workers(run_dir: Path, workers: Collection[int]) -> None:
+    """Kills other workers of the run, as far as they live."""
+    for process in read_processes(run_dir):
+        if process.role == "worker" and process.id in workers:
+            signal_process(process, signal.SIGKILL)
 
 
 def drawn_phase(seed: int, position: int) -> Phase:

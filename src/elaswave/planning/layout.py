@@ -4,7 +4,7 @@ Every worker computes its layout from the configuration by itself, so everything
 its arguments. Who holds which block of state is not decided here but in ``elaswave.state.placement``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, cycle, islice, pairwise
 from math import lcm
 
@@ -12,6 +12,7 @@ import msgspec
 
 from elaswave.errors import ConfigError
 from elaswave.planning.partition import split_layers
+from elaswave.state.domains import deal_over_hosts
 from elaswave.state.placement import Block, Placement, holders_of_layers
 from elaswave.types import Hop, Layout, Stage
 
@@ -178,6 +179,7 @@ def make_layout(
     layers_per_stage: Sequence[int],
     num_microbatches: int,
     shared: tuple[tuple[int, ...], ...] = (),
+    hosts: Mapping[str, int] | None = None,
 ) -> Layout:
     """The layout with these stages, worker ids given stage by stage from 0.
 
@@ -189,8 +191,10 @@ def make_layout(
         layers_per_stage: number of layers of each stage.
         num_microbatches: micro-batches of the global batch.
         shared: as of `Layout.shared`.
+        hosts: host -> number of workers that it has; None: all workers are on one.
     Raises:
         ConfigError: the layout is impossible; every problem is listed.
+        ValueError: there are more workers than the hosts have room for.
     """
     problems = layout_problems(
         widths,
@@ -213,7 +217,8 @@ def make_layout(
         )
         for microbatch in range(num_microbatches)
     )
-    return Layout(stages=stages, routes=routes, shared=shared)
+    domains = () if hosts is None else deal_over_hosts(widths, hosts)
+    return Layout(stages=stages, routes=routes, shared=shared, domains=domains)
 
 
 def evaluation_layout(layout: Layout, num_microbatches: int) -> Layout:

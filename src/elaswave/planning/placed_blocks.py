@@ -142,15 +142,15 @@ class PlacedBlocks:
         if len(partners) and len(self._members) <= CHOSEN_MAX:
             return np.array(sorted(self._chosen[layers.start, holders]), dtype=np.int64)
         free = self._members[~np.isin(self._members, holders)]
+        if self._keeps_apart:
+            used = [self._host_of(holder) for holder in holders]
+            elsewhere = free[~np.isin(self._nodes[np.searchsorted(self._hosts[0], free)], used)]
+            free = elsewhere if len(elsewhere) else free
         inside = np.isin(free, layers.members)
         wants_inside = not any(has(layers.members, other) for other in holders[1:])
         fitting = free[inside == wants_inside]
         if not len(fitting):
             fitting = free
-        if self._placing.knows_hosts:
-            used = [self._host_of(holder) for holder in holders]
-            elsewhere = fitting[~np.isin(self._nodes[np.searchsorted(self._hosts[0], fitting)], used)]
-            fitting = elsewhere if len(elsewhere) else fitting
         if not len(partners):
             return fitting
         others = fitting[~np.isin(fitting, partners)]
@@ -176,7 +176,9 @@ class PlacedBlocks:
         """
         assert self._placing.scatter_width is not None
         workers = self._members.tolist()
-        chooser = FollowerChooser(workers, self._partners, self._placing.scatter_width, self._host_names)
+        names = self._host_names
+        domains = () if names is None else (names,)
+        chooser = FollowerChooser(workers, self._partners, self._placing.scatter_width, domains)
         found: dict[tuple[int, tuple[int, ...]], set[int]] = {}
         turns = [
             (layers.start, tuple(layers.members.tolist()), owner)
@@ -197,7 +199,7 @@ class PlacedBlocks:
 
     @property
     def _host_names(self) -> dict[int, str] | None:
-        if not self._placing.knows_hosts:
+        if not self._keeps_apart:
             return None
         nodes = self._nodes[np.searchsorted(self._hosts[0], self._members)].tolist()
         return {worker: str(node) for worker, node in zip(self._members.tolist(), nodes, strict=True)}
@@ -222,10 +224,15 @@ class PlacedBlocks:
     @cached_property
     def _spreads(self) -> bool:
         """Whether each first follower is on another host than its owner."""
-        if self._placing.scatter_width is None or not self._placing.knows_hosts:
+        return self._placing.scatter_width is not None and self._keeps_apart
+
+    @cached_property
+    def _keeps_apart(self) -> bool:
+        """Whether hosts count: not where all workers are on one, nor where each has its own."""
+        if not self._placing.knows_hosts:
             return False
         nodes = self._nodes[np.searchsorted(self._hosts[0], self._members)]
-        return bool(np.any(nodes != nodes[0]))
+        return 1 < len(np.unique(nodes)) < len(nodes)
 
     def _host_of(self, worker: int) -> int:
         where = place_of(self._hosts[0], worker)

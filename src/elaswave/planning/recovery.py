@@ -9,7 +9,7 @@ Deliberately absent: rebalancing of layers among stages that all have a survivor
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from heapq import heapify, heapreplace
 from math import lcm
 
@@ -17,6 +17,7 @@ import msgspec
 
 from elaswave.planning.layout import exact_prefix
 from elaswave.planning.partition import split_within
+from elaswave.state.domains import domains_of
 from elaswave.state.placement import (
     Block,
     FollowerChooser,
@@ -66,7 +67,13 @@ def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence
     stages = tuple(
         Stage(start=start, stop=stop, workers=members) for (start, stop), members in zip(ranges, workers, strict=True)
     )
-    return Layout(stages=stages, routes=_reroute(layout, kept, stages, gone), shared=layout.shared, idle=idle)
+    return Layout(
+        stages=stages,
+        routes=_reroute(layout, kept, stages, gone),
+        shared=layout.shared,
+        idle=idle,
+        domains=tuple(entry for entry in layout.domains if entry[0] not in gone),
+    )
 
 
 def set_idle(layout: Layout, workers: Collection[int]) -> Layout:
@@ -80,7 +87,7 @@ def set_idle(layout: Layout, workers: Collection[int]) -> Layout:
     """
     going = set(workers) & set(layout.active)
     others = survivor_layout(msgspec.structs.replace(layout, idle=()), going)
-    return msgspec.structs.replace(others, idle=tuple(sorted({*layout.idle, *going})))
+    return msgspec.structs.replace(others, idle=tuple(sorted({*layout.idle, *going})), domains=layout.domains)
 
 
 def put_to_work(layout: Layout, worker: int) -> Layout:
@@ -109,7 +116,8 @@ def _of_idle(layout: Layout, idle: tuple[int, ...]) -> Layout:
     routes = tuple(
         (Hop(idle[microbatch % len(idle)], 0, 0, layout.num_layers),) for microbatch in range(layout.num_microbatches)
     )
-    return Layout(stages=(stage,), routes=routes, shared=layout.shared)
+    domains = tuple(entry for entry in layout.domains if entry[0] in idle)
+    return Layout(stages=(stage,), routes=routes, shared=layout.shared, domains=domains)
 
 
 def _close_gaps(
@@ -271,34 +279,32 @@ def choose_followers(
     num_followers: int,
     max_elements: int,
     scatter_width: int,
-    hosts: Mapping[int, str] | None = None,
 ) -> Placement:
     """The next placement on the way back to full redundancy: one more follower for some of the blocks that lack one.
 
-    Blocks with the fewest followers come first. Whom a block gets is decided as in `place_blocks`, among the partners
-    that its owner has by now; who has lost some finds others that have. It is never an idle worker, though an idle one
-    may hold blocks, which count. A block waits for a later round when its owner, or every worker of the best kind, has
-    no room left in this one. Some block always gets a follower if one is lacking, however large it is, so repeated
-    rounds come to an end.
+    A block lacks one also if it has as many as are wanted, but all copies are in one domain and there are others, as
+    when a move to another placement ends half-way. Blocks with the fewest followers come first. Whom a block gets is
+    decided as in `place_blocks`, among the partners that its owner has by now; who has lost some finds others that
+    have. It is never an idle worker, though an idle one may hold blocks, which count. A block waits for a later round
+    when its owner, or every worker of the best kind, has no room left in this one. Some block always gets a follower if
+    one is lacking, however large it is, so repeated rounds come to an end.
 
     Args:
         placement: owners and followers, all of them workers of the layout (as after `promote`).
         blocks: of the whole model, as `make_blocks` returns them.
-        layout: who runs which layer.
+        layout: who runs which layer, and where.
         num_followers: copies wanted beside the owner; clamped to the number of workers minus one.
         max_elements: the most that one owner sends, and that one worker receives, in this round.
         scatter_width: over how many partners the first followers of an owner's blocks are spread.
-        hosts: the host of each worker; None means that all are on one.
     Returns:
         The placement with new followers appended; an equal one if nothing is lacking.
     Raises:
-        ValueError: a holder that is not in the layout, or a worker without a host.
+        ValueError: a holder that is not in the layout.
     """
     workers, active = layout.workers, frozenset(layout.active)
     wanted = min(num_followers, len(workers) - 1)
     known = set(workers)
-    if hosts is not None and (missing := known.difference(hosts)):
-        raise ValueError(f"no host is given for workers {_show(sorted(missing))}: name one for every worker, or none")
+    domains = domains_of(layout)
     lacking = []
     alike = _alike(placement, blocks)
     for (_, holders), those in alike.items():
@@ -307,15 +313,17 @@ def choose_followers(
                 f"block {those[0].id} is held by workers {_show(holders)}, but the layout has only {_show(workers)}: "
                 "promote the copies that are left before choosing new ones"
             )
-        if len(holders) <= wanted and not active.issubset(holders):
+        if len(holders) <= wanted:
+            lacking += [] if active.issubset(holders) else those
+        elif wanted and domains and len({domains[0][worker] for worker in holders}) == 1:
             lacking += those
     if not lacking:
         return placement
 
     members_of_layer = holders_of_layers(layout)
     copies = zip(placement.owner, placement.followers, strict=True)
-    partners = partners_under(layout, scatter_width, hosts, copies=copies, firm=True)
-    chooser = FollowerChooser(workers, partners, scatter_width, hosts, layout.idle)
+    partners = partners_under(layout, scatter_width, copies=copies, firm=True)
+    chooser = FollowerChooser(workers, partners, scatter_width, domains, layout.idle)
     for (layer, holders), those in alike.items():
         chooser.count(members_of_layer[layer], holders, sum(block.num_elements for block in those), len(those))
     followers = list(placement.followers)

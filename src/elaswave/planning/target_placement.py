@@ -6,19 +6,21 @@ keeps all of them is its own target:
 
 1. The owner of a block is a worker that runs its unit; it owns at most one block (the largest of those that the same
    workers run) more than any other of those workers.
-2. One follower is another worker that runs the unit, if there is one; further ones do not run it, while there are any.
+2. One follower is in another domain than the owner, if there is one, and runs the unit, if it can; further ones are in
+   domains without a copy and do not run the unit, while there are any (`elaswave.state.domains`).
 3. One follower is a partner of the owner (`elaswave.state.partners`), and its partners share its blocks evenly. Each
    further one is the same worker for all blocks of an owner that have the same followers so far.
 
 Who is whose partner follows from where the blocks are, so that few must move.
 
-Deliberately absent: when and from whom copies are made, and hosts (all workers are on one).
+Deliberately absent: when and from whom copies are made.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 
+from elaswave.state.domains import domains_of
 from elaswave.state.placement import (
     Block,
     FollowerChooser,
@@ -109,7 +111,8 @@ def _nearest(
         # A partner that follows nothing is forgotten: to break pairs then would go on and on.
         firm=any(num_owned[group, worker] < scatter_width for group in groups for worker in group.members),
     )
-    followers = _Followers(FollowerChooser(workers, partners, scatter_width), owners, options)
+    chooser = FollowerChooser(workers, partners, scatter_width, domains_of(layout, out))
+    followers = _Followers(chooser, owners, options)
     for group in groups:
         followers.note_owners(group)
     for num_chosen in range(min(num_followers, len(workers) - 1)):

@@ -97,7 +97,8 @@ def to_layout(allocation: Allocation, job: JobModel, costs: Costs, present: Layo
     speeds = {worker: speed_of(worker) for worker in job.cluster.ids.tolist()}
     execution = execution_of(costs, speeds, schedule=allocation.schedule, levels=levels)
     found = []
-    for layout in (with_idle(msgspec.structs.replace(each, shared=present.shared), present) for each in layouts):
+    same = {"shared": present.shared, "domains": present.domains}
+    for layout in (with_idle(msgspec.structs.replace(each, **same), present) for each in layouts):
         own = job.within_memory(layout, execution)
         found.append(RunningLayout(layout, own, job.step_s(layout, own, costs)))
     best = min(found, key=lambda each: each.predicted_step_s)
@@ -117,7 +118,7 @@ def without_idle(layout: Layout) -> Layout:
     routes = tuple(
         tuple(Hop(hop.worker, numbers[hop.stage], hop.start, hop.stop) for hop in route) for route in layout.routes
     )
-    return Layout(stages=stages, routes=routes, shared=layout.shared)
+    return Layout(stages=stages, routes=routes, shared=layout.shared, domains=layout.domains)
 
 
 def with_idle(layout: Layout, present: Layout) -> Layout:
@@ -146,4 +147,4 @@ def with_idle(layout: Layout, present: Layout) -> Layout:
         Stage(start=stage.start, stop=stage.stop, workers=tuple(sorted(workers)))
         for stage, workers in zip(layout.stages, members, strict=True)
     )
-    return Layout(stages=stages, routes=layout.routes, shared=layout.shared, idle=tuple(sorted(idle)))
+    return msgspec.structs.replace(layout, stages=stages, idle=tuple(sorted(idle)))

@@ -19,6 +19,8 @@ class Admissions:
     def __init__(self) -> None:
         self.joiners: dict[int, str] = {}
         """Those that may come in, in the order in which they came -> where their data plane listens."""
+        self.domains: dict[int, str] = {}
+        """Where joiners run, see `elaswave.state.domains`."""
         self.leaving: set[int] = set()
         """Members that are asked to leave."""
         self.paused: dict[int, int] = {}
@@ -36,13 +38,15 @@ class Admissions:
         self.is_asked = False
         self.go_on_after = 0
 
-    def came(self, worker: int, address: str) -> None:
+    def came(self, worker: int, address: str, domain: str) -> None:
         """A joiner may come in; may be said again."""
         self.joiners[worker] = address
+        self.domains[worker] = domain
 
     def gone(self, worker: int) -> bool:
         """A joiner has ended, or has not become a member in time; returns whether there was one."""
         self._linked.pop(worker, None)
+        self.domains.pop(worker, None)
         return self.joiners.pop(worker, None) is not None
 
     def linked(self, worker: int, peers: Collection[int]) -> None:

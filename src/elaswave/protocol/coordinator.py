@@ -13,6 +13,7 @@ the first, asks again, and gets the same answers, because answers are promises.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -304,6 +305,7 @@ class Coordinator(JobHistory):
         now_s: float,
         *,
         joined: tuple[int, ...] = (),
+        domains: Mapping[int, str] = MappingProxyType({}),
         left: tuple[int, ...] = (),
         failure: WorkerFailure | None = None,
     ) -> None:
@@ -321,6 +323,7 @@ class Coordinator(JobHistory):
             at_s=now_s,
             failure=failure,
             joined=joined,
+            domains=dict(domains),
             left=left,
         )
 
@@ -372,7 +375,7 @@ class Coordinator(JobHistory):
         if isinstance(event, JoinerCame):
             if worker in self.members:
                 return [Note(f"worker {worker} is a member already")]
-            admissions.came(worker, event.address)
+            admissions.came(worker, event.address, event.domain)
             if self.state is State.TRAINING:
                 effects = self._go(Cause.CALLED)
         elif isinstance(event, JoinerGone):
@@ -414,10 +417,12 @@ class Coordinator(JobHistory):
         self.joined, self.left = (*self.joined, *joined), (*self.left, *left)
         self._fresh.update(joined)
         self._gone_as_asked.update(left)
+        domains = {worker: domain for worker in joined if (domain := admissions.domains[worker])}
+        self.domains.update(domains)
         for worker in joined:
             self._addresses[worker] = admissions.joiners[worker]
             admissions.gone(worker)
-        self._begin_epoch(members, "; ".join(what), now_s, joined=joined, left=left)
+        self._begin_epoch(members, "; ".join(what), now_s, joined=joined, domains=domains, left=left)
         return self._go(Cause.ALL_PAUSED)
 
     def _call(self) -> list[CoordinatorEffect]:

@@ -12,6 +12,7 @@ from elaswave.planning.recovery import promote, survivor_layout
 from elaswave.protocol.events import PendingWork, PlanRecovery, RecoveryPlan
 from elaswave.protocol.messages import Copies, Decision, Evidence, Progress, Report
 from elaswave.protocol.salvage import Salvage, salvage
+from elaswave.state.domains import label_members
 from elaswave.state.placement import Block, Placement, place_blocks
 from elaswave.types import ExecutionParameters, Layout
 
@@ -179,6 +180,9 @@ def plan_with(
     """
     if layout.workers != question.members:
         raise ValueError(f"the layout is of workers {layout.workers}, but the members are {question.members}")
+    labels = question.layout.domain_of
+    if any(labels.get(worker) != label for worker, label in layout.domains):
+        raise ValueError(f"the layout has its workers at {layout.domains}, but they are at {question.layout.domains}")
     if layout.shared != question.layout.shared:
         raise ValueError(f"the layout shares units as {layout.shared}, but the model does as {question.layout.shared}")
     if question.rollback:
@@ -271,7 +275,16 @@ def newest_progress(reports: Sequence[Report]) -> Progress | None:
     return None if newest is None else newest.progress
 
 
-def with_members(layout: Layout, members: Sequence[int]) -> Layout:
-    """The layout with the members that it lacks as idle ones; lost workers stay in it."""
+def with_members(layout: Layout, members: Sequence[int], domains: Mapping[int, str]) -> Layout:
+    """The layout with the members that it lacks as idle ones; lost workers stay in it.
+
+    Args:
+        layout: in force.
+        members: of the epoch.
+        domains: where they run, of those of whom that is known.
+    """
     new = set(members) - set(layout.workers)
-    return msgspec.structs.replace(layout, idle=tuple(sorted({*layout.idle, *new}))) if new else layout
+    if not new:
+        return layout
+    layout = msgspec.structs.replace(layout, idle=tuple(sorted({*layout.idle, *new})))
+    return msgspec.structs.replace(layout, domains=label_members(layout, domains))

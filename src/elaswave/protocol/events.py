@@ -62,6 +62,8 @@ class NewEpochRecord(msgspec.Struct, frozen=True, kw_only=True, tag="new epoch")
     """The worker's own error, if that is what it was lost by."""
     joined: tuple[int, ...] = ()
     """Members that were none before."""
+    domains: dict[int, str] = {}
+    """Where those run, of each that has said it, see `elaswave.state.domains`."""
     left: tuple[int, ...] = ()
     """Members that have left on request."""
 
@@ -174,6 +176,8 @@ class JoinerCame(NamedTuple):
     worker: int
     address: str
     """Where its data plane listens."""
+    domain: str = ""
+    """Where it runs, see `elaswave.state.domains`."""
 
 
 class JoinerGone(NamedTuple):

@@ -96,6 +96,8 @@ class JobHistory:
         """The epoch of the newest decision that went back to a checkpoint."""
         self.lost: tuple[int, ...] = ()
         """Lost since the newest decision."""
+        self.domains: dict[int, str] = dict(layout.domains)
+        """Where members run, and those that were members."""
         self.joined: tuple[int, ...] = ()
         """Members since the newest decision."""
         self.left: tuple[int, ...] = ()
@@ -127,6 +129,7 @@ class JobHistory:
             self.epoch, self.members = record.epoch, record.members
             self.admissions.leaving -= gone
             self._fresh |= set(record.joined)
+            self.domains.update(record.domains)
             self.joined = tuple(worker for worker in (*self.joined, *record.joined) if worker in record.members)
             self.left = (*self.left, *record.left)
             self._gone_as_asked.update(record.left)

@@ -139,7 +139,7 @@ class Inquiry:
         layout, owners, execution, change = (
             history.in_force() if rollback is not None else history.in_force_by(evidence)
         )
-        layout = with_members(layout, history.members)
+        layout = with_members(layout, history.members, history.domains)
         self.question = PlanRecovery(
             sequence=self.sequence,
             epoch=history.epoch,

@@ -272,6 +272,8 @@ class Joining(msgspec.Struct, frozen=True, kw_only=True, tag="joining"):
     model_hash: int
     """Of the shapes of model and optimizer."""
     data_hash: int
+    domain: str = ""
+    """Where it runs, see `elaswave.state.domains`; empty: it cannot say."""
     canaries: dict[int, int]
     """By place, see `elaswave.protocol.environment`: of the environment, and of the first layer of each kind."""
 

@@ -12,11 +12,12 @@ Block boundaries depend on the model alone, the placement also on the layout: ev
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from enum import IntEnum
 
 import msgspec
 
+from elaswave.state.domains import Domains, domains_of
 from elaswave.state.partners import Partners, choose_partners
 from elaswave.types import Layout
 
@@ -124,7 +125,6 @@ def place_blocks(
     *,
     num_followers: int,
     scatter_width: int,
-    hosts: Mapping[int, str] | None = None,
 ) -> Placement:
     """Deals blocks to owners and followers, balanced by elements; a pure function of its arguments.
 
@@ -132,24 +132,22 @@ def place_blocks(
     `FollowerChooser` has them. Idle workers get nothing.
 
     Args:
-        layout: who runs which layer.
+        layout: who runs which layer, and where.
         blocks: of the whole model, as `make_blocks` returns them.
         num_followers: copies beside the owner; clamped to the number of workers of stages minus one.
         scatter_width: over how many partners the first followers of an owner's blocks are spread.
-        hosts: the host of each worker; None means that all are on one, as in every job so far: the launcher starts
-            workers on its own machine only.
     Returns:
         A placement with one entry per block; followers in the order in which they were chosen.
     Raises:
-        ValueError: num_followers < 0, scatter_width < 1, a worker without a host, or a block of a layer that the
-            layout lacks.
+        ValueError: num_followers < 0, scatter_width < 1, or a block of a layer that the layout lacks.
     """
     workers = layout.active
     if num_followers < 0:
         raise ValueError(f"num_followers is {num_followers}: it cannot be negative (0 means no copies)")
     members_of_layer = holders_of_layers(layout)
     owners = _deal_owners(members_of_layer, blocks)
-    chooser = FollowerChooser(workers, partners_under(layout, scatter_width, hosts), scatter_width, hosts)
+    partners = partners_under(layout, scatter_width)
+    chooser = FollowerChooser(workers, partners, scatter_width, domains_of(layout))
     for block, owner in zip(blocks, owners):
         chooser.count(members_of_layer[block.layer], (owner,), block.num_elements)
     followers = []
@@ -166,7 +164,6 @@ def place_blocks(
 def partners_under(
     layout: Layout,
     scatter_width: int,
-    hosts: Mapping[int, str] | None = None,
     *,
     excluded: Collection[int] = (),
     copies: Iterable[tuple[int, tuple[int, ...]]] = (),
@@ -175,12 +172,12 @@ def partners_under(
     """The partners of the workers of a layout's stages; those that run a layer, or a shared unit, are a group.
 
     Args:
-        layout: who runs which layer.
+        layout: who runs which layer, and where.
         excluded: workers that hold nothing.
         copies: (owner, followers) of each block that shall stay where it is, as far as possible.
-        scatter_width, hosts, firm: as of `choose_partners`.
+        scatter_width, firm: as of `choose_partners`.
     Raises:
-        ValueError: scatter_width < 1, or a worker without a host.
+        ValueError: scatter_width < 1.
     """
     out = frozenset(excluded)
     members = [
@@ -190,12 +187,13 @@ def partners_under(
     for group in members:
         for worker in group:
             kin[worker].update(group)
-    several_hosts = hosts is not None and len({hosts.get(worker) for worker in kin}) > 1
+    domains = domains_of(layout, out)
+    hosts = domains[0] if domains else None
 
     def fits(owner: int, follower: int) -> bool:
         if owner not in kin or follower not in kin:
             return False
-        if hosts is not None and several_hosts:
+        if hosts is not None:
             return hosts[owner] != hosts[follower]
         return follower in kin[owner] or len(kin[owner]) == 1
 
@@ -262,15 +260,15 @@ class FollowerChooser:
     fewest blocks, then the one that holds the fewest elements. Partners are of the block's stage where all workers are
     on one host and the stage has another worker. Each further follower is one fixed worker for an owner and the
     followers so far: with two followers there are not many more sets of three that hold a block than an owner has
-    partners. It is outside of the stage if one inside is there, on a host without a copy, and no other
-    partner, as far as there are such workers.
+    partners. It is in a domain without a copy, outside of the stage if one inside is there, and no other partner, as
+    far as there are such workers, in this order.
 
     Args:
         workers: all that may hold blocks, ascending.
         partners: of each worker that may be chosen; an owner that has none chooses among all.
         scatter_width: so many of an owner's partners are chosen for the blocks of one stage; it may have more for
             those of another that runs the same layers.
-        hosts: the host of each worker; None means that all are on one.
+        domains: by what copies are kept apart, level by level, see `elaswave.state.domains`.
         excluded: those among the workers that are never chosen.
     """
 
@@ -279,7 +277,7 @@ class FollowerChooser:
         workers: Sequence[int],
         partners: Partners,
         scatter_width: int,
-        hosts: Mapping[int, str] | None = None,
+        domains: Domains = (),
         excluded: Collection[int] = (),
     ) -> None:
         self._workers = workers
@@ -287,8 +285,8 @@ class FollowerChooser:
         self._partners = {worker: frozenset(others) for worker, others in partners.items()}
         self._width = scatter_width
         self._excluded = frozenset(excluded)
-        self._hosts = hosts if hosts is not None else dict.fromkeys(workers, "")
-        self._one_host = len({self._hosts[worker] for worker in workers if worker not in self._excluded}) <= 1
+        self._domains = domains
+        self._one_host = not domains or len({domains[0][each] for each in workers if each not in self._excluded}) <= 1
         self._held = dict.fromkeys(workers, 0)
         self._num_fixed = dict.fromkeys(workers, 0)
         self._followed = {owner: dict.fromkeys(workers, 0) for owner in workers}
@@ -397,6 +395,8 @@ class FollowerChooser:
         free = [worker for worker in ring if worker not in chosen and worker not in self._excluded]
         if lacks_partner := self.lacks_partner(owner, chosen):
             free = [worker for worker in free if worker in self._partners[owner]]
+        else:
+            free = self._apart(free, (owner, *chosen))
         inside = [worker for worker in free if worker in in_stage]
         outside = [worker for worker in free if worker not in in_stage]
         if lacks_partner:
@@ -407,8 +407,15 @@ class FollowerChooser:
             fitting = outside or inside
         else:
             fitting = inside or outside
-        used_hosts = {self._hosts[worker] for worker in (owner, *chosen)}
-        return [worker for worker in fitting if self._hosts[worker] not in used_hosts] or fitting
+        return self._apart(fitting, (owner, *chosen))
+
+    def _apart(self, workers: list[int], holders: Sequence[int]) -> list[int]:
+        """Those in domains without a copy, by the coarsest level at which there are any; all if there are none."""
+        for domain in self._domains:
+            used = {domain[holder] for holder in holders}
+            if elsewhere := [worker for worker in workers if domain[worker] not in used]:
+                return elsewhere
+        return workers
 
 
 def roles_of(worker: int, placement: Placement, blocks: Sequence[Block]) -> dict[int, Role]:

@@ -52,6 +52,7 @@ def first_words(setup: "WorkerSetup", address: str) -> Joining:
         config_hash=identity.config_hash,
         model_hash=identity.model_hash,
         data_hash=identity.data_hash,
+        domain=setup.domain,
         canaries=canaries,
     )
 

@@ -87,6 +87,8 @@ class WorkerSetup(NamedTuple):
     """Frozen parameters that the checkpoint has otherwise than they are built; None: they are still to be compared."""
     joins: bool = False
     """Whether it joins a job that runs: it begins without state, and says `Joining` before it registers."""
+    domain: str = ""
+    """Where it runs, as a joiner says it, see `elaswave.state.domains`; empty: the coordinator knows, or nobody."""
 
 
 class Worker:

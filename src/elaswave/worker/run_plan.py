@@ -77,6 +77,7 @@ class RunPlan:
             layers_per_stage=config.layers_per_stage,
             num_microbatches=config.batch.num_microbatches,
             shared=self.state.shared,
+            hosts=config.hosts,
         )
 
     @cached_property

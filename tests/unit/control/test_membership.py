@@ -39,6 +39,9 @@ class FakeJoiners:
     def was_member(self, worker: int) -> bool:
         return worker < 3
 
+    def domain_of(self, worker: int) -> str:
+        return f"host-{worker}"
+
     def heard(self, joining: Joining) -> list[Answer]:
         return [Answer(joining, None)]
 
@@ -151,7 +154,7 @@ def test_a_joiner_that_has_spoken_or_ended_is_not_watched(world: World, speaks: 
     world.membership.join(1, 0.0)
     if speaks:
         world.membership.heard(joining(3), 1.0)
-        assert world.fed == [JoinerCame(3, "unix:/3")]
+        assert world.fed == [JoinerCame(3, "unix:/3", "host-3")]
     else:
         world.membership.ended(3, 1.0)
     assert world.membership.silent == ()
@@ -180,7 +183,7 @@ def test_a_joiner_that_has_had_a_notice_does_not_come_in_and_nobody_takes_its_pl
     world.membership.heard(joining(3), 1.0)
     assert world.membership.withdraws(3, 2.0) and world.membership.withdraws(4, 2.0)
     assert world.membership.withdraws(3, 3.0) and not world.membership.withdraws(2, 3.0)
-    assert world.fed == [JoinerCame(3, "unix:/3"), JoinerGone(3)]
+    assert world.fed == [JoinerCame(3, "unix:/3", "host-3"), JoinerGone(3)]
     assert world.joiners.closed == [3, 4]
     assert (
         world.told[0] == "worker 3 is not admitted: it has had a notice that its machine will be taken away (SIGTERM)"

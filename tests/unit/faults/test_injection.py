@@ -23,6 +23,7 @@ from elaswave.faults.injection import (
     read_fault_records,
     strike_coordinator,
 )
+from elaswave.observability.processes import described, write_processes
 from elaswave.protocol.engine import PHASES
 
 ROOT = Path(__file__).parents[3]
@@ -41,6 +42,8 @@ SPECS = {
     "slow:1@5:0.5": Fault(kind="slow", worker=1, step=5, factor=0.5),
     "slow:random@30:1": Fault(kind="slow", worker="random", step=30, factor=1.0),
     "drain:1@5": Fault(kind="drain", worker=1, step=5),
+    "kill-host:a@5": Fault(kind="kill-host", worker=None, step=5, host="a"),
+    "kill-host:rack-1/a@5:vote+1": Fault(kind="kill-host", worker=None, step=5, phase="vote", skip=1, host="rack-1/a"),
     "join@5": Fault(kind="join", worker=None, step=5),
 }
 
@@ -67,7 +70,7 @@ def test_other_ways_to_write_a_spec(spec, fault):
     assert parse_fault(str(fault)) == fault
 
 
-KINDS_THAT_WORK = "kill, hang, cut, cut-close, slow, join, drain"
+KINDS_THAT_WORK = "kill, hang, cut, cut-close, kill-host, slow, join, drain"
 BAD = {
     "": [f"unknown kind ''; there are {KINDS_THAT_WORK}"],
     "explode:1@5": [f"unknown kind 'explode'; there are {KINDS_THAT_WORK}"],
@@ -138,10 +141,41 @@ def test_bad_specs_are_refused_with_all_that_is_wrong(spec):
 # ------------------------------------------------------------------------------------------------------------ of a job
 
 
+HOSTS = {0: "r/a", 1: "r/b", 2: "r/a", 3: "s/a"}
+
+
 def of_job(
-    *specs: str, seed: int = 0, num_workers: int = 4, num_steps: int = 20, respawns: bool = False
+    *specs: str,
+    seed: int = 0,
+    num_workers: int = 4,
+    num_steps: int = 20,
+    respawns: bool = False,
+    hosts: dict[int, str] | None = None,
 ) -> tuple[Fault, ...]:
-    return parse_faults(specs, seed=seed, workers=range(num_workers), num_steps=num_steps, respawns=respawns)
+    return parse_faults(
+        specs, seed=seed, workers=range(num_workers), num_steps=num_steps, respawns=respawns, hosts=hosts or {}
+    )
+
+
+def test_a_host_is_all_of_its_workers():
+    faults = of_job("kill-host:r/a@5", "kill:random@6", "kill-host:s@7", hosts=HOSTS)
+    assert [fault.victims for fault in faults] == [(0, 2), (1,), (3,)], "no worker that a host takes with it is drawn"
+    assert str(faults[0]) == "kill-host:r/a@5"
+    (rack,) = of_job("kill-host:r@5", hosts=HOSTS)
+    assert rack.victims == (0, 1, 2)
+    assert of_job("kill-host:r@3", "kill:6@9", respawns=True, hosts=HOSTS)[1].worker == 6
+
+
+def test_hosts_that_cannot_be_killed():
+    with pytest.raises(UsageError) as error:
+        of_job("kill-host:a@5", "kill:2@3", "kill-host:r/a@4", "kill-host:@4", hosts=HOSTS)
+    assert str(error.value).splitlines() == [
+        "--fault kill-host:a@5: there is no host 'a'; the job has r, r/a, r/b, s, s/a",
+        "--fault kill-host:@4: no host is given; expected kill-host:H@STEP[:PHASE[+N]]",
+        "--fault kill-host:r/a@4: worker 2 is gone already by kill:2@3",
+    ]
+    with pytest.raises(UsageError, match="all workers are on one host; say with elastic.hosts which of them share one"):
+        of_job("kill-host:a@5")
 
 
 def test_a_job_without_faults():
@@ -212,8 +246,15 @@ def test_the_phase_of_any_follows_from_the_seed_and_the_position_alone():
 class Bench:
     """A probe in a simulated worker; signals and silence are written down instead of carried out."""
 
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *specs: str, seed: int = 0) -> None:
-        self.faults = of_job(*specs, seed=seed)
+    def __init__(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        *specs: str,
+        seed: int = 0,
+        hosts: dict[int, str] | None = None,
+    ) -> None:
+        self.faults = of_job(*specs, seed=seed, hosts=hosts)
         self.file = tmp_path / module.FAULTS_FILE
         self.events: list[object] = []
         self.probe = FaultProbe(self.faults, seed=seed, record=self.file, silence=self._silence, slow=self._slow)
@@ -252,6 +293,24 @@ def test_a_fault_strikes_its_worker_at_its_point_only(tmp_path, monkeypatch):
     assert (record.step, record.attempt, record.phase, record.action) == (17, 1, "gather", 2)
     assert record.time_s > 0
     assert never_struck(bench.faults, [record]) == []
+
+
+def test_a_host_is_killed_by_its_first_worker(tmp_path, monkeypatch):
+    """The others are processes of the run like any: here one that sleeps."""
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        write_processes(tmp_path, [described("worker", 2, other.pid), described("template", 0, os.getpid())])
+        bench = Bench(tmp_path, monkeypatch, "kill-host:r/a@5:vote", hosts=HOSTS)
+        bench.step(0, 5)
+        assert bench.events == ["SIGKILL"]
+        assert other.wait(TIMEOUT_S) == -signal.SIGKILL
+    finally:
+        monkeypatch.undo()
+        other.kill()
+        other.wait(TIMEOUT_S)
+    records = read_fault_records(bench.file)
+    assert [(record.worker, record.loses, record.phase) for record in records] == [(0, True, "vote"), (2, True, "vote")]
+    assert records[0].time_s == records[1].time_s and never_struck(bench.faults, records) == []
 
 
 def test_other_workers_are_left_alone(tmp_path, monkeypatch):

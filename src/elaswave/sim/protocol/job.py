@@ -77,6 +77,8 @@ class Job(NamedTuple):
     blocks_per_round: int = 1
     """New copies that one owner sends, and one worker receives, in one step."""
     min_workers: int = 1
+    num_hosts: int = 0
+    """Hosts that the workers are dealt over, and joiners by turns; 0: nothing is known of hosts."""
     tied: bool = False
     """Whether the first and the last layer share a unit of state, and also the second one where stages have several
     layers: so uses share a stage or not, and there are stages without one."""
@@ -85,6 +87,17 @@ class Job(NamedTuple):
     def num_workers(self) -> int:
         """Workers at the start."""
         return sum(self.widths)
+
+    @property
+    def hosts(self) -> dict[str, int] | None:
+        """Host -> number of workers that the job begins with."""
+        if not self.num_hosts:
+            return None
+        return {f"h{index}": len(range(index, self.num_workers, self.num_hosts)) for index in range(self.num_hosts)}
+
+    def host_of_joiner(self, worker: int) -> str:
+        """Where a joiner runs; empty where nothing is known of hosts."""
+        return f"h{worker % self.num_hosts}" if self.num_hosts else ""
 
     @property
     def num_ever(self) -> int:
@@ -135,6 +148,7 @@ _OF_THE_MODEL = (
     "widths",
     "layers_per_stage",
     "blocks_per_layer",
+    "num_hosts",
     "num_microbatches",
     "num_followers",
     "scatter_width",
@@ -152,6 +166,7 @@ def _model_of(job: Job) -> Model:
         layers_per_stage=[job.layers_per_stage] * len(job.widths),
         num_microbatches=job.num_microbatches,
         shared=shared,
+        hosts=job.hosts,
     )
     num_units = num_layers + len(shared)
     blocks = make_blocks([job.blocks_per_layer] * num_units, 1)
@@ -222,7 +237,7 @@ def other_layout(layout: Layout) -> Layout:
         )
         for microbatch in range(layout.num_microbatches)
     )
-    return Layout(stages=stages, routes=routes, shared=layout.shared, idle=layout.idle)
+    return msgspec.structs.replace(layout, stages=stages, routes=routes)
 
 
 # ------------------------------------------------------------------------------------------------------ the arithmetic

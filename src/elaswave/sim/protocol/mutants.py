@@ -36,6 +36,7 @@ from elaswave.protocol.traffic import Shipment, Traffic, traffic_of
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.engine import ToyCopy
+from elaswave.sim.protocol.host_mutants import HOST_MUTANTS
 from elaswave.sim.protocol.job import BlockState
 from elaswave.sim.protocol.membership_mutants import MEMBERSHIP_MUTANTS
 from elaswave.sim.protocol.mutant import Mutant
@@ -708,6 +709,7 @@ MUTANTS = {
             "widths=1,1,1 tied=1 kill:0@40",
         ),
         *MEMBERSHIP_MUTANTS,
+        *HOST_MUTANTS,
         Mutant(
             "keep-coverage-only",
             "what was added before a loss counts as covered, but the sums are emptied",

@@ -10,6 +10,7 @@ from elaswave.protocol.worker import WorkerMachine
 from elaswave.sim.protocol.checkers import Violation, all_checkers
 from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.coverage import CoverageCounter
+from elaswave.sim.protocol.host_checker import HostsApart
 from elaswave.sim.protocol.job import asks_checkpoint, model_of, undisturbed
 from elaswave.sim.protocol.schedule import Schedule, ScheduledFault
 from elaswave.sim.protocol.store import SimStore
@@ -76,6 +77,7 @@ def run_schedule(
         job.stop_step,
         job.num_followers,
     )
+    checkers.append(HostsApart(job))
     counter = CoverageCounter(job.steps)
     world = World(
         schedule,

@@ -10,10 +10,11 @@ import random
 from typing import NamedTuple
 
 from elaswave.sim.protocol.job import Job
+from elaswave.state.domains import deal_over_hosts
 
 COORDINATOR = "c"
 KINDS = {
-    "kill": "the target ends at once",
+    "kill": "the target ends at once; several workers, those of a host say, at one instant",
     "suspect": "the coordinator is told that a worker is lost, which is not true",
     "hang": "a worker stops for a while, and is suspected if that lasts long enough",
     "isolate": "nothing reaches a worker, or comes from it, for a while",
@@ -30,7 +31,7 @@ class ScheduledFault(NamedTuple):
 
     kind: str
     target: str
-    """A worker, two workers as ``0-2``, or ``c``."""
+    """A worker, several as ``0-2``, or ``c``."""
     instant: int
     duration: int = 0
     """For kinds that last; in units of virtual time."""
@@ -183,7 +184,10 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         drawn = drawn._replace(steps=drawn.steps + _drawn_for(f"moves of {seed}").choice((1, 2, 3)))
     rounds = _drawn_for(f"rounds of {seed}").choice((1, 1, 1, 1, 2, 3))
     drawn = drawn._replace(num_microbatches=rounds * drawn.num_microbatches)
-    job = _with_membership(drawn, _drawn_for(f"membership of {seed}")) if job is None else job
+    if job is None:
+        job = _with_membership(drawn, _drawn_for(f"membership of {seed}"))
+        job = _with_hosts(job, _drawn_for(f"hosts of {seed}"))
+    host = _lost_host(job, _drawn_for(f"lost host of {seed}"))
     num_workers, steps = job.num_workers, job.steps
     conditions = Conditions(
         seed=rng.randrange(1, 1 << 30),
@@ -207,6 +211,8 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
             # Most of the later faults strike while an earlier one is being dealt with.
             at = at + rng.randrange(1, 30) if rng.random() < 0.7 else rng.randrange(span)
         faults.append(_random_fault(rng, num_workers + (job.join_step > 0), at))
+        if host and index == 0:
+            faults[0] = ScheduledFault("kill", host, at)
     return Schedule(job, conditions, tuple(sorted(faults, key=lambda fault: fault.instant)))
 
 
@@ -230,6 +236,27 @@ def _with_membership(job: Job, rng: random.Random) -> Job:
         leaver=leaves * rng.randrange(job.num_workers),
         steps=job.steps + rng.choice((3, 4, 5)),
     )
+
+
+def _with_hosts(job: Job, rng: random.Random) -> Job:
+    """Perhaps the workers are on several hosts."""
+    if job.num_workers < 3 or rng.random() < 0.7:
+        return job
+    return job._replace(num_hosts=rng.choice([number for number in (2, 2, 3) if number < job.num_workers]))
+
+
+def _lost_host(job: Job, rng: random.Random) -> str:
+    """The workers of a host that is lost, as a fault's target; often none."""
+    hosts = workers_of_hosts(job)
+    return "-".join(map(str, rng.choice(hosts))) if hosts and rng.random() < 0.6 else ""
+
+
+def workers_of_hosts(job: Job) -> list[tuple[int, ...]]:
+    """The workers that a job begins with, by host; nothing where nothing is known of hosts."""
+    if job.hosts is None:
+        return []
+    dealt = deal_over_hosts(job.widths, job.hosts)
+    return [tuple(worker for worker, where in dealt if where == host) for host in job.hosts]
 
 
 def _random_job(rng: random.Random) -> Job:

@@ -14,7 +14,15 @@ from typing import NamedTuple
 
 from elaswave.sim.protocol.job import Job
 from elaswave.sim.protocol.run import PRODUCT, Build, RunOutcome, run_schedule
-from elaswave.sim.protocol.schedule import COORDINATOR, LAYOUTS, Conditions, Schedule, ScheduledFault, random_schedule
+from elaswave.sim.protocol.schedule import (
+    COORDINATOR,
+    LAYOUTS,
+    Conditions,
+    Schedule,
+    ScheduledFault,
+    random_schedule,
+    workers_of_hosts,
+)
 
 MAX_FAILURES = 20
 """Failures that a summary keeps."""
@@ -168,6 +176,11 @@ def _weathers(num_workers: int) -> tuple[Conditions, ...]:
     return tuple(weathers)
 
 
+HOSTS_JOB = Job(widths=(2, 2), steps=3, checkpoint_every=1, retry_step=2, num_hosts=2)
+"""Two hosts with a worker of each stage."""
+UNEVEN_HOSTS_JOB = Job(widths=(2, 1), steps=9, blocks_per_round=8, num_hosts=2, join_step=1)
+"""Three workers on two hosts; worker 3 joins on the second one."""
+
 _FEW = (
     _PROMPT,
     _BY_LINK._replace(keeps_in_flight=False),
@@ -193,6 +206,8 @@ SPACES = {
         Space("3-workers-leave-1-kill", LEAVING_JOB, _FEW, (("kill", "suspect"),)),
         Space("3-workers-last-leaves-1-kill", LAST_LEAVING_JOB, _FEW, (("kill", "suspect"),)),
         Space("3-workers-join-1-fault", JOINING_JOB, (_PROMPT,), (ALL_KINDS,)),
+        Space("4-workers-2-hosts-1-fault", HOSTS_JOB, _FEW, (("kill", "suspect"),)),
+        Space("3-workers-2-hosts-join-1-kill", UNEVEN_HOSTS_JOB, _FEW, (("kill",),)),
         Space("4-workers-2-kills", JOB_OF_4, (_PROMPT,), (("kill",), ("kill",))),
         Space("4-workers-salvage-1-fault", LONG_JOB, _in_the_midst(range(1, 9)), (("kill", "suspect"),)),
         Space("3-workers-salvage-2-kills", LONG_JOB_OF_3, _in_the_midst((1,)), (("kill",), ("kill", "suspect"))),
@@ -236,9 +251,10 @@ def _with_one_more(schedule: Schedule, kinds: Collection[str], build: Build) -> 
     instants: list[tuple[int, int]] = []
     run_schedule(schedule, build, instants=instants)
     start = schedule.faults[-1].instant if schedule.faults else 0
-    dead = {fault.target for fault in schedule.faults if fault.kind == "kill" and fault.target != COORDINATOR}
+    kills = [fault for fault in schedule.faults if fault.kind == "kill"]
+    dead = {str(worker) for fault in kills for worker in fault.workers}
     for kind in kinds:
-        for target, workers in _targets(kind, schedule.job.num_workers + (schedule.job.join_step > 0)):
+        for target, workers in _targets(kind, schedule.job):
             if dead & set(target.split("-")):
                 continue
             for instant in strike_points(instants, workers, start):
@@ -248,14 +264,18 @@ def _with_one_more(schedule: Schedule, kinds: Collection[str], build: Build) -> 
                         yield schedule._replace(faults=(*schedule.faults, fault))
 
 
-def _targets(kind: str, num_workers: int) -> list[tuple[str, tuple[int, ...]]]:
+def _targets(kind: str, job: Job) -> list[tuple[str, tuple[int, ...]]]:
     """Targets of a kind, with the actors that they are (-1 for the coordinator)."""
+    num_workers = job.num_workers + (job.join_step > 0)
     if kind == "usurp":
         return [(COORDINATOR, (-1,))]
     if kind in ("cut", "delay"):
         return [(f"{a}-{b}", (a, b)) for a, b in combinations(range(num_workers), 2)]
     targets: list[tuple[str, tuple[int, ...]]] = [(str(worker), (worker,)) for worker in range(num_workers)]
-    return [*targets, (COORDINATOR, (-1,))] if kind == "kill" else targets
+    if kind != "kill":
+        return targets
+    hosts = [("-".join(map(str, workers)), workers) for workers in workers_of_hosts(job) if len(workers) > 1]
+    return [*targets, *hosts, (COORDINATOR, (-1,))]
 
 
 def strike_points(instants: Sequence[tuple[int, int]], actors: Collection[int], start: int) -> list[int]:

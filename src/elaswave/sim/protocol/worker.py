@@ -59,7 +59,8 @@ class SimWorker:
         facts_class: type[Facts] = Facts,
     ) -> None:
         model = model_of(job)
-        layout = with_members(model.layout, (*model.layout.workers, worker))
+        domains = {**model.layout.domain_of, worker: job.host_of_joiner(worker)} if joins else {}
+        layout = with_members(model.layout, (*model.layout.workers, worker), domains)
         self.world = world
         self.id = worker
         self.job = job
@@ -116,7 +117,7 @@ class SimWorker:
     def registration(self) -> Registered | JoinerCame:
         """The first words on a new control connection."""
         if self.joins and self.machine.member.epoch == FIRST_EPOCH:
-            return JoinerCame(self.id, str(self.id))
+            return JoinerCame(self.id, str(self.id), self.job.host_of_joiner(self.id))
         return self.machine.registration(str(self.id))
 
     def on_connected(self) -> None:

@@ -474,8 +474,12 @@ class World:
                 self._strike_coordinator(coordinator, fault)
             return
         workers = [self.workers[worker] for worker in fault.workers if worker in self.workers]
-        if len(workers) == len(fault.workers) and all(not worker.dead for worker in workers):
-            getattr(self, f"_{fault.kind}")(*workers, fault.duration)
+        alive = [worker for worker in workers if not worker.dead]
+        if fault.kind == "kill":
+            for worker in alive:
+                self._end_worker(worker)
+        elif len(alive) == len(fault.workers):
+            getattr(self, f"_{fault.kind}")(*alive, fault.duration)
 
     def _strike_coordinator(self, coordinator: CoordinatorActor, fault: ScheduledFault) -> None:
         conditions = self.conditions
@@ -499,9 +503,6 @@ class World:
         for link in self.links.values():
             if link.coordinator is coordinator and link.open:
                 self._at(self.delay(), self.close_link, link)
-
-    def _kill(self, worker: WorkerActor, duration: int) -> None:
-        self._end_worker(worker)
 
     def _end_worker(self, worker: WorkerActor) -> None:
         worker.dead = True

@@ -1,0 +1,68 @@
+"""The judge of failure domains in a simulated run: a host can be lost, and nothing with it."""
+
+# ruff: noqa: D102 (the methods are described in `Observer`)
+
+from collections.abc import Collection, Sequence
+
+from elaswave.protocol.messages import Decision
+from elaswave.sim.protocol.checkers import Violation
+from elaswave.sim.protocol.job import Job, model_of
+from elaswave.sim.protocol.observer import Observer
+from elaswave.state.placement import Placement
+from elaswave.types import Layout
+
+
+class HostsApart(Observer):
+    """Every block has copies on two hosts: from the start, again soon after a loss, and when a planned change is in
+    force; and the first loss, if it is of workers of one host, is survived without a checkpoint.
+
+    Where a worker runs is taken from the job, not from the labels in a layout.
+
+    Args:
+        job: that is trained.
+    """
+
+    def __init__(self, job: Job) -> None:
+        model = model_of(job)
+        self._job = job
+        self._host_of = {**model.layout.domain_of}
+        self._founders = model.layout.workers
+        self._is_on = bool(job.num_hosts and job.num_followers)
+        # While a copy is missing at least `blocks_per_round` are made in a step, or all that are left.
+        self._num_rounds = 1 - (-len(model.blocks) * (1 + job.num_followers) // job.blocks_per_round)
+        self._due: dict[int, tuple[Layout, int]] = {1: (model.layout, 1)}
+        """Epoch -> the layout in force, and the step from which on all blocks are on two hosts again."""
+
+    def began(self, worker: int, epoch: int, step: int, attempt: int, placement: Placement) -> None:
+        if not self._is_on or epoch not in self._due:
+            return
+        layout, due = self._due[epoch]
+        if step < due or len(self._hosts(layout.active)) == 1:
+            return
+        for block in range(len(placement.owner)):
+            holders = placement.holders(block)
+            if len(self._hosts(holders)) == 1:
+                raise Violation(
+                    f"in step {step} of epoch {epoch} all copies of block {block} are on host "
+                    f"{self._hosts(holders).pop()}, of workers {holders}"
+                )
+
+    def switched(self, worker: int, epoch: int, step: int, layout: Layout) -> None:
+        self._due[epoch] = layout, step + 1
+
+    def decided(self, decision: Decision) -> None:
+        if decision.rollback is not None and decision.lost:
+            self._check_first_loss(decision.lost, decision.reason)
+        self._due[decision.epoch] = decision.layout, decision.resume_step + self._num_rounds
+
+    def ended(self, reason: str, members: Sequence[int], lost: Sequence[int], orphans: Sequence[int]) -> None:
+        if orphans:
+            self._check_first_loss([worker for worker in self._founders if worker not in members], reason)
+
+    def _check_first_loss(self, gone: Collection[int], reason: str) -> None:
+        is_first = len(self._due) == 1
+        if self._is_on and is_first and len(self._hosts(gone)) == 1 < len(self._hosts(self._founders)):
+            raise Violation(f"only workers {list(gone)} of one host were lost, and their state with them: {reason}")
+
+    def _hosts(self, workers: Collection[int]) -> set[str]:
+        return {self._host_of.get(worker) or self._job.host_of_joiner(worker) for worker in workers}

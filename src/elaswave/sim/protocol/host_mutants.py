@@ -1,0 +1,70 @@
+"""Planted bugs in what is known of hosts (rules D of ``docs/protocol.md``); see `elaswave.sim.protocol.mutants`."""
+
+# ruff: noqa: D102 (what each class does wrong is its own docstring)
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from elaswave.protocol.coordinator import Coordinator
+from elaswave.protocol.events import CoordinatorEffect, JoinerCame, PlanRecovery, RecoveryPlan
+from elaswave.protocol.worker import WorkerMachine
+from elaswave.sim.protocol.coordinator import SimCoordinator
+from elaswave.sim.protocol.engine import ToyCopy
+from elaswave.sim.protocol.mutant import Mutant
+from elaswave.sim.protocol.run import Build
+
+
+class RefillsAnywhere(WorkerMachine[ToyCopy]):
+    """Missing followers are chosen as if all workers were on one host."""
+
+    def replicate(self) -> None:
+        layout = self.layout
+        self.layout = msgspec.structs.replace(layout, domains=())
+        super().replicate()
+        self.layout = layout
+
+
+class _ForgetsLabels(Coordinator):
+    def _on_membership(self, event: Any, now_s: float) -> list[CoordinatorEffect]:
+        if isinstance(event, JoinerCame):
+            event = event._replace(domain="")
+        return super()._on_membership(event, now_s)
+
+
+class ForgetsWhereJoinersAre(SimCoordinator):
+    """The host of a joiner is not taken down."""
+
+    core_class = _ForgetsLabels
+
+
+class DecidesWithoutLabels(SimCoordinator):
+    """The decision after a loss does not say where survivors are."""
+
+    def plan(self, question: PlanRecovery) -> RecoveryPlan:
+        plan = super().plan(question)
+        return plan._replace(layout=msgspec.structs.replace(plan.layout, domains=()))
+
+
+HOST_MUTANTS = (
+    Mutant(
+        "refill-anywhere",
+        "missing followers are chosen as if all workers were on one host",
+        Build(machine=RefillsAnywhere),
+        "widths=2,2 blocks_per_round=8 num_hosts=2 kill:1@0",
+    ),
+    Mutant(
+        "joiner-unlabelled",
+        "the host of a joiner is not taken down",
+        Build(coordinator=ForgetsWhereJoinersAre),
+        "widths=1,1 num_microbatches=1 steps=14 join_step=1 num_hosts=2",
+    ),
+    Mutant(
+        "survivors-unlabelled",
+        "the decision after a loss does not say where survivors are",
+        Build(coordinator=DecidesWithoutLabels),
+        "widths=2,2 blocks_per_round=8 num_hosts=2 kill:1@0",
+    ),
+)
