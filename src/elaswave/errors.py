@@ -27,6 +27,7 @@ ElaswaveError
 ├── ControlError               a running job cannot be talked to, or refuses what it was asked for
 ├── LaunchError                the system refuses a process or a folder that a job needs
 ├── RecoveryError              too much was lost to go on; says what
+├── RetryError                 this agent's part has ended, and another one may take it: exit code 75
 ├── FencedError                a worker that was declared lost has learned of it
 └── StoppedBySignalError       the job was asked to end: exit code 128 + signal
 """
@@ -182,6 +183,11 @@ class ControlError(ElaswaveError):
 
 class FencedError(ElaswaveError):
     """This worker was declared lost; the others go on without it, and nothing that it does counts."""
+
+
+class RetryError(ElaswaveError):
+    """An agent has ended for a reason that another one, started later on the same host, may not meet: a coordinator or
+    store that is not reached, too few hosts, a notice that its host is taken away."""
 
 
 class RecoveryError(ElaswaveError):

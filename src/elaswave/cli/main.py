@@ -1,9 +1,9 @@
 """The ``elaswave`` command: finds the verb, and turns every way in which it can end into an exit code.
 
-0 success, 1 failure or difference found, 2 bad input, 128 + signal for signals (129 SIGHUP, 130 Ctrl-C, 143 SIGTERM).
-An error that elaswave raises on purpose is printed once on standard error, without a traceback of this process; any
-other is a bug of ours and shows its traceback. With ``--json`` standard output is one JSON document also when the
-command fails.
+0 success, 1 failure or difference found, 2 bad input, 75 worth another try (agents), 128 + signal for signals (129
+SIGHUP, 130 Ctrl-C, 143 SIGTERM). An error that elaswave raises on purpose is printed once on standard error, without a
+traceback of this process; any other is a bug of ours and shows its traceback. With ``--json`` standard output is one
+JSON document also when the command fails.
 """
 
 import contextlib
@@ -22,19 +22,22 @@ import msgspec
 
 from elaswave import __version__
 from elaswave.cli.groups import LazyGroup
-from elaswave.errors import ConfigError, ElaswaveError, StoppedBySignalError, UsageError, WorkerError
+from elaswave.errors import ConfigError, ElaswaveError, RetryError, StoppedBySignalError, UsageError, WorkerError
 from elaswave.observability.output import lead_elsewhere, open_closed_streams, say_error
 from elaswave.observability.wrapping import wrap
 
 EXIT_SUCCESS = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+EXIT_AGAIN = 75
+"""EX_TEMPFAIL of sysexits.h, by which launchers know that a command is worth another try."""
 EXIT_SIGNAL_BASE = 128
 
 COMMANDS = {
     "demo": "elaswave.cli.demo:demo_command",
     "train": "elaswave.cli.train:train_command",
     "run": "elaswave.cli.run:run_command",
+    "agent": "elaswave.cli.agent:agent_command",
     "ctl": "elaswave.cli.ctl:ctl_group",
     "inspect": "elaswave.cli.inspect:inspect_group",
     "export": "elaswave.cli.export:export_command",
@@ -162,6 +165,8 @@ def _options_end(arguments: Sequence[str]) -> int:
 def _code_of(error: ElaswaveError) -> int:
     if isinstance(error, StoppedBySignalError):
         return EXIT_SIGNAL_BASE + error.signal_number
+    if isinstance(error, RetryError):
+        return EXIT_AGAIN
     return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE
 
 

@@ -309,9 +309,15 @@ class DeviceConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ControlConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where coordinators keep what they decide."""
+    """Hosts, and where coordinators keep what they decide."""
 
     section: ClassVar[str] = "control"
+
+    hosts: Count = 1
+    """Hosts with which the job begins, each with an agent (``elaswave agent``); its workers are dealt out to them in
+    turn. More may come later."""
+    hosts_wait_s: Annotated[float, Meta(gt=0)] = 600.0
+    """How long the job waits for these hosts before it ends with exit code 75."""
 
     store: Annotated[
         str,

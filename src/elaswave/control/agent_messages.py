@@ -1,7 +1,49 @@
-"""What an agent (the process beside the workers, which has the terminal) and the coordinator say to each other."""
+"""What an agent (the process beside a host's workers, which has a terminal) and the coordinator say to each other."""
+
+from typing import Any, Literal
 
 from elaswave.control.operator_messages import FromOperator
+from elaswave.control.template_messages import StartingPoint
 from elaswave.worker.messages import FromWorker, Message
+
+Verdict = Literal["misused", "needless", "again"]
+"""Why an agent may not take part: a person's mistake; the node has another one; or it is too late for this one, and a
+later one may."""
+
+
+class AskJob(Message, frozen=True, kw_only=True):
+    """An agent wants to take part, and asks what is trained; the answer is a `JobSpec` or a `AgentRefused`."""
+
+    job: str
+    node: str
+    incarnation: int
+    config_digest: str
+    """Of the configuration that it was given; empty: of none."""
+
+
+class JobSpec(Message, frozen=True, kw_only=True):
+    """What an agent has to know before it can start anything."""
+
+    job: str
+    config: dict[str, Any]
+    """The resolved configuration: values by key, by section."""
+    config_digest: str
+    host: str
+    """Where the coordinator runs, for people."""
+    run_dir: str
+    mark: str
+    """What stands in the run folder's `agents.json`: who reads the same there has the same folder."""
+    data: dict[str, Any]
+    """What is known of the data there; see `elaswave.data.fingerprint`."""
+    faults: list[str]
+    profile: bool
+
+
+class AgentRefused(Message, frozen=True, kw_only=True):
+    """An agent may not take part."""
+
+    reason: str
+    verdict: Verdict
 
 
 class Exited(Message, frozen=True, kw_only=True):
@@ -36,6 +78,12 @@ class CheckpointCommitted(Message, frozen=True, kw_only=True):
 class AgentHello(Message, frozen=True, kw_only=True):
     """The agent has connected; what every coordinator must know, the first as well as its successors."""
 
+    node: str
+    """Its host's name."""
+    incarnation: int
+    """Drawn when it was started."""
+    slots: int
+    """Workers that may run there; 0: as many as are asked for."""
     exited: list[Exited]
     stop: bool
     """Whether the user wants the job to end; an earlier coordinator may have learned it and died before telling any
@@ -43,6 +91,15 @@ class AgentHello(Message, frozen=True, kw_only=True):
     called_step: int = 0
     """The newest step that a script's callbacks were called for: of later ones that are committed already, the agent
     is told again."""
+    leaving_s: float | None = None
+    """Seconds within which its workers are to leave, if it has had a notice."""
+
+
+class AgentLeaving(Message, frozen=True, kw_only=True):
+    """The agent has had a notice: its host will be taken away, and its workers are to leave."""
+
+    left_s: float
+    """Seconds that they have."""
 
 
 class EndJoiner(Message, frozen=True, kw_only=True):
@@ -70,6 +127,15 @@ class BreakOffCommit(Message, frozen=True, kw_only=True):
     """Have the commit ended that takes too long; the answer is a `CheckpointCommitted` all the same."""
 
     number: int
+
+
+class SpawnFirst(Message, frozen=True, kw_only=True):
+    """Start the workers with which the job begins on this host. Said again on every connection; those that were started
+    before are ignored."""
+
+    workers: tuple[int, ...]
+    checkpoint: StartingPoint | None
+    """Where they begin; None: at the seed."""
 
 
 class SpawnJoiner(Message, frozen=True, kw_only=True):
@@ -137,13 +203,18 @@ class Ended(Message, frozen=True, kw_only=True):
     """Whether the state contradicts itself (a defect, or broken hardware)."""
     lost: list[int] = []
     """Workers that are no members, any more or yet: whatever they still do counts for nothing."""
+    again: bool = False
+    """Whether the job may be tried again as it is: too few hosts have come, or its store cannot be reached."""
 
 
-FromAgent = AgentHello | Exited | StopJob | CpuTimes | CheckpointCommitted
+FromAgent = AskJob | AgentHello | AgentLeaving | Exited | StopJob | CpuTimes | CheckpointCommitted
 ToAgent = (
-    Awaited
+    JobSpec
+    | AgentRefused
+    | Awaited
     | CommitCheckpoint
     | BreakOffCommit
+    | SpawnFirst
     | SpawnJoiner
     | StopAsked
     | EndJoiner

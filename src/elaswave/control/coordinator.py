@@ -12,19 +12,20 @@ from typing import Any
 
 from elaswave.control.agent_messages import (
     AgentHello,
+    AgentLeaving,
+    AskJob,
     CheckpointCommitted,
     CpuTimes,
     Ended,
     Exited,
+    FromAgent,
     StepLosses,
-    StopJob,
     ToCoordinator,
 )
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.job_driver import JobDriver
 from elaswave.control.operator_messages import FromOperator
-from elaswave.control.terminal import AGENT
-from elaswave.control.wire import is_operator
+from elaswave.control.wire import is_agent, is_operator
 from elaswave.errors import ElaswaveError, SupersededError
 from elaswave.protocol import events
 from elaswave.protocol.coordinator_table import State
@@ -122,12 +123,8 @@ class CoordinatorProcess(JobDriver):
             self._recorder.catch_up(self.core.epoch, self.core.decision)
             undecided = self.core.undecided if self.core.state is State.COLLECTING else None
             self._recoveries.restore(self._decisions, undecided, time.monotonic())
-        for worker in self.core.members:
-            if self._has_begun:
-                # A member that does not find this coordinator is lost, however it was to its predecessors.
-                self._detector.joined(worker, time.monotonic())
-            else:
-                self._detector.expect(worker, time.monotonic())
+        if self._agents.is_founded:
+            self._expect_members()
         self._membership.take_over(time.monotonic())
         self.carry_out(self.core.begin())
         self._tick()
@@ -136,16 +133,15 @@ class CoordinatorProcess(JobDriver):
         if is_operator(peer):
             self._desk.connected(peer)
             return
-        if peer == AGENT:
-            self._terminal.agent_came()
-            self._membership.spawn_again()
-            self._ask_agent()
         self._end.tell(peer)
 
     def _on_closed(self, peer: int) -> None:
         if is_operator(peer):
             self._desk.closed(peer)
-        elif peer != AGENT:
+        elif is_agent(peer):
+            self._terminal.agent_went(peer)
+            self._agents.went(peer, time.monotonic())
+        else:
             self._detector.disconnected(peer, time.monotonic())
 
     # --------------------------------------------------------------------------------------------------------- messages
@@ -156,9 +152,9 @@ class CoordinatorProcess(JobDriver):
             self._on_heartbeat(message, now_s)  # most messages are: they take the shortest way
         elif is_operator(peer) or isinstance(message, FromOperator):
             self._desk.received(peer, message)
-        elif isinstance(message, AgentHello | Exited | StopJob | CpuTimes | CheckpointCommitted):
-            if peer == AGENT:
-                self._on_agent(message)
+        elif isinstance(message, FromAgent):
+            if is_agent(peer):
+                self._on_agent(peer, message)
         elif message.worker != peer:
             _log.warning("worker %d says that it is worker %d; its %s is ignored", peer, message.worker, type(message))
         elif isinstance(message, Joining):
@@ -221,20 +217,32 @@ class CoordinatorProcess(JobDriver):
             )
             self.request_drain(message.worker, left_s)
 
-    def _on_agent(self, message: AgentHello | Exited | StopJob | CpuTimes | CheckpointCommitted) -> None:
-        if isinstance(message, AgentHello):
+    def _on_agent(self, peer: int, message: FromAgent) -> None:
+        if isinstance(message, AskJob):
+            self._agents.asked(peer, message)
+        elif isinstance(message, AgentHello):
+            if not self._end.is_there and not self._agents.came(peer, message):
+                return
+            self._terminal.agent_came(peer)
+            self._membership.spawn_again()
+            self._ask_agents()
             for exited in message.exited:
                 self._on_end_of_process(exited.worker, exited.text)
             losses = self._state.losses[message.called_step :]
             if losses:
                 first, metrics = message.called_step + 1, self._state.metrics
                 told = [dict(metrics.get(step, {})) for step in range(first, first + len(losses))]
-                self._server.send(AGENT, StepLosses(first_step=first, losses=losses, metrics=told))
+                self._server.send(peer, StepLosses(first_step=first, losses=losses, metrics=told))
             if message.stop:
                 self._stop_workers()
             else:
                 self._stop_if_none_stay()  # its predecessor may have died before it could say so
-            self._recorder.checkpoints.ask_again()
+            if message.leaving_s is not None:
+                self._on_host_leaving(peer, message.leaving_s)
+            if peer == self._agents.home:
+                self._recorder.checkpoints.ask_again()
+        elif isinstance(message, AgentLeaving):
+            self._on_host_leaving(peer, message.left_s)
         elif isinstance(message, CpuTimes):
             for worker, cpu_s in message.cpu_s.items():
                 self._detector.used(worker, cpu_s, time.monotonic())
@@ -247,6 +255,17 @@ class CoordinatorProcess(JobDriver):
             self._on_end_of_process(message.worker, message.text)
         else:
             self._stop_workers()
+
+    def _on_host_leaving(self, peer: int, left_s: float) -> None:
+        """An agent has had a notice: its workers leave. If nobody stays, the job ends with a checkpoint."""
+        workers = self._agents.leaving(peer)
+        if self._end.is_there or self._stop is not None:
+            return
+        left_s = max(0.0, left_s - self._server.age_s)
+        for worker in workers:
+            if worker not in self._leaving and not self._membership.withdraws(worker, time.monotonic()):
+                self._leaving.add(worker)
+                self.request_drain(worker, left_s)
 
     def _on_registered(self, message: Registered, now_s: float) -> None:
         worker = message.worker

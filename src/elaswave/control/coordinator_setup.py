@@ -32,6 +32,12 @@ class CoordinatorSetup(NamedTuple):
     """Monotonic times at which earlier coordinators of the job have ended."""
     before_effect: Callable[[events.CoordinatorEffect], None]
     """Called before each effect is carried out (fault injection and tests)."""
+    home: int = 0
+    """Incarnation of the agent of this host; see `elaswave.protocol.hosts`."""
+    job: str = ""
+    """The job's name; empty: no other hosts take part."""
+    profile: bool = False
+    """Whether workers write traces."""
     num_loaders: int = 0
     """Of each worker."""
     tls: Tls | None = None

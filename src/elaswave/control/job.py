@@ -14,6 +14,7 @@ from typing import NamedTuple
 from elaswave.config.schema import Config
 from elaswave.control.key_files import JobKey, own_key
 from elaswave.control.machine import check_memory
+from elaswave.control.post import Post
 from elaswave.control.script import Script
 from elaswave.errors import UsageError
 from elaswave.faults.injection import parse_faults
@@ -74,6 +75,7 @@ def run_job(
     layer_parameters: tuple[int, ...] = (),
     prepare: Callable[[], None] = lambda: None,
     key: JobKey | None = None,
+    post: Post | None = None,
 ) -> FinishedJob:
     """Trains to the end.
 
@@ -84,6 +86,7 @@ def run_job(
         layer_parameters: number of parameters of each layer of a script's model.
         prepare: called once all is checked that can be without loading anything that computes.
         key: the job's; None: that of ``net.keys``, or a new one.
+        post: of this host's agent; None: the job has no other hosts.
     Raises:
         ElaswaveError: see `elaswave.control.launcher.train`, `own_key`, `check_memory`, `find_policy`,
             `parse_faults` and `open_run_dir`.
@@ -125,5 +128,6 @@ def run_job(
                 faults=faults,
                 script=script,
                 key=key,
+                post=post,
             )
     return FinishedJob(run, result)

@@ -13,12 +13,11 @@ from elaswave.control.agent_messages import (
     BreakOffCommit,
     CommitCheckpoint,
     Ended,
-    EndJoiner,
-    SpawnJoiner,
     StopAsked,
     ToAgent,
     ToCoordinator,
 )
+from elaswave.control.agents import Agents
 from elaswave.control.asked_members import AskedMembers
 from elaswave.control.background import Background, call_at_end
 from elaswave.control.checkpoint_search import CheckpointFinder
@@ -28,6 +27,7 @@ from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.data_waits import DataWaits
 from elaswave.control.descriptors import workers_max
 from elaswave.control.job_end import JobEnd
+from elaswave.control.job_spec import spec_of
 from elaswave.control.job_status import JobParts
 from elaswave.control.joiners import Joiners
 from elaswave.control.journal import ClockRead, JournalRecord, core_records
@@ -45,7 +45,8 @@ from elaswave.control.recovery_reports import RecoveryReports
 from elaswave.control.run_planner import RunPlanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import Owner
-from elaswave.control.terminal import AGENT, Terminal
+from elaswave.control.template_messages import StartingPoint
+from elaswave.control.terminal import Terminal
 from elaswave.observability.clock import clock_here
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE
@@ -55,6 +56,7 @@ from elaswave.protocol.coordinator import Bounds, Coordinator
 from elaswave.protocol.detection import TICK_S, Detector, Suspicion
 from elaswave.protocol.driver import CoordinatorDriver
 from elaswave.protocol.ending import MemberEnd
+from elaswave.protocol.hosts import Hosts, founding_hosts
 from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
@@ -86,12 +88,15 @@ class JobDriver(CoordinatorDriver):
         records = self._records_by_own_clock()
         self._server: ControlServer[ToCoordinator] = ControlServer(when_durable=self._store.when_durable)
         self._terminal = Terminal(self._server)
+        workers = plan.layout.workers
+        self._hosts = Hosts(founding_hosts(len(workers), plan.config.control.hosts))
         self._joiners = Joiners(
             plan,
             lambda: identity_of(plan, data_facts(setup.run_dir)),
             records,
             self._store.append,
             self._terminal.say,
+            self._hosts,
         )
         self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._terminal.say_trouble)
         self._recorder = RunRecorder(
@@ -103,8 +108,8 @@ class JobDriver(CoordinatorDriver):
             events=self._events,
             terminal=self._terminal,
             records=records or None,
-            commit=lambda number, request: self._tell_agent(CommitCheckpoint(number=number, request=request)),
-            break_off=lambda number: self._tell_agent(BreakOffCommit(number=number)),
+            commit=lambda number, request: self._tell_home(CommitCheckpoint(number=number, request=request)),
+            break_off=lambda number: self._tell_home(BreakOffCommit(number=number)),
             started_s=setup.started_s,
         )
         self._state = self._recorder.state
@@ -128,8 +133,8 @@ class JobDriver(CoordinatorDriver):
             self._joiners,
             feed=self.feed,
             suspect=self._take_suspicions,
-            spawn=lambda worker: self._tell_agent(SpawnJoiner(worker=worker)),
-            end=lambda worker: self._tell_agent(EndJoiner(worker=worker)),
+            spawn=lambda worker: self._agents.spawn(worker),
+            end=lambda worker: self._agents.end(worker),
             send=self.send,
             say=self._terminal.say,
             drain_deadline_s=elastic.drain_deadline_s,
@@ -138,13 +143,28 @@ class JobDriver(CoordinatorDriver):
             heard_s=self._server.heard_s,
             refused=lambda worker, problem: self._operations.not_admitted(worker, problem),
         )
+        self._agents = Agents(
+            self._hosts,
+            home=setup.home,
+            spec=spec_of(setup),
+            checkpoint=setup.checkpoint and StartingPoint(folder=str(setup.checkpoint[0]), meta=setup.checkpoint[1]),
+            records=records,
+            persist=self._store.append,
+            send=self._server.send,
+            heard_s=self._server.heard_s,
+            say=self._terminal.say,
+            founded=self._expect_members,
+            ended=lambda worker: self._on_end_of_process(worker, "has ended with its host"),
+            room=self._fill_host,
+            now_s=time.monotonic(),
+        )
         self._has_begun = any(isinstance(record, events.StartRecord | Decision) for record in records)
         """Whether all members have registered before: with an earlier coordinator."""
         self._knows_speeds = not self._has_begun
         """Whether the planner counts with the speeds that the layout in force was planned with; a new coordinator
         learns the layout from the first step."""
-        self._asked_of_agent: tuple[int, ...] = ()
-        """The workers of whose processes the agent tells."""
+        self._asked_of_agents: tuple[int, ...] = ()
+        """The workers of whose processes the agents tell."""
         self._decisions = [record for record in records if isinstance(record, Decision)]
         self._recoveries = RecoveryReports(
             RecoveryLog(setup.run_dir, plan.config.run.steps),
@@ -199,7 +219,8 @@ class JobDriver(CoordinatorDriver):
             self._events,
             self._terminal,
             self._server,
-            first_workers=plan.layout.workers,
+            first_workers=workers,
+            home=self._agents.home,
             tell_operators=self._desk.ended,
         )
         self._publishing = Publishing(
@@ -217,6 +238,7 @@ class JobDriver(CoordinatorDriver):
         self._watched: set[int] = set()
         """Workers for whose end a thread waits."""
         self._ticker: asyncio.TimerHandle | None = None
+        self._began_s = time.monotonic()
 
     def _records_by_own_clock(self) -> list[JournalRecord]:
         """What earlier coordinators have recorded; from here on what this one records is by its clock."""
@@ -235,9 +257,10 @@ class JobDriver(CoordinatorDriver):
             broken=background.fail,
         )
 
-    def _tell_agent(self, message: ToAgent) -> None:
-        """Without a connection it is dropped; what it must know it is told when it has connected."""
-        self._server.send(AGENT, message)
+    def _tell_home(self, message: ToAgent) -> None:
+        """Tells the agent of this host. Without a connection it is dropped; what it must know it is told when it has
+        connected."""
+        self._server.send(self._agents.home, message)
 
     # ---------------------------------------------------------------------------------------------------------- effects
 
@@ -413,8 +436,8 @@ class JobDriver(CoordinatorDriver):
             self._stop_job(cause)
 
     def _stop_job(self, cause: str) -> None:
-        """The agent deals with it as with a signal, and tells every later coordinator."""
-        self._tell_agent(StopAsked(cause=cause))
+        """The agents deal with it as with a signal, and tell every later coordinator."""
+        self._server.send_all(self._terminal.agents, StopAsked(cause=cause))
         self._stop_workers()
 
     def _stop_workers(self) -> None:
@@ -425,14 +448,14 @@ class JobDriver(CoordinatorDriver):
 
     # -------------------------------------------------------------------------------------------------------- processes
 
-    def _ask_agent(self) -> None:
+    def _ask_agents(self) -> None:
         """Asks how the processes of workers get on that have not registered, or have not said a word; of none once all
         have."""
-        self._asked_of_agent = tuple(sorted({*self._detector.awaited, *self._membership.silent}))
-        self._tell_agent(Awaited(workers=self._asked_of_agent))
+        self._asked_of_agents = tuple(sorted({*self._detector.awaited, *self._membership.silent}))
+        self._server.send_all(self._terminal.agents, Awaited(workers=self._asked_of_agents))
 
     def _watch(self, worker: int) -> None:
-        """Waits for a worker's end in a thread; the agent's own news of it comes later."""
+        """Waits for the end of a worker of this host in a thread; its agent's own news of it comes later."""
         if worker in self._watched:
             return
         self._watched.add(worker)
@@ -451,6 +474,36 @@ class JobDriver(CoordinatorDriver):
         if set(self._server.peers) >= set(self.core.members):
             self._recoveries.coordinator_found(now_s, self.core.epoch)
 
+    # ------------------------------------------------------------------------------------------------------------ hosts
+
+    def _expect_members(self) -> None:
+        """All hosts have come with which the job begins: from now on members are awaited."""
+        for worker in self.core.members:
+            if self._has_begun:
+                # A member that does not find this coordinator is lost, however it was to its predecessors.
+                self._detector.joined(worker, time.monotonic())
+            else:
+                self._detector.expect(worker, time.monotonic())
+
+    def _fill_host(self, slots: int) -> None:
+        """A host has come while the job runs: it takes over places that are open, and beyond them the job grows."""
+        count = slots - self._joiners.num_open
+        if count > 0 and not self._end.is_there and self._stop is None:
+            self.request_join(count)
+
+    def _look_at_hosts(self, now_s: float) -> None:
+        """Gives up what has been waited for too long."""
+        if self._end.is_there:
+            return
+        self._agents.tick(self.core.members, now_s)
+        control = self._setup.plan.config.control
+        if not self._agents.is_founded and now_s - self._began_s > control.hosts_wait_s:
+            here = self._hosts.num_here
+            reason = f"only {here} of {control.hosts} hosts have come within {control.hosts_wait_s:g} s"
+            self._end.come(
+                Ended(outcome="failed", reason=f"{reason} (control.hosts_wait_s): start the others", again=True)
+            )
+
     # ------------------------------------------------------------------------------------------------------------- time
 
     def _tick(self) -> None:
@@ -459,8 +512,9 @@ class JobDriver(CoordinatorDriver):
         self._take_suspicions(self._detector.tick(now_s))
         self._publishing.tick(now_s)
         self._desk.turn()
-        if set(self._asked_of_agent) != {*self._detector.awaited, *self._membership.silent}:
-            self._ask_agent()
+        if set(self._asked_of_agents) != {*self._detector.awaited, *self._membership.silent}:
+            self._ask_agents()
+        self._look_at_hosts(now_s)
         next_s = min(self._detector.next_tick_s(now_s), self._membership.tick(now_s, self._state.step_s))
         next_s = min(next_s, next_heartbeat_s(now_s, TICK_S))  # when heartbeats come, to wake once for both
         wait_s = max(0.005, min(0.2, next_s - now_s))
@@ -473,7 +527,7 @@ class JobDriver(CoordinatorDriver):
 
     def _take_suspicions(self, suspicions: Sequence[Suspicion]) -> None:
         if suspicions and not self._end.is_there:
-            self.suspect(suspicions)
+            self.suspect(self._agents.with_their_hosts(suspicions, self.core.members))
 
 
 def _named(workers: Iterable[int]) -> str:

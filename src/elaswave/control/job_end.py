@@ -11,8 +11,8 @@ from elaswave.control.agent_messages import Ended
 from elaswave.control.joiners import Joiners
 from elaswave.control.recorder import RunRecorder
 from elaswave.control.server import ControlServer
-from elaswave.control.terminal import AGENT, Terminal
-from elaswave.control.wire import is_operator
+from elaswave.control.terminal import Terminal
+from elaswave.control.wire import is_agent, is_operator
 from elaswave.errors import RunFolderError
 from elaswave.observability.events import EventLog
 from elaswave.observability.result import write_digests, write_result
@@ -31,6 +31,7 @@ class JobEnd:
         terminal: what is shown.
         server: has the connections.
         first_workers: of the job.
+        home: the agent of this coordinator's host, on control connections.
         tell_operators: called with outcome and reason.
     """
 
@@ -44,6 +45,7 @@ class JobEnd:
         server: ControlServer[Any],
         *,
         first_workers: tuple[int, ...],
+        home: int,
         tell_operators: Callable[[str, str], None],
     ) -> None:
         self.event = asyncio.Event()
@@ -51,6 +53,7 @@ class JobEnd:
         self._ended: Ended | None = None
         self._core = core
         self._first_workers = first_workers
+        self._home = home
         self._joiners = joiners
         self._recorder = recorder
         self._events = events
@@ -120,11 +123,11 @@ class JobEnd:
         self.event.set()
 
     def tell(self, peer: int) -> None:
-        """Tells the agent, or a worker, if the job is over."""
+        """Tells an agent, or a worker, if the job is over."""
         if self._ended is not None:
-            self._server.send(peer, self._ended if peer == AGENT else Exit())
+            self._server.send(peer, self._ended if is_agent(peer) else Exit())
             self._informed.add(peer)
 
     def is_known(self) -> bool:
         """Whether all have heard of the end and are gone. A new coordinator may first have to be found by them."""
-        return all(map(is_operator, self._server.peers)) and self._informed >= {AGENT, *self._core.members}
+        return all(map(is_operator, self._server.peers)) and self._informed >= {self._home, *self._core.members}

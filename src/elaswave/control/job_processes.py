@@ -64,7 +64,7 @@ class JobProcesses:
     """
 
     def __init__(self, setup: TemplateSetup, environment: Mapping[str, str] | None = None) -> None:
-        self._run_dir = setup.run_dir
+        self._run_dir, self._suffix = setup.run_dir, setup.suffix
         self.selector = selectors.DefaultSelector()
         self._coordinator: Child | None = None
         """The one that this process has forked."""
@@ -194,6 +194,11 @@ class JobProcesses:
 
     # ------------------------------------------------------------------------------------------------------------- all
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether a worker lives, as far as the template has told."""
+        return any(not isinstance(name, Loader) and name >= 0 for name in self._pids)
+
     def facts_of(self, workers: Iterable[int]) -> dict[int, ProcessFacts]:
         """What the kernel says of those workers that live."""
         found = {worker: facts_of(self._pids[worker]) for worker in workers if worker in self._pids}
@@ -211,7 +216,7 @@ class JobProcesses:
         """Brings `processes.json` up to date, if it is not."""
         if self._has_changed:
             self._has_changed = False
-            write_processes(self._run_dir, list(self._processes.values()))
+            write_processes(self._run_dir, list(self._processes.values()), self._suffix)
 
     def reap_all(self, timeout_s: float) -> None:
         """Waits until coordinator and workers have ended, but not for ever, nor for those that are stopped."""
@@ -248,4 +253,4 @@ class JobProcesses:
             end_orphan(pid)
         self.selector.close()
         self._orphans.close()
-        remove_processes(self._run_dir)
+        remove_processes(self._run_dir, self._suffix)

@@ -4,6 +4,7 @@ When a place is taken again is `elaswave.protocol.respawn`'s, who may join is `e
 successor must know of both is in the journal. What follows from a joiner that may come in is the protocol's core's.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from elaswave.control.journal import JoinersRecord, JournalRecord, LeaveAsked, P
 from elaswave.protocol.admission import Founders, admission_problem, canaries_in
 from elaswave.protocol.ballot import decode_certificate
 from elaswave.protocol.events import LeavingRecord, NewEpochRecord
+from elaswave.protocol.hosts import Hosts
 from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
 from elaswave.protocol.respawn import PlaceClosed, Respawn, Spawn
 from elaswave.types import Layout
@@ -62,6 +64,7 @@ class Joiners:
         records: of the journal.
         persist: writes one more.
         say: tells people.
+        hosts: where they are started; None: on the one host that there is.
     """
 
     def __init__(
@@ -71,11 +74,13 @@ class Joiners:
         records: Iterable[JournalRecord],
         persist: Callable[[JoinersRecord], None],
         say: Callable[[str], None],
+        hosts: Hosts | None = None,
     ) -> None:
         self._plan = plan
         self._identity = identity
         self._persist = persist
         self._say = say
+        self._hosts = hosts
         self._founders: Founders | None = None
         self._waiting: dict[int, Joining] = {}
         """Those that have come before it is known what to compare them with."""
@@ -145,13 +150,23 @@ class Joiners:
     # ------------------------------------------------------------------------------------------------ who is started
 
     @property
+    def room(self) -> float:
+        """So many more may be started on the hosts that there are."""
+        return math.inf if self._hosts is None else self._hosts.room
+
+    @property
+    def num_open(self) -> int:
+        """Places that wait for a worker."""
+        return self._respawn.num_open
+
+    @property
     def next_s(self) -> float:
-        """When the next one is due; infinite if none is."""
-        return self._respawn.next_s
+        """When the next one is due; infinite if none is, or there is no room for it."""
+        return self._respawn.next_s if self.room else math.inf
 
     def due(self, now_s: float) -> list[int]:
         """Workers that are to be started now. The core makes that durable, and asks the agent."""
-        return self._take(self._respawn.tick(now_s), now_s)
+        return self._take(self._respawn.tick(now_s, self.room), now_s)
 
     def request(self, count: int, now_s: float, request: int = 0) -> list[int]:
         """Workers that are to be started because a person wants so many more.
@@ -173,20 +188,26 @@ class Joiners:
         return list(self._asked.get(request, ()))
 
     def _take(self, spawns: Iterable[Spawn], now_s: float, request: int = 0) -> list[int]:
-        records = [
-            PlaceTaken(
-                worker=worker, place=place, at_s=now_s, request=request, backoff_s=self._respawn.backoff_s(place)
-            )
-            for worker, place in spawns
-        ]
-        for record in records:
+        workers = []
+        for worker, place in spawns:
+            host = 0
+            if self._hosts is not None:
+                chosen = self._hosts.choose()
+                assert chosen is not None, "no more are taken than there is room for"
+                host = chosen.number
+                self._hosts.placed(worker, host)
+            backoff_s = self._respawn.backoff_s(place)
+            record = PlaceTaken(worker=worker, place=place, at_s=now_s, request=request, backoff_s=backoff_s, host=host)
             self._persist(record)
             self._note(record)
-        return [record.worker for record in records]
+            workers.append(worker)
+        return workers
 
     def ended(self, worker: int, now_s: float) -> None:
         """A worker's process has ended, or the others go on without it; may be said again."""
         self._waiting.pop(worker, None)
+        if self._hosts is not None:
+            self._hosts.ended(worker)
         for answer in self._respawn.ended(worker, now_s):
             if isinstance(answer, PlaceClosed):
                 self._say(answer.text)

@@ -47,6 +47,17 @@ class PlaceTaken(msgspec.Struct, frozen=True, kw_only=True, tag="place"):
     """Number of the request of a person that wants it; 0: of nobody's."""
     backoff_s: float = BACKOFF_S_MIN
     """From its end to the next process of the place."""
+    host: int = 0
+    """Number of the host on which it is started."""
+
+
+class HostCame(msgspec.Struct, frozen=True, kw_only=True, tag="host"):
+    """An agent takes part from now on; see `elaswave.protocol.hosts`."""
+
+    number: int
+    node: str
+    incarnation: int
+    slots: int
 
 
 class LeaveAsked(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
@@ -72,10 +83,12 @@ JoinersRecord = PlaceTaken | LeaveAsked | Founders
 """Records of those who let joiners in, and members go."""
 RecorderRecord = Published | Entered | CheckpointGivenUp
 """Records of the run recorder."""
-JournalRecord = events.Record | RecorderRecord | JoinersRecord | ClockRead
+JournalRecord = events.Record | RecorderRecord | JoinersRecord | HostCame | ClockRead
 """All records."""
 
 
 def core_records(records: list[JournalRecord]) -> list[events.Record]:
     """Those of the protocol's core, in order."""
-    return [record for record in records if not isinstance(record, RecorderRecord | JoinersRecord | ClockRead)]
+    return [
+        record for record in records if not isinstance(record, RecorderRecord | JoinersRecord | HostCame | ClockRead)
+    ]

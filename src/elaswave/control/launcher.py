@@ -18,6 +18,7 @@ from elaswave.control.descriptors import provide_descriptors
 from elaswave.control.job_folder import sweep_dead
 from elaswave.control.key_files import JobKey, new_key
 from elaswave.control.local_job import LocalJob
+from elaswave.control.post import Post
 from elaswave.control.script import Script
 from elaswave.control.template_messages import StartingPoint
 from elaswave.data.fingerprint import (
@@ -33,6 +34,7 @@ from elaswave.data.sampler import Sampler
 from elaswave.errors import (
     CheckpointError,
     RecoveryError,
+    RetryError,
     RunFolderError,
     StateError,
     StoppedBySignalError,
@@ -72,6 +74,7 @@ def train(
     before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None,
     script: Script | None = None,
     key: JobKey | None = None,
+    post: Post | None = None,
 ) -> RunResult:
     """Trains to the end and writes the run folder.
 
@@ -86,6 +89,7 @@ def train(
         before_effect: called in the coordinator before each effect of the protocol's core (for tests).
         script: what a script trains; None: what the configuration describes.
         key: the job's; None: a new one.
+        post: of this host's agent; None: the job has no other hosts.
     Returns:
         What stands in ``result.json``.
     Raises:
@@ -96,6 +100,7 @@ def train(
         StoppedBySignalError: SIGINT, SIGTERM or SIGHUP; says from which checkpoint the run can go on.
         UsageError: the data or the run folder cannot be used, or too few files may be open.
         CheckpointError: resume is asked for and there is no valid checkpoint, or it is of another model.
+        RetryError: too few hosts have come, or the store is not reached.
         Exception: what a script's callback has raised.
     """
     started_s = time.monotonic()
@@ -114,9 +119,10 @@ def train(
         started_s=started_s,
         script=script,
         key=key or JobKey(new_key(), None),
+        post=post,
     )
     try:
-        data = _open_data(config, run_dir, script)  # bad data ends here, not in a worker
+        data = open_data(config, run_dir, script)  # bad data ends here, not in a worker
         checkpoint = _look_around(config, run_dir, data, job.sample_hashes, reporter, resume=resume)
         plan = RunPlan(config, job.await_template())
         if checkpoint is not None:
@@ -127,15 +133,15 @@ def train(
         raise
     reporter.started(config, plan.layout, run_dir)
     try:
-        ended = job.run(plan, data.sampler, checkpoint, lambda: _way_on(config, run_dir))
+        ended = job.run(plan, data.sampler, checkpoint, lambda: _way_on(config, run_dir, post))
         job.raise_callback_error()
-        result = _outcome(ended, job.stop_signal, run_dir)
+        result = outcome_of(ended, job.stop_signal, run_dir)
         metrics = {name: list(map(from_json_float, values)) for name, values in result.metrics.items()}
         job.finish_calls([from_json_float(loss) for loss in result.losses], metrics)
         job.raise_callback_error()
     except StoppedBySignalError as error:
         job.end()  # from now on no process writes checkpoints
-        raise StoppedBySignalError(error.signal_number, f"{error}; {_way_on(config, run_dir)}") from None
+        raise StoppedBySignalError(error.signal_number, f"{error}; {_way_on(config, run_dir, post)}") from None
     finally:
         job.end()
         if config.device.frequency == "cgroup":
@@ -147,7 +153,7 @@ def train(
     return result
 
 
-class _Data(NamedTuple):
+class OpenedData(NamedTuple):
     """The data of a run, as they were opened here."""
 
     sampler: Sampler
@@ -157,18 +163,18 @@ class _Data(NamedTuple):
     """Of a script's datasets, by name."""
 
 
-def _open_data(config: Config, run_dir: Path, script: Script | None) -> _Data:
+def open_data(config: Config, run_dir: Path, script: Script | None) -> OpenedData:
     """Opens the data."""
     if script is None:
         source = open_tokens(config, run_dir / "data")
-        return _Data(sampler_of(config, source.num_samples("train")), source.paths, {})
+        return OpenedData(sampler_of(config, source.num_samples("train")), source.paths, {})
     samples = script.training.open_samples(run_dir / "data")
     samples.require_samples(config.batch.microbatch_size)
-    return _Data(sampler_of(config, samples.num_samples("train"), samples.sources), (), samples.sizes)
+    return OpenedData(sampler_of(config, samples.num_samples("train"), samples.sources), (), samples.sizes)
 
 
 def _compare_data(
-    config: Config, data: _Data, hashes: Callable[[], list[SampleHash]], extra: dict[str, Any] | None
+    config: Config, data: OpenedData, hashes: Callable[[], list[SampleHash]], extra: dict[str, Any] | None
 ) -> tuple[object, str]:
     """Compares the data with those of the run that is resumed.
 
@@ -191,7 +197,7 @@ def _compare_data(
 def _look_around(
     config: Config,
     run_dir: Path,
-    data: _Data,
+    data: OpenedData,
     hashes: Callable[[], list[SampleHash]],
     reporter: Reporter,
     *,
@@ -264,7 +270,7 @@ def _check_resumable(config: Config, meta: CheckpointMeta, run_dir: Path, report
         reporter.message(f"the run has all of its {meta.step} steps already: nothing is trained; ask for more steps")
 
 
-def _outcome(ended: Ended, stop_signal: int | None, run_dir: Path) -> RunResult:
+def outcome_of(ended: Ended, stop_signal: int | None, run_dir: Path) -> RunResult:
     """The result of a job that has finished; raises what ended any other."""
     if ended.outcome == "finished":
         return read_result(run_dir)
@@ -272,18 +278,20 @@ def _outcome(ended: Ended, stop_signal: int | None, run_dir: Path) -> RunResult:
         raise StoppedBySignalError(stop_signal or signal.SIGTERM, ended.reason)
     if ended.worker is not None:
         raise WorkerError(ended.worker, ended.reason, ended.traceback_text)
+    if ended.again:
+        raise RetryError(ended.reason)
     raise (StateError if ended.is_state_error else RecoveryError)(ended.reason)
 
 
-def _way_on(config: Config, run_dir: Path) -> str:
+def _way_on(config: Config, run_dir: Path, post: Post | None) -> str:
     """How a run that was stopped can go on."""
     try:
         step = newest_committed_step(run_dir)
     except CheckpointError as error:
         return str(error)
     if step is None:
-        return "it has no checkpoint, so it can only begin again (--overwrite)"
-    command = resume_command(config, run_dir)
+        return "it has no checkpoint, so it can only begin again" + (" (--overwrite)" if post is None else "")
+    command = resume_command(config, run_dir) if post is None else "start its agents again"
     return f"its newest checkpoint is of step {step}, to go on from there: {command}"
 
 

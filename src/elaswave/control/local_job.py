@@ -9,6 +9,7 @@ import contextlib
 import os
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from elaswave.config.schema import Config
 from elaswave.control import template_messages
 from elaswave.control.agent_messages import (
     AgentHello,
+    AgentLeaving,
+    AgentRefused,
     Awaited,
     BreakOffCommit,
     CheckpointCommitted,
@@ -30,6 +33,7 @@ from elaswave.control.agent_messages import (
     ShowEvaluation,
     ShowStep,
     ShowText,
+    SpawnFirst,
     SpawnJoiner,
     StepLosses,
     StopAsked,
@@ -45,15 +49,17 @@ from elaswave.control.forking import how_it_ended
 from elaswave.control.job_folder import JobFolder
 from elaswave.control.job_network import open_network
 from elaswave.control.job_processes import COORDINATOR_EXIT, TEMPLATE, TEMPLATE_EXIT, TICK_S, JobProcesses
+from elaswave.control.job_spec import write_mark
 from elaswave.control.key_files import JOB_KEY_FILE, JobKey
 from elaswave.control.launcher_waits import LauncherWaits, how_it_stands_still
 from elaswave.control.open_store import JobStore
+from elaswave.control.post import Post, own_post
 from elaswave.control.script import Script
 from elaswave.control.standstill import Standstill
 from elaswave.control.step_calls import StepCalls
 from elaswave.control.stop_signals import STOP_SIGNALS, stop_signals
 from elaswave.control.template import TemplateSetup
-from elaswave.control.template_link import TEMPLATE_LOG
+from elaswave.control.template_link import template_log
 from elaswave.control.template_messages import (
     AbandonCommits,
     ChildGone,
@@ -70,10 +76,10 @@ from elaswave.control.template_messages import (
     StartingPoint,
     Unprepared,
 )
-from elaswave.control.terminal import AGENT
+from elaswave.control.wire import agent_id
 from elaswave.data.fingerprint import SampleHash
 from elaswave.data.sampler import Sampler
-from elaswave.errors import LaunchError, RecoveryError, StoppedBySignalError, UsageError
+from elaswave.errors import LaunchError, RecoveryError, RetryError, StoppedBySignalError, UsageError
 from elaswave.faults.injection import Fault
 from elaswave.observability.progress import Reporter
 from elaswave.protocol.agent import (
@@ -99,6 +105,8 @@ LAST_WORDS_S = 1.0
 """After the template's end, how long the coordinator may take to say whether the job was over before."""
 STARTING_S = 10.0
 """Between two lines about a start that lasts."""
+ORPHAN_S = 60.0
+"""An agent that starts no coordinators ends when it has had none for so long."""
 STOP_GRACE_S = 300.0
 """After the first signal, how long the step in hand and its checkpoint may take."""
 EXIT_GRACE_S = 10.0
@@ -128,6 +136,7 @@ class LocalJob:
         started_s: monotonic time at which the command began.
         script: what a script trains; None: what the configuration describes.
         key: the job's.
+        post: how this agent takes part; None: it is the job's only one.
     Raises:
         LaunchError: the system refuses a process, a folder or a port.
         UsageError: what the script trains cannot be sent to the job's processes, or its network cannot be used.
@@ -146,7 +155,9 @@ class LocalJob:
         started_s: float,
         script: Script | None = None,
         key: JobKey,
+        post: Post | None = None,
     ) -> None:
+        self._post = post = post or own_post()
         self.stop_signal: int | None = None
         self._stop_cause = ""
         """Why the coordinator wants the end, if it was not a signal."""
@@ -157,10 +168,14 @@ class LocalJob:
         self._config = config
         self._run_dir = run_dir
         self._reporter = reporter
+        self._profile = profile
         self._faults = faults
         self._before_effect = before_effect
         self._started_s = started_s
         self._has_stepped = False
+        self._first_workers: set[int] = set()
+        """Workers with which the job begins that the template was asked for."""
+        self._refused: AgentRefused | None = None
         self._say_at_s = STARTING_S
         """Seconds after the beginning at which the terminal hears again of a start that lasts."""
         self._agent = Agent()
@@ -179,13 +194,15 @@ class LocalJob:
         self._key = key.secret
         self._job_folder = JobFolder()
         self._folder = self._job_folder.path
+        self._kept_port: socket.socket | None = None
+        self._store: JobStore | None = None
         try:
-            self._network, self._kept_port = open_network(config.net, self._folder)
-        except BaseException:
-            self._job_folder.close()
-            raise
-        try:
-            self._store = JobStore(config.control, run_dir, self._folder)
+            if post.network is None:
+                self._network, self._kept_port = open_network(config.net, self._folder)
+            else:
+                self._network, self._kept_port = post.network, post.kept_port
+            if post.founds:
+                self._store = JobStore(config.control, run_dir, self._folder)
         except BaseException:
             self._close_folder()
             raise
@@ -202,15 +219,21 @@ class LocalJob:
             profile=profile,
             training=None if script is None else script.training,
             before_effect=before_effect,
+            suffix=post.suffix,
         )
         try:
             self._processes = JobProcesses(setup, None if script is None else script.environment)
         except BaseException:
-            self._store.end()
+            if self._store is not None:
+                self._store.end()
             self._close_folder()
             raise
         self.template_pid = self._processes.template_pid
         self._selector = self._processes.selector
+        if not post.founds:
+            return
+        if post.job:
+            write_mark(run_dir, post.job)
         try:
             write_control_file(run_dir, self._network, self._key_file(key))
         except OSError as error:
@@ -268,7 +291,7 @@ class LocalJob:
             self._say_starting()
 
     def _unprepared(self, text: str) -> str:
-        log = self._run_dir / "logs" / TEMPLATE_LOG
+        log = self._template_log
         return (
             f"the template process, from which workers are forked, cannot load torch and the model: {text}; see {log}"
         )
@@ -278,7 +301,8 @@ class LocalJob:
     def run(
         self, plan: RunPlan, sampler: Sampler, checkpoint: StartingPoint | None, way_on: Callable[[], str]
     ) -> Ended:
-        """Starts coordinator and workers, and stays until the job is over.
+        """Starts the coordinator, if it is this agent's to start, and workers as it asks for them; stays until the job
+        is over.
 
         Args:
             plan, sampler: of the run.
@@ -288,16 +312,17 @@ class LocalJob:
             RecoveryError: the job cannot go on, for a reason that the coordinator could not say.
             LaunchError: the system refuses a process.
             StoppedBySignalError: a second signal has come, or too much time has passed after the first.
+            RetryError: this agent's part is over, the job's is not.
+            UsageError: the agent may not take part, by a person's mistake.
         """
         self._plan, self._sampler, self._checkpoint, self._way_on = plan, sampler, checkpoint, way_on
         self._calls.begin(0 if checkpoint is None else checkpoint.meta.step)
-        self._start_coordinator()
-        self._processes.ask_template(SpawnWorkers(workers=plan.layout.workers, checkpoint=checkpoint))
-        self._waits.for_forks(plan.layout.workers, time.monotonic())
+        if self._post.founds:
+            self._start_coordinator()
         self._client = ControlClient(
             self._network.launcher_dials,
             self._key,
-            AGENT,
+            agent_id(self._post.incarnation),
             ToAgent,
             self._on_message,
             self._hello,
@@ -345,26 +370,52 @@ class LocalJob:
                 elif key.data == TEMPLATE:
                     self._hear_template()
             wait_s = self._client.turn()
+            self._check_refused()
             overdue = self._waits.overdue(self._processes.template_facts, time.monotonic())
             if overdue is not None:
                 raise RecoveryError(f"{overdue}; see {self._run_dir / 'logs'}; {self._way_on()}")
             self._look_at_awaited()
-            age_s = time.monotonic() - self._coordinator_since_s
-            if min(age_s, self._client.disconnected_s) > self._patience_s + self._store.patience_s:
-                self._patience_s *= 2  # where none is ready in time, not one after the other is to be killed
-                self._processes.kill_coordinator()
-                self._waits.for_killed_coordinator(time.monotonic())
+            if self._store is not None:
+                self._look_at_coordinator(self._client.disconnected_s, self._store.patience_s)
+            elif self._client.disconnected_s > ORPHAN_S:
+                raise RetryError(self._orphaned(self._client.disconnected_s))
             self._reporter.refresh()
             self._say_starting()
             if self.stop_signal is not None or self._calls.error is not None:
                 now_s = time.monotonic()
                 if kill_at_s is None:
-                    kill_at_s = now_s + STOP_GRACE_S
+                    kill_at_s = now_s + (STOP_GRACE_S if self._post.leave_s is None else self._post.leave_s)
                     self._ask_to_stop()
                 elif now_s > kill_at_s:
                     self._calls.raise_error()
                     assert self.stop_signal is not None
                     raise StoppedBySignalError(self.stop_signal, "killed: it did not end in time after the signal")
+                if self._is_leaving and not self._processes.has_workers:
+                    self._client.close(1.0)
+                    raise RetryError("this host's workers have left, as the notice asked for; the job goes on without")
+
+    def _look_at_coordinator(self, disconnected_s: float, store_patience_s: float) -> None:
+        """Has one killed that does not accept this agent."""
+        age_s = time.monotonic() - self._coordinator_since_s
+        if min(age_s, disconnected_s) > self._patience_s + store_patience_s:
+            self._patience_s *= 2  # where none is ready in time, not one after the other is to be killed
+            self._processes.kill_coordinator()
+            self._waits.for_killed_coordinator(time.monotonic())
+
+    def _orphaned(self, disconnected_s: float) -> str:
+        assert self._client is not None
+        trouble = self._client.trouble or "nobody answers"
+        where = self._network.launcher_dials
+        return f"no coordinator for {disconnected_s:.0f} s at {where} ({trouble}); {self._way_on()}"
+
+    @property
+    def _template_log(self) -> Path:
+        return self._run_dir / "logs" / template_log(self._post.suffix)
+
+    @property
+    def _is_leaving(self) -> bool:
+        """Whether this host's workers leave, and the job goes on."""
+        return self.stop_signal is not None and self._post.leave_s is not None and not self._stop_cause
 
     def _look_at_awaited(self) -> None:
         """Tells the coordinator now and then how the workers get on that it waits for."""
@@ -381,16 +432,31 @@ class LocalJob:
         waited_s = time.monotonic() - self._started_s
         if not self._has_stepped and waited_s >= self._say_at_s:
             self._say_at_s = waited_s + STARTING_S
-            workers = sum(self._config.widths)
-            self._reporter.message(
-                f"{workers} workers are starting, and making the first step: {waited_s:.0f} s so far"
-            )
+            what = f"{sum(self._config.widths)} workers are starting, and making the first step"
+            if self._post.job and not self._first_workers:
+                what = f"waiting for all of the {self._config.control.hosts} hosts with which the job begins"
+            self._reporter.message(f"{what}: {waited_s:.0f} s so far")
+
+    def _check_refused(self) -> None:
+        """Ends this agent if the coordinator does not want it.
+
+        Raises:
+            UsageError: by a person's mistake.
+            RetryError: another agent, started later, may take part.
+        """
+        if self._refused is not None:
+            raise (RetryError if self._refused.verdict == "again" else UsageError)(self._refused.reason)
 
     def _ask_to_stop(self) -> None:
         """Passes a signal on; later coordinators are told with the hello."""
         assert self._client is not None
         name = "a callback has failed" if self.stop_signal is None else STOP_SIGNALS[self.stop_signal]
         name = self._stop_cause or name
+        if self._is_leaving:
+            assert self._post.leave_s is not None
+            self._reporter.message(f"{name}: this host's workers leave; a second signal ends them at once")
+            self._client.send(AgentLeaving(left_s=self._post.leave_s))
+            return
         self._reporter.message(f"{name}: ending after this step, with a checkpoint; Ctrl-C ends at once")
         self._client.send(StopJob())
 
@@ -407,8 +473,17 @@ class LocalJob:
 
     def _hello(self) -> AgentHello:
         exited = [Exited(worker=end.worker, text=end.text) for end in self._agent.worker_ends]
-        stop = self.stop_signal is not None or self._calls.error is not None
-        return AgentHello(exited=exited, stop=stop, called_step=self._calls.last_step)
+        post = self._post
+        stop = (self.stop_signal is not None or self._calls.error is not None) and not self._is_leaving
+        return AgentHello(
+            node=post.node,
+            incarnation=post.incarnation,
+            slots=post.slots,
+            exited=exited,
+            stop=stop,
+            called_step=self._calls.last_step,
+            leaving_s=post.leave_s if self._is_leaving else None,
+        )
 
     def _on_message(self, message: ToAgent) -> None:
         if isinstance(message, ShowStep):
@@ -439,6 +514,15 @@ class LocalJob:
         elif isinstance(message, BreakOffCommit):
             if message.number == self._committing:
                 self._processes.ask_template(AbandonCommits())
+        elif isinstance(message, SpawnFirst):
+            unknown = set(message.workers).difference(self._first_workers)
+            self._first_workers.update(unknown)
+            if unknown:
+                first = tuple(sorted(unknown))
+                self._processes.ask_template(SpawnWorkers(workers=first, checkpoint=message.checkpoint))
+                self._waits.for_forks(first, time.monotonic())
+        elif isinstance(message, AgentRefused):
+            self._refused = message
         elif isinstance(message, SpawnJoiner):
             for effect in self._agent.handle(JoinerWanted(message.worker)):
                 assert isinstance(effect, StartJoiner)
@@ -449,7 +533,7 @@ class LocalJob:
         elif isinstance(message, StopAsked):
             if self.stop_signal is None:
                 self.stop_signal, self._stop_cause = signal.SIGTERM, message.cause
-        else:
+        elif isinstance(message, Ended):
             self._ended = message
             self._agent.handle(JobEnded())
 
@@ -459,6 +543,7 @@ class LocalJob:
         Raises:
             RecoveryError: the journal of the one before is gone, and with it what the job has decided.
         """
+        assert self._store is not None
         try:
             self._store.check()
         except RecoveryError as error:
@@ -471,6 +556,7 @@ class LocalJob:
                 checkpoint=self._checkpoint,
                 started_s=self._started_s,
                 coordinator_ends_s=tuple(self._agent.coordinator_ends_s),
+                home=self._post.incarnation,
             )
             self._processes.ask_for_coordinator(number, message)
             self._waits.for_forks((COORDINATOR,), time.monotonic())
@@ -488,6 +574,9 @@ class LocalJob:
             faults=self._faults,
             coordinator_ends_s=tuple(self._agent.coordinator_ends_s),
             before_effect=self._before_effect,
+            home=self._post.incarnation,
+            job=self._post.job,
+            profile=self._profile,
             tls=self._network.tls,
         )
         self._processes.start_coordinator(number, lambda: run_coordinator(setup))
@@ -567,7 +656,7 @@ class LocalJob:
         if self._ended is None or self._ended.outcome == "failed":  # a coordinator knows only that workers have ended
             raise RecoveryError(
                 f"the template process, from which the workers are forked, {text}, and all workers have ended with it "
-                f"(see {self._run_dir / 'logs' / TEMPLATE_LOG}); {self._way_on()}"
+                f"(see {self._template_log}); {self._way_on()}"
             )
 
     def finish_calls(self, losses: Sequence[float], metrics: Mapping[str, Sequence[float]]) -> None:
@@ -589,11 +678,12 @@ class LocalJob:
         if self._is_over:
             return
         self._is_over = True
-        remove_control_file(self._run_dir)
+        if self._post.founds:
+            remove_control_file(self._run_dir)
         self._processes.end()
         if self._client is not None:
             self._client.close(0.0)
-        trouble = self._store.end()
+        trouble = "" if self._store is None else self._store.end()
         if trouble:
             self._reporter.message(trouble)
         self._close_folder()

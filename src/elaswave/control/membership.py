@@ -123,6 +123,12 @@ class Membership:
                 f"than the limit of this job permits (ulimit -n), which does for {self._workers_max}: ask for fewer, "
                 "or resume the run with a higher limit"
             )
+        if count > self._joiners.room:
+            room = int(self._joiners.room)
+            return (
+                f"the job's hosts have room for {room} more workers, and {count} are wanted: start an agent on another "
+                "host, or with a higher --workers"
+            )
         workers = self._joiners.request(count, now_s, request)
         self._start(workers)
         return workers or "the job is about to end, and takes nobody in any more"

@@ -112,6 +112,8 @@ class TemplateSetup(NamedTuple):
     """An `elaswave.training.definition.Training`: what is trained; None: what the configuration describes."""
     before_effect: Callable[[CoordinatorEffect], None] = lambda effect: None
     """Called in the coordinator before each effect of the protocol's core."""
+    suffix: str = ""
+    """Of the names of files of which every host has its own in the run's folder."""
     frozen: Any = None
     """Frozen parameters that the checkpoint has otherwise than they are built, by full name; the template reads them
     before it forks workers."""
@@ -300,6 +302,7 @@ class _Serving:
             faults=setup.faults,
             coordinator_ends_s=asked.coordinator_ends_s,
             before_effect=setup.before_effect,
+            home=asked.home,
             num_loaders=self._num_loaders,
             tls=setup.network.tls,
         )

@@ -12,7 +12,14 @@ from elaswave.control.template import TemplateSetup, run_template
 from elaswave.control.template_messages import FromTemplate, LoaderSpawned, Spawned, ToTemplate, Unpacker, pack
 from elaswave.observability.processes import children_of
 
-TEMPLATE_LOG = "template.log"
+
+def template_log(suffix: str) -> str:
+    """The name of the template's log.
+
+    Args:
+        suffix: see `elaswave.control.post.Post.suffix`.
+    """
+    return f"template{suffix}.log"
 
 
 class TemplateProcess:
@@ -39,7 +46,7 @@ class TemplateProcess:
             self._link.close()
             let_go()
 
-        log = setup.run_dir / "logs" / TEMPLATE_LOG
+        log = setup.run_dir / "logs" / template_log(setup.suffix)
         self._child: Child | None
         try:
             if environment is None:

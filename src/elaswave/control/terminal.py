@@ -1,12 +1,10 @@
-"""What a coordinator shows on the terminal, which the agent has."""
+"""What a coordinator shows on terminals, which the agents have."""
 
 from collections import deque
 from typing import Protocol
 
 from elaswave.control.agent_messages import ShowText, ToAgent
-from elaswave.control.wire import agent_id
 
-AGENT = agent_id(0)
 UNSAID_MAX = 10_000
 """Most lines that are kept while there is no agent; of more, the oldest are dropped."""
 
@@ -19,7 +17,7 @@ class SendsToPeers(Protocol):
 
 
 class Terminal:
-    """Lines for the terminal; those that come while no agent is connected wait for one.
+    """Lines for the terminals of all agents; those that come while none is connected wait for one.
 
     Args:
         server: has the connections.
@@ -27,11 +25,13 @@ class Terminal:
 
     def __init__(self, server: SendsToPeers) -> None:
         self._server = server
+        self.agents: list[int] = []
+        """Those that are connected, as control connections name them."""
         self._unsaid: deque[ToAgent] = deque(maxlen=UNSAID_MAX)
 
     def show(self, message: ToAgent) -> None:
         """Shows something, now or when an agent has come."""
-        if not self._server.send(AGENT, message):
+        if not [agent for agent in self.agents if self._server.send(agent, message)]:
             self._unsaid.append(message)
 
     def say(self, text: str, *, is_error: bool = False) -> None:
@@ -42,8 +42,19 @@ class Terminal:
         """Shows a line about something that has gone wrong."""
         self.say(text, is_error=True)
 
-    def agent_came(self) -> None:
-        """Shows what has waited."""
+    def agent_came(self, agent: int) -> None:
+        """From now on this agent shows what there is; the first one also what has waited.
+
+        Args:
+            agent: its id on control connections.
+        """
+        if agent not in self.agents:
+            self.agents.append(agent)
         for message in self._unsaid:
-            self._server.send(AGENT, message)
+            self._server.send(agent, message)
         self._unsaid.clear()
+
+    def agent_went(self, agent: int) -> None:
+        """An agent is not connected any more."""
+        if agent in self.agents:
+            self.agents.remove(agent)

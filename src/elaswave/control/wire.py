@@ -46,9 +46,18 @@ _MAC_BYTES = 16
 _T = TypeVar("_T")
 
 
-def agent_id(node: int) -> int:
-    """The id of a node's agent on control connections."""
-    return FIRST_AGENT + node
+def agent_id(incarnation: int) -> int:
+    """The id of an agent on control connections.
+
+    Args:
+        incarnation: drawn at random when the agent starts, so that two agents of a job hardly ever have the same one.
+    """
+    return FIRST_AGENT + incarnation % (FIRST_OPERATOR - FIRST_AGENT)
+
+
+def is_agent(peer: int) -> bool:
+    """Whether an id is an agent's."""
+    return FIRST_AGENT <= peer < FIRST_OPERATOR
 
 
 def operator_id(number: int) -> int:
@@ -71,7 +80,7 @@ def peer_name(peer: int) -> str:
         return "the coordinator"
     if is_operator(peer):
         return f"operator {peer - FIRST_OPERATOR}"
-    return f"worker {peer}" if peer < FIRST_AGENT else f"the agent of node {peer - FIRST_AGENT}"
+    return f"worker {peer}" if peer < FIRST_AGENT else f"agent {peer - FIRST_AGENT}"
 
 
 class Kind(IntEnum):

@@ -76,11 +76,27 @@ def described(role: Role, number: int, pid: int) -> RunProcess:
     return RunProcess(role=role, id=number, pid=pid, start_ticks=0 if facts is None else facts.start_ticks)
 
 
-def write_processes(run_dir: Path, processes: Sequence[RunProcess]) -> None:
+def processes_file(suffix: str) -> str:
+    """The name of the file in the folder of a run of several hosts, of which each has its own.
+
+    Args:
+        suffix: of all hosts but the first.
+    """
+    stem, _, kind = PROCESSES_FILE.partition(".")
+    return f"{stem}{suffix}.{kind}"
+
+
+def write_processes(run_dir: Path, processes: Sequence[RunProcess], suffix: str = "") -> None:
     """Replaces `processes.json` at once. Where that cannot be done (a full disk), the old one goes: a run can do
-    without the file, but the file must not name who is gone."""
-    path = run_dir / PROCESSES_FILE
-    temporary = run_dir / f".{PROCESSES_FILE}.{os.getpid()}.tmp"
+    without the file, but the file must not name who is gone.
+
+    Args:
+        run_dir: the run's folder.
+        processes: those that live.
+        suffix: as of `processes_file`.
+    """
+    path = run_dir / processes_file(suffix)
+    temporary = run_dir / f".{path.name}.{os.getpid()}.tmp"
     try:
         temporary.write_bytes(msgspec.json.encode(ProcessTable(processes=list(processes))) + b"\n")
         os.replace(temporary, path)
@@ -90,16 +106,16 @@ def write_processes(run_dir: Path, processes: Sequence[RunProcess]) -> None:
                 file.unlink(missing_ok=True)
 
 
-def remove_processes(run_dir: Path) -> None:
-    """Removes `processes.json`: the run has no processes any more."""
+def remove_processes(run_dir: Path, suffix: str = "") -> None:
+    """Removes `processes.json`: the run has no processes any more, or this host has none."""
     with contextlib.suppress(OSError):
-        (run_dir / PROCESSES_FILE).unlink(missing_ok=True)
+        (run_dir / processes_file(suffix)).unlink(missing_ok=True)
 
 
-def read_processes(run_dir: Path) -> list[RunProcess]:
+def read_processes(run_dir: Path, suffix: str = "") -> list[RunProcess]:
     """The processes that `processes.json` names and that live; none if there is no such file."""
     try:
-        content = (run_dir / PROCESSES_FILE).read_bytes()
+        content = (run_dir / processes_file(suffix)).read_bytes()
     except FileNotFoundError:
         return []
     return [process for process in msgspec.json.decode(content, type=ProcessTable).processes if lives(process)]

@@ -103,7 +103,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """In which it happened; of what changes between two steps, the first one after it."""
     phase: str
     """Phase of the step in which it happened: forward, backward, reduce, vote, apply, gather, or any."""
-    detected_by: Literal["exit", "link", "heartbeat", "progress", "vote", "drain"] | None
+    detected_by: Literal["exit", "link", "heartbeat", "progress", "vote", "drain", "host"] | None
     epoch: int
     """The epoch that the event led to."""
     attempt: int

@@ -38,6 +38,8 @@ MARKER_FILE = "run.json"
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
 CONTROL_FILE = "control.json"
+AGENTS_FILE = "agents.json"
+"""Shows agents of other hosts that they have the same folder."""
 CHECKPOINTS_DIR = "checkpoints"
 DATA_FILE = "data.json"
 LOGS_DIR = "logs"
@@ -59,6 +61,7 @@ WRITTEN_NAMES = (
     FAULTS_FILE,
     PROCESSES_FILE,
     CONTROL_FILE,
+    AGENTS_FILE,
     TRACE_FILE,
     DATA_FILE,
     CHECKPOINTS_DIR,
@@ -68,7 +71,12 @@ WRITTEN_NAMES = (
     HUGGINGFACE_DIR,
 )
 """What a run, and what is made from it, stands under in its folder, beside the marker."""
-WRITTEN_PATTERNS = ("trace-worker-*.json.part", *(f".{name}.*.tmp" for name in (MARKER_FILE, *WRITTEN_NAMES)))
+WRITTEN_PATTERNS = (
+    "trace-worker-*.json.part",
+    "processes-*.json",
+    ".processes-*.json.*.tmp",
+    *(f".{name}.*.tmp" for name in (MARKER_FILE, *WRITTEN_NAMES)),
+)
 """What a run that was cut short may leave beside them."""
 
 KEYS_FREE_ON_RESUME = ("layout.", "elastic.", "control.", "net.", "run.", "model.recompute", "data.verify")

@@ -87,7 +87,7 @@ class Suspected(NamedTuple):
 
     worker: int
     detected_by: str
-    """One of exit, link, heartbeat, progress, vote."""
+    """One of exit, link, heartbeat, progress, vote, drain, host."""
     reason: str
 
 

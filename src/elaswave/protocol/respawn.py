@@ -97,6 +97,11 @@ class Respawn:
         return sum(place.state is not PlaceState.CLOSED for place in self._places)
 
     @property
+    def num_open(self) -> int:
+        """Places that wait for the next worker."""
+        return 0 if self._is_over else sum(place.state is PlaceState.OPEN for place in self._places)
+
+    @property
     def next_s(self) -> float:
         """When `tick` has something to do; infinite if nothing waits."""
         if self._is_over:
@@ -189,8 +194,13 @@ class Respawn:
         """The job is stopping, or has made its steps: nobody is started any more."""
         self._is_over = True
 
-    def tick(self, now_s: float) -> list[Spawn]:
-        """The workers whose time has come."""
+    def tick(self, now_s: float, room: float = math.inf) -> list[Spawn]:
+        """The workers whose time has come, as many as there is room for: the others wait.
+
+        Args:
+            now_s: monotonic time.
+            room: most workers that may be started.
+        """
         if self._is_over:
             return []
         due = [
@@ -198,7 +208,7 @@ class Respawn:
             for number, place in enumerate(self._places)
             if place.state is PlaceState.OPEN and place.since_s <= now_s
         ]
-        return [self._spawn(number, now_s) for number in due]
+        return [self._spawn(number, now_s) for number in due[: int(min(room, len(due)))]]
 
     def _spawn(self, number: int, now_s: float) -> Spawn:
         worker = 1 + max(self._place_of, default=-1)

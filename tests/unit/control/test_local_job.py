@@ -20,6 +20,7 @@ from elaswave.control.agent_messages import (
 from elaswave.control.launcher_waits import LauncherWaits
 from elaswave.control.local_job import LocalJob
 from elaswave.control.open_store import JobStore
+from elaswave.control.post import own_post
 from elaswave.control.template_messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
 from elaswave.errors import LaunchError, RecoveryError
 from elaswave.observability.processes import ProcessFacts
@@ -35,7 +36,7 @@ class Launcher(LocalJob):
         self.num_started = 0
         self._committing, self._waits, self._ended = None, LauncherWaits(), None
         self.last_words: Ended | None = None
-        self._agent, self._run_dir = Agent(), tmp_path
+        self._agent, self._run_dir, self._post = Agent(), tmp_path, own_post()
         self._client = SimpleNamespace(turn=self._turn, send=self.sent.append)  # type: ignore[assignment]
         self._processes = SimpleNamespace(  # type: ignore[assignment]
             ask_template=self.asked.append,

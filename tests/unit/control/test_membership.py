@@ -21,7 +21,7 @@ class FakeJoiners:
         self.asked: dict[int, list[int]] = {}
         self.over: list[int] = []
         self.closed: list[int] = []
-        self.next_s = float("inf")
+        self.next_s = self.room = float("inf")
         self.leave_at_s: dict[int, float] = {}
 
     def take_over(self, members: tuple[int, ...], now_s: float) -> None:

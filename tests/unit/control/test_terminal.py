@@ -2,7 +2,10 @@
 
 from elaswave.control import terminal
 from elaswave.control.agent_messages import ShowEvaluation, ShowText
-from elaswave.control.terminal import AGENT, Terminal
+from elaswave.control.terminal import Terminal
+from elaswave.control.wire import agent_id
+
+AGENT = agent_id(7)
 
 
 class Server:
@@ -27,16 +30,19 @@ def test_lines_that_come_before_the_agent_are_shown_when_it_comes():
     shown.say("worker 2 is lost")
     shown.say_trouble("the disk is full")
     server.is_connected = True
-    shown.agent_came()
+    shown.agent_came(AGENT)
     assert server.sent == [
         ShowEvaluation(step=4, loss=2.0),
         ShowText(text="worker 2 is lost"),
         ShowText(text="the disk is full", is_error=True),
     ]
-    shown.agent_came()
+    shown.agent_came(AGENT)
     assert len(server.sent) == 3, "each once"
     shown.say("now")
     assert server.sent[3:] == [ShowText(text="now")]
+    shown.agent_went(AGENT)
+    shown.say("later")
+    assert len(server.sent) == 4, "it waits for the next agent"
 
 
 def test_of_too_many_lines_the_oldest_are_dropped(monkeypatch):
@@ -46,5 +52,5 @@ def test_of_too_many_lines_the_oldest_are_dropped(monkeypatch):
     for number in range(5):
         shown.say(str(number))
     server.is_connected = True
-    shown.agent_came()
+    shown.agent_came(AGENT)
     assert [message.text for message in server.sent] == ["2", "3", "4"]

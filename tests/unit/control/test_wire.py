@@ -107,7 +107,7 @@ def test_nothing_is_built_from_a_message_but_what_was_agreed():
 
 @pytest.mark.parametrize(
     ("peer", "name"),
-    [(0, "worker 0"), (FIRST_AGENT - 1, "worker 2147483647"), (agent_id(7), "the agent of node 7"),
+    [(0, "worker 0"), (FIRST_AGENT - 1, "worker 2147483647"), (agent_id(7), "agent 7"),
      (COORDINATOR, "the coordinator")],
 )  # fmt: skip
 def test_names(peer, name):

@@ -1,0 +1,138 @@
+"""``elaswave agent``: takes this host into a job of several hosts."""
+
+import socket
+from pathlib import Path
+
+import click
+
+from elaswave.api.environment import given_key, prepare_to_compute
+from elaswave.config.load import load_config
+from elaswave.control.key_files import JobKey, own_key
+from elaswave.errors import UsageError
+
+
+@click.command(
+    name="agent",
+    short_help="Take this host into a job of several hosts.",
+    epilog="Exit codes: 0 done; 1 failed and 2 bad input, which another try would meet again; 75 worth another try (no "
+    "coordinator, too few hosts, this host's workers have left); 130 Ctrl-C, 143 SIGTERM.",
+)
+@click.option("--job", required=True, metavar="NAME", help="The job's name.")
+@click.option(
+    "--coordinator",
+    required=True,
+    metavar="HOST:PORT",
+    help="Where the coordinator is dialled. The agent on that host founds the job.",
+)
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="What is trained. Counts where the job is founded; elsewhere it may be left out, and must not differ.",
+)
+@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Workers with which the job begins.")
+@click.option("--hosts", type=click.IntRange(min=1), metavar="N", help="Hosts with which it begins: control.hosts.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Set one key of the configuration; may be repeated. Those of section net count on this host only.",
+)
+@click.option(
+    "--slots",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Workers that may run on this host.  [default: an even share of the first ones]",
+)
+@click.option("--node", metavar="NAME", help="Name of this host.  [default: the system's]")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The run's folder, which all hosts share.  [default: runs/JOB; elsewhere, the path where it was founded]",
+)
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(min=0.0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for the coordinator.",
+)
+@click.option(
+    "--grace",
+    "grace_s",
+    type=click.FloatRange(min=6.0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="From a notice (SIGTERM) until the launcher kills; workers leave 5 s sooner.",
+)
+@click.option(
+    "--fault",
+    "fault_specs",
+    multiple=True,
+    metavar="KIND:WORKER@STEP[:PHASE[+N]]",
+    help="Inject a fault, see `elaswave train`; counts where the job is founded.",
+)
+def agent_command(
+    job: str,
+    coordinator: str,
+    config_file: Path | None,
+    workers: int | None,
+    hosts: int | None,
+    overrides: tuple[str, ...],
+    slots: int | None,
+    node: str | None,
+    run_dir: Path | None,
+    wait_s: float,
+    grace_s: float,
+    fault_specs: tuple[str, ...],
+) -> None:
+    """Take this host into a job. The same command is given on each host.
+
+    \b
+    elaswave keys keys && export ELASWAVE_KEY_FILE=$PWD/keys/job.key
+    elaswave agent --job demo --config my.toml --hosts 2 \\
+      --coordinator 10.77.0.1:7077 --set net.trusted=true
+    """
+    from elaswave.control.taking_part import AgentOptions, take_part  # late: only this command needs it
+
+    if hosts is not None:
+        overrides = (*overrides, f"control.hosts={hosts}")
+    options = AgentOptions(
+        job=job,
+        coordinator=coordinator,
+        node=node or socket.gethostname(),
+        config_file=config_file,
+        workers=workers,
+        overrides=overrides,
+        slots=slots,
+        run_dir=run_dir,
+        fault_specs=fault_specs,
+        wait_s=wait_s,
+        leave_s=grace_s - 5.0,
+    )
+    take_part(options, _key(overrides), prepare_to_compute)
+
+
+def _key(overrides: tuple[str, ...]) -> JobKey:
+    """The key that all agents of a job are given.
+
+    Raises:
+        UsageError: none is given.
+    """
+    given = given_key()
+    if given is not None:
+        return given
+    net = [override for override in overrides if override.strip().startswith("net.")]
+    key = own_key(load_config(None, ("net.transport=tcp", *net), None).net)
+    if key.file is None:
+        raise UsageError(
+            "agents of one job need one key: `elaswave keys DIR` makes it; give each of them ELASWAVE_KEY_FILE="
+            "DIR/job.key (mode 0600), or net.keys=DIR with certificates"
+        )
+    return key

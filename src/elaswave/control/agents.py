@@ -1,0 +1,231 @@
+"""The agents of a job, as its coordinator's process sees them: who is told what, what follows when hosts come and go.
+
+What follows from what is `elaswave.protocol.hosts`'. A job begins once as many hosts are there as it was configured
+with; the local run is a job of one host, whose agent is the launcher.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from elaswave.control.agent_messages import (
+    AgentHello,
+    AgentRefused,
+    AskJob,
+    EndJoiner,
+    JobSpec,
+    SpawnFirst,
+    SpawnJoiner,
+    ToAgent,
+    Verdict,
+)
+from elaswave.control.journal import HostCame, JournalRecord, PlaceTaken
+from elaswave.control.template_messages import StartingPoint
+from elaswave.control.wire import FIRST_AGENT, agent_id
+from elaswave.protocol.events import Suspected
+from elaswave.protocol.hosts import GONE_AGAIN_S, GONE_S, Came, Host, Hosts, HostState, Turned
+
+SILENT_S = 1.0
+"""An agent of which nothing is heard for so long, while a worker of its host is held for lost, is lost with it: two
+heartbeats are missing."""
+
+_log = logging.getLogger("elaswave.control")
+
+
+class Agents:
+    """The agents of one job.
+
+    Args:
+        hosts: the machine.
+        home: incarnation of the agent of this coordinator's own host: its end is the coordinator's.
+        spec: what agents are told that want to take part; None: no others may.
+        checkpoint: where the first workers begin; None: at the seed.
+        records: of earlier coordinators.
+        persist: writes one more.
+        send: sends a message to a peer; returns whether it is connected.
+        heard_s: gives the seconds since something came from a peer; None: it is not connected.
+        say: tells people.
+        founded: called once all hosts are there with which the job begins.
+        ended: called with workers that are no members and whose host is gone.
+        room: called when there is room for more workers.
+        now_s: monotonic time at which this coordinator begins.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        *,
+        home: int,
+        spec: JobSpec | None,
+        checkpoint: StartingPoint | None,
+        records: Iterable[JournalRecord],
+        persist: Callable[[HostCame], None],
+        send: Callable[[int, ToAgent], bool],
+        heard_s: Callable[[int], float | None],
+        say: Callable[[str], None],
+        founded: Callable[[], None],
+        ended: Callable[[int], None],
+        room: Callable[[int], None],
+        now_s: float,
+    ) -> None:
+        self._hosts = hosts
+        self._home = home
+        self._spec = spec
+        self._checkpoint = checkpoint
+        self._persist = persist
+        self._send = send
+        self._heard_s = heard_s
+        self._say = say
+        self._founded = founded
+        self._ended = ended
+        self._room = room
+        self._gone_s = GONE_S
+        for record in records:
+            if isinstance(record, HostCame):
+                hosts.restore(Came(record.number, record.node, record.incarnation, record.slots), now_s)
+                self._gone_s = GONE_AGAIN_S
+            elif isinstance(record, PlaceTaken):
+                hosts.placed(record.worker, record.host)
+        self._was_founded = hosts.is_founded
+
+    # -------------------------------------------------------------------------------------------------- what agents say
+
+    def asked(self, peer: int, message: AskJob) -> None:
+        """An agent wants to know what is trained."""
+        spec = self._spec
+        if spec is None:
+            self._refuse(peer, "this is a job of one machine, in which no other may take part", "misused")
+        elif message.job != spec.job:
+            text = f"the coordinator there is of job {spec.job}, and not of {message.job}: give another --coordinator"
+            self._refuse(peer, text, "misused")
+        elif message.config_digest and message.config_digest != spec.config_digest:
+            text = (
+                f"node {message.node} was given another configuration than the job that {spec.host} has founded "
+                f"(digest {message.config_digest}, and there {spec.config_digest}): leave --config and --set out there"
+            )
+            self._refuse(peer, text, "misused")
+        else:
+            answer = self._hosts.hello(message.node, message.incarnation, 0)
+            if isinstance(answer, Turned):
+                self._turn_away(peer, answer)
+            else:
+                self._send(peer, spec)
+
+    def came(self, peer: int, message: AgentHello) -> bool:
+        """An agent is ready to start workers; said on every connection.
+
+        Returns:
+            Whether it takes part.
+        """
+        answer = self._hosts.hello(message.node, message.incarnation, message.slots)
+        if isinstance(answer, Turned):
+            self._turn_away(peer, answer)
+            return False
+        is_new = isinstance(answer, Came)
+        if isinstance(answer, Came):
+            self._persist(HostCame(**answer._asdict()))
+            answer = self._hosts.restore(answer, 0.0)
+        host = answer
+        self._hosts.connected(host)
+        if self._hosts.num_founding > 1 and is_new:
+            here, needed = self._hosts.num_here, self._hosts.num_founding
+            self._say(f"host {host.node} has come" + ("" if self._was_founded else f": {here} of {needed}"))
+        if self._hosts.is_founded and not self._was_founded:
+            self._was_founded = True
+            for number in range(self._hosts.num_founding):
+                self._spawn_first(self._hosts.numbered(number))
+            self._founded()
+        elif self._was_founded:
+            self._spawn_first(host)
+            if is_new and not self._hosts.first_workers(host) and host.slots:
+                self._room(host.slots)
+        return True
+
+    def went(self, peer: int, now_s: float) -> None:
+        """An agent's connection has ended."""
+        self._hosts.disconnected(peer - FIRST_AGENT, now_s)
+
+    def leaving(self, peer: int) -> list[int]:
+        """An agent has had a notice; returns its workers."""
+        host = self._hosts.find(peer - FIRST_AGENT)
+        if host is None:
+            return []
+        self._hosts.leaving(host.incarnation)
+        return sorted(host.workers)
+
+    def _turn_away(self, peer: int, turned: Turned) -> None:
+        self._refuse(peer, turned.reason, turned.verdict)
+
+    def _refuse(self, peer: int, reason: str, verdict: Verdict) -> None:
+        _log.warning("agent %d does not take part: %s", peer - FIRST_AGENT, reason)
+        self._send(peer, AgentRefused(reason=reason, verdict=verdict))
+
+    # ----------------------------------------------------------------------------------------------- what they are told
+
+    def _spawn_first(self, host: Host) -> None:
+        workers = self._hosts.first_workers(host)
+        if workers and host.state in (HostState.HERE, HostState.LEAVING):
+            self._send(agent_id(host.incarnation), SpawnFirst(workers=workers, checkpoint=self._checkpoint))
+
+    def spawn(self, worker: int) -> None:
+        """Has a worker started that joins: by the agent to which its id was given, and by no other one."""
+        self._tell_host_of(worker, SpawnJoiner(worker=worker))
+
+    def end(self, worker: int) -> None:
+        """Has a joiner's process killed."""
+        self._tell_host_of(worker, EndJoiner(worker=worker))
+
+    def _tell_host_of(self, worker: int, message: ToAgent) -> None:
+        host = self._hosts.of(worker)
+        if host is not None and host.state is not HostState.GONE:
+            self._send(agent_id(host.incarnation), message)
+
+    @property
+    def home(self) -> int:
+        """The agent of this coordinator's host, on control connections."""
+        return agent_id(self._home)
+
+    @property
+    def is_founded(self) -> bool:
+        """Whether all hosts have come with which the job begins."""
+        return self._was_founded
+
+    def node_of(self, worker: int) -> str:
+        """The name of a worker's host; empty in a job of one."""
+        host = self._hosts.of(worker)
+        return "" if host is None or self._spec is None else host.node
+
+    # ------------------------------------------------------------------------------------------------------- hosts lost
+
+    def with_their_hosts(self, suspicions: Sequence[Suspected], members: Iterable[int]) -> list[Suspected]:
+        """Suspicions, and those of all others that are lost with the same hosts: they are one event.
+
+        Args:
+            suspicions: of single workers.
+            members: of the job.
+        """
+        known = {suspicion.worker for suspicion in suspicions}
+        found = self._hosts.lost_with(known, self._is_silent, self._home)
+        others = [
+            Suspected(
+                worker, "host", f"host {node} is lost: nothing is heard of its agent, and worker {worker} is there"
+            )
+            for node, workers in found.items()
+            for worker in sorted(workers - known)
+            if worker in set(members)
+        ]
+        return [*suspicions, *others]
+
+    def _is_silent(self, incarnation: int) -> bool:
+        """Of an agent whose connection may stand."""
+        heard_s = self._heard_s(agent_id(incarnation))
+        return heard_s is None or heard_s > SILENT_S
+
+    def tick(self, members: Iterable[int], now_s: float) -> None:
+        """Gives up hosts whose agents have been away for too long."""
+        for host in self._hosts.overdue(now_s, self._gone_s):
+            self._hosts.give_up(host)
+            _log.warning("host %s is given up: its agent has been away", host.node)
+            if self._spec is not None:
+                self._say(f"host {host.node} is gone: its agent has not been connected for {self._gone_s:.0f} s")
+            for worker in sorted(host.workers - set(members)):
+                self._ended(worker)

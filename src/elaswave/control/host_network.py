@@ -1,0 +1,158 @@
+"""Where the processes of one host of several listen, and where they dial the coordinator.
+
+The coordinator's address is a host and a port that every agent is given. The agent on that host founds the job: it is
+the one that may listen there. A lock of the kernel's, which ends with its holder, keeps two agents of one host from
+both believing so.
+"""
+
+import errno
+import ipaddress
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+from elaswave.config.rules import exposed_problem, is_exposed, ports_of
+from elaswave.config.schema import NetConfig
+from elaswave.control.job_network import JobNetwork, address_of
+from elaswave.control.key_files import tls_of
+from elaswave.errors import ConfigError, RetryError, UsageError
+from elaswave.transport.addresses import Place, reserve, tcp_address
+from elaswave.transport.tls import Tls
+
+
+class Seed(NamedTuple):
+    """Where a coordinator is dialled."""
+
+    host: str
+    """As it was given: an address or a name."""
+    port: int
+    address: str
+    """Numeric."""
+
+
+class HeldPort(NamedTuple):
+    """A seed's port on this host."""
+
+    port: socket.socket
+    """Keeps it from programs that ask for any port."""
+    lock: socket.socket
+    """Keeps it from other agents of this host."""
+
+    def close(self) -> None:
+        """Gives it up."""
+        self.port.close()
+        self.lock.close()
+
+
+def seed_of(text: str) -> Seed:
+    """Where ``HOST:PORT`` is, with an IPv6 address in brackets.
+
+    Raises:
+        UsageError: it is no such text.
+        RetryError: the name has no address now.
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise UsageError(f"--coordinator {text}: give HOST:PORT, such as 10.77.0.1:7077 or [fd00::1]:7077")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise RetryError(f"--coordinator {text}: {host} has no address: {error.strerror}") from None
+    return Seed(host, int(port), str(found[0][4][0]))
+
+
+def hold(seed: Seed, bind: str) -> HeldPort | None:
+    """Takes a seed's port for this host's agent.
+
+    Args:
+        seed: where the coordinator is dialled.
+        bind: numeric address to listen at.
+    Returns:
+        None if the address is another host's, or another agent of this host has it.
+    """
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        lock.bind(f"\0elaswave-agent/{seed.address}/{seed.port}")
+        return HeldPort(reserve(bind, [seed.port]), lock)
+    except BaseException as error:
+        lock.close()
+        if isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+            return None
+        raise
+
+
+def own_address(seed: Seed) -> str:
+    """The address of this host that the coordinator's host is reached from.
+
+    Raises:
+        RetryError: there is no way to it.
+    """
+    family = socket.AF_INET6 if ":" in seed.address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((seed.address, seed.port))  # sends nothing
+        except OSError as error:
+            raise RetryError(f"{seed.host} cannot be reached from here: {error.strerror}") from None
+        return str(probe.getsockname()[0])
+
+
+def where_to_listen(net: NetConfig, seed: Seed) -> str:
+    """The numeric address at which this host's processes listen.
+
+    Raises:
+        ConfigError: an interface that cannot be used.
+        RetryError: there is no way to the coordinator's host.
+    """
+    if net.bind is not None:
+        return net.bind
+    return own_address(seed) if net.interface is None else address_of(net.interface)
+
+
+def tls_here(net: NetConfig) -> Tls | None:
+    """This host's certificate files; None: no TLS.
+
+    Raises:
+        UsageError: a file is missing, or others could read the private key.
+    """
+    if net.tls == "off":
+        return None
+    assert net.keys is not None
+    return tls_of(Path(net.keys))
+
+
+def agent_network(net: NetConfig, seed: Seed, *, founds: bool) -> JobNetwork:
+    """The addresses of a job's processes on this host.
+
+    Args:
+        net: as configured here.
+        seed: the coordinator's.
+        founds: whether the coordinator runs here.
+    Raises:
+        ConfigError: an address or certificate that cannot be used.
+        UsageError: certificate files that cannot be used.
+        RetryError: there is no way to the coordinator's host.
+    """
+    bind = where_to_listen(net, seed)
+    if net.tls == "off" and not net.trusted and is_exposed(bind):
+        raise ConfigError([exposed_problem(bind)])
+    is_unspecified = ipaddress.ip_address(bind).is_unspecified
+    host = net.advertise or (seed.host if founds and is_unspecified else bind)
+    tls = tls_here(net)
+    if tls is not None:
+        tls.check(seed.host if founds else host)
+    near = bind
+    if is_unspecified:
+        near = "::1" if ":" in bind else "127.0.0.1"
+    return JobNetwork(
+        listen=tcp_address(bind, seed.port),
+        dial=tcp_address(seed.host, seed.port),
+        launcher_dials=tcp_address(near if founds else seed.address, seed.port),
+        links=Place(
+            tcp_address(bind, 0),
+            advertise="" if host == bind else host,
+            ports=tuple(port for port in ports_of(net.ports) if port != seed.port),
+            tls=tls,
+        ),
+        host=seed.host,
+    )

@@ -1,0 +1,45 @@
+"""How an agent takes part in its job: as whom, where, and whether it starts coordinators."""
+
+import secrets
+import socket
+from typing import NamedTuple
+
+from elaswave.control.job_network import JobNetwork
+
+_INCARNATION_BITS = 30
+
+
+class Post(NamedTuple):
+    """The part of one agent."""
+
+    node: str
+    """Its host's name."""
+    incarnation: int
+    """Tells it apart from other agents that were, or will be, started there."""
+    slots: int = 0
+    """Workers that may run here; 0: as many as are asked for."""
+    founds: bool = True
+    """Whether it starts the job's coordinators."""
+    job: str = ""
+    """The job's name; empty: it has no other hosts."""
+    network: JobNetwork | None = None
+    """Where everybody listens and is dialled; None: as configured for a job of one host."""
+    kept_port: socket.socket | None = None
+    """Keeps the coordinator's port as long as it is open."""
+    leave_s: float | None = None
+    """Seconds within which its workers leave after a notice; None: a notice ends the job."""
+
+    @property
+    def suffix(self) -> str:
+        """Of files that every host has its own one of in a shared folder; empty where the job was founded."""
+        return "" if self.founds else f"-{self.node}"
+
+
+def new_incarnation() -> int:
+    """One that no other agent of the job has, as good as certain."""
+    return secrets.randbits(_INCARNATION_BITS)
+
+
+def own_post() -> Post:
+    """Of the launcher of a job on one machine."""
+    return Post(socket.gethostname(), new_incarnation())

@@ -1,0 +1,281 @@
+"""`elaswave agent`: one host's part in a job of several, from its start to its end.
+
+The agent at the coordinator's address, if it is given a configuration, founds the job: it is the launcher of `elaswave
+train`, in a job that others may join. All others ask there what is trained, and start the workers that they are asked
+for. Both are one code (`elaswave.control.local_job`).
+"""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from elaswave.config.load import build_config, load_config
+from elaswave.config.schema import Config
+from elaswave.control.agent_messages import AgentRefused, AskJob, Ended, JobSpec, ToAgent
+from elaswave.control.client import ControlClient
+from elaswave.control.descriptors import provide_descriptors
+from elaswave.control.host_network import HeldPort, Seed, agent_network, hold, seed_of, tls_here, where_to_listen
+from elaswave.control.job import JobOptions, run_job
+from elaswave.control.job_folder import sweep_dead
+from elaswave.control.job_spec import check_data, check_shared, config_digest
+from elaswave.control.key_files import JobKey
+from elaswave.control.launcher import open_data, outcome_of
+from elaswave.control.local_job import LocalJob
+from elaswave.control.post import Post, new_incarnation
+from elaswave.control.wire import agent_id
+from elaswave.data.fingerprint import fingerprint_of_all
+from elaswave.errors import CheckpointError, RetryError, UsageError
+from elaswave.faults.injection import parse_fault
+from elaswave.observability.output import say_error
+from elaswave.observability.progress import make_reporter
+from elaswave.observability.result import RESULT_FILE
+from elaswave.observability.run_folder import LOGS_DIR, TERMINAL_LOG, is_run, saved_config
+from elaswave.state.checkpoint import newest_committed_step
+from elaswave.worker.run_plan import RunPlan
+
+ASK_S = 0.5
+"""Heartbeats of the connection on which an agent asks what is trained; three without an answer end it."""
+HOPELESS_S = 5.0
+"""A coordinator that has turned the key, or the certificate, away for so long will not have others."""
+_HOPELESS = ("AuthenticationError", "FrameError")
+
+
+class AgentOptions(NamedTuple):
+    """How an agent is started."""
+
+    job: str
+    coordinator: str
+    """``HOST:PORT``."""
+    node: str
+    """Name of this host."""
+    config_file: Path | None = None
+    workers: int | None = None
+    """With which the job begins; None: as configured."""
+    overrides: tuple[str, ...] = ()
+    """Values of ``--set``."""
+    slots: int | None = None
+    """Workers that may run here; None: an even share of those with which the job begins."""
+    run_dir: Path | None = None
+    fault_specs: tuple[str, ...] = ()
+    wait_s: float = 600.0
+    """How long a coordinator is waited for."""
+    leave_s: float = 25.0
+    """How long this host's workers may take to leave after a notice."""
+
+
+class _Host(NamedTuple):
+    """What is known of this host before the job is."""
+
+    options: AgentOptions
+    config: Config
+    """As given here: of a host that does not found the job, only the network's section counts."""
+    is_given: bool
+    """Whether the configuration was given at all, beyond the network's section."""
+    seed: Seed
+    key: JobKey
+    incarnation: int
+
+
+def take_part(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -> None:
+    """Takes part in a job until it is over, or this host's part is.
+
+    Args:
+        options: how.
+        key: the job's.
+        prepare: called once all is checked that can be without loading anything that computes.
+    Raises:
+        UsageError: bad input, or what this host has is not what the job needs.
+        RetryError: this host's part is over for now; the job may go on.
+        ElaswaveError: see `elaswave.control.launcher.train`.
+    """
+    overrides = ("net.transport=tcp", *options.overrides)
+    given = [override for override in options.overrides if not override.strip().startswith("net.")]
+    is_given = bool(given) or options.config_file is not None or options.workers is not None
+    run_dir = _run_dir(options)
+    base = saved_config(run_dir) if is_run(run_dir) and not is_given else None
+    config = load_config(options.config_file, overrides, options.workers, base=base)
+    if config.net.transport != "tcp":
+        raise UsageError('net.transport: agents of several hosts need "tcp"; leave it out')
+    seed = seed_of(options.coordinator)
+    host = _Host(options, config, is_given, seed, key, new_incarnation())
+    if _is_over(run_dir):
+        return
+    can_found = is_given or base is not None  # an agent that is told of no configuration is to find one
+    held = hold(seed, where_to_listen(config.net, seed)) if can_found else None
+    if held is None:
+        _follow(host, prepare)
+        return
+    try:
+        _found(host, held, prepare)
+    finally:
+        held.close()
+
+
+def _run_dir(options: AgentOptions) -> Path:
+    return Path(os.path.abspath(options.run_dir or Path("runs") / options.job))
+
+
+def _is_over(run_dir: Path) -> bool:
+    """Whether the job has been finished: an agent that is started again by a launcher has nothing to do."""
+    if not (is_run(run_dir) and (run_dir / RESULT_FILE).exists()):
+        return False
+    say_error(f"the job is finished already: {run_dir / RESULT_FILE}")
+    return True
+
+
+def _slots(options: AgentOptions, config: Config) -> int:
+    return options.slots or -(-sum(config.widths) // config.control.hosts)
+
+
+# ---------------------------------------------------------------------------------------------------------- the founder
+
+
+def _found(host: _Host, held: HeldPort, prepare: Callable[[], None]) -> None:
+    """Founds the job, or goes on with it after its end: from its newest checkpoint, if it has one."""
+    options, config = host.options, host.config
+    run_dir = _run_dir(options)
+    has_checkpoint = False
+    if is_run(run_dir):
+        try:
+            has_checkpoint = newest_committed_step(run_dir) is not None
+        except CheckpointError:
+            has_checkpoint = True  # the launcher says what is wrong with it
+    post = Post(
+        node=options.node,
+        incarnation=host.incarnation,
+        slots=_slots(options, config),
+        job=options.job,
+        network=agent_network(config.net, host.seed, founds=True),
+        kept_port=held.port,
+    )
+    job_options = JobOptions(
+        run_dir=run_dir,
+        resume=has_checkpoint,
+        overwrite=is_run(run_dir) and not has_checkpoint,
+        fault_specs=options.fault_specs,
+    )
+    run_job(config, job_options, prepare=prepare, key=host.key, post=post)
+
+
+# ----------------------------------------------------------------------------------------------------------- the others
+
+
+def _follow(host: _Host, prepare: Callable[[], None]) -> None:
+    """Asks what is trained, starts the workers that the coordinator asks for, and stays until the job is over."""
+    started_s = time.monotonic()
+    options = host.options
+    network = agent_network(host.config.net, host.seed, founds=False)
+    answer = _ask(host, network.launcher_dials)
+    if isinstance(answer, Ended):
+        if answer.outcome == "finished":
+            say_error("the job is finished already")
+            return
+        raise RetryError(f"the job was just ending: {answer.outcome} ({answer.reason})")
+    if isinstance(answer, AgentRefused):
+        if answer.verdict == "needless":
+            say_error(f"nothing to do: {answer.reason}")
+            return
+        raise (RetryError if answer.verdict == "again" else UsageError)(answer.reason)
+    spec = answer
+    config = build_config({**spec.config})
+    run_dir = Path(os.path.abspath(options.run_dir)) if options.run_dir is not None else Path(spec.run_dir)
+    check_shared(run_dir, spec, options.node)
+    provide_descriptors(sum(config.widths), 0)
+    sweep_dead()
+    prepare()
+    post = Post(
+        node=options.node,
+        incarnation=host.incarnation,
+        slots=_slots(options, config),
+        job=spec.job,
+        founds=False,
+        network=network,
+        leave_s=options.leave_s,
+    )
+    lost_output = run_dir / LOGS_DIR / f"{options.node}-{TERMINAL_LOG}"
+    reporter = make_reporter(json_mode=False, lost_output=lost_output)
+    try:
+        job = LocalJob(
+            config,
+            run_dir,
+            profile=spec.profile,
+            reporter=reporter,
+            probe=None,
+            faults=tuple(map(parse_fault, spec.faults)),
+            before_effect=lambda effect: None,
+            started_s=started_s,
+            key=host.key,
+            post=post,
+        )
+        try:
+            data = open_data(config, run_dir, None)
+            facts = msgspec.to_builtins(fingerprint_of_all(data.paths, whole=False))
+            check_data(spec, facts, options.node)
+            plan = RunPlan(config, job.await_template())
+            reporter.started(config, plan.layout, run_dir)
+            ended = job.run(plan, data.sampler, None, lambda: "start the agent again when the coordinator is back")
+            result = outcome_of(ended, job.stop_signal, run_dir)
+        finally:
+            job.end()
+        reporter.finished(result, run_dir)
+    finally:
+        reporter.close()
+
+
+def _ask(host: _Host, address: str) -> JobSpec | AgentRefused | Ended:
+    """Asks the coordinator what is trained.
+
+    Raises:
+        RetryError: there is none within the time.
+        UsageError: it has another key, or certificates of another authority.
+    """
+    options = host.options
+    answers: list[ToAgent] = []
+    question = AskJob(
+        job=options.job,
+        node=options.node,
+        incarnation=host.incarnation,
+        config_digest=config_digest(host.config) if host.is_given else "",
+    )
+    client: ControlClient[ToAgent] = ControlClient(
+        address,
+        host.key.secret,
+        agent_id(host.incarnation),
+        ToAgent,
+        answers.append,
+        lambda: question,
+        interval_s=ASK_S,
+        tls=tls_here(host.config.net),
+        host=host.seed.host,
+        silence_timeout_s=4 * ASK_S,
+    )
+    began_s = time.monotonic()
+    hopeless_since_s: float | None = None
+    has_said = False
+    try:
+        while True:
+            client.turn(ASK_S)
+            for answer in answers:
+                if isinstance(answer, JobSpec | AgentRefused | Ended):
+                    return answer
+            now_s = time.monotonic()
+            if client.trouble.startswith(_HOPELESS) and not client.connected:
+                hopeless_since_s = hopeless_since_s or now_s
+                if now_s - hopeless_since_s > HOPELESS_S:
+                    raise UsageError(f"the coordinator at {options.coordinator} is not this job's: {client.trouble}")
+            else:
+                hopeless_since_s = None
+            if now_s - began_s > options.wait_s:
+                raise RetryError(
+                    f"no coordinator at {options.coordinator} within {options.wait_s:g} s ({client.trouble}): start "
+                    "the agent on that host"
+                )
+            if not has_said and now_s - began_s > 1.0:
+                has_said = True
+                say_error(f"{options.node} waits for the coordinator of {options.job} at {options.coordinator}")
+    finally:
+        client.close(0.0)

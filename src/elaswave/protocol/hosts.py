@@ -1,0 +1,248 @@
+"""Hosts of a job as they come and go: which agent starts which worker, and who is lost with a host. No IO, no clocks.
+
+An agent is (node, incarnation): the node has a name, and every agent that starts there draws a new incarnation. Hosts
+are numbered as they come. The first workers are dealt out beforehand (`founding_hosts`), so that what is planned with
+them does not depend on who comes first; a worker that joins is started where there is room. An id that was given to an
+incarnation is never given to another one: what an agent may have forked dies with it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Literal, NamedTuple
+
+GONE_S = 5.0
+"""An agent that has not been connected for this long is gone, with all workers that are no members."""
+GONE_AGAIN_S = 30.0
+"""The same for a coordinator that takes over: agents have to find it first."""
+
+
+class HostState(Enum):
+    """What is known of a host's agent."""
+
+    EXPECTED = "its agent has not found this coordinator yet"
+    HERE = "its agent is connected"
+    LEAVING = "its agent has had a notice: it takes no worker any more"
+    AWAY = "its agent's connection has ended"
+    GONE = "the others go on without it: its incarnation never counts again"
+
+
+def founding_hosts(num_workers: int, num_hosts: int) -> tuple[int, ...]:
+    """The number of the host of each first worker: they are dealt out in turn, so that neighbours in a stage, which
+    compute the same layers, are on different hosts.
+
+    Args:
+        num_workers: of the first layout.
+        num_hosts: with which the job begins; at most as many.
+    """
+    return tuple(worker % num_hosts for worker in range(num_workers))
+
+
+class Host:
+    """One host, as long as its agent lives."""
+
+    def __init__(self, number: int, node: str, incarnation: int, slots: int, away_since_s: float) -> None:
+        self.number, self.node, self.incarnation, self.slots = number, node, incarnation, slots
+        self.state = HostState.EXPECTED
+        self.away_since_s = away_since_s
+        self.workers: set[int] = set()
+        """Those that its agent was asked to start and that have not ended."""
+
+    @property
+    def room(self) -> float:
+        """So many workers more may be started there."""
+        if self.state is not HostState.HERE:
+            return 0
+        return math.inf if not self.slots else max(0, self.slots - len(self.workers))
+
+
+class Came(NamedTuple):
+    """A host has come: to be made durable before anything is started there."""
+
+    number: int
+    node: str
+    incarnation: int
+    slots: int
+    """Workers that may run there; 0: as many as are asked for."""
+
+
+class Turned(NamedTuple):
+    """An agent may not take part."""
+
+    reason: str
+    verdict: Literal["misused", "needless", "again"]
+    """A person's mistake; the node has another one; or it is too late for this one, and a later one may."""
+
+
+class Hosts:
+    """The hosts of one job.
+
+    Args:
+        founders: number of the host of each first worker.
+    """
+
+    def __init__(self, founders: Sequence[int] = ()) -> None:
+        self._founders = tuple(founders)
+        self.num_founding = 1 + max(founders, default=0)
+        self._hosts: dict[int, Host] = {}
+        self._gone: set[int] = set()
+        """Incarnations that never count again."""
+        self._host_of: dict[int, int] = {}
+        self._was_founded = False
+
+    # --------------------------------------------------------------------------------------------------- what happens
+
+    def restore(self, came: Came, now_s: float) -> Host:
+        """A host came: to an earlier coordinator, or just now. An earlier one of this number, or node, is gone."""
+        for other in [*self._hosts.values()]:
+            if other.incarnation != came.incarnation and (other.number == came.number or other.node == came.node):
+                self.give_up(other)
+        host = Host(*came, away_since_s=now_s)
+        self._hosts[came.number] = host
+        for worker, number in enumerate(self._founders):
+            if number == came.number:
+                self.placed(worker, number)
+        self._was_founded = self._was_founded or self._present.issuperset(range(self.num_founding))
+        return host
+
+    def placed(self, worker: int, number: int) -> None:
+        """A worker is to be started on a host."""
+        self._host_of[worker] = number
+        if number in self._hosts:
+            self._hosts[number].workers.add(worker)
+
+    def ended(self, worker: int) -> None:
+        """A worker's process has ended; may be said again."""
+        host = self.of(worker)
+        if host is not None:
+            host.workers.discard(worker)
+
+    def hello(self, node: str, incarnation: int, slots: int) -> Host | Came | Turned:
+        """An agent says who it is.
+
+        Returns:
+            The host, if it is known already; what is to be made durable and given to `restore`, if it is new; or why it
+            may not take part.
+        """
+        if incarnation in self._gone:
+            return Turned("the job has gone on without this host, whose workers were lost", "again")
+        known = self.find(incarnation)
+        if known is not None:
+            return known
+        for other in self._hosts.values():
+            if other.node == node and other.state in (HostState.HERE, HostState.LEAVING):
+                return Turned(f"node {node} has an agent of this job already", "needless")
+        number, share = self._free_number(), 0
+        if not self.is_founded:
+            share = self._founders.count(number)
+            if slots and slots < share:
+                text = f"node {node} takes {slots} workers, but the job begins with {share} on each of its hosts"
+                return Turned(f"{text}: raise --workers there, or the number of hosts", "misused")
+        return Came(number, node, incarnation, slots or 0)
+
+    def connected(self, host: Host) -> None:
+        """Its agent is connected."""
+        if host.state in (HostState.EXPECTED, HostState.AWAY):
+            host.state = HostState.HERE
+
+    def disconnected(self, incarnation: int, now_s: float) -> None:
+        """An agent's connection has ended."""
+        host = self.find(incarnation)
+        if host is not None:
+            host.state, host.away_since_s = HostState.AWAY, now_s
+
+    def leaving(self, incarnation: int) -> None:
+        """An agent has had a notice."""
+        host = self.find(incarnation)
+        if host is not None:
+            host.state = HostState.LEAVING
+
+    def give_up(self, host: Host) -> None:
+        """The others go on without a host."""
+        host.state = HostState.GONE
+        self._gone.add(host.incarnation)
+
+    def overdue(self, now_s: float, bound_s: float) -> list[Host]:
+        """Hosts whose agents have been away for too long: to be given up."""
+        return [
+            host
+            for host in self._hosts.values()
+            if host.state in (HostState.EXPECTED, HostState.AWAY) and now_s - host.away_since_s > bound_s
+        ]
+
+    # --------------------------------------------------------------------------------------------------- what is known
+
+    @property
+    def is_founded(self) -> bool:
+        """Whether as many hosts have been there at a time as the job begins with."""
+        return self._was_founded
+
+    @property
+    def _present(self) -> set[int]:
+        return {number for number, host in self._hosts.items() if host.state is not HostState.GONE}
+
+    @property
+    def num_here(self) -> int:
+        """Hosts with a connected agent."""
+        return sum(host.state in (HostState.HERE, HostState.LEAVING) for host in self._hosts.values())
+
+    def find(self, incarnation: int) -> Host | None:
+        """The host of an agent that counts."""
+        for host in self._hosts.values():
+            if host.incarnation == incarnation and host.state is not HostState.GONE:
+                return host
+        return None
+
+    def of(self, worker: int) -> Host | None:
+        """The host of a worker that was placed."""
+        return self._hosts.get(self._host_of.get(worker, -1))
+
+    def number_of(self, worker: int) -> int | None:
+        """The number of the host of a worker that was placed."""
+        return self._host_of.get(worker)
+
+    def numbered(self, number: int) -> Host:
+        """The host with a number."""
+        return self._hosts[number]
+
+    def first_workers(self, host: Host) -> tuple[int, ...]:
+        """Workers with which the job begins there."""
+        return tuple(worker for worker, number in enumerate(self._founders) if number == host.number)
+
+    @property
+    def room(self) -> float:
+        """So many workers more may be started; infinite where a host takes any number."""
+        return sum(host.room for host in self._hosts.values())
+
+    def choose(self) -> Host | None:
+        """Where the next worker that joins is started: where most room is."""
+        return max(
+            (host for host in self._hosts.values() if host.room),
+            key=lambda host: (host.room, -host.number),
+            default=None,
+        )
+
+    def lost_with(self, suspected: Iterable[int], is_silent: Callable[[int], bool], home: int) -> dict[str, set[int]]:
+        """Who is lost together with workers that are suspected (H11): all workers of a host whose agent has gone too.
+
+        Args:
+            suspected: workers that have ended, or whose links have.
+            is_silent: whether nothing is heard of an incarnation, though its connection may stand.
+            home: incarnation on the coordinator's own host, which cannot be lost without it.
+        Returns:
+            By the host's node: its workers.
+        """
+        found: dict[str, set[int]] = {}
+        for worker in suspected:
+            host = self.of(worker)
+            if host is None or host.incarnation == home or host.state in (HostState.EXPECTED, HostState.GONE):
+                continue
+            if host.state is HostState.AWAY or is_silent(host.incarnation):
+                found.setdefault(host.node, set()).update(host.workers)
+        return found
+
+    def _free_number(self) -> int:
+        """Of the next host: one of those with which the job begins, while one of them is missing."""
+        if not self.is_founded:
+            return next(number for number in range(self.num_founding) if number not in self._present)
+        return 1 + max(self._hosts, default=-1)

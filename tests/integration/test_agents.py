@@ -1,0 +1,69 @@
+"""Jobs of several hosts, whose agents are processes on this machine: they meet at a loopback address, by TCP."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.agents import Agents, free_port
+from tests.integration.jobs import SMALL, Job, run_job
+
+from elaswave.observability.result import read_digests, read_result
+
+FOUR = {**SMALL, "layout.widths": "[2, 2]", "elastic.num_followers": 3}
+
+
+def finished(run_dir: Path) -> Job:
+    digests = read_digests(run_dir)
+    assert digests is not None
+    return Job(run_dir, read_result(run_dir), digests, [])
+
+
+def recoveries(agents: Agents, kind: str) -> list[dict[str, Any]]:
+    found = [event["recovery"] for event in agents.events("recovery")]
+    return [each for each in found if each["kind"] == kind]
+
+
+def test_two_agents_compute_what_one_launcher_does(tmp_path: Path) -> None:
+    settings = {**FOUR, "run.steps": 30}
+    with Agents(tmp_path, {**settings, "control.hosts": 2}, f"127.0.0.1:{free_port()}") as agents:
+        follower = agents.start("b")  # before anybody founds the job: it waits
+        founder = agents.start("a", founds=True)
+        agents.wait_for_step(2)
+        twin = agents.start("b")
+        other = agents.start("c", "--set", "run.steps=31")
+        assert twin.end() == 0 and "node b has an agent of this job already" in twin.text
+        assert other.end() == 2 and "was given another configuration" in other.text, other.text
+        assert (founder.end(), follower.end()) == (0, 0), (founder.text, follower.text)
+        late = agents.start("a", founds=True)
+        assert late.end() == 0 and "the job is finished already" in late.text
+    assert "finished 30 steps" in founder.text and "finished 30 steps" in follower.text
+    job = finished(agents.run_dir)
+    assert job.result.recoveries == []
+    assert job.computation == run_job(tmp_path / "reference", settings).computation
+    logs = {path.name for path in (agents.run_dir / "logs").iterdir()}
+    assert {"template.log", "template-b.log", *(f"worker-{worker}.log" for worker in range(4))} <= logs
+    assert not list(agents.run_dir.glob("processes*.json"))
+
+
+def test_hosts_that_are_lost_come_and_leave_change_no_bit(tmp_path: Path) -> None:
+    settings = {**FOUR, "run.steps": 100_000, "optimizer.schedule": "constant"}
+    with Agents(tmp_path, {**settings, "control.hosts": 2}, f"127.0.0.1:{free_port()}") as agents:
+        founder = agents.start("a", founds=True)
+        lost = agents.start("b")
+        agents.wait_for_step(3)
+        lost.signal(signal.SIGKILL)
+        agents.wait_for(lambda: len(recoveries(agents, "lost")) == 2, "the loss of host b")
+        comer = agents.start("c")
+        agents.wait_for(lambda: len(recoveries(agents, "joined")) == 2, "host c's workers")
+        comer.signal(signal.SIGTERM)
+        assert comer.end() == 75 and "this host's workers have left" in comer.text, comer.text
+        founder.signal(signal.SIGTERM)
+        assert founder.end() == 143, founder.text
+    losses, joins, leaves = (recoveries(agents, kind) for kind in ("lost", "joined", "drained"))
+    assert {each["worker"] for each in losses} == {1, 3} and len({each["epoch"] for each in losses}) == 1, "one event"
+    assert {each["worker"] for each in joins} == {each["worker"] for each in leaves} == {4, 5}
+    steps = max(event["step"] for event in agents.events("step"))
+    settings["run.steps"] = steps
+    resumed = run_job(agents.run_dir, settings, resume=True)
+    assert "nothing is trained" in "".join(resumed.messages)
+    assert resumed.computation == run_job(tmp_path / "reference", settings).computation

@@ -1,0 +1,109 @@
+"""Hosts as they come and go: who is started where, and who is lost with whom, one event after the other."""
+
+import math
+
+from elaswave.protocol.hosts import Came, Host, Hosts, HostState, Turned, founding_hosts
+
+
+def two() -> tuple[Hosts, Host, Host]:
+    """A job of four workers that has begun on hosts a and b, both connected."""
+    hosts = Hosts(founding_hosts(4, 2))
+    return hosts, came(hosts, "a", 11), came(hosts, "b", 22)
+
+
+def came(hosts: Hosts, node: str, incarnation: int, slots: int = 2) -> Host:
+    answer = hosts.hello(node, incarnation, slots)
+    assert isinstance(answer, Came), answer
+    host = hosts.restore(answer, 0.0)
+    hosts.connected(host)
+    return host
+
+
+def silent(*incarnations: int):
+    return lambda incarnation: incarnation in incarnations
+
+
+def test_neighbours_are_dealt_out_to_different_hosts():
+    assert founding_hosts(5, 2) == (0, 1, 0, 1, 0)
+    assert founding_hosts(3, 1) == (0, 0, 0)
+
+
+def test_a_job_begins_once_all_of_its_hosts_are_there():
+    hosts = Hosts(founding_hosts(4, 2))
+    assert not hosts.is_founded
+    a = came(hosts, "a", 11)
+    assert not hosts.is_founded and hosts.num_here == 1
+    b = came(hosts, "b", 22)
+    assert hosts.is_founded and (hosts.first_workers(a), hosts.first_workers(b)) == ((0, 2), (1, 3))
+    assert hosts.room == 0 and hosts.choose() is None
+    assert [hosts.number_of(worker) for worker in range(5)] == [0, 1, 0, 1, None]
+
+
+def test_a_host_that_goes_before_the_job_begins_makes_room_for_another():
+    hosts = Hosts(founding_hosts(4, 2))
+    a = came(hosts, "a", 11)
+    hosts.disconnected(11, 1.0)
+    assert hosts.overdue(5.9, 5.0) == [] and hosts.overdue(6.1, 5.0) == [a]
+    hosts.give_up(a)
+    assert came(hosts, "c", 33).number == 0
+    assert not hosts.is_founded
+    came(hosts, "b", 22)
+    assert hosts.is_founded
+
+
+def test_a_host_without_room_for_its_share_is_a_mistake():
+    answer = Hosts(founding_hosts(4, 2)).hello("a", 11, 1)
+    assert isinstance(answer, Turned) and answer.verdict == "misused"
+    assert "takes 1 workers, but the job begins with 2 on each" in answer.reason
+
+
+def test_a_node_has_one_agent_at_a_time():
+    hosts, _, b = two()
+    answer = hosts.hello("b", 23, 2)
+    assert isinstance(answer, Turned) and answer.verdict == "needless"
+    assert hosts.hello("b", 22, 2) is b, "the same one has connected again"
+    hosts.disconnected(22, 1.0)
+    later = came(hosts, "b", 23)
+    assert b.state is HostState.GONE and later.number == 2
+    turned = hosts.hello("b", 22, 2)
+    assert isinstance(turned, Turned) and turned.verdict == "again", "its ids are burnt"
+
+
+def test_workers_that_join_are_started_where_most_room_is():
+    hosts, a, b = two()
+    c = came(hosts, "c", 33, slots=3)
+    assert (hosts.room, hosts.choose()) == (3, c)
+    hosts.placed(4, c.number)
+    hosts.ended(1)
+    hosts.ended(3)
+    assert (hosts.room, hosts.choose()) == (4, b)
+    hosts.leaving(22)
+    assert (hosts.room, hosts.choose()) == (2, c), "nobody is started where all leave"
+    hosts.disconnected(33, 1.0)
+    assert hosts.room == 0
+    any_number = came(hosts, "d", 44, slots=0)
+    assert hosts.room == math.inf and hosts.choose() is any_number
+    assert a.workers == {0, 2} and c.workers == {4}
+
+
+def test_all_workers_of_a_host_are_lost_with_its_agent():
+    hosts, _, _ = two()
+    assert hosts.lost_with([1], silent(), home=11) == {}, "its agent is there: it is one worker's loss"
+    assert hosts.lost_with([1], silent(22), home=11) == {"b": {1, 3}}
+    hosts.disconnected(22, 1.0)
+    assert hosts.lost_with([], silent(), home=11) == {}, "an agent alone is nobody's loss: its workers commit"
+    assert hosts.lost_with([3], silent(), home=11) == {"b": {1, 3}}
+    assert hosts.lost_with([0], silent(11), home=11) == {}, "that of the coordinator's own host shares its fate"
+
+
+def test_a_successor_knows_hosts_and_waits_for_their_agents():
+    hosts = Hosts(founding_hosts(4, 2))
+    a = hosts.restore(Came(0, "a", 11, 2), 100.0)
+    b = hosts.restore(Came(1, "b", 22, 2), 100.0)
+    assert hosts.is_founded and hosts.num_here == 0
+    assert hosts.lost_with([1], silent(22), home=11) == {}, "they have not had time to find it"
+    assert hosts.hello("a", 11, 2) is a
+    hosts.connected(a)
+    assert hosts.overdue(131.0, 30.0) == [b]
+    hosts.give_up(b)
+    assert hosts.overdue(131.0, 30.0) == []

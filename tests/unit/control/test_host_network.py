@@ -1,0 +1,83 @@
+"""Where the processes of a host listen and dial, and which agent founds a job."""
+
+import socket
+
+import pytest
+from tests.agents import free_port
+
+from elaswave.config.schema import NetConfig
+from elaswave.control import host_network
+from elaswave.control.host_network import Seed, agent_network, hold, own_address, seed_of, where_to_listen
+from elaswave.errors import ConfigError, RetryError, UsageError
+
+
+def seed(host: str = "127.0.0.1") -> Seed:
+    return Seed(host, free_port(), host)
+
+
+def tcp(**values: object) -> NetConfig:
+    return NetConfig(transport="tcp", **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1", "10.0.0.1:", ":7077", "10.0.0.1:0", "10.0.0.1:65536", "10.0.0.1:x"])
+def test_a_coordinator_has_a_host_and_a_port(text: str) -> None:
+    with pytest.raises(UsageError, match=r"give HOST:PORT, such as 10\.77\.0\.1:7077"):
+        seed_of(text)
+
+
+def test_addresses_and_names_of_coordinators() -> None:
+    assert seed_of("10.0.0.1:7077") == Seed("10.0.0.1", 7077, "10.0.0.1")
+    assert seed_of("[::1]:7077") == Seed("::1", 7077, "::1")
+    assert seed_of("localhost:7077").address in ("127.0.0.1", "::1")
+    with pytest.raises(RetryError, match=r"nowhere\.invalid has no address"):
+        seed_of("nowhere.invalid:7077")
+
+
+def test_one_agent_of_a_host_holds_the_coordinators_port() -> None:
+    where = seed()
+    first = hold(where, "127.0.0.1")
+    assert first is not None
+    try:
+        assert hold(where, "127.0.0.1") is None, "another agent of this host has it"
+    finally:
+        first.close()
+    again = hold(where, "127.0.0.1")
+    assert again is not None, "it was given up"
+    again.close()
+
+
+def test_the_port_of_another_host_or_program_is_not_held() -> None:
+    assert hold(seed("192.0.2.1"), "192.0.2.1") is None
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert hold(Seed("127.0.0.1", other.getsockname()[1], "127.0.0.1"), "127.0.0.1") is None
+    with pytest.raises(ValueError, match="is not a numeric address"):
+        hold(seed(), "localhost")
+
+
+def test_a_host_listens_where_the_coordinators_host_is_reached_from() -> None:
+    assert own_address(seed()) == "127.0.0.1"
+    assert where_to_listen(tcp(), seed()) == "127.0.0.1"
+    assert where_to_listen(tcp(bind="127.0.0.2"), seed()) == "127.0.0.2"
+    assert where_to_listen(tcp(interface="lo"), seed()) == "127.0.0.1"
+    with pytest.raises(RetryError, match="cannot be reached from here"):
+        own_address(seed("255.255.255.255"))
+
+
+def test_the_addresses_of_founder_and_follower() -> None:
+    where = Seed("node-0", 7077, "127.0.0.1")
+    network = agent_network(tcp(bind="0.0.0.0", advertise="node-0", trusted=True), where, founds=True)
+    assert (network.listen, network.dial) == ("tcp:0.0.0.0:7077", "tcp:node-0:7077")
+    assert network.launcher_dials == "tcp:127.0.0.1:7077"
+    assert (network.links.listen, network.links.advertise) == ("tcp:0.0.0.0:0", "node-0")
+    network = agent_network(tcp(bind="127.0.0.3", ports="7077-7079"), where, founds=False)
+    assert (network.dial, network.launcher_dials) == ("tcp:node-0:7077", "tcp:127.0.0.1:7077")
+    assert network.links.listen == "tcp:127.0.0.3:0" and network.links.ports == (7078, 7079)
+
+
+def test_what_others_reach_needs_tls_or_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_network, "own_address", lambda seed: "192.0.2.7")
+    with pytest.raises(ConfigError, match=r"other machines reach 192\.0\.2\.7, and could read"):
+        agent_network(tcp(), seed(), founds=False)
+    assert agent_network(tcp(trusted=True), seed(), founds=False).links.listen == "tcp:192.0.2.7:0"
