@@ -98,6 +98,11 @@ class MemoryTransport:
         """Bytes taken from each peer so far, headers included."""
         return dict(self._received)
 
+    @property
+    def moved_bytes(self) -> int:
+        """See ``Transport.moved_bytes``."""
+        return sum(self.bytes_sent.values()) + sum(self.bytes_received.values())
+
     def connect(self, addresses: Mapping[int, str], timeout_s: float) -> None:
         """Make the links that are missing; see ``Transport.connect``. A link is there as soon as either side asks."""
         wanted = [peer for peer in addresses if peer != self.worker]

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elaswave.protocol import detection
@@ -61,7 +62,7 @@ class Job:
     def beat(self, worker: int) -> None:
         doing = self.doing[worker]
         since_s = self.now_s - self.entered_s[worker]
-        told = Position(doing.epoch, doing.step, doing.attempt, doing.label, doing.computing, doing.waiting_on, since_s)
+        told = msgspec.structs.replace(doing, since_s=since_s)
         self.detector.heartbeat(worker, told, self.now_s)
 
     def go_on(self, duration_s: float, *, silent: Iterable[int] = ()) -> list[Suspicion]:
@@ -897,3 +898,34 @@ def test_the_page_about_failures_gives_the_numbers_of_the_code():
         f"{detection.ASLEEP_S} s",
     ):
         assert number in text, number
+
+
+# ---------------------------------------------------------------------------------------------------------- slow links
+
+
+def crawl(job: Job, duration_s: float, moving: Iterable[int]) -> list[Suspicion]:
+    """Lets time pass in which bytes move over the links of some workers."""
+    for _ in range(round(duration_s / BEAT_S)):
+        for worker in moving:
+            doing = job.doing[worker]
+            job.doing[worker] = msgspec.structs.replace(doing, moved_bytes=doing.moved_bytes + 1)
+        if found := job.go_on(BEAT_S):
+            return found
+    return []
+
+
+def test_a_link_that_slows_down_hundredfold_loses_nobody_and_one_that_stops_does():
+    job = Job(3, learned_steps=3)
+    job.do(0, position("1F0", step=5, on=[1]))
+    job.do(1, position("gather", step=4, on=[2]))
+    job.do(2, position("1F0", step=5, on=[0]))
+    assert job.detector.stall_bound_s() < 10
+    assert crawl(job, 100.0, [1]) == []
+    assert named(job.go_on(20.0)) == [(1, "progress")]
+
+
+def test_bytes_that_move_do_not_excuse_who_computes_for_too_long():
+    job = Job(2, learned_steps=3)
+    job.do(0, position("0F0", step=5, computing=True))
+    job.do(1, position("1F0", step=5, on=[0]))
+    assert named(crawl(job, 60.0, [0, 1])) == [(0, "progress")]

@@ -2,7 +2,7 @@
 
 An emulated device computes the run's own tiny layers for real, and then rests until the described model's layer of the
 same index would be done. So a run's model has as many blocks as the described one. Transfers are the real ones of the
-tiny model: what a described link would take is not emulated.
+tiny model, over emulated links where the run's workers are at several sites (`elaswave.config.sites`).
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,13 @@ import numpy as np
 from elaswave.config.own import OWN
 from elaswave.config.presets import device_preset, model_shape
 from elaswave.config.schema import Config
-from elaswave.costs.analytic import USABLE_MEMORY, analytic_costs, multiplications
+from elaswave.config.sites import sites_of
+from elaswave.costs.analytic import USABLE_MEMORY, analytic_costs, analytic_shares, multiplications
+from elaswave.costs.fences import fenced_costs
 from elaswave.costs.layers import Costs, LayerCosts
 from elaswave.costs.machines import Cluster, Device, FrequencyLevel, NetworkLink
 from elaswave.costs.presets import ModelShape
+from elaswave.fences import built_in_layer_names, codecs_at
 from elaswave.types import ExecutionParameters
 
 REAL_LINK = NetworkLink(bandwidth_bytes_per_s=2e9, latency_s=0.0)
@@ -81,9 +84,30 @@ def emulated_costs(config: Config) -> Costs:
         msgspec.structs.replace(layer, **{name: getattr(layer, name) * device.time_scale for name in _SECONDS})
         for layer in described.layers
     )
-    source = f"{described.source}; each described second takes {device.time_scale:g} s; transfers are not emulated"
+    if config.sites.network is not None:  # whose links carry the tensors of the run's own model
+        carried = own_bytes(config).layers
+        layers = tuple(
+            msgspec.structs.replace(layer, boundary_bytes=own.boundary_bytes)
+            for layer, own in zip(layers, carried, strict=True)
+        )
+    links = "transfers are not emulated" if config.sites.network is None else "links are emulated"
+    source = f"{described.source}; each described second takes {device.time_scale:g} s; {links}"
     # What a step costs beside its actions is real, and measured.
     return Costs(layers=layers, step_overhead_s=0.0, source=source)
+
+
+def own_bytes(config: Config) -> Costs:
+    """Bytes of the layers of a run's own model, a built-in one, with its fences; of seconds only shares."""
+    costs = analytic_shares(
+        shape_of(config),
+        microbatch_size=config.batch.microbatch_size,
+        consistency=config.elastic.consistency,
+        recompute=config.model.recompute,
+        parameter_bytes=element_bytes(config),
+        optimizer_bytes=state_bytes(config),
+    )
+    names = built_in_layer_names(config.model.num_layers)
+    return fenced_costs(costs, codecs_at(config.model.fences, names), element_bytes=element_bytes(config))
 
 
 def own_layer_costs(layer_parameters: Sequence[int]) -> tuple[float, ...]:
@@ -196,15 +220,17 @@ def cluster_of(config: Config, workers: Sequence[int] | None = None) -> Cluster:
     """
     ids = range(sum(config.widths)) if workers is None else workers
     num_workers = len(ids)
-    device = device_of(config)
+    device, sites = device_of(config), sites_of(config)
     return Cluster(
         ids=np.array(ids, dtype=np.int64),
-        node=np.zeros(num_workers, dtype=np.int64),
+        node=np.zeros(num_workers, dtype=np.int64) if sites is None else np.array(ids, dtype=np.int64),
         speed=np.array([speed_of(config, worker) for worker in ids]),
         memory_bytes=np.full(num_workers, device.memory_bytes * USABLE_MEMORY),
         device=np.zeros(num_workers, dtype=np.int64),
         devices=(device,),
         within_node=REAL_LINK,
-        between_nodes=REAL_LINK,
+        between_nodes=REAL_LINK if sites is None else sites.network.slowest,
         power_limit_w=power_limit_w(config, num_workers),
+        network=None if sites is None else sites.network,
+        site=None if sites is None else np.array([sites.site_of(worker) for worker in ids], dtype=np.int64),
     )

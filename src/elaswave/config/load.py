@@ -13,10 +13,12 @@ from typing import Any
 import msgspec
 
 from elaswave.config.checks import check_values, shown, unknown_section
+from elaswave.config.far_layout import planned_keys
 from elaswave.config.layout import resolve
 from elaswave.config.own import OWN, OwnModel, free_keys, problems_with_own
 from elaswave.config.rules import SHAPE_KEYS, broken_rules
 from elaswave.config.schema import SECTIONS, Config
+from elaswave.config.sites import sites_of
 from elaswave.config.toml import read_toml
 from elaswave.config_format import FORMAT_KEY, GONE_KEYS, format_problem, upgraded
 from elaswave.data.sources import known_vocabulary
@@ -124,11 +126,13 @@ def build_config(
             _resolve_data(sections[name], given, found)
         if name == "elastic" and "policy" in sections[name]:
             sections[name]["policy"] = _resolved_policy(sections[name]["policy"])
-        if name == "net" and sections[name].get("keys") is not None:
-            sections[name]["keys"] = _absolute(sections[name]["keys"])
+        for key in ("keys",) if name == "net" else ("network",) if name == "sites" else ():
+            if sections[name].get(key) is not None:
+                sections[name][key] = _absolute(sections[name][key])
         defaults = {field.name: field.default for field in msgspec.structs.fields(struct) if field.name not in given}
         flat |= {f"{name}.{key}": value for key, value in (defaults | sections[name]).items()}
 
+    is_to_be_planned = workers is None and all(flat.get(key) is None for key in SHAPE_KEYS)
     if all(key in flat for key in SHAPE_KEYS):
         stages, replicas, widths = (flat[key] for key in SHAPE_KEYS)
         try:
@@ -139,10 +143,25 @@ def build_config(
             for key in SHAPE_KEYS:
                 del flat[key]
     found += broken_rules(flat)
+    if not found and is_to_be_planned and flat["sites.network"] is not None:
+        planned = _planned(sections, is_schedule_given="schedule" in (values.get("layout") or {}))
+        for key, value in planned.items():
+            name, _, field = key.partition(".")
+            sections[name][field] = value
+        flat |= planned
+        found += broken_rules(flat)
     if found:
         raise ConfigError(found)
     config = Config(**{name: struct(**sections[name]) for name, struct in SECTIONS.items()})  # type: ignore[arg-type]
-    return resolve(config, workers, None if own is None else own.layer_parameters)
+    config = resolve(config, workers, None if own is None else own.layer_parameters)
+    sites_of(config)  # refuses what the file contradicts
+    return config
+
+
+def _planned(sections: Mapping[str, Mapping[str, Any]], *, is_schedule_given: bool) -> dict[str, Any]:
+    """What OP-Fence plans for workers far apart, by dotted key."""
+    asked = {name: struct(**sections[name]) for name, struct in SECTIONS.items()}
+    return planned_keys(Config(**asked), is_schedule_given=is_schedule_given)  # type: ignore[arg-type]
 
 
 def _in_this_format(values: Values, path: Path, problems: list[str], *, reads_old_format: bool) -> Values:

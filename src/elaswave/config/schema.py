@@ -57,6 +57,8 @@ FenceText = Annotated[
     ),
 ]
 
+Codec = Annotated[str, Meta(pattern=rf"^({CODEC_PATTERN})\Z", extra={"words": CODEC_WORDS})]
+
 VOCABULARY_OF_BYTES = 256
 
 
@@ -308,6 +310,30 @@ class DeviceConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     core, if others are lost or have nothing to do. Unset: no worker is bounded, and no frequencies are planned."""
 
 
+class SitesConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Workers at several sites that slow links join (docs/far-apart.md). The links are emulated: frames arrive when the
+    described ones would have brought them. Each worker is a machine of its own."""
+
+    section: ClassVar[str] = "sites"
+
+    network: Name | None = None
+    """File with sites, their workers and links. Unset: all workers are at one place. Where no layout is given, OP-Fence
+    plans one for the file's workers: stages, schedule, who is where, and speeds of emulated devices."""
+    rate: Annotated[float, Meta(gt=0)] = 1.0
+    """Bandwidth of each link, as a share of what the file says: the run's model may be smaller than the one that the
+    links are for."""
+    delay: NonNegative = 1.0
+    """Delay of each link, the same."""
+    of_workers: Annotated[tuple[Name, ...], Meta(min_length=1)] | None = None
+    """Site of each worker, by id; those that join later take their turn through the list. Unset: as OP-Fence plans, or
+    in the order of the file."""
+    codec: Codec | None = None
+    """Where OP-Fence plans the layout: codec of the fences at the boundaries between sites, which become
+    ``model.fences`` if there are none. Unset: no fences."""
+    use_all: bool = False
+    """Where OP-Fence plans the layout: leave out no worker, also where that were faster."""
+
+
 class ControlConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Hosts, and where coordinators keep what they decide."""
 
@@ -406,6 +432,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Consistency, copies, bounds."""
     device: DeviceConfig = msgspec.field(default_factory=DeviceConfig)
     """What workers compute on."""
+    sites: SitesConfig = msgspec.field(default_factory=SitesConfig)
+    """Where workers are."""
     control: ControlConfig = msgspec.field(default_factory=ControlConfig)
     """The coordinator's store."""
     net: NetConfig = msgspec.field(default_factory=NetConfig)
@@ -480,6 +508,7 @@ SECTIONS: dict[str, type[Section]] = {
         OptimizerConfig,
         ElasticConfig,
         DeviceConfig,
+        SitesConfig,
         ControlConfig,
         NetConfig,
         RunConfig,

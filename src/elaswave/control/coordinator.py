@@ -298,6 +298,7 @@ class CoordinatorProcess(JobDriver):
             computing=message.computing,
             waiting_on=message.waiting_on,
             since_s=message.since_s,
+            moved_bytes=message.moved_bytes,
         )
         self._detector.heartbeat(message.worker, position, now_s)
         self._desk.heard(message)

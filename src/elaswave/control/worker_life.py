@@ -61,9 +61,10 @@ def live(
             machine.links.transport.close()
         threading.Event().wait()
 
-    def slow(machine: Any, factor: float) -> None:
-        """The `slow` fault: from now on this worker computes at a share of its speed."""
-        machine.engine.context.slow_down(factor)
+    def slow(machine: Any, factor: float, *, links: bool) -> None:
+        """The faults `slow` and `slow-link`: this worker computes at a share of its speed, or its links do."""
+        context = machine.engine.context
+        (context.slow_links if links else context.slow_down)(factor)
 
     probe: Probe = setup.probe or NoProbe()
     if setup.faults:

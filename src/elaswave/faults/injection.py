@@ -5,6 +5,7 @@
     kill-host:H@STEP[:PHASE[+N]]  kills all workers that the run begins with on a host (elastic.hosts), or in a rack or
                                 other domain of that name, at one instant: when the first of them is at that point
     slow:W@STEP:FACTOR          from STEP on W computes at this share of its speed: 0.5 at half of it, 1 as before
+    slow-link:W@STEP:FACTOR     from STEP on the emulated links of W carry this share of what they did: 0.01 a hundredth
     drain:W@STEP                when a worker begins STEP, W is asked to leave, as by a spot notice
     join@STEP                   when a worker begins STEP, one more is started, which joins
 
@@ -36,16 +37,19 @@ from elaswave.observability.result import FAULTS_FILE as FAULTS_FILE
 from elaswave.protocol.engine import PHASES, Phase
 from elaswave.state.domains import prefixes
 
-Kind = Literal["kill", "hang", "cut", "cut-close", "kill-host", "slow", "drain", "join"]
+Kind = Literal["kill", "hang", "cut", "cut-close", "kill-host", "slow", "slow-link", "drain", "join"]
 KILL_HOST: Kind = "kill-host"
 LOSING: tuple[Kind, ...] = ("kill", "hang", "cut", "cut-close", KILL_HOST)
 """Kinds after which the worker is lost; they strike at a point of a step."""
 SLOW: Kind = "slow"
+SLOW_LINK: Kind = "slow-link"
+SLOWING: tuple[Kind, ...] = (SLOW, SLOW_LINK)
+"""Kinds that last, with a factor."""
 JOIN: Kind = "join"
 DRAIN: Kind = "drain"
 ASKING: tuple[Kind, ...] = (JOIN, DRAIN)
 """Kinds that are requests to the coordinator, which carries them out when a worker begins the step."""
-SUPPORTED: tuple[Kind, ...] = (*LOSING, SLOW, *ASKING)
+SUPPORTED: tuple[Kind, ...] = (*LOSING, *SLOWING, *ASKING)
 """Kinds that the engine can carry out."""
 COORDINATOR = "coordinator"
 RANDOM = "random"
@@ -54,7 +58,7 @@ ANY = "any"
 _FORMS: dict[Kind, str] = {
     **dict.fromkeys(LOSING, "{kind}:W@STEP[:PHASE[+N]]"),
     "kill-host": "kill-host:H@STEP[:PHASE[+N]]",
-    "slow": "slow:W@STEP:FACTOR",
+    **dict.fromkeys(SLOWING, "{kind}:W@STEP:FACTOR"),
     "drain": "drain:W@STEP",
     "join": "join@STEP",
 }
@@ -76,7 +80,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     skip: int = 0
     """How many actions of the phase pass before it strikes."""
     factor: float | None = None
-    """``slow``: the worker's speed from then on, as a share of what it was at first: above 0, at most 1."""
+    """``slow``: the worker's speed from then on, as a share of what it was at first: above 0, at most 1; ``slow-link``:
+    the same of its links' bandwidth."""
     host: str = ""
     """``kill-host``: which, or a rack or other domain."""
     others: tuple[int, ...] = ()
@@ -209,11 +214,11 @@ def _parse(spec: str) -> tuple[Fault | None, list[str]]:
         if match["colon"]:
             phase, skip, wrong = _parse_phase(detail)
             problems += wrong
-    elif kind == "slow":
+    elif kind in SLOWING:
         factor = _parse_factor(detail)
         if factor is None:
             problems.append(
-                f"factor {detail or ''!r} is no number above 0 and at most 1; expected {form}, such as slow:1@5:0.5"
+                f"factor {detail or ''!r} is no number above 0 and at most 1; expected {form}, such as {kind}:1@5:0.5"
             )
     elif match["colon"]:
         what = "the coordinator takes part in no phase" if worker == COORDINATOR else f"expected {form}"
@@ -335,14 +340,15 @@ class Silencer(Protocol):
 
 
 class Slower(Protocol):
-    """Makes a worker slower than its device is."""
+    """Makes a worker slower than its device is, or its links."""
 
-    def __call__(self, machine: Any, factor: float) -> None:
+    def __call__(self, machine: Any, factor: float, *, links: bool) -> None:
         """From its next action on the worker computes at a share of its speed.
 
         Args:
             machine: the worker's machine.
             factor: above 0, at most 1; 1 ends it.
+            links: its emulated links carry this share of what they did, instead.
         """
         ...
 
@@ -357,7 +363,7 @@ class FaultProbe:
         seed: ``run.seed``; decides the phase of those that may strike in any.
         record: file to which a line is appended before a fault strikes.
         silence: carries out cut and cut-close.
-        slow: carries out slow.
+        slow: carries out slow and slow-link.
     """
 
     def __init__(self, faults: Sequence[Fault], *, seed: int, record: Path, silence: Silencer, slow: Slower) -> None:
@@ -365,7 +371,7 @@ class FaultProbe:
         self._record = record
         self._silence = silence
         self._slow = slow
-        self._faults = {index: fault for index, fault in enumerate(faults) if fault.kind in (*LOSING, SLOW)}
+        self._faults = {index: fault for index, fault in enumerate(faults) if fault.kind in (*LOSING, *SLOWING)}
         self._pending: list[tuple[int, Fault]] | None = None
         """The own faults that have not struck yet; None until this probe knows whose it is."""
 
@@ -381,7 +387,7 @@ class FaultProbe:
                 return
 
     def _is_due(self, position: int, fault: Fault, phase: Phase, index: int, step: int) -> bool:
-        if fault.kind == SLOW:
+        if fault.kind in SLOWING:
             return True
         if fault.phase == ANY:
             # A worker may have nothing to do in the phase drawn; then the beginning of its next step will do.
@@ -410,7 +416,7 @@ class FaultProbe:
         elif fault.kind == "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault.factor is not None:
-            self._slow(machine, fault.factor)
+            self._slow(machine, fault.factor, links=fault.kind == SLOW_LINK)
         else:
             self._silence(machine, close_links=fault.kind == "cut-close")
 

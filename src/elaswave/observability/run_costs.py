@@ -20,20 +20,18 @@ from elaswave.config.devices import (
     element_bytes,
     emulated_costs,
     estimated_costs,
-    shape_of,
+    own_bytes,
     state_bytes,
 )
 from elaswave.config.own import OWN
 from elaswave.config.schema import Config
-from elaswave.costs.analytic import ACCUMULATOR_BYTES, analytic_shares
-from elaswave.costs.fences import fenced_costs
+from elaswave.costs.analytic import ACCUMULATOR_BYTES
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.profiled import CostMeter, prediction_error
 from elaswave.costs.schedules import Schedule, bounds_within
 from elaswave.costs.step_time.work import Durations, durations_of
 from elaswave.errors import RunFolderError
-from elaswave.fences import built_in_layer_names, codecs_at
 from elaswave.observability.events import (
     AnyEvent,
     LayoutChosen,
@@ -182,7 +180,7 @@ def _analytic_of_run(config: Config, chosen: LayoutChosen) -> Costs:
     if config.model.family == OWN:
         costs = estimated_costs(config, chosen.layer_parameters)
     else:
-        costs = _analytic(config)
+        costs = own_bytes(config)
     counted = chosen.layer_parameters or [round(layer.parameter_bytes / size) for layer in costs.layers]
     layers = tuple(
         msgspec.structs.replace(
@@ -194,20 +192,6 @@ def _analytic_of_run(config: Config, chosen: LayoutChosen) -> Costs:
         for layer, number in zip(costs.layers, counted, strict=True)
     )
     return msgspec.structs.replace(costs, layers=layers)
-
-
-def _analytic(config: Config) -> Costs:
-    """Shares of seconds of a built-in model's layers, and bytes; what codecs take is measured with the layers."""
-    costs = analytic_shares(
-        shape_of(config),
-        microbatch_size=config.batch.microbatch_size,
-        consistency=config.elastic.consistency,
-        recompute=config.model.recompute,
-        parameter_bytes=element_bytes(config),
-        optimizer_bytes=state_bytes(config),
-    )
-    names = built_in_layer_names(config.model.num_layers)
-    return fenced_costs(costs, codecs_at(config.model.fences, names), element_bytes=element_bytes(config))
 
 
 def _cluster(config: Config, layout: Layout, measured: dict[int, float]) -> Cluster:

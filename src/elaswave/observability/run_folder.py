@@ -79,7 +79,7 @@ WRITTEN_PATTERNS = (
 )
 """What a run that was cut short may leave beside them."""
 
-KEYS_FREE_ON_RESUME = ("layout.", "elastic.", "control.", "net.", "run.", "model.recompute", "data.verify")
+KEYS_FREE_ON_RESUME = ("layout.", "elastic.", "sites.", "control.", "net.", "run.", "model.recompute", "data.verify")
 """Keys, or the beginnings of keys, that a resumed run may change."""
 KEYS_FIXED_ON_RESUME = ("run.seed",)
 """Exceptions from them."""

@@ -10,7 +10,7 @@ turned out to be harmless, and has a floor:
                                                                          4 times that while most are silent together
                 it has not registered, and uses no processor time        20 s
     progress    it computes one action far longer than any took          10 x the longest one, at least 2 s
-                all workers wait and nothing moves                       10 x the longest standstill, one step, 3 s
+                all workers wait, and nothing moves, not even bytes      10 x the longest standstill, one step, 3 s
 
 What keeps a slow machine from looking like a dead worker: time in which the coordinator itself was not scheduled does
 not count; a committed step is a sign of life of all members, since the vote needs all of them; when no worker at all is
@@ -178,7 +178,7 @@ class Detector:
         self._front_s = 0.0
         self._num_computing = 0
         self._moved_s = 0.0
-        """When any worker's position changed last."""
+        """When any worker's position changed last, or a link was seen to move bytes, however slowly."""
         self._paused = False
         """Whether all workers wait for the coordinator."""
         self._busy: dict[str, _LongestLately] = {}
@@ -241,6 +241,8 @@ class Detector:
         previous = watched.position
         if previous is None or not previous.same_stay(position):
             self._enter(watched, position)
+        elif previous.moved_bytes != position.moved_bytes:
+            self._moved_s = self._now_s
         watched.position = position
         watched.connected, watched.is_fresh = True, False
         watched.alive_s = watched.heard_s = self._now_s

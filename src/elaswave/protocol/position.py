@@ -38,6 +38,8 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     """Workers whose frames it waits for; empty where that is not known."""
     since_s: float
     """How long it has been doing this, by its own clock."""
+    moved_bytes: int = 0
+    """Changes whenever bytes move over its links, however slowly."""
 
     def same_stay(self, later: "Position") -> bool:
         """Whether a later heartbeat tells of the same thing still going on."""

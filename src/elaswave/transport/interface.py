@@ -88,6 +88,12 @@ class Transport(Protocol):
         """Bytes taken from each peer so far, headers included."""
         ...
 
+    @property
+    def moved_bytes(self) -> int:
+        """Grows whenever bytes of a frame move, in any direction: tells a slow link from one that stands still. It may
+        fall when a link ends. Thread-safe."""
+        ...
+
     def connect(self, addresses: Mapping[int, str], timeout_s: float) -> None:
         """Make the links that are missing. Both sides call it: the lower id dials, the higher accepts.
 

@@ -28,8 +28,9 @@ from elaswave.errors import (
 )
 from elaswave.transport.acceptor import Acceptor
 from elaswave.transport.addresses import Place
+from elaswave.transport.emulated import EmulatedLinks
 from elaswave.transport.frames import Tag, byte_views, decode_header, encode_header
-from elaswave.transport.inbox import Inbox, make_recv
+from elaswave.transport.inbox import Inbox, interrupted_by_epoch, make_recv
 from elaswave.transport.interface import (
     DEFAULT_MAX_FRAME_BYTES,
     DEFAULT_MAX_UNEXPECTED_BYTES,
@@ -43,6 +44,8 @@ from elaswave.transport.waiter import READ, WRITE, Waiter
 
 _log = logging.getLogger("elaswave.transport")
 
+EMULATED_TAG = Tag(0, 0, 0, 0, 0)
+"""Of the second send of a frame that an emulated link has brought: nobody waits for it."""
 _REDIAL_S = 0.01
 _REDIAL_S_MAX = 0.64
 """In the background the time between two tries doubles up to this."""
@@ -71,6 +74,7 @@ class StreamTransport:
         max_frame_bytes: largest payload sent, or accepted from a peer.
         max_unexpected_bytes: most bytes kept for each peer of frames that are not asked for yet.
         handshake_timeout_s: time that an unauthenticated peer has to prove itself.
+        emulated: links that are slower than they are.
     Raises:
         OSError: the system refuses to listen there.
         ValueError: the key is too short or the address is unusable.
@@ -87,9 +91,11 @@ class StreamTransport:
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         max_unexpected_bytes: int = DEFAULT_MAX_UNEXPECTED_BYTES,
         handshake_timeout_s: float = 5.0,
+        emulated: EmulatedLinks | None = None,
     ) -> None:
         self.worker = worker
         self.epoch = epoch
+        self._emulated = emulated
         self._max_frame_bytes = max_frame_bytes
         self._max_unexpected_bytes = max_unexpected_bytes
         self._scratch = bytearray(SCRATCH_BYTES)
@@ -106,7 +112,7 @@ class StreamTransport:
         self._past_received: dict[int, int] = {}
         self._wanted: dict[int, _Wanted] = {}
         """Links that are made in the background."""
-        self._waiter = Waiter(worker, lambda: min(self._acceptor.expire(), self._dial_wanted()))
+        self._waiter = Waiter(worker, self._timers)
         place = Place(listen) if isinstance(listen, str) else listen
         try:
             self._acceptor = Acceptor(
@@ -143,6 +149,12 @@ class StreamTransport:
             totals[peer] = totals.get(peer, 0) + link.bytes_received
         return totals
 
+    @property
+    def moved_bytes(self) -> int:
+        """See ``Transport.moved_bytes``."""
+        moved = sum(link.bytes_sent + link.bytes_received for link in list(self._links.values()))
+        return moved if self._emulated is None else moved + self._emulated.moved_bytes(time.monotonic())
+
     def send(self, dst: int, tag: Tag, tensors: Tensor | Sequence[Tensor]) -> Handle:
         """Start sending; see ``Transport.send``."""
         views = byte_views(tensors)
@@ -163,17 +175,33 @@ class StreamTransport:
         handle.keep = tensors
         self._sent_to.add(dst)
         views.insert(0, memoryview(header))
+        if self._emulated is None or not self._emulated.put(handle, views, time.monotonic()):
+            self._hand_over(link, handle, views)
+        return handle
+
+    def _hand_over(self, link: Link, handle: Handle, views: list[memoryview]) -> None:
+        """Begins to send a frame over a link."""
         waited = link.wants_write
         try:
             link.send(handle, views)
         except LinkEndedError as error:
             self._link_ended(link, str(error))
             if not handle.done:
-                fail(handle, self._no_link(dst))
-            return handle
+                fail(handle, self._no_link(link.peer))
+            return
         if link.wants_write and not waited:
             self._waiter.set_mask(link.sock.fileno(), READ | WRITE)
-        return handle
+
+    def _timers(self) -> float:
+        """What is due before the waiter blocks; returns the seconds until it is to be called again."""
+        next_s = min(self._acceptor.expire(), self._dial_wanted())
+        if self._emulated is None:
+            return next_s
+        arrived, frames_s, has_left = self._emulated.turn(time.monotonic())
+        for peer, frame in arrived:
+            if (link := self._links.get(peer)) is not None:
+                self._hand_over(link, Handle("send", peer, EMULATED_TAG, self._waiter.failures), [frame])
+        return 0.0 if has_left else min(next_s, frames_s)  # a send that is done now may be what is waited for
 
     def recv(self, src: int, tag: Tag, out: Tensor | Sequence[Tensor] | None = None) -> Handle:
         """Start receiving; see ``Transport.recv``."""
@@ -283,6 +311,8 @@ class StreamTransport:
                 inbox.advance(epoch, None)
             if peer not in members and peer not in self._wanted and peer != self.worker:
                 del self._inboxes[peer]
+        if self._emulated is not None:
+            self._emulated.clear(lambda: interrupted_by_epoch(epoch))
         self._sent_to.clear()
         self._broken.clear()
 
@@ -347,6 +377,8 @@ class StreamTransport:
         self._lost[peer] = detail
         self._waiter.unregister(link.sock.fileno())
         link.close(detail, error)
+        if self._emulated is not None:
+            self._emulated.drop(peer, lambda: PeerLostError(peer, detail) if error is None else error)
         if error is None and peer in self._sent_to:
             self._broken[peer] = detail
             self._waiter.failures.count += 1

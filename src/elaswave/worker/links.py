@@ -19,7 +19,8 @@ from elaswave.worker.activity import Activity
 from elaswave.worker.payloads import pack, unpack
 
 WAIT_TIMEOUT_S = 600.0
-"""Bound of every wait on a peer. A peer's death ends a wait at once; this is for a peer that is alive and silent."""
+"""Bound of every wait on a peer while no byte moves. A peer's death ends a wait at once; this is for a peer that is
+alive and silent."""
 LINK_TURN_S = 10.0
 """How long links are waited for before it is checked whether the coordinator is still there."""
 FULL_MESH_WORKERS = 128
@@ -183,7 +184,14 @@ class TransportLinks:
         doing = self._activity.doing
         if any(not handle.done for handle in handles):
             self._activity.wait_for(handles)
-        self.transport.wait(handles, WAIT_TIMEOUT_S)
+        while True:
+            moved_bytes = self.transport.moved_bytes
+            try:
+                self.transport.wait(handles, WAIT_TIMEOUT_S)
+                break
+            except WaitTimeoutError:
+                if self.transport.moved_bytes == moved_bytes:
+                    raise
         if doing.computing and not self._activity.doing.computing:
             self._activity.compute(doing.label)
 

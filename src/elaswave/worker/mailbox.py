@@ -156,6 +156,7 @@ class Mailbox:
             since_s=time.monotonic() - doing.since_s,
             num_owned=self.num_held[0],
             num_followed=self.num_held[1],
+            moved_bytes=self._transport.moved_bytes,
         )
 
     @property

@@ -55,6 +55,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     num_owned: int = 0
     """Blocks that it owned when its newest step began."""
     num_followed: int = 0
+    moved_bytes: int = 0
+    """As of `Position`."""
 
 
 class LinkLost(Message, frozen=True, kw_only=True):

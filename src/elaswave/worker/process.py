@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from elaswave.config.devices import base_level, device_of, emulated_costs, speed_of
 from elaswave.config.schema import Config
+from elaswave.config.sites import sites_of
 from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, VoteError, WaitTimeoutError
 from elaswave.observability.trace import TraceRecorder
 from elaswave.planning.execution import programs_of
@@ -31,6 +32,7 @@ from elaswave.state.store import HeldBlock
 from elaswave.training.definition import Training
 from elaswave.training.raised import readable, said, traceback_of
 from elaswave.transport.addresses import Place
+from elaswave.transport.emulated import EmulatedLinks, EmulatedPath
 from elaswave.transport.interface import Transport
 from elaswave.transport.stream import StreamTransport
 from elaswave.types import ExecutionParameters, Layout, Program
@@ -99,11 +101,19 @@ class Worker:
         client: the connection to the coordinator.
         mailbox: what arrives there.
         transport: listening, not yet connected.
+        emulated: the transport's links that are slower than they are; None: none is.
     """
 
     machine_class: type[WorkerMachine[HeldBlock]] = WorkerMachine
 
-    def __init__(self, setup: WorkerSetup, client: WorkerClient, mailbox: Mailbox, transport: Transport) -> None:
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        client: WorkerClient,
+        mailbox: Mailbox,
+        transport: Transport,
+        emulated: EmulatedLinks | None = None,
+    ) -> None:
         config = setup.config
         self._setup = setup
         self._config = config
@@ -144,6 +154,7 @@ class Worker:
             on_layout=batches.use_layout,
             on_begin=batches.begin,
             slow_down=self._slow_down,
+            slow_links=(lambda factor: None) if emulated is None else emulated.slow_down,
         )
         self._links = TransportLinks(
             setup.worker,
@@ -401,12 +412,15 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
     transport: StreamTransport | None = None
     client: ClosableClient | None = None
     try:
-        transport = StreamTransport(setup.worker, key=setup.key, listen=setup.listen, epoch=FIRST_EPOCH)
+        emulated = emulated_links(setup.config, setup.worker)
+        transport = StreamTransport(
+            setup.worker, key=setup.key, listen=setup.listen, epoch=FIRST_EPOCH, emulated=emulated
+        )
         mailbox = Mailbox(setup.worker, transport)
         if setup.joins:
             mailbox.joining = first_words(setup, transport.address)
         client = make_client(mailbox)
-        worker = Worker(setup, client, mailbox, transport)
+        worker = Worker(setup, client, mailbox, transport, emulated)
         worker.train()
         return 0
     except FencedError as error:
@@ -424,6 +438,21 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
             client.close(FLUSH_TIMEOUT_S)
         if transport is not None:
             transport.close()
+
+
+def emulated_links(config: Config, worker: int) -> EmulatedLinks | None:
+    """The links of a worker whose peers may be at other sites; None: it has only those that are there."""
+    sites = sites_of(config)
+    if sites is None:
+        return None
+    here = sites.site_of(worker)
+
+    def path_to(peer: int) -> EmulatedPath | None:
+        there = sites.site_of(peer)
+        link = sites.network.link(here, there)
+        return None if peer == worker else EmulatedPath(there, link.latency_s, link.bandwidth_bytes_per_s)
+
+    return EmulatedLinks(path_to)
 
 
 def _check_coordinator(client: WorkerClient, waited_for: str) -> None:

@@ -61,6 +61,8 @@ class EngineContext(NamedTuple):
     """Told of each step that begins, perhaps again."""
     slow_down: Callable[[float], None] = lambda factor: None
     """Makes the worker compute at a share of its speed (fault injection)."""
+    slow_links: Callable[[float], None] = lambda factor: None
+    """Leaves its emulated links a share of their bandwidth (fault injection)."""
 
 
 class TorchEngine:

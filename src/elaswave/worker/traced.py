@@ -45,6 +45,11 @@ class TracedTransport:
         """Bytes taken from each peer so far."""
         return self._inner.bytes_received
 
+    @property
+    def moved_bytes(self) -> int:
+        """See `Transport.moved_bytes`."""
+        return self._inner.moved_bytes
+
     def connect(self, addresses: Mapping[int, str], timeout_s: float) -> None:
         """See `Transport.connect`."""
         self._inner.connect(addresses, timeout_s)

@@ -40,6 +40,7 @@ SPECS = {
     "cut-close:12@2": Fault(kind="cut-close", worker=12, step=2),
     "kill:coordinator@4": Fault(kind="kill", worker="coordinator", step=4),
     "slow:1@5:0.5": Fault(kind="slow", worker=1, step=5, factor=0.5),
+    "slow-link:1@5:0.01": Fault(kind="slow-link", worker=1, step=5, factor=0.01),
     "slow:random@30:1": Fault(kind="slow", worker="random", step=30, factor=1.0),
     "drain:1@5": Fault(kind="drain", worker=1, step=5),
     "kill-host:a@5": Fault(kind="kill-host", worker=None, step=5, host="a"),
@@ -70,7 +71,7 @@ def test_other_ways_to_write_a_spec(spec, fault):
     assert parse_fault(str(fault)) == fault
 
 
-KINDS_THAT_WORK = "kill, hang, cut, cut-close, kill-host, slow, join, drain"
+KINDS_THAT_WORK = "kill, hang, cut, cut-close, kill-host, slow, slow-link, join, drain"
 BAD = {
     "": [f"unknown kind ''; there are {KINDS_THAT_WORK}"],
     "explode:1@5": [f"unknown kind 'explode'; there are {KINDS_THAT_WORK}"],
@@ -269,9 +270,9 @@ class Bench:
     def _silence(self, engine, *, close_links):
         self.events.append(("silence", engine.worker, close_links))
 
-    def _slow(self, engine, factor):
+    def _slow(self, engine, factor, *, links):
         assert read_fault_records(self.file)
-        self.events.append(("slow", engine.worker, engine.step, factor))
+        self.events.append(("slow-link" if links else "slow", engine.worker, engine.step, factor))
 
     def step(self, worker: int, step: int, attempt: int = 1, counts: dict[str, int] | None = None) -> None:
         engine = SimpleNamespace(worker=worker, step=step, attempt=attempt)
@@ -356,14 +357,16 @@ def test_cuts_are_left_to_the_silencer(tmp_path, monkeypatch, kind, closes):
 
 
 def test_a_worker_becomes_slow_and_fast_again_and_is_not_lost(tmp_path, monkeypatch):
-    bench = Bench(tmp_path, monkeypatch, "slow:1@3:0.5", "slow:1@5:0.25", "slow:1@5:1", "kill:1@7:vote")
+    bench = Bench(
+        tmp_path, monkeypatch, "slow:1@3:0.5", "slow:1@5:0.25", "slow:1@5:1", "kill:1@7:vote", "slow-link:1@6:0.5"
+    )
     for step in range(1, 7):
         bench.step(1, step)
         bench.step(1, step, attempt=2)
-    assert bench.events == [("slow", 1, 3, 0.5), ("slow", 1, 5, 0.25), ("slow", 1, 5, 1.0)]
+    assert bench.events == [("slow", 1, 3, 0.5), ("slow", 1, 5, 0.25), ("slow", 1, 5, 1.0), ("slow-link", 1, 6, 0.5)]
     bench.step(1, 7)
     assert bench.events[-1] == "SIGKILL"
-    assert [record.loses for record in read_fault_records(bench.file)] == [False, False, False, True]
+    assert [record.loses for record in read_fault_records(bench.file)] == [False, False, False, False, True]
 
 
 def test_a_worker_that_computes_nothing_in_the_step_becomes_slow_at_its_next_point(tmp_path, monkeypatch):
@@ -491,7 +494,7 @@ assert "torch" not in sys.modules
 if due := coordinator_fault(faults, 2):
     strike_coordinator(due, None, step=2, record=record)
 probe = FaultProbe(
-    faults, seed=0, record=record, silence=lambda engine, close_links: None, slow=lambda engine, factor: None
+    faults, seed=0, record=record, silence=lambda engine, close_links: None, slow=lambda engine, factor, links: None
 )
 probe.reached("vote", 0, SimpleNamespace(worker=1, step=2, attempt=1))
 print("went on")

@@ -1,0 +1,152 @@
+"""Links that are slow on purpose: frames to some peers arrive only when a described link would have brought them.
+
+A frame takes ``bytes / bandwidth`` to leave, behind what was sent to the same site before, and arrives ``latency``
+later: as planning has it (`elaswave.costs.network`). What is on its way is a copy, so a send is done when its last byte
+would have left. Frames stand here until they arrive, then go to the peer's real link, whole. What is said to the
+coordinator goes another way, and never waits here: so bulk data delays no heartbeat.
+
+No sockets here and no clock: times are arguments.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from elaswave.errors import CommError
+from elaswave.transport.interface import Handle, complete, fail
+
+
+class EmulatedPath(NamedTuple):
+    """How frames reach a peer."""
+
+    site: int
+    """What goes to one site goes one after the other."""
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
+class _Leaving:
+    """A frame that has not left yet."""
+
+    __slots__ = ("begin_s", "handle", "num_bytes", "path", "put_s", "views")
+
+    def __init__(self, handle: Handle, path: EmulatedPath, views: Sequence[memoryview], put_s: float) -> None:
+        self.handle = handle
+        self.path = path
+        self.views = views
+        self.num_bytes = sum(map(len, views))
+        self.put_s = put_s
+        self.begin_s = math.inf
+        """When its first byte leaves; infinite until that is so."""
+
+
+class Arrival(NamedTuple):
+    """A frame that has come to the end of its way."""
+
+    peer: int
+    frame: memoryview
+
+
+class EmulatedLinks:
+    """The slow links of one worker.
+
+    Args:
+        path_to: how frames reach a peer; None: as fast as they can.
+    """
+
+    def __init__(self, path_to: Callable[[int], EmulatedPath | None]) -> None:
+        self._path_to = path_to
+        self._factor = 1.0
+        self._leaving: dict[int, deque[_Leaving]] = {}
+        """By site, in order."""
+        self._free_s: dict[int, float] = {}
+        """By site, when the frame before has left."""
+        self._under_way: list[tuple[float, Arrival]] = []
+        """With the times of arrival."""
+        self._left_bytes = 0
+
+    def put(self, handle: Handle, views: Sequence[memoryview], now_s: float) -> bool:
+        """Takes a frame.
+
+        Args:
+            handle: of its send, done once the frame has left.
+            views: its header and payload, which stay unchanged until then.
+            now_s: monotonic time.
+        Returns:
+            Whether it was taken: False for a peer to which nothing is emulated.
+        """
+        path = self._path_to(handle.peer)
+        if path is None:
+            return False
+        self._leaving.setdefault(path.site, deque()).append(_Leaving(handle, path, views, now_s))
+        return True
+
+    def turn(self, now_s: float) -> tuple[list[Arrival], float, bool]:
+        """Lets time pass.
+
+        Returns:
+            Frames that have arrived, in order; seconds until the next one leaves or arrives; whether any has left now.
+        """
+        has_left = False
+        next_s = math.inf
+        for site, queue in self._leaving.items():
+            while queue:
+                frame = queue[0]
+                if frame.begin_s == math.inf:
+                    frame.begin_s = max(frame.put_s, self._free_s.get(site, 0.0))
+                end_s = frame.begin_s + self._sending_s(frame)
+                if end_s > now_s:
+                    next_s = min(next_s, end_s - now_s)
+                    break
+                queue.popleft()
+                self._free_s[site] = end_s
+                copy = memoryview(b"".join(frame.views))
+                self._under_way.append((end_s + frame.path.latency_s, Arrival(frame.handle.peer, copy)))
+                self._left_bytes += frame.num_bytes
+                complete(frame.handle)
+                has_left = True
+        arrived = sorted((each for each in self._under_way if each[0] <= now_s), key=lambda each: each[0])
+        if arrived:
+            self._under_way = [each for each in self._under_way if each[0] > now_s]
+        for at_s, _ in self._under_way:
+            next_s = min(next_s, at_s - now_s)
+        return [arrival for _, arrival in arrived], next_s, has_left
+
+    def slow_down(self, factor: float) -> None:
+        """Leaves every link this share of its bandwidth, also for the frame that is leaving.
+
+        Args:
+            factor: above 0; 1 ends it.
+        """
+        self._factor = factor
+
+    def moved_bytes(self, now_s: float) -> int:
+        """Bytes that have left so far, those of frames that are leaving included. Called from any thread."""
+        moved = float(self._left_bytes)
+        for queue in list(self._leaving.values()):
+            first = next(iter(list(queue)), None)
+            if first is not None and first.begin_s <= now_s:
+                moved += first.num_bytes * min(1.0, (now_s - first.begin_s) / max(self._sending_s(first), 1e-9))
+        return int(moved)
+
+    def drop(self, peer: int, make_error: Callable[[], CommError]) -> None:
+        """The link to a peer has ended: what was to go there is lost."""
+        self._under_way = [each for each in self._under_way if each[1].peer != peer]
+        for site, queue in self._leaving.items():
+            for frame in queue:
+                if frame.handle.peer == peer:
+                    fail(frame.handle, make_error())
+            self._leaving[site] = deque(frame for frame in queue if frame.handle.peer != peer)
+
+    def clear(self, make_error: Callable[[], CommError]) -> None:
+        """A new epoch begins: everything of older ones is forgotten, and the links are free."""
+        for queue in self._leaving.values():
+            for frame in queue:
+                fail(frame.handle, make_error())
+            queue.clear()
+        self._under_way.clear()
+        self._free_s.clear()
+
+    def _sending_s(self, frame: _Leaving) -> float:
+        return frame.num_bytes / (frame.path.bandwidth_bytes_per_s * self._factor)

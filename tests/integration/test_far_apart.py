@@ -1,0 +1,49 @@
+"""Jobs whose workers are at several sites, over emulated links: equal bits, and a slow link loses nobody."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.jobs import run_job
+
+SETTINGS: dict[str, Any] = {
+    "model.num_layers": 4,
+    "model.fences": ["block.0:topk10", "block.2:int8"],
+    "run.steps": 6,
+    "optimizer.schedule": "constant",
+}
+ONE = {"layout.stages": 1, "layout.replicas": 1}
+APART = {
+    "sites.network": "examples/far_apart/four_regions_small.toml",
+    "sites.delay": 0.2,
+    "sites.rate": 0.2,
+    "layout.widths": [2, 2],
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_job(tmp_path_factory.mktemp("alone"), SETTINGS | ONE).computation
+
+
+@pytest.mark.parametrize("fault", ["kill:1@3:reduce", "slow-link:1@3:0.01"])
+def test_slow_links_and_losses_change_no_bit(alone: Any, tmp_path: Path, fault: str) -> None:
+    job = run_job(tmp_path, SETTINGS | APART, faults=[fault])
+    assert job.computation == alone
+    assert sum(each.is_failure for each in job.result.recoveries) == fault.startswith("kill")
+    assert len(job.result.faults) == 1 if hasattr(job.result, "faults") else True
+
+
+@pytest.mark.slow
+def test_op_fences_plan_of_an_example_runs_with_equal_bits(tmp_path: Path) -> None:
+    """The shape of GPT-2 over four regions; alone it has one worker, and the same fences."""
+    from elaswave.config.load import load_config
+
+    config = load_config(Path("examples/far_apart/gpt2.toml"))
+    values: dict[str, Any] = {key: value for key, value in config.flat().items() if value is not None}
+    settings = {key: value for key, value in values.items() if key.partition(".")[0] in ("model", "batch", "optimizer")}
+    settings |= {"run.steps": 4, "run.seed": config.run.seed}
+    one = run_job(tmp_path / "one", settings | ONE)
+    apart = {key: value for key, value in values.items() if key.partition(".")[0] in ("layout", "sites", "device")}
+    job = run_job(tmp_path / "apart", settings | apart | {"device.time_scale": 40.0, "sites.delay": 0.2})
+    assert job.computation == one.computation
