@@ -87,7 +87,7 @@ class Joiners:
         self._respawn = Respawn(plan.layout.workers, enabled=plan.config.elastic.respawns)
         self.started: list[int] = []
         """Ids of all joiners that there ever were, ascending."""
-        self._hosts = JoinerHosts(plan.layout, plan.config.hosts)
+        self._labels = JoinerHosts(plan.layout, plan.config.hosts)
         self._asked: dict[int, list[int]] = {}
         """Number of a person's request -> the joiners that were started for it."""
         self._were_members = set(plan.layout.workers)
@@ -120,7 +120,7 @@ class Joiners:
 
     def _note(self, record: PlaceTaken) -> None:
         self.started.append(record.worker)
-        self._hosts.placed(record.worker, record.place)
+        self._labels.placed(record.worker, record.place)
         if record.request:
             self._asked.setdefault(record.request, []).append(record.worker)
 
@@ -145,7 +145,7 @@ class Joiners:
 
     def domain_of(self, worker: int) -> str:
         """Where a joiner runs that does not say it itself: on the host of its place. Empty: on the only one."""
-        return self._hosts.of(worker)
+        return self._labels.of(worker)
 
     # ------------------------------------------------------------------------------------------------ who is started
 
