@@ -130,6 +130,7 @@ def run_job(
         workers=range(sum(config.widths)),
         num_steps=config.run.steps,
         respawns=config.elastic.respawns,
+        hosts=config.host_of,
     )
     with nothing_left():
         result = launcher.train(

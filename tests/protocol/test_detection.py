@@ -30,8 +30,8 @@ def position(
 class Job:
     """A detector and its workers; time goes on as told, with heartbeats and ticks in between."""
 
-    def __init__(self, num_workers: int, *, learned_steps: int = 0, takes_over: bool = False) -> None:
-        self.detector = Detector(takes_over=takes_over)
+    def __init__(self, num_workers: int, *, learned_steps: int = 0, takes_over: bool = False, hosts: str = "") -> None:
+        self.detector = Detector(takes_over=takes_over, domains=dict(enumerate(hosts)))
         self.now_s = 1000.0
         self.workers = tuple(range(num_workers))
         self.doing: dict[int, Position] = {}
@@ -185,7 +185,28 @@ def test_when_most_are_silent_together_the_machine_is_suspected_first():
     assert named(fewer.go_on(3.5, silent=range(4))) == [(worker, "heartbeat") for worker in range(4)]
 
 
+def test_of_workers_on_several_hosts_most_hosts_must_be_silent():
+    """Six of eight are on one host, and fall silent with it: the bound is that of a single worker."""
+    lost = Job(8, learned_steps=3, hosts="aaaaaabc")
+    lost.detector.pause(lost.now_s)
+    assert named(lost.go_on(3.5, silent=range(6))) == [(worker, "heartbeat") for worker in range(6)]
+    busy = Job(8, learned_steps=3, hosts="abcabcab")
+    busy.detector.pause(busy.now_s)
+    assert busy.go_on(3.5, silent=range(6)) == []
+
+
 # ---------------------------------------------------------------------------------------------------------------- link
+
+
+@pytest.mark.parametrize(("hosts", "lost"), [("abbb", [1, 2, 3]), ("", [0])])
+def test_a_broken_network_between_two_hosts_leaves_the_side_of_the_coordinator(hosts, lost):
+    """Worker 0 alone is beside the coordinator; without hosts it is the one that has lost most links."""
+    job = Job(4, hosts=hosts)
+    for other in (1, 2, 3):
+        job.detector.link_lost(0, other, job.now_s)
+        job.detector.link_lost(other, 0, job.now_s)
+        job.detector.disconnected(other, job.now_s)
+    assert sorted(named(job.tick(0.05))) == [(worker, "link") for worker in lost]
 
 
 def test_an_exit_within_the_grace_explains_closed_links():

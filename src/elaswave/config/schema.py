@@ -20,6 +20,7 @@ from elaswave.config_format import FORMAT, FORMAT_KEY
 from elaswave.data.token_files import VOCABULARY_MAX
 from elaswave.errors import ConfigError
 from elaswave.fences import CODEC_PATTERN, CODEC_WORDS
+from elaswave.state.domains import deal_over_hosts
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
@@ -467,6 +468,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Host -> number of workers that the run begins with, of a resolved configuration; None: all are on one."""
         hosts = self.elastic.hosts
         return None if hosts is None else host_sizes(hosts, sum(self.widths))
+
+    @property
+    def host_of(self) -> dict[int, str]:
+        """Worker -> host, of those that the run begins with; empty where all are on one."""
+        return {} if self.hosts is None else dict(deal_over_hosts(self.widths, self.hosts))
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:

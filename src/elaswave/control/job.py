@@ -27,7 +27,6 @@ from elaswave.observability.run_folder import (
     open_run_dir,
     saved_config,
 )
-from elaswave.state.domains import deal_over_hosts
 
 
 class JobOptions(NamedTuple):
@@ -105,7 +104,7 @@ def run_job(
         workers=workers,
         num_steps=config.run.steps,
         respawns=config.elastic.respawns,
-        hosts=dict(deal_over_hosts(config.widths, config.hosts)) if config.hosts is not None else {},
+        hosts=config.host_of,
     )
 
     now = datetime.now(UTC)

@@ -174,7 +174,7 @@ class JobDriver(CoordinatorDriver):
             coordinator_ends_s=setup.coordinator_ends_s[self._state.num_restarts :],
         )
         self._faults = OwnFaults(setup.faults, setup.run_dir, self)
-        self._detector = Detector(takes_over=self._has_begun)
+        self._detector = Detector(takes_over=self._has_begun, domains=self.core.domains)
         self._recovery_planning = RecoveryPlanning(
             self._planner, self._background, pause=self._detector.pause, answer=self.answer_plan
         )

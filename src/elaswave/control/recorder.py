@@ -97,6 +97,8 @@ class RunRecorder:
         self._events = events
         self._terminal = terminal
         self._started_s = started_s
+        self._said_of_hosts = ""
+        """What people were told last of the hosts whose loss is survived."""
         self._next_timings_s = 0.0
         """When the next `TimingsMeasured` may be written."""
         self._sampler = sampler
@@ -205,6 +207,7 @@ class RunRecorder:
         self.close_layout()
         speeds = planned_speeds(self._config, execution)
         num_known = len(self.state.recoveries)
+        survival = survival_of(placement, layout, self._plan.problem_without(layout))
         self._enter(
             LayoutChosen(
                 epoch=epoch,
@@ -221,11 +224,14 @@ class RunRecorder:
                 in_flight=execution.in_flight,
                 predicted_step_s=predicted_step_s,
                 speeds={worker: speed for worker, speed in speeds.items() if speed != 1.0},
-                survival=survival_of(placement, layout.workers),
+                survival=survival,
             )
         )
         for recovery in self.state.recoveries[num_known:]:  # they follow from what was entered
             self._write(Recovered(recovery=recovery))
+        if survival is not None and survival.num_hosts > 1 and survival.describe_hosts() != self._said_of_hosts:
+            self._said_of_hosts = survival.describe_hosts()
+            self._terminal.say(f"epoch {epoch}: the job {self._said_of_hosts}")
 
     def predicted(self, predicted_step_s: float) -> None:
         """What a step of the present layout should take, if that was not known when it was chosen.
@@ -267,6 +273,8 @@ class RunRecorder:
             reason,
             decision.resume_step,
         )
+        if text := self._plan.unprotected(decision.layout, decision.placement):
+            self._terminal.say(f"epoch {decision.epoch}: {text}")
         if decision.plan and self._config.elastic.policy_is_code:  # its author wants to know what became of the plan
             self._terminal.say(decision.plan)
         self.checkpoints.decided(decision)

@@ -19,7 +19,8 @@ heard, none is suspected (for half a minute: then no worker is left to go on wit
 Durations are compared, never times of different machines. The same calls with the same times give the same answers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from elaswave.protocol.events import Suspected
 from elaswave.protocol.position import IDLE, PHASES, STARTING, WRITE, Position, blame, kind_of
@@ -57,7 +58,8 @@ GAP_MAX_S = 5.0
 CROWD = 4
 CROWD_FACTOR = 4.0
 """Factor on bounds on silence while at least `CROWD` workers and more than half of all are silent together: then the
-machine is too busy for them, or a large part of it is gone, which takes longer to tell from each other."""
+machine is too busy for them, or a large part of it is gone, which takes longer to tell from each other. Of workers on
+several hosts, more than half of the hosts: one that is lost takes many workers with it, and busies no other."""
 NOBODY_S = 30.0
 """Silence of all workers together that ends the job."""
 
@@ -157,9 +159,11 @@ class Detector:
 
     Args:
         takes_over: whether the job has begun under another coordinator.
+        domains: where workers run, as far as that is known, see `elaswave.state.domains`; looked up again each time.
     """
 
-    def __init__(self, *, takes_over: bool = False) -> None:
+    def __init__(self, *, takes_over: bool = False, domains: Mapping[int, str] = MappingProxyType({})) -> None:
+        self._domains = domains
         self._learned_gaps = LEARNED_GAPS_AGAIN if takes_over else LEARNED_GAPS
         self._watched: dict[int, _Watched] = {}
         self._awaited: dict[int, _Awaited] = {}
@@ -342,7 +346,8 @@ class Detector:
 
     def _cut_off(self) -> list[Suspicion]:
         """Of every link that is broken without an explanation, one end is held for lost: that which has lost more
-        links, then that which more peers complain about, then that which is not heard, then the larger id."""
+        links, then that which more peers complain about, then that which is not heard, then the larger id. All workers
+        of another host count as one, since a broken network breaks the links to all of them."""
         suspicions = []
         while due := [pair for pair, at_s in self._broken.items() if self._now_s - at_s >= LINK_GRACE_S]:
             counterparts: dict[int, set[int]] = {}
@@ -354,8 +359,8 @@ class Detector:
                 accusers.setdefault(peer, set()).add(reporter)
             _, _, _, _, worker = max(
                 (
-                    len(counterparts[worker]),
-                    len(accusers[worker]),
+                    self._num_apart(worker, counterparts[worker]),
+                    self._num_apart(worker, accusers[worker]),
                     not self._watched[worker].connected,
                     self._now_s - self._watched[worker].alive_s > SILENCE_FLOOR_S / 2,
                     worker,
@@ -375,6 +380,14 @@ class Detector:
             )
             suspicions.append(self._suspect(worker, "link", reason))
         return suspicions
+
+    def _host_of(self, worker: int) -> str:
+        return self._domains.get(worker, "")
+
+    def _num_apart(self, worker: int, others: Collection[int]) -> int:
+        """How many others there are to a worker: each one of its own host, and each other host."""
+        here = self._host_of(worker)
+        return len({(host, other if host == here else -1) for other in others for host in (self._host_of(other),)})
 
     # ------------------------------------------------------------------------------------------------------ heartbeat
 
@@ -416,9 +429,10 @@ class Detector:
             for watched in self._watched.values()
         ]
         # Of all by the same measure, whichever worker computes.
-        num_hushed = sum(silence_s > bound_s / 2 for _, silence_s, bound_s in known)
+        hushed = [watched.worker for watched, silence_s, bound_s in known if silence_s > bound_s / 2]
+        num_hushed = len(hushed)
         shortest_s = min((silence_s for _, silence_s, _ in known), default=float("inf"))
-        crowd = CROWD_FACTOR if num_hushed >= CROWD and 2 * num_hushed > len(known) else 1.0
+        crowd = CROWD_FACTOR if num_hushed >= CROWD and self._are_most(hushed) else 1.0
         late: list[tuple[_Watched, float, float]] = []
         for watched, silence_s, bound_s in known:
             spare = self._num_computing > watched.computing and not watched.starting
@@ -437,6 +451,13 @@ class Detector:
             )
             for watched, silence_s, bound_s in sorted(late, key=lambda entry: entry[0].worker)
         ]
+
+    def _are_most(self, workers: Sequence[int]) -> bool:
+        """Whether these are more than half of all that are watched; of several hosts, on more than half of them."""
+        hosts = {self._host_of(worker) for worker in self._watched}
+        if len(hosts) == 1:
+            return 2 * len(workers) > len(self._watched)
+        return 2 * len({self._host_of(worker) for worker in workers}) > len(hosts)
 
     def _follow_front(self, position: Position) -> None:
         """Takes a step that has been begun as a sign of life of all that were in the one before: they have voted."""

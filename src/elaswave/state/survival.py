@@ -1,11 +1,14 @@
 """Which losses a placement survives. Pure: no torch, no IO."""
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection
 from math import comb
 
 import msgspec
 
+from elaswave.state.domains import hosts_of
 from elaswave.state.placement import Placement
+from elaswave.types import Layout
 
 _SETS = {2: "pairs", 3: "sets of three"}
 
@@ -19,6 +22,10 @@ class Survival(msgspec.Struct, frozen=True, kw_only=True):
     """Copies of the blocks that have the fewest: fewer workers than this can always be lost."""
     num_fatal: int
     """Of the sets of so many workers those that hold all copies of some block."""
+    num_hosts: int = 1
+    """That the workers are on, as far as they can be told apart."""
+    fatal_hosts: dict[str, str] = {}
+    """Host whose loss, with all of its workers, is not survived without a checkpoint -> why."""
 
     @property
     def share(self) -> float:
@@ -27,6 +34,18 @@ class Survival(msgspec.Struct, frozen=True, kw_only=True):
 
     def describe(self) -> str:
         """For people."""
+        text = self._describe_workers()
+        return f"{text}; it {self.describe_hosts()}" if self.num_hosts > 1 else text
+
+    def describe_hosts(self) -> str:
+        """For people: what becomes of the job when it loses a host. Of several hosts only."""
+        if not self.fatal_hosts:
+            return f"survives the loss of any one of {self.num_hosts} hosts"
+        why = "; ".join(f"host {host}: {reason}" for host, reason in self.fatal_hosts.items())
+        number = self.num_hosts - len(self.fatal_hosts)
+        return f"survives the loss of {number or 'none'} of {self.num_hosts} hosts ({why})"
+
+    def _describe_workers(self) -> str:
         copies = self.num_copies
         if copies == 1:
             return f"survives no loss of {self.num_fatal} of {self.num_workers} workers: these hold some block alone"
@@ -40,18 +59,58 @@ class Survival(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def survival_of(placement: Placement, workers: Collection[int]) -> Survival | None:
+def survival_of(
+    placement: Placement, layout: Layout, problem_without: Callable[[Collection[int]], str | None] = lambda lost: None
+) -> Survival | None:
     """Which losses a placement survives; None for one without blocks.
 
     Args:
         placement: of a job.
-        workers: of the job, also those that hold nothing.
+        layout: of all members, also those that hold nothing, and where they run.
+        problem_without: why a job does not go on without some workers though it has copies of all blocks, such as that
+            the others lack the memory; None if it does.
     """
     holders = set(zip(placement.owner, placement.followers, strict=True))  # few, of many blocks
     sets = {frozenset((owner, *followers)) for owner, followers in holders}
     if not sets:
         return None
     copies = min(map(len, sets))
+    hosts = hosts_of(layout)
     return Survival(
-        num_workers=len(set(workers).union(*sets)), num_copies=copies, num_fatal=sum(len(s) == copies for s in sets)
+        num_workers=len(set(layout.workers).union(*sets)),
+        num_copies=copies,
+        num_fatal=sum(len(s) == copies for s in sets),
+        num_hosts=len(hosts),
+        fatal_hosts=_fatal_hosts(placement, hosts, problem_without) if len(hosts) > 1 else {},
     )
+
+
+def _fatal_hosts(
+    placement: Placement,
+    hosts: dict[str, tuple[int, ...]],
+    problem_without: Callable[[Collection[int]], str | None],
+) -> dict[str, str]:
+    alone = alone_on(placement, hosts)
+    found = {}
+    for host, members in hosts.items():
+        if alone[host]:
+            found[host] = f"{alone[host]} of {len(placement.owner)} blocks have all copies there"
+        elif problem := problem_without(members):
+            found[host] = problem
+    return found
+
+
+def alone_on(placement: Placement, hosts: dict[str, tuple[int, ...]]) -> Counter[str]:
+    """Host -> the number of blocks of which all copies are on it.
+
+    Args:
+        placement: of a job.
+        hosts: members by host, see `elaswave.state.domains.hosts_of`.
+    """
+    host_of = {worker: host for host, members in hosts.items() for worker in members}
+    found = Counter[str]()
+    for (owner, followers), number in Counter(zip(placement.owner, placement.followers, strict=True)).items():
+        on = {host_of.get(worker, "") for worker in (owner, *followers)}
+        if len(on) == 1:
+            found[on.pop()] += number
+    return found

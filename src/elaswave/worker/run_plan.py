@@ -5,6 +5,7 @@ hash. Workers have it from their `elaswave.worker.blueprint`; launcher and coord
 the shapes by the template process.
 """
 
+from collections.abc import Callable, Collection
 from functools import cached_property
 
 from elaswave.config.devices import cluster_of, emulated_costs
@@ -15,11 +16,14 @@ from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.planning.execution import execution_of, programs_of
 from elaswave.planning.layout import make_layout
 from elaswave.planning.memory_limits import layout_limits
+from elaswave.planning.recovery import choose_followers, survivor_layout
 from elaswave.planning.scatter_width import DEFAULT_SCATTER_WIDTH, smallest_scatter_width
 from elaswave.planning.validation import validate_programs
 from elaswave.protocol.moves import refilled
+from elaswave.state.domains import hosts_of
 from elaswave.state.placement import Block, Placement, default_block_size, make_blocks, place_blocks
 from elaswave.state.shapes import LayerShape, StateShapes, TensorSlot, all_tensors
+from elaswave.state.survival import alone_on
 from elaswave.types import ExecutionParameters, Layout, Program
 
 MOVE_BYTES_MIN, MOVE_BYTES_MAX = 1 << 20, 1 << 28
@@ -111,6 +115,73 @@ class RunPlan:
         elements = sum(block.num_elements for block in self.blocks)
         return refilled(self.blocks, layout, placement, num_followers, elements, self.scatter_width)
 
+    def unprotected(self, layout: Layout, placement: Placement) -> str:
+        """For people: which blocks have all copies on one host after a loss, and for how long; empty if none has, or
+        if nothing is known of hosts.
+
+        Args:
+            layout, placement: that the members go on with.
+        """
+        hosts = hosts_of(layout)
+        alone = alone_on(placement, hosts)
+        if not layout.domains or not alone:
+            return ""
+        where = " and ".join(f"{number} on host {host}" for host, number in sorted(alone.items()))
+        text = f"of {len(self.blocks)} blocks all copies are on one host ({where})"
+        if len(hosts) == 1:
+            return f"{text}, the only one that is left"
+        num_followers = self.config.elastic.num_followers
+        rounds = [placement]
+        while (after := self._refilled_once(layout, rounds[-1], num_followers)) != rounds[-1]:
+            rounds.append(after)
+        if alone_on(rounds[-1], hosts):
+            return f"{text}, until " + ("others work" if num_followers else "elastic.num_followers is 1 or more")
+        steps = "step" if len(rounds) == 2 else f"{len(rounds) - 1} steps"
+        return f"{text}: until copies are made on others, within the next {steps}, that host must not be lost"
+
+    def _refilled_once(self, layout: Layout, placement: Placement, num_followers: int) -> Placement:
+        return choose_followers(
+            placement,
+            self.blocks,
+            layout,
+            num_followers=num_followers,
+            max_elements=self.refill_elements,
+            scatter_width=self.scatter_width,
+        )
+
+    def problem_without(self, layout: Layout) -> Callable[[Collection[int]], str | None]:
+        """Why a job under a layout would not go on without some of its workers, by `Survival.problem_without`: too few
+        are left, or, of emulated devices, those who are left lack the memory for what survivors run at first.
+
+        Args:
+            layout: in force.
+        """
+
+        def problem(lost: Collection[int]) -> str | None:
+            left = len(set(layout.workers).difference(lost))
+            needed = self.config.elastic.min_workers
+            if left < needed:
+                return f"{left} workers would be left, and elastic.min_workers asks for {needed}"
+            if self.config.device.kind != "emulated":
+                return None  # all are on one machine, whose memory is the same then
+            try:
+                self._in_flight_limits(survivor_layout(layout, lost))
+            except InfeasiblePlan as error:
+                return f"the others lack memory: {error}"
+            return None
+
+        return problem
+
+    def _in_flight_limits(self, layout: Layout) -> dict[int, int]:
+        """What the memory of emulated devices permits.
+
+        Raises:
+            InfeasiblePlan: it is too little.
+        """
+        config = self.config
+        cluster, costs = cluster_of(config, layout.workers), emulated_costs(config)
+        return layout_limits(cluster, costs, layout, config.layout.schedule, followers=config.elastic.num_followers)
+
     @property
     def refill_elements(self) -> int:
         """The most elements of new copies that an owner sends, and a worker receives, in a step, to make up for missing
@@ -146,9 +217,7 @@ class RunPlan:
             return ExecutionParameters()
         costs = emulated_costs(config)
         try:
-            limits = layout_limits(
-                cluster_of(config), costs, self.layout, config.layout.schedule, followers=config.elastic.num_followers
-            )
+            limits = self._in_flight_limits(self.layout)
         except InfeasiblePlan as error:
             what = f"{config.device.model} does not fit into {len(self.layout.workers)} emulated {config.device.name}"
             raise ConfigError([f"{what}: {error}"]) from error
