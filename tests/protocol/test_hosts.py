@@ -2,12 +2,14 @@
 
 import math
 
-from elaswave.protocol.hosts import Came, Host, Hosts, HostState, Turned, founding_hosts
+from elaswave.protocol.hosts import Came, Host, Hosts, HostState, Turned
+
+LABELS = ("rack-1/x", "rack-2/b")
 
 
 def two() -> tuple[Hosts, Host, Host]:
     """A job of four workers that has begun on hosts a and b, both connected."""
-    hosts = Hosts(founding_hosts(4, 2))
+    hosts = Hosts((0, 1, 0, 1), LABELS)
     return hosts, came(hosts, "a", 11), came(hosts, "b", 22)
 
 
@@ -23,13 +25,8 @@ def silent(*incarnations: int):
     return lambda incarnation: incarnation in incarnations
 
 
-def test_neighbours_are_dealt_out_to_different_hosts():
-    assert founding_hosts(5, 2) == (0, 1, 0, 1, 0)
-    assert founding_hosts(3, 1) == (0, 0, 0)
-
-
 def test_a_job_begins_once_all_of_its_hosts_are_there():
-    hosts = Hosts(founding_hosts(4, 2))
+    hosts = Hosts((0, 1, 0, 1), LABELS)
     assert not hosts.is_founded
     a = came(hosts, "a", 11)
     assert not hosts.is_founded and hosts.num_here == 1
@@ -40,7 +37,7 @@ def test_a_job_begins_once_all_of_its_hosts_are_there():
 
 
 def test_a_host_that_goes_before_the_job_begins_makes_room_for_another():
-    hosts = Hosts(founding_hosts(4, 2))
+    hosts = Hosts((0, 1, 0, 1), LABELS)
     a = came(hosts, "a", 11)
     hosts.disconnected(11, 1.0)
     assert hosts.overdue(5.9, 5.0) == [] and hosts.overdue(6.1, 5.0) == [a]
@@ -52,7 +49,7 @@ def test_a_host_that_goes_before_the_job_begins_makes_room_for_another():
 
 
 def test_a_host_without_room_for_its_share_is_a_mistake():
-    answer = Hosts(founding_hosts(4, 2)).hello("a", 11, 1)
+    answer = Hosts((0, 1, 0, 1), LABELS).hello("a", 11, 1)
     assert isinstance(answer, Turned) and answer.verdict == "misused"
     assert "takes 1 workers, but the job begins with 2 on each" in answer.reason
 
@@ -97,7 +94,7 @@ def test_all_workers_of_a_host_are_lost_with_its_agent():
 
 
 def test_a_successor_knows_hosts_and_waits_for_their_agents():
-    hosts = Hosts(founding_hosts(4, 2))
+    hosts = Hosts((0, 1, 0, 1), LABELS)
     a = hosts.restore(Came(0, "a", 11, 2), 100.0)
     b = hosts.restore(Came(1, "b", 22, 2), 100.0)
     assert hosts.is_founded and hosts.num_here == 0
@@ -107,3 +104,14 @@ def test_a_successor_knows_hosts_and_waits_for_their_agents():
     assert hosts.overdue(131.0, 30.0) == [b]
     hosts.give_up(b)
     assert hosts.overdue(131.0, 30.0) == []
+
+
+def test_a_host_takes_the_part_that_bears_its_name_and_a_node_keeps_its_label():
+    hosts = Hosts((0, 1, 0, 1), LABELS)
+    b, a = came(hosts, "b", 22), came(hosts, "a", 11)
+    assert (a.number, a.label, b.number, b.label) == (0, "rack-1/x", 1, "rack-2/b")
+    assert [hosts.label_of(worker) for worker in range(5)] == ["rack-1/x", "rack-2/b"] * 2 + [""]
+    hosts.disconnected(22, 1.0)
+    again, new = came(hosts, "b", 23), came(hosts, "c", 33)
+    assert (again.number, again.label, new.number, new.label) == (2, "rack-2/b", 3, "host-3")
+    assert came(Hosts((0, 0)), "a", 11).label == "", "one host is no domain"

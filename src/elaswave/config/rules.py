@@ -165,6 +165,14 @@ def _enough_workers(min_workers: int, widths: tuple[int, ...]) -> str | None:
     return None
 
 
+def _hosts_have_names_and_workers(number: int, hosts: tuple[str, ...] | None, widths: tuple[int, ...]) -> str | None:
+    if number > sum(widths):
+        return f"control.hosts: {number} hosts for {sum(widths)} workers; begin with at most one for each"
+    if number > 1 and hosts is not None and len(hosts) != number:
+        return f"control.hosts: {number}, but elastic.hosts names {len(hosts)}; make them equal, or leave the names out"
+    return None
+
+
 def _hosts_have_all_workers(hosts: tuple[str, ...] | None, widths: tuple[int, ...]) -> str | None:
     problems = [] if hosts is None else host_problems(hosts, sum(widths))
     return f"elastic.hosts: {'; '.join(problems)}" if problems else None
@@ -316,6 +324,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("optimizer.schedule", "optimizer.decay_steps", "optimizer.warmup_steps", "run.steps"), _decay_fits),
     Rule(("elastic.min_workers", "widths"), _enough_workers),
     Rule(("elastic.hosts", "widths"), _hosts_have_all_workers),
+    Rule(("control.hosts", "elastic.hosts", "widths"), _hosts_have_names_and_workers),
     Rule(("device.kind", "device.model"), _described_model_is_known),
     Rule(("device.kind", "device.name"), _described_device_is_known),
     Rule(("model.family", "device.kind"), _own_models_run_on_real_devices),

@@ -341,8 +341,8 @@ class ControlConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     section: ClassVar[str] = "control"
 
     hosts: Count = 1
-    """Hosts with which the job begins, each with an agent (``elaswave agent``); its workers are dealt out to them in
-    turn. More may come later."""
+    """Hosts with which the job begins, each with an agent (``elaswave agent``); each stage is dealt over them. More may
+    come later. Their names are ``elastic.hosts``, or else ``host-0``, ``host-1`` and so on, as they come."""
     hosts_wait_s: Annotated[float, Meta(gt=0)] = 600.0
     """How long the job waits for these hosts before it ends with exit code 75."""
 
@@ -467,6 +467,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def hosts(self) -> dict[str, int] | None:
         """Host -> number of workers that the run begins with, of a resolved configuration; None: all are on one."""
         hosts = self.elastic.hosts
+        if hosts is None and self.control.hosts > 1:
+            hosts = tuple(f"host-{number}" for number in range(self.control.hosts))
         return None if hosts is None else host_sizes(hosts, sum(self.widths))
 
     @property

@@ -89,9 +89,15 @@ def run_job(
     Raises:
         ElaswaveError: see `elaswave.control.launcher.train`, `own_key`, `check_memory`, `find_policy`,
             `parse_faults` and `open_run_dir`.
+        UsageError: a job of several hosts, without an agent.
         Exception: what a script's callback has raised.
     """
     key = key or own_key(config.net)
+    if post is None and config.control.hosts > 1:
+        raise UsageError(
+            f"control.hosts: {config.control.hosts} hosts, but this command starts all workers here: start `elaswave "
+            "agent` on each host, or set control.hosts = 1"
+        )
     check_memory(config, layer_parameters)
     if config.elastic.policy_is_code:
         from elaswave.config.policy_code import find_policy  # late: few jobs need the planners this early

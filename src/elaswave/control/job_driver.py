@@ -56,7 +56,7 @@ from elaswave.protocol.coordinator import Bounds, Coordinator
 from elaswave.protocol.detection import TICK_S, Detector, Suspicion
 from elaswave.protocol.driver import CoordinatorDriver
 from elaswave.protocol.ending import MemberEnd
-from elaswave.protocol.hosts import Hosts, founding_hosts
+from elaswave.protocol.hosts import Hosts
 from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
@@ -89,7 +89,9 @@ class JobDriver(CoordinatorDriver):
         self._server: ControlServer[ToCoordinator] = ControlServer(when_durable=self._store.when_durable)
         self._terminal = Terminal(self._server)
         workers = plan.layout.workers
-        self._hosts = Hosts(founding_hosts(len(workers), plan.config.control.hosts))
+        labels = list(plan.config.hosts or ()) if plan.config.control.hosts > 1 else []
+        domain_of = plan.layout.domain_of
+        self._hosts = Hosts([labels.index(domain_of[worker]) if labels else 0 for worker in workers], labels)
         self._joiners = Joiners(
             plan,
             lambda: identity_of(plan, data_facts(setup.run_dir)),

@@ -145,7 +145,8 @@ class Joiners:
 
     def domain_of(self, worker: int) -> str:
         """Where a joiner runs that does not say it itself: on the host of its place. Empty: on the only one."""
-        return self._labels.of(worker)
+        own = "" if self._hosts is None else self._hosts.label_of(worker)
+        return own or self._labels.of(worker)
 
     # ------------------------------------------------------------------------------------------------ who is started
 

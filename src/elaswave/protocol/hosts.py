@@ -1,9 +1,9 @@
 """Hosts of a job as they come and go: which agent starts which worker, and who is lost with a host. No IO, no clocks.
 
 An agent is (node, incarnation): the node has a name, and every agent that starts there draws a new incarnation. Hosts
-are numbered as they come. The first workers are dealt out beforehand (`founding_hosts`), so that what is planned with
-them does not depend on who comes first; a worker that joins is started where there is room. An id that was given to an
-incarnation is never given to another one: what an agent may have forked dies with it.
+are numbered as they come. The first workers are dealt out beforehand (`elaswave.state.domains`), so that what is
+planned with them does not depend on who comes first; a worker that joins is started where there is room. An id that was
+given to an incarnation is never given to another one: what an agent may have forked dies with it.
 """
 
 import math
@@ -27,22 +27,13 @@ class HostState(Enum):
     GONE = "the others go on without it: its incarnation never counts again"
 
 
-def founding_hosts(num_workers: int, num_hosts: int) -> tuple[int, ...]:
-    """The number of the host of each first worker: they are dealt out in turn, so that neighbours in a stage, which
-    compute the same layers, are on different hosts.
-
-    Args:
-        num_workers: of the first layout.
-        num_hosts: with which the job begins; at most as many.
-    """
-    return tuple(worker % num_hosts for worker in range(num_workers))
-
-
 class Host:
     """One host, as long as its agent lives."""
 
-    def __init__(self, number: int, node: str, incarnation: int, slots: int, away_since_s: float) -> None:
-        self.number, self.node, self.incarnation, self.slots = number, node, incarnation, slots
+    def __init__(self, came: "Came", label: str, away_since_s: float) -> None:
+        self.number, self.node, self.incarnation, self.slots = came
+        self.label = label
+        """Its failure domain, see `elaswave.state.domains`."""
         self.state = HostState.EXPECTED
         self.away_since_s = away_since_s
         self.workers: set[int] = set()
@@ -79,15 +70,19 @@ class Hosts:
 
     Args:
         founders: number of the host of each first worker.
+        labels: failure domains of the hosts with which the job begins, by number; none: it begins with one host.
     """
 
-    def __init__(self, founders: Sequence[int] = ()) -> None:
+    def __init__(self, founders: Sequence[int] = (), labels: Sequence[str] = ()) -> None:
         self._founders = tuple(founders)
+        self._labels = tuple(labels)
         self.num_founding = 1 + max(founders, default=0)
         self._hosts: dict[int, Host] = {}
         self._gone: set[int] = set()
         """Incarnations that never count again."""
         self._host_of: dict[int, int] = {}
+        self._label_of: dict[str, str] = {}
+        """Of every node that there ever was."""
         self._was_founded = False
 
     # --------------------------------------------------------------------------------------------------- what happens
@@ -97,7 +92,8 @@ class Hosts:
         for other in [*self._hosts.values()]:
             if other.incarnation != came.incarnation and (other.number == came.number or other.node == came.node):
                 self.give_up(other)
-        host = Host(*came, away_since_s=now_s)
+        host = Host(came, self._label(came), now_s)
+        self._label_of[came.node] = host.label
         self._hosts[came.number] = host
         for worker, number in enumerate(self._founders):
             if number == came.number:
@@ -132,7 +128,7 @@ class Hosts:
         for other in self._hosts.values():
             if other.node == node and other.state in (HostState.HERE, HostState.LEAVING):
                 return Turned(f"node {node} has an agent of this job already", "needless")
-        number, share = self._free_number(), 0
+        number, share = self._free_number(node), 0
         if not self.is_founded:
             share = self._founders.count(number)
             if slots and slots < share:
@@ -201,6 +197,11 @@ class Hosts:
         """The number of the host of a worker that was placed."""
         return self._host_of.get(worker)
 
+    def label_of(self, worker: int) -> str:
+        """The failure domain of a worker that was placed; empty if there is only one host."""
+        host = self.of(worker)
+        return "" if host is None else host.label
+
     def numbered(self, number: int) -> Host:
         """The host with a number."""
         return self._hosts[number]
@@ -241,8 +242,17 @@ class Hosts:
                 found.setdefault(host.node, set()).update(host.workers)
         return found
 
-    def _free_number(self) -> int:
-        """Of the next host: one of those with which the job begins, while one of them is missing."""
-        if not self.is_founded:
-            return next(number for number in range(self.num_founding) if number not in self._present)
-        return 1 + max(self._hosts, default=-1)
+    def _free_number(self, node: str) -> int:
+        """Of the next host: one of those with which the job begins, while one of them is missing; that with the node's
+        name before others."""
+        if self.is_founded:
+            return 1 + max(self._hosts, default=-1)
+        missing = [number for number in range(self.num_founding) if number not in self._present]
+        names = [label.rpartition("/")[2] for label in self._labels]
+        return min(missing, key=lambda number: number >= len(names) or names[number] != node)
+
+    def _label(self, came: Came) -> str:
+        """A node keeps the label that it had; a new one beyond those that the job began with gets one by its number."""
+        if came.number < self.num_founding:
+            return self._labels[came.number] if self._labels else ""
+        return self._label_of.get(came.node, f"host-{came.number}")
