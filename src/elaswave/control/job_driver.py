@@ -5,7 +5,7 @@ to it by `elaswave.control.coordinator`.
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from elaswave.control.agent_messages import (
@@ -113,6 +113,7 @@ class JobDriver(CoordinatorDriver):
             commit=lambda number, request: self._tell_home(CommitCheckpoint(number=number, request=request)),
             break_off=lambda number: self._tell_home(BreakOffCommit(number=number)),
             started_s=setup.started_s,
+            at_home=self._at_home,
         )
         self._state = self._recorder.state
         self._data_waits = DataWaits()
@@ -258,6 +259,11 @@ class JobDriver(CoordinatorDriver):
             say=lambda text: self._terminal.say_trouble(text),
             broken=background.fail,
         )
+
+    def _at_home(self) -> Collection[int]:
+        """The workers that are lost together with this coordinator, which nobody on another host follows."""
+        host = self._hosts.find(self._setup.home) if self._setup.plan.config.control.hosts > 1 else None
+        return () if host is None else host.workers
 
     def _tell_home(self, message: ToAgent) -> None:
         """Tells the agent of this host. Without a connection it is dropped; what it must know it is told when it has

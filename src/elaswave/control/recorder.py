@@ -7,7 +7,7 @@ incomplete. A repeated step must have the same loss.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -73,6 +73,7 @@ class RunRecorder:
         records: what earlier coordinators of this job have made durable, in order; None for its first one.
         commit, break_off: ask for a commit by another process, and for its end, see `Checkpoints`.
         started_s: monotonic time at which the command began.
+        at_home: says which workers are lost together with the coordinator; none where that is started again.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class RunRecorder:
         commit: Callable[[int, bytes], None],
         break_off: Callable[[int], None],
         started_s: float,
+        at_home: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self._plan = plan
         self._config = plan.config
@@ -96,6 +98,7 @@ class RunRecorder:
         self._store = store
         self._events = events
         self._terminal = terminal
+        self._at_home = at_home
         self._started_s = started_s
         self._said_of_hosts = ""
         """What people were told last of the hosts whose loss is survived."""
@@ -207,7 +210,13 @@ class RunRecorder:
         self.close_layout()
         speeds = planned_speeds(self._config, execution)
         num_known = len(self.state.recoveries)
-        survival = survival_of(placement, layout, self._plan.problem_without(layout))
+        problem_without = self._plan.problem_without(layout)
+        home = frozenset(self._at_home())
+        survival = survival_of(
+            placement,
+            layout,
+            lambda lost: problem_without(lost) if home.isdisjoint(lost) else "the coordinator is there",
+        )
         self._enter(
             LayoutChosen(
                 epoch=epoch,
