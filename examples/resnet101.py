@@ -83,9 +83,9 @@ def main() -> None:
         layers,
         F.cross_entropy,
         dataset,
-        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=3e-3),
         config={
-            "run.steps": 25,
+            "run.steps": 40,
             "batch.num_microbatches": NUM_MICROBATCHES,
             "batch.microbatch_size": ROWS,
         },
