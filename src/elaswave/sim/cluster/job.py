@@ -350,7 +350,8 @@ class _SimulatedJob:
         self._migrated_bytes += sum(each * stage.width for each, stage in zip(loaded, stages, strict=True))
         seconds = self._pauses.restart_s
         if self._replication.rolls_back_in_place:
-            seconds = self._pauses.at(self._there.num_workers).recover_s + self._pauses.load_s(max(loaded))
+            agreed = self._pauses.at(self._there.num_workers, self._costs.state_bytes)
+            seconds = agreed.recover_s + self._pauses.load_s(max(loaded))
         self._pause("rollback", seconds)
         self._held.begin(plan, self._there)
 

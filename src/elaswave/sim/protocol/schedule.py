@@ -216,7 +216,7 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
     return Schedule(job, conditions, tuple(sorted(faults, key=lambda fault: fault.instant)))
 
 
-_FOR_ONE_PURPOSE = random.Random()
+_FOR_ONE_PURPOSE = random.Random(0)
 
 
 def _drawn_for(purpose: str) -> random.Random:
