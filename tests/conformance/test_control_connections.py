@@ -168,11 +168,12 @@ def test_large_messages_pass_in_both_directions(town):
     coordinator = town.coordinator()
     worker = town.participant(0)
     until(lambda: worker.client.connected)
-    worker.client.send(Say(1, "x" * (3 << 20)), durable=True)
+    said = Say(1, os.urandom(3 << 19).hex())
+    worker.client.send(said, durable=True)
     worker.works()
     coordinator.call(lambda: coordinator.server.send(0, Tell(5, os.urandom(3 << 20))))
     until(lambda: 5 in worker.heard)
-    assert any(message == Say(1, "x" * (3 << 20)) for _, _, message in coordinator.log)
+    assert any(message == said for _, _, message in coordinator.log)
 
 
 def test_one_message_goes_to_those_that_are_connected(one_town):
@@ -492,7 +493,7 @@ def test_a_coordinator_that_does_not_read_is_given_up(one_town, monkeypatch):
     try:
         coordinator._loop.call_soon_threadsafe(release.wait, PATIENCE_S)
         for number in range(100):
-            worker.client.send(Say(number, "x" * (1 << 18)))
+            worker.client.send(Say(number, os.urandom(1 << 18).hex()))
         until(lambda: "the coordinator does not read: " in worker.client.trouble)
     finally:
         release.set()
@@ -733,8 +734,8 @@ def test_closing_is_bounded_and_flushes(one_town):
     until(lambda: coordinator.events(2))
     coordinator.call(
         lambda: (
-            coordinator.server.send(1, Tell(1, bytes(1 << 20))),
-            [coordinator.server.send(2, Tell(1, bytes(1 << 20))) for _ in range(40)],
+            coordinator.server.send(1, Tell(1, os.urandom(1 << 20))),
+            [coordinator.server.send(2, Tell(1, os.urandom(1 << 20))) for _ in range(40)],
         )
     )
     coordinator._run(coordinator.server.close(0.2))

@@ -1,5 +1,7 @@
 """Operators hold the job's key, but are no part of the job: whatever they do or leave undone, no member notices."""
 
+import os
+
 import pytest
 from tests.conformance.coordinators import Say, Tell, Town, until
 
@@ -71,7 +73,7 @@ def test_one_that_does_not_read_is_cut_off_early(world):
     town, coordinator = world
     town.raw_peer(own=OPERATOR).authenticate().say_hello()
     until(lambda: coordinator.events(OPERATOR) == ["connected"])
-    tell = Tell(1, bytes(1 << 18))
+    tell = Tell(1, os.urandom(1 << 18))
     sent = coordinator.call(lambda: sum(coordinator.server.send(OPERATOR, tell) for _ in range(100)))
     assert 4 <= sent < 20
     until(lambda: any("operator 5 does not read" in reason for reason in coordinator.refusals))
@@ -81,7 +83,7 @@ def test_hanging_up_waits_for_nobody_and_hears_nothing_more(world):
     town, coordinator = world
     deaf = town.raw_peer(own=OPERATOR).authenticate().say_hello()
     until(lambda: coordinator.events(OPERATOR) == ["connected"])
-    tell = Tell(1, bytes(1 << 18))
+    tell = Tell(1, os.urandom(1 << 18))
 
     def fill_and_hang_up() -> None:
         while coordinator.server._peers[OPERATOR].transport.get_write_buffer_size() == 0:

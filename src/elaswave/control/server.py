@@ -107,6 +107,8 @@ class ControlServer(Generic[_T]):
         """The same of the last message that was acknowledged."""
         self.age_s = 0.0
         """Seconds that the message in hand has waited at its sender, which may have lacked a connection."""
+        self._newest: tuple[msgspec.Struct, bytes] | None = None
+        """What was sent last, and as what."""
         self._server: asyncio.Server | None = None
         self._num_refusals = 0
         self._closing = False
@@ -201,7 +203,9 @@ class ControlServer(Generic[_T]):
         Raises:
             FrameError: the message is larger than may be sent.
         """
-        payload = encode(message, self.max_message_bytes)
+        if self._newest is None or self._newest[0] is not message:  # a decision goes to one member after the other
+            self._newest = message, encode(message, self.max_message_bytes)
+        payload = self._newest[1]
         reached = []
         for peer in peers:
             connection = self._peers.get(peer)

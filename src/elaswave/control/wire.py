@@ -5,7 +5,8 @@ From the outside in: TLS where it is asked for (``elaswave.transport.tls``); the
 
     version 1 | kind 1 | length 4 | number 8 | payload | mac 16
 
-The payload is one msgpack message of the agreed union, or nothing. The mac covers the frame, its place in the stream
+The payload is one msgpack message of the agreed union, or nothing; a long one is compressed by zlib (decisions, which
+name every worker and block, to a tenth or less). The mac covers the frame, its place in the stream
 and its direction, under secrets of this connection alone, so that a frame that was changed, replayed, left out or moved
 ends the connection. Nothing is decoded before its mac is right, and nothing is ever pickled. Before a peer has
 proved anything, we hold a few hundred bytes for it.
@@ -19,6 +20,7 @@ import hmac
 import os
 import ssl
 import struct
+import zlib
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -38,6 +40,12 @@ FIRST_OPERATOR = 3 * 2**30
 """Ids of operators (`elaswave ctl`) begin here."""
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message, encoded: checkpoint items of models with very many tensors."""
+
+COMPRESSED_FROM_BYTES = 1 << 14
+"""Messages from this length on are compressed, if that at least halves them."""
+_SAMPLE_BYTES = 1 << 12
+_COMPRESSED = zlib.compress(b"", 1)[:1]
+"""How compressed payloads begin, and none that is a struct in msgpack."""
 
 _HEADER = struct.Struct("<BBIIQ")
 _AGE_MS_MAX = 2**32 - 1
@@ -335,9 +343,28 @@ class Session(Generic[_T]):
 
     def _frame(self, kind: int, number: int, payload: bytes, age_s: float) -> Frame:
         try:
-            return Frame(Kind(kind), number, self._decoder.decode(payload) if payload else None, age_s)
-        except (msgspec.MsgspecError, ValueError) as error:
+            message = self._decoder.decode(unpacked(payload, self.max_message_bytes)) if payload else None
+            return Frame(Kind(kind), number, message, age_s)
+        except (msgspec.MsgspecError, ValueError, zlib.error) as error:
             raise FrameError(f"a malformed message from {peer_name(self.peer)}: {error}") from error
+
+
+def unpacked(payload: bytes, max_message_bytes: int) -> bytes:
+    """A payload as it was before it was compressed; of one that is longer than may be, no more is unpacked.
+
+    Raises:
+        ValueError: it is longer, or does not end where it should.
+        zlib.error: it is damaged.
+    """
+    if payload[:1] != _COMPRESSED:
+        return payload
+    unpacking = zlib.decompressobj()
+    whole = unpacking.decompress(payload, max_message_bytes + 1)
+    if len(whole) > max_message_bytes:
+        raise ValueError(f"it is longer than {max_message_bytes} bytes when it is unpacked")
+    if not unpacking.eof or unpacking.unused_data:
+        raise ValueError("it is compressed, and does not end where its frame ends")
+    return whole
 
 
 def encode(message: msgspec.Struct, max_message_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
@@ -352,7 +379,16 @@ def encode(message: msgspec.Struct, max_message_bytes: int = MAX_MESSAGE_BYTES) 
             f"a {type(message).__name__} of {len(payload)} bytes is larger than the {max_message_bytes} that a control "
             "message may have"
         )
-    return payload
+    if len(payload) < COMPRESSED_FROM_BYTES or not _is_worth_compressing(payload):
+        return payload
+    return zlib.compress(payload, 1)
+
+
+def _is_worth_compressing(payload: bytes) -> bool:
+    """By a sample from the middle: what does not shrink to a half costs more time than it saves bytes."""
+    middle = len(payload) // 2
+    sample = payload[middle : middle + _SAMPLE_BYTES]
+    return len(zlib.compress(sample, 1)) < len(sample) // 2
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -12,18 +12,23 @@ GPUs."""
 class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of standing still and of work between copies. Everything is a parameter: clusters differ."""
 
-    recover_s: float = 0.005
-    """From a loss until the survivors compute again, beside what grows with their number (`agree_s`): detection, and
-    what each does by itself. With it the line through this engine's medians of 12, 20 and 33 ms with 4, 8 and 16
-    workers (benchmarks/recovery.py, kills, paced); the same for every policy that goes on without a restart."""
-    join_s: float = 0.013
+    recover_s: float = 0.012
+    """From a loss until the survivors compute again, beside what the coordinator does for each worker and block
+    (`agree_s` and below): detection, and what survivors do side by side. This engine's median with 4 workers on two
+    cores (benchmarks/recovery.py, kills, paced); the same for every policy that goes on without a restart."""
+    join_s: float = 0.02
     """For the new epoch in which a worker joins or leaves between two steps, whose state travels in the background,
-    beside `agree_s`. Measured with benchmarks/join.py, three workers and one that joins: 20 ms together (15 to 44), the
-    median of three joins; the others' steps of 0.88 s took at most 1.05 of a normal one (median)."""
-    agree_s: float = 0.00175
-    """For every worker: one coordinator hears all survivors' reports and sends all of them the decision, and each edits
-    its group. The slope of the line above, where all workers shared two cores. Beyond 16 workers it is an
-    extrapolation; see docs/simulation.md for what is known of larger numbers."""
+    beside what the coordinator does. Measured with benchmarks/join.py, three workers and one that joins: 20 ms (15 to
+    44), the median of three joins; the others' steps of 0.88 s took at most 1.05 of a normal one (median)."""
+    agree_s: float = 19e-6
+    """Of the one coordinator for every worker: it hears all survivors' reports, decides, and sends the decision.
+    Measured with benchmarks/agreement.py: 75 ms at 4,096 workers, 34 ms at 1,024."""
+    agree_state_s: float = 2.3e-12
+    """The same for every byte of masters and optimizer slots: it looks at every block, of 65,536 elements of 12 bytes,
+    for 1.8 us. The same benchmark, Llama-2 70B at 1,024 workers: 1.9 s."""
+    agree_send_s: float = 1.6e-9
+    """For every pair of workers: a decision goes to each, over a link of 100 Gbit/s of the coordinator's (an
+    assumption), and is 20 bytes long for each that it names. The same benchmark: 87 KB, compressed, at 4,096."""
     move_s: float = 0.06
     """How much longer the step is with which the layout changes, after a copy in the background. Measured with
     benchmarks/migration.py, 10 M parameters, steps of 1.15 s: 61 ms, the median of four moves, on a busy machine."""
@@ -70,15 +75,21 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True):
         if problems:
             raise ValueError("pauses are impossible: " + "; ".join(problems))
 
-    def at(self, num_workers: int) -> "RecoveryTimes":
+    def at(self, num_workers: int, state_bytes: float = 0.0) -> "RecoveryTimes":
         """The pauses of a job of so many workers, all in the constants.
 
         Args:
             num_workers: that agree.
+            state_bytes: masters and optimizer slots of the model, once.
         """
-        grown_s = self.agree_s * num_workers
+        grown_s = num_workers * (self.agree_s + self.agree_send_s * num_workers) + self.agree_state_s * state_bytes
         return msgspec.structs.replace(
-            self, recover_s=self.recover_s + grown_s, join_s=self.join_s + grown_s, agree_s=0.0
+            self,
+            recover_s=self.recover_s + grown_s,
+            join_s=self.join_s + grown_s,
+            agree_s=0.0,
+            agree_state_s=0.0,
+            agree_send_s=0.0,
         )
 
     def horizon(self, num_workers: int) -> float:

@@ -38,11 +38,9 @@ class Options:
     exact_actions: int = EXACT_ACTIONS
     """Candidates of at most so many actions are timed exactly, in jobs of at most `EXACT_WORKERS` workers."""
     pause_s: float = RecoveryTimes().recover_s
-    """Predicted pause after a loss, where no state has to be fetched, beside what grows with the workers."""
+    """Predicted pause after a loss, where no state has to be fetched."""
     join_pause_s: float = RecoveryTimes().join_s
     """The same where workers join or leave, for their new epoch."""
-    agree_pause_s: float = RecoveryTimes().agree_s
-    """Of both for every worker."""
     move_pause_s: float = RecoveryTimes().move_s
     """And for a change of layout whose blocks have been copied in the background."""
     copy_share: float = RecoveryTimes().copy_share
@@ -71,25 +69,23 @@ class Options:
             problems.append(f"copy_share is {self.copy_share}, needed: above 0 and below 1")
         problems += [
             f"{name} is {value}, needed: finite and at least 0"
-            for name in ("followers", "exact_actions", "pause_s", "join_pause_s", "move_pause_s", "agree_pause_s")
+            for name in ("followers", "exact_actions", "pause_s", "join_pause_s", "move_pause_s")
             if not 0 <= (value := getattr(self, name)) < float("inf")
         ]
         if problems:
             raise ValueError("options of a plan are impossible: " + "; ".join(problems))
 
-    def pause_of(self, kind: EventKind, num_workers: int, *, moves: bool) -> float:
+    def pause_of(self, kind: EventKind, *, moves: bool) -> float:
         """Predicted pause where no state has to be fetched.
 
         Args:
             kind: of the event.
-            num_workers: that are there after it.
             moves: whether blocks go to other workers, so that a change of layout follows.
         """
         pause_s = moves * self.move_pause_s
         if kind == "slowed":
             return pause_s
-        pause_s += self.pause_s if kind == "lost" else self.join_pause_s
-        return pause_s + self.agree_pause_s * num_workers
+        return pause_s + (self.pause_s if kind == "lost" else self.join_pause_s)
 
     def horizon(self, num_workers: int) -> float:
         """Expected seconds until the next event of so many workers."""

@@ -456,10 +456,7 @@ class _Planning:
             policy="elaswave",
             allocation=tuned.allocation,
             predicted_step_s=tuned.step_s,
-            predicted_pause_s=self._options.pause_of(
-                self._event.kind, self._cluster.num_workers, moves=bool(tuned.transfers)
-            )
-            + fetch_s,
+            predicted_pause_s=self._options.pause_of(self._event.kind, moves=bool(tuned.transfers)) + fetch_s,
             # The step in hand is done again: half of one on average.
             lost_work_s=0.5 * tuned.step_s if self._event.kind == "lost" else 0.0,
             transfers=tuned.transfers,

@@ -6,6 +6,7 @@ plans alone.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from elaswave.costs.layers import Costs
@@ -107,15 +108,12 @@ def make_policies(times: RecoveryTimes | None = None, *, followers: int = DEFAUL
     baselines = {name: partial(_by_number, planner=each, times=given) for name, each in baselines.items()}
     options = Options(
         followers=followers,
-        pause_s=given.recover_s,
-        join_pause_s=given.join_s,
-        agree_pause_s=given.agree_s,
         move_pause_s=given.move_s,
         horizon_s=given.horizon_s,
         copy_share=given.copy_share,
     )
     candidates = tuple(baseline for name, baseline in baselines.items() if name in CANDIDATES)
-    return {"elaswave": partial(_elaswave, options=options, baselines=candidates), **baselines}
+    return {"elaswave": partial(_elaswave, options=options, baselines=candidates, times=given), **baselines}
 
 
 def _by_number(
@@ -127,8 +125,8 @@ def _by_number(
     planner: Callable[..., Plan],
     times: RecoveryTimes,
 ) -> Plan:
-    """A baseline with the pauses of as many workers as there are."""
-    return planner(cluster, costs, allocation, event, times=times.at(cluster.num_workers))
+    """A baseline with the pauses of as many workers, and as much state, as there are."""
+    return planner(cluster, costs, allocation, event, times=times.at(cluster.num_workers, costs.state_bytes))
 
 
 def _elaswave(
@@ -139,8 +137,11 @@ def _elaswave(
     *,
     options: Options,
     baselines: tuple[Planner, ...],
+    times: RecoveryTimes,
 ) -> Plan:
     """ElasWave's planner, with the baselines' plans as candidates where there is time for them."""
+    times = times.at(cluster.num_workers, costs.state_bytes)
+    options = replace(options, pause_s=times.recover_s, join_pause_s=times.join_s)
     few = cluster.num_workers <= BASELINES_UP_TO
     return planner.plan(cluster, costs, allocation, event, options=options, baselines=baselines if few else ())
 

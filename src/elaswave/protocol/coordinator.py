@@ -156,7 +156,7 @@ class Coordinator(JobHistory):
             Response.LET_GO_ON: self._let_go_on,
             Response.RELEASE: self._release,
             Response.PERSIST_EPOCH: self._persist_epoch,
-            Response.ASK: lambda: [Send(worker, self._prepare()) for worker in self.members],
+            Response.ASK: self._ask,
             Response.FENCE_LOST: self._fence_lost,
             Response.SHOW_EPOCH: self._show_epoch,
             Response.FIND_CHECKPOINT: lambda: [self.inquiry.ask_for_checkpoint()],
@@ -219,7 +219,7 @@ class Coordinator(JobHistory):
 
     def _on_registered(self, event: Registered) -> list[CoordinatorEffect]:
         worker = self._speaker = event.worker
-        if worker not in self.members:
+        if worker not in self.member_set:
             return self._go(Cause.NO_MEMBER)
         self._addresses[worker] = event.address
         if self.state is State.STARTING:
@@ -248,7 +248,7 @@ class Coordinator(JobHistory):
     def _tell_addresses(self) -> list[CoordinatorEffect]:
         """Once all are known: also while an epoch waits for reports, because a worker that does not know its peers
         cannot leave an epoch. After a decision every member knows them."""
-        if self.decision is not None or not self._addresses.keys() >= set(self.members):
+        if self.decision is not None or not self._addresses.keys() >= self.member_set:
             return []
         self._addresses_told = True
         return [TellAddresses(dict(self._addresses))]
@@ -382,14 +382,14 @@ class Coordinator(JobHistory):
             if admissions.gone(worker) and self.state is State.TRAINING:
                 effects = self._go(Cause.CALLED)
         elif isinstance(event, LeaveWanted):
-            if worker not in self.members or worker in admissions.leaving:
+            if worker not in self.member_set or worker in admissions.leaving:
                 return [Note(f"worker {worker} is no member, or is leaving already")]
             admissions.leaving.add(worker)
             self._leaver = worker
             effects = self._go(Cause.LEAVE_WANTED)
         elif isinstance(event, Linked):
             admissions.linked(worker, event.peers)
-        elif worker not in self.members or event.epoch != self.epoch:
+        elif worker not in self.member_set or event.epoch != self.epoch:
             return [Note(f"what worker {worker} says is of epoch {event.epoch}, the newest is {self.epoch}")]
         elif event.is_over or event.step <= admissions.go_on_after or not admissions.is_asked:
             return self._pause_is_over(event)
@@ -410,7 +410,7 @@ class Coordinator(JobHistory):
             return self._go(Cause.PAUSED_IN_VAIN) if admissions.is_asked else []
         if not admissions.is_asked:
             return self._go(Cause.MEMBERSHIP_READY)
-        if not admissions.paused.keys() >= set(self.members):
+        if not admissions.paused.keys() >= self.member_set:
             return []
         members = tuple(sorted({*self.members, *joined} - set(left)))
         what = [f"worker {worker} joins" for worker in joined] + [f"worker {worker} leaves" for worker in left]
@@ -508,7 +508,7 @@ class Coordinator(JobHistory):
 
     def _on_report(self, report: Report) -> list[CoordinatorEffect]:
         self._speaker = report.worker
-        if report.worker not in self.members:
+        if report.worker not in self.member_set:
             return self._go(Cause.NO_MEMBER)
         if report.epoch != self.epoch or self.state is not State.COLLECTING:
             return [Note(f"a report of worker {report.worker} for epoch {report.epoch} is not awaited")]
@@ -536,6 +536,10 @@ class Coordinator(JobHistory):
         one before void (P3)."""
         return self.state is state and sequence == self.inquiry.sequence
 
+    def _ask(self) -> list[CoordinatorEffect]:
+        prepare = self._prepare()
+        return [Send(worker, prepare) for worker in self.members]
+
     def _persist_decision(self) -> list[CoordinatorEffect]:
         assert self.decision is not None
         return [Persist(self.decision)]
@@ -549,7 +553,7 @@ class Coordinator(JobHistory):
         return [Decided(self.decision, self._predicted_step_s)]
 
     def _on_installed(self, event: Installed, now_s: float) -> list[CoordinatorEffect]:
-        if event.epoch != self.epoch or event.worker not in self.members or self._resumed:
+        if event.epoch != self.epoch or event.worker not in self.member_set or self._resumed:
             return []
         self._installed[event.worker] = event
         self._fresh.discard(event.worker)

@@ -10,7 +10,7 @@ import msgspec
 
 from elaswave.planning.recovery import promote, survivor_layout
 from elaswave.protocol.events import PendingWork, PlanRecovery, RecoveryPlan
-from elaswave.protocol.messages import Copies, Decision, Evidence, Progress, Report
+from elaswave.protocol.messages import Decision, Evidence, Progress, Report
 from elaswave.protocol.salvage import Salvage, salvage
 from elaswave.state.domains import label_members
 from elaswave.state.placement import Block, Placement, place_blocks
@@ -57,16 +57,18 @@ def _is_prepared(report: Report, evidence: Evidence) -> bool:
 
 def valid_copies(reports: Sequence[Report], evidence: Evidence | None, base: int) -> dict[int, frozenset[int]]:
     """Worker -> blocks of which it holds a copy that is, or can at once be brought, to the committed step."""
-    return {
-        report.worker: frozenset(
-            block for block, version in _versions(report.copies).items() if can_reach(version, report, evidence, base)
-        )
-        for report in reports
-    }
+    return {report.worker: _valid_in(report, evidence, base) for report in reports}
 
 
-def _versions(copies: Copies) -> Mapping[int, int]:
-    return dict(zip(copies.blocks, copies.versions, strict=True))
+def _valid_in(report: Report, evidence: Evidence | None, base: int) -> frozenset[int]:
+    copies = report.copies
+    versions = set(copies.versions)
+    reaching = {version for version in versions if can_reach(version, report, evidence, base)}
+    if reaching == versions:  # almost always: blocks of one worker are at one version
+        return frozenset(copies.blocks)
+    return frozenset(
+        block for block, version in zip(copies.blocks, copies.versions, strict=True) if version in reaching
+    )
 
 
 def lost_blocks(num_blocks: int, valid: Mapping[int, frozenset[int]]) -> tuple[int, ...]:
@@ -82,12 +84,14 @@ def merged_placement(placement: Placement, reports: Sequence[Report]) -> Placeme
         placement: of the newest decision, or of the change that has come into force since.
         reports: of all members, in their order.
     """
-    followers: list[list[int]] = [[] for _ in placement.owner]
+    owner = placement.owner
+    followers: list[tuple[int, ...]] = [()] * len(owner)
     for report in reports:
+        worker = report.worker
         for block in report.copies.blocks:
-            if placement.owner[block] != report.worker:
-                followers[block].append(report.worker)
-    return Placement(placement.owner, tuple(map(tuple, followers)))
+            if owner[block] != worker:
+                followers[block] += (worker,)
+    return Placement(owner, tuple(followers))
 
 
 def next_attempt(reports: Sequence[Report], evidence: Evidence | None, step: int) -> int:

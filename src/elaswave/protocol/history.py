@@ -75,7 +75,7 @@ class JobHistory:
         self.state = TRANSITIONS.first
         self.epoch = FIRST_EPOCH
         self.term = 1 + max((record.term for record in records), default=0)
-        self.members: tuple[int, ...] = layout.workers
+        self.members = layout.workers
         self.layout = layout
         self.placement = placement
         self.execution = execution or ExecutionParameters()
@@ -198,6 +198,17 @@ class JobHistory:
         """The planned change of this number, if it belongs to the present epoch."""
         return self._changes.get(number)
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Workers of the newest epoch, ascending."""
+        return self._members
+
+    @members.setter
+    def members(self, members: tuple[int, ...]) -> None:
+        self._members = members
+        self.member_set = frozenset(members)
+        """The same, for those of whom there are thousands."""
+
     # ----------------------------------------------------------------------------------------------- what is to be said
 
     def believes(self, worker: int, peer: int, epoch: int) -> bool:
@@ -207,7 +218,7 @@ class JobHistory:
             epoch: in which it says so. Links are closed and made again with every new epoch, so what was seen in an
                 older one says nothing about the present.
         """
-        return worker in self.members and peer in self.members and epoch == self.epoch
+        return worker in self.member_set and peer in self.member_set and epoch == self.epoch
 
     @property
     def undecided(self) -> NewEpoch:

@@ -1,11 +1,23 @@
 """Sessions as pure bytes: however they are cut, messages come out whole, typed and in order."""
 
+import random
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elaswave.control.wire import COORDINATOR, FIRST_AGENT, Frame, Kind, Session, agent_id, encode, peer_name
+from elaswave.control.wire import (
+    COMPRESSED_FROM_BYTES,
+    COORDINATOR,
+    FIRST_AGENT,
+    Frame,
+    Kind,
+    Session,
+    agent_id,
+    encode,
+    peer_name,
+)
 from elaswave.errors import FrameError
 
 KEY = b"a key of sixteen bytes or more"
@@ -96,6 +108,40 @@ def test_a_message_may_be_as_large_as_agreed_and_not_a_byte_larger():
     with pytest.raises(FrameError, match=f"a message of {size + 1} bytes from the coordinator; at most {size}"):
         # The header alone is enough: nothing of the message is waited for or kept.
         dialler.feed(listener.take()[:18])
+
+
+def test_long_messages_are_compressed_and_unpacked_within_the_limit():
+    layout = tuple((worker, worker % 8) for worker in range(20_000))
+    message = Note(layout=layout)
+    plain = len(msgspec.msgpack.encode(message))
+    payload = encode(message)
+    assert len(payload) < plain / 2
+    dialler, listener = joined()
+    dialler.write(Kind.MESSAGE, 1, payload)
+    assert listener.feed(dialler.take())[0].message == message
+    noise = Mark({0: random.Random(0).randbytes(COMPRESSED_FROM_BYTES)})
+    assert encode(noise) == msgspec.msgpack.encode(noise), "nothing to gain"
+
+    dialler, listener = joined(max_message_bytes=plain - 1)
+    listener.write(Kind.MESSAGE, 1, payload)
+    with pytest.raises(FrameError, match=f"it is longer than {plain - 1} bytes when it is unpacked"):
+        dialler.feed(listener.take())
+
+
+@pytest.mark.parametrize(
+    ("damage", "trouble"),
+    [
+        (lambda payload: payload[:-1], "does not end where its frame ends"),
+        (lambda payload: payload + b"x", "does not end where its frame ends"),
+        (lambda payload: payload[:100] + b"x" + payload[101:], "Error -[35]|does not end"),
+    ],
+)
+def test_what_does_not_unpack_is_refused(damage, trouble):
+    dialler, listener = joined()
+    payload = encode(Note("to be, or not to be. " * 2000))
+    dialler.write(Kind.MESSAGE, 1, damage(payload))
+    with pytest.raises(FrameError, match=f"a malformed message from worker 5: .*({trouble})"):
+        listener.feed(dialler.take())
 
 
 def test_nothing_is_built_from_a_message_but_what_was_agreed():

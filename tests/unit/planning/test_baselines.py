@@ -583,17 +583,19 @@ def test_pauses_are_checked_and_tuned():
 
 
 def test_pauses_grow_with_the_number_of_workers_for_all_that_run_on_this_engine():
-    """The line through the medians that benchmarks/recovery.py and join.py have measured; torchft has its own."""
-    for number, measured_s in ((4, 0.012), (8, 0.020), (16, 0.033)):
-        assert RecoveryTimes().at(number).recover_s == pytest.approx(measured_s, abs=0.002)
-    assert RecoveryTimes().at(4).join_s == pytest.approx(0.020)
+    """With what the coordinator does for each worker and block, and sends to each; torchft has its own."""
+    times, fixed = RecoveryTimes(), RecoveryTimes().recover_s
+    assert times.at(4096).recover_s - fixed == pytest.approx(0.075 + 4096 * 4096 * 20 / 12.5e9, rel=0.05), "measured"
+    state_bytes = 1_052_561 * 65_536 * 12
+    assert times.at(1024, state_bytes).recover_s - fixed == pytest.approx(1.915, rel=0.05), "measured"
+    assert times.at(4096).join_s - times.join_s == pytest.approx(times.at(4096).recover_s - fixed)
     assert RecoveryTimes().at(4).at(8) == RecoveryTimes().at(4)
     costs = layers(1, 1, 1, 1)
     for number in (8, 64):
         cluster, before = begin(number, 2, 2 * number, costs)
         event = ClusterEvent(kind="lost", workers=(1,))
         left = cluster.without([1])
-        expected_s = RecoveryTimes().at(number - 1).recover_s
+        expected_s = RecoveryTimes().at(number - 1, costs.state_bytes).recover_s
         for name in ("elaswave", "recycle_rerouting"):
             found = POLICIES[name](left, costs, before, event)
             moves_s = RecoveryTimes().move_s if found.transfers else 0.0

@@ -451,7 +451,7 @@ def test_a_plan_says_what_each_axis_brought(job):
     assert re.search(r": .* s to .* s per step \(-", found.contributions["graph"])
     assert "rerouting alone" in found.reason
     assert found.transfers
-    assert found.predicted_pause_s == Options().pause_of("lost", 10, moves=True)
+    assert found.predicted_pause_s == Options().pause_of("lost", moves=True)
     nothing = plan(left, costs, allocation, lost(0, 1), axes=())
     assert set(nothing.contributions.values()) == {"off"}
     assert nothing.predicted_step_s > found.predicted_step_s
@@ -461,16 +461,16 @@ def test_a_plan_says_what_each_axis_brought(job):
 @pytest.mark.parametrize(
     ("kind", "moves", "pause_s"),
     [
-        ("lost", False, 31.0),
-        ("lost", True, 35.0),
-        ("joined", True, 36.0),
-        ("drained", False, 32.0),
+        ("lost", False, 1.0),
+        ("lost", True, 5.0),
+        ("joined", True, 6.0),
+        ("drained", False, 2.0),
         ("slowed", True, 4.0),
     ],
 )
 def test_a_pause_is_that_of_the_event_and_of_the_change_of_layout(kind, moves, pause_s):
-    options = Options(pause_s=1.0, join_pause_s=2.0, move_pause_s=4.0, agree_pause_s=10.0)
-    assert options.pause_of(kind, 3, moves=moves) == pause_s
+    options = Options(pause_s=1.0, join_pause_s=2.0, move_pause_s=4.0)
+    assert options.pause_of(kind, moves=moves) == pause_s
 
 
 def test_slow_workers_get_fewer_micro_batches(job):
@@ -497,7 +497,7 @@ def test_a_stage_that_has_lost_everybody_gets_others_or_is_dissolved(job):
     cluster, costs, allocation = job
     left = cluster.without([4, 5, 6, 7])
     found = plan(left, costs, allocation, lost(4, 5, 6, 7))
-    assert found.predicted_pause_s > Options().pause_of("lost", 8, moves=True)  # its state has to be fetched
+    assert found.predicted_pause_s > Options().pause_of("lost", moves=True)  # its state has to be fetched
     dissolved = plan(left, costs, allocation, lost(4, 5, 6, 7), options=Options(move_workers=False), axes=())
     assert len(dissolved.allocation.chains[0].stages) == 2
     assert dissolved.allocation.num_layers == 12
