@@ -115,6 +115,7 @@ def check_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None
             workers=range(sum(config.widths)),
             num_steps=config.run.steps,
             respawns=config.elastic.respawns,
+            hosts=config.host_of,
         )
 
 
