@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.agents import Agents, free_port
+from tests.etcd_processes import cluster, needs_etcd
 from tests.integration.jobs import SMALL, Job, run_job
 
 from elaswave.observability.result import read_digests, read_result
@@ -43,6 +44,34 @@ def test_two_agents_compute_what_one_launcher_does(tmp_path: Path) -> None:
     logs = {path.name for path in (agents.run_dir / "logs").iterdir()}
     assert {"template.log", "template-b.log", *(f"worker-{worker}.log" for worker in range(4))} <= logs
     assert not list(agents.run_dir.glob("processes*.json"))
+
+
+@needs_etcd
+def test_the_host_of_the_coordinator_is_lost_and_another_candidate_goes_on(tmp_path: Path) -> None:
+    settings = {**FOUR, "run.steps": 40, "control.hosts": 2}
+    ports = free_port(), free_port()
+    with (
+        cluster(1) as members,
+        Agents(
+            tmp_path,
+            {**settings, "control.store": f"etcd://{members[0].endpoint}"},
+            ",".join(f"127.0.0.1:{port}" for port in ports),
+        ) as agents,
+    ):
+        first = agents.start("a", founds=True)
+        agents.wait_for(lambda: (agents.run_dir / "config.toml").exists(), "the founder")
+        second = agents.start("b")
+        agents.wait_for_step(4)
+        first.signal(signal.SIGKILL)
+        assert second.end() == 0, second.text
+    assert "this host starts one" in second.text
+    assert {each["worker"] for each in recoveries(agents, "lost")} == {0, 2}
+    (restart,) = recoveries(agents, "coordinator")
+    assert restart["total_s"] > 0
+    assert (
+        finished(agents.run_dir).computation
+        == run_job(tmp_path / "reference", {**settings, "control.hosts": 1}).computation
+    )
 
 
 def test_hosts_that_are_lost_come_and_leave_change_no_bit(tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from elaswave.errors import UsageError
 @click.option(
     "--coordinator",
     required=True,
-    metavar="HOST:PORT",
-    help="Where the coordinator is dialled. The agent on that host founds the job.",
+    metavar="HOST:PORT[,...]",
+    help="Where the coordinator is dialled. The agent on that host founds the job. With control.store=etcd://... there "
+    "may be several: when a coordinator's host is lost, another of them starts one.",
 )
 @click.option(
     "--config",

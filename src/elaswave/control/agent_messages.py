@@ -37,6 +37,8 @@ class JobSpec(Message, frozen=True, kw_only=True):
     """What is known of the data there; see `elaswave.data.fingerprint`."""
     faults: list[str]
     profile: bool
+    checkpoint: StartingPoint | None
+    """Where the job has begun; None: at the seed."""
 
 
 class AgentRefused(Message, frozen=True, kw_only=True):

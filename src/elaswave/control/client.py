@@ -37,6 +37,8 @@ from elaswave.transport.tls import Tls
 FIRST_BACKOFF_S = 0.01
 LAST_BACKOFF_S = 0.5
 HANDSHAKE_TIMEOUT_S = 5.0
+AMONG_SEVERAL_TIMEOUT_S = 2.0
+"""The same where several are dialled in turn: a host that is gone does not answer at all."""
 SILENCE_TIMEOUT_S = 10.0
 """A connection on which no heartbeat has been answered for this long is given up, and made again."""
 MAX_UNACKNOWLEDGED_BYTES = 256 << 20
@@ -100,6 +102,7 @@ class ControlClient(Generic[_T]):
         interval_s: between heartbeats.
         tls: certificate files; only for ``tcp:``.
         host: with TLS, what the coordinator's certificate must name, if it is dialled as something else.
+        others: where else there may be a coordinator: addresses, and hosts as above. They are dialled in turn.
         on_failure: called with what a callback has raised, after which the client is closed. By default the exception
             ends the client's thread, as any thread's.
         max_message_bytes: largest message in either direction.
@@ -126,6 +129,7 @@ class ControlClient(Generic[_T]):
         interval_s: float = 0.1,
         tls: Tls | None = None,
         host: str = "",
+        others: Sequence[tuple[str, str]] = (),
         on_failure: Callable[[Exception], None] | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         max_unacknowledged_bytes: int = MAX_UNACKNOWLEDGED_BYTES,
@@ -136,14 +140,17 @@ class ControlClient(Generic[_T]):
         self.peer = peer
         self.trouble = ""
         """Why the last connection ended or could not be made."""
-        self._address = address
+        self._targets = [(address, host), *others]
+        self._target = 0
+        """Index of the one that is dialled, or connected."""
         self._key = check_key(key)
         self._receives = receives
         self._on_message, self._heartbeat, self._on_failure = on_message, heartbeat, on_failure
         self._hello, self._facts = hello, facts
         self._interval_s = interval_s
         self._security = tls.dialling() if tls else None
-        self._host = host or (addresses.host_of(address) if tls else "")
+        self._has_tls = tls is not None
+        self._dial_timeout_s = HANDSHAKE_TIMEOUT_S if not others else AMONG_SEVERAL_TIMEOUT_S
         self._max_message_bytes = max_message_bytes
         self._max_unacknowledged_bytes = max_unacknowledged_bytes
         self._silence_timeout_s = silence_timeout_s
@@ -436,14 +443,15 @@ class ControlClient(Generic[_T]):
     # ---------------------------------------------------------------------------------------------- under the lock
 
     def _dial(self) -> None:
-        if addresses.has_name(self._address) and self._lookup is None:
-            self._lookup = addresses.NameLookup(self._address, self._wake_from_outside)
+        address, host = self._targets[self._target]
+        if addresses.has_name(address) and self._lookup is None:
+            self._lookup = addresses.NameLookup(address, self._wake_from_outside)
             self._next_dial = time.monotonic() + self._lookup.left_s
             return
         lookup, self._lookup = self._lookup, None
         try:
             self._num_dials += 1
-            sock = addresses.dial(self._address if lookup is None else lookup.result(self._num_dials))
+            sock = addresses.dial(address if lookup is None else lookup.result(self._num_dials))
         except OSError as error:
             self._drop(error)
             return
@@ -454,11 +462,11 @@ class ControlClient(Generic[_T]):
             COORDINATOR,
             self._receives,
             security=self._security,
-            host=self._host,
+            host=host or (addresses.host_of(address) if self._has_tls else ""),
             max_message_bytes=self._max_message_bytes,
         )
         self._phase = _Phase.HANDSHAKE
-        self._deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        self._deadline = time.monotonic() + self._dial_timeout_s
         self._wants_to_write = True  # the first bytes follow when the connection is there
         self._epoll.register(sock, select.EPOLLIN | select.EPOLLOUT)
 
@@ -501,6 +509,8 @@ class ControlClient(Generic[_T]):
             self._last_connected = now
             if now - self._opened_at >= LAST_BACKOFF_S:
                 self._backoff_s = FIRST_BACKOFF_S
+        else:
+            self._target = (self._target + 1) % len(self._targets)
         if self._socket is not None:
             self._socket.close()  # leaves the epoll set by itself
         self._socket = self._session = self._broken = None

@@ -51,6 +51,8 @@ from elaswave.worker.messages import (
 
 LINGER_S = 5.0
 """After the end, how long workers and agent may take to hear of it."""
+SUPERSEDED = 3
+"""Exit status of a coordinator that another one has replaced."""
 SWITCH_INTERVAL_S = 0.001
 """How long a planning thread may hold the interpreter while a message waits."""
 
@@ -323,7 +325,8 @@ def run_coordinator(setup: CoordinatorSetup) -> int:
     """A coordinator process from its start to its end.
 
     Returns:
-        Exit status: 0 once the job is over, however it ended; else the agent starts another coordinator.
+        Exit status: 0 once the job is over, however it ended; `SUPERSEDED` if another host's coordinator has taken
+        over; 1 after an error that another one would meet too; else the agent starts another coordinator.
     """
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
@@ -332,6 +335,9 @@ def run_coordinator(setup: CoordinatorSetup) -> int:
     try:
         asyncio.run(_run(setup))
         return 0
+    except SupersededError as error:
+        _log.warning("%s", error)
+        return SUPERSEDED
     except ElaswaveError:
         _log.exception("the coordinator has ended with an error")
         return 1

@@ -36,6 +36,9 @@ class CoordinatorSetup(NamedTuple):
     """Incarnation of the agent of this host; see `elaswave.protocol.hosts`."""
     job: str = ""
     """The job's name; empty: no other hosts take part."""
+    lost_s: float | None = None
+    """In a job of several hosts: monotonic time since when the coordinator before this one is missed; None: it is the
+    first."""
     profile: bool = False
     """Whether workers write traces."""
     num_loaders: int = 0

@@ -8,6 +8,7 @@ both believing so.
 import errno
 import ipaddress
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,33 +122,35 @@ def tls_here(net: NetConfig) -> Tls | None:
     return tls_of(Path(net.keys))
 
 
-def agent_network(net: NetConfig, seed: Seed, *, founds: bool) -> JobNetwork:
+def agent_network(net: NetConfig, seeds: Sequence[Seed], own: int | None) -> JobNetwork:
     """The addresses of a job's processes on this host.
 
     Args:
         net: as configured here.
-        seed: the coordinator's.
-        founds: whether the coordinator runs here.
+        seeds: where coordinators are dialled.
+        own: index of the one at which this host may have one; None: at none.
     Raises:
         ConfigError: an address or certificate that cannot be used.
         UsageError: certificate files that cannot be used.
         RetryError: there is no way to the coordinator's host.
     """
+    seed = seeds[own or 0]
     bind = where_to_listen(net, seed)
     if net.tls == "off" and not net.trusted and is_exposed(bind):
         raise ConfigError([exposed_problem(bind)])
     is_unspecified = ipaddress.ip_address(bind).is_unspecified
-    host = net.advertise or (seed.host if founds and is_unspecified else bind)
+    is_own = own is not None
+    host = net.advertise or (seed.host if is_own and is_unspecified else bind)
     tls = tls_here(net)
     if tls is not None:
-        tls.check(seed.host if founds else host)
+        tls.check(seed.host if is_own else host)
     near = bind
     if is_unspecified:
         near = "::1" if ":" in bind else "127.0.0.1"
     return JobNetwork(
         listen=tcp_address(bind, seed.port),
         dial=tcp_address(seed.host, seed.port),
-        launcher_dials=tcp_address(near if founds else seed.address, seed.port),
+        launcher_dials=tcp_address(near if is_own else seed.address, seed.port),
         links=Place(
             tcp_address(bind, 0),
             advertise="" if host == bind else host,
@@ -155,4 +158,5 @@ def agent_network(net: NetConfig, seed: Seed, *, founds: bool) -> JobNetwork:
             tls=tls,
         ),
         host=seed.host,
+        others=tuple((tcp_address(each.address, each.port), each.host) for each in seeds if each is not seed),
     )

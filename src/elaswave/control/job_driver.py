@@ -84,7 +84,9 @@ class JobDriver(CoordinatorDriver):
         plan = setup.plan
         self._background = Background()
         """Planning, and looking for checkpoints."""
-        self._store = open_store(plan.config.control, setup.run_dir, setup.control_dir, self._store_owner())
+        self._store = open_store(
+            plan.config.control, setup.run_dir, setup.control_dir, self._store_owner(), job=setup.job
+        )
         records = self._records_by_own_clock()
         self._server: ControlServer[ToCoordinator] = ControlServer(when_durable=self._store.when_durable)
         self._terminal = Terminal(self._server)
@@ -174,7 +176,7 @@ class JobDriver(CoordinatorDriver):
             self._recorder,
             self._terminal,
             num_steps=plan.config.run.steps,
-            coordinator_ends_s=setup.coordinator_ends_s[self._state.num_restarts :],
+            coordinator_ends_s=self._ends_to_tell(),
         )
         self._faults = OwnFaults(setup.faults, setup.run_dir, self)
         self._detector = Detector(takes_over=self._has_begun, domains=self.core.domains)
@@ -249,6 +251,13 @@ class JobDriver(CoordinatorDriver):
         records = by_own_clock(self._store.records(), clock, now_s)
         self._store.add(ClockRead(clock=clock, at_s=now_s))
         return records
+
+    def _ends_to_tell(self) -> tuple[float, ...]:
+        """Ends of coordinators of which no one has told yet. Those of another host are not seen, but missed."""
+        setup = self._setup
+        if setup.job:
+            return () if setup.lost_s is None else (setup.lost_s,)
+        return setup.coordinator_ends_s[self._state.num_restarts :]
 
     def _store_owner(self) -> Owner:
         """What a store that works beside the event loop may do here."""

@@ -39,6 +39,8 @@ class JobNetwork(NamedTuple):
     """Where workers listen."""
     host: str = ""
     """With TLS: what certificates must name."""
+    others: tuple[tuple[str, str], ...] = ()
+    """Addresses, and hosts as above, at which other candidates may have a coordinator."""
 
     @property
     def tls(self) -> Tls | None:

@@ -9,6 +9,7 @@ import msgspec
 from elaswave.config.schema import Config
 from elaswave.control.agent_messages import JobSpec
 from elaswave.control.coordinator_setup import CoordinatorSetup
+from elaswave.control.template_messages import StartingPoint
 from elaswave.errors import DataError, RunFolderError
 from elaswave.hashing import key64
 from elaswave.observability.result import atomic_write
@@ -59,6 +60,7 @@ def spec_of(setup: CoordinatorSetup) -> JobSpec | None:
         data=data_facts(setup.run_dir),
         faults=[str(fault) for fault in setup.faults],
         profile=setup.profile,
+        checkpoint=setup.checkpoint and StartingPoint(folder=str(setup.checkpoint[0]), meta=setup.checkpoint[1]),
     )
 
 

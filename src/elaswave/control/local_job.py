@@ -42,7 +42,7 @@ from elaswave.control.agent_messages import (
 )
 from elaswave.control.client import ControlClient
 from elaswave.control.control_file import remove_control_file, write_control_file
-from elaswave.control.coordinator import run_coordinator
+from elaswave.control.coordinator import SUPERSEDED, run_coordinator
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import how_it_ended
@@ -105,6 +105,8 @@ LAST_WORDS_S = 1.0
 """After the template's end, how long the coordinator may take to say whether the job was over before."""
 STARTING_S = 10.0
 """Between two lines about a start that lasts."""
+ELECT_S = 2.0
+"""A candidate that no coordinator has answered for so long starts one; the second candidate waits twice as long."""
 ORPHAN_S = 60.0
 """An agent that starts no coordinators ends when it has had none for so long."""
 STOP_GRACE_S = 300.0
@@ -176,6 +178,11 @@ class LocalJob:
         self._first_workers: set[int] = set()
         """Workers with which the job begins that the template was asked for."""
         self._refused: AgentRefused | None = None
+        self._leads = post.founds
+        """Whether the coordinator is this agent's to start."""
+        self._missed_since_s: float | None = None
+        """Since when the last coordinator is missed."""
+        self._key_of_job = key
         self._say_at_s = STARTING_S
         """Seconds after the beginning at which the terminal hears again of a start that lasts."""
         self._agent = Agent()
@@ -202,7 +209,7 @@ class LocalJob:
             else:
                 self._network, self._kept_port = post.network, post.kept_port
             if post.founds:
-                self._store = JobStore(config.control, run_dir, self._folder)
+                self._store = JobStore(config.control, run_dir, self._folder, job=post.job)
         except BaseException:
             self._close_folder()
             raise
@@ -230,14 +237,16 @@ class LocalJob:
             raise
         self.template_pid = self._processes.template_pid
         self._selector = self._processes.selector
-        if not post.founds:
-            return
-        if post.job:
-            write_mark(run_dir, post.job)
+        if post.founds:
+            if post.job:
+                write_mark(run_dir, post.job)
+            self._write_control_file()
+
+    def _write_control_file(self) -> None:
         try:
-            write_control_file(run_dir, self._network, self._key_file(key))
+            write_control_file(self._run_dir, self._network, self._key_file(self._key_of_job))
         except OSError as error:
-            reporter.message(f"elaswave ctl cannot reach this run, its key cannot be written: {error}")
+            self._reporter.message(f"elaswave ctl cannot reach this run, its key cannot be written: {error}")
 
     def _key_file(self, key: JobKey) -> Path:
         """Where operators of this machine read the key: no file of the run's folder holds it."""
@@ -329,6 +338,7 @@ class LocalJob:
             interval_s=HEARTBEAT_S,
             tls=self._network.tls,
             host=self._network.host,
+            others=self._network.others,
             silence_timeout_s=COORDINATOR_SILENCE_S,
         )
         self._selector.register(self._client.fileno(), selectors.EVENT_READ, "control")
@@ -375,10 +385,14 @@ class LocalJob:
             if overdue is not None:
                 raise RecoveryError(f"{overdue}; see {self._run_dir / 'logs'}; {self._way_on()}")
             self._look_at_awaited()
-            if self._store is not None:
-                self._look_at_coordinator(self._client.disconnected_s, self._store.patience_s)
-            elif self._client.disconnected_s > ORPHAN_S:
-                raise RetryError(self._orphaned(self._client.disconnected_s))
+            disconnected_s = self._client.disconnected_s
+            if self._leads:
+                assert self._store is not None
+                self._look_at_coordinator(disconnected_s, self._store.patience_s)
+            elif self._post.is_candidate and disconnected_s > ELECT_S * (1 + self._post.rank):
+                self._elect(disconnected_s)
+            elif disconnected_s > ORPHAN_S:
+                raise RetryError(self._orphaned(disconnected_s))
             self._reporter.refresh()
             self._say_starting()
             if self.stop_signal is not None or self._calls.error is not None:
@@ -401,6 +415,17 @@ class LocalJob:
             self._patience_s *= 2  # where none is ready in time, not one after the other is to be killed
             self._processes.kill_coordinator()
             self._waits.for_killed_coordinator(time.monotonic())
+
+    def _elect(self, disconnected_s: float) -> None:
+        """Starts a coordinator of this host: nobody has answered anywhere. If there is one after all, the store lets
+        only one of them write (H4)."""
+        self._reporter.message(f"no coordinator for {disconnected_s:.1f} s: this host starts one")
+        if self._store is None:
+            self._store = JobStore(self._config.control, self._run_dir, self._folder, job=self._post.job, founds=False)
+            self._write_control_file()
+        self._leads = True
+        self._missed_since_s = time.monotonic() - disconnected_s
+        self._start_coordinator()
 
     def _orphaned(self, disconnected_s: float) -> str:
         assert self._client is not None
@@ -576,6 +601,7 @@ class LocalJob:
             before_effect=self._before_effect,
             home=self._post.incarnation,
             job=self._post.job,
+            lost_s=self._missed_since_s,
             profile=self._profile,
             tls=self._network.tls,
         )
@@ -585,7 +611,11 @@ class LocalJob:
         assert self._client is not None
         self._waits.coordinator_ended()
         self._client.turn()  # its last words
-        for effect in self._agent.handle(CoordinatorEnded(text, text.endswith("with status 1"), at_s)):
+        self._missed_since_s = at_s
+        if text.endswith(f"with status {SUPERSEDED}") and self._post.is_candidate:
+            self._leads = False  # another host's has taken over
+            return
+        for effect in self._agent.handle(CoordinatorEnded(text, _gave_up(text), at_s)):
             if not isinstance(effect, StartCoordinator):
                 assert not isinstance(effect, ReportEnd | StartJoiner)
                 raise RecoveryError(f"{effect.reason}; see {self._run_dir / 'logs' / 'coordinator.log'}")
@@ -678,12 +708,18 @@ class LocalJob:
         if self._is_over:
             return
         self._is_over = True
-        if self._post.founds:
+        if self._leads:
             remove_control_file(self._run_dir)
         self._processes.end()
         if self._client is not None:
             self._client.close(0.0)
-        trouble = "" if self._store is None else self._store.end()
+        may_go_on = bool(self._post.job) and self._ended is None  # then others need what is in the store
+        trouble = "" if self._store is None or not self._leads or may_go_on else self._store.end()
         if trouble:
             self._reporter.message(trouble)
         self._close_folder()
+
+
+def _gave_up(text: str) -> bool:
+    """Whether a coordinator has ended by an error that another one would meet too."""
+    return text.endswith(("with status 1", f"with status {SUPERSEDED}"))

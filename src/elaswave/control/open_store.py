@@ -23,7 +23,9 @@ REMOVE_S = 2.0
 """How long an end does."""
 
 
-def open_store(config: ControlConfig, run_dir: Path, control_dir: Path, owner: Owner) -> Store[JournalRecord]:
+def open_store(
+    config: ControlConfig, run_dir: Path, control_dir: Path, owner: Owner, *, job: str = ""
+) -> Store[JournalRecord]:
     """Opens the store of a job for its coordinator.
 
     Args:
@@ -31,6 +33,7 @@ def open_store(config: ControlConfig, run_dir: Path, control_dir: Path, owner: O
         run_dir: the run's folder.
         control_dir: private folder of the job on this machine.
         owner: how a store that has a thread reaches the coordinator.
+        job: the name of a job of several hosts.
     Raises:
         StoreError: it cannot be opened.
     """
@@ -38,7 +41,7 @@ def open_store(config: ControlConfig, run_dir: Path, control_dir: Path, owner: O
         # All of a job's processes run on this machine: after its crash no process is left that could act on the
         # journal.
         return FileStore(control_dir / JOURNAL_FILE, JournalRecord, lock_timeout_s=5.0, outlives_machine=False)
-    client = _client(config, run_dir, control_dir)
+    client = _client(config, run_dir, control_dir, job)
     return EtcdStore(client, JournalRecord, owner, patience_s=config.store_patience_s)
 
 
@@ -48,11 +51,15 @@ class JobStore:
     Args:
         config: which store.
         run_dir, control_dir: of the job.
+        job: the name of a job of several hosts: what an earlier one of this name has left is removed.
+        founds: whether it is made anew; else a candidate goes on with it.
     Raises:
         LaunchError: etcd does not answer, or refuses.
     """
 
-    def __init__(self, config: ControlConfig, run_dir: Path, control_dir: Path) -> None:
+    def __init__(
+        self, config: ControlConfig, run_dir: Path, control_dir: Path, *, job: str = "", founds: bool = True
+    ) -> None:
         self._config = config
         self._control_dir = control_dir
         self._client: EtcdClient | None = None
@@ -65,8 +72,11 @@ class JobStore:
         self.patience_s = config.store_patience_s
         spec = {"run": str(run_dir), "host": socket.gethostname(), "launcher": os.getpid()}
         try:
-            self._client = _client(config, run_dir, control_dir)
-            found(self._client, json.dumps(spec).encode(), FOUND_S)
+            self._client = _client(config, run_dir, control_dir, job)
+            if job and founds:
+                remove(self._client, FOUND_S)
+            if founds:
+                found(self._client, json.dumps(spec).encode(), FOUND_S)
             self._client.close()  # the job's processes, which are forked, are not to inherit the connection
         except (StoreError, ConfigError) as error:
             if self._client is not None:
@@ -103,12 +113,12 @@ class JobStore:
             client.close()
 
 
-def _client(config: ControlConfig, run_dir: Path, control_dir: Path) -> EtcdClient:
+def _client(config: ControlConfig, run_dir: Path, control_dir: Path, job: str) -> EtcdClient:
     security = security_of(
         *(None if name is None else Path(name) for name in (config.store_ca, config.store_cert, config.store_key))
     )
     # The second part keeps jobs apart that have folders of one name, on one host or on several.
-    name = f"{run_dir.name}-{control_dir.name.rpartition('-')[2]}"
+    name = job or f"{run_dir.name}-{control_dir.name.rpartition('-')[2]}"
     return EtcdClient(
         endpoints_of(config.store),
         f"/elaswave/{name}/",

@@ -26,6 +26,10 @@ class Post(NamedTuple):
     """Where everybody listens and is dialled; None: as configured for a job of one host."""
     kept_port: socket.socket | None = None
     """Keeps the coordinator's port as long as it is open."""
+    is_candidate: bool = False
+    """Whether it starts a coordinator when those of other hosts are gone; what they have decided is in the store."""
+    rank: int = 0
+    """Among the candidates: later ones wait longer."""
     leave_s: float | None = None
     """Seconds within which its workers leave after a notice; None: a notice ends the job."""
 

@@ -7,7 +7,7 @@ for. Both are one code (`elaswave.control.local_job`).
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +39,8 @@ from elaswave.worker.run_plan import RunPlan
 
 ASK_S = 0.5
 """Heartbeats of the connection on which an agent asks what is trained; three without an answer end it."""
+RUNS_S = 6.0
+"""How long the agent that founds a job of several candidates looks whether another one has a coordinator already."""
 HOPELESS_S = 5.0
 """A coordinator that has turned the key, or the certificate, away for so long will not have others."""
 _HOPELESS = ("AuthenticationError", "FrameError")
@@ -49,7 +51,7 @@ class AgentOptions(NamedTuple):
 
     job: str
     coordinator: str
-    """``HOST:PORT``."""
+    """``HOST:PORT``, or several, separated by commas: the candidates' hosts."""
     node: str
     """Name of this host."""
     config_file: Path | None = None
@@ -75,7 +77,9 @@ class _Host(NamedTuple):
     """As given here: of a host that does not found the job, only the network's section counts."""
     is_given: bool
     """Whether the configuration was given at all, beyond the network's section."""
-    seed: Seed
+    seeds: tuple[Seed, ...]
+    own: int | None
+    """Index of the seed that this host has; None: it has none."""
     key: JobKey
     incarnation: int
 
@@ -100,19 +104,49 @@ def take_part(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -
     config = load_config(options.config_file, overrides, options.workers, base=base)
     if config.net.transport != "tcp":
         raise UsageError('net.transport: agents of several hosts need "tcp"; leave it out')
-    seed = seed_of(options.coordinator)
-    host = _Host(options, config, is_given, seed, key, new_incarnation())
+    seeds = tuple(seed_of(text.strip()) for text in options.coordinator.split(","))
+    if len(seeds) > 1 and is_given and config.control.store == "file":
+        raise UsageError(
+            f"--coordinator names {len(seeds)} candidates, but what a coordinator decides stays on its host: set "
+            "control.store=etcd://HOST:PORT,..., or name one"
+        )
     if _is_over(run_dir):
         return
     can_found = is_given or base is not None  # an agent that is told of no configuration is to find one
-    held = hold(seed, where_to_listen(config.net, seed)) if can_found else None
-    if held is None:
-        _follow(host, prepare)
-        return
+    own, held = _hold_one(seeds, config, can_found)
+    host = _Host(options, config, is_given, seeds, own, key, new_incarnation())
     try:
-        _found(host, held, prepare)
+        spec = None
+        if not can_found or own != 0:
+            spec = _ask(host, options.wait_s)
+        elif len(seeds) > 1:
+            spec = _ask_whether_it_runs(host)
+        if spec is not None:
+            _follow(host, held, spec, prepare)
+        else:
+            assert held is not None
+            _found(host, held, prepare)
     finally:
-        held.close()
+        if held is not None:
+            held.close()
+
+
+def _hold_one(seeds: Sequence[Seed], config: Config, can_found: bool) -> tuple[int | None, HeldPort | None]:
+    """The seed at which this host's agent may start coordinators, if there is one."""
+    for index, seed in enumerate(seeds):
+        if len(seeds) > 1 or can_found:
+            held = hold(seed, where_to_listen(config.net, seed))
+            if held is not None:
+                return index, held
+    return None, None
+
+
+def _ask_whether_it_runs(host: _Host) -> JobSpec | AgentRefused | Ended | None:
+    """A job that outlives the loss of a host may be there already when the agent that founds it is started again."""
+    try:
+        return _ask(host, RUNS_S)
+    except RetryError:
+        return None
 
 
 def _run_dir(options: AgentOptions) -> Path:
@@ -149,8 +183,10 @@ def _found(host: _Host, held: HeldPort, prepare: Callable[[], None]) -> None:
         incarnation=host.incarnation,
         slots=_slots(options, config),
         job=options.job,
-        network=agent_network(config.net, host.seed, founds=True),
+        network=agent_network(config.net, host.seeds, 0),
         kept_port=held.port,
+        is_candidate=len(host.seeds) > 1,
+        leave_s=options.leave_s if len(host.seeds) > 1 else None,
     )
     job_options = JobOptions(
         run_dir=run_dir,
@@ -164,12 +200,13 @@ def _found(host: _Host, held: HeldPort, prepare: Callable[[], None]) -> None:
 # ----------------------------------------------------------------------------------------------------------- the others
 
 
-def _follow(host: _Host, prepare: Callable[[], None]) -> None:
-    """Asks what is trained, starts the workers that the coordinator asks for, and stays until the job is over."""
+def _follow(
+    host: _Host, held: HeldPort | None, answer: JobSpec | AgentRefused | Ended, prepare: Callable[[], None]
+) -> None:
+    """Starts the workers that the coordinator asks for, and stays until the job is over."""
     started_s = time.monotonic()
     options = host.options
-    network = agent_network(host.config.net, host.seed, founds=False)
-    answer = _ask(host, network.launcher_dials)
+    network = agent_network(host.config.net, host.seeds, host.own)
     if isinstance(answer, Ended):
         if answer.outcome == "finished":
             say_error("the job is finished already")
@@ -194,6 +231,9 @@ def _follow(host: _Host, prepare: Callable[[], None]) -> None:
         job=spec.job,
         founds=False,
         network=network,
+        kept_port=None if held is None else held.port,
+        is_candidate=held is not None,
+        rank=host.own or 0,
         leave_s=options.leave_s,
     )
     lost_output = run_dir / LOGS_DIR / f"{options.node}-{TERMINAL_LOG}"
@@ -217,7 +257,9 @@ def _follow(host: _Host, prepare: Callable[[], None]) -> None:
             check_data(spec, facts, options.node)
             plan = RunPlan(config, job.await_template())
             reporter.started(config, plan.layout, run_dir)
-            ended = job.run(plan, data.sampler, None, lambda: "start the agent again when the coordinator is back")
+            ended = job.run(
+                plan, data.sampler, spec.checkpoint, lambda: "start the agent again when the coordinator is back"
+            )
             result = outcome_of(ended, job.stop_signal, run_dir)
         finally:
             job.end()
@@ -226,9 +268,12 @@ def _follow(host: _Host, prepare: Callable[[], None]) -> None:
         reporter.close()
 
 
-def _ask(host: _Host, address: str) -> JobSpec | AgentRefused | Ended:
+def _ask(host: _Host, wait_s: float) -> JobSpec | AgentRefused | Ended:
     """Asks the coordinator what is trained.
 
+    Args:
+        host: this one.
+        wait_s: how long to wait for a coordinator.
     Raises:
         RetryError: there is none within the time.
         UsageError: it has another key, or certificates of another authority.
@@ -241,8 +286,9 @@ def _ask(host: _Host, address: str) -> JobSpec | AgentRefused | Ended:
         incarnation=host.incarnation,
         config_digest=config_digest(host.config) if host.is_given else "",
     )
+    network = agent_network(host.config.net, host.seeds, host.own)
     client: ControlClient[ToAgent] = ControlClient(
-        address,
+        network.launcher_dials,
         host.key.secret,
         agent_id(host.incarnation),
         ToAgent,
@@ -250,7 +296,8 @@ def _ask(host: _Host, address: str) -> JobSpec | AgentRefused | Ended:
         lambda: question,
         interval_s=ASK_S,
         tls=tls_here(host.config.net),
-        host=host.seed.host,
+        host=network.host,
+        others=network.others,
         silence_timeout_s=4 * ASK_S,
     )
     began_s = time.monotonic()
@@ -269,12 +316,12 @@ def _ask(host: _Host, address: str) -> JobSpec | AgentRefused | Ended:
                     raise UsageError(f"the coordinator at {options.coordinator} is not this job's: {client.trouble}")
             else:
                 hopeless_since_s = None
-            if now_s - began_s > options.wait_s:
+            if now_s - began_s > wait_s:
                 raise RetryError(
-                    f"no coordinator at {options.coordinator} within {options.wait_s:g} s ({client.trouble}): start "
-                    "the agent on that host"
+                    f"no coordinator at {options.coordinator} within {wait_s:g} s ({client.trouble}): start the agent "
+                    "on that host"
                 )
-            if not has_said and now_s - began_s > 1.0:
+            if not has_said and now_s - began_s > min(1.0, wait_s):
                 has_said = True
                 say_error(f"{options.node} waits for the coordinator of {options.job} at {options.coordinator}")
     finally:

@@ -101,6 +101,7 @@ def live(
             heartbeat=mailbox.heartbeat,
             interval_s=HEARTBEAT_S,
             tls=setup.network.tls,
+            others=setup.network.others,
         )
         clients.append(client)
         client.start()

@@ -67,11 +67,11 @@ def test_a_host_listens_where_the_coordinators_host_is_reached_from() -> None:
 
 def test_the_addresses_of_founder_and_follower() -> None:
     where = Seed("node-0", 7077, "127.0.0.1")
-    network = agent_network(tcp(bind="0.0.0.0", advertise="node-0", trusted=True), where, founds=True)
+    network = agent_network(tcp(bind="0.0.0.0", advertise="node-0", trusted=True), [where], 0)
     assert (network.listen, network.dial) == ("tcp:0.0.0.0:7077", "tcp:node-0:7077")
     assert network.launcher_dials == "tcp:127.0.0.1:7077"
     assert (network.links.listen, network.links.advertise) == ("tcp:0.0.0.0:0", "node-0")
-    network = agent_network(tcp(bind="127.0.0.3", ports="7077-7079"), where, founds=False)
+    network = agent_network(tcp(bind="127.0.0.3", ports="7077-7079"), [where], None)
     assert (network.dial, network.launcher_dials) == ("tcp:node-0:7077", "tcp:127.0.0.1:7077")
     assert network.links.listen == "tcp:127.0.0.3:0" and network.links.ports == (7078, 7079)
 
@@ -79,5 +79,5 @@ def test_the_addresses_of_founder_and_follower() -> None:
 def test_what_others_reach_needs_tls_or_trust(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_network, "own_address", lambda seed: "192.0.2.7")
     with pytest.raises(ConfigError, match=r"other machines reach 192\.0\.2\.7, and could read"):
-        agent_network(tcp(), seed(), founds=False)
-    assert agent_network(tcp(trusted=True), seed(), founds=False).links.listen == "tcp:192.0.2.7:0"
+        agent_network(tcp(), [seed()], None)
+    assert agent_network(tcp(trusted=True), [seed()], None).links.listen == "tcp:192.0.2.7:0"

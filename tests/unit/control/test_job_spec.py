@@ -16,7 +16,7 @@ DATA = {"num_bytes": 100, "sample": "ab", "content": ""}
 def spec(mark: str = "") -> JobSpec:
     return JobSpec(
         job="demo", config={}, config_digest="", host="a", run_dir="/shared/run", mark=mark, data=DATA, faults=[],
-        profile=False,
+        profile=False, checkpoint=None,
     )  # fmt: skip
 
 
