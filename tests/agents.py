@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+OF_TORCH = ("torchinductor_", "torchelastic_")
+"""Folders that torch's compiler, and torchrun, leave."""
 WAIT_S = 200.0
 """Bound of every wait; on an idle machine nothing takes a tenth of it."""
 
@@ -58,7 +60,7 @@ class AgentProcess:
     def left(self) -> list[str]:
         """Processes that are left of it once it has ended, and files, unless it was killed."""
         session = [name for name in os.listdir("/proc") if name.isdecimal() and _session_of(int(name)) == self.pid]
-        files = [name for name in os.listdir(self._temporary) if not name.startswith("torchinductor_")]
+        files = [name for name in os.listdir(self._temporary) if not name.startswith(OF_TORCH)]
         return session + (files if self.process.returncode != -signal.SIGKILL else [])
 
     @property
@@ -109,6 +111,7 @@ class Agents:
         *options: str,
         founds: bool = False,
         before: Sequence[str] = (),
+        launcher: Sequence[str] = (sys.executable, "-m", "elaswave", "agent"),
         coordinator: str | None = None,
     ) -> AgentProcess:
         """Starts the agent of a host.
@@ -118,9 +121,10 @@ class Agents:
             options: of the command.
             founds: give it the configuration and the run folder.
             before: words before the command, that put it on its host.
+            launcher: the command's first words.
             coordinator: as of the class.
         """
-        command = [*before, sys.executable, "-m", "elaswave", "agent", "--job", "test", "--node", node]
+        command = [*before, *launcher, "--job", "test", "--node-name", node]
         command += ["--coordinator", coordinator or self._coordinator, *options]
         if founds:
             command += ["--run-dir", str(self.run_dir), *self._settings]

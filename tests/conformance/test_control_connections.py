@@ -823,7 +823,7 @@ def test_whoever_ends_tls_in_the_middle_fails_the_handshake():
     coordinator = Coordinator("tcp:127.0.0.1", tls=job, handshake_timeout_s=0.5)
     worker = Participant("tcp:127.0.0.1:1", 1, tls=job, start=False)
     listener = socket.create_server(("127.0.0.1", 0))
-    worker.client._address = f"tcp:127.0.0.1:{listener.getsockname()[1]}"
+    worker.client._targets = [(f"tcp:127.0.0.1:{listener.getsockname()[1]}", "")]
 
     def relay() -> None:
         try:
@@ -853,3 +853,23 @@ def test_whoever_ends_tls_in_the_middle_fails_the_handshake():
         listener.close()
         thread.join(PATIENCE_S)
         coordinator.close()
+
+
+def test_candidates_are_dialled_in_turn_until_one_answers():
+    """One host is gone, one has no coordinator now; and again when the coordinator is somewhere else."""
+    first, second = Coordinator("tcp:127.0.0.1"), Coordinator("tcp:127.0.0.1")
+    nobody = socket.create_server(("127.0.0.1", 0))
+    gone = f"tcp:127.0.0.1:{nobody.getsockname()[1]}"
+    nobody.close()
+    addresses_of = [(first.address, ""), (second.address, "")]
+    worker = Participant(gone, 1, others=addresses_of)
+    try:
+        worker.works()
+        assert first.call(lambda: first.server.peers) == [1]
+        first.close()
+        worker.works()
+        assert second.call(lambda: second.server.peers) == [1]
+    finally:
+        worker.client.close()
+        first.close()
+        second.close()

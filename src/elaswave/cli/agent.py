@@ -1,6 +1,8 @@
 """``elaswave agent``: takes this host into a job of several hosts."""
 
+import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -8,7 +10,12 @@ import click
 from elaswave.api.environment import given_key, prepare_to_compute
 from elaswave.config.load import load_config
 from elaswave.control.key_files import JobKey, own_key
+from elaswave.control.parent_death import end_with_parent
 from elaswave.errors import UsageError
+from elaswave.observability.output import say_error
+
+TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""That torchrun sets for what it starts."""
 
 
 @click.command(
@@ -47,13 +54,14 @@ from elaswave.errors import UsageError
     metavar="N",
     help="Workers that may run on this host.  [default: an even share of the first ones]",
 )
-@click.option("--node", metavar="NAME", help="Name of this host.  [default: the system's]")
+@click.option("--node-name", "node", metavar="NAME", help="Name of this host.  [default: the system's]")
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
     metavar="DIR",
     help="The run's folder, which all hosts share.  [default: runs/JOB; elsewhere, the path where it was founded]",
 )
+@click.option("--join", "joins", is_flag=True, help="Only take part: never found the job.")
 @click.option(
     "--wait",
     "wait_s",
@@ -89,6 +97,7 @@ def agent_command(
     slots: int | None,
     node: str | None,
     run_dir: Path | None,
+    joins: bool,
     wait_s: float,
     grace_s: float,
     fault_specs: tuple[str, ...],
@@ -114,6 +123,7 @@ def agent_command(
         slots=slots,
         run_dir=run_dir,
         fault_specs=fault_specs,
+        joins=joins,
         wait_s=wait_s,
         leave_s=grace_s - 5.0,
     )
@@ -137,3 +147,24 @@ def _key(overrides: tuple[str, ...]) -> JobKey:
             "DIR/job.key (mode 0600), or net.keys=DIR with certificates"
         )
     return key
+
+
+def run_module(arguments: Sequence[str]) -> int:
+    """The command as a launcher of modules starts it. Under torchrun, which tries again whatever is not 0, what another
+    try would meet again is 0 too; that the job has failed is said, and stands in the run's folder.
+
+    Args:
+        arguments: of the command.
+    Returns:
+        Exit code.
+    """
+    from elaswave.cli.main import main  # late: it names this module's command
+
+    if TORCHRUN_VARIABLE not in os.environ:
+        return main(["agent", *arguments])
+    end_with_parent(os.getppid())  # torchrun that is killed does not end what it has started
+    code = main(["agent", *arguments])
+    if code in (1, 2):
+        say_error(f"exit code {code}; torchrun is told 0, so that it does not try again")
+        return 0
+    return code

@@ -82,6 +82,7 @@ from elaswave.data.sampler import Sampler
 from elaswave.errors import LaunchError, RecoveryError, RetryError, StoppedBySignalError, UsageError
 from elaswave.faults.injection import Fault
 from elaswave.observability.progress import Reporter
+from elaswave.observability.result import RESULT_FILE
 from elaswave.protocol.agent import (
     Agent,
     AgentEvent,
@@ -105,6 +106,8 @@ LAST_WORDS_S = 1.0
 """After the template's end, how long the coordinator may take to say whether the job was over before."""
 STARTING_S = 10.0
 """Between two lines about a start that lasts."""
+OUTCOME_S = 1.5
+"""After this long without a coordinator an agent looks in the run's folder whether the job is over."""
 ELECT_S = 2.0
 """A candidate that no coordinator has answered for so long starts one; the second candidate waits twice as long."""
 ORPHAN_S = 60.0
@@ -389,6 +392,8 @@ class LocalJob:
             if self._leads:
                 assert self._store is not None
                 self._look_at_coordinator(disconnected_s, self._store.patience_s)
+            elif disconnected_s > OUTCOME_S and (self._run_dir / RESULT_FILE).exists():
+                self._ended = Ended(outcome="finished")  # it was told to others while this agent was not there (H13)
             elif self._post.is_candidate and disconnected_s > ELECT_S * (1 + self._post.rank):
                 self._elect(disconnected_s)
             elif disconnected_s > ORPHAN_S:
@@ -459,7 +464,8 @@ class LocalJob:
             self._say_at_s = waited_s + STARTING_S
             what = f"{sum(self._config.widths)} workers are starting, and making the first step"
             if self._post.job and not self._first_workers:
-                what = f"waiting for all of the {self._config.control.hosts} hosts with which the job begins"
+                what = f"{self._post.node} waits until it is to start workers; the job begins with "
+                what += f"{self._config.control.hosts} hosts"
             self._reporter.message(f"{what}: {waited_s:.0f} s so far")
 
     def _check_refused(self) -> None:

@@ -63,6 +63,8 @@ class AgentOptions(NamedTuple):
     """Workers that may run here; None: an even share of those with which the job begins."""
     run_dir: Path | None = None
     fault_specs: tuple[str, ...] = ()
+    joins: bool = False
+    """It never founds the job."""
     wait_s: float = 600.0
     """How long a coordinator is waited for."""
     leave_s: float = 25.0
@@ -112,7 +114,7 @@ def take_part(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -
         )
     if _is_over(run_dir):
         return
-    can_found = is_given or base is not None  # an agent that is told of no configuration is to find one
+    can_found = not options.joins and (is_given or base is not None)  # who is told of no configuration is to find one
     own, held = _hold_one(seeds, config, can_found)
     host = _Host(options, config, is_given, seeds, own, key, new_incarnation())
     try:
