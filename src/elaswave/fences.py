@@ -14,9 +14,11 @@ CODECS: tuple[Codec, ...] = ("none", "bf16", "int8", "int4")
 """Those without a parameter."""
 MAX_RATIO = 1000
 """Of ``topk``: of so many numbers one is kept."""
-_TOP_K = r"topk(?:[2-9]|[1-9][0-9]{1,2}|1000)(?:-own)?"
+_RATIO = "(?:[2-9]|[1-9][0-9]{1,2}|1000)"
+_TOP_K = rf"topk{_RATIO}(?:-own)?|adatopk{_RATIO}"
 CODEC_PATTERN = "|".join((*CODECS, _TOP_K))
-CODEC_WORDS = f"one of {', '.join(CODECS)}, topkR and topkR-own with R from 2 to {MAX_RATIO}, as topk10"
+CODEC_WORDS = f"one of {', '.join(CODECS)}, topkR, topkR-own and adatopkR with R from 2 to {MAX_RATIO}, as topk10"
+FENCE_RATIO_PATTERN = rf"[1-9][0-9]{{0,9}}:.+:(?:1|{_RATIO})"
 GROUP_ELEMENTS = 64
 """Neighbouring elements of a tensor that share a scale, a bfloat16 number, under ``int8`` and ``int4``."""
 _SCALE_BYTES = 2
@@ -51,9 +53,11 @@ class TopK(NamedTuple):
     """Of so many numbers one is kept, rounded up in each row."""
     has_own_mask: bool = False
     """Whether a gradient has its own largest numbers kept, instead of those at the places that were kept forward."""
+    is_adaptive: bool = False
+    """Whether the ratio is the largest of those that a run may choose."""
 
     def __str__(self) -> str:
-        return f"topk{self.ratio}" + ("-own" if self.has_own_mask else "")
+        return ("ada" if self.is_adaptive else "") + f"topk{self.ratio}" + ("-own" if self.has_own_mask else "")
 
 
 class Rows(NamedTuple):
@@ -79,8 +83,98 @@ def top_k_of(codec: Codec) -> TopK | None:
     """What a codec's name says of ``topk``; None: it is no such codec."""
     if re.fullmatch(_TOP_K, codec) is None:
         return None
-    ratio, _, own = codec.removeprefix("topk").partition("-")
-    return TopK(int(ratio), bool(own))
+    adaptive, _, rest = codec.partition("topk")
+    ratio, _, own = rest.partition("-")
+    return TopK(int(ratio), bool(own), bool(adaptive))
+
+
+class FenceRatio(NamedTuple):
+    """From a step on an adaptive fence has a ratio."""
+
+    from_step: int
+    after: str
+    """Name of the layer behind which the fence stands."""
+    ratio: int
+    """1: what passes is not coded."""
+
+    def __str__(self) -> str:
+        return f"{self.from_step}:{self.after}:{self.ratio}"
+
+
+def fence_ratio_of(text: str) -> FenceRatio:
+    """What is written as ``STEP:LAYER:RATIO``; the name may have colons itself."""
+    step, _, rest = text.partition(":")
+    after, _, ratio = rest.rpartition(":")
+    return FenceRatio(int(step), after, int(ratio))
+
+
+def ratio_problems(ratios: Iterable[str], fences: Iterable[str]) -> list[str]:
+    """What is wrong with the ratios of adaptive fences: one line for each.
+
+    Args:
+        ratios: as they are written, each good in itself.
+        fences: of the same model.
+    """
+    most = {
+        fence.after: top_k.ratio
+        for fence in map(fence_of, fences)
+        if (top_k := top_k_of(fence.codec)) is not None and top_k.is_adaptive
+    }
+    problems, last_step = [], 0
+    for text in ratios:
+        from_step, after, ratio = fence_ratio_of(text)
+        if after not in most:
+            problems.append(f'"{text}": there is no fence {after}:adatopkR')
+        elif ratio > most[after]:
+            problems.append(f'"{text}": the fence {after}:adatopk{most[after]} has ratios up to {most[after]}')
+        if from_step < last_step:
+            problems.append(f'"{text}": steps must not fall, and {last_step} is before it')
+        last_step = max(last_step, from_step)
+    return problems
+
+
+def ratios_at(recorded: Iterable[FenceRatio], step: int) -> dict[str, int]:
+    """The ratio in force in a step, by layer.
+
+    Args:
+        recorded: in the order of their steps.
+        step: which.
+    """
+    return {each.after: each.ratio for each in recorded if each.from_step <= step}
+
+
+def with_ratios(recorded: Iterable[FenceRatio], first_step: int, ratios: Mapping[str, int]) -> list[FenceRatio]:
+    """The list once other ratios are in force.
+
+    Args:
+        recorded: before. What is later than the step is void: the run has gone back.
+        first_step: from which on they are in force.
+        ratios: by layer; of fences that are not in it nothing changes.
+    """
+    kept = [each for each in recorded if each.from_step < first_step]
+    known = ratios_at(kept, first_step)
+    new = [FenceRatio(first_step, after, ratio) for after, ratio in sorted(ratios.items()) if known.get(after) != ratio]
+    return kept + new
+
+
+def codec_in_force(codec: Codec, ratio: int | None) -> Codec:
+    """What an adaptive codec stands for at a ratio; any other one for itself.
+
+    Args:
+        codec: of a fence.
+        ratio: that was chosen; None: the largest.
+    """
+    top_k = top_k_of(codec)
+    if top_k is None or not top_k.is_adaptive:
+        return codec
+    ratio = min(ratio or top_k.ratio, top_k.ratio)
+    return "none" if ratio == 1 else str(TopK(ratio))
+
+
+def adaptive(codecs: Mapping[int, Codec]) -> dict[int, int]:
+    """The largest ratio of each adaptive fence, by position of the layer before it."""
+    found = {boundary: top_k_of(codec) for boundary, codec in codecs.items()}
+    return {boundary: top_k.ratio for boundary, top_k in found.items() if top_k is not None and top_k.is_adaptive}
 
 
 def is_codec(text: str) -> bool:

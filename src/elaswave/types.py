@@ -144,6 +144,9 @@ class ExecutionParameters(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: dict[int, int] = {}
     """Worker -> the most micro-batches that it may hold at once, where memory is short; those that are not in it may
     hold as many as the schedule wants."""
+    ratios: dict[int, int] = {}
+    """Position of the layer before an adaptive fence -> its ratio (`elaswave.fences`). They change with a planned
+    change alone, never with a decision: a step that is tried again has those that it had."""
 
 
 Kind = Literal["F", "B", "I", "W"]

@@ -14,6 +14,7 @@ from elaswave.sim.protocol.checkers import (
     NoSilentLoss,
     OneLayout,
     OneOwner,
+    OneRatio,
     PublishedOnce,
     SameBits,
     Violation,
@@ -114,6 +115,20 @@ def test_exactly_once():
         checker.applied(0, 5, 3, (0, 0))
     checker.loaded(0, 5, 7, (0, 0))
     checker.applied(0, 5, 8, (0, 0))
+
+
+def test_one_ratio():
+    checker = OneRatio()
+    for worker, layer, ratio in ((0, 0, 3), (1, 1, 3), (1, 2, 4)):
+        checker.coded(worker, 2, layer, 0, ratio)
+    checker.computed(0, 1, 2, 1, 0, 0)
+    checker.computed(1, 1, 2, 1, 1, 0)
+    checker.learned(0, 1, 2, 1, True, b"", 0)
+    checker.computed(0, 1, 2, 2, 0, 0)
+    checker.kept(1, 1, 2, 2, 2, 0)
+    checker.learned(0, 1, 2, 2, False, b"", 0)
+    with pytest.raises(Violation, match=r"step 2 was committed with the ratios \[3, 4\]"):
+        checker.learned(0, 1, 2, 2, True, b"", 0)
 
 
 OTHER_OWNER = Placement((1, *P.owner[1:]), P.followers)
@@ -321,7 +336,7 @@ def test_progress():
 
 def test_an_observer_may_ignore_everything():
     calls = [name for name in vars(Observer) if not name.startswith("_")]
-    assert len(calls) == 25
+    assert len(calls) == 26
     seen = []
 
     class Listens(Observer):
@@ -337,6 +352,7 @@ def test_an_observer_may_ignore_everything():
         ExactlyOnce,
         OneLayout,
         OneOwner,
+        OneRatio,
         EnoughCopies,
         Fencing,
         LogCounts,

@@ -192,7 +192,7 @@ class Trainer:
             return ConfiguredOptimizer(config.optimizer, config.run.steps)
 
         return Training(
-            model=self._model.spec.with_fences(config.model.fences),
+            model=self._model.spec.with_fences(config.model.fences, config.model.fence_ratios),
             dtype=self._model.dtype,
             make_optimizer=self._optimizer or configured,
             open_samples=lambda folder: samples,

@@ -84,16 +84,23 @@ def emulated_costs(config: Config) -> Costs:
         msgspec.structs.replace(layer, **{name: getattr(layer, name) * device.time_scale for name in _SECONDS})
         for layer in described.layers
     )
-    if config.sites.network is not None:  # whose links carry the tensors of the run's own model
+    sites, end_link = sites_of(config), None
+    if sites is not None:  # whose links carry the tensors of the run's own model
         carried = own_bytes(config).layers
         layers = tuple(
             msgspec.structs.replace(layer, boundary_bytes=own.boundary_bytes)
             for layer, own in zip(layers, carried, strict=True)
         )
+        described_bytes, own_sums = (sum(each.accumulator_bytes for each in some) for some in (layers, carried))
+        slowest = sites.network.slowest
+        end_link = msgspec.structs.replace(
+            slowest, bandwidth_bytes_per_s=slowest.bandwidth_bytes_per_s * described_bytes / own_sums
+        )
     links = "transfers are not emulated" if config.sites.network is None else "links are emulated"
     source = f"{described.source}; each described second takes {device.time_scale:g} s; {links}"
-    # What a step costs beside its actions is real, and measured.
-    return Costs(layers=layers, step_overhead_s=0.0, source=source)
+    # What a step costs beside its actions is real, and measured. Over slow links sums of replicas are most of it: as if
+    # all went over the slowest one.
+    return Costs(layers=layers, step_overhead_s=0.0, end_link=end_link, source=source)
 
 
 def own_bytes(config: Config) -> Costs:

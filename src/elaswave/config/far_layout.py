@@ -20,6 +20,7 @@ from elaswave.fences import Fence, built_in_layer_names
 from elaswave.planning.far_apart.job import FarJob, FarPlan
 from elaswave.planning.far_apart.objective import FAR_SCHEDULES
 from elaswave.planning.far_apart.op_fence import op_fence
+from elaswave.planning.far_apart.ratios import plan_with_ratios
 
 CORE_FLOPS_PER_S = 2e10
 """Of a core of a usual processor, roughly: only for the layout of a run on real devices over emulated links."""
@@ -115,7 +116,7 @@ def planned_keys(config: Config, *, is_schedule_given: bool) -> dict[str, Any]:
             ]
         )
     try:
-        plan = op_fence(job, use_all=config.sites.use_all, schedules=schedules)
+        _, plan = plan_with_ratios(job, lambda job: op_fence(job, use_all=config.sites.use_all, schedules=schedules))
     except InfeasiblePlan as error:
         raise ConfigError([f"sites.network: OP-Fence has no plan for {config.sites.network}: {error}"]) from error
     devices = [device for stage in plan.stages for device in stage.devices]

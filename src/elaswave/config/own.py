@@ -13,10 +13,10 @@ TOKENS_PER_S, SAMPLES_PER_S = "tokens/s", "samples/s"
 """Units of throughput: of the built-in models, and of a script's own, whose samples are not counted in tokens."""
 
 _MODEL_KEYS = ("family", "num_layers", "dtype")
-_SET_KEYS = ("fences", "cuts", "network")
+_SET_KEYS = ("fences", "fence_ratios", "cuts", "network")
 """Kept as far as they say anything."""
 _OPTIMIZER_KEYS = ("name", "grad_clip", "ema_decay")
-_FREE_KEYS = ("optimizer.ema_decay", "model.fences")
+_FREE_KEYS = ("optimizer.ema_decay", "model.fences", "model.fence_ratios")
 """Of those sections, what a person may set: the average is of weights, whichever optimizer makes them; and fences stand
 between layers, whatever these are."""
 _ADVICE = {

@@ -13,7 +13,7 @@ from elaswave.config.hosts import host_problems
 from elaswave.config.own import OWN
 from elaswave.config.presets import catalog
 from elaswave.errors import ConfigError
-from elaswave.fences import built_in_layer_names, fence_problems
+from elaswave.fences import built_in_layer_names, fence_problems, ratio_problems
 from elaswave.planning.layout import layout_problems, resolve_widths
 
 LOOPBACK = "127.0.0.1"
@@ -110,6 +110,11 @@ def _rotary_pairs(family: str, hidden_size: int, num_heads: int) -> str | None:
             "rotary positions turn pairs of elements"
         )
     return None
+
+
+def _ratios_are_of_fences(fences: tuple[str, ...], ratios: tuple[str, ...]) -> str | None:
+    problems = ratio_problems(ratios, fences)
+    return f"model.fence_ratios: {'; '.join(problems)}" if problems else None
 
 
 def _fences_stand_behind_layers(family: str, num_layers: int, fences: tuple[str, ...]) -> str | None:
@@ -317,6 +322,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("model.family", "model.intermediate_size"), _intermediate_size_is_llamas),
     Rule(("model.family", "model.hidden_size", "model.num_heads"), _rotary_pairs),
     Rule(("model.family", "model.num_layers", "model.fences"), _fences_stand_behind_layers),
+    Rule(("model.fences", "model.fence_ratios"), _ratios_are_of_fences),
     Rule(("batch.microbatch_size", "model.context_length"), _enough_rows),
     Rule(("data.source", "data.vocab_size"), _bin_needs_vocabulary),
     Rule(("run.eval_every", "data.validation_fraction"), _evaluation_needs_tokens),

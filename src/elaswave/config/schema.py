@@ -19,7 +19,7 @@ from elaswave.config.toml import toml_document
 from elaswave.config_format import FORMAT, FORMAT_KEY
 from elaswave.data.token_files import VOCABULARY_MAX
 from elaswave.errors import ConfigError
-from elaswave.fences import CODEC_PATTERN, CODEC_WORDS
+from elaswave.fences import CODEC_PATTERN, CODEC_WORDS, FENCE_RATIO_PATTERN
 from elaswave.state.domains import deal_over_hosts
 
 Count = Annotated[int, Meta(ge=1)]
@@ -56,6 +56,11 @@ FenceText = Annotated[
         pattern=rf"^.+:({CODEC_PATTERN})\Z",
         extra={"words": f'"LAYER:CODEC", a layer\'s name and {CODEC_WORDS}'},
     ),
+]
+
+FenceRatioText = Annotated[
+    str,
+    Meta(pattern=rf"^{FENCE_RATIO_PATTERN}\Z", extra={"words": '"STEP:LAYER:RATIO", such as "1:block.0:100"'}),
 ]
 
 Codec = Annotated[str, Meta(pattern=rf"^({CODEC_PATTERN})\Z", extra={"words": CODEC_WORDS})]
@@ -117,9 +122,13 @@ class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     time, the same bits."""
     fences: tuple[FenceText, ...] = ()
     """Boundaries at which a codec shortens what passes, forward and backward, each as ``LAYER:CODEC``, the layer before
-    it and one of ``none``, ``bf16``, ``int8``, ``int4``, ``topkR`` (one number of R is kept) and ``topkR-own``. They
-    are part of the model: other fences, other bits. The built-in models have the layers ``embedding``, ``block.0`` and
-    so on, and ``head`` (docs/own-models/fences.md)."""
+    it and one of ``none``, ``bf16``, ``int8``, ``int4``, ``topkR`` (one number of R is kept), ``topkR-own`` and
+    ``adatopkR`` (at most R). They are part of the model: other fences, other bits. The built-in models have the layers
+    ``embedding``, ``block.0`` and so on, and ``head`` (docs/own-models/fences.md)."""
+    fence_ratios: tuple[FenceRatioText, ...] = ()
+    """Ratios of ``adatopkR`` fences by step, each as ``STEP:LAYER:RATIO``: from that step on; as ``fence_ratios`` of a
+    run's ``result.json`` has them. With them a run chooses none itself, and has the bits of the run that did. Unset: by
+    the network of ``sites``, anew with each planned change of layout."""
     cuts: tuple[int, ...] = ()
     """own: where ``elaswave.split`` has cut the network; set by ``elaswave.Trainer``, so that a resumed run has the
     same parts, whatever is measured then."""

@@ -116,6 +116,7 @@ class RunRecorder:
             val_losses=dict(zip(val_steps, val_losses, strict=True)),
             metrics=by_step(extra.get("metrics", {}), range(1, 1 if meta is None else meta.step + 1)),
             val_metrics=by_step(extra.get("val_metrics", {}), val_steps),
+            fence_ratios=extra.get("fence_ratios", ()),
             repeats_exactly=elastic.consistency == "bitwise" and elastic.policy not in SHRINKS_BATCH,
         )
         self.settled: list[int] = []
@@ -231,6 +232,7 @@ class RunRecorder:
                 schedule=execution.schedule or self._config.layout.schedule,
                 levels=execution.levels,
                 in_flight=execution.in_flight,
+                ratios={self._plan.state.layer_names[at]: ratio for at, ratio in execution.ratios.items()},
                 predicted_step_s=predicted_step_s,
                 speeds={worker: speed for worker, speed in speeds.items() if speed != 1.0},
                 survival=survival,

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
+
 from elaswave.control.measurements import Measurements
 from elaswave.control.replanning import ELASWAVE, Replanned, Replanner
 from elaswave.planning.asked_stages import asked_stages
@@ -107,8 +109,16 @@ class RunPlanner:
 
         return plan
 
-    def _with_placement(self, question: PlanRecovery, layout: Layout, **values: Any) -> RecoveryPlan:
+    def _with_placement(
+        self,
+        question: PlanRecovery,
+        layout: Layout,
+        execution: ExecutionParameters | None = None,
+        **values: Any,
+    ) -> RecoveryPlan:
         plan = self._plan
+        if execution is not None:  # a step that is tried again has the ratios that it had
+            values["execution"] = msgspec.structs.replace(execution, ratios=question.execution.ratios)
         return plan_with(question, layout, plan.blocks, plan.config.elastic.num_followers, plan.scatter_width, **values)
 
     def first_prediction(self) -> Callable[[], LayoutSearch] | None:
@@ -193,9 +203,10 @@ class RunPlanner:
         width = self._plan.scatter_width
         here = refilled(blocks, before.layout, before.placement, num_followers, self._plan.refill_elements, width)
         target = target_placement(planned.layout, blocks, here, num_followers=num_followers, scatter_width=width)
-        if (planned.layout, planned.execution, target) == (before.layout, before.execution, here):
+        execution = msgspec.structs.replace(planned.execution, ratios=self._plan.ratios_of(planned.layout))
+        if (planned.layout, execution, target) == (before.layout, before.execution, here):
             return None
-        return ChangePlanned(epoch, planned.layout, target, planned.execution, planned.reason, planned.predicted_step_s)
+        return ChangePlanned(epoch, planned.layout, target, execution, planned.reason, planned.predicted_step_s)
 
     @property
     def _rebalances(self) -> bool:

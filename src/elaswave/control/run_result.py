@@ -7,7 +7,7 @@ import elaswave
 from elaswave.control.run_state import RunState, as_series
 from elaswave.data.sampler import Sampler
 from elaswave.errors import StateError
-from elaswave.fences import changing
+from elaswave.fences import changing, fence_ratio_of
 from elaswave.observability.result import CheckpointRecord, JsonFloat, RunResult, WorkerMemory, to_json_float
 from elaswave.state.checkpoint_format import UPDATER, CheckpointMeta, TensorInfo, stored_name
 from elaswave.state.digests import add_digests, state_digest
@@ -48,6 +48,7 @@ def describe_checkpoint(
             "metrics": _as_json(as_series(state.metrics, range(1, step + 1))),
             "val_metrics": _as_json(as_series(state.val_metrics, [at for at, _ in val])),
             "data": facts,
+            "fence_ratios": _ratios_until(plan, state, step),
         }
         | ({UPDATER: standing.optimizer} if standing.optimizer else {}),
     )
@@ -85,7 +86,7 @@ def make_result(
             data_cursor=sampler.cursor(step),
             grids=_grids_of(plan, standing.exponents),
             tensor_digests=digests,
-            fences=changing(plan.config.model.fences),
+            fences=(*changing(plan.config.model.fences), *_ratios_until(plan, state, step)),
         ),
         throughput_tokens_per_s=None if samples_per_s is None or tokens is None else samples_per_s * tokens,
         throughput_samples_per_s=samples_per_s,
@@ -100,6 +101,7 @@ def make_result(
             for report in sorted(reports, key=lambda report: report.worker)
         },
         data_wait_s={report.worker: report.data_wait_s for report in reports},
+        fence_ratios=_ratios_until(plan, state, step),
         fence_bypasses=_added(report.fence_bypasses for report in reports),
         checkpoints=list(checkpoints),
         start_up_s=state.start_up_s,
@@ -107,6 +109,13 @@ def make_result(
         config=plan.config.to_dict(),
     )
     return result, {name: f"{value:016x}" for name, value in digests.items()}
+
+
+def _ratios_until(plan: RunPlan, state: RunState, step: int) -> list[str]:
+    """The ratios of adaptive fences in the steps up to this one: given, or chosen by the run."""
+    given = plan.config.model.fence_ratios
+    recorded = map(fence_ratio_of, given) if given else state.fence_ratios
+    return [str(each) for each in recorded if each.from_step <= step]
 
 
 def _grids_of(plan: RunPlan, exponents: Sequence[int]) -> list[int]:

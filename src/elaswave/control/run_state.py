@@ -14,6 +14,7 @@ import msgspec
 from elaswave.control.journal import CheckpointGivenUp, Entered, Published, RecorderRecord
 from elaswave.control.recoveries import layout_changed
 from elaswave.errors import StateError
+from elaswave.fences import fence_ratio_of, with_ratios
 from elaswave.observability.events import (
     AnyEvent,
     Evaluated,
@@ -57,6 +58,7 @@ class RunState:
         losses: of the steps before the first one, if the run resumes from a checkpoint.
         val_losses: step -> validation loss, of the same steps.
         metrics, val_metrics: by step, then by name, of the same steps.
+        fence_ratios: that the run has chosen in them, as ``STEP:LAYER:RATIO``.
         repeats_exactly: whether a step that is run again must have the same loss.
     """
 
@@ -68,6 +70,7 @@ class RunState:
         val_losses: Mapping[int, float] | None = None,
         metrics: Metrics | None = None,
         val_metrics: Metrics | None = None,
+        fence_ratios: Sequence[str] = (),
         repeats_exactly: bool = True,
     ) -> None:
         self.first_step = len(losses) + 1
@@ -79,6 +82,8 @@ class RunState:
         """Step -> metrics by name; only steps that have some."""
         self.val_metrics = dict(val_metrics or {})
         """The same of evaluations."""
+        self.fence_ratios = list(map(fence_ratio_of, fence_ratios))
+        """That the run has chosen for its adaptive fences, by step."""
         self.finished_s: dict[int, float] = {}
         """Step -> monotonic time at which it was done."""
         self.epochs: list[EpochRecord] = []
@@ -128,6 +133,7 @@ class RunState:
                 self.recoveries += layout_changed(event, self.layout, self._speeds)
             self._speeds = event.speeds
             self.epochs.append(event.record)
+            self.fence_ratios = with_ratios(self.fence_ratios, event.first_step, event.ratios)
             self._steps_s.clear()
             self.start_up_s = event.start_up_s or self.start_up_s
             if event.epoch >= self.epoch:  # a change of the last epoch may be heard of in the next one

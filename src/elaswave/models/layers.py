@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from elaswave.errors import ConfigError
-from elaswave.fences import Codec, codecs_at, fence_problems
+from elaswave.fences import Codec, FenceRatio, codecs_at, fence_problems, fence_ratio_of, ratio_problems
 from elaswave.hashing import key64
 from elaswave.models.calls import LossOutput
 from elaswave.models.kernels import linear
@@ -74,25 +74,31 @@ class ModelSpec:
         loss: (output of the last layer, targets) -> the mean over the micro-batch, a scalar, or `LossOutput`.
         metrics: by name, (output of the last layer, targets) -> the mean over the micro-batch, or (total, count).
         fences: codec of the boundary behind each layer that has one, by position (`elaswave.fences`).
+        fence_ratios: of adaptive fences, from which step on; empty: the run chooses them.
     """
 
     layers: tuple[Layer, ...]
     loss: Callable[[Any, Any], torch.Tensor | LossOutput]
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     fences: Mapping[int, Codec] = field(default_factory=dict)
+    fence_ratios: tuple[FenceRatio, ...] = ()
 
-    def with_fences(self, fences: Sequence[str]) -> "ModelSpec":
+    def with_fences(self, fences: Sequence[str], ratios: Sequence[str] = ()) -> "ModelSpec":
         """The same model with fences.
 
         Args:
             fences: ``LAYER:CODEC``, as `model.fences` of a configuration has them.
+            ratios: ``STEP:LAYER:RATIO``, as `model.fence_ratios` has them.
         Raises:
-            ConfigError: a fence that stands behind no layer of the model, or behind the last one; all of them.
+            ConfigError: a fence that stands behind no layer of the model, or behind the last one, or the ratio of one
+                that has none; all of them.
         """
         names = [layer.name for layer in self.layers]
         if problems := fence_problems(fences, names):
             raise ConfigError([f"model.fences: {problem}" for problem in problems])
-        return replace(self, fences=codecs_at(fences, names))
+        if problems := ratio_problems(ratios, fences):
+            raise ConfigError([f"model.fence_ratios: {problem}" for problem in problems])
+        return replace(self, fences=codecs_at(fences, names), fence_ratios=tuple(map(fence_ratio_of, ratios)))
 
 
 def build_layer(spec: Layer, seed: int, index: int) -> nn.Module:

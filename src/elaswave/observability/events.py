@@ -92,6 +92,8 @@ class LayoutChosen(Event, frozen=True, kw_only=True, tag="layout"):
     """By worker id the index of its frequency level, of those that are not at their device's base level."""
     in_flight: dict[int, int] = {}
     """By worker id the most micro-batches that it may hold; empty where the schedule alone says so."""
+    ratios: dict[str, int] = {}
+    """By the layer before it the ratio of each adaptive fence, where the run chooses them."""
     predicted_step_s: float | None = None
     """Seconds of a step as they were predicted beforehand; None where nothing was known yet."""
     speeds: dict[int, float] = {}

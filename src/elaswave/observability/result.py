@@ -176,6 +176,9 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """By worker id."""
     data_wait_s: dict[int, float] = {}
     """By worker id, of those that have finished: seconds in which RUN has waited for micro-batches."""
+    fence_ratios: list[str] = []
+    """Of adaptive fences, as ``STEP:LAYER:RATIO``: from that step on, in all steps of the run; what
+    ``model.fence_ratios`` takes."""
     fence_bypasses: dict[str, int] = {}
     """By fence and direction ("block.1:int8 forward"): tensors that the workers who have finished have let pass as they
     were, since a number was not finite; repetitions and evaluations counted."""

@@ -12,11 +12,13 @@ import numpy as np
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.schedules import Schedule
+from elaswave.costs.step_time.contended import simulate_step
 from elaswave.costs.step_time.work import durations_of
 from elaswave.planning.execution import compiled_by, execution_of, timed_step_s
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.memory_limits import layout_limits
 from elaswave.planning.plan import Allocation, levels_of
+from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import make_routes
 from elaswave.types import ExecutionParameters, Hop, Layout, Stage
 
@@ -51,6 +53,9 @@ class JobModel(NamedTuple):
         """
         schedule, limits, known = compiled_by(layout, execution, self.schedule)
         durations = durations_of(costs.layer_s, self.cluster.speed_of(execution.levels))
+        if self.cluster.network is not None:  # of which the programs know nothing, but steps are made of
+            programs = compile_programs(layout, schedule, max_in_flight=limits, durations=known)
+            return simulate_step(layout, programs, costs, self.cluster, durations=durations).step_s
         taken_s = timed_step_s(layout, schedule, durations, known=known, max_in_flight=limits)
         return taken_s + costs.overhead_s(layout.stages)
 

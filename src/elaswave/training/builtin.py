@@ -28,7 +28,7 @@ def builtin_training(config: Config) -> Training:
             "the model of this run is a script's, and is known to the script only: run it with elaswave run SCRIPT.py"
         )
     return Training(
-        model=_model(config).with_fences(config.model.fences),
+        model=_model(config).with_fences(config.model.fences, config.model.fence_ratios),
         dtype=DTYPES[config.model.dtype],
         make_optimizer=lambda shapes: ConfiguredOptimizer(config.optimizer, config.run.steps),
         open_samples=lambda folder: TokenSamples(open_tokens(config, folder)),

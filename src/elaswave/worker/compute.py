@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from elaswave.errors import CommError, UsageError
-from elaswave.fences import Fence
+from elaswave.fences import Fence, ratios_at
 from elaswave.hashing import MASK64
 from elaswave.models.admission import check_hooks
 from elaswave.models.calls import Call, inside
@@ -191,6 +191,7 @@ class Compute:
             keep: as of `elaswave.protocol.engine.Engine.begin`.
         """
         self._step = step
+        self._replay_ratios(step)
         self.refresh()
         keep = keep or Keep(frozenset(), 0, {}, ())
         self._covered = keep.covered
@@ -233,6 +234,18 @@ class Compute:
         """A step is committed: nothing of it runs again. It may be told of later, when the next one has begun."""
         if step == self._step:
             self._keep_flights(())
+            self._replay_ratios(step + 1)  # also for an evaluation before it begins
+
+    def use_ratios(self, ratios: Mapping[int, int]) -> None:
+        """Adaptive fences have these ratios, by boundary, unless all of them were given before the run."""
+        if self.fences is not None and not self.model.fence_ratios:
+            self.fences.use_ratios(ratios)
+
+    def _replay_ratios(self, step: int) -> None:
+        if self.fences is not None and self.model.fence_ratios:
+            known = ratios_at(self.model.fence_ratios, step)
+            positions = {layer.name: index for index, layer in enumerate(self.model.layers)}
+            self.fences.use_ratios({positions[after]: ratio for after, ratio in known.items()})
 
     def unfinished(self) -> Unfinished:
         """What there is of the step. A micro-batch between the halves of its backward begins anew."""

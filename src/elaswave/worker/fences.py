@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from elaswave.errors import FrameError
-from elaswave.fences import Codec, top_k_of
+from elaswave.fences import Codec, codec_in_force, top_k_of
 from elaswave.worker.codecs import Places, decode, encode, encode_at, is_codable, needs_places, places_of
 from elaswave.worker.values import at_boundary, flatten, is_differentiable, unflatten
 
@@ -63,9 +63,19 @@ class Fences:
     """
 
     def __init__(self, codecs: Mapping[int, Codec]) -> None:
-        self._codecs = {boundary: codec for boundary, codec in codecs.items() if codec != "none"}
+        self._asked = codecs
+        self.use_ratios({})
         self.bypassed: Counter[tuple[int, Direction]] = Counter()
         """Tensors that have passed a fence as they were, since they were not finite; by boundary."""
+
+    def use_ratios(self, ratios: Mapping[int, int]) -> None:
+        """From now on adaptive fences have these ratios.
+
+        Args:
+            ratios: by boundary; the largest for those that are not in it.
+        """
+        in_force = {boundary: codec_in_force(codec, ratios.get(boundary)) for boundary, codec in self._asked.items()}
+        self._codecs = {boundary: codec for boundary, codec in in_force.items() if codec != "none"}
 
     def opened(self, value: Any) -> Any:
         """What a layer, or the loss, is given of a value at the boundary before it.

@@ -8,12 +8,16 @@ the shapes by the template process.
 from collections.abc import Callable, Collection
 from functools import cached_property
 
-from elaswave.config.devices import cluster_of, emulated_costs
+from msgspec.structs import replace
+
+from elaswave.config.devices import cluster_of, element_bytes, emulated_costs, own_bytes
 from elaswave.config.own import OWN
 from elaswave.config.schema import Config
 from elaswave.costs.schedules import bounds_within
 from elaswave.errors import ConfigError, InfeasiblePlan
+from elaswave.fences import adaptive, codecs_at
 from elaswave.planning.execution import execution_of, programs_of
+from elaswave.planning.far_apart.ratios import adapted_ratios
 from elaswave.planning.layout import make_layout
 from elaswave.planning.memory_limits import layout_limits
 from elaswave.planning.recovery import choose_followers, survivor_layout
@@ -205,6 +209,28 @@ class RunPlan:
     def _element_bytes(self) -> int:
         return 4 * len(self.state.slots)
 
+    def ratios_of(self, layout: Layout) -> dict[int, int]:
+        """What the run chooses for its adaptive fences under a layout, by position of the layer before each; empty
+        where it has none, or all were given.
+
+        Args:
+            layout: of workers whose sites are known.
+        """
+        config = self.config
+        codecs = codecs_at(config.model.fences, self.state.layer_names) if config.model.fences else {}
+        largest = adaptive(codecs)
+        if not largest or config.model.fence_ratios:
+            return {}
+        if config.model.family == OWN:
+            return largest  # nothing is known of what its layers hand on
+        plain = replace(config, model=replace(config.model, fences=()))
+        raw_bytes = [layer.boundary_bytes for layer in own_bytes(plain).layers]
+        # Of real devices it is not known what hides behind their computing.
+        is_emulated = config.device.kind == "emulated"
+        layer_s = emulated_costs(plain).layer_s if is_emulated else ((0.0, 0.0, 0.0),) * len(raw_bytes)
+        cluster = cluster_of(config, layout.workers)
+        return adapted_ratios(layout, largest, raw_bytes, layer_s, cluster, element_bytes=element_bytes(config))
+
     @cached_property
     def execution(self) -> ExecutionParameters:
         """What stands beside the layout at the start: what emulated devices are known to take, and have room for.
@@ -214,7 +240,7 @@ class RunPlan:
         """
         config = self.config
         if config.device.kind != "emulated":
-            return ExecutionParameters()
+            return ExecutionParameters(ratios=self.ratios_of(self.layout))
         costs = emulated_costs(config)
         try:
             limits = self._in_flight_limits(self.layout)
@@ -222,7 +248,7 @@ class RunPlan:
             what = f"{config.device.model} does not fit into {len(self.layout.workers)} emulated {config.device.name}"
             raise ConfigError([f"{what}: {error}"]) from error
         speeds = dict(enumerate(config.device.speeds or ()))
-        return execution_of(costs, speeds, in_flight=limits)
+        return replace(execution_of(costs, speeds, in_flight=limits), ratios=self.ratios_of(self.layout))
 
     @cached_property
     def programs(self) -> dict[int, Program]:

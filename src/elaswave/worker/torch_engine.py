@@ -120,6 +120,7 @@ class TorchEngine:
         layers = layout.layers_of(self.context.worker)
         new = self._materialise((*layout.shared_units(layers), *layers), copies)
         self._num_microbatches = layout.num_microbatches
+        self.compute.use_ratios(execution.ratios)
         self.context.on_execution(execution)
         self.context.on_layout(layout)
         return new

@@ -3,12 +3,15 @@
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from elaswave.config.load import build_config
+from elaswave.control.replanning import Replanned
 from elaswave.control.run_planner import RunPlanner
 from elaswave.control.stragglers import Shift
 from elaswave.planning.recovery import set_idle
+from elaswave.protocol.events import PlanRecovery
 from elaswave.protocol.history import InForce
 from elaswave.worker.blueprint import Blueprint
 from elaswave.worker.run_plan import RunPlan
@@ -99,3 +102,41 @@ def test_an_idle_worker_that_is_to_leave_is_relieved_of_what_a_loss_has_left_wit
     change = run.change(found.better, 1, before)
     assert change is not None and not change.placement.holds(1)
     assert run.for_members(before._replace(placement=change.placement), {1}) is None
+
+
+def far_plan() -> RunPlan:
+    config = build_config(
+        {
+            "model": {
+                "num_layers": 12, "hidden_size": 64, "num_heads": 2, "context_length": 64,
+                "fences": ["block.1:adatopk50", "block.8:adatopk50"],
+            },
+            "batch": {"num_microbatches": 8, "microbatch_size": 1},
+            "layout": {"widths": [1, 2, 1], "layers": [3, 7, 4]},
+            "device": {"kind": "emulated", "model": "gpt2-small", "name": "a100", "time_scale": 1.0},
+            "sites": {
+                "network": "examples/far_apart/four_regions_small.toml", "rate": 0.001,
+                "of_workers": ["oregon", "virginia", "virginia", "tokyo"],
+            },
+        }
+    )  # fmt: skip
+    return RunPlan(config, Blueprint(config).state)
+
+
+def test_a_decision_keeps_the_ratios_in_force_and_a_planned_change_brings_those_of_its_layout() -> None:
+    """So a step that is tried again is coded as before, and other ratios come with a vote."""
+    given = far_plan()
+    run = RunPlanner(given)
+    in_force = msgspec.structs.replace(given.execution, ratios={2: 33, 9: 44})
+    blocks = {
+        worker: frozenset(block.id for block in given.blocks if worker in given.placement.holders(block.id))
+        for worker in (0, 2, 3)
+    }
+    question = PlanRecovery(1, 2, (0, 2, 3), (1,), given.layout, in_force, 0, given.placement, blocks, 4)
+    assert run._survivors(question).execution.ratios == {2: 33, 9: 44}
+    assert given.ratios_of(given.layout) == given.execution.ratios != {2: 33, 9: 44}
+    replanned = Replanned(given.layout, in_force, "because", 1.0)
+    before = InForce(given.layout, given.placement, in_force, 0)
+    change = run.change(replanned, 2, before)
+    assert change is not None and change.execution.ratios == given.execution.ratios
+    assert run.change(replanned, 2, before._replace(execution=change.execution)) is None

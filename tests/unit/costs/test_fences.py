@@ -25,7 +25,7 @@ def test_a_fence_is_a_layer_and_a_codec() -> None:
 )
 def test_what_is_no_fence_is_refused(text: str) -> None:
     with pytest.raises(
-        ValueError, match="is no fence: needed is LAYER:CODEC with one of none, bf16, int8, int4, topkR and"
+        ValueError, match="is no fence: needed is LAYER:CODEC with one of none, bf16, int8, int4, topkR, topkR-own and"
     ):
         fence_of(text)
 

@@ -9,6 +9,7 @@ from tests.unit.worker.test_compute import GPT, batch, make_compute, mean_square
 from torch import nn
 
 from elaswave.errors import FrameError
+from elaswave.fences import FenceRatio
 from elaswave.models.layers import build_layer
 from elaswave.models.registry import build_model
 from elaswave.worker import fences as fences_module
@@ -407,3 +408,38 @@ def test_zeros_behind_a_relu_tie_and_change_nothing():
         front.backward(range(1), microbatch, sent(back.backward(range(1, 2), microbatch, None))[0])
     together = sums(front) | sums(back)
     assert all(together[index].equal(total) for index, total in sums(whole).items())
+
+
+def test_adaptive_fences_have_the_ratio_in_force_and_all_else_follows_from_the_bytes():
+    model = replace(GPT, fences={0: "adatopk50", 1: "adatopk50"})
+    compute, fixed = make_compute(model), make_compute(replace(GPT, fences={0: "topk7"}))
+    compute.use_ratios({0: 7, 1: 1})
+    for each in (compute, fixed):
+        run(each, [0], 4)
+    assert all(sums(compute)[index].equal(total) for index, total in sums(fixed).items())
+    largest = make_compute(replace(GPT, fences={0: "topk50", 1: "topk50"}))
+    compute = make_compute(model)
+    for each in (compute, largest):
+        run(each, [0], 4)
+    assert all(sums(compute)[index].equal(total) for index, total in sums(largest).items())
+
+
+def test_a_recorded_list_has_the_ratios_of_its_steps_whatever_the_run_would_choose():
+    name = GPT.layers[1].name
+    recorded = (FenceRatio(1, name, 4), FenceRatio(3, name, 9))
+    compute = make_compute(replace(GPT, fences={1: "adatopk50"}, fence_ratios=recorded))
+    exponents = [[40] * len(layer.shape.tensors) for layer in compute.layers.values()]
+    tokens, _ = batch(0)
+
+    def num_kept():
+        value = compute.forward(range(2), 0, tokens, None, train=False)
+        return int((decode(value.value) != 0).sum())
+
+    kept = {}
+    for step in (1, 2, 3):
+        compute.begin(step, exponents)
+        compute.use_ratios({1: 30})
+        kept[step] = num_kept()
+        compute.end_step(step)
+        kept[step + 0.5] = num_kept()  # an evaluation has what is in force from the next step on
+    assert kept[1] == kept[1.5] == kept[2] == 128 and kept[2.5] == kept[3] == kept[3.5] == 57

@@ -4,7 +4,7 @@ A plan is one chain of stages: contiguous layers, each on the workers of one sta
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -15,7 +15,7 @@ from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.schedules import Schedule
 from elaswave.costs.step_time.work import Durations, durations_of
-from elaswave.fences import Codec, coded_bytes
+from elaswave.fences import Codec, codec_in_force, coded_bytes
 from elaswave.planning.plan import Allocation, Chain, StageShare
 from elaswave.types import Hop, Kind
 
@@ -41,6 +41,8 @@ class FarJob:
     """Of the slowest kind of device: what coding takes. None: coding takes no time."""
     copies: Copies = "inside"
     followers: int = 1
+    ratios: Mapping[int, int] = field(default_factory=dict)
+    """Of an adaptive codec, by position of the layer before the boundary; the largest for those that are not in it."""
 
     def __post_init__(self) -> None:
         """Checks what does not fit together.
@@ -84,7 +86,10 @@ class FarJob:
     def coded_bytes(self) -> np.ndarray:
         """The same where there is a fence."""
         sizes = [round(each / self.element_bytes) for each in self.raw_bytes.tolist()]
-        return np.array([float(coded_bytes(self.codec, (size,), self.element_bytes)) for size in sizes])
+        codecs = [codec_in_force(self.codec, self.ratios.get(layer)) for layer in range(len(sizes))]
+        return np.array(
+            [float(coded_bytes(codec, (size,), self.element_bytes)) for codec, size in zip(codecs, sizes, strict=True)]
+        )
 
     @cached_property
     def coding_s(self) -> np.ndarray:
@@ -160,7 +165,7 @@ def costs_of_kind(job: FarJob, kind: int, fences: tuple[int, ...]) -> Costs:
     """Costs of a kind of device with coded boundaries, and the seconds of coding in the layers beside them."""
     return fenced_costs(
         job.costs[kind],
-        {fence - 1: job.codec for fence in fences},
+        {fence - 1: codec_in_force(job.codec, job.ratios.get(fence - 1)) for fence in fences},
         element_bytes=job.element_bytes,
         memory_bandwidth_bytes_per_s=job.memory_bandwidth_bytes_per_s,
     )

@@ -107,6 +107,31 @@ class ExactlyOnce(Observer):
         self._versions[worker, block] = step
 
 
+class OneRatio(Observer):
+    """All that counts in a committed step was computed with the same ratio of an adaptive fence: also what was kept of
+    an earlier attempt."""
+
+    def __init__(self) -> None:
+        self._used: dict[tuple[int, int, int, int], int] = {}
+        self._counted: dict[tuple[int, int, int], set[int]] = {}
+
+    def coded(self, worker: int, step: int, layer: int, microbatch: int, ratio: int) -> None:
+        self._used[worker, step, layer, microbatch] = ratio
+
+    def computed(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
+        ratio = self._used[worker, step, layer, microbatch]
+        self._counted.setdefault((epoch, step, attempt), set()).add(ratio)
+
+    kept = computed
+
+    def learned(
+        self, worker: int, epoch: int, step: int, attempt: int, commits: bool, vector: bytes, grid: Exponents
+    ) -> None:
+        ratios = self._counted.get((epoch, step, attempt), set())
+        if commits and len(ratios) > 1:
+            raise Violation(f"step {step} was committed with the ratios {sorted(ratios)}")
+
+
 class OneOwner(Observer):
     """A block has one owner in a step of an epoch: all workers that run in it know the same one."""
 
@@ -426,6 +451,7 @@ def all_checkers(
     return [
         SameBits(truth),
         ExactlyOnce(num_layers, num_microbatches),
+        OneRatio(),
         OneOwner(),
         OneLayout(),
         EnoughCopies(num_followers),

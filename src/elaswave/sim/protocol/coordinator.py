@@ -5,6 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from elaswave.planning.recovery import put_to_work, set_idle
 from elaswave.planning.target_placement import target_placement
 from elaswave.protocol.coordinator import Coordinator
@@ -345,7 +347,9 @@ class SimCoordinator(CoordinatorDriver):
         copies = job.num_followers, job.blocks_per_round, job.scatter_width
         here = _refilled(model.blocks, before.layout, before.placement, *copies)
         placement = _target(layout, model.blocks, here, job.num_followers, job.scatter_width)
-        return ChangePlanned(self.core.epoch, layout, placement, before.execution, "another layout")
+        ratios = {0: before.execution.ratios.get(0, 1) + 1}  # each change brings another one
+        execution = msgspec.structs.replace(before.execution, ratios=ratios)
+        return ChangePlanned(self.core.epoch, layout, placement, execution, "another layout")
 
     def _on_planned(self, planned: ChangePlanned) -> None:
         self._is_planning = False

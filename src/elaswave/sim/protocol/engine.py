@@ -63,10 +63,13 @@ class ToyEngine:
         self.sums = ToySums(host.model)
         self._losses: dict[int, float] = {}
         """Of an evaluation."""
+        self._ratio = 1
+        """Of an adaptive fence, of which the numbers here know nothing: only whether all agree."""
         self.begin(0, host.model.progress.grids.exponents)
 
     def use_layout(self, layout: Layout, execution: ExecutionParameters, copies: Iterable[ToyCopy]) -> frozenset[int]:
         """Makes room for the layers of the worker's stage."""
+        self._ratio = execution.ratios.get(0, 1)
         before, self.layers = self.layers, _units_of(layout, self._host.id)
         self.sums.forget(set(before) - set(self.layers))
         here = self._blocks_here()
@@ -147,6 +150,7 @@ class ToyEngine:
             dy, gradients = backward(self._job, step, parameters, x, front.value)
             if not sums.is_covered(layer, microbatch):
                 sums.add(layer, microbatch, dict(zip(blocks, gradients, strict=True)), self._exponents)
+                self._see.coded(host.id, step, layer, microbatch, self._ratio)
                 self._see.computed(host.id, host.epoch, step, host.machine.attempt, layer, microbatch)
             front = sums.backwards[microbatch] = Front(layers, layer, dy)
             host.between_layers()

@@ -30,7 +30,7 @@ from elaswave.protocol.facts import Facts
 from elaswave.protocol.fence import TermFence
 from elaswave.protocol.ledger import CatchUp, Held, Ledger
 from elaswave.protocol.member import Member
-from elaswave.protocol.messages import CoreToWorker, Decision, LayoutChange, Registered, Report
+from elaswave.protocol.messages import FIRST_EPOCH, CoreToWorker, Decision, LayoutChange, Registered, Report
 from elaswave.protocol.shards import Complete, GivenUp, Shards
 from elaswave.protocol.traffic import Shipment, Traffic, traffic_of
 from elaswave.protocol.worker import WorkerMachine
@@ -51,7 +51,7 @@ from elaswave.sim.protocol.salvage_mutants import (
 )
 from elaswave.sim.protocol.store import SimStore
 from elaswave.state.placement import Block, Placement, Role
-from elaswave.types import Layout
+from elaswave.types import ExecutionParameters, Layout
 
 _Machine = WorkerMachine[ToyCopy]
 
@@ -260,6 +260,14 @@ class LeavesOutNewFollowers(_Machine):
 
 
 # --------------------------------------------------------------------------------------- W7, W8: layouts change by vote
+
+
+class ForgetsRatios(_Machine):
+    """After a decision, the workers of odd ids code with the ratios of the start."""
+
+    def _use_layout(self, layout: Layout, execution: ExecutionParameters) -> frozenset[int]:
+        is_decided = "member" in vars(self) and self.member.epoch > FIRST_EPOCH and self.worker % 2
+        return super()._use_layout(layout, msgspec.structs.replace(execution, ratios={}) if is_decided else execution)
 
 
 class AdoptsAlone(_Machine):
@@ -634,6 +642,12 @@ MUTANTS = {
             "a new follower gets the base copy, but not the gradient of that step",
             Build(machine=LeavesOutNewFollowers),
             "kill:1@0",
+        ),
+        Mutant(
+            "ratios-forgotten",
+            "after a loss some workers code with the ratios of the start",
+            Build(machine=ForgetsRatios),
+            "steps=6 change_step=1 kill:0@0",
         ),
         Mutant(
             "change-alone",

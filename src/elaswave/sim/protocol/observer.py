@@ -20,6 +20,9 @@ class Observer:
     def computed(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
         """A worker has added a layer's gradient for a micro-batch to its sums."""
 
+    def coded(self, worker: int, step: int, layer: int, microbatch: int, ratio: int) -> None:
+        """What a worker is about to add to its sums was computed with this ratio of an adaptive fence."""
+
     def kept(self, worker: int, epoch: int, step: int, attempt: int, layer: int, microbatch: int) -> None:
         """A worker begins an attempt with a layer's gradient for a micro-batch from an earlier one in its sums."""
 
