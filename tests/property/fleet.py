@@ -30,6 +30,8 @@ class Noise(NamedTuple):
     """How long the coordinator is not scheduled, drawn about every second."""
     machine_s: Draw = lambda rng: 0.0
     """How long no worker is heard, drawn about every second."""
+    starved_s: Draw = lambda rng: 0.0
+    """How long a worker gets no processor in a step: it neither gets on, nor is it heard."""
 
 
 class Stop(NamedTuple):
@@ -59,6 +61,7 @@ class Fleet:
         noise: what disturbs.
         action_s: usual duration of one action; a step has ten.
         stops: by worker.
+        agent_looks: whether an agent says of silent workers whether they wait for a processor.
     """
 
     def __init__(
@@ -69,8 +72,10 @@ class Fleet:
         *,
         action_s: float = 0.03,
         stops: Mapping[int, Stop] | None = None,
+        agent_looks: bool = True,
     ) -> None:
-        self.detector = Detector()
+        self._agent_looks = agent_looks
+        self.detector = Detector(can_look=lambda worker: agent_looks)
         self._rng = random.Random(seed)
         self._workers = range(num_workers)
         self._noise = noise
@@ -80,6 +85,8 @@ class Fleet:
         self._at = dict.fromkeys(self._workers, 0)
         self._step = 0
         self._step_end_s = 1.0
+        self._starved = dict.fromkeys(self._workers, (0.0, 0.0))
+        """By worker: from when until when it gets no processor, the last time."""
         self.standstill = False
         """No worker can end the present step any more."""
 
@@ -92,7 +99,12 @@ class Fleet:
         for worker in self._workers:
             now_s, factor = start_s, noise.slow_step(rng)
             stays = self._stays[worker]
+            starved_s = noise.starved_s(rng)
+            starved_in = rng.randrange(10) if starved_s else -1
             for index in range(10):
+                if index == starved_in:
+                    self._starved[worker] = (now_s, now_s + starved_s)
+                    now_s += starved_s
                 stays.append(Stay(now_s, step, f"0{'FB'[index % 2]}{index // 2}", True))
                 now_s += self._action_s * factor * noise.action(rng)
             stop = self._stops.get(worker)
@@ -132,6 +144,10 @@ class Fleet:
         stay = stays[index]
         return Position(1, stay.step, 1, stay.label, stay.computing, stay.waiting_on, at_s - stay.at_s)
 
+    def _starved_until(self, worker: int, at_s: float) -> float:
+        from_s, until_s = self._starved[worker]
+        return until_s if from_s <= at_s else 0.0
+
     def run(self, duration_s: float) -> Iterator[tuple[float, Suspicion]]:
         """Suspicions and their times, until there is one or the time is over."""
         detector, rng, noise = self.detector, self._rng, self._noise
@@ -140,7 +156,7 @@ class Fleet:
         for worker in self._workers:
             detector.joined(worker, 0.0)
             heapq.heappush(beats, (rng.uniform(0, INTERVAL_S), worker, 0.0))
-        tick_s, awake_s, next_draw_s, hushed_until_s = 0.0, 0.0, 1.0, 0.0
+        tick_s, awake_s, next_draw_s, hushed_until_s, looked_s = 0.0, 0.0, 1.0, 0.0, 0.0
         while tick_s < duration_s:
             if beats and beats[0][0] <= tick_s:
                 arrival_s, worker, _ = heapq.heappop(beats)
@@ -148,7 +164,8 @@ class Fleet:
                 if stop is not None and stop.how == "silent" and arrival_s >= stop.at_s:
                     self._position(worker, arrival_s)
                     continue
-                sent_s = max(arrival_s, hushed_until_s)
+                self._position(worker, arrival_s)  # whether it is starved then is known now
+                sent_s = max(arrival_s, hushed_until_s, self._starved_until(worker, arrival_s))
                 if sent_s == arrival_s:
                     detector.heartbeat(worker, self._position(worker, sent_s), max(sent_s, awake_s))
                     sent_s += INTERVAL_S + noise.heartbeat_s(rng)
@@ -159,6 +176,11 @@ class Fleet:
                 next_draw_s = now_s + 1.0
                 awake_s = now_s + noise.coordinator_s(rng)
                 hushed_until_s = now_s + noise.machine_s(rng)
+            if self._agent_looks:
+                for worker in detector.quiet:
+                    is_starved = self._starved_until(worker, now_s) > now_s
+                    detector.looked(worker, now_s - looked_s if is_starved else 0.0, now_s)
+                looked_s = now_s
             for suspicion in detector.tick(now_s):
                 yield now_s, suspicion
             tick_s = detector.next_tick_s(now_s)

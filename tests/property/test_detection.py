@@ -43,6 +43,7 @@ NOISES = {
     ),
     "a coordinator that sleeps": Noise(coordinator_s=rarely(0.01, 0.3, 20.0)),
     "a network that goes away": Noise(machine_s=rarely(0.01, 0.3, 10.0)),
+    "workers that get no processor": Noise(recorded, starved_s=rarely(0.003, 0.5, 15.0)),
 }
 LATEST_S = {
     "silent": detection.SILENCE_FLOOR_S + 0.25,
@@ -79,6 +80,12 @@ def test_the_simulation_shows_false_alarms_where_there_are_some(monkeypatch: pyt
     monkeypatch.setattr(detection, "NO_HURRY", 1.0)
     [alarm, *_] = false_alarms("log-normal delays", 1, num_workers=4, action_s=1.0, duration_s=900.0)
     assert "has been silent" in alarm
+
+
+def test_without_an_agent_that_looks_who_gets_no_processor_is_lost():
+    fleet = Fleet(4, 1, NOISES["workers that get no processor"], agent_looks=False)
+    _, suspicion = next(iter(fleet.run(500.0)))
+    assert suspicion.detected_by == "heartbeat"
 
 
 @pytest.mark.parametrize("how", LATEST_S)

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elaswave.protocol import detection
+from elaswave.control import job_processes
+from elaswave.protocol import detection, starvation
 from elaswave.protocol.detection import Detector, Position, Suspicion
 from elaswave.protocol.position import blame
 
@@ -917,6 +918,9 @@ def test_the_page_about_failures_gives_the_numbers_of_the_code():
         f"{detection.GAP_HALF_LIFE_S / 60:.0f} minutes",
         f"{detection.DURATION_HALF_LIFE_S / 60:.0f} minutes",
         f"{detection.ASLEEP_S} s",
+        f"at most {starvation.FRESH_LOOK_S} s old; the coordinator waits up to {starvation.LOOK_GRACE_S:.0f} s for one",
+        f"lost after its bound and {starvation.EXCUSED_MAX_S:.0f} s",
+        f"looks at the process every {job_processes.TICK_S} s",
     ):
         assert number in text, number
 

@@ -57,10 +57,12 @@ class Exited(Message, frozen=True, kw_only=True):
 
 
 class CpuTimes(Message, frozen=True, kw_only=True):
-    """How the processes get on that `Awaited` asks for. A lost one is made up for by the next."""
+    """How the processes get on that `Awaited` asks for."""
 
     cpu_s: dict[int, float]
-    """By worker: processor time that its process has used."""
+    """By worker that is awaited: processor time that its process has used. A lost one is made up for by the next."""
+    waited_s: dict[int, float] = {}
+    """By worker that is silent: seconds since the message before in which its process has waited for a processor."""
 
 
 class StopJob(Message, frozen=True, kw_only=True):
@@ -111,9 +113,12 @@ class EndJoiner(Message, frozen=True, kw_only=True):
 
 
 class Awaited(Message, frozen=True, kw_only=True):
-    """These workers have not registered: until it is said otherwise, say how their processes get on."""
+    """Until it is said otherwise, say how the processes of some workers get on."""
 
     workers: tuple[int, ...]
+    """These have not registered."""
+    silent: tuple[int, ...] = ()
+    """These have been silent for a while: whether they wait for a processor has to be known quickly."""
 
 
 class CommitCheckpoint(Message, frozen=True, kw_only=True):

@@ -215,6 +215,15 @@ class Agents:
         ]
         return [*suspicions, *others]
 
+    def can_look(self, worker: int) -> bool:
+        """Whether a worker's agent can be expected to say how its process gets on. That of this host waits for the same
+        processors: its silence tells nothing."""
+        host = self._hosts.of(worker)
+        if host is None:
+            return False
+        heard_s = self._heard_s(agent_id(host.incarnation))
+        return heard_s is not None and (host.incarnation == self._home or heard_s <= SILENT_S)
+
     def _is_silent(self, incarnation: int) -> bool:
         """Of an agent whose connection may stand."""
         heard_s = self._heard_s(agent_id(incarnation))

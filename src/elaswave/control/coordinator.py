@@ -249,6 +249,8 @@ class CoordinatorProcess(JobDriver):
             for worker, cpu_s in message.cpu_s.items():
                 self._detector.used(worker, cpu_s, time.monotonic())
                 self._membership.used(worker, cpu_s, time.monotonic())
+            for worker, waited_s in message.waited_s.items():
+                self._detector.looked(worker, waited_s, time.monotonic())
         elif isinstance(message, CheckpointCommitted):
             if not self._end.is_there:
                 self._publishing.committed(message)
@@ -301,6 +303,7 @@ class CoordinatorProcess(JobDriver):
             waiting_on=message.waiting_on,
             since_s=message.since_s,
             moved_bytes=message.moved_bytes,
+            starved_s=message.starved_s,
         )
         self._detector.heartbeat(message.worker, position, now_s)
         self._desk.heard(message)

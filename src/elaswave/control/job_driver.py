@@ -168,7 +168,7 @@ class JobDriver(CoordinatorDriver):
         self._knows_speeds = not self._has_begun
         """Whether the planner counts with the speeds that the layout in force was planned with; a new coordinator
         learns the layout from the first step."""
-        self._asked_of_agents: tuple[int, ...] = ()
+        self._asked_of_agents = Awaited(workers=())
         """The workers of whose processes the agents tell."""
         self._decisions = [record for record in records if isinstance(record, Decision)]
         self._recoveries = RecoveryReports(
@@ -179,7 +179,7 @@ class JobDriver(CoordinatorDriver):
             coordinator_ends_s=self._ends_to_tell(),
         )
         self._faults = OwnFaults(setup.faults, setup.run_dir, self)
-        self._detector = Detector(takes_over=self._has_begun, domains=self.core.domains)
+        self._detector = Detector(takes_over=self._has_begun, domains=self.core.domains, can_look=self._agents.can_look)
         self._recovery_planning = RecoveryPlanning(
             self._planner, self._background, pause=self._detector.pause, answer=self.answer_plan
         )
@@ -466,10 +466,14 @@ class JobDriver(CoordinatorDriver):
     # -------------------------------------------------------------------------------------------------------- processes
 
     def _ask_agents(self) -> None:
-        """Asks how the processes of workers get on that have not registered, or have not said a word; of none once all
-        have."""
-        self._asked_of_agents = tuple(sorted({*self._detector.awaited, *self._membership.silent}))
-        self._server.send_all(self._terminal.agents, Awaited(workers=self._asked_of_agents))
+        """Asks how the processes of workers get on that have not registered, have not said a word, or are silent; of
+        none once all are heard."""
+        self._asked_of_agents = self._of_interest()
+        self._server.send_all(self._terminal.agents, self._asked_of_agents)
+
+    def _of_interest(self) -> Awaited:
+        awaited = {*self._detector.awaited, *self._membership.silent}
+        return Awaited(workers=tuple(sorted(awaited)), silent=self._detector.quiet)
 
     def _watch(self, worker: int) -> None:
         """Waits for the end of a worker of this host in a thread; its agent's own news of it comes later."""
@@ -529,7 +533,9 @@ class JobDriver(CoordinatorDriver):
         self._take_suspicions(self._detector.tick(now_s))
         self._publishing.tick(now_s)
         self._desk.turn()
-        if set(self._asked_of_agents) != {*self._detector.awaited, *self._membership.silent}:
+        for excuse in self._detector.take_excuses():
+            _log.info("%s", excuse)
+        if self._asked_of_agents != self._of_interest():
             self._ask_agents()
         self._look_at_hosts(now_s)
         next_s = min(self._detector.next_tick_s(now_s), self._membership.tick(now_s, self._state.step_s))

@@ -199,9 +199,13 @@ class JobProcesses:
         """Whether a worker lives, as far as the template has told."""
         return any(not isinstance(name, Loader) and name >= 0 for name in self._pids)
 
+    def pids_of(self, workers: Iterable[int]) -> dict[int, int]:
+        """The processes of those workers that live."""
+        return {worker: self._pids[worker] for worker in workers if worker in self._pids}
+
     def facts_of(self, workers: Iterable[int]) -> dict[int, ProcessFacts]:
         """What the kernel says of those workers that live."""
-        found = {worker: facts_of(self._pids[worker]) for worker in workers if worker in self._pids}
+        found = {worker: facts_of(pid) for worker, pid in self.pids_of(workers).items()}
         return {worker: facts for worker, facts in found.items() if facts is not None}
 
     def _note(self, name: int | Loader, process: RunProcess | None) -> None:

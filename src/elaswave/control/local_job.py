@@ -81,6 +81,7 @@ from elaswave.data.fingerprint import SampleHash
 from elaswave.data.sampler import Sampler
 from elaswave.errors import LaunchError, RecoveryError, RetryError, StoppedBySignalError, UsageError
 from elaswave.faults.injection import Fault
+from elaswave.observability.processor_waits import ProcessorWaits
 from elaswave.observability.progress import Reporter
 from elaswave.observability.result import RESULT_FILE
 from elaswave.protocol.agent import (
@@ -102,6 +103,8 @@ from elaswave.worker.run_plan import RunPlan
 
 LOOK_S = 1.0
 """Between two looks at the processes of workers that have not registered."""
+LOOK_AT_SILENT_S = 0.9 * TICK_S
+"""Between two looks at the processes of workers that are silent: every turn of the loop, if nothing wakes it."""
 LAST_WORDS_S = 1.0
 """After the template's end, how long the coordinator may take to say whether the job was over before."""
 STARTING_S = 10.0
@@ -195,6 +198,9 @@ class LocalJob:
         self._awaited: tuple[int, ...] = ()
         """Workers that the coordinator waits for."""
         self._looked_s = 0.0
+        self._silent: dict[int, ProcessorWaits] = {}
+        """Workers of which the coordinator hears nothing."""
+        self._looked_at_silent_s = 0.0
         self._coordinator_since_s = 0.0
         self._patience_s = COORDINATOR_HUNG_S
         """With a coordinator that does not accept the agent."""
@@ -388,6 +394,7 @@ class LocalJob:
             if overdue is not None:
                 raise RecoveryError(f"{overdue}; see {self._run_dir / 'logs'}; {self._way_on()}")
             self._look_at_awaited()
+            self._look_at_silent()
             disconnected_s = self._client.disconnected_s
             if self._leads:
                 assert self._store is not None
@@ -456,6 +463,16 @@ class LocalJob:
         assert self._client is not None
         cpu_s = {worker: facts.cpu_s for worker, facts in self._processes.facts_of(self._awaited).items()}
         self._client.send(CpuTimes(cpu_s=cpu_s))
+
+    def _look_at_silent(self) -> None:
+        """Tells the coordinator how long those workers have waited for a processor of which it hears nothing."""
+        now_s = time.monotonic()
+        if not self._silent or now_s - self._looked_at_silent_s < LOOK_AT_SILENT_S:
+            return
+        self._looked_at_silent_s = now_s
+        assert self._client is not None
+        waited_s = {worker: waits.look(now_s) for worker, waits in self._silent.items()}
+        self._client.send(CpuTimes(cpu_s={}, waited_s=waited_s))
 
     def _say_starting(self) -> None:
         """Until the first step has been made, says now and then that the job is at it: a large model takes its time."""
@@ -539,6 +556,10 @@ class LocalJob:
             (self._reporter.error if message.is_error else self._reporter.message)(message.text)
         elif isinstance(message, Awaited):
             self._awaited = message.workers
+            now_s, pids = time.monotonic(), self._processes.pids_of(message.silent)
+            self._silent = {
+                worker: self._silent.get(worker) or ProcessorWaits(pid, now_s) for worker, pid in pids.items()
+            }
         elif isinstance(message, CommitCheckpoint):
             self._committing = message.number
             self._processes.ask_template(CommitShards(number=message.number, request=message.request))

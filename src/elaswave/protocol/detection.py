@@ -7,23 +7,27 @@ turned out to be harmless, and has a floor:
     link        a peer has lost its connection to the worker             after a grace in which an exit may explain it
     heartbeat   nothing is heard of a worker                             4 x the longest gap, at least 1.5 s;
                                                                          twice that while others still compute;
-                                                                         4 times that while most are silent together
+                                                                         4 times that while most are silent together;
+                                                                         time in which its process was seen to wait for
+                                                                         a processor does not count, up to 20 s
                 it has not registered, and uses no processor time        20 s
     progress    it computes one action far longer than any took          10 x the longest one, at least 2 s
                 all workers wait, and nothing moves, not even bytes      10 x the longest standstill, one step, 3 s
 
 What keeps a slow machine from looking like a dead worker: time in which the coordinator itself was not scheduled does
-not count; a committed step is a sign of life of all members, since the vote needs all of them; when no worker at all is
-heard, none is suspected (for half a minute: then no worker is left to go on with).
+not count; nor does time in which a worker was not, as its host's agent sees it (`elaswave.protocol.starvation`); a
+committed step is a sign of life of all members, since the vote needs all of them; when no worker at all is heard, none
+is suspected (for half a minute: then no worker is left to go on with).
 
 Durations are compared, never times of different machines. The same calls with the same times give the same answers.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from elaswave.protocol.events import Suspected
 from elaswave.protocol.position import IDLE, PHASES, STARTING, WRITE, Position, blame, kind_of
+from elaswave.protocol.starvation import EXCUSED_MAX_S, Starvation
 
 __all__ = ["Detector", "Position", "Suspicion"]
 
@@ -118,7 +122,18 @@ class _Awaited:
 class _Watched:
     """What is known of one worker."""
 
-    __slots__ = ("alive_s", "connected", "entered_s", "gaps", "heard_s", "is_fresh", "is_new", "position", "worker")
+    __slots__ = (
+        "alive_s",
+        "connected",
+        "entered_s",
+        "gaps",
+        "heard_s",
+        "is_fresh",
+        "is_new",
+        "position",
+        "starvation",
+        "worker",
+    )
 
     def __init__(self, worker: int, now_s: float, *, is_new: bool) -> None:
         self.worker = worker
@@ -128,6 +143,8 @@ class _Watched:
         """Time of the newest sign of life."""
         self.heard_s = now_s
         """Time of the newest heartbeat."""
+        self.starvation = Starvation(now_s)
+        """What was seen of its process since then."""
         self.connected = True
         self.is_fresh = True
         """The next heartbeat is the first one of its connection: the time before it is no gap."""
@@ -135,6 +152,11 @@ class _Watched:
         self.position: Position | None = None
         self.entered_s = now_s
         """When it entered this position, at the earliest."""
+
+    def lives(self, now_s: float) -> None:
+        """There is a sign of life."""
+        self.alive_s = now_s
+        self.starvation.ends(now_s)
 
     @property
     def beside_steps(self) -> bool:
@@ -160,10 +182,20 @@ class Detector:
     Args:
         takes_over: whether the job has begun under another coordinator.
         domains: where workers run, as far as that is known, see `elaswave.state.domains`; looked up again each time.
+        can_look: whether somebody can be expected to say of a worker how its process gets on, if it is one of `quiet`.
     """
 
-    def __init__(self, *, takes_over: bool = False, domains: Mapping[int, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        *,
+        takes_over: bool = False,
+        domains: Mapping[int, str] = MappingProxyType({}),
+        can_look: Callable[[int], bool] = lambda worker: False,
+    ) -> None:
         self._domains = domains
+        self._can_look = can_look
+        self._quiet: tuple[int, ...] = ()
+        self._excuses: list[str] = []
         self._learned_gaps = LEARNED_GAPS_AGAIN if takes_over else LEARNED_GAPS
         self._watched: dict[int, _Watched] = {}
         self._awaited: dict[int, _Awaited] = {}
@@ -200,6 +232,17 @@ class Detector:
         """The workers that have not registered, ascending."""
         return tuple(sorted(self._awaited))
 
+    @property
+    def quiet(self) -> tuple[int, ...]:
+        """The workers, ascending, that had been silent at the last tick for so long that it would raise the bound:
+        somebody is to look at their processes, and say so with `looked`."""
+        return self._quiet
+
+    def take_excuses(self) -> list[str]:
+        """Of each silence that has outlasted its bound, and was excused: why, for people, once."""
+        excuses, self._excuses = self._excuses, []
+        return excuses
+
     # --------------------------------------------------------------------------------------------- what is heard
 
     def expect(self, worker: int, now_s: float) -> None:
@@ -216,6 +259,19 @@ class Detector:
             if cpu_s != awaited.cpu_s:
                 awaited.cpu_s, awaited.moved_s = cpu_s, self._now_s
 
+    def looked(self, worker: int, waited_s: float, now_s: float) -> None:
+        """Somebody on a worker's host has looked at its process just now.
+
+        Args:
+            worker: its id.
+            waited_s: seconds of those since the look before in which the process could have run, and got no processor.
+            now_s: monotonic time.
+        """
+        self._advance(now_s)
+        watched = self._watched.get(worker)
+        if watched is not None:
+            watched.starvation.looked(waited_s, self._now_s)
+
     def joined(self, worker: int, now_s: float) -> None:
         """A worker begins to send heartbeats, or does so again over a new connection."""
         self._advance(now_s)
@@ -223,7 +279,7 @@ class Detector:
         is_new = self._awaited.pop(worker, None) is not None
         watched = self._watched.setdefault(worker, _Watched(worker, self._now_s, is_new=is_new))
         watched.connected = watched.is_fresh = True
-        watched.alive_s = self._now_s
+        watched.lives(self._now_s)
 
     def left(self, worker: int) -> None:
         """A worker is no member any more: it has finished, or the coordinator goes on without it."""
@@ -235,21 +291,26 @@ class Detector:
         watched = self._watched.get(worker)
         if watched is None:
             return
+        starved_s = watched.starvation.excused_s
         if self._none_heard:
             # The others get the same time to be heard again as if they had just spoken.
             self._none_heard = False
             for other in self._watched.values():
-                other.alive_s, other.is_fresh = self._now_s, True
+                other.lives(self._now_s)
+                other.is_fresh = True
         if not watched.is_fresh and not watched.starting:
-            watched.gaps.add(min(self._now_s - watched.heard_s, GAP_MAX_S), self._now_s)
+            watched.gaps.add(min(self._now_s - watched.heard_s - starved_s, GAP_MAX_S), self._now_s)
         previous = watched.position
         if previous is None or not previous.same_stay(position):
             self._enter(watched, position)
         elif previous.moved_bytes != position.moved_bytes:
             self._moved_s = self._now_s
+        if starved_s:  # those who waited for it did not stand still meanwhile
+            self._moved_s = min(self._moved_s + starved_s, self._now_s)
         watched.position = position
         watched.connected, watched.is_fresh = True, False
-        watched.alive_s = watched.heard_s = self._now_s
+        watched.lives(self._now_s)
+        watched.heard_s = self._now_s
         self._follow_front(position)
 
     def link_lost(self, reporter: int, peer: int, now_s: float) -> None:
@@ -431,14 +492,23 @@ class Detector:
         # Of all by the same measure, whichever worker computes.
         hushed = [watched.worker for watched, silence_s, bound_s in known if silence_s > bound_s / 2]
         num_hushed = len(hushed)
+        quiet = (watched.worker for watched, silence_s, bound_s in known if silence_s > bound_s / SILENCE_FACTOR)
+        self._quiet = tuple(sorted(quiet))
         shortest_s = min((silence_s for _, silence_s, _ in known), default=float("inf"))
         crowd = CROWD_FACTOR if num_hushed >= CROWD and self._are_most(hushed) else 1.0
         late: list[tuple[_Watched, float, float]] = []
         for watched, silence_s, bound_s in known:
             spare = self._num_computing > watched.computing and not watched.starting
             hurry = NO_HURRY if spare else 1.0
-            if silence_s > bound_s * hurry * crowd:
-                late.append((watched, silence_s, bound_s * hurry * crowd))
+            allowed_s = bound_s * hurry * crowd
+            if silence_s <= allowed_s:
+                continue
+            if watched.starvation.condemns(silence_s, allowed_s, self._now_s, self._can_look(watched.worker)):
+                late.append((watched, silence_s, allowed_s))
+            elif excuse := watched.starvation.take_excuse():
+                self._excuses.append(
+                    f"worker {watched.worker} has been silent for {silence_s:.2f} s (bound {allowed_s:.2f} s), {excuse}"
+                )
         if late and num_hushed == len(self._watched) + len(self._awaited) and shortest_s < NOBODY_S:
             self._none_heard = True
             return []
@@ -447,7 +517,8 @@ class Detector:
                 watched.worker,
                 "heartbeat",
                 f"worker {watched.worker} has been silent for {silence_s:.2f} s (bound {bound_s:.2f} s; its longest "
-                f"gap lately was {watched.gaps.value_s:.2f} s{'' if watched.connected else '; it is disconnected'})",
+                f"gap lately was {watched.gaps.value_s:.2f} s{'' if watched.connected else '; it is disconnected'}"
+                f"{watched.starvation.finding})",
             )
             for watched, silence_s, bound_s in sorted(late, key=lambda entry: entry[0].worker)
         ]
@@ -467,7 +538,7 @@ class Detector:
         if here[0] == self._front[0]:
             for watched in self._watched.values():
                 if watched.position is not None and watched.position.epoch == position.epoch:
-                    watched.alive_s = self._now_s
+                    watched.lives(self._now_s)
             if here[1] == self._front[1] + 1:
                 self._steps.add(self._now_s - self._front_s, self._now_s)
         self._front, self._front_s = here, self._now_s
@@ -482,7 +553,7 @@ class Detector:
             entered_s = max(watched.heard_s, entered_s)  # at its last heartbeat it did something else
             if previous.computing:
                 # When exactly it ended that is not known, only that it was before it began this.
-                took_s = previous.since_s + min(entered_s - watched.heard_s, UNSEEN_S)
+                took_s = max(0.0, previous.since_s - previous.starved_s) + min(entered_s - watched.heard_s, UNSEEN_S)
                 longest = self._busy.setdefault(kind_of(previous.label), _LongestLately(DURATION_HALF_LIFE_S))
                 longest.add(took_s, self._now_s)
             if self._num_computing == 0 and kind_of(previous.label) in PHASES:
@@ -510,6 +581,7 @@ class Detector:
             if position is None or not position.computing:
                 continue
             age_s = watched.heard_s - watched.entered_s  # as it said itself: silence is another matter
+            age_s -= min(position.starved_s, EXCUSED_MAX_S)
             if age_s <= BUSY_FLOOR_S:
                 continue
             bound_s = self.busy_bound_s(position.label)

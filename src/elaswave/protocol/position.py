@@ -40,6 +40,8 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     """How long it has been doing this, by its own clock."""
     moved_bytes: int = 0
     """Changes whenever bytes move over its links, however slowly."""
+    starved_s: float = 0.0
+    """Seconds of `since_s` in which it was seen to wait for a processor, if it computes."""
 
     def same_stay(self, later: "Position") -> bool:
         """Whether a later heartbeat tells of the same thing still going on."""

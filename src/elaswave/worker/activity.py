@@ -3,11 +3,13 @@
 Written by one thread and read by another: each change is one assignment of one tuple, so a reader sees a whole state.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from elaswave.observability.processor_waits import ProcessorWaits
 from elaswave.protocol.position import START
 from elaswave.transport.interface import Handle
 
@@ -24,6 +26,8 @@ class Doing(NamedTuple):
     """Workers from or to which frames still move; empty where that is not known."""
     since_s: float
     """Monotonic time at which it began."""
+    starved_s: float = 0.0
+    """Seconds since its first heartbeat in which the worker has waited for a processor, if it computes."""
 
 
 def own_cpu_clock() -> Callable[[], float]:
@@ -45,6 +49,9 @@ class Activity:
         # Only the thread that tells writes these.
         self._stirred_cpu_s = 0.0
         self._stirred_s = self.doing.since_s
+        self._told = self.doing
+        self._waits: ProcessorWaits | None = None
+        self._starved_s = 0.0
 
     @property
     def label(self) -> str:
@@ -59,12 +66,21 @@ class Activity:
         however slowly, or it stands still.
         """
         doing = self.doing
-        if doing.label != START or not doing.computing:
+        if not doing.computing:
             return doing
+        if doing.label != START:
+            return doing._replace(starved_s=self._seen_starved_s(doing, time.monotonic()))
         cpu_s = self._cpu_clock()
         if cpu_s - self._stirred_cpu_s >= STIR_S:
             self._stirred_cpu_s, self._stirred_s = cpu_s, time.monotonic()
         return doing._replace(since_s=max(doing.since_s, self._stirred_s))
+
+    def _seen_starved_s(self, doing: Doing, now_s: float) -> float:
+        if self._waits is None or doing is not self._told:
+            self._told, self._waits, self._starved_s = doing, ProcessorWaits(os.getpid(), now_s), 0.0
+        else:
+            self._starved_s += self._waits.look(now_s)
+        return self._starved_s
 
     def compute(self, label: str) -> None:
         """The worker computes: it cannot be waiting for another worker."""

@@ -157,6 +157,7 @@ class Mailbox:
             num_owned=self.num_held[0],
             num_followed=self.num_held[1],
             moved_bytes=self._transport.moved_bytes,
+            starved_s=doing.starved_s,
         )
 
     @property

@@ -56,7 +56,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Blocks that it owned when its newest step began."""
     num_followed: int = 0
     moved_bytes: int = 0
-    """As of `Position`."""
+    starved_s: float = 0.0
+    """Both as of `Position`."""
 
 
 class LinkLost(Message, frozen=True, kw_only=True):

@@ -1,10 +1,14 @@
 """What a worker says it is doing, and for whom it waits."""
 
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 import torch
 from tests.memory_transport import MemoryNetwork
+from tests.starving import busy_core, feed, starve
 
 from elaswave.protocol.engine import FrameKind, Key
 from elaswave.transport.frames import Tag
@@ -114,3 +118,45 @@ def test_a_worker_that_has_waited_for_its_input_computes_again(transports):
     links.wait((key,))
     assert activity.doing[:2] == ("0F1", True)
     assert links.take(key) == [3, -4]
+
+
+TELLS = """
+import sys, threading
+from elaswave.worker.activity import Activity
+
+def loop():
+    while True: pass
+
+activity = Activity()
+activity.compute("0F0")
+threading.Thread(target=loop, daemon=True).start()
+for line in sys.stdin:
+    if line == "next\\n":
+        activity.compute("1F0")
+    print(activity.told().starved_s, flush=True)
+"""
+
+
+def test_a_heartbeat_tells_how_long_an_action_has_waited_for_a_processor():
+    command = [sys.executable, "-c", TELLS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def ask(line: str) -> float:
+            process.stdin.write(line)
+            process.stdin.flush()
+            return float(process.stdout.readline())
+
+        try:
+            assert ask("\n") == 0.0
+            with busy_core() as busy:
+                starve(process.pid, busy.core)
+                time.sleep(0.5)
+                starved_s = ask("\n")
+                feed(process.pid)
+            assert starved_s > 0.2
+            assert ask("\n") >= starved_s
+            assert ask("next\n") == 0.0
+        finally:
+            process.kill()
