@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tests.integration.jobs import Job, run_job
 
+from elaswave.control import stragglers
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
 from elaswave.types import Layout
 from elaswave.worker import outbox
@@ -65,6 +66,20 @@ def test_a_slow_worker_gets_less_to_do_and_more_again_when_it_is_fast(tmp_path: 
     assert work_of(slow.layout, 1) < work_of(job.result.epochs[0].layout, 1)
     fast = next(record for record in job.result.epochs if record.first_step > 22 and "worker 1" in record.reason)
     assert work_of(fast.layout, 1) > work_of(slow.layout, 1)
+
+
+@pytest.mark.slow
+def test_a_worker_that_stays_too_slow_for_any_work_leaves(
+    tmp_path: Path, reference: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one trial here: the coordinator is forked from this process."""
+    monkeypatch.setattr(stragglers, "TRIAL_ROUNDS", 1)
+    monkeypatch.setattr(stragglers, "TRIALS_MAX", 1)
+    job = run_job(tmp_path / "run", LAYERS, faults=["slow:1@3:0.05"])
+    assert job.computation == reference.computation
+    assert any("worker 1 leaves: it is too slow for any work" in message for message in job.messages)
+    assert not any(each.is_failure for each in job.result.recoveries)
+    assert job.result.epochs[-1].layout.workers == (0, 2, 3)
 
 
 @pytest.mark.slow

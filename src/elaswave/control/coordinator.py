@@ -201,6 +201,7 @@ class CoordinatorProcess(JobDriver):
                 self._terminal.say(slow)
             self._recorder.timings(message.step, self._planner.measurements.add(message, self.core.members))
             self._searches.rebalance()
+            self._drain_hopeless()
         else:
             if isinstance(message, Finished):
                 self._joiners.stop()

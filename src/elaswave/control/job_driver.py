@@ -45,6 +45,7 @@ from elaswave.control.recovery_reports import RecoveryReports
 from elaswave.control.run_planner import RunPlanner
 from elaswave.control.server import ControlServer
 from elaswave.control.store import Owner
+from elaswave.control.stragglers import TRIALS_MAX
 from elaswave.control.template_messages import StartingPoint
 from elaswave.control.terminal import Terminal
 from elaswave.observability.clock import clock_here
@@ -53,6 +54,7 @@ from elaswave.observability.result import EVENTS_FILE
 from elaswave.observability.run_folder import data_facts
 from elaswave.protocol import events
 from elaswave.protocol.coordinator import Bounds, Coordinator
+from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.detection import TICK_S, Detector, Suspicion
 from elaswave.protocol.driver import CoordinatorDriver
 from elaswave.protocol.ending import MemberEnd
@@ -446,6 +448,19 @@ class JobDriver(CoordinatorDriver):
         self._membership.leave(worker, deadline_s, time.monotonic())
         self._searches.plan_for_members()
         self._stop_if_none_stay()
+
+    def _drain_hopeless(self) -> None:
+        """Has a worker leave that is too slow for any work, and was found so again and again."""
+        core = self.core
+        if core.state is not State.TRAINING or core.is_changing or self._stop is not None or self._end.is_there:
+            return
+        worker = self._planner.costs_more_than_it_gives(core.in_force().layout, core.admissions.leaving)
+        if worker is not None:
+            self._terminal.say(
+                f"worker {worker} leaves: it is too slow for any work, and was so in {TRIALS_MAX} trials; others hold "
+                "its blocks from now on"
+            )
+            self.request_drain(worker)
 
     def _stop_if_none_stay(self) -> None:
         cause = self._membership.cause_to_stop()

@@ -236,6 +236,25 @@ class RunPlanner:
 
         return search
 
+    def costs_more_than_it_gives(self, layout: Layout, leaving: Collection[int]) -> int | None:
+        """A worker that is to leave, since it is too slow for any work, again and again; None if there is none.
+
+        A spare that may get fast again is worth the copies that it holds. One of which that is not to be hoped for only
+        makes the others wait, in votes and for what it owns. It stays where the others would be too few: for copies, or
+        for elastic.min_workers.
+
+        Args:
+            layout: in force.
+            leaving: members that are to leave already.
+        """
+        elastic = self._plan.config.elastic
+        busy = {hop.worker for route in layout.routes for hop in route}
+        num_staying = len(set(layout.workers).difference(leaving)) - 1
+        if not self._rebalances or num_staying < max(1 + elastic.num_followers, elastic.min_workers):
+            return None
+        hopeless = self.measurements.stragglers.hopeless
+        return next((worker for worker in hopeless if worker not in busy and worker not in leaving), None)
+
     def look(self, epoch: int, before: InForce) -> Callable[[], AskedLayout] | str:
         """A better layout of the workers as they are, for a person who asks; or why it cannot be looked for.
 

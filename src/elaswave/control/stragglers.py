@@ -7,7 +7,8 @@ the median of those reports; a speed within the deviation of the configured one 
 
 A slow worker that a plan leaves without any work cannot be measured. It is *tried again*: after `TRIAL_ROUNDS` rounds
 plans count with its configured speed, and if it is still slow it is found out as any other. Each trial that fails
-doubles the rounds until the next one.
+doubles the rounds until the next one. After `TRIALS_MAX` that have failed one after the other, and once it is without
+work again, it is *hopeless*: what it gives, a few copies, others can give.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,6 +17,8 @@ from typing import NamedTuple
 
 TRIAL_ROUNDS = 16
 """Of the others, until a worker without work is tried again for the first time."""
+TRIALS_MAX = 3
+"""Trials in a row that must fail before a worker is hopeless: with the rounds between them some eight minutes."""
 
 
 class Hysteresis(NamedTuple):
@@ -60,11 +63,19 @@ class Stragglers:
         """Rounds for which a worker with another speed than configured has had no work."""
         self._trials: dict[int, int] = {}
         """Rounds without work after which a worker is tried again."""
+        self._steady: dict[int, int] = {}
+        """Reports in a row by which a worker is as fast as configured, of those that were tried again."""
 
     @property
     def speeds(self) -> dict[int, float]:
         """Worker -> the speed that plans count with, relative to the configured one; 1 for those that are not in it."""
         return dict(self._speeds)
+
+    @property
+    def hopeless(self) -> tuple[int, ...]:
+        """Workers without work that were still slow whenever they were tried again, ascending."""
+        failed = TRIAL_ROUNDS << TRIALS_MAX
+        return tuple(sorted(worker for worker in self._unmeasured if self._trials.get(worker, 0) >= failed))
 
     def plan_with(self, speeds: Mapping[int, float]) -> None:
         """Counts with other speeds from now on: those that the layout in force was planned with.
@@ -115,12 +126,21 @@ class Stragglers:
             streak.clear()
         if least <= ratio <= 1.0 / least:
             streak.clear()
+            self._note_steady(worker)
             return None
+        self._steady.pop(worker, None)
         streak.append(ratio)
         if len(streak) < self._hysteresis.rounds:
             return None
         speed = self._speeds.get(worker, 1.0) * median(streak)
         return 1.0 if least <= speed <= 1.0 / least else speed
+
+    def _note_steady(self, worker: int) -> None:
+        """A worker that was tried again is as fast as plans think: after some such reports its trial has not failed."""
+        if worker in self._trials and worker not in self._speeds:
+            self._steady[worker] = self._steady.get(worker, 0) + 1
+            if self._steady[worker] >= self._hysteresis.rounds:
+                del self._steady[worker], self._trials[worker]
 
     def _count_with(self, worker: int, speed: float) -> None:
         if worker in self._ratios:
@@ -144,7 +164,7 @@ class Stragglers:
         return due
 
     def _forget(self, members: Collection[int]) -> None:
-        for known in (self._speeds, self._ratios, self._streaks, self._unmeasured, self._trials):
+        for known in (self._speeds, self._ratios, self._streaks, self._unmeasured, self._trials, self._steady):
             for worker in [worker for worker in known if worker not in members]:
                 del known[worker]
 

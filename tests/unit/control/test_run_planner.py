@@ -61,6 +61,43 @@ def test_a_shift_is_planned_for_once_and_both_are_said():
     assert found.news.startswith("worker 1 computes at 0.50 of its speed, not 1.00: the layout changes (")
 
 
+@pytest.mark.parametrize(
+    "elastic, leaving, drained",
+    [
+        ({}, (), 1),
+        ({"rebalance": False}, (), None),
+        ({"min_workers": 4}, (), None),
+        ({"num_followers": 3}, (), None),
+        ({"num_followers": 2}, (), 1),
+        ({"num_followers": 2}, (3,), None),
+        ({}, (1,), None),
+        ({"policy": "recycle_rerouting"}, (), None),
+    ],
+)
+def test_a_hopeless_worker_leaves_where_the_others_suffice(
+    elastic: dict[str, Any], leaving: tuple[int, ...], drained: int | None
+) -> None:
+    given = plan(**elastic)
+    run = RunPlanner(given)
+    layout = given.layout
+    spare = msgspec.structs.replace(
+        layout,
+        routes=tuple(
+            tuple(msgspec.structs.replace(hop, worker=0) if hop.worker == 1 else hop for hop in route)
+            for route in layout.routes
+        ),
+    )
+    assert run.costs_more_than_it_gives(spare, leaving) is None
+    stragglers, others = run.measurements.stragglers, dict.fromkeys((0, 2, 3), 1.0)
+    while not stragglers.hopeless:
+        if stragglers.speeds:
+            stragglers.observe(others, (0, 1, 2, 3))
+        else:
+            stragglers.observe({**others, 1: 0.05}, (0, 1, 2, 3))
+    assert run.costs_more_than_it_gives(spare, leaving) == drained
+    assert run.costs_more_than_it_gives(layout, leaving) is None, "it has work"
+
+
 def test_where_no_layout_is_better_that_is_said_and_a_successor_knows_the_speed():
     given = plan()
     run = RunPlanner(given)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from elaswave.control.stragglers import HYSTERESIS, TRIAL_ROUNDS, Hysteresis, Shift, Stragglers
+from elaswave.control.stragglers import HYSTERESIS, TRIAL_ROUNDS, TRIALS_MAX, Hysteresis, Shift, Stragglers
 
 MEMBERS = (0, 1, 2, 3)
 THREE = Hysteresis(0.1, 3)
@@ -128,6 +128,42 @@ def test_a_slow_worker_without_work_is_tried_again_and_then_less_and_less_often(
         assert policy.speeds == {}
         rounds(policy, {2: 0.1}, 3)  # it has got work, and is still slow
         assert policy.speeds == {2: pytest.approx(0.1)}
+
+
+def failed_trials(policy: Stragglers, number: int) -> None:
+    """So many, one after the other, of worker 2; then it is without work again."""
+    rounds(policy, {2: 0.1}, 3)
+    others = {worker: 1.0 for worker in MEMBERS if worker != 2}
+    for trial in range(number):
+        for _ in range(TRIAL_ROUNDS << trial):
+            assert policy.hopeless == ()
+            policy.observe(others, MEMBERS)
+        rounds(policy, {2: 0.1}, 3)
+    assert policy.hopeless == (), "it has had work up to now"
+    policy.observe(others, MEMBERS)
+
+
+def test_a_worker_that_is_slow_in_every_trial_is_hopeless():
+    policy = Stragglers(THREE)
+    failed_trials(policy, TRIALS_MAX)
+    assert policy.hopeless == (2,)
+    policy.observe({0: 1.0, 1: 1.0, 3: 1.0}, (0, 1, 3))
+    assert policy.hopeless == ()
+    policy = Stragglers(THREE)
+    failed_trials(policy, TRIALS_MAX - 1)
+    assert policy.hopeless == ()
+
+
+def test_a_trial_that_succeeds_makes_up_for_those_that_have_failed():
+    policy = Stragglers(THREE)
+    failed_trials(policy, TRIALS_MAX)
+    others = {worker: 1.0 for worker in MEMBERS if worker != 2}
+    while policy.speeds:
+        policy.observe(others, MEMBERS)  # it is tried once more
+    assert rounds(policy, {}, 3) == [None, None, None] and policy.hopeless == ()
+    rounds(policy, {2: 0.1}, 3)  # some time later
+    policy.observe(others, MEMBERS)
+    assert policy.speeds and policy.hopeless == ()
 
 
 def test_a_slow_worker_with_work_is_not_tried():
