@@ -57,7 +57,7 @@ ADAPTS: dict[str, Any] = {
     "batch.num_microbatches": 8,
     "batch.microbatch_size": 1,
     "optimizer.schedule": "constant",
-    "run.steps": 10,
+    "run.steps": 16,
     "run.eval_every": 4,
     "run.eval_microbatches": 1,
 }
