@@ -74,6 +74,8 @@ def _valid_in(report: Report, evidence: Evidence | None, base: int) -> frozenset
 def lost_blocks(num_blocks: int, valid: Mapping[int, frozenset[int]]) -> tuple[int, ...]:
     """Blocks of which no valid copy is left, ascending."""
     kept = frozenset().union(*valid.values())
+    if len(kept) == num_blocks:
+        return ()
     return tuple(block for block in range(num_blocks) if block not in kept)
 
 
@@ -193,9 +195,8 @@ def plan_with(
         placement = place_blocks(layout, blocks, num_followers=num_followers, scatter_width=scatter_width)
         promoted = 0
     else:
-        found = promote(
-            question.placement, blocks, layout, lambda block, worker: block in question.valid.get(worker, ())
-        )
+        valid = question.valid.get
+        found = promote(question.placement, blocks, layout, lambda block, worker: block in valid(worker, ()))
         placement, promoted = found.placement, len(found.promoted)
     return RecoveryPlan(layout, placement, promoted, execution, reason, predicted_step_s)
 
