@@ -1,11 +1,12 @@
 """Throughput of 96 workers after losses: ElasWave's plans against the baselines', and what each of its moves is worth.
 
-    python benchmarks/throughput.py [--models llama-2-7b ...] [--layouts 12x8 ...] [--lost 1 5] [--jobs 2] [--json]
+    python benchmarks/throughput.py [--models llama-2-7b ...] [--layouts 12x8 ...] [--lost 1 5] [--slow 5] [--json]
 
 For every setting (model, replicas x stages, micro-batches per replica, number and pattern of losses) all policies plan
 for the loss of the same workers, from the same undisturbed job and again each from its own, and every plan's programs
 are timed exactly as the executor would run them. `capacity` is ElasWave's throughput over what is left of the
-fault-free one's: the best that any policy makes of all 96 workers, times alive / total. See README.md beside this file.
+fault-free one's: the best that any policy makes of all 96 workers, times the survivors' share of all speeds. With
+`--slow` so many of the workers compute at 0.7 of the others' speed. See README.md beside this file.
 """
 
 import argparse
@@ -71,7 +72,7 @@ SHORT = {
 }
 """Names as columns have room for."""
 SLOW_SPEED = 0.7
-"""Of one worker, relative to the others', where ablations are to show what speeds and clocks are good for."""
+"""Of slow workers, relative to the others'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,8 @@ class Setting:
     """Per replica."""
     num_lost: int
     pattern: str
+    num_slow: int = 0
+    """Workers at `SLOW_SPEED`."""
 
     @property
     def layout(self) -> str:
@@ -106,6 +109,7 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16, 32], help="per replica")
     parser.add_argument("--lost", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6])
     parser.add_argument("--patterns", nargs="+", default=["spread", "clustered"], choices=["spread", "clustered"])
+    parser.add_argument("--slow", type=int, default=0, help=f"workers at {SLOW_SPEED:g} of the others' speed, spread")
     parser.add_argument("--ablate", type=int, nargs="*", default=[5], help="losses for which moves are switched off")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
@@ -115,9 +119,14 @@ def main() -> int:
     rows = simulate(list(settings_of(options)), options.ablate, options.jobs)
     summary = summarise(rows) | {"ablations_uneven": ablate_uneven() if options.ablate else {}}
     if options.json:
-        print(json.dumps({"machine": where, "device": options.device, "simulated": rows} | summary, indent=2))
+        print(
+            json.dumps(
+                {"machine": where, "device": options.device, "slow": options.slow, "simulated": rows} | summary,
+                indent=2,
+            )
+        )
     else:
-        print_table(rows, summary, where)
+        print_table(rows, summary, where, options.slow)
     return 1 if summary["missed"] else 0
 
 
@@ -137,6 +146,7 @@ def settings_of(options: argparse.Namespace) -> Iterator[Setting]:
             microbatches=microbatches,
             num_lost=num_lost,
             pattern=pattern,
+            num_slow=options.slow,
         )
 
 
@@ -157,7 +167,7 @@ def simulate_job(settings: Sequence[Setting], ablate: Sequence[int]) -> list[dic
     first = settings[0]
     preset = device_preset(first.device)
     costs = analytic_costs(model_shape(first.model), preset)
-    cluster = preset_cluster(NUM_WORKERS, preset)
+    cluster = with_slow(preset_cluster(NUM_WORKERS, preset), first.num_slow)
     number = first.replicas * first.microbatches
     try:
         start = fastest_fault_free(cluster, costs, first.stages, first.replicas, number)
@@ -168,6 +178,13 @@ def simulate_job(settings: Sequence[Setting], ablate: Sequence[int]) -> list[dic
     own = own_starts(cluster, costs, start, POLICIES)
     whole_s = min(equal_s, *(each.step_s for each in own.values()))
     return [simulate_loss(setting, cluster, costs, start, own, whole_s, equal_s, ablate) for setting in settings]
+
+
+def with_slow(cluster: Cluster, number: int) -> Cluster:
+    """The cluster with so many slow workers, evenly spread."""
+    speed = cluster.speed.copy()
+    speed[[round((index + 0.5) * NUM_WORKERS / number) for index in range(number)]] = SLOW_SPEED
+    return dataclasses.replace(cluster, speed=speed)
 
 
 def simulate_loss(
@@ -189,7 +206,7 @@ def simulate_loss(
     from_own, refused_from_own = plans_of(left, costs, {name: each.allocation for name, each in own.items()}, event)
     rates = {name: rate_of(each) for name, each in plans.items()}
     rate = rate_of(ours)
-    share = left.num_workers / cluster.num_workers
+    share = float(left.speed.sum() / cluster.speed.sum())
     ablations = {}
     if setting.num_lost in ablate:
         for name, each in ABLATIONS.items():
@@ -354,9 +371,11 @@ def title(row: dict[str, Any]) -> str:
     return f"{row['model']} {row['layout']}, {row['microbatches']} micro-batches, {row['lost']} {row['pattern']}"
 
 
-def print_table(rows: Sequence[dict[str, Any]], summary: dict[str, Any], where: dict[str, Any]) -> None:
+def print_table(rows: Sequence[dict[str, Any]], summary: dict[str, Any], where: dict[str, Any], slow: int) -> None:
     """For people."""
     print_header(where)
+    if slow:
+        print(f"{slow} workers at {SLOW_SPEED:g} of the others' speed")
     names = [name for name in POLICIES if name != "elaswave"]
     print("throughput relative to each baseline's; capacity: of what is left of the fault-free throughput")
     print(f"{'model':<12} {'layout':>6} {'mb':>3} {'lost':>12} {'step ms':>8} {'capacity':>8} " + " ".join(
