@@ -188,7 +188,7 @@ def coordinator_of(run_dir: Path) -> int:
 def as_toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value)
+    return str(list(value) if isinstance(value, tuple) else value)
 
 
 def flip_bit(tensor: torch.Tensor, element: int, bit: int) -> None:
