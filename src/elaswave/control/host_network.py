@@ -68,10 +68,12 @@ def hold(seed: Seed, bind: str) -> HeldPort | None:
 
     Args:
         seed: where the coordinator is dialled.
-        bind: numeric address to listen at.
+        bind: numeric address of this host to listen at, which may be another one than the seed's.
     Returns:
-        None if the address is another host's, or another agent of this host has it.
+        None if the seed is another host's, or another agent of this host has it.
     """
+    if not _is_here(seed):
+        return None
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         lock.bind(f"\0elaswave-agent/{seed.address}/{seed.port}")
@@ -81,6 +83,19 @@ def hold(seed: Seed, bind: str) -> HeldPort | None:
         if isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
             return None
         raise
+
+
+def _is_here(seed: Seed) -> bool:
+    """Whether the seed's address is one of this host."""
+    family = socket.AF_INET6 if ":" in seed.address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((seed.address, 0))
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                return False
+            raise
+        return True
 
 
 def own_address(seed: Seed) -> str:

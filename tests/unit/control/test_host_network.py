@@ -47,7 +47,8 @@ def test_one_agent_of_a_host_holds_the_coordinators_port() -> None:
 
 
 def test_the_port_of_another_host_or_program_is_not_held() -> None:
-    assert hold(seed("192.0.2.1"), "192.0.2.1") is None
+    assert hold(seed("198.51.100.1"), "198.51.100.1") is None
+    assert hold(seed("198.51.100.1"), "127.0.0.1") is None, "the port is free here, but nobody dials it here"
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
