@@ -190,5 +190,9 @@ class RetryError(ElaswaveError):
     store that is not reached, too few hosts, a notice that its host is taken away."""
 
 
+class NeedlessError(ElaswaveError):
+    """An agent has nothing to do: its node has another one."""
+
+
 class RecoveryError(ElaswaveError):
     """Too much was lost for the job to go on. The message says what, and what to do."""

@@ -24,17 +24,22 @@ def recoveries(agents: Agents, kind: str) -> list[dict[str, Any]]:
     return [each for each in found if each["kind"] == kind]
 
 
-def test_two_agents_compute_what_one_launcher_does(tmp_path: Path) -> None:
+def test_agents_compute_what_one_launcher_does(tmp_path: Path) -> None:
     settings = {**FOUR, "run.steps": 30}
-    with Agents(tmp_path, {**settings, "control.hosts": 2}, f"127.0.0.1:{free_port()}") as agents:
-        follower = agents.start("b")  # before anybody founds the job: it waits
+    with Agents(tmp_path, {**settings, "control.hosts": 3}, f"127.0.0.1:{free_port()}") as agents:
+        # Before anybody founds the job: they wait, and both hear what is trained before either says that it is there.
+        pair = [agents.start("b"), agents.start("b")]
         founder = agents.start("a", founds=True)
+        needless = agents.wait_for(lambda: [one for one in pair if "nothing to do" in one.text], "the end of one")[0]
+        (follower,) = (one for one in pair if one is not needless)
+        assert needless.end() == 0, needless.text
+        third = agents.start("d")
         agents.wait_for_step(2)
         twin = agents.start("b")
         other = agents.start("c", "--set", "run.steps=31")
         assert twin.end() == 0 and "node b has an agent of this job already" in twin.text
         assert other.end() == 2 and "was given another configuration" in other.text, other.text
-        assert (founder.end(), follower.end()) == (0, 0), (founder.text, follower.text)
+        assert (founder.end(), follower.end(), third.end()) == (0, 0, 0), (founder.text, follower.text, third.text)
         late = agents.start("a", founds=True)
         assert late.end() == 0 and "the job is finished already" in late.text
     assert "finished 30 steps" in founder.text and "finished 30 steps" in follower.text

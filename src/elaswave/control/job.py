@@ -17,7 +17,7 @@ from elaswave.control.machine import check_memory
 from elaswave.control.post import Post
 from elaswave.control.script import Script
 from elaswave.errors import UsageError
-from elaswave.faults.injection import parse_faults
+from elaswave.faults.injection import KILL_HOST, parse_faults
 from elaswave.observability.result import RunResult
 from elaswave.observability.run_folder import (
     LOGS_DIR,
@@ -112,6 +112,11 @@ def run_job(
         respawns=config.elastic.respawns,
         hosts=config.host_of,
     )
+    if post is not None and post.job and any(fault.kind == KILL_HOST for fault in faults):
+        raise UsageError(
+            "--fault kill-host strikes hosts that one machine stands for, and this job has agents: kill the agent of a "
+            "host instead, or use `elaswave train` with elastic.hosts"
+        )
 
     now = datetime.now(UTC)
     folder = options.run_dir or default_run_dir(now, secrets.token_hex(3))

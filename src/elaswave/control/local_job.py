@@ -79,7 +79,15 @@ from elaswave.control.template_messages import (
 from elaswave.control.wire import agent_id
 from elaswave.data.fingerprint import SampleHash
 from elaswave.data.sampler import Sampler
-from elaswave.errors import LaunchError, RecoveryError, RetryError, StoppedBySignalError, UsageError
+from elaswave.errors import (
+    ElaswaveError,
+    LaunchError,
+    NeedlessError,
+    RecoveryError,
+    RetryError,
+    StoppedBySignalError,
+    UsageError,
+)
 from elaswave.faults.injection import Fault
 from elaswave.observability.processor_waits import ProcessorWaits
 from elaswave.observability.progress import Reporter
@@ -332,6 +340,7 @@ class LocalJob:
             StoppedBySignalError: a second signal has come, or too much time has passed after the first.
             RetryError: this agent's part is over, the job's is not.
             UsageError: the agent may not take part, by a person's mistake.
+            NeedlessError: its node has another one.
         """
         self._plan, self._sampler, self._checkpoint, self._way_on = plan, sampler, checkpoint, way_on
         self._calls.begin(0 if checkpoint is None else checkpoint.meta.step)
@@ -410,7 +419,7 @@ class LocalJob:
             if self.stop_signal is not None or self._calls.error is not None:
                 now_s = time.monotonic()
                 if kill_at_s is None:
-                    kill_at_s = now_s + (STOP_GRACE_S if self._post.leave_s is None else self._post.leave_s)
+                    kill_at_s = now_s + self._stop_grace_s
                     self._ask_to_stop()
                 elif now_s > kill_at_s:
                     self._calls.raise_error()
@@ -454,6 +463,12 @@ class LocalJob:
         """Whether this host's workers leave, and the job goes on."""
         return self.stop_signal is not None and self._post.leave_s is not None and not self._stop_cause
 
+    @property
+    def _stop_grace_s(self) -> float:
+        """How long the end that was asked for may take: a notice's time is this host's, not that of a job's stop."""
+        leave_s = self._post.leave_s
+        return leave_s if leave_s is not None and self._is_leaving else STOP_GRACE_S
+
     def _look_at_awaited(self) -> None:
         """Tells the coordinator now and then how the workers get on that it waits for."""
         now_s = time.monotonic()
@@ -489,11 +504,10 @@ class LocalJob:
         """Ends this agent if the coordinator does not want it.
 
         Raises:
-            UsageError: by a person's mistake.
-            RetryError: another agent, started later, may take part.
+            ElaswaveError: as of `refusal`.
         """
         if self._refused is not None:
-            raise (RetryError if self._refused.verdict == "again" else UsageError)(self._refused.reason)
+            raise refusal(self._refused)
 
     def _ask_to_stop(self) -> None:
         """Passes a signal on; later coordinators are told with the hello."""
@@ -745,6 +759,14 @@ class LocalJob:
         if trouble:
             self._reporter.message(trouble)
         self._close_folder()
+
+
+def refusal(refused: AgentRefused) -> ElaswaveError:
+    """What ends an agent that may not take part: a person's mistake (`UsageError`), another agent of its node
+    (`NeedlessError`), or what a later one may not meet (`RetryError`)."""
+    if refused.verdict == "needless":
+        return NeedlessError(refused.reason)
+    return RetryError(refused.reason) if refused.verdict == "again" else UsageError(refused.reason)
 
 
 def _gave_up(text: str) -> bool:

@@ -24,11 +24,11 @@ from elaswave.control.job_folder import sweep_dead
 from elaswave.control.job_spec import check_data, check_shared, config_digest
 from elaswave.control.key_files import JobKey
 from elaswave.control.launcher import open_data, outcome_of
-from elaswave.control.local_job import LocalJob
+from elaswave.control.local_job import LocalJob, refusal
 from elaswave.control.post import Post, new_incarnation
 from elaswave.control.wire import agent_id
 from elaswave.data.fingerprint import fingerprint_of_all
-from elaswave.errors import CheckpointError, RetryError, UsageError
+from elaswave.errors import CheckpointError, NeedlessError, RetryError, UsageError
 from elaswave.faults.injection import parse_fault
 from elaswave.observability.output import say_error
 from elaswave.observability.progress import make_reporter
@@ -128,6 +128,8 @@ def take_part(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -
         else:
             assert held is not None
             _found(host, held, prepare)
+    except NeedlessError as error:
+        say_error(f"nothing to do: {error}")
     finally:
         if held is not None:
             held.close()
@@ -215,10 +217,7 @@ def _follow(
             return
         raise RetryError(f"the job was just ending: {answer.outcome} ({answer.reason})")
     if isinstance(answer, AgentRefused):
-        if answer.verdict == "needless":
-            say_error(f"nothing to do: {answer.reason}")
-            return
-        raise (RetryError if answer.verdict == "again" else UsageError)(answer.reason)
+        raise refusal(answer)
     spec = answer
     config = build_config({**spec.config})
     run_dir = Path(os.path.abspath(options.run_dir)) if options.run_dir is not None else Path(spec.run_dir)

@@ -1,5 +1,6 @@
 """What the launcher does when a commit ends, or the template: without processes."""
 
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,10 @@ from elaswave.control.agent_messages import (
     Ended,
     Exited,
     SpawnJoiner,
+    StopAsked,
 )
 from elaswave.control.launcher_waits import LauncherWaits
-from elaswave.control.local_job import LocalJob
+from elaswave.control.local_job import STOP_GRACE_S, LocalJob
 from elaswave.control.open_store import JobStore
 from elaswave.control.post import own_post
 from elaswave.control.template_messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
@@ -55,6 +57,16 @@ class Launcher(LocalJob):
 @pytest.fixture
 def launcher(tmp_path: Any) -> Launcher:
     return Launcher(tmp_path)
+
+
+def test_only_a_notice_of_its_own_hurries_a_host(launcher: Launcher) -> None:
+    launcher.stop_signal, launcher._stop_cause = None, ""
+    launcher._post = own_post()._replace(leave_s=25.0)
+    launcher._on_message(StopAsked(cause="elaswave ctl stop"))
+    assert launcher._stop_grace_s == STOP_GRACE_S, "the step in hand and its checkpoint may take their time"
+    launcher.stop_signal, launcher._stop_cause = None, ""
+    launcher._on_signal(signal.SIGTERM, None)
+    assert launcher._stop_grace_s == 25.0
 
 
 def test_a_coordinator_is_started_at_once_where_nothing_is_being_committed(launcher: Launcher) -> None:
