@@ -45,7 +45,7 @@ class Agents:
         heard_s: gives the seconds since something came from a peer; None: it is not connected.
         say: tells people.
         founded: called once all hosts are there with which the job begins.
-        ended: called with workers that are no members and whose host is gone.
+        ended: called with workers whose host is gone, and that nobody else will say to have ended.
         room: called when there is room for more workers.
         now_s: monotonic time at which this coordinator begins.
     """
@@ -63,7 +63,7 @@ class Agents:
         heard_s: Callable[[int], float | None],
         say: Callable[[str], None],
         founded: Callable[[], None],
-        ended: Callable[[int], None],
+        ended: Callable[[int], object],
         room: Callable[[int], None],
         now_s: float,
     ) -> None:
@@ -229,12 +229,18 @@ class Agents:
         heard_s = self._heard_s(agent_id(incarnation))
         return heard_s is None or heard_s > SILENT_S
 
-    def tick(self, members: Iterable[int], now_s: float) -> None:
-        """Gives up hosts whose agents have been away for too long."""
+    def tick(self, registered: Iterable[int], now_s: float) -> None:
+        """Gives up hosts whose agents have been away for too long; with them, and with those whose nodes have another
+        agent now, go workers that have not come to this coordinator.
+
+        Args:
+            registered: members that have; they are lost when they fall silent.
+            now_s: monotonic time.
+        """
         for host in self._hosts.overdue(now_s, self._gone_s):
             self._hosts.give_up(host)
             _log.warning("host %s is given up: its agent has been away", host.node)
             if self._spec is not None:
                 self._say(f"host {host.node} is gone: its agent has not been connected for {self._gone_s:.0f} s")
-            for worker in sorted(host.workers - set(members)):
-                self._ended(worker)
+        for worker in sorted(self._hosts.stranded.difference(registered)):
+            self._ended(worker)

@@ -161,7 +161,7 @@ class JobDriver(CoordinatorDriver):
             heard_s=self._server.heard_s,
             say=self._terminal.say,
             founded=self._expect_members,
-            ended=lambda worker: self._on_end_of_process(worker, "has ended with its host"),
+            ended=lambda worker: self._note_end(worker, "has ended with its host"),
             room=self._fill_host,
             now_s=time.monotonic(),
         )
@@ -499,11 +499,17 @@ class JobDriver(CoordinatorDriver):
         call_at_end(self._setup.deaths, worker, partial(self._background.guarded, ended))
 
     def _on_end_of_process(self, worker: int, text: str) -> None:
+        if self._note_end(worker, text):
+            self._tick_soon()
+
+    def _note_end(self, worker: int, text: str) -> bool:
+        """Returns whether the next tick has something to say of it."""
         self._membership.ended(worker, time.monotonic())
         self._operations.not_admitted(worker, f"its process {text}")
-        if worker in self.core.members and not self._end.is_there and worker not in self._failures:
-            self._detector.exited(worker, text, time.monotonic())
-            self._tick_soon()
+        if worker not in self.core.members or self._end.is_there or worker in self._failures:
+            return False
+        self._detector.exited(worker, text, time.monotonic())
+        return True
 
     def _report_restart(self, now_s: float) -> None:
         """Says that this coordinator follows others, once all members have found it."""
@@ -531,7 +537,7 @@ class JobDriver(CoordinatorDriver):
         """Gives up what has been waited for too long."""
         if self._end.is_there:
             return
-        self._agents.tick(self.core.members, now_s)
+        self._agents.tick(set(self.core.members).difference(self._detector.awaited), now_s)
         control = self._setup.plan.config.control
         if not self._agents.is_founded and now_s - self._began_s > control.hosts_wait_s:
             here = self._hosts.num_here

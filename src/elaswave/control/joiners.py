@@ -156,6 +156,11 @@ class Joiners:
         return math.inf if self._hosts is None else self._hosts.room
 
     @property
+    def with_places(self) -> list[int]:
+        """Of all that were started to join those that have not ended, as far as is known."""
+        return [worker for worker in self.started if self._respawn.has_place(worker)]
+
+    @property
     def num_open(self) -> int:
         """Places that wait for a worker."""
         return self._respawn.num_open

@@ -139,8 +139,9 @@ class Membership:
             self._spawn(worker)
 
     def spawn_again(self) -> None:
-        """A coordinator that takes over asks for all that may not have been started (J1); the agent knows which."""
-        self._start([worker for worker in self._joiners.started if worker not in self._core.members])
+        """A coordinator that takes over asks for all that may not have been started (J1); the agent knows which. Who
+        has ended already is not asked for: no word, and no other end, would ever be heard of it."""
+        self._start([worker for worker in self._joiners.with_places if worker not in self._core.members])
 
     def leave(self, worker: int, deadline_s: float | None, now_s: float) -> None:
         """Has a member leave; nobody takes its place. One that is no member cannot.

@@ -189,6 +189,11 @@ class Hosts:
                 return host
         return None
 
+    @property
+    def stranded(self) -> set[int]:
+        """Workers whose hosts the others go on without, and that nobody has said to have ended: nobody will."""
+        return {worker for host in self._hosts.values() if host.state is HostState.GONE for worker in host.workers}
+
     def of(self, worker: int) -> Host | None:
         """The host of a worker that was placed."""
         return self._hosts.get(self._host_of.get(worker, -1))

@@ -108,6 +108,15 @@ class Respawn:
             return math.inf
         return min((place.since_s for place in self._places if place.state is PlaceState.OPEN), default=math.inf)
 
+    def has_place(self, worker: int) -> bool:
+        """Whether a worker has a place: it was started for it, and has not ended since, as far as is known."""
+        number = self._place_of.get(worker)
+        return (
+            number is not None
+            and self._places[number].worker == worker
+            and self._places[number].state is PlaceState.TAKEN
+        )
+
     def backoff_s(self, place: int) -> float:
         """From the end of a place's process to the next one, should it not live long."""
         return self._places[place].backoff_s

@@ -18,6 +18,7 @@ class FakeJoiners:
 
     def __init__(self) -> None:
         self.started: list[int] = []
+        self.with_places = self.started
         self.asked: dict[int, list[int]] = {}
         self.over: list[int] = []
         self.closed: list[int] = []
@@ -191,11 +192,22 @@ def test_a_joiner_that_has_had_a_notice_does_not_come_in_and_nobody_takes_its_pl
 
 
 def test_a_successor_watches_all_that_are_no_members(world: World) -> None:
-    world.joiners.started = [2, 3, 4]
+    world.joiners.with_places += [2, 3, 4]
     world.membership.spawn_again()
     assert world.membership.silent == (3, 4)
     world.membership.ended(4, 0.0)
     assert world.membership.silent == (3,)
+
+
+def test_a_joiner_that_has_ended_is_not_waited_for_when_another_agent_comes() -> None:
+    joiners = Job().joiners
+    joiners.ended(1, 0.0)
+    (first,) = joiners.due(100.0)
+    joiners.ended(first, 101.0)
+    (second,) = joiners.due(200.0)
+    membership = membership_of(cast(Coordinator, SimpleNamespace(members=(0,))), joiners)
+    membership.spawn_again()
+    assert joiners.started == [first, second] and membership.silent == (second,)
 
 
 def test_a_joiner_to_which_no_links_are_made_is_ended_too(world: World) -> None:

@@ -1,0 +1,88 @@
+"""The agents of a job as its coordinator sees them: what follows for workers whose hosts are gone."""
+
+from pathlib import Path
+
+import pytest
+from tests.integration.jobs import small_config
+
+from elaswave.control.agent_messages import AgentHello, AgentRefused
+from elaswave.control.agents import Agents
+from elaswave.control.job import JobOptions, run_job
+from elaswave.control.key_files import JobKey
+from elaswave.control.local_job import refusal
+from elaswave.control.post import Post
+from elaswave.control.wire import agent_id
+from elaswave.errors import NeedlessError, RetryError, UsageError
+from elaswave.protocol.hosts import GONE_S, Hosts
+
+
+class World:
+    """Four workers that have begun on hosts a and b, and what their coordinator is told of ends."""
+
+    def __init__(self) -> None:
+        self.hosts = Hosts((0, 1, 0, 1), ("a", "b"))
+        self.ended: list[int] = []
+        self.agents = Agents(
+            self.hosts,
+            home=11,
+            spec=None,
+            checkpoint=None,
+            records=(),
+            persist=lambda record: None,
+            send=lambda peer, message: True,
+            heard_s=lambda peer: 0.0,
+            say=lambda text: None,
+            founded=lambda: None,
+            ended=self._end,
+            room=lambda slots: None,
+            now_s=0.0,
+        )
+        self.come("a", 11)
+        self.come("b", 22)
+
+    def _end(self, worker: int) -> None:
+        self.ended.append(worker)
+        self.hosts.ended(worker)
+
+    def come(self, node: str, incarnation: int) -> None:
+        hello = AgentHello(node=node, incarnation=incarnation, slots=3, exited=[], stop=False)
+        assert self.agents.came(agent_id(incarnation), hello)
+
+    def start_joiner_on(self, incarnation: int, worker: int) -> None:
+        host = self.hosts.find(incarnation)
+        assert host is not None
+        self.hosts.placed(worker, host.number)
+
+
+def test_joiners_of_a_host_whose_node_has_another_agent_have_ended() -> None:
+    world = World()
+    world.start_joiner_on(22, 4)
+    world.agents.went(agent_id(22), 1.0)
+    world.come("b", 23)  # sooner than the old one is given up
+    world.agents.tick((0, 1, 2, 3), 1.5)
+    assert world.ended == [4], "of members it is known by their silence, of a joiner by nobody"
+    world.agents.tick((0, 1, 2, 3), 20.0)
+    assert world.ended == [4]
+
+
+def test_workers_that_have_not_registered_end_with_their_host() -> None:
+    world = World()
+    world.agents.went(agent_id(22), 1.0)
+    world.agents.tick((0, 1, 2), 1.0 + GONE_S)
+    assert world.ended == []
+    world.agents.tick((0, 1, 2), 1.1 + GONE_S)
+    assert world.ended == [3], "worker 1 has registered: it is heard, or not"
+
+
+def test_what_ends_an_agent_that_may_not_take_part() -> None:
+    assert isinstance(refusal(AgentRefused(reason="another job", verdict="misused")), UsageError)
+    assert isinstance(refusal(AgentRefused(reason="too late", verdict="again")), RetryError)
+    assert isinstance(refusal(AgentRefused(reason="there is one", verdict="needless")), NeedlessError)
+
+
+def test_hosts_with_agents_are_not_killed_by_the_workers_of_one(tmp_path: Path) -> None:
+    config = small_config({"control.hosts": 2})
+    options = JobOptions(run_dir=tmp_path / "run", fault_specs=("kill-host:host-0@2",))
+    with pytest.raises(UsageError, match="kill the agent of a host instead"):
+        run_job(config, options, key=JobKey(b"k" * 32, None), post=Post("a", 1, job="test"))
+    assert not (tmp_path / "run").exists()
