@@ -72,7 +72,7 @@ def test_checkpoints_that_cannot_be_listed_do_not_hide_why_a_job_has_ended(tmp_p
     (tmp_path / "run" / "checkpoints").symlink_to("checkpoints")
     recorder = RunRecorder.__new__(RunRecorder)
     recorder._run_dir = tmp_path / "run"
-    for said in (recorder.advice(), _way_on(small_config(), tmp_path / "run")):
+    for said in (recorder.advice(), _way_on(small_config(), tmp_path / "run", None)):
         assert "cannot list the checkpoints" in said and "--overwrite" not in said
 
 
