@@ -1,6 +1,7 @@
 """``elaswave agent``: takes this host into a job of several hosts."""
 
 import os
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,16 @@ from elaswave.control.parent_death import end_with_parent
 from elaswave.errors import UsageError
 from elaswave.observability.output import say_error
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 """That torchrun sets for what it starts."""
+
+
+def _name(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """A name that files, and keys of a store, may bear: what is removed below one name is not another's."""
+    if value is not None and not _NAME.fullmatch(value):
+        raise click.BadParameter(f"{value!r}: give a letter or digit, then letters, digits, dots, dashes, underscores")
+    return value
 
 
 @click.command(
@@ -24,7 +33,7 @@ TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
     epilog="Exit codes: 0 done; 1 failed and 2 bad input, which another try would meet again; 75 worth another try (no "
     "coordinator, too few hosts, this host's workers have left); 130 Ctrl-C, 143 SIGTERM.",
 )
-@click.option("--job", required=True, metavar="NAME", help="The job's name.")
+@click.option("--job", required=True, metavar="NAME", callback=_name, help="The job's name.")
 @click.option(
     "--coordinator",
     required=True,
@@ -54,7 +63,7 @@ TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
     metavar="N",
     help="Workers that may run on this host.  [default: an even share of the first ones]",
 )
-@click.option("--node-name", "node", metavar="NAME", help="Name of this host.  [default: the system's]")
+@click.option("--node-name", "node", metavar="NAME", callback=_name, help="Name of this host.  [default: the system's]")
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
