@@ -203,7 +203,7 @@ def test_a_join_is_answered_although_the_joiner_hangs_before_it_is_a_member(tmp_
         assert asking.returncode == 1, complaint
         answer = json.loads(said)
         assert answer["decided"] == "failed" and answer["reason"].startswith("worker 3 is not admitted: ")
-        assert "no processor time for 20 s" in answer["reason"] or "heard of it for 20 s" in answer["reason"]
+        assert re.search(r"(no processor time|heard of it) for \d+ s", answer["reason"])
         assert ctl(run_dir, "stop", "--wait") == 0
 
 
