@@ -210,7 +210,7 @@ def committed(job: ThreadJob, step: int, folder: Path) -> tuple[Path, Checkpoint
     """The durable checkpoint of a step, of what the workers have written."""
     parts = [shard for shard in job.shards if shard.standing.step == step]
     sampler = job.blueprint.sampler(job.blueprint.open_samples(folder))
-    state: Any = SimpleNamespace(losses=job.losses, val_losses={}, metrics={}, val_metrics={})
+    state: Any = SimpleNamespace(losses=job.losses, val_losses={}, metrics={}, val_metrics={}, fence_ratios=[])
     meta = describe_checkpoint(job.blueprint, state, sampler, parts[0].standing, {})
     ref = commit_checkpoint(shard_folder(folder, step), [item for part in parts for item in part.items], meta)
     return ref.folder, ref.meta
