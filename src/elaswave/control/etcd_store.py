@@ -199,14 +199,7 @@ class EtcdStore(Generic[_T]):
         """Keys of chunks that no entry needs."""
 
     def _pages(self, folder: str, *, keys_only: bool = False) -> list[KeyValue]:
-        client, first, found = self._client, folder, list[KeyValue]()
-        while True:
-            asked = client.get_from(first, folder, _PAGE, keys_only=keys_only)
-            page = self._waiting.ask(lambda asked=asked: client.transact([], [asked])).ranges[0]  # type: ignore[misc]
-            found += page
-            if len(page) < _PAGE:
-                return found
-            first = page[-1].key + "\0"
+        return _pages(self._client, self._waiting, folder, keys_only=keys_only)
 
     def _read_blob(self, blob: Blob) -> bytes:
         client = self._client
@@ -475,7 +468,59 @@ class EtcdStore(Generic[_T]):
             self._post(self._tell_end)
 
 
+def _pages(client: EtcdClient, waiting: Patience, folder: str, *, keys_only: bool) -> list[KeyValue]:
+    first, found = folder, list[KeyValue]()
+    while True:
+        asked = client.get_from(first, folder, _PAGE, keys_only=keys_only)
+        page = waiting.ask(lambda asked=asked: client.transact([], [asked])).ranges[0]  # type: ignore[misc]
+        found += page
+        if len(page) < _PAGE:
+            return found
+        first = page[-1].key + "\0"
+
+
 # ------------------------------------------------------------------------------------------------------ a job's keys
+
+
+class Left(NamedTuple):
+    """How far a job had come that is in the store. Whatever its coordinators write changes it."""
+
+    spec: int
+    """Revision at which the job was founded."""
+    term: int
+    """Revision at which its last coordinator has opened it; 0: none has."""
+    length: int
+    """Number of its entries."""
+
+
+def left(client: EtcdClient, patience_s: float) -> Left | None:
+    """What the store holds of a job; None: nothing.
+
+    Raises:
+        StoreError: etcd does not answer or refuses.
+    """
+    waiting = Patience(client.name, patience_s, _sleep)
+    spec, terms = waiting.ask(lambda: client.transact([], [client.get(SPEC), client.get(TERM)])).ranges
+    if not spec:
+        return None
+    length = len(_pages(client, waiting, "rec/", keys_only=True))
+    return Left(spec[0].revision, terms[0].revision if terms else 0, length)
+
+
+def remove_left(client: EtcdClient, seen: Left, patience_s: float) -> bool:
+    """Removes a job's keys, unless one of its coordinators has written, or was started, since it was looked at.
+
+    Returns:
+        Whether they are gone.
+    Raises:
+        StoreError: etcd does not answer or refuses.
+    """
+    compare = [client.unwritten_since(SPEC, seen.spec), client.unwritten_since(TERM, seen.term)]
+    compare += [client.unwritten_since(entry_key(seen.length), 0)]
+    removed = Patience(client.name, patience_s, _sleep).ask(
+        lambda: client.transact(compare, [client.delete_all()], [client.get(SPEC)])
+    )
+    return removed.succeeded or not removed.ranges[0]  # an earlier request without an answer had arrived
 
 
 def found(client: EtcdClient, spec: bytes, patience_s: float) -> None:

@@ -1,15 +1,17 @@
 """Which store a job's coordinators use, by `control.store`; and the keys that a job has in etcd, from its launcher's
 start to its end."""
 
+import contextlib
 import json
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from elaswave.config.schema import ControlConfig
 from elaswave.control.etcd_client import Credentials, EtcdClient
 from elaswave.control.etcd_gateway import HttpGateway, endpoints_of, security_of
-from elaswave.control.etcd_store import EtcdStore, found, remove
+from elaswave.control.etcd_store import EtcdStore, Left, found, left, remove, remove_left
 from elaswave.control.file_store import FileStore
 from elaswave.control.journal import JournalRecord
 from elaswave.control.store import Owner, Store
@@ -41,7 +43,7 @@ def open_store(
         # All of a job's processes run on this machine: after its crash no process is left that could act on the
         # journal.
         return FileStore(control_dir / JOURNAL_FILE, JournalRecord, lock_timeout_s=5.0, outlives_machine=False)
-    client = _client(config, run_dir, control_dir, job)
+    client = _client(config, job or _own_name(run_dir, control_dir))
     return EtcdStore(client, JournalRecord, owner, patience_s=config.store_patience_s)
 
 
@@ -51,7 +53,8 @@ class JobStore:
     Args:
         config: which store.
         run_dir, control_dir: of the job.
-        job: the name of a job of several hosts: what an earlier one of this name has left is removed.
+        job: the name of a job of several hosts; what an earlier one of this name has left must have been removed, see
+            `remove_earlier`.
         founds: whether it is made anew; else a candidate goes on with it.
     Raises:
         LaunchError: etcd does not answer, or refuses.
@@ -72,9 +75,7 @@ class JobStore:
         self.patience_s = config.store_patience_s
         spec = {"run": str(run_dir), "host": socket.gethostname(), "launcher": os.getpid()}
         try:
-            self._client = _client(config, run_dir, control_dir, job)
-            if job and founds:
-                remove(self._client, FOUND_S)
+            self._client = _client(config, job or _own_name(run_dir, control_dir))
             if founds:
                 found(self._client, json.dumps(spec).encode(), FOUND_S)
             self._client.close()  # the job's processes, which are forked, are not to inherit the connection
@@ -113,12 +114,48 @@ class JobStore:
             client.close()
 
 
-def _client(config: ControlConfig, run_dir: Path, control_dir: Path, job: str) -> EtcdClient:
+def find_earlier(config: ControlConfig, job: str) -> Left | None:
+    """What the store holds of a job of several hosts that runs, or has run; None: nothing.
+
+    Raises:
+        LaunchError: etcd does not answer, or refuses.
+    """
+    if config.store == FILE:
+        return None
+    with _asking(config, job) as client:
+        return left(client, FOUND_S)
+
+
+def remove_earlier(config: ControlConfig, job: str, seen: Left) -> bool:
+    """Removes what was found, unless a coordinator of that job has written since.
+
+    Returns:
+        Whether the job may be founded.
+    Raises:
+        LaunchError: etcd does not answer, or refuses.
+    """
+    with _asking(config, job) as client:
+        return remove_left(client, seen, FOUND_S)
+
+
+@contextlib.contextmanager
+def _asking(config: ControlConfig, job: str) -> Iterator[EtcdClient]:
+    try:
+        with contextlib.closing(_client(config, job)) as client:
+            yield client
+    except (StoreError, ConfigError) as error:
+        raise LaunchError(f"the job's store cannot be used: {error}") from error
+
+
+def _own_name(run_dir: Path, control_dir: Path) -> str:
+    """Of a job of one host. The second part keeps jobs apart that have folders of one name, on one host or several."""
+    return f"{run_dir.name}-{control_dir.name.rpartition('-')[2]}"
+
+
+def _client(config: ControlConfig, name: str) -> EtcdClient:
     security = security_of(
         *(None if name is None else Path(name) for name in (config.store_ca, config.store_cert, config.store_key))
     )
-    # The second part keeps jobs apart that have folders of one name, on one host or on several.
-    name = job or f"{run_dir.name}-{control_dir.name.rpartition('-')[2]}"
     return EtcdClient(
         endpoints_of(config.store),
         f"/elaswave/{name}/",

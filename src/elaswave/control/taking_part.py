@@ -24,7 +24,8 @@ from elaswave.control.job_folder import sweep_dead
 from elaswave.control.job_spec import check_data, check_shared, config_digest
 from elaswave.control.key_files import JobKey
 from elaswave.control.launcher import open_data, outcome_of
-from elaswave.control.local_job import LocalJob, refusal
+from elaswave.control.local_job import ELECT_S, LocalJob, refusal
+from elaswave.control.open_store import find_earlier, remove_earlier
 from elaswave.control.post import Post, new_incarnation
 from elaswave.control.wire import agent_id
 from elaswave.data.fingerprint import fingerprint_of_all
@@ -40,7 +41,10 @@ from elaswave.worker.run_plan import RunPlan
 ASK_S = 0.5
 """Heartbeats of the connection on which an agent asks what is trained; three without an answer end it."""
 RUNS_S = 6.0
-"""How long the agent that founds a job of several candidates looks whether another one has a coordinator already."""
+"""How long the agent that founds a job of several candidates looks whether another one has a coordinator already, if
+the store holds nothing of the job."""
+STARTS_S = 15.0
+"""If it holds something: for how long beyond the time after which the last candidate starts a coordinator."""
 HOPELESS_S = 5.0
 """A coordinator that has turned the key, or the certificate, away for so long will not have others."""
 _HOPELESS = ("AuthenticationError", "FrameError")
@@ -121,7 +125,7 @@ def take_part(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -
         spec = None
         if not can_found or own != 0:
             spec = _ask(host, options.wait_s)
-        elif len(seeds) > 1:
+        else:
             spec = _ask_whether_it_runs(host)
         if spec is not None:
             _follow(host, held, spec, prepare)
@@ -146,11 +150,32 @@ def _hold_one(seeds: Sequence[Seed], config: Config, can_found: bool) -> tuple[i
 
 
 def _ask_whether_it_runs(host: _Host) -> JobSpec | AgentRefused | Ended | None:
-    """A job that outlives the loss of a host may be there already when the agent that founds it is started again."""
-    try:
-        return _ask(host, RUNS_S)
-    except RetryError:
-        return None
+    """A job that outlives the loss of a host may be there already when the agent that founds it is started again. What
+    the store holds of it is removed only if no candidate has answered for longer than it takes to start a coordinator,
+    and none has written meanwhile: this agent may be the one that is cut off.
+
+    Returns:
+        None: it does not run, and nothing of it is left.
+    Raises:
+        RetryError: it runs, but no candidate can be reached from here.
+    """
+    options, control = host.options, host.config.control
+    num_candidates = len(host.seeds)
+    began_s = time.monotonic()
+    while True:
+        seen = find_earlier(control, options.job)
+        if num_candidates > 1:
+            try:
+                return _ask(host, RUNS_S if seen is None else ELECT_S * (num_candidates + 1) + STARTS_S)
+            except RetryError:
+                pass
+        if seen is None or remove_earlier(control, options.job, seen):
+            return None
+        if time.monotonic() - began_s > options.wait_s:
+            raise RetryError(
+                f"job {options.job} runs, for its coordinator writes to {control.store}, but there is none at "
+                f"{options.coordinator} for {options.wait_s:g} s: see whether those hosts can be reached from here"
+            )
 
 
 def _run_dir(options: AgentOptions) -> Path:

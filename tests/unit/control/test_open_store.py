@@ -8,6 +8,7 @@ from tests.fake_etcd import FakeEtcd, FakeGateway, lost
 from elaswave.config.schema import ControlConfig
 from elaswave.control import open_store as module
 from elaswave.control.file_store import FileStore
+from elaswave.control.journal import ClockRead
 from elaswave.control.open_store import JobStore, open_store
 from elaswave.control.store import Owner
 from elaswave.errors import ConfigError, LaunchError, RecoveryError
@@ -80,3 +81,27 @@ def test_credentials_are_in_a_file_that_nobody_else_reads(tmp_path: Path, etcd: 
 def test_a_store_of_another_kind_is_refused(store: str) -> None:
     with pytest.raises(ConfigError, match="control.store"):
         ControlConfig(store=store)
+
+
+def test_a_job_that_writes_is_not_removed_by_who_founds_it_again(tmp_path: Path, etcd: FakeEtcd) -> None:
+    assert module.find_earlier(ControlConfig(), "demo") is None, "a file is no other host's"
+    assert module.find_earlier(ETCD, "demo") is None
+    JobStore(ETCD, tmp_path / "run", tmp_path, job="demo")
+    founded = module.find_earlier(ETCD, "demo")
+    store = open_store(ETCD, tmp_path / "run", tmp_path, OWNER, job="demo")
+    opened = module.find_earlier(ETCD, "demo")
+    store.append(ClockRead(clock="c", at_s=1.0))
+    store.close()
+    assert founded is not None and opened is not None
+    before = dict(etcd.keys)
+    for seen in (founded, opened):
+        assert not module.remove_earlier(ETCD, "demo", seen) and etcd.keys == before
+    with pytest.raises(LaunchError, match="holds another job"):
+        JobStore(ETCD, tmp_path / "other", tmp_path, job="demo")
+    assert etcd.keys == before
+    written = module.find_earlier(ETCD, "demo")
+    assert written is not None and written.length == opened.length + 1
+    assert module.remove_earlier(ETCD, "demo", written) and not etcd.keys
+    assert module.remove_earlier(ETCD, "demo", written), "an answer that was lost: the request is said again"
+    JobStore(ETCD, tmp_path / "run", tmp_path, job="demo")
+    assert not module.remove_earlier(ETCD, "demo", written) and etcd.keys, "a request that comes late"
