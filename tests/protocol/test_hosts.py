@@ -16,7 +16,7 @@ def two() -> tuple[Hosts, Host, Host]:
 def came(hosts: Hosts, node: str, incarnation: int, slots: int = 2) -> Host:
     answer = hosts.hello(node, incarnation, slots)
     assert isinstance(answer, Came), answer
-    host = hosts.restore(answer, 0.0)
+    host = hosts.add(answer, 0.0)
     hosts.connected(host)
     return host
 
@@ -46,6 +46,36 @@ def test_a_host_that_goes_before_the_job_begins_makes_room_for_another():
     assert not hosts.is_founded
     came(hosts, "b", 22)
     assert hosts.is_founded
+
+
+def test_a_job_does_not_begin_with_hosts_that_are_away_or_leave():
+    hosts = Hosts((0, 1, 0, 1), LABELS)
+    a = came(hosts, "a", 11)
+    hosts.disconnected(11, 1.0)
+    b = came(hosts, "b", 22)
+    assert not hosts.is_founded
+    hosts.leaving(22)
+    hosts.connected(a)
+    assert not hosts.is_founded
+    c = came(hosts, "c", 33)
+    assert c.number == b.number and b.state is HostState.GONE, "who leaves gives way"
+    assert hosts.is_founded
+    hosts.disconnected(33, 2.0)
+    assert hosts.is_founded, "what has begun has begun"
+
+
+def test_before_the_job_begins_who_is_away_gives_way_to_who_comes():
+    hosts = Hosts((0, 1, 0, 1), LABELS)
+    a = came(hosts, "a", 11)
+    hosts.disconnected(11, 1.0)
+    b = came(hosts, "b", 22)
+    hosts.disconnected(22, 1.0)
+    again = came(hosts, "b", 23)
+    assert again.number == b.number and a.state is HostState.AWAY, "a node's next agent takes the node's part"
+    assert came(hosts, "c", 33).number == a.number and a.state is HostState.GONE
+    assert hosts.is_founded
+    turned = hosts.hello("a", 11, 2)
+    assert isinstance(turned, Turned) and turned.verdict == "again"
 
 
 def test_a_host_without_room_for_its_share_is_a_mistake():

@@ -123,7 +123,7 @@ class Agents:
         is_new = isinstance(answer, Came)
         if isinstance(answer, Came):
             self._persist(HostCame(**answer._asdict()))
-            answer = self._hosts.restore(answer, 0.0)
+            answer = self._hosts.add(answer, 0.0)
         host = answer
         self._hosts.connected(host)
         if self._hosts.num_founding > 1 and is_new:

@@ -27,6 +27,10 @@ class HostState(Enum):
     GONE = "the others go on without it: its incarnation never counts again"
 
 
+_GIVES_WAY = (HostState.GONE, HostState.LEAVING, HostState.AWAY, HostState.EXPECTED, HostState.HERE)
+"""In which order the numbers of first hosts are given to others before the job begins."""
+
+
 class Host:
     """One host, as long as its agent lives."""
 
@@ -88,7 +92,14 @@ class Hosts:
     # --------------------------------------------------------------------------------------------------- what happens
 
     def restore(self, came: Came, now_s: float) -> Host:
-        """A host came: to an earlier coordinator, or just now. An earlier one of this number, or node, is gone."""
+        """A host came to an earlier coordinator. Who was there at a time is not known: the job may have begun."""
+        host = self.add(came, now_s)
+        present = {number for number, host in self._hosts.items() if host.state is not HostState.GONE}
+        self._was_founded = self._was_founded or present.issuperset(range(self.num_founding))
+        return host
+
+    def add(self, came: Came, now_s: float) -> Host:
+        """A host comes. An earlier one of this number, or node, is gone."""
         for other in [*self._hosts.values()]:
             if other.incarnation != came.incarnation and (other.number == came.number or other.node == came.node):
                 self.give_up(other)
@@ -98,7 +109,6 @@ class Hosts:
         for worker, number in enumerate(self._founders):
             if number == came.number:
                 self.placed(worker, number)
-        self._was_founded = self._was_founded or self._present.issuperset(range(self.num_founding))
         return host
 
     def placed(self, worker: int, number: int) -> None:
@@ -117,7 +127,7 @@ class Hosts:
         """An agent says who it is.
 
         Returns:
-            The host, if it is known already; what is to be made durable and given to `restore`, if it is new; or why it
+            The host, if it is known already; what is to be made durable and given to `add`, if it is new; or why it
             may not take part.
         """
         if incarnation in self._gone:
@@ -137,9 +147,12 @@ class Hosts:
         return Came(number, node, incarnation, slots or 0)
 
     def connected(self, host: Host) -> None:
-        """Its agent is connected."""
+        """Its agent is connected. The job begins once the agents of all first hosts are: those that have gone, or had a
+        notice, would begin with losses."""
         if host.state in (HostState.EXPECTED, HostState.AWAY):
             host.state = HostState.HERE
+        here = {number for number, host in self._hosts.items() if host.state is HostState.HERE}
+        self._was_founded = self._was_founded or here.issuperset(range(self.num_founding))
 
     def disconnected(self, incarnation: int, now_s: float) -> None:
         """An agent's connection has ended."""
@@ -172,10 +185,6 @@ class Hosts:
     def is_founded(self) -> bool:
         """Whether as many hosts have been there at a time as the job begins with."""
         return self._was_founded
-
-    @property
-    def _present(self) -> set[int]:
-        return {number for number, host in self._hosts.items() if host.state is not HostState.GONE}
 
     @property
     def num_here(self) -> int:
@@ -249,12 +258,18 @@ class Hosts:
 
     def _free_number(self, node: str) -> int:
         """Of the next host: one of those with which the job begins, while one of them is missing; that with the node's
-        name before others."""
+        name before others. Before the job begins, who has not waited for it gives way to who comes."""
         if self.is_founded:
             return 1 + max(self._hosts, default=-1)
-        missing = [number for number in range(self.num_founding) if number not in self._present]
         names = [label.rpartition("/")[2] for label in self._labels]
-        return min(missing, key=lambda number: number >= len(names) or names[number] != node)
+
+        def order(number: int) -> tuple[int, bool]:
+            host = self._hosts.get(number)
+            is_free = host is None or host.state is HostState.GONE or host.node == node
+            rank = 0 if is_free or host is None else _GIVES_WAY.index(host.state)
+            return rank, number >= len(names) or names[number] != node
+
+        return min(range(self.num_founding), key=order)
 
     def _label(self, came: Came) -> str:
         """A node keeps the label that it had; a new one beyond those that the job began with gets one by its number."""
