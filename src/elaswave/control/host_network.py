@@ -8,6 +8,7 @@ both believing so.
 import errno
 import ipaddress
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,9 @@ from elaswave.control.key_files import tls_of
 from elaswave.errors import ConfigError, RetryError, UsageError
 from elaswave.transport.addresses import Place, reserve, tcp_address
 from elaswave.transport.tls import Tls
+
+FREE_S = 3.0
+"""How long the port may take to become free: the processes of an agent that was killed end a little later than it."""
 
 
 class Seed(NamedTuple):
@@ -71,18 +75,41 @@ def hold(seed: Seed, bind: str) -> HeldPort | None:
         bind: numeric address of this host to listen at, which may be another one than the seed's.
     Returns:
         None if the seed is another host's, or another agent of this host has it.
+    Raises:
+        RetryError: another program of this host has the port.
     """
     if not _is_here(seed):
         return None
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    has_lock = False
     try:
         lock.bind(f"\0elaswave-agent/{seed.address}/{seed.port}")
-        return HeldPort(reserve(bind, [seed.port]), lock)
+        has_lock = True
+        return HeldPort(_reserve(bind, seed.port), lock)
     except BaseException as error:
         lock.close()
-        if isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+        if not isinstance(error, OSError):
+            raise
+        if error.errno == errno.EADDRNOTAVAIL or (error.errno == errno.EADDRINUSE and not has_lock):
             return None
+        if error.errno == errno.EADDRINUSE:
+            raise RetryError(
+                f"port {seed.port} of this host is used by another program, and the coordinator is to be at "
+                f"{seed.host}:{seed.port}: end that program (ss -tlnp sport = :{seed.port} shows it), or give another "
+                "--coordinator to all agents"
+            ) from error
         raise
+
+
+def _reserve(bind: str, port: int) -> socket.socket:
+    by_s = time.monotonic() + FREE_S
+    while True:
+        try:
+            return reserve(bind, [port])
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= by_s:
+                raise
+            time.sleep(0.1)
 
 
 def _is_here(seed: Seed) -> bool:

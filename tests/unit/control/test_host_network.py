@@ -46,15 +46,26 @@ def test_one_agent_of_a_host_holds_the_coordinators_port() -> None:
     again.close()
 
 
-def test_the_port_of_another_host_or_program_is_not_held() -> None:
+def test_the_port_of_another_host_is_not_held() -> None:
     assert hold(seed("198.51.100.1"), "198.51.100.1") is None
     assert hold(seed("198.51.100.1"), "127.0.0.1") is None, "the port is free here, but nobody dials it here"
+    with pytest.raises(ValueError, match="is not a numeric address"):
+        hold(seed(), "localhost")
+
+
+def test_a_port_that_another_program_has_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_network, "FREE_S", 0.0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        assert hold(Seed("127.0.0.1", other.getsockname()[1], "127.0.0.1"), "127.0.0.1") is None
-    with pytest.raises(ValueError, match="is not a numeric address"):
-        hold(seed(), "localhost")
+        port = other.getsockname()[1]
+        taken = Seed("127.0.0.1", port, "127.0.0.1")
+        for _ in range(2):  # the lock is given up
+            with pytest.raises(RetryError, match=f"port {port} of this host is used by another program"):
+                hold(taken, "127.0.0.1")
+    held = hold(taken, "127.0.0.1")
+    assert held is not None
+    held.close()
 
 
 def test_a_host_listens_where_the_coordinators_host_is_reached_from() -> None:
