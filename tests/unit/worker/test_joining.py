@@ -211,7 +211,7 @@ def test_a_joiner_holds_nothing(setup):
 
 
 def test_a_member_says_so_from_its_first_report_on(setup):
-    mailbox = Mailbox(7, SimpleNamespace(address="unix:/7"))
+    mailbox = Mailbox(7, SimpleNamespace(address="unix:/7", moved_bytes=0))
     mailbox.joining = first_words(setup, "unix:/7")
     assert mailbox.hello() is mailbox.joining
     registered = msgspec.structs.replace(mailbox.registration, epoch=5)
