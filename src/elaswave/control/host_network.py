@@ -32,7 +32,7 @@ class Seed(NamedTuple):
     """As it was given: an address or a name."""
     port: int
     address: str
-    """Numeric."""
+    """Numeric; empty if the name has none now: it is looked up again at every dial."""
 
 
 class HeldPort(NamedTuple):
@@ -56,15 +56,42 @@ def seed_of(text: str) -> Seed:
         UsageError: it is no such text.
         RetryError: the name has no address now.
     """
+    host, port = _split(text)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise RetryError(f"--coordinator {text}: {host} has no address: {error.strerror}") from None
+    return Seed(host, port, str(found[0][4][0]))
+
+
+def _split(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
         raise UsageError(f"--coordinator {text}: give HOST:PORT, such as 10.77.0.1:7077 or [fd00::1]:7077")
-    try:
-        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise RetryError(f"--coordinator {text}: {host} has no address: {error.strerror}") from None
-    return Seed(host, int(port), str(found[0][4][0]))
+    return host, int(port)
+
+
+def seeds_of(texts: Sequence[str]) -> tuple[Seed, ...]:
+    """Where candidates are, in their order.
+
+    Raises:
+        UsageError: a text is no HOST:PORT.
+        RetryError: no name has an address now.
+    """
+    seeds: list[Seed] = []
+    errors: list[RetryError] = []
+    for text in texts:
+        try:
+            seeds.append(seed_of(text))
+        except RetryError as error:
+            # It keeps its place, for the place says who founds the job.
+            errors.append(error)
+            host, port = _split(text)
+            seeds.append(Seed(host, port, ""))
+    if len(errors) == len(seeds):
+        raise errors[0]
+    return tuple(seeds)
 
 
 def hold(seed: Seed, bind: str) -> HeldPort | None:
@@ -74,11 +101,11 @@ def hold(seed: Seed, bind: str) -> HeldPort | None:
         seed: where the coordinator is dialled.
         bind: numeric address of this host to listen at, which may be another one than the seed's.
     Returns:
-        None if the seed is another host's, or another agent of this host has it.
+        None if the seed is another host's, or its name has no address now, or another agent of this host has it.
     Raises:
         RetryError: another program of this host has the port.
     """
-    if not _is_here(seed):
+    if not (seed.address and _is_here(seed)):
         return None
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     has_lock = False
@@ -176,7 +203,7 @@ def agent_network(net: NetConfig, seeds: Sequence[Seed], own: int | None) -> Job
         UsageError: certificate files that cannot be used.
         RetryError: there is no way to the coordinator's host.
     """
-    seed = seeds[own or 0]
+    seed = seeds[own] if own is not None else next(seed for seed in seeds if seed.address)
     bind = where_to_listen(net, seed)
     if net.tls == "off" and not net.trusted and is_exposed(bind):
         raise ConfigError([exposed_problem(bind)])
@@ -200,5 +227,7 @@ def agent_network(net: NetConfig, seeds: Sequence[Seed], own: int | None) -> Job
             tls=tls,
         ),
         host=seed.host,
-        others=tuple((tcp_address(each.address, each.port), each.host) for each in seeds if each is not seed),
+        others=tuple(
+            (tcp_address(each.address or each.host, each.port), each.host) for each in seeds if each is not seed
+        ),
     )

@@ -18,7 +18,7 @@ from elaswave.config.schema import Config
 from elaswave.control.agent_messages import AgentRefused, AskJob, Ended, JobSpec, ToAgent
 from elaswave.control.client import ControlClient
 from elaswave.control.descriptors import provide_descriptors
-from elaswave.control.host_network import HeldPort, Seed, agent_network, hold, seed_of, tls_here, where_to_listen
+from elaswave.control.host_network import HeldPort, Seed, agent_network, hold, seeds_of, tls_here, where_to_listen
 from elaswave.control.job import JobOptions, run_job
 from elaswave.control.job_folder import sweep_dead
 from elaswave.control.job_spec import check_data, check_shared, config_digest
@@ -110,7 +110,7 @@ def take_part(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -
     config = load_config(options.config_file, overrides, options.workers, base=base)
     if config.net.transport != "tcp":
         raise UsageError('net.transport: agents of several hosts need "tcp"; leave it out')
-    seeds = tuple(seed_of(text.strip()) for text in options.coordinator.split(","))
+    seeds = seeds_of([text.strip() for text in options.coordinator.split(",")])
     if len(seeds) > 1 and is_given and config.control.store == "file":
         raise UsageError(
             f"--coordinator names {len(seeds)} candidates, but what a coordinator decides stays on its host: set "
@@ -142,7 +142,7 @@ def take_part(options: AgentOptions, key: JobKey, prepare: Callable[[], None]) -
 def _hold_one(seeds: Sequence[Seed], config: Config, can_found: bool) -> tuple[int | None, HeldPort | None]:
     """The seed at which this host's agent may start coordinators, if there is one."""
     for index, seed in enumerate(seeds):
-        if len(seeds) > 1 or can_found:
+        if seed.address and (len(seeds) > 1 or can_found):
             held = hold(seed, where_to_listen(config.net, seed))
             if held is not None:
                 return index, held
@@ -327,7 +327,7 @@ def _ask(host: _Host, wait_s: float) -> JobSpec | AgentRefused | Ended:
         silence_timeout_s=4 * ASK_S,
     )
     began_s = time.monotonic()
-    hopeless_since_s: float | None = None
+    hopeless_since_s: float | None = None  # kept while other candidates' hosts refuse connections
     has_said = False
     try:
         while True:
@@ -336,12 +336,12 @@ def _ask(host: _Host, wait_s: float) -> JobSpec | AgentRefused | Ended:
                 if isinstance(answer, JobSpec | AgentRefused | Ended):
                     return answer
             now_s = time.monotonic()
-            if client.trouble.startswith(_HOPELESS) and not client.connected:
+            if client.connected:
+                hopeless_since_s = None
+            elif client.trouble.startswith(_HOPELESS):
                 hopeless_since_s = hopeless_since_s or now_s
                 if now_s - hopeless_since_s > HOPELESS_S:
                     raise UsageError(f"the coordinator at {options.coordinator} is not this job's: {client.trouble}")
-            else:
-                hopeless_since_s = None
             if now_s - began_s > wait_s:
                 raise RetryError(
                     f"no coordinator at {options.coordinator} within {wait_s:g} s ({client.trouble}): start the agent "

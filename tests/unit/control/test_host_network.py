@@ -7,7 +7,7 @@ from tests.agents import free_port
 
 from elaswave.config.schema import NetConfig
 from elaswave.control import host_network
-from elaswave.control.host_network import Seed, agent_network, hold, own_address, seed_of, where_to_listen
+from elaswave.control.host_network import Seed, agent_network, hold, own_address, seed_of, seeds_of, where_to_listen
 from elaswave.errors import ConfigError, RetryError, UsageError
 
 
@@ -31,6 +31,20 @@ def test_addresses_and_names_of_coordinators() -> None:
     assert seed_of("localhost:7077").address in ("127.0.0.1", "::1")
     with pytest.raises(RetryError, match=r"nowhere\.invalid has no address"):
         seed_of("nowhere.invalid:7077")
+
+
+def test_a_name_without_an_address_keeps_its_place_among_the_candidates() -> None:
+    seeds = seeds_of(["nowhere.invalid:7077", "127.0.0.1:7078"])
+    assert seeds == (Seed("nowhere.invalid", 7077, ""), Seed("127.0.0.1", 7078, "127.0.0.1"))
+    assert hold(seeds[0], "127.0.0.1") is None
+    for own in (1, None):
+        network = agent_network(tcp(), seeds, own)
+        assert network.launcher_dials == "tcp:127.0.0.1:7078"
+        assert network.others == (("tcp:nowhere.invalid:7077", "nowhere.invalid"),), "looked up at every dial"
+    with pytest.raises(RetryError, match=r"--coordinator nowhere\.invalid:7077: nowhere\.invalid has no address"):
+        seeds_of(["nowhere.invalid:7077", "elsewhere.invalid:7077"])
+    with pytest.raises(UsageError, match="give HOST:PORT"):
+        seeds_of(["127.0.0.1:7078", "nowhere.invalid"])
 
 
 def test_one_agent_of_a_host_holds_the_coordinators_port() -> None:

@@ -1,20 +1,28 @@
 """What an agent finds out before it takes part: whether its job runs already, and whose coordinator is there."""
 
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.agents import free_port
 from tests.fake_etcd import FakeEtcd, FakeGateway
 
 from elaswave.config.load import load_config
 from elaswave.control import open_store, taking_part
+from elaswave.control.agent_messages import AskJob
 from elaswave.control.host_network import Seed
 from elaswave.control.journal import ClockRead
 from elaswave.control.key_files import JobKey
 from elaswave.control.local_job import ELECT_S
 from elaswave.control.open_store import JobStore
+from elaswave.control.server import ControlServer
 from elaswave.control.store import Owner
 from elaswave.control.taking_part import AgentOptions
-from elaswave.errors import RetryError
+from elaswave.errors import RetryError, UsageError
 
 OWNER = Owner(post=lambda call: call(), turn=lambda: None, say=print, broken=print)
 SEEDS = (Seed("10.0.0.1", 7077, "10.0.0.1"), Seed("10.0.0.2", 7077, "10.0.0.2"))
@@ -63,3 +71,46 @@ def test_the_only_candidate_removes_what_its_earlier_agent_has_left(tmp_path: Pa
     host = host_of(seeds=SEEDS[:1])
     JobStore(host.config.control, tmp_path, tmp_path, job="demo")
     assert taking_part._ask_whether_it_runs(host) is None and not etcd.keys
+
+
+@contextlib.contextmanager
+def coordinator_with(key: bytes) -> Iterator[Seed]:
+    """A control server on this host."""
+    server: ControlServer[AskJob] = ControlServer()
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def do(coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, loop).result(10.0)
+
+    def ignore(*_: object) -> None:
+        pass
+
+    try:
+        do(server.start("tcp:127.0.0.1:0", key, AskJob, ignore, ignore, ignore))
+        yield Seed("127.0.0.1", int(server.address.rpartition(":")[2]), "127.0.0.1")
+    finally:
+        do(server.close())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10.0)
+        loop.close()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_wrong_key_is_said_though_other_candidates_refuse_connections(
+    monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    monkeypatch.setattr(taking_part, "HOPELESS_S", 2.0)
+    nobody = Seed("127.0.0.1", free_port(), "127.0.0.1")
+    with coordinator_with(b"another key of this length, or so") as seed:
+        seeds = (seed, nobody) if is_first else (nobody, seed)
+        host = host_of(seeds=seeds)._replace(own=None)
+        with pytest.raises(UsageError, match="is not this job's: AuthenticationError"):
+            taking_part._ask(host, 30.0)
+
+
+def test_a_coordinator_that_nobody_has_is_waited_for() -> None:
+    seeds = tuple(Seed("127.0.0.1", free_port(), "127.0.0.1") for _ in range(2))
+    with pytest.raises(RetryError, match="no coordinator at .* within 0.1 s"):
+        taking_part._ask(host_of(seeds=seeds)._replace(own=None), 0.1)
