@@ -61,7 +61,8 @@ class HostsApart(Observer):
 
     def _check_first_loss(self, gone: Collection[int], reason: str) -> None:
         is_first = len(self._due) == 1
-        if self._is_on and is_first and len(self._hosts(gone)) == 1 < len(self._hosts(self._founders)):
+        active = self._due[max(self._due)][0].active  # who leaves on request may already compute nothing
+        if self._is_on and is_first and len(self._hosts(gone)) == 1 < len(self._hosts(active)):
             raise Violation(f"only workers {list(gone)} of one host were lost, and their state with them: {reason}")
 
     def _hosts(self, workers: Collection[int]) -> set[str]:
