@@ -92,6 +92,24 @@ def test_a_client_says_hello_first_and_then_everybody_talks(town):
     agent.works()
 
 
+def test_a_look_at_a_connection_gives_the_other_kernel_something_to_acknowledge(town):
+    coordinator = town.coordinator()
+    worker, other = town.participant(3), town.participant(4)
+    for participant in (worker, other):
+        participant.works()
+    look = lambda: coordinator.call(lambda: coordinator.server.look([3, 9, 4]))  # noqa: E731
+    first = look()
+    if town.kind == "unix":
+        assert first == [], "this kernel is the other one too"
+        return
+    assert len({each.connection for each in first}) == 2, "9 is not connected"
+    until(lambda: all(now.num_acknowledged > then.num_acknowledged for now, then in zip(look(), first)))
+    worker.client.silence(True)
+    worker.client.silence(False)  # it makes a new connection
+    until(lambda: coordinator.events(3).count("connected") == 2)
+    assert {each.connection for each in look()} & {each.connection for each in first} == {first[1].connection}
+
+
 def test_messages_keep_their_order_and_durable_ones_are_acknowledged(town):
     coordinator = town.coordinator()
     worker = town.participant(0)

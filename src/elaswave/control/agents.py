@@ -224,6 +224,18 @@ class Agents:
         heard_s = self._heard_s(agent_id(host.incarnation))
         return heard_s is not None and (host.incarnation == self._home or heard_s <= SILENT_S)
 
+    def peers_beside(self, workers: Iterable[int]) -> list[int]:
+        """All that have connections from the hosts of some workers, as control connections name them; of this
+        coordinator's own host nobody, since its kernel is this one."""
+        hosts = {host.incarnation: host for host in map(self._hosts.of, workers) if host is not None}
+        hosts.pop(self._home, None)
+        return [
+            peer
+            for incarnation, host in hosts.items()
+            if host.state is not HostState.GONE
+            for peer in (agent_id(incarnation), *sorted(host.workers))
+        ]
+
     def _is_silent(self, incarnation: int) -> bool:
         """Of an agent whose connection may stand."""
         heard_s = self._heard_s(agent_id(incarnation))

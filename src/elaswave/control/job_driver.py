@@ -546,6 +546,13 @@ class JobDriver(CoordinatorDriver):
                 Ended(outcome="failed", reason=f"{reason} (control.hosts_wait_s): start the others", again=True)
             )
 
+    def _look_at_quiet_hosts(self, now_s: float) -> None:
+        """Asks the kernel whether those of hosts that are silent still acknowledge."""
+        for host, workers in self._detector.quiet_hosts.items():
+            peers = self._agents.peers_beside(workers)
+            if peers:
+                self._detector.looked_at_host(host, self._server.look(peers), now_s)
+
     # ------------------------------------------------------------------------------------------------------------- time
 
     def _tick(self) -> None:
@@ -559,6 +566,7 @@ class JobDriver(CoordinatorDriver):
         if self._asked_of_agents != self._of_interest():
             self._ask_agents()
         self._look_at_hosts(now_s)
+        self._look_at_quiet_hosts(now_s)
         next_s = min(self._detector.next_tick_s(now_s), self._membership.tick(now_s, self._state.step_s))
         next_s = min(next_s, next_heartbeat_s(now_s, TICK_S))  # when heartbeats come, to wake once for both
         wait_s = max(0.005, min(0.2, next_s - now_s))

@@ -23,6 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
+from elaswave.control.kernel_counters import counters_of
 from elaswave.control.wire import (
     COORDINATOR,
     MAX_MESSAGE_BYTES,
@@ -34,6 +35,7 @@ from elaswave.control.wire import (
     peer_name,
 )
 from elaswave.errors import AuthenticationError, FrameError
+from elaswave.protocol.host_silence import Counters
 from elaswave.transport import addresses
 from elaswave.transport.handshake import check_key
 from elaswave.transport.tls import Tls
@@ -111,6 +113,7 @@ class ControlServer(Generic[_T]):
         """What was sent last, and as what."""
         self._server: asyncio.Server | None = None
         self._num_refusals = 0
+        self._num_connections = 0
         self._closing = False
 
     async def start(
@@ -183,6 +186,19 @@ class ControlServer(Generic[_T]):
         """Seconds since something came from a peer; None if it is not connected."""
         connection = self._peers.get(peer)
         return None if connection is None else self._loop.time() - connection.heard
+
+    def look(self, peers: Iterable[int]) -> list[Counters]:
+        """What the kernel has counted on the connections to some peers. On those where nothing waits for an
+        acknowledgement it sends a sign of life, so that the other kernel has something to acknowledge."""
+        found = []
+        for peer in peers:
+            connection = self._peers.get(peer)
+            counters = None if connection is None else connection.look()
+            if counters is not None:
+                found.append(counters)
+                if not counters.is_outstanding:
+                    self._answer(peer)
+        return found
 
     def send(self, peer: int, message: msgspec.Struct) -> bool:
         """Sends a message now; never waits.
@@ -259,6 +275,11 @@ class ControlServer(Generic[_T]):
             security=self._security,
             max_message_bytes=self.max_message_bytes,
         )
+
+    def next_number(self) -> int:
+        """For a connection: one that no other has had."""
+        self._num_connections += 1
+        return self._num_connections
 
     def entered(self, connection: "_Connection") -> None:
         """An unauthenticated peer has connected."""
@@ -379,6 +400,7 @@ class _Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._refused = False
         self._settled = False
+        self._number = server.next_number()
         self.is_hung_up = False
         """What comes is not read any more."""
         self._limits = server.limits
@@ -420,6 +442,12 @@ class _Connection(asyncio.Protocol):
             self.refuse(f"{peer_name(self.session.peer)} does not read: {waiting} bytes wait for it")
             return False
         return True
+
+    def look(self) -> Counters | None:
+        """What the kernel has counted; None if it is no TCP connection, or is ending."""
+        if self._refused or self.is_hung_up or self.transport.is_closing():
+            return None
+        return counters_of(self.transport.get_extra_info("socket"), self._number)
 
     def settle(self, limits: PeerLimits) -> None:
         """The handshake is over: its time limit ends, the peer's own limits begin."""

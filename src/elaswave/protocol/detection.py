@@ -11,6 +11,8 @@ turned out to be harmless, and has a floor:
                                                                          time in which its process was seen to wait for
                                                                          a processor does not count, up to 20 s
                 it has not registered, and uses no processor time        20 s
+    host        nothing comes from any worker of a host, and its kernel  2 s (`host_silence`);
+                acknowledges nothing                                     4 times that while most are silent together
     progress    it computes one action far longer than any took          10 x the longest one, at least 2 s
                 all workers wait, and nothing moves, not even bytes      10 x the longest standstill, one step, 3 s
 
@@ -26,6 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from elaswave.protocol.events import Suspected
+from elaswave.protocol.host_silence import LOOK_S, Counters, HostSilence
 from elaswave.protocol.position import IDLE, PHASES, STARTING, WRITE, Position, blame, kind_of
 from elaswave.protocol.starvation import EXCUSED_MAX_S, Starvation
 
@@ -196,6 +199,8 @@ class Detector:
         self._can_look = can_look
         self._quiet: tuple[int, ...] = ()
         self._excuses: list[str] = []
+        self._silent_hosts: dict[str, tuple[HostSilence, tuple[int, ...]]] = {}
+        """By host all of whose workers are silent: what is known of it, and these workers."""
         self._learned_gaps = LEARNED_GAPS_AGAIN if takes_over else LEARNED_GAPS
         self._watched: dict[int, _Watched] = {}
         self._awaited: dict[int, _Awaited] = {}
@@ -238,6 +243,12 @@ class Detector:
         somebody is to look at their processes, and say so with `looked`."""
         return self._quiet
 
+    @property
+    def quiet_hosts(self) -> Mapping[str, tuple[int, ...]]:
+        """Of each host on which all workers were silent at the last tick: these workers. Somebody is to look at the
+        connections to it before the next tick, and say so with `looked_at_host`."""
+        return {host: workers for host, (_, workers) in self._silent_hosts.items()}
+
     def take_excuses(self) -> list[str]:
         """Of each silence that has outlasted its bound, and was excused: why, for people, once."""
         excuses, self._excuses = self._excuses, []
@@ -271,6 +282,18 @@ class Detector:
         watched = self._watched.get(worker)
         if watched is not None:
             watched.starvation.looked(waited_s, self._now_s)
+
+    def looked_at_host(self, host: str, counters: Iterable[Counters], now_s: float) -> None:
+        """Somebody has looked at the connections to one of `quiet_hosts` just now, and sent something on each.
+
+        Args:
+            host: its failure domain.
+            counters: of each connection to its workers and its agent.
+            now_s: monotonic time.
+        """
+        self._advance(now_s)
+        if host in self._silent_hosts:
+            self._silent_hosts[host][0].looked(counters, self._now_s)
 
     def joined(self, worker: int, now_s: float) -> None:
         """A worker begins to send heartbeats, or does so again over a new connection."""
@@ -369,6 +392,7 @@ class Detector:
         if not overslept:  # else what came in the meantime is read first
             suspicions += self._cut_off()
             suspicions += self._never_begun()
+            suspicions += self._hosts_cut_off()
             suspicions += self._silent()
             if not suspicions:
                 suspicions += self._computing_too_long()
@@ -521,6 +545,32 @@ class Detector:
                 f"{watched.starvation.finding})",
             )
             for watched, silence_s, bound_s in sorted(late, key=lambda entry: entry[0].worker)
+        ]
+
+    def _hosts_cut_off(self) -> list[Suspicion]:
+        """Workers of hosts whose kernels acknowledge nothing; none if no worker at all is heard: then this host is cut
+        off."""
+        quiet = {worker for worker, each in self._watched.items() if self._now_s - each.alive_s > LOOK_S}
+        if not quiet or len(quiet) == len(self._watched):
+            self._silent_hosts.clear()
+            return []
+        silent: dict[str, list[int]] = {host: [] for host in map(self._host_of, quiet) if host}
+        for worker in self._watched:
+            if (host := self._host_of(worker)) in silent:
+                silent[host].append(worker)
+        known, self._silent_hosts = self._silent_hosts, {}
+        for host, workers in silent.items():
+            if quiet.issuperset(workers):
+                heard_s = max(self._watched[worker].alive_s for worker in workers)
+                found = known[host][0] if host in known else HostSilence(heard_s)
+                self._silent_hosts[host] = found, tuple(sorted(workers))
+        together = [worker for _, workers in self._silent_hosts.values() for worker in workers]
+        crowd = CROWD_FACTOR if len(together) >= CROWD and self._are_most(together) else 1.0
+        return [
+            self._suspect(worker, "host", f"worker {worker} is on host {host}, which is cut off: {finding}")
+            for host, (silence, workers) in sorted(self._silent_hosts.items())
+            if (finding := silence.finding(self._now_s, crowd))
+            for worker in workers
         ]
 
     def _are_most(self, workers: Sequence[int]) -> bool:

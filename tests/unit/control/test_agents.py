@@ -74,6 +74,16 @@ def test_workers_that_have_not_registered_end_with_their_host() -> None:
     assert world.ended == [3], "worker 1 has registered: it is heard, or not"
 
 
+def test_connections_of_other_hosts_are_looked_at_and_never_those_of_the_coordinators_own() -> None:
+    world = World()
+    world.start_joiner_on(22, 4)
+    assert world.agents.peers_beside([1]) == [agent_id(22), 1, 3, 4]
+    assert world.agents.peers_beside([0, 1, 2, 3]) == [agent_id(22), 1, 3, 4]
+    assert world.agents.peers_beside([0, 7]) == []
+    world.hosts.give_up(world.hosts.numbered(1))
+    assert world.agents.peers_beside([1]) == []
+
+
 def test_what_ends_an_agent_that_may_not_take_part() -> None:
     assert isinstance(refusal(AgentRefused(reason="another job", verdict="misused")), UsageError)
     assert isinstance(refusal(AgentRefused(reason="too late", verdict="again")), RetryError)
