@@ -292,6 +292,17 @@ def test_a_message_that_comes_again_is_handled_once_in_the_life_of_a_server(one_
     assert coordinator.said(5) == [1, 2, 3, 1], "another client counts from the start"
 
 
+def test_a_peer_was_heard_by_the_servers_own_clock(one_town):
+    """The clock of a coordinator stands still while its process does not run."""
+    times = {"now_s": 100.0}
+    coordinator = one_town.coordinator(now_s=lambda: times["now_s"])
+    assert coordinator.call(lambda: coordinator.server.heard_s(5)) is None, "it is not connected"
+    peer = one_town.raw_peer(own=5).authenticate().say_hello(1)
+    assert peer.say(1).acknowledged() == 1
+    times["now_s"] = 103.0
+    assert coordinator.call(lambda: coordinator.server.heard_s(5)) == 3.0
+
+
 def test_the_newest_connection_of_a_peer_replaces_the_older_one(one_town):
     coordinator = one_town.coordinator()
     older = one_town.raw_peer(own=5).authenticate().say_hello(1)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.property.fleet import Fleet, Noise, Stop
 
-from elaswave.protocol import detection
+from elaswave.protocol import awake, detection
 from elaswave.protocol.detection import Detector, Position
 from elaswave.protocol.position import IDLE, blame
 
@@ -169,7 +169,7 @@ def play(calls: list) -> list[tuple[float, object]]:
             if name == "joined":
                 watched.add(arguments[0])
         assert detector.workers == tuple(sorted(watched))
-        assert now_s <= detector.next_tick_s(now_s) <= now_s + detection.TICK_S
+        assert now_s <= detector.next_tick_s(now_s) <= now_s + awake.TICK_S
     return told
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from elaswave.control import job_processes
-from elaswave.protocol import detection, starvation
+from elaswave.protocol import awake, detection, starvation
 from elaswave.protocol.detection import Detector, Position, Suspicion
 from elaswave.protocol.position import blame
 
@@ -487,6 +487,19 @@ def test_time_in_which_the_coordinator_slept_does_not_count():
     assert job.silence_bound_s(1) == pytest.approx(4 * 0.66, rel=0.1)
 
 
+def test_sleep_is_known_to_the_detector_whoever_looked_at_the_clock_first():
+    """The connections and the hosts of a coordinator count by the same clock: what one has noticed counts for all."""
+    clock = awake.AwakeTime()
+    detector = Detector(awake=clock)
+    for worker in (0, 1):
+        detector.joined(worker, 10.0)
+    detector.link_lost(0, 1, 10.0)
+    before_s = clock.passed_s(10.0)
+    assert clock.passed_s(70.0) - before_s < awake.ASLEEP_S, "the sleep is nobody's silence"
+    assert detector.tick(70.01) == [], "what has come in the meantime is read first"
+    assert named(detector.tick(70.02)) == [(1, "link")]
+
+
 def test_an_end_that_came_while_the_coordinator_slept_explains_closed_links():
     """The news of it waits to be read, as what the link's grace is for."""
     job = Job(3)
@@ -756,7 +769,7 @@ def test_no_workers_no_suspicion():
     detector = Detector()
     assert detector.tick(0.0) == []
     assert detector.tick(100.0) == []
-    assert detector.next_tick_s(100.0) == 100.0 + detection.TICK_S
+    assert detector.next_tick_s(100.0) == 100.0 + awake.TICK_S
 
 
 # --------------------------------------------------------------------------------------------------------------- blame
@@ -815,8 +828,8 @@ class Start:
         """Lets time pass; all but those that stand still use a hundredth of a second in each."""
         end_s = self.now_s + duration_s
         while self.now_s < end_s - 1e-9:
-            self.now_s += detection.TICK_S
-            if looks and self.now_s % 1.0 < detection.TICK_S:
+            self.now_s += awake.TICK_S
+            if looks and self.now_s % 1.0 < awake.TICK_S:
                 for worker in self.detector.awaited:
                     self.cpu_s[worker] += 0.01 * (worker not in still)
                     self.detector.used(worker, self.cpu_s[worker], self.now_s)
@@ -917,7 +930,7 @@ def test_the_page_about_failures_gives_the_numbers_of_the_code():
         f"{detection.UNLEARNED_S:.0f} s until {detection.LEARNED_STEPS} steps",
         f"{detection.GAP_HALF_LIFE_S / 60:.0f} minutes",
         f"{detection.DURATION_HALF_LIFE_S / 60:.0f} minutes",
-        f"{detection.ASLEEP_S} s",
+        f"{awake.ASLEEP_S} s",
         f"at most {starvation.FRESH_LOOK_S} s old; the coordinator waits up to {starvation.LOOK_GRACE_S:.0f} s for one",
         f"lost after its bound and {starvation.EXCUSED_MAX_S:.0f} s",
         f"looks at the process every {job_processes.TICK_S} s",

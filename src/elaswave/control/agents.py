@@ -36,25 +36,24 @@ class Agents:
 
     Args:
         hosts: the machine.
-        home: incarnation of the agent of this coordinator's own host: its end is the coordinator's.
         spec: what agents are told that want to take part; None: no others may.
         checkpoint: where the first workers begin; None: at the seed.
         records: of earlier coordinators.
         persist: writes one more.
         send: sends a message to a peer; returns whether it is connected.
-        heard_s: gives the seconds since something came from a peer; None: it is not connected.
+        heard_s: gives the seconds since something came from a peer; None: it is not connected. As all times in here, of
+            those in which the coordinator was awake.
         say: tells people.
         founded: called once all hosts are there with which the job begins.
         ended: called with workers whose host is gone, and that nobody else will say to have ended.
         room: called when there is room for more workers.
-        now_s: monotonic time at which this coordinator begins.
+        now_s: when this coordinator begins.
     """
 
     def __init__(
         self,
         hosts: Hosts,
         *,
-        home: int,
         spec: JobSpec | None,
         checkpoint: StartingPoint | None,
         records: Iterable[JournalRecord],
@@ -68,7 +67,6 @@ class Agents:
         now_s: float,
     ) -> None:
         self._hosts = hosts
-        self._home = home
         self._spec = spec
         self._checkpoint = checkpoint
         self._persist = persist
@@ -182,7 +180,7 @@ class Agents:
     @property
     def home(self) -> int:
         """The agent of this coordinator's host, on control connections."""
-        return agent_id(self._home)
+        return agent_id(self._hosts.home)
 
     @property
     def is_founded(self) -> bool:
@@ -204,7 +202,7 @@ class Agents:
             members: of the job.
         """
         known = {suspicion.worker for suspicion in suspicions}
-        found = self._hosts.lost_with(known, self._is_silent, self._home)
+        found = self._hosts.lost_with(known, self._is_silent)
         others = [
             Suspected(
                 worker, "host", f"host {node} is lost: nothing is heard of its agent, and worker {worker} is there"
@@ -222,13 +220,13 @@ class Agents:
         if host is None:
             return False
         heard_s = self._heard_s(agent_id(host.incarnation))
-        return heard_s is not None and (host.incarnation == self._home or heard_s <= SILENT_S)
+        return heard_s is not None and (host.incarnation == self._hosts.home or heard_s <= SILENT_S)
 
     def peers_beside(self, workers: Iterable[int]) -> list[int]:
         """All that have connections from the hosts of some workers, as control connections name them; of this
         coordinator's own host nobody, since its kernel is this one."""
         hosts = {host.incarnation: host for host in map(self._hosts.of, workers) if host is not None}
-        hosts.pop(self._home, None)
+        hosts.pop(self._hosts.home, None)
         return [
             peer
             for incarnation, host in hosts.items()
@@ -247,7 +245,7 @@ class Agents:
 
         Args:
             registered: members that have; they are lost when they fall silent.
-            now_s: monotonic time.
+            now_s: the time.
         """
         for host in self._hosts.overdue(now_s, self._gone_s):
             self._hosts.give_up(host)

@@ -142,7 +142,7 @@ class CoordinatorProcess(JobDriver):
             self._desk.closed(peer)
         elif is_agent(peer):
             self._terminal.agent_went(peer)
-            self._agents.went(peer, time.monotonic())
+            self._agents.went(peer, self._awake_s())
         else:
             self._detector.disconnected(peer, time.monotonic())
 

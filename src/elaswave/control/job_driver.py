@@ -53,9 +53,10 @@ from elaswave.observability.events import EventLog
 from elaswave.observability.result import EVENTS_FILE
 from elaswave.observability.run_folder import data_facts
 from elaswave.protocol import events
+from elaswave.protocol.awake import TICK_S, AwakeTime
 from elaswave.protocol.coordinator import Bounds, Coordinator
 from elaswave.protocol.coordinator_table import State
-from elaswave.protocol.detection import TICK_S, Detector, Suspicion
+from elaswave.protocol.detection import Detector, Suspicion
 from elaswave.protocol.driver import CoordinatorDriver
 from elaswave.protocol.ending import MemberEnd
 from elaswave.protocol.hosts import Hosts
@@ -90,12 +91,17 @@ class JobDriver(CoordinatorDriver):
             plan.config.control, setup.run_dir, setup.control_dir, self._store_owner(), job=setup.job
         )
         records = self._records_by_own_clock()
-        self._server: ControlServer[ToCoordinator] = ControlServer(when_durable=self._store.when_durable)
+        self._awake = AwakeTime()
+        """Nobody is silent, or away, in time in which this process does not run."""
+        self._server: ControlServer[ToCoordinator] = ControlServer(
+            when_durable=self._store.when_durable, now_s=self._awake_s
+        )
         self._terminal = Terminal(self._server)
         workers = plan.layout.workers
         labels = list(plan.config.hosts or ()) if plan.config.control.hosts > 1 else []
         domain_of = plan.layout.domain_of
-        self._hosts = Hosts([labels.index(domain_of[worker]) if labels else 0 for worker in workers], labels)
+        founders = [labels.index(domain_of[worker]) if labels else 0 for worker in workers]
+        self._hosts = Hosts(founders, labels, home=setup.home)
         self._joiners = Joiners(
             plan,
             lambda: identity_of(plan, data_facts(setup.run_dir)),
@@ -148,11 +154,11 @@ class JobDriver(CoordinatorDriver):
             workers_min=elastic.min_workers,
             workers_max=workers_max(setup.num_loaders),
             heard_s=self._server.heard_s,
+            awake=self._awake,
             refused=lambda worker, problem: self._operations.not_admitted(worker, problem),
         )
         self._agents = Agents(
             self._hosts,
-            home=setup.home,
             spec=spec_of(setup),
             checkpoint=setup.checkpoint and StartingPoint(folder=str(setup.checkpoint[0]), meta=setup.checkpoint[1]),
             records=records,
@@ -163,7 +169,7 @@ class JobDriver(CoordinatorDriver):
             founded=self._expect_members,
             ended=lambda worker: self._note_end(worker, "has ended with its host"),
             room=self._fill_host,
-            now_s=time.monotonic(),
+            now_s=self._awake_s(),
         )
         self._has_begun = any(isinstance(record, events.StartRecord | Decision) for record in records)
         """Whether all members have registered before: with an earlier coordinator."""
@@ -181,7 +187,9 @@ class JobDriver(CoordinatorDriver):
             coordinator_ends_s=self._ends_to_tell(),
         )
         self._faults = OwnFaults(setup.faults, setup.run_dir, self)
-        self._detector = Detector(takes_over=self._has_begun, domains=self.core.domains, can_look=self._agents.can_look)
+        self._detector = Detector(
+            takes_over=self._has_begun, domains=self.core.domains, can_look=self._agents.can_look, awake=self._awake
+        )
         self._recovery_planning = RecoveryPlanning(
             self._planner, self._background, pause=self._detector.pause, answer=self.answer_plan
         )
@@ -245,7 +253,7 @@ class JobDriver(CoordinatorDriver):
         self._watched: set[int] = set()
         """Workers for whose end a thread waits."""
         self._ticker: asyncio.TimerHandle | None = None
-        self._began_s = time.monotonic()
+        self._began_s = self._awake_s()
 
     def _records_by_own_clock(self) -> list[JournalRecord]:
         """What earlier coordinators have recorded; from here on what this one records is by its clock."""
@@ -296,6 +304,10 @@ class JobDriver(CoordinatorDriver):
     def now_s(self) -> float:
         """Monotonic time of this machine."""
         return time.monotonic()
+
+    def _awake_s(self) -> float:
+        """Seconds for which this process has been awake."""
+        return self._awake.passed_s(time.monotonic())
 
     def persist(self, record: events.Record) -> None:
         """Into the journal."""
@@ -565,7 +577,7 @@ class JobDriver(CoordinatorDriver):
             _log.info("%s", excuse)
         if self._asked_of_agents != self._of_interest():
             self._ask_agents()
-        self._look_at_hosts(now_s)
+        self._look_at_hosts(self._awake_s())
         self._look_at_quiet_hosts(now_s)
         next_s = min(self._detector.next_tick_s(now_s), self._membership.tick(now_s, self._state.step_s))
         next_s = min(next_s, next_heartbeat_s(now_s, TICK_S))  # when heartbeats come, to wake once for both

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterable
 
-from elaswave.control.standstill import AwakeTime, Standstill
+from elaswave.control.standstill import Standstill
 from elaswave.observability.processes import ProcessFacts
+from elaswave.protocol.awake import AwakeTime
 from elaswave.protocol.template import COORDINATOR
 
 STOPPED_S_MAX = 20.0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from elaswave.control.joiners import Answer, Joiners
-from elaswave.control.standstill import AwakeTime
+from elaswave.protocol.awake import AwakeTime
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.detection import SILENCE_STARTING_S
 from elaswave.protocol.events import CoordinatorEvent, JoinerCame, JoinerGone, LeaveWanted, NewEpoch, Suspected
@@ -52,7 +52,9 @@ class Membership:
         say: tells people.
         drain_deadline_s: seconds that a leaving worker may take, unless its notice says otherwise.
         workers_min, workers_max: so few, and so many, may there be at a time; each has links to all others.
-        heard_s: seconds since anything has come from a worker; None: it has no connection.
+        heard_s: seconds, of those in which the coordinator was awake, since anything has come from a worker; None: it
+            has no connection.
+        awake: counts those seconds.
         refused: told of a joiner that is not let in, and why.
     """
 
@@ -71,6 +73,7 @@ class Membership:
         workers_min: int,
         workers_max: int,
         heard_s: Callable[[int], float | None],
+        awake: AwakeTime,
         refused: Callable[[int, str], object] = lambda worker, problem: None,
     ) -> None:
         self._core = core
@@ -93,11 +96,9 @@ class Membership:
         """Joiner that may come in -> when it has said so first."""
         self._silent: dict[int, _Seen | None] = {}
         """Joiner that has not said a word yet -> what is seen of its process; None before anything is."""
-        self._awake = AwakeTime(0.0)
-        self._looked_s = 0.0
-        """When it was looked last who has been heard."""
+        self._awake = awake
         self._heard_at: dict[int, float] = {}
-        """Joiner that has said who it is -> when it was heard last, in time in which this process was awake."""
+        """Joiner that has said who it is -> when it was heard last, in time in which the coordinator was awake."""
 
     @property
     def started(self) -> list[int]:
@@ -315,11 +316,10 @@ class Membership:
         awake_s = self._awake.passed_s(now_s)
         for worker, heard_at_s in list(self._heard_at.items()):
             ago_s = self._heard_s(worker)
-            if ago_s is not None and now_s - ago_s >= self._looked_s:
-                self._heard_at[worker] = awake_s
-            elif awake_s - heard_at_s > JOINER_SILENT_S:
+            if ago_s is not None:
+                heard_at_s = self._heard_at[worker] = max(heard_at_s, awake_s - ago_s)
+            if awake_s - heard_at_s > JOINER_SILENT_S:
                 self._give_up(worker, f"nothing has been heard of it for {awake_s - heard_at_s:.0f} s")
-        self._looked_s = now_s
 
     def _give_up(self, worker: int, problem: str) -> None:
         """A joiner does not get on: it may hang."""

@@ -17,6 +17,7 @@ import ipaddress
 import logging
 import math
 import socket
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -81,6 +82,7 @@ class ControlServer(Generic[_T]):
         handshake_timeout_s: how long an unauthenticated peer may take to prove that it holds the key.
         stall_timeout_s: how long a peer may leave unread what waits for it.
         when_durable: calls back once all that was handled so far is durable, see `elaswave.control.store`.
+        now_s: clock by which `heard_s` counts.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class ControlServer(Generic[_T]):
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         stall_timeout_s: float = STALL_TIMEOUT_S,
         when_durable: Callable[[Callable[[], None]], None] = lambda call: call(),
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = ""
         """Where clients connect, once started."""
@@ -101,6 +104,7 @@ class ControlServer(Generic[_T]):
         self.handshake_timeout_s = handshake_timeout_s
         self.stall_timeout_s = stall_timeout_s
         self._when_durable = when_durable
+        self.now_s = now_s
         self._unauthenticated: UnauthenticatedPeers[_Connection] = UnauthenticatedPeers()
         self._peers: dict[int, _Connection] = {}
         self._handled: dict[int, tuple[int, int]] = {}
@@ -185,7 +189,7 @@ class ControlServer(Generic[_T]):
     def heard_s(self, peer: int) -> float | None:
         """Seconds since something came from a peer; None if it is not connected."""
         connection = self._peers.get(peer)
-        return None if connection is None else self._loop.time() - connection.heard
+        return None if connection is None else self.now_s() - connection.heard_s
 
     def look(self, peers: Iterable[int]) -> list[Counters]:
         """What the kernel has counted on the connections to some peers. On those where nothing waits for an
@@ -392,8 +396,8 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, server: ControlServer[Any]) -> None:
         self.session: Session[Any] = server.new_session()
-        self.heard = 0.0
-        """Loop time at which something came last."""
+        self.heard_s = 0.0
+        """When something came last, by the server's clock."""
         self._server = server
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[None] = self._loop.create_future()
@@ -421,7 +425,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refused or self.is_hung_up:
             return
-        self.heard = self._loop.time()
+        self.heard_s = self._server.now_s()
         try:
             frames = self.session.feed(data)
             self._flush()

@@ -27,6 +27,7 @@ Durations are compared, never times of different machines. The same calls with t
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+from elaswave.protocol.awake import TICK_S, AwakeTime
 from elaswave.protocol.events import Suspected
 from elaswave.protocol.host_silence import LOOK_S, Counters, HostSilence
 from elaswave.protocol.position import IDLE, PHASES, STARTING, WRITE, Position, blame, kind_of
@@ -34,10 +35,6 @@ from elaswave.protocol.starvation import EXCUSED_MAX_S, Starvation
 
 __all__ = ["Detector", "Position", "Suspicion"]
 
-TICK_S = 0.125
-"""`Detector.tick` is to be called at least this often."""
-ASLEEP_S = 0.5
-"""A longer pause between two calls means that the coordinator was not scheduled; it counts as one tick."""
 LINK_GRACE_S = 0.015
 """How long a closed link waits for the end of the process that explains it."""
 
@@ -186,6 +183,7 @@ class Detector:
         takes_over: whether the job has begun under another coordinator.
         domains: where workers run, as far as that is known, see `elaswave.state.domains`; looked up again each time.
         can_look: whether somebody can be expected to say of a worker how its process gets on, if it is one of `quiet`.
+        awake: counts the time in which the coordinator is awake, for others too; None: for this detector alone.
     """
 
     def __init__(
@@ -194,7 +192,9 @@ class Detector:
         takes_over: bool = False,
         domains: Mapping[int, str] = MappingProxyType({}),
         can_look: Callable[[int], bool] = lambda worker: False,
+        awake: AwakeTime | None = None,
     ) -> None:
+        self._awake = AwakeTime() if awake is None else awake
         self._domains = domains
         self._can_look = can_look
         self._quiet: tuple[int, ...] = ()
@@ -209,10 +209,8 @@ class Detector:
         self._exits: dict[int, str] = {}
         self._broken: dict[tuple[int, int], float] = {}
         """(reporter, peer) -> when the reporter lost its link to the peer."""
-        self._called_s: float | None = None
-        self._now_s = 0.0
-        """Time in which the coordinator was awake; all times in here are of this clock."""
-        self._overslept = False
+        self._now_s = self._awake.seen_s
+        """All times in here are of this clock."""
         self._none_heard = False
         self._front = (-1, 0, 0)
         """The newest (epoch, step, attempt) that any worker has begun."""
@@ -388,8 +386,7 @@ class Detector:
         """The workers that are held for lost from now on."""
         self._advance(now_s)
         suspicions = self._ended()
-        overslept, self._overslept = self._overslept, False
-        if not overslept:  # else what came in the meantime is read first
+        if not self._awake.take_overslept():  # else what came in the meantime is read first
             suspicions += self._cut_off()
             suspicions += self._never_begun()
             suspicions += self._hosts_cut_off()
@@ -401,12 +398,7 @@ class Detector:
         return suspicions
 
     def _advance(self, now_s: float) -> None:
-        passed_s = 0.0 if self._called_s is None else max(0.0, now_s - self._called_s)
-        self._called_s = now_s if self._called_s is None else max(now_s, self._called_s)
-        if passed_s > ASLEEP_S:
-            self._overslept = True
-            passed_s = TICK_S
-        self._now_s += passed_s
+        self._now_s = self._awake.passed_s(now_s)
 
     def _drop(self, worker: int) -> None:
         self._gone.add(worker)

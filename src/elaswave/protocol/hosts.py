@@ -75,11 +75,14 @@ class Hosts:
     Args:
         founders: number of the host of each first worker.
         labels: failure domains of the hosts with which the job begins, by number; none: it begins with one host.
+        home: incarnation of the agent of the coordinator's own host. It is never held for lost, whatever is heard of
+            it: if it were, so would be the coordinator.
     """
 
-    def __init__(self, founders: Sequence[int] = (), labels: Sequence[str] = ()) -> None:
+    def __init__(self, founders: Sequence[int] = (), labels: Sequence[str] = (), *, home: int) -> None:
         self._founders = tuple(founders)
         self._labels = tuple(labels)
+        self.home = home
         self.num_founding = 1 + max(founders, default=0)
         self._hosts: dict[int, Host] = {}
         self._gone: set[int] = set()
@@ -136,9 +139,12 @@ class Hosts:
         if known is not None:
             return known
         for other in self._hosts.values():
-            if other.node == node and other.state in (HostState.HERE, HostState.LEAVING):
+            if other.node == node and self._must_be_here(other):
                 return Turned(f"node {node} has an agent of this job already", "needless")
         number, share = self._free_number(node), 0
+        holder = self._hosts.get(number)
+        if holder is not None and self._must_be_here(holder) and holder.state is not HostState.LEAVING:
+            return Turned("the job waits only for the coordinator's own host to begin: start this one again", "again")
         if not self.is_founded:
             share = self._founders.count(number)
             if slots and slots < share:
@@ -172,11 +178,14 @@ class Hosts:
         self._gone.add(host.incarnation)
 
     def overdue(self, now_s: float, bound_s: float) -> list[Host]:
-        """Hosts whose agents have been away for too long: to be given up."""
+        """Hosts whose agents have been away for too long: to be given up. Never that of the coordinator: its agent is
+        slow to connect again, as on a machine without a free processor, or the coordinator ends with it."""
         return [
             host
             for host in self._hosts.values()
-            if host.state in (HostState.EXPECTED, HostState.AWAY) and now_s - host.away_since_s > bound_s
+            if host.state in (HostState.EXPECTED, HostState.AWAY)
+            and host.incarnation != self.home
+            and now_s - host.away_since_s > bound_s
         ]
 
     # --------------------------------------------------------------------------------------------------- what is known
@@ -237,24 +246,28 @@ class Hosts:
             default=None,
         )
 
-    def lost_with(self, suspected: Iterable[int], is_silent: Callable[[int], bool], home: int) -> dict[str, set[int]]:
+    def lost_with(self, suspected: Iterable[int], is_silent: Callable[[int], bool]) -> dict[str, set[int]]:
         """Who is lost together with workers that are suspected (H11): all workers of a host whose agent has gone too.
 
         Args:
             suspected: workers that have ended, or whose links have.
             is_silent: whether nothing is heard of an incarnation, though its connection may stand.
-            home: incarnation on the coordinator's own host, which cannot be lost without it.
         Returns:
             By the host's node: its workers.
         """
         found: dict[str, set[int]] = {}
         for worker in suspected:
             host = self.of(worker)
-            if host is None or host.incarnation == home or host.state in (HostState.EXPECTED, HostState.GONE):
+            if host is None or host.incarnation == self.home or host.state in (HostState.EXPECTED, HostState.GONE):
                 continue
             if host.state is HostState.AWAY or is_silent(host.incarnation):
                 found.setdefault(host.node, set()).update(host.workers)
         return found
+
+    def _must_be_here(self, host: Host) -> bool:
+        """Whether a host's agent is connected, or is about to be: it lives as long as this coordinator."""
+        is_home = host.incarnation == self.home and host.state is not HostState.GONE
+        return is_home or host.state in (HostState.HERE, HostState.LEAVING)
 
     def _free_number(self, node: str) -> int:
         """Of the next host: one of those with which the job begins, while one of them is missing; that with the node's
@@ -266,7 +279,12 @@ class Hosts:
         def order(number: int) -> tuple[int, bool]:
             host = self._hosts.get(number)
             is_free = host is None or host.state is HostState.GONE or host.node == node
-            rank = 0 if is_free or host is None else _GIVES_WAY.index(host.state)
+            if is_free or host is None:
+                rank = 0
+            elif self._must_be_here(host) and host.state is not HostState.LEAVING:
+                rank = len(_GIVES_WAY)
+            else:
+                rank = _GIVES_WAY.index(host.state)
             return rank, number >= len(names) or names[number] != node
 
         return min(range(self.num_founding), key=order)

@@ -13,6 +13,7 @@ from elaswave.control.local_job import refusal
 from elaswave.control.post import Post
 from elaswave.control.wire import agent_id
 from elaswave.errors import NeedlessError, RetryError, UsageError
+from elaswave.protocol.events import Suspected
 from elaswave.protocol.hosts import GONE_S, Hosts
 
 
@@ -20,17 +21,17 @@ class World:
     """Four workers that have begun on hosts a and b, and what their coordinator is told of ends."""
 
     def __init__(self) -> None:
-        self.hosts = Hosts((0, 1, 0, 1), ("a", "b"))
+        self.hosts = Hosts((0, 1, 0, 1), ("a", "b"), home=11)
         self.ended: list[int] = []
+        self.heard_s = 0.0
         self.agents = Agents(
             self.hosts,
-            home=11,
             spec=None,
             checkpoint=None,
             records=(),
             persist=lambda record: None,
             send=lambda peer, message: True,
-            heard_s=lambda peer: 0.0,
+            heard_s=lambda peer: self.heard_s,
             say=lambda text: None,
             founded=lambda: None,
             ended=self._end,
@@ -82,6 +83,19 @@ def test_connections_of_other_hosts_are_looked_at_and_never_those_of_the_coordin
     assert world.agents.peers_beside([0, 7]) == []
     world.hosts.give_up(world.hosts.numbered(1))
     assert world.agents.peers_beside([1]) == []
+
+
+def test_a_local_job_goes_on_however_long_its_own_agent_is_away() -> None:
+    world = World()
+    world.agents.went(agent_id(11), 1.0)
+    world.agents.tick((), 1.1 + 10 * GONE_S)
+    assert world.ended == [], "workers of the coordinator's own host have not ended with it"
+    world.come("a", 11)
+    world.heard_s = 60.0
+    late = [Suspected(0, "exit", "worker 0 has ended")]
+    assert world.agents.with_their_hosts(late, range(4)) == late
+    other = world.agents.with_their_hosts([Suspected(1, "exit", "worker 1 has ended")], range(4))
+    assert [suspicion.worker for suspicion in other] == [1, 3]
 
 
 def test_what_ends_an_agent_that_may_not_take_part() -> None:

@@ -8,6 +8,7 @@ from tests.unit.control.test_joiners import Job
 
 from elaswave.control.joiners import Answer, Joiners
 from elaswave.control.membership import JOIN_TIMEOUT_S, JOINER_SILENT_S, JOINER_STILL_S, Membership
+from elaswave.protocol.awake import AwakeTime
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.events import JoinerCame, JoinerGone, LeaveWanted, LeavingRecord, Record, StartRecord
 from elaswave.protocol.messages import Joining
@@ -96,7 +97,7 @@ class World:
 def membership_of(core: Coordinator, joiners: Joiners, **calls: Any) -> Membership:
     ignored = dict.fromkeys(("feed", "suspect", "spawn", "end", "send", "say"), lambda *told: None)
     calls = {**ignored, "heard_s": lambda worker: None, **calls}
-    return Membership(core, joiners, **calls, drain_deadline_s=30.0, workers_min=1, workers_max=6)
+    return Membership(core, joiners, **calls, awake=AwakeTime(), drain_deadline_s=30.0, workers_min=1, workers_max=6)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Bounds on waiting for another process: neither a slow one nor a stopped waiter makes it look stopped."""
 
-from elaswave.control.standstill import AwakeTime, Standstill
+from elaswave.control.standstill import Standstill
+from elaswave.protocol.awake import AwakeTime
 
 
 def test_time_in_which_the_waiter_was_stopped_does_not_count() -> None:
@@ -8,6 +9,15 @@ def test_time_in_which_the_waiter_was_stopped_does_not_count() -> None:
     assert awake.passed_s(100.2) == 100.2 - 100.0
     assert awake.passed_s(4000.0) < 1.0
     assert awake.passed_s(4000.4) < 1.5
+    assert awake.passed_s(3999.0) == awake.seen_s == awake.passed_s(4000.4), "no clock goes back"
+
+
+def test_the_first_look_begins() -> None:
+    awake = AwakeTime()
+    assert (awake.seen_s, awake.passed_s(4000.0), awake.take_overslept()) == (0.0, 0.0, False)
+    awake.passed_s(5000.0)
+    awake.passed_s(5000.1)
+    assert awake.take_overslept() and not awake.take_overslept(), "it is told once"
 
 
 def test_a_process_that_uses_some_time_now_and_then_does_not_stand_still() -> None:
