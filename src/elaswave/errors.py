@@ -17,6 +17,7 @@ ElaswaveError
 │   └── BacklogError           more is waiting to be acknowledged than may be kept
 ├── FrequencyError             a device whose speed cannot be set here
 ├── StoreError                 a coordinator's store that is damaged, held by another one, or cannot be written
+│   ├── StoreGoneError         it does not answer: exit code 75
 │   └── SupersededError        another coordinator has taken over: this one must end, and says nothing
 ├── StateError                 blocks, sums or placements that contradict each other
 ├── CheckpointError            a checkpoint that is damaged, half-written or of another model
@@ -118,6 +119,10 @@ class FrequencyError(ElaswaveError):
 
 class StoreError(ElaswaveError):
     """A coordinator's store that is damaged, held by another coordinator, or cannot be written."""
+
+
+class StoreGoneError(StoreError):
+    """A coordinator's store that has not answered for as long as may be waited: the job may be begun again later."""
 
 
 class SupersededError(StoreError):

@@ -69,7 +69,7 @@ def test_the_host_of_the_coordinator_is_lost_and_another_candidate_goes_on(tmp_p
         agents.wait_for_step(4)
         first.signal(signal.SIGKILL)
         assert second.end() == 0, second.text
-    assert "this host starts one" in second.text
+    assert "this host has the job's coordinator from now on" in second.text
     assert {each["worker"] for each in recoveries(agents, "lost")} == {0, 2}
     (restart,) = recoveries(agents, "coordinator")
     assert restart["total_s"] > 0

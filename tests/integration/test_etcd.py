@@ -11,7 +11,7 @@ from tests.integration.jobs import QuietReporter, run_job
 
 from elaswave.control.etcd_client import EtcdClient
 from elaswave.control.etcd_gateway import HttpGateway
-from elaswave.errors import LaunchError, RecoveryError
+from elaswave.errors import LaunchError, RetryError
 
 pytestmark = needs_etcd
 
@@ -118,5 +118,5 @@ def test_a_coordinator_lost_together_with_a_member_is_followed(tmp_path: Path) -
 def test_a_loss_that_etcd_never_takes_ends_the_job_with_the_reason(tmp_path: Path) -> None:
     with cluster(1) as members:
         settings = {"run.steps": 40, "control.store": store_of(members), "control.store_patience_s": 3}
-        with pytest.raises(RecoveryError, match="has not taken a record for 3 s .*control.store_patience_s"):
+        with pytest.raises(RetryError, match="has not taken a record for 3 s .*control.store_patience_s"):
             run_job(tmp_path / "run", settings, faults=["kill:2@8"], reporter=Watcher({4: members[0].stop}))

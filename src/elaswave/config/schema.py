@@ -365,7 +365,7 @@ class ControlConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """"file": a journal on this machine. ``etcd://HOST:PORT,...``: members of a cluster of etcd 3.4 or newer; name
     several, so that one may fail. See docs/store.md."""
     store_patience_s: Annotated[float, Meta(gt=0)] = 60.0
-    """How long a decision waits for etcd to answer before the job ends. Steps go on meanwhile."""
+    """How long a decision waits for etcd to answer before the job ends with exit code 75. Steps go on meanwhile."""
     store_ca: Name | None = None
     """PEM file of the authority of etcd's certificates: connections use TLS, and names are checked. Unset: no TLS."""
     store_cert: Name | None = None

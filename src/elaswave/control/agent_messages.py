@@ -106,6 +106,12 @@ class AgentLeaving(Message, frozen=True, kw_only=True):
     """Seconds that they have."""
 
 
+class TermTaken(Message, frozen=True, kw_only=True):
+    """Said to a coordinator that may not know it: its agent's one has the job now."""
+
+    term: int
+
+
 class EndJoiner(Message, frozen=True, kw_only=True):
     """A joiner that does not get on is to be killed, so that its place is free again."""
 
@@ -214,7 +220,7 @@ class Ended(Message, frozen=True, kw_only=True):
     """Whether the job may be tried again as it is: too few hosts have come, or its store cannot be reached."""
 
 
-FromAgent = AskJob | AgentHello | AgentLeaving | Exited | StopJob | CpuTimes | CheckpointCommitted
+FromAgent = AskJob | AgentHello | AgentLeaving | Exited | StopJob | CpuTimes | CheckpointCommitted | TermTaken
 ToAgent = (
     JobSpec
     | AgentRefused

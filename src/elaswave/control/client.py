@@ -41,6 +41,8 @@ AMONG_SEVERAL_TIMEOUT_S = 2.0
 """The same where several are dialled in turn: a host that is gone does not answer at all."""
 SILENCE_TIMEOUT_S = 10.0
 """A connection on which no heartbeat has been answered for this long is given up, and made again."""
+SILENCE_AMONG_SEVERAL_S = 3.0
+"""The same where another candidate may have a coordinator by then."""
 MAX_UNACKNOWLEDGED_BYTES = 256 << 20
 MAX_UNSENT_BYTES = 256 << 20
 _READ_BYTES = 1 << 18
@@ -107,7 +109,8 @@ class ControlClient(Generic[_T]):
             ends the client's thread, as any thread's.
         max_message_bytes: largest message in either direction.
         max_unacknowledged_bytes: of durable messages that are kept for the coordinator.
-        silence_timeout_s: a connection on which heartbeats are not answered for this long is made again.
+        silence_timeout_s: a connection on which heartbeats are not answered for this long is made again; None: as
+            long as fits the number of candidates.
     Raises:
         ValueError: the key is too short, or TLS is asked for on a Unix socket.
         ConfigError: certificate files that cannot be used.
@@ -133,7 +136,7 @@ class ControlClient(Generic[_T]):
         on_failure: Callable[[Exception], None] | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         max_unacknowledged_bytes: int = MAX_UNACKNOWLEDGED_BYTES,
-        silence_timeout_s: float = SILENCE_TIMEOUT_S,
+        silence_timeout_s: float | None = None,
     ) -> None:
         if tls is not None and not address.startswith("tcp:"):
             raise ValueError(f"TLS is for tcp: addresses, but {address!r} is none: leave out the certificate")
@@ -153,6 +156,8 @@ class ControlClient(Generic[_T]):
         self._dial_timeout_s = HANDSHAKE_TIMEOUT_S if not others else AMONG_SEVERAL_TIMEOUT_S
         self._max_message_bytes = max_message_bytes
         self._max_unacknowledged_bytes = max_unacknowledged_bytes
+        if silence_timeout_s is None:
+            silence_timeout_s = SILENCE_AMONG_SEVERAL_S if others else SILENCE_TIMEOUT_S
         self._silence_timeout_s = silence_timeout_s
         self._identity = secrets.randbits(64)
 
@@ -271,6 +276,18 @@ class ControlClient(Generic[_T]):
             self._silent = on
             self._wake()
 
+    def dial_first(self) -> None:
+        """Gives up the connection: a coordinator is known to be where this client dials first. For owners without a
+        thread."""
+        assert self._thread is None
+        with self._changed:
+            if self._closed:
+                return
+            if self._phase is not _Phase.DOWN:
+                self._drop(ConnectionError("another coordinator has taken over"))
+            self._target = 0
+            self._next_dial = 0.0
+
     def close(self, timeout_s: float = 1.0) -> bool:
         """Sends what can be sent, waits for acknowledgements, and ends the connection for good.
 
@@ -342,6 +359,7 @@ class ControlClient(Generic[_T]):
             if self._phase is _Phase.HANDSHAKE and now >= self._deadline:
                 self._drop(TimeoutError("the coordinator did not finish the handshake in time"))
             if now - self._first_unanswered > self._silence_timeout_s and self._num_unanswered >= 3:
+                self._target = (self._target + 1) % len(self._targets)  # a host that is gone does not answer dials
                 self._drop(TimeoutError(f"the coordinator was silent for {self._silence_timeout_s:g} s"))
             if self._silent and self._phase is _Phase.DOWN:
                 return math.inf

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from elaswave.control.agent_messages import (
@@ -20,13 +21,16 @@ from elaswave.control.agent_messages import (
     Exited,
     FromAgent,
     StepLosses,
+    TermTaken,
     ToCoordinator,
 )
+from elaswave.control.candidate import Progress, Stage
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.job_driver import JobDriver
+from elaswave.control.open_store import claim
 from elaswave.control.operator_messages import FromOperator
 from elaswave.control.wire import is_agent, is_operator
-from elaswave.errors import ElaswaveError, SupersededError
+from elaswave.errors import ElaswaveError, StoreGoneError, SupersededError
 from elaswave.protocol import events
 from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.detection import Position
@@ -84,6 +88,9 @@ class CoordinatorProcess(JobDriver):
             on_refused=lambda reason: _log.warning("refused: %s", reason),
         )
         serving = asyncio.ensure_future(self._server.serve())
+        claimed = self._setup.claimed
+        if claimed is not None:
+            claimed.report(Progress(Stage.SERVES, claimed.term.term))
         failure: ElaswaveError | None = None
         try:
             try:
@@ -100,7 +107,8 @@ class CoordinatorProcess(JobDriver):
             except ElaswaveError as error:
                 # Something that a successor would meet too, such as a journal that takes no more records.
                 failure = error
-                self._end.come(Ended(outcome="failed", reason=str(error)), write=False)
+                is_gone = isinstance(error, StoreGoneError)
+                self._end.come(Ended(outcome="failed", reason=str(error), again=is_gone), write=False)
             deadline_s = time.monotonic() + LINGER_S
             while not self._end.is_known() and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.01)
@@ -114,6 +122,8 @@ class CoordinatorProcess(JobDriver):
             serving.cancel()
             self._events.close()
             self._store.close()
+            if claimed is not None:
+                claimed.beats.stop()
 
     def _begin_or_take_over(self) -> None:
         """Begins the job, or goes on where earlier coordinators stood."""
@@ -246,6 +256,10 @@ class CoordinatorProcess(JobDriver):
                 self._recorder.checkpoints.ask_again()
         elif isinstance(message, AgentLeaving):
             self._on_host_leaving(peer, message.left_s)
+        elif isinstance(message, TermTaken):
+            own = self._setup.claimed
+            if own is not None and message.term > own.term.term:
+                raise SupersededError(f"agent {peer} has the job's coordinator number {message.term}; this must end")
         elif isinstance(message, CpuTimes):
             for worker, cpu_s in message.cpu_s.items():
                 self._detector.used(worker, cpu_s, time.monotonic())
@@ -332,12 +346,33 @@ def run_coordinator(setup: CoordinatorSetup) -> int:
         Exit status: 0 once the job is over, however it ended; `SUPERSEDED` if another host's coordinator has taken
         over; 1 after an error that another one would meet too; else the agent starts another coordinator.
     """
+    return _live(lambda: setup)
+
+
+def run_candidate(setup: CoordinatorSetup, name: str, founds: bool, report: Callable[[Progress], None]) -> int:
+    """A candidate's process from its start to its end: it waits until it has the job, then it is the coordinator.
+
+    Args:
+        setup: of the coordinator.
+        name, founds, report: as of `elaswave.control.open_store.claim`.
+    Returns:
+        Exit status, as of `run_coordinator`.
+    """
+
+    def take_over() -> CoordinatorSetup:
+        claimed = claim(setup.plan.config.control, setup.job, name, founds=founds, report=report)
+        return setup._replace(claimed=claimed, lost_s=claimed.missed_s if setup.lost_s is None else setup.lost_s)
+
+    return _live(take_over)
+
+
+def _live(begin: Callable[[], CoordinatorSetup]) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
     )
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        asyncio.run(_run(setup))
+        asyncio.run(_run(begin()))
         return 0
     except SupersededError as error:
         _log.warning("%s", error)

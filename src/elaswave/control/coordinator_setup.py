@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elaswave.control.death_watch import DeathWatch
+from elaswave.control.open_store import Claimed
 from elaswave.data.sampler import Sampler
 from elaswave.faults.injection import Fault
 from elaswave.protocol import events
@@ -39,6 +40,8 @@ class CoordinatorSetup(NamedTuple):
     lost_s: float | None = None
     """In a job of several hosts: monotonic time since when the coordinator before this one is missed; None: it is the
     first."""
+    claimed: Claimed | None = None
+    """What it holds, if it has waited for that as a candidate."""
     profile: bool = False
     """Whether workers write traces."""
     num_loaders: int = 0

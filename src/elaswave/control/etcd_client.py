@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from elaswave.control.etcd_gateway import Answer, Gateway
 from elaswave.errors import StoreError
+from elaswave.protocol.store_writes import KeyValue, Outcome, Transaction
 
 REQUEST_TIMEOUT_S = 1.0
 """Of one request to one member, at first."""
@@ -27,17 +28,7 @@ class NoAnswerError(Exception):
     """Whether a request was carried out is not known."""
 
 
-class KeyValue(NamedTuple):
-    """A key as etcd has it."""
-
-    key: str
-    """Below the job's prefix."""
-    value: bytes
-    revision: int
-    """At which it was last written."""
-
-
-class Outcome(NamedTuple):
+class Transacted(NamedTuple):
     """What became of a transaction."""
 
     succeeded: bool
@@ -69,6 +60,8 @@ class EtcdClient:
         self, endpoints: Sequence[str], prefix: str, gateway: Gateway, credentials: Credentials | None = None
     ) -> None:
         self.prefix = prefix
+        self.timeout_s_max = REQUEST_TIMEOUT_S_MAX
+        """The longest that a member gets; who asks again and again takes the first one for all."""
         self._endpoints = tuple(endpoints)
         self._gateway = gateway
         self._credentials = credentials
@@ -88,7 +81,7 @@ class EtcdClient:
         compare: Sequence[dict[str, Any]],
         success: Sequence[dict[str, Any]],
         failure: Sequence[dict[str, Any]] = (),
-    ) -> Outcome:
+    ) -> Transacted:
         """One transaction: linearizable, whole or not at all.
 
         Raises:
@@ -97,11 +90,27 @@ class EtcdClient:
         said = self._ask("/v3/kv/txn", {"compare": compare, "success": success, "failure": failure})
         responses = said.get("responses", [])
         ranges = [response["response_range"] for response in responses if "response_range" in response]
-        return Outcome(
+        return Transacted(
             bool(said.get("succeeded", False)),
             int(said["header"]["revision"]),
             tuple(tuple(map(self._key_value, found.get("kvs", []))) for found in ranges),
         )
+
+    def carry_out(self, transaction: Transaction) -> Outcome:
+        """One transaction, in the protocol's words.
+
+        Raises:
+            NoAnswerError, StoreError: see the module's docstring.
+        """
+        compare = [self.unwritten_since(key, revision) for key, revision in transaction.unwritten_since]
+        compare += [self.exists(key) for key in transaction.exist]
+        changes = [self.put(key, value) for key, value in transaction.puts]
+        changes += [self.delete(key) for key in transaction.deletes]
+        reads = [self.get(key) for key in transaction.reads]
+        only_reads = not compare and not changes
+        said = self.transact(compare, reads if only_reads else changes, reads)
+        found = tuple(page[0] if page else None for page in said.ranges)
+        return Outcome(said.succeeded, said.revision, found)
 
     def close(self) -> None:
         """Ends all connections."""
@@ -162,7 +171,7 @@ class EtcdClient:
     def _post(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
         endpoint = self._endpoints[self._at]
         rounds = self._num_failed // len(self._endpoints)
-        timeout_s = min(REQUEST_TIMEOUT_S_MAX, REQUEST_TIMEOUT_S * 2.0 ** min(rounds, 10))
+        timeout_s = min(self.timeout_s_max, REQUEST_TIMEOUT_S * 2.0 ** min(rounds, 10))
         headers = {"Authorization": self._token} if self._token else {}
         try:
             answer = self._gateway.post(endpoint, path, json.dumps(request).encode(), headers, timeout_s)

@@ -18,7 +18,6 @@ only added waits without a bound.
 """
 
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -29,7 +28,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from elaswave.control.etcd_client import EtcdClient, KeyValue, NoAnswerError, Outcome
+from elaswave.control.etcd_client import EtcdClient, NoAnswerError
 from elaswave.control.etcd_entries import (
     CHUNK_BYTES,
     Blob,
@@ -43,7 +42,20 @@ from elaswave.control.etcd_entries import (
     pack,
 )
 from elaswave.control.store import Owner, WriterFence
-from elaswave.errors import StoreError, SupersededError
+from elaswave.errors import StoreError, StoreGoneError, SupersededError
+from elaswave.protocol.store_writes import (
+    SPEC,
+    TERM,
+    Claim,
+    EntryWrite,
+    Holder,
+    KeyValue,
+    Outcome,
+    Transaction,
+    Written,
+    holder_of,
+    is_fenced,
+)
 
 BATCH_S = 1.0
 """How long what was added may wait before it is written: a successor may lack so much."""
@@ -55,11 +67,11 @@ RETRY_S = 0.1
 """Between two requests if no member answers."""
 CLOSE_S = 3.0
 """At the end, how long what was added may take."""
-SPEC, TERM = "spec", "term"
 _PAGE = 200
 _NONCE_BYTES = 12
 _log = logging.getLogger("elaswave.control")
 _T = TypeVar("_T")
+_Answer = TypeVar("_Answer")
 
 
 class _Given(NamedTuple):
@@ -85,11 +97,12 @@ class Patience:
         self._bound_s = bound_s
         self._between = between
 
-    def ask(self, request: Callable[[], Outcome]) -> Outcome:
+    def ask(self, request: Callable[[], _Answer]) -> _Answer:
         """Asks until there is an answer.
 
         Raises:
-            StoreError: there is none within the bound, or it is a refusal.
+            StoreGoneError: there is none within the bound.
+            StoreError: it is a refusal.
         """
         begun_s = time.monotonic()
         while True:
@@ -98,7 +111,7 @@ class Patience:
             except NoAnswerError as error:
                 passed_s = time.monotonic() - begun_s
                 if passed_s >= self._bound_s:
-                    raise StoreError(
+                    raise StoreGoneError(
                         f"{self._what} has not answered for {passed_s:.0f} s ({error}): see whether a majority of its "
                         "members runs and can be reached from here"
                     ) from error
@@ -117,12 +130,16 @@ class EtcdStore(Generic[_T]):
         record_type: union of the records' types.
         owner: how it is reached.
         patience_s: how long `append`, and the opening, wait for an answer.
+        term: what its owner has claimed already, see `elaswave.control.candidate`; None: the store claims it.
     Raises:
         SupersededError: another coordinator has taken over in the same moment.
-        StoreError: the job is not there, its records are damaged, or etcd does not answer or refuses.
+        StoreGoneError: etcd does not answer.
+        StoreError: the job is not there, its records are damaged, or etcd refuses.
     """
 
-    def __init__(self, client: EtcdClient, record_type: Any, owner: Owner, *, patience_s: float) -> None:
+    def __init__(
+        self, client: EtcdClient, record_type: Any, owner: Owner, *, patience_s: float, term: Holder | None = None
+    ) -> None:
         self._client = client
         self._owner = owner
         self._patience_s = patience_s
@@ -132,7 +149,7 @@ class EtcdStore(Generic[_T]):
         """Read already."""
         self._waiting = Patience(client.name, patience_s, _sleep)
         try:
-            self._term_revision = self._elect()
+            self._term = self._elect() if term is None else term
             self._read(record_type)
         except BaseException:
             client.close()
@@ -162,27 +179,18 @@ class EtcdStore(Generic[_T]):
 
     # -------------------------------------------------------------------------------------------------------- opening
 
-    def _elect(self) -> int:
+    def _elect(self) -> Holder:
         client = self._client
-        found = self._waiting.ask(lambda: client.transact([], [client.get(SPEC), client.get(TERM)]))
-        spec, terms = found.ranges
-        if not spec:
-            raise StoreError(f"{client.name} holds no job: its keys were removed; resume it from its last checkpoint")
-        known = terms[0].revision if terms else 0
-        term = json.loads(terms[0].value)["term"] + 1 if terms else 1
-        nonce = secrets.token_hex(_NONCE_BYTES)
-        value = json.dumps({"term": term, "holder": f"{socket.gethostname()}:{os.getpid()}", "nonce": nonce}).encode()
-        won = self._waiting.ask(
-            lambda: client.transact(
-                [client.unwritten_since(TERM, known)], [client.put(TERM, value)], [client.get(TERM)]
+        spec, standing = self._waiting.ask(lambda: client.carry_out(Transaction(reads=(SPEC, TERM)))).found
+        if spec is None:
+            raise no_job(client.name)
+        claim = Claim(f"{socket.gethostname()}:{os.getpid()}", new_nonce(), holder_of(standing))
+        won = claim.judge(self._waiting.ask(lambda: client.carry_out(claim.transaction())))
+        if won is None:
+            raise SupersededError(
+                f"{client.name}: another coordinator has taken over in this moment; this one must end"
             )
-        )
-        if won.succeeded:
-            return won.revision
-        holder = won.ranges[0][0] if won.ranges[0] else None
-        if holder is not None and holder.value == value:
-            return holder.revision  # an earlier request had arrived
-        raise SupersededError(f"{client.name}: another coordinator has taken over in this moment; this one must end")
+        return won
 
     def _read(self, record_type: Any) -> None:
         chain: Chain[_T] = Chain(self._client.name, record_type, self._read_blob)
@@ -283,7 +291,7 @@ class EtcdStore(Generic[_T]):
 
     def _give_up(self, waited_s: float) -> None:
         with self._changed:
-            self._error = StoreError(
+            self._error = StoreGoneError(
                 f"{self._client.name} has not taken a record for {waited_s:.0f} s ({self._trouble or 'it is slow'}); "
                 "without it no loss can be decided on. See whether a majority of its members runs and can be reached "
                 "from here; control.store_patience_s bounds the wait"
@@ -378,20 +386,20 @@ class EtcdStore(Generic[_T]):
             return
         packed = pack(records, self._last, secrets.token_bytes(_NONCE_BYTES))
         self._write_blobs(packed)
-        client, key = self._client, entry_key(self._length)
         chunks = [chunk for blob in packed.blobs for chunk in blob.chunk_keys]
-        compare = [client.unwritten_since(TERM, self._term_revision), client.unwritten_since(key, 0)]
-        compare += [client.exists(chunk) for chunk in chunks]
+        entry = EntryWrite(self._term, entry_key(self._length), packed.value, chunks)
         while True:
-            written = self._persist(compare, [client.put(key, packed.value)], [client.get(TERM), client.get(key)])
-            if written.succeeded:
+            answer = self._persist(entry.transaction())
+            written = entry.judge(answer)
+            if written is Written.YES:
                 break
-            self._check_term(written)
-            standing = written.ranges[1]
-            if standing and standing[0].value == packed.value:
-                break  # an earlier request had arrived
-            if standing:
-                raise StoreError(f"{client.name}: {key} was written by a process that is no coordinator of this job")
+            if written is Written.FENCED:
+                raise self._fenced(answer.found[0])
+            if written is Written.TAKEN:
+                key = entry_key(self._length)
+                raise StoreError(
+                    f"{self._client.name}: {key} was written by a process that is no coordinator of this job"
+                )
             self._write_blobs(packed)  # a late removal has taken them
         self._last, self._length = digest_of(packed.value), self._length + 1
         self._in_use.take(packed, records)
@@ -400,46 +408,28 @@ class EtcdStore(Generic[_T]):
         self._in_use.superseded.clear()
 
     def _write_blobs(self, packed: Packed) -> None:
-        client = self._client
-        compare = [client.unwritten_since(TERM, self._term_revision)]
+        compared = ((TERM, self._term.revision),)
         for blob, content in packed.blobs.items():
             for key, chunk in zip(blob.chunk_keys, chunks_of(content), strict=True):
-                written = self._persist(compare, [client.put(key, chunk)], [client.get(TERM)])
-                if not written.succeeded:
-                    self._check_term(written)
+                written = self._persist(Transaction(compared, puts=((key, chunk),), reads=(TERM,)))
+                if not written.succeeded and is_fenced(self._term, written.found[0]):
+                    raise self._fenced(written.found[0])
 
     def _remove_garbage(self) -> None:
-        client = self._client
-        keys = sorted(self._garbage)[: _PAGE // 2]
+        keys = tuple(sorted(self._garbage)[: _PAGE // 2])
         if keys:
-            compare = [client.unwritten_since(TERM, self._term_revision)]
-            compare += [client.unwritten_since(entry_key(self._length), 0)]
-            client.transact(compare, [client.delete(key) for key in keys])
+            compared = ((TERM, self._term.revision), (entry_key(self._length), 0))
+            self._client.carry_out(Transaction(compared, deletes=keys))
             self._garbage -= set(keys)
 
-    def _check_term(self, refused: Outcome) -> None:
-        """A comparison has failed: was it the term's?
+    def _fenced(self, standing: KeyValue | None) -> SupersededError:
+        return fenced(self._client.name, standing)
 
-        Raises:
-            SupersededError: it was.
-        """
-        holders = refused.ranges[0]
-        if not holders:
-            raise SupersededError(f"{self._client.name}: the job's keys were removed; this coordinator must end")
-        if holders[0].revision != self._term_revision:
-            holder = json.loads(holders[0].value)
-            raise SupersededError(
-                f"{self._client.name} takes no record of this coordinator: {holder['holder']} has taken over as its "
-                f"number {holder['term']}; this must end"
-            )
-
-    def _persist(
-        self, compare: list[dict[str, Any]], success: list[dict[str, Any]], failure: list[dict[str, Any]]
-    ) -> Outcome:
+    def _persist(self, transaction: Transaction) -> Outcome:
         begun_s = time.monotonic()
         while True:
             try:
-                outcome = self._client.transact(compare, success, failure)
+                outcome = self._client.carry_out(transaction)
             except NoAnswerError as error:
                 self._no_answer(str(error), begun_s)
                 continue
@@ -466,6 +456,32 @@ class EtcdStore(Generic[_T]):
             self._trouble, self._silent_s = "", 0.0
         if has_said:
             self._post(self._tell_end)
+
+
+def new_nonce() -> str:
+    """That no other claim or entry has."""
+    return secrets.token_hex(_NONCE_BYTES)
+
+
+def no_job(name: str) -> StoreError:
+    """A store holds nothing of a job."""
+    return StoreError(f"{name} holds no job: its keys were removed; resume it from its last checkpoint")
+
+
+def fenced(name: str, standing: KeyValue | None) -> SupersededError:
+    """A coordinator may not write any more.
+
+    Args:
+        name: of the store.
+        standing: what `TERM` holds.
+    """
+    if standing is None:
+        return SupersededError(f"{name}: the job's keys were removed; this coordinator must end")
+    holder = holder_of(standing)
+    return SupersededError(
+        f"{name} takes no record of this coordinator: {holder.name} has taken over as its number {holder.term}; this "
+        "must end"
+    )
 
 
 def _pages(client: EtcdClient, waiting: Patience, folder: str, *, keys_only: bool) -> list[KeyValue]:

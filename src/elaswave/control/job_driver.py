@@ -3,9 +3,10 @@ to it by `elaswave.control.coordinator`.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from elaswave.control.agent_messages import (
@@ -87,9 +88,17 @@ class JobDriver(CoordinatorDriver):
         plan = setup.plan
         self._background = Background()
         """Planning, and looking for checkpoints."""
+        claimed = setup.claimed
         self._store = open_store(
-            plan.config.control, setup.run_dir, setup.control_dir, self._store_owner(), job=setup.job
+            plan.config.control,
+            setup.run_dir,
+            setup.control_dir,
+            self._store_owner(),
+            job=setup.job,
+            term=None if claimed is None else claimed.term,
         )
+        if claimed is not None:
+            claimed.beats.tell(self._call_on_loop(self._background.fail))
         records = self._records_by_own_clock()
         self._awake = AwakeTime()
         """Nobody is silent, or away, in time in which this process does not run."""
@@ -268,6 +277,16 @@ class JobDriver(CoordinatorDriver):
         if setup.job:
             return () if setup.lost_s is None else (setup.lost_s,)
         return setup.coordinator_ends_s[self._state.num_restarts :]
+
+    def _call_on_loop(self, call: Callable[[Exception], None]) -> Callable[[Exception], None]:
+        """For a thread."""
+        loop = asyncio.get_running_loop()
+
+        def hand_over(error: Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
+                loop.call_soon_threadsafe(call, error)
+
+        return hand_over
 
     def _store_owner(self) -> Owner:
         """What a store that works beside the event loop may do here."""

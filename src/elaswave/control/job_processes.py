@@ -33,6 +33,7 @@ from elaswave.control.template_messages import (
 )
 from elaswave.observability.processes import (
     ProcessFacts,
+    Role,
     RunProcess,
     described,
     facts_of,
@@ -144,19 +145,27 @@ class JobProcesses:
 
     # ----------------------------------------------------------------------------------------------------- coordinator
 
-    def start_coordinator(self, number: int, body: Callable[[], int]) -> None:
+    def start_coordinator(self, number: int, body: Callable[[], int], *, waits: bool = False) -> None:
         """Forks a coordinator.
 
         Args:
             number: how many there have been, this one included.
             body: its life.
+            waits: it is a candidate, until `has_taken_over` is called.
         Raises:
             LaunchError: the system refuses its process.
         """
         log = self._run_dir / "logs" / "coordinator.log"
         self._coordinator = fork("the coordinator", log, body, let_go=self._let_go)
         self.selector.register(self._coordinator.pid_fd, selectors.EVENT_READ, COORDINATOR_EXIT)
-        self._note(COORDINATOR, described("coordinator", number, self._coordinator.pid))
+        self._coordinator_number = number
+        role: Role = "candidate" if waits else "coordinator"
+        self._note(COORDINATOR, described(role, number, self._coordinator.pid))
+
+    def has_taken_over(self) -> None:
+        """The candidate that was forked is the coordinator from now on."""
+        if self._coordinator is not None:
+            self._note(COORDINATOR, described("coordinator", self._coordinator_number, self._coordinator.pid))
 
     def ask_for_coordinator(self, number: int, message: SpawnCoordinator) -> None:
         """Has the template fork a coordinator; its end is a `ChildGone`.

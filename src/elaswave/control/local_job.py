@@ -38,11 +38,13 @@ from elaswave.control.agent_messages import (
     StepLosses,
     StopAsked,
     StopJob,
+    TermTaken,
     ToAgent,
 )
+from elaswave.control.candidate import Progress, Stage, progress_of
 from elaswave.control.client import ControlClient
 from elaswave.control.control_file import remove_control_file, write_control_file
-from elaswave.control.coordinator import SUPERSEDED, run_coordinator
+from elaswave.control.coordinator import SUPERSEDED, run_candidate, run_coordinator
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import how_it_ended
@@ -119,12 +121,15 @@ STARTING_S = 10.0
 """Between two lines about a start that lasts."""
 OUTCOME_S = 1.5
 """After this long without a coordinator an agent looks in the run's folder whether the job is over."""
-ELECT_S = 2.0
-"""A candidate that no coordinator has answered for so long starts one; the second candidate waits twice as long."""
+STAND_BY_AGAIN_S = 1.0
+"""After the end of a candidate that never had the job, or of a coordinator that another host's has replaced, the next
+one is started so much later."""
 ORPHAN_S = 60.0
 """An agent that starts no coordinators ends when it has had none for so long."""
 STOP_GRACE_S = 300.0
 """After the first signal, how long the step in hand and its checkpoint may take."""
+CANDIDATE = "candidate"
+"""In the selector: what a candidate's process reports."""
 EXIT_GRACE_S = 10.0
 """After the end of the job, how long its processes may take to end."""
 FAILED_GRACE_S = 0.5
@@ -132,8 +137,6 @@ FAILED_GRACE_S = 0.5
 HEARTBEAT_S = 0.5
 """Between two heartbeats to the coordinator. They only let this side see that it is silent, within the time below, and
 wake both processes."""
-COORDINATOR_SILENCE_S = 10.0
-"""A coordinator that has not answered the agent for this long gets a new connection."""
 COORDINATOR_HUNG_S = 6.0
 """One that has not accepted it after this much more is killed, and followed by another as if it had died."""
 
@@ -192,8 +195,12 @@ class LocalJob:
         self._first_workers: set[int] = set()
         """Workers with which the job begins that the template was asked for."""
         self._refused: AgentRefused | None = None
-        self._leads = post.founds
-        """Whether the coordinator is this agent's to start."""
+        self._leads = post.founds and not post.is_candidate
+        """Whether the coordinator is this agent's."""
+        self._reports: int | None = None
+        """Where a candidate's process says how far it is."""
+        self._stand_by_at_s: float | None = None
+        """When the next one is to be started."""
         self._missed_since_s: float | None = None
         """Since when the last coordinator is missed."""
         self._key_of_job = key
@@ -225,8 +232,8 @@ class LocalJob:
                 self._network, self._kept_port = open_network(config.net, self._folder)
             else:
                 self._network, self._kept_port = post.network, post.kept_port
-            if post.founds:
-                self._store = JobStore(config.control, run_dir, self._folder, job=post.job)
+            if post.founds or post.is_candidate:
+                self._store = JobStore(config.control, run_dir, self._folder, job=post.job, founds=post.founds)
         except BaseException:
             self._close_folder()
             raise
@@ -344,7 +351,7 @@ class LocalJob:
         """
         self._plan, self._sampler, self._checkpoint, self._way_on = plan, sampler, checkpoint, way_on
         self._calls.begin(0 if checkpoint is None else checkpoint.meta.step)
-        if self._post.founds:
+        if self._post.founds or self._post.is_candidate:
             self._start_coordinator()
         self._client = ControlClient(
             self._network.launcher_dials,
@@ -357,7 +364,6 @@ class LocalJob:
             tls=self._network.tls,
             host=self._network.host,
             others=self._network.others,
-            silence_timeout_s=COORDINATOR_SILENCE_S,
         )
         self._selector.register(self._client.fileno(), selectors.EVENT_READ, "control")
         with stop_signals(self._on_signal) as wake_fd:
@@ -372,6 +378,9 @@ class LocalJob:
         if self._ended.outcome == "failed":
             self._check_template()  # its end may be the reason: then the workers have ended only after it
         self._selector.unregister(self._client.fileno())
+        self._close_reports()
+        if self._post.is_candidate and not self._leads:
+            self._processes.kill_coordinator()  # it waits for nothing any more
         self._client.close(1.0)
         self._client = None
         self._processes.ask_template(
@@ -397,6 +406,11 @@ class LocalJob:
                     self._on_coordinator_exit(self._processes.reap_coordinator(), at_s)
                 elif key.data == TEMPLATE:
                     self._hear_template()
+                elif key.data == CANDIDATE:
+                    self._hear_candidate()
+            if self._stand_by_at_s is not None and time.monotonic() >= self._stand_by_at_s:
+                self._stand_by_at_s = None
+                self._start_coordinator()
             wait_s = self._client.turn()
             self._check_refused()
             overdue = self._waits.overdue(self._processes.template_facts, time.monotonic())
@@ -410,8 +424,6 @@ class LocalJob:
                 self._look_at_coordinator(disconnected_s, self._store.patience_s)
             elif disconnected_s > OUTCOME_S and (self._run_dir / RESULT_FILE).exists():
                 self._ended = Ended(outcome="finished")  # it was told to others while this agent was not there (H13)
-            elif self._post.is_candidate and disconnected_s > ELECT_S * (1 + self._post.rank):
-                self._elect(disconnected_s)
             elif disconnected_s > ORPHAN_S:
                 raise RetryError(self._orphaned(disconnected_s))
             self._reporter.refresh()
@@ -437,16 +449,30 @@ class LocalJob:
             self._processes.kill_coordinator()
             self._waits.for_killed_coordinator(time.monotonic())
 
-    def _elect(self, disconnected_s: float) -> None:
-        """Starts a coordinator of this host: nobody has answered anywhere. If there is one after all, the store lets
-        only one of them write (H4)."""
-        self._reporter.message(f"no coordinator for {disconnected_s:.1f} s: this host starts one")
-        if self._store is None:
-            self._store = JobStore(self._config.control, self._run_dir, self._folder, job=self._post.job, founds=False)
-            self._write_control_file()
-        self._leads = True
-        self._missed_since_s = time.monotonic() - disconnected_s
-        self._start_coordinator()
+    def _hear_candidate(self) -> None:
+        """A candidate's process has the job, or can be dialled; or its end of the pipe is closed."""
+        assert self._reports is not None and self._client is not None
+        said = progress_of(os.read(self._reports, 4096))
+        if not said:
+            self._close_reports()
+        for stage, term in said:
+            if stage is Stage.HOLDS:
+                self._leads = True
+                self._coordinator_since_s = time.monotonic()
+                self._processes.has_taken_over()
+                if term > 1:
+                    self._reporter.message(f"this host has the job's coordinator from now on, its number {term}")
+                    self._write_control_file()
+            elif self._client.connected:
+                # To one that was replaced, and may not know it: it may not reach the store.
+                self._client.send(TermTaken(term=term))
+                self._client.dial_first()
+
+    def _close_reports(self) -> None:
+        if self._reports is not None:
+            self._selector.unregister(self._reports)
+            os.close(self._reports)
+            self._reports = None
 
     def _orphaned(self, disconnected_s: float) -> str:
         assert self._client is not None
@@ -646,16 +672,32 @@ class LocalJob:
             profile=self._profile,
             tls=self._network.tls,
         )
-        self._processes.start_coordinator(number, lambda: run_coordinator(setup))
+        if not self._post.is_candidate:
+            self._processes.start_coordinator(number, lambda: run_coordinator(setup))
+            return
+        self._close_reports()
+        self._reports, writes = os.pipe()
+
+        def stand_by() -> int:
+            name, founds = self._post.name, self._post.founds
+            return run_candidate(setup, name, founds, lambda progress: _tell(writes, progress))
+
+        try:
+            self._processes.start_coordinator(number, stand_by, waits=True)
+        finally:
+            os.close(writes)
+        self._selector.register(self._reports, selectors.EVENT_READ, CANDIDATE)
 
     def _on_coordinator_exit(self, text: str, at_s: float) -> None:
         assert self._client is not None
         self._waits.coordinator_ended()
         self._client.turn()  # its last words
-        self._missed_since_s = at_s
-        if text.endswith(f"with status {SUPERSEDED}") and self._post.is_candidate:
-            self._leads = False  # another host's has taken over
+        had_it, self._leads = self._leads, self._leads and not self._post.is_candidate
+        if self._post.is_candidate and (not had_it or text.endswith(f"with status {SUPERSEDED}")):
+            self._missed_since_s = None
+            self._stand_by_at_s = at_s + STAND_BY_AGAIN_S
             return
+        self._missed_since_s = at_s
         for effect in self._agent.handle(CoordinatorEnded(text, _gave_up(text), at_s)):
             if not isinstance(effect, StartCoordinator):
                 assert not isinstance(effect, ReportEnd | StartJoiner)
@@ -751,6 +793,7 @@ class LocalJob:
         self._is_over = True
         if self._leads:
             remove_control_file(self._run_dir)
+        self._close_reports()
         self._processes.end()
         if self._client is not None:
             self._client.close(0.0)
@@ -767,6 +810,12 @@ def refusal(refused: AgentRefused) -> ElaswaveError:
     if refused.verdict == "needless":
         return NeedlessError(refused.reason)
     return RetryError(refused.reason) if refused.verdict == "again" else UsageError(refused.reason)
+
+
+def _tell(writes: int, progress: Progress) -> None:
+    """In a candidate's process: a report to its agent, which may have ended, and with it this process."""
+    with contextlib.suppress(OSError):
+        os.write(writes, progress.line())
 
 
 def _gave_up(text: str) -> bool:

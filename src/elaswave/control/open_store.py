@@ -5,10 +5,12 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from elaswave.config.schema import ControlConfig
+from elaswave.control.candidate import Beats, Progress, Stage, stand_by
 from elaswave.control.etcd_client import Credentials, EtcdClient
 from elaswave.control.etcd_gateway import HttpGateway, endpoints_of, security_of
 from elaswave.control.etcd_store import EtcdStore, Left, found, left, remove, remove_left
@@ -16,6 +18,8 @@ from elaswave.control.file_store import FileStore
 from elaswave.control.journal import JournalRecord
 from elaswave.control.store import Owner, Store
 from elaswave.errors import ConfigError, LaunchError, RecoveryError, StoreError
+from elaswave.protocol.election import Watch
+from elaswave.protocol.store_writes import Holder
 
 JOURNAL_FILE = "journal"
 FILE = "file"
@@ -25,8 +29,19 @@ REMOVE_S = 2.0
 """How long an end does."""
 
 
+class Claimed(NamedTuple):
+    """What a candidate's process has when it has become the coordinator."""
+
+    term: Holder
+    missed_s: float | None
+    """As of `Won.missed_s`."""
+    beats: Beats
+    report: Callable[[Progress], None]
+    """Tells its agent how far it is."""
+
+
 def open_store(
-    config: ControlConfig, run_dir: Path, control_dir: Path, owner: Owner, *, job: str = ""
+    config: ControlConfig, run_dir: Path, control_dir: Path, owner: Owner, *, job: str = "", term: Holder | None = None
 ) -> Store[JournalRecord]:
     """Opens the store of a job for its coordinator.
 
@@ -36,6 +51,7 @@ def open_store(
         control_dir: private folder of the job on this machine.
         owner: how a store that has a thread reaches the coordinator.
         job: the name of a job of several hosts.
+        term: what this coordinator has claimed already; None: it claims the job now.
     Raises:
         StoreError: it cannot be opened.
     """
@@ -44,7 +60,26 @@ def open_store(
         # journal.
         return FileStore(control_dir / JOURNAL_FILE, JournalRecord, lock_timeout_s=5.0, outlives_machine=False)
     client = _client(config, job or _own_name(run_dir, control_dir))
-    return EtcdStore(client, JournalRecord, owner, patience_s=config.store_patience_s)
+    return EtcdStore(client, JournalRecord, owner, patience_s=config.store_patience_s, term=term)
+
+
+def claim(config: ControlConfig, job: str, name: str, *, founds: bool, report: Callable[[Progress], None]) -> Claimed:
+    """Waits until this candidate has a job of several hosts.
+
+    Args:
+        config: which store.
+        job: its name.
+        name: of this host's agent, under which all of its coordinators hold the job.
+        founds: whether that agent has founded the job.
+        report: tells the agent how far it is.
+    Raises:
+        StoreError: the job's keys are gone, or etcd refuses.
+        ConfigError: files that cannot be read.
+    """
+    with contextlib.closing(_client(config, job)) as client:
+        won = stand_by(client, Watch(name, founds=founds), name)
+        report(Progress(Stage.HOLDS, won.term.term))
+        return Claimed(won.term, won.missed_s, Beats(_client(config, job), won.term), report)
 
 
 class JobStore:

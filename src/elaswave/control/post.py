@@ -28,10 +28,13 @@ class Post(NamedTuple):
     """Keeps the coordinator's port as long as it is open."""
     is_candidate: bool = False
     """Whether it starts a coordinator when those of other hosts are gone; what they have decided is in the store."""
-    rank: int = 0
-    """Among the candidates: later ones wait longer."""
     leave_s: float | None = None
     """Seconds within which its workers leave after a notice; None: a notice ends the job."""
+
+    @property
+    def name(self) -> str:
+        """By which its coordinators hold the job."""
+        return f"{self.node}/{self.incarnation}"
 
     @property
     def suffix(self) -> str:

@@ -24,7 +24,7 @@ from elaswave.control.job_folder import sweep_dead
 from elaswave.control.job_spec import check_data, check_shared, config_digest
 from elaswave.control.key_files import JobKey
 from elaswave.control.launcher import open_data, outcome_of
-from elaswave.control.local_job import ELECT_S, LocalJob, refusal
+from elaswave.control.local_job import LocalJob, refusal
 from elaswave.control.open_store import find_earlier, remove_earlier
 from elaswave.control.post import Post, new_incarnation
 from elaswave.control.wire import agent_id
@@ -43,8 +43,8 @@ ASK_S = 0.5
 RUNS_S = 6.0
 """How long the agent that founds a job of several candidates looks whether another one has a coordinator already, if
 the store holds nothing of the job."""
-STARTS_S = 15.0
-"""If it holds something: for how long beyond the time after which the last candidate starts a coordinator."""
+STARTS_S = 20.0
+"""If it holds something: longer than another candidate takes to follow a coordinator that is lost."""
 HOPELESS_S = 5.0
 """A coordinator that has turned the key, or the certificate, away for so long will not have others."""
 _HOPELESS = ("AuthenticationError", "FrameError")
@@ -166,7 +166,7 @@ def _ask_whether_it_runs(host: _Host) -> JobSpec | AgentRefused | Ended | None:
         seen = find_earlier(control, options.job)
         if num_candidates > 1:
             try:
-                return _ask(host, RUNS_S if seen is None else ELECT_S * (num_candidates + 1) + STARTS_S)
+                return _ask(host, RUNS_S if seen is None else STARTS_S)
             except RetryError:
                 pass
         if seen is None or remove_earlier(control, options.job, seen):
@@ -259,7 +259,6 @@ def _follow(
         network=network,
         kept_port=None if held is None else held.port,
         is_candidate=held is not None,
-        rank=host.own or 0,
         leave_s=options.leave_s,
     )
     lost_output = run_dir / LOGS_DIR / f"{options.node}-{TERMINAL_LOG}"

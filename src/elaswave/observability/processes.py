@@ -15,7 +15,7 @@ import msgspec
 
 PROCESSES_FILE = "processes.json"
 
-Role = Literal["launcher", "template", "coordinator", "worker", "loader", "committer"]
+Role = Literal["launcher", "template", "coordinator", "candidate", "worker", "loader", "committer"]
 
 
 class RunProcess(msgspec.Struct, frozen=True, kw_only=True):

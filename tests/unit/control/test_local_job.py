@@ -36,6 +36,7 @@ class Launcher(LocalJob):
         self.asked: list[object] = []
         self.sent: list[object] = []
         self.num_started = 0
+        self._leads = True
         self._committing, self._waits, self._ended = None, LauncherWaits(), None
         self.last_words: Ended | None = None
         self._agent, self._run_dir, self._post = Agent(), tmp_path, own_post()
@@ -72,6 +73,19 @@ def test_only_a_notice_of_its_own_hurries_a_host(launcher: Launcher) -> None:
 def test_a_coordinator_is_started_at_once_where_nothing_is_being_committed(launcher: Launcher) -> None:
     launcher._on_coordinator_exit("was killed by SIGKILL", local_job.time.monotonic())
     assert (launcher.num_started, launcher.asked) == (1, [])
+
+
+@pytest.mark.parametrize(("had_it", "how"), [(False, "was killed by SIGKILL"), (True, "ended with status 3")])
+def test_a_candidate_stands_by_again_after_one_that_never_had_the_job_or_was_replaced(
+    launcher: Launcher, had_it: bool, how: str
+) -> None:
+    launcher._post, launcher._leads = own_post()._replace(is_candidate=True), had_it
+    launcher._on_coordinator_exit(how, 50.0)
+    assert (launcher.num_started, launcher._leads) == (0, False)
+    assert launcher._stand_by_at_s == 50.0 + local_job.STAND_BY_AGAIN_S
+    launcher._leads = True
+    launcher._on_coordinator_exit("was killed by SIGKILL", 51.0)
+    assert (launcher.num_started, launcher._leads) == (1, False), "its own coordinator is followed at once"
 
 
 def test_a_coordinator_waits_for_the_end_of_the_commit_in_hand_and_of_no_other(launcher: Launcher) -> None:

@@ -1,0 +1,172 @@
+"""A candidate's process: it waits beside its agent, claims the job when its coordinator is gone, and is the coordinator
+from then on. All that it needs is imported before it is forked, so a take-over costs no start of a process.
+
+It reads, and its coordinator's beat is written, by requests of a second at most, on connections of their own: a large
+record that is under way delays neither. When to claim is `elaswave.protocol.election`'s.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple
+
+from elaswave.control.etcd_client import REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_S_MAX, EtcdClient, NoAnswerError
+from elaswave.control.etcd_store import RETRY_S, fenced, new_nonce, no_job
+from elaswave.errors import StoreError, SupersededError
+from elaswave.protocol.election import BEAT_S, POLL_S, Seen, Watch
+from elaswave.protocol.store_writes import BEAT, SPEC, TERM, Claim, Holder, Transaction, holder_of
+
+_log = logging.getLogger("elaswave.control")
+
+
+class Stage(Enum):
+    """How far a candidate's process is."""
+
+    HOLDS = "holds"
+    """It has the job: it reads what was decided."""
+    SERVES = "serves"
+    """It can be dialled."""
+
+
+class Progress(NamedTuple):
+    """What a candidate's process reports to its agent, one line each."""
+
+    stage: Stage
+    term: int
+
+    def line(self) -> bytes:
+        """For a pipe."""
+        return f"{self.stage.value} {self.term}\n".encode()
+
+
+def progress_of(lines: bytes) -> list[Progress]:
+    """What was reported. Each line was written at once, so none is torn."""
+    words = [line.split() for line in lines.decode().splitlines()]
+    return [Progress(Stage(stage), int(term)) for stage, term in words]
+
+
+class Won(NamedTuple):
+    """A claim that has succeeded."""
+
+    term: Holder
+    missed_s: float | None
+    """Monotonic time since which the coordinator before was missed; None: there was none."""
+
+
+def stand_by(
+    client: EtcdClient,
+    watch: Watch,
+    name: str,
+    *,
+    now_s: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], None] = time.sleep,
+) -> Won:
+    """Waits until this candidate has the job.
+
+    Args:
+        client: of its own.
+        watch: of the holder.
+        name: under which the job is claimed.
+        now_s: monotonic time.
+        wait: for so many seconds.
+    Raises:
+        StoreError: the job's keys are gone, or etcd refuses.
+    """
+    client.timeout_s_max = REQUEST_TIMEOUT_S
+    looking = Transaction(reads=(SPEC, TERM, BEAT))
+    while True:
+        asked_s = now_s()
+        try:
+            spec, term, beat = client.carry_out(looking).found
+        except NoAnswerError as error:
+            _log.info("the store does not answer this candidate: %s", error)
+            watch.missed()
+            wait(RETRY_S)
+            continue
+        if spec is None:
+            raise no_job(client.name)
+        watch.looked(Seen(holder_of(term), 0 if beat is None else beat.revision), asked_s, now_s())
+        if not watch.is_due(now_s()):
+            wait(POLL_S)
+            continue
+        before, missed_s = watch.holder, watch.since_s
+        won = _claim(client, Claim(name, new_nonce(), before), wait)
+        if won is not None:
+            client.timeout_s_max = REQUEST_TIMEOUT_S_MAX
+            return Won(won, missed_s if before.term else None)
+        _log.info("another candidate was quicker than this one")
+        watch.failed(now_s())
+
+
+def _claim(client: EtcdClient, claim: Claim, wait: Callable[[float], None]) -> Holder | None:
+    """Says it until there is an answer: it may have been carried out."""
+    while True:
+        try:
+            return claim.judge(client.carry_out(claim.transaction()))
+        except NoAnswerError as error:
+            _log.info("the store does not answer a claim: %s", error)
+            wait(RETRY_S)
+
+
+class Beats:
+    """Renews the beat of a coordinator, in a thread, as long as its process lives and may write.
+
+    Args:
+        client: of its own.
+        term: the coordinator's.
+    """
+
+    def __init__(self, client: EtcdClient, term: Holder) -> None:
+        self._client = client
+        self._client.timeout_s_max = REQUEST_TIMEOUT_S
+        self._term = term
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._error: SupersededError | None = None
+        self._tell: Callable[[SupersededError], None] | None = None
+        self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
+        self._thread.start()
+
+    def tell(self, call: Callable[[SupersededError], None]) -> None:
+        """Has a call made, in the thread, once it turns out that another coordinator has taken over."""
+        with self._lock:
+            self._tell = call
+            error = self._error
+        if error is not None:
+            call(error)
+
+    def stop(self) -> None:
+        """Ends it; a request that is under way has its bound."""
+        self._end.set()
+        self._thread.join(2 * REQUEST_TIMEOUT_S)
+
+    def _run(self) -> None:
+        number = 0
+        try:
+            while not self._end.wait(BEAT_S if number else 0.0):
+                number += 1
+                error = self._beat(number)
+                if error is not None:
+                    with self._lock:
+                        self._error = error
+                        call = self._tell
+                    if call is not None:
+                        call(error)
+                    return
+        finally:
+            self._client.close()
+
+    def _beat(self, number: int) -> SupersededError | None:
+        value = json.dumps({"term": self._term.term, "beat": number}).encode()
+        beat = Transaction(((TERM, self._term.revision),), puts=((BEAT, value),), reads=(TERM,))
+        try:
+            outcome = self._client.carry_out(beat)
+        except NoAnswerError:
+            return None  # the next one follows; one that is late does no harm
+        except StoreError as refusal:
+            _log.warning("the store takes no beat: %s", refusal)
+            return None
+        return None if outcome.succeeded else fenced(self._client.name, outcome.found[0])

@@ -1,0 +1,156 @@
+"""What a coordinator asks of a store that other coordinators write to as well, and what the answers mean. No IO.
+
+A store has one order of transactions. Each compares first, so it may be said again, in the same words, whenever its
+answer does not come: that it is carried out late, or twice, changes nothing. The product says them to etcd, the
+simulator to a store that fails in every way.
+
+*H4, election*: a claim writes the job's term if nobody has written it since it was read. *H5, append*: an entry is
+written if the term is still the writer's and the entry's key does not exist. *H6, unknown outcomes*: what stands there
+tells whether a request without an answer was carried out, since every claim and every entry has a nonce. (H4 to H6 are
+rules of jobs on many hosts, see docs/store.md.)
+"""
+
+import json
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+SPEC, TERM, BEAT = "spec", "term", "beat"
+"""Keys of a job: it exists; who may write; that the writer lives."""
+
+
+class KeyValue(NamedTuple):
+    """A key as a store has it."""
+
+    key: str
+    """Below the job's prefix."""
+    value: bytes
+    revision: int
+    """At which it was last written."""
+
+
+class Transaction(NamedTuple):
+    """Is carried out whole or not at all, and linearizable also where it only reads."""
+
+    unwritten_since: tuple[tuple[str, int], ...] = ()
+    """Compares: a key was last written at a revision; 0: it does not exist."""
+    exist: tuple[str, ...] = ()
+    """Compares: these keys exist."""
+    puts: tuple[tuple[str, bytes], ...] = ()
+    """If all comparisons hold."""
+    deletes: tuple[str, ...] = ()
+    """The same."""
+    reads: tuple[str, ...] = ()
+    """Else; also where nothing is compared and nothing is written."""
+
+
+class Outcome(NamedTuple):
+    """What became of a transaction."""
+
+    succeeded: bool
+    """Whether all its comparisons held."""
+    revision: int
+    """Of the store, after it."""
+    found: tuple[KeyValue | None, ...] = ()
+    """What its reads have found."""
+
+
+class Holder(NamedTuple):
+    """Who may write, as it stands in `TERM`."""
+
+    term: int
+    """0: nobody has ever claimed the job."""
+    name: str
+    revision: int
+    """At which it was written."""
+
+
+NOBODY = Holder(0, "", 0)
+
+
+def holder_of(found: KeyValue | None) -> Holder:
+    """Reads `TERM`."""
+    if found is None:
+        return NOBODY
+    said = json.loads(found.value)
+    return Holder(said["term"], said["holder"], found.revision)
+
+
+class Claim:
+    """A coordinator wants to write from now on.
+
+    Args:
+        name: of the claimant.
+        nonce: that no other claim has.
+        seen: who may write, by a linearizable read.
+    """
+
+    def __init__(self, name: str, nonce: str, seen: Holder) -> None:
+        self._seen = seen
+        self._name = name
+        self._value = json.dumps({"term": seen.term + 1, "holder": name, "nonce": nonce}).encode()
+
+    def transaction(self) -> Transaction:
+        """To be said until there is an answer."""
+        return Transaction(((TERM, self._seen.revision),), puts=((TERM, self._value),), reads=(TERM,))
+
+    def judge(self, outcome: Outcome) -> Holder | None:
+        """What the answer means: this claimant, which may write now; None if another one was quicker."""
+        if outcome.succeeded:
+            return Holder(self._seen.term + 1, self._name, outcome.revision)
+        (standing,) = outcome.found
+        if standing is not None and standing.value == self._value:
+            return holder_of(standing)  # an earlier request had arrived
+        return None
+
+
+class Written(Enum):
+    """What became of an entry."""
+
+    YES = "it stands there"
+    FENCED = "another coordinator has taken over: nothing of this one is taken any more"
+    TAKEN = "the entry was written by somebody who is no coordinator of this job"
+    INCOMPLETE = "what it names is not there any more, and must be written again"
+
+
+class EntryWrite:
+    """A coordinator's next entry.
+
+    Args:
+        term: its own.
+        key: of the entry.
+        value: of the entry; has a nonce.
+        names: keys that must exist with it.
+    """
+
+    def __init__(self, term: Holder, key: str, value: bytes, names: Sequence[str] = ()) -> None:
+        self._term = term
+        self._key = key
+        self._value = value
+        self._names = tuple(names)
+
+    def transaction(self) -> Transaction:
+        """To be said until there is an answer; nothing may be sent before (H5)."""
+        compared = ((TERM, self._term.revision), (self._key, 0))
+        return Transaction(compared, self._names, ((self._key, self._value),), reads=(TERM, self._key))
+
+    def judge(self, outcome: Outcome) -> Written:
+        """What the answer means."""
+        if outcome.succeeded:
+            return Written.YES
+        term, standing = outcome.found
+        if is_fenced(self._term, term):
+            return Written.FENCED
+        if standing is None:
+            return Written.INCOMPLETE
+        return Written.YES if standing.value == self._value else Written.TAKEN  # an earlier request had arrived
+
+
+def is_fenced(own: Holder, standing: KeyValue | None) -> bool:
+    """Whether a coordinator may not write any more.
+
+    Args:
+        own: its term.
+        standing: what a failed comparison has found in `TERM`.
+    """
+    return standing is None or standing.revision != own.revision
