@@ -71,8 +71,8 @@ def test_the_host_of_the_coordinator_is_lost_and_another_candidate_goes_on(tmp_p
         assert second.end() == 0, second.text
     assert "this host has the job's coordinator from now on" in second.text
     assert {each["worker"] for each in recoveries(agents, "lost")} == {0, 2}
-    (restart,) = recoveries(agents, "coordinator")
-    assert restart["total_s"] > 0
+    restarts = recoveries(agents, "coordinator")  # a starved machine may let a beat stand still once more
+    assert restarts and min(each["total_s"] for each in restarts) > 0
     assert (
         finished(agents.run_dir).computation
         == run_job(tmp_path / "reference", {**settings, "control.hosts": 1}).computation
