@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.integration.crew import locked
 from tests.integration.crew import train as crew_train
+from tests.integration.own import computation, train
 from tests.integration.scripts import ROOT
 from tests.integration.test_split import LAYOUTS
 from torch import nn
@@ -118,6 +119,24 @@ def test_a_family_has_the_same_bits_in_any_layout(family: str, tmp_path: Path) -
     alone = found["1x1"]
     for name, each in found.items():
         assert (each.losses, each.digests) == (alone.losses, alone.digests), name
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "unet"])
+def test_a_family_survives_two_kills(family: str, tmp_path: Path) -> None:
+    """Real processes, three workers; ResNet-101 and T5 are examples, which are killed in their tests."""
+    torch.manual_seed(2)
+    model, dataset = FAMILIES[family](), Samples(family)
+    example, _ = torch.utils.data.default_collate([dataset[index] for index in range(ROWS)])
+    layers = elaswave.split(model, example, 4)
+
+    def run(folder: str, faults: tuple[str, ...] = ()) -> elaswave.Result:
+        changes = {"batch.microbatch_size": ROWS, "layout.widths": [1, 2], "elastic.block_size": 256}
+        return train(tmp_path / folder, changes, model=layers, loss=loss, dataset=dataset, faults=faults)
+
+    calm, struck = run("calm"), run("struck", ("kill:1@2:backward", "kill:2@5:any"))
+    assert computation(struck) == computation(calm)
+    assert len(struck.recoveries) == 2
 
 
 @pytest.mark.timeout(600)

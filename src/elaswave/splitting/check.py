@@ -12,10 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elaswave.models.calls import Call, inside
 from elaswave.models.layers import Layer
+from elaswave.splitting.inputs import call_of
+from elaswave.splitting.parts import Part
 from elaswave.splitting.program import RUNNING, Op
-from elaswave.splitting.trace import call_of
 
 _SEED = 20
+_KEY = (_SEED, 0, 0)
+"""Of draws in evaluation: the cuts must not show in them."""
 
 
 class Outcome(NamedTuple):
@@ -34,9 +37,13 @@ class Difference(NamedTuple):
     """The first output, gradient or buffer."""
     operator: str
     """The first operator whose bits the network itself never makes, and its line; empty: none was found."""
+    users: str
+    """Without such an operator: those that the output, gradient or buffer comes from."""
 
     def __str__(self) -> str:
         where = f"; the first operator that differs is {self.operator}" if self.operator else ""
+        if not where and self.users:
+            where = f"; no operator by itself makes other bits, it comes from {self.users}"
         return f"{self.what} has other bits than in the network itself{where}"
 
 
@@ -74,7 +81,50 @@ def difference(
     strange = _Bits(known.seen)
     with strange:
         traced(layers)
-    return Difference(what, strange.first)
+    return Difference(what, strange.first, _users(what, whole))
+
+
+def difference_in_evaluation(layers: Sequence[Layer], whole: Sequence[Layer], example_inputs: Any) -> Difference | None:
+    """Compares what the layers return in evaluation with what the traced network as one part does, bit for bit. With
+    the network itself it is not compared: some kernels are others in a trace.
+
+    Args:
+        layers: its parts.
+        whole: the traced network as one part.
+        example_inputs: of a micro-batch.
+    """
+
+    def run(parts: Sequence[Layer]) -> Outcome:
+        batch, value = _copies(example_inputs), _copies(example_inputs)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(_SEED)
+            for layer in parts:
+                part = layer.build().eval()
+                with inside(Call(lambda: batch, _KEY)):
+                    value = part(pytree.tree_map(_at_boundary, value))
+        return Outcome(_ends(value), {}, {})
+
+    expected = run(whole)
+    what = _first_difference(expected, run(layers), set())
+    if what is None:
+        return None
+    known = _Bits()
+    with known:
+        run(whole)
+    strange = _Bits(known.seen)
+    with strange:
+        run(layers)
+    return Difference(f"{what} in evaluation", strange.first, "")
+
+
+def _users(what: str, whole: Sequence[Layer]) -> str:
+    """The operators of the traced network that use a parameter or buffer, with their lines."""
+    (part,) = [layer.build() for layer in whole]
+    assert isinstance(part, Part)
+    program = part._elaswave_programs[0]
+    values = {value for value, state in program.state if what.endswith(f" {state.name}")}
+    users = [f"{op.target} at {op.source}" for op in program.ops if values & set(op.values)]
+    return ", ".join(users[:3])
 
 
 def _first_difference(one: Outcome, other: Outcome, tied: set[str]) -> str | None:

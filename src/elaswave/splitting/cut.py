@@ -13,11 +13,12 @@ gradients.
 import bisect
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from elaswave.errors import UsageError
 from elaswave.splitting.measure import Facts
@@ -33,16 +34,22 @@ class Crossing(NamedTuple):
     """Of the values and of gradients for those of floating-point numbers."""
 
 
+def has_gradients(dtype: torch.dtype) -> bool:
+    """Whether numbers of a type can have gradients."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 class Flow:
     """What depends on what in a network.
 
     Args:
         traced: its operators.
         facts: of a run of them.
+        changing: names of buffers that the network writes in the other mode.
     """
 
-    def __init__(self, traced: Traced, facts: Facts) -> None:
-        self.traced, self.facts = traced, facts
+    def __init__(self, traced: Traced, facts: Facts, changing: Set[str] = frozenset()) -> None:
+        self.traced, self.facts, self._changing = traced, facts, changing
         self.maker = {op.out: place for place, op in enumerate(traced.ops)}
         """By value, the place of the operator that makes it."""
         self.outputs = [each.value for each in traced.outputs if isinstance(each, Ref)]
@@ -61,10 +68,11 @@ class Flow:
     def _free_places(self) -> set[int]:
         """Of operators that depend on inputs of whole numbers and on constants, and write nothing else."""
         traced, facts = self.traced, self.facts
-        values = {value for value in traced.inputs if not facts.values[value].dtype.is_floating_point}
+        values = {value for value in traced.inputs if not has_gradients(facts.values[value].dtype)}
         values |= {
             value for value, state in traced.state.items()
             if state.kind != "parameter" and facts.values[value].storage not in self.written
+            and state.name not in self._changing
         }  # fmt: skip
         spoiled: set[int] = set()
         while True:
@@ -146,7 +154,7 @@ class Flow:
                 return None
             carried += [one] if root in self.maker else []
         known = self.facts.values
-        sizes = [known[one].num_bytes * (2 if known[one].dtype.is_floating_point else 1) for one in carried]
+        sizes = [known[one].num_bytes * (2 if has_gradients(known[one].dtype) else 1) for one in carried]
         return Crossing(tuple(sorted(carried)), sum(sizes))
 
     def _carried(self, paths: Sequence[Sequence[int]]) -> int | None:
@@ -174,9 +182,7 @@ class Flow:
         come between them."""
         places: dict[str, list[int]] = {}
         names: dict[str, str] = {}
-        by_storage: dict[int, list[int]] = {}
-        for value, facts in self.facts.values.items():
-            by_storage.setdefault(facts.storage, []).extend(self._uses.get(value, ()))
+        by_storage = self._uses_by_storage()
         for value, state in self.traced.state.items():
             storage = self.facts.values[value].storage
             if storage in self.written and state.kind != "parameter":
@@ -185,6 +191,30 @@ class Flow:
                 names[module] = state.name
         last = len(self.traced.ops) - 1
         return [(min(found), min(max(found), last), names[module]) for module, found in places.items()]
+
+    def _uses_by_storage(self) -> dict[int, list[int]]:
+        """Places of the operators that are given some memory, itself or a view of it."""
+        found: dict[int, list[int]] = {}
+        for value, facts in self.facts.values.items():
+            found.setdefault(facts.storage, []).extend(self._uses.get(value, ()))
+        return found
+
+    def buffer_spans(self) -> dict[str, tuple[int, int]]:
+        """Places of the first and the last use of each persistent buffer that is used."""
+        uses = self._uses_by_storage()
+        last = len(self.traced.ops) - 1
+        spans = {
+            state.name: uses[self.facts.values[value].storage]
+            for value, state in self.traced.state.items() if state.kind == "buffer"
+        }  # fmt: skip
+        return {name: (min(found), min(max(found), last)) for name, found in spans.items() if found}
+
+    def written_buffers(self) -> set[str]:
+        """Names of persistent buffers that some operator writes."""
+        return {
+            state.name for value, state in self.traced.state.items()
+            if state.kind == "buffer" and self.facts.values[value].storage in self.written
+        }  # fmt: skip
 
 
 class Costs(NamedTuple):
@@ -200,15 +230,19 @@ class Costs(NamedTuple):
         return float(self.compute_s[start:stop].sum() + self.cross_s[start] + self.cross_s[stop])
 
 
-def costs_of(flow: Flow, seconds: Sequence[tuple[float, float]], link_bytes_per_s: float) -> Costs:
+def costs_of(
+    flow: Flow, there: Sequence[int | None], seconds: Sequence[tuple[float, float]], link_bytes_per_s: float
+) -> Costs:
     """The costs of a network.
 
     Args:
         flow: of its operators.
+        there: of `places_in_evaluation`.
         seconds: by operator, forward and backward.
         link_bytes_per_s: between two parts.
     """
     cross = np.array([np.inf if found is None else found.num_bytes / link_bytes_per_s for found in flow.crossings()])
+    cross[[place is None for place in there]] = np.inf
     cross[0] = cross[-1] = 0.0
     for first, last, _ in flow.closed_spans():
         cross[first + 1 : last + 1] = np.inf
@@ -248,7 +282,7 @@ def best_cuts(costs: Costs, num_parts: int) -> tuple[int, ...] | None:
     return tuple(reversed(cuts[:-1]))
 
 
-def problem_with_cuts(flow: Flow, costs: Costs, num_parts: int) -> UsageError:
+def problem_with_cuts(flow: Flow, there: Sequence[int | None], costs: Costs, num_parts: int) -> UsageError:
     """Why a network cannot be cut into so many parts."""
     can = int(np.isfinite(costs.cross_s[1:-1]).sum()) + 1
     spans = flow.closed_spans()
@@ -258,6 +292,12 @@ def problem_with_cuts(flow: Flow, costs: Costs, num_parts: int) -> UsageError:
         because = (
             f" Parts would share mutable state: the forward uses the same buffer at several places, and writes it: "
             f"{', '.join(sorted(shared)[:3])}. Give each use a module of its own, or freeze it (eval() of that module)."
+        )
+    if None in there[1:-1]:
+        first = flow.traced.ops[there.index(None, 1)]
+        because += (
+            f" {sum(place is None for place in there[1:-1])} places are none since evaluation (model.eval()) uses in "
+            f"another order what training writes, the first before {first.target} at {first.source}."
         )
     return UsageError(
         f"the network of {len(flow.traced.ops)} operators can be cut into at most {can} parts, and num_parts is "
@@ -271,22 +311,45 @@ def bounds_of(cuts: Sequence[int], num_ops: int) -> list[tuple[int, int]]:
     return list(zip(ends, ends[1:]))
 
 
-def matching_places(ops: Sequence[Op], modules: Sequence[str], others: Sequence[Op], their_modules: Sequence[str],
-                    cuts: Sequence[int]) -> list[int]:  # fmt: skip
-    """The same cuts in the same network in another mode: behind the last operator that both have before the cut.
+def places_in_evaluation(train: Flow, evaluation: Flow) -> list[int | None]:
+    """Where evaluation is cut when training is cut before the operator at a place: behind the last operator that both
+    have before the cut, or as near to it as evaluation can be cut. A buffer that training writes is used by the same
+    part in evaluation.
 
     Args:
-        ops, modules: that the cuts are of.
-        others, their_modules: of the other mode.
-        cuts: places before which to cut.
+        train, evaluation: the network in both modes.
+    Returns:
+        By place of training, the one in evaluation; None: evaluation cannot be cut where training would be.
     """
-    ours = [(op.target, op.source, module) for op, module in zip(ops, modules)]
-    theirs = [(op.target, op.source, module) for op, module in zip(others, their_modules)]
+    num_ops = len(evaluation.traced.ops)
+    spans = evaluation.closed_spans()
+    allowed = [
+        place for place, crossing in enumerate(evaluation.crossings())
+        if crossing is not None and not any(first < place <= last for first, last, _ in spans)
+    ]  # fmt: skip
+    ours, theirs = train.buffer_spans(), evaluation.buffer_spans()
+    shared = [(ours[name], theirs[name]) for name in ours.keys() & theirs.keys() & train.written_buffers()]
+    found: list[int | None] = []
+    for cut, place in enumerate(_matching_places(train.traced, evaluation.traced)):
+        least = max((their_last + 1 for (_, last), (_, their_last) in shared if last < cut), default=0)
+        most = min((their_first for (first, _), (their_first, _) in shared if first >= cut), default=num_ops)
+        can = [each for each in allowed if least <= each <= most]
+        later = [each for each in can if each >= place]  # what training has computed by then is there in evaluation too
+        found.append(later[0] if later else can[-1] if can else None)
+    return found
+
+
+def _matching_places(train: Traced, evaluation: Traced) -> list[int]:
+    """By place in training, the place behind the last operator that both modes have before it."""
+    ours, theirs = (
+        [(op.target, op.source, module) for op, module in zip(traced.ops, traced.modules)]
+        for traced in (train, evaluation)
+    )
     blocks = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
     pairs = [(block.a + index, block.b + index) for block in blocks for index in range(block.size)]
     firsts = [a for a, _ in pairs]
     found = []
-    for cut in cuts:
+    for cut in range(len(ours) + 1):
         at = bisect.bisect_left(firsts, cut)
         found.append(pairs[at - 1][1] + 1 if at else 0)
     return found

@@ -23,7 +23,8 @@ class OperatorNode:
         operator: its name, such as "aten.conv2d.default".
         source: file, line and text of the network's code that it comes from.
         module: path of the module that it belongs to; empty: the network itself.
-        inputs: numbers of the operators that it is given something of.
+        inputs: numbers of the operators that it is given something of: that have made it, or have written in place what
+            it is given or a view of it, the last one of each memory.
         shapes: of what it makes.
         dtypes: of what it makes.
         parameters: names of parameters and buffers that it is given.
@@ -177,15 +178,20 @@ def graph_of(traced: Traced, facts: Facts, cuts: Sequence[int] = ()) -> Operator
         cuts: places where it is cut.
     """
     maker: dict[int, int] = {}
+    writers: dict[int, int] = {}  # by memory, which views share
     nodes = []
     for place, op in enumerate(traced.ops):
         made = [op.out] if op.out in facts.values else _taken_from(traced, op.out)
         values = [facts.values[value] for value in made if value in facts.values]
         given = dict.fromkeys(op.values)
+        memory = {facts.values[value].storage for value in given if value in facts.values}
+        before = {maker[value] for value in given if value in maker} | {
+            writers[each] for each in memory & writers.keys()
+        }
         names = [traced.state[value].name for value in given if value in traced.state]
         nodes.append(OperatorNode(
             number=place, operator=op.target, source=op.source, module=traced.modules[place],
-            inputs=tuple(sorted({maker[value] for value in given if value in maker})),
+            inputs=tuple(sorted(before)),
             shapes=tuple(each.shape for each in values),
             dtypes=tuple(str(each.dtype).removeprefix("torch.") for each in values),
             parameters=tuple(names), forward_s=facts.seconds[place][0], backward_s=facts.seconds[place][1],
@@ -195,7 +201,7 @@ def graph_of(traced: Traced, facts: Facts, cuts: Sequence[int] = ()) -> Operator
         ))  # fmt: skip
         maker[op.out] = place
         for value in op.writes:
-            maker[value] = place
+            maker[value] = writers[facts.values[value].storage] = place
     return OperatorGraph(tuple(nodes), tuple(cuts))
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch.autograd.graph import Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from elaswave.errors import UsageError
+from elaswave.splitting.inputs import leaves_of
 from elaswave.splitting.program import GETITEM, Op, Ref, execute, last_uses
-from elaswave.splitting.trace import Traced, leaves_of
+from elaswave.splitting.trace import Traced
 
 _BUDGET_S = 8.0
 _RUNS_MAX, _RUNS_MIN = 5, 2
@@ -134,6 +136,8 @@ class _Run:
         self._traced, self._values = traced, values
         self._facts = Facts({}, {}, [], [])
         self._buffers = {value: values[value].clone() for value in values if not values[value].requires_grad}
+        self._places: dict[int, int] = {}
+        """By number of a node of autograd, the place of the operator that has made it."""
 
     def facts(self) -> Facts:
         facts, values = self._facts, self._values
@@ -142,8 +146,10 @@ class _Run:
         flops = FlopCounterMode(display=False)
         for place, op in enumerate(self._traced.ops):
             before = flops.get_total_flops()
-            with flops:
+            first = _sequence()
+            with flops, _failure_named(op):
                 execute([op], values, ((),))
+            self._places.update(dict.fromkeys(range(first, _sequence()), place))
             facts.flops.append(flops.get_total_flops() - before)
             self._note(place, op)
             self._refuse_silent_writes(op)
@@ -161,7 +167,28 @@ class _Run:
         ends = [end for end in ends if end.requires_grad]
         wanted = [values[value] for value in self._traced.state if values[value].requires_grad]
         if ends and wanted:
-            torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+            began: list[int] = []
+            hooks = [
+                node.register_prehook(lambda gradients, place=place: began.append(place))
+                for node in nodes_of(ends) if (place := self._places.get(node._sequence_nr())) is not None
+            ]  # fmt: skip
+            try:
+                torch.autograd.grad(ends, wanted, [torch.ones_like(end) for end in ends], allow_unused=True)
+            except Exception as error:
+                raise self._backward_failed(error, began) from error
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+    def _backward_failed(self, error: Exception, began: Sequence[int]) -> UsageError:
+        """What a backward has raised, with the operator whose gradient it was at."""
+        op = self._traced.ops[began[-1]] if began else None
+        where = "" if op is None else f" at {op.target} of {op.source}"
+        return UsageError(
+            f"the backward of the network fails{where} ({type(error).__name__}: {_first_line(error)}). It would fail "
+            "without elaswave too: what an operator needs for its gradient must not be written in place after it "
+            "(assign a new tensor: self.count = self.count + 1)"
+        )
 
     def _note(self, place: int, op: Op) -> None:
         facts, made = self._facts.values, self._values[op.out]
@@ -186,20 +213,38 @@ class _Run:
 
     def _refuse_silent_writes(self, op: Op) -> None:
         """Whatever the schema says, the bits of buffers and inputs tell."""
+        known = self._facts.values
+        storages = {known[value].storage for value in op.writes}
+        for value in self._buffers:
+            if known[value].storage in storages:
+                self._buffers[value] = self._values[value].detach().clone()
         for value in op.values:
             before = self._buffers.get(value)
-            if before is None:
-                continue
-            now = self._values[value]
-            if value in op.writes:
-                self._buffers[value] = now.detach().clone()
-            elif not _same_bits(now.detach(), before):
+            if before is not None and not _same_bits(self._values[value].detach(), before):
                 state = self._traced.state.get(value)
                 what = "an input" if state is None else f"{state.kind} {state.name}"
                 raise UsageError(
                     f"operator {op.target} at {op.source} writes {what} in place, and its schema says nothing of it: "
                     "where it may run cannot be told. Write it with another operator, or give the layers by hand"
                 )
+
+
+@contextmanager
+def _failure_named(op: Op) -> Iterator[None]:
+    """Turns what an operator raises into an error that names its line."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"the network fails with the example inputs: {op.target} at {op.source} raises {type(error).__name__}: "
+            f"{_first_line(error)}. Give inputs of the shapes and types that the network takes"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0].partition(" Hint:")[0].rstrip(".")
 
 
 def _facts_of(tensor: torch.Tensor, place: int) -> ValueFacts:

@@ -13,12 +13,13 @@ from elaswave.models.calls import batch
 from elaswave.models.instances import CopyOf
 from elaswave.models.layers import Layer
 from elaswave.splitting.cut import Flow
+from elaswave.splitting.inputs import leaves_of
 from elaswave.splitting.program import Op, Ref, execute, last_uses
-from elaswave.splitting.trace import State, leaves_of
+from elaswave.splitting.trace import State
 
 
 class Crossed(NamedTuple):
-    """A value as it crosses a cut: dense and contiguous."""
+    """A value as it crosses a cut: dense, contiguous and real."""
 
     value: int
     permutation: tuple[int, ...] | None
@@ -27,17 +28,23 @@ class Crossed(NamedTuple):
     """Whether one flows in the network as a whole; else it is cut off here, since kernels may look at that."""
     gradient_permutation: tuple[int, ...] | None
     """Order of dimensions in which its gradient lies in the network as a whole; None: as the value does."""
+    is_complex: bool = False
+    """Whether its numbers are complex: they cross as pairs of real ones."""
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
         """As it is sent."""
         if self.gradient_permutation is not None:
             tensor = _Laid.apply(tensor, self.gradient_permutation)
-        return tensor if self.permutation is None else tensor.permute(self.permutation)
+        if self.permutation is not None:
+            tensor = tensor.permute(self.permutation)
+        return torch.view_as_real(tensor.resolve_conj()) if self.is_complex else tensor
 
     def unpacked(self, tensor: torch.Tensor) -> torch.Tensor:
         """As the operators know it."""
         if not self.has_gradient:
             tensor = tensor.detach()
+        if self.is_complex:
+            tensor = torch.view_as_complex(tensor)
         if self.permutation is None:
             return tensor
         return tensor.permute(_inverse(self.permutation))
@@ -255,8 +262,11 @@ def _crossed(flow: Flow, place: int) -> tuple[Crossed, ...]:
         is_plain = order == tuple(range(len(facts.shape)))
         theirs = facts.gradient_permutation
         found.append(
-            Crossed(value, None if is_plain else order, facts.has_gradient(place), None if theirs == order else theirs)
-        )
+            Crossed(
+                value, None if is_plain else order, facts.has_gradient(place), None if theirs == order else theirs,
+                facts.dtype.is_complex,
+            )
+        )  # fmt: skip
     return tuple(found)
 
 
@@ -328,7 +338,8 @@ def make_layers(model: nn.Module, train: Made, evaluation: Made, example_inputs:
     ]
     naming = _Naming(model, {**train.flow.traced.constants, **evaluation.flow.traced.constants})
     states = [list(dict.fromkeys(each for _, each in (*one.state, *other.state))) for one, other in programs]
-    _refuse_shared_state(train.flow, states)
+    for name in train.flow.written_buffers():
+        assert sum(State("buffer", name) in each for each in states) <= 1, f"parts share {name}"
     layers = []
     for index, (one, other) in enumerate(programs):
         tensors, persistent, ties, names = naming.tensors_of(index, states[index])
@@ -344,17 +355,6 @@ def make_layers(model: nn.Module, train: Made, evaluation: Made, example_inputs:
 
 def _named(program: Program, names: Mapping[str, str]) -> Program:
     return replace(program, state=tuple((value, State(each.kind, names[each.name])) for value, each in program.state))
-
-
-def _refuse_shared_state(flow: Flow, states: Sequence[Sequence[State]]) -> None:
-    """A buffer that training writes is in one part, also in evaluation."""
-    for value in {value for op in flow.traced.ops for value in op.writes} & flow.traced.state.keys():
-        state = flow.traced.state[value]
-        if state.kind == "buffer" and sum(state in each for each in states) > 1:
-            raise UsageError(
-                f"buffer {state.name} is written in training by one part, and used in evaluation by another: parts "
-                "would share mutable state. Use it where it is written, or give a smaller num_parts"
-            )
 
 
 class _Naming:

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from elaswave.errors import UsageError
 from elaswave.models.layers import Layer
-from elaswave.splitting.check import Difference, difference
-from elaswave.splitting.cut import Flow, best_cuts, bounds_of, costs_of, matching_places, problem_with_cuts
+from elaswave.splitting.check import Difference, difference, difference_in_evaluation
+from elaswave.splitting.cut import Flow, best_cuts, bounds_of, costs_of, places_in_evaluation, problem_with_cuts
 from elaswave.splitting.graph import OperatorGraph, graph_of
 from elaswave.splitting.measure import Facts, measure
 from elaswave.splitting.parts import Made, in_mode, make_layers
@@ -87,8 +88,9 @@ class TracedNetwork:
             with in_mode(model, train=False):
                 self._evaluation = trace(model, example_inputs)
             facts = measure(self._evaluation, model, example_inputs, is_timed=False)
-            self._evaluation_flow = Flow(self._evaluation, facts)
-        self.costs = costs_of(self._train_flow, self._facts.seconds, link_bytes_per_s)
+            self._evaluation_flow = Flow(self._evaluation, facts, self._train_flow.written_buffers())
+        self._there = places_in_evaluation(self._train_flow, self._evaluation_flow)
+        self.costs = costs_of(self._train_flow, self._there, self._facts.seconds, link_bytes_per_s)
 
     @property
     def _facts(self) -> Facts:
@@ -114,7 +116,7 @@ class TracedNetwork:
             raise UsageError(f"num_parts is {num_parts!r}, needed: a whole number of at least 1")
         cuts = best_cuts(self.costs, num_parts)
         if cuts is None:
-            raise problem_with_cuts(self._train_flow, self.costs, num_parts)
+            raise problem_with_cuts(self._train_flow, self._there, self.costs, num_parts)
         return cuts
 
     def checked_cuts(self, cuts: Sequence[int]) -> tuple[int, ...]:
@@ -123,30 +125,30 @@ class TracedNetwork:
         Raises:
             UsageError: the network cannot be cut there.
         """
+        given: Any = cuts
+        if not isinstance(given, list | tuple) or not all(type(cut) is int for cut in given):
+            raise UsageError(f"cuts is {cuts!r:.80}, needed: a list of numbers of operators")
         ends = [0, *cuts, len(self.train.ops)]
         wrong = [cut for cut in cuts if not 0 < cut < ends[-1] or not self.costs.cross_s[cut] < float("inf")]
         if wrong or any(start >= stop for start, stop in zip(ends, ends[1:])):
             raise UsageError(
                 f"the network of {ends[-1]} operators cannot be cut at {list(wrong or cuts)}: cuts are numbers of "
-                "operators in rising order, not between uses of a buffer that is written; print(split.graph) shows them"
+                "operators in rising order, not between uses of a buffer that is written, in training or evaluation; "
+                "print(split.graph) shows them"
             )
         return tuple(cuts)
 
     def layers(self, cuts: Sequence[int]) -> list[Layer]:
         """The parts."""
-        there = matching_places(
-            self.train.ops, self.train.modules, self._evaluation.ops, self._evaluation.modules, cuts
-        )
-        places = [0]
-        for place in there:
-            place = max(place, places[-1])
-            while self._evaluation_flow.crossing(place) is None:
-                place += 1
-            places.append(place)
+        places: list[int] = []
+        for cut in cuts:
+            place = self._there[cut]
+            assert place is not None, "the costs allow no such cut"
+            places.append(max([place, *places[-1:]]))
         return make_layers(
             self.model,
             Made(self._train_flow, bounds_of(cuts, len(self.train.ops)), self.train.out_tree),
-            Made(self._evaluation_flow, bounds_of(places[1:], len(self._evaluation.ops)), self._evaluation.out_tree),
+            Made(self._evaluation_flow, bounds_of(places, len(self._evaluation.ops)), self._evaluation.out_tree),
             self.example_inputs,
         )
 
@@ -172,7 +174,8 @@ def split(
         num_parts: how many layers to make.
         cuts: numbers of operators before which to cut, instead of the best ones.
         link_bytes_per_s: how fast bytes cross a cut.
-        verify: compare outputs, gradients and buffers of the parts with the network's, bit for bit.
+        verify: compare outputs, gradients and buffers of the parts with the network's, bit for bit, and what they
+            return in evaluation with the traced network's.
     Returns:
         The layers; `SplitLayers.graph` shows what was found.
     Raises:
@@ -183,7 +186,10 @@ def split(
     found = network.best_cuts(num_parts) if cuts is None else network.checked_cuts(cuts)
     layers = SplitLayers(network, found)
     if verify:
-        differs = difference(model, layers, network.layers(()), example_inputs)
+        whole = network.layers(())
+        differs = difference(model, layers, whole, example_inputs)
+        if differs is None:
+            differs = difference_in_evaluation(layers, whole, example_inputs)
         if differs is not None:
             raise UsageError(_not_equal(differs))
     return layers
@@ -203,10 +209,15 @@ def _not_equal(differs: Difference) -> str:
 
 
 def _refuse_arguments(model: object, link_bytes_per_s: float) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError("split was given a TorchScript module, needed: the nn.Module that it was made of")
     if not isinstance(model, nn.Module):
         raise UsageError(f"split was given a {type(model).__name__}, needed: an nn.Module")
-    if not link_bytes_per_s > 0:
+    if isinstance(link_bytes_per_s, bool) or not isinstance(link_bytes_per_s, int | float) or not link_bytes_per_s > 0:
         raise UsageError(f"link_bytes_per_s is {link_bytes_per_s!r}, needed: more than 0")
+    lazy = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if is_lazy(each)]
+    if lazy:
+        raise UsageError(f"{lazy[0]} has no shape yet (a lazy module): call the network once before it is split")
     without = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if each.is_meta]
     if without:
         raise UsageError(

@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from elaswave.errors import UsageError
+from elaswave.splitting.assigned import Assigning, own_path
+from elaswave.splitting.inputs import call_of, refuse_inputs
 from elaswave.splitting.program import GETITEM, PLAIN, Context, Op, Ref, refs_in
 
 _SILENT_WRITES = {
@@ -36,6 +39,8 @@ _DEPENDS = {
     "aten.sym_size": "makes a tensor whose shape depends on the data",
     "aten._assert_scalar": "makes a tensor whose shape depends on the data",
 }
+_LIFTED = "_constants."
+"""Before the names of tensors that are neither parameters nor buffers."""
 _NO_TREE = (
     "the network returns something else than tensors in tuples, lists and dictionaries. Where it is a cache of keys "
     "and values, switch it off (use_cache=False in the configuration)"
@@ -69,38 +74,17 @@ class Traced(NamedTuple):
     """How they are put together: a tree of positions in `outputs`."""
 
 
-def call_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a network is called with a micro-batch's inputs: a dictionary by keywords, a tuple or list one by one."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
-
-
-def leaves_of(inputs: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a micro-batch's inputs with their places, in the order of the call."""
-    found = []
-    args, kwargs = call_of(inputs)
-    for path, leaf in pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))[0]:
-        if not isinstance(leaf, torch.Tensor):
-            raise UsageError(
-                f"the inputs hold {leaf!r:.80} of type {type(leaf).__name__} at {pytree.keystr(path)}: a micro-batch "
-                "is made of tensors. Set what is no tensor in the network (its configuration, say)"
-            )
-        found.append((pytree.keystr(path[1:]), leaf))
-    return found
-
-
 def trace(model: nn.Module, example_inputs: Any) -> Traced:
     """The operators of a network in the mode in which it is.
 
     Raises:
         UsageError: it is no fixed list of operators; names the line of code.
     """
-    leaves_of(example_inputs)
+    refuse_inputs(example_inputs)
     args, kwargs = call_of(example_inputs)
     with _no_foreign_draws(), _errors_named(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exported = torch.export.export(model, args, dict(sorted(kwargs.items())), strict=False)
+        exported = torch.export.export(Assigning(model), args, dict(sorted(kwargs.items())), strict=False)
     return _Flat(model, exported).made()
 
 
@@ -127,6 +111,8 @@ def _errors_named() -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error)
+        if "not a known type" in text and "pytree" in text:
+            raise UsageError(f"{_NO_TREE} ({text.partition(',')[0]})") from error
         is_data = "data-dependent" in text.lower() or "DataDependent" in type(error).__name__
         why = "its control flow depends on the data" if is_data else f"{type(error).__name__}: {text.splitlines()[0]}"
         advice = (
@@ -170,10 +156,11 @@ class _Flat:
         self._num_values = 0
         self._ops: list[Op] = []
         self._modules: list[str] = []
-        self._parts: dict[int, list[fx.Node]] = {}
         self._state: dict[int, State] = {}
         self._constants: dict[str, torch.Tensor] = {}
         self._inputs: list[int] = []
+        self._bases: dict[int, tuple[int, ...]] = {}
+        """By value, those that it is a view of."""
         self._first_names = _first_names(model)
         self._model_values = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
@@ -200,8 +187,14 @@ class _Flat:
         strange = [each for each in leaves if each is not None and not isinstance(each, Ref)]
         if strange:
             raise UsageError(f"{_NO_TREE} ({strange[0]!r:.80} of type {type(strange[0]).__name__})")
-        self._refuse_written_parameters()
-        ops = self._with_own_inputs(_pruned(self._ops, {each.value for each in leaves if isinstance(each, Ref)}))
+        self._refuse_writes()
+        kept = {each.value for each in leaves if isinstance(each, Ref)}
+        ops = self._with_own_inputs(self._with_assigned_buffers(_pruned(self._ops, kept)))
+        if not ops:
+            raise UsageError(
+                "the network computes nothing: what it returns does not come from an operator, so there is nothing to "
+                "cut. Return tensors that the forward computes"
+            )
         return Traced(
             tuple(ops), tuple(self._modules[op.number] for op in ops), tuple(self._inputs), self._state,
             self._constants, leaves, self._out_tree(),
@@ -220,14 +213,15 @@ class _Flat:
 
     def _state_of(self, spec: Any) -> State:
         if spec.kind is InputKind.PARAMETER:
-            return State("parameter", self._first_names[id(self._model_values[spec.target])])
+            return State("parameter", self._first_names[id(self._model_values[own_path(spec.target)])])
         if spec.kind is InputKind.BUFFER and spec.persistent:
-            return State("buffer", self._first_names[id(self._model_values[spec.target])])
+            return State("buffer", self._first_names[id(self._model_values[own_path(spec.target)])])
         if spec.kind is InputKind.BUFFER:
-            self._constants[spec.target] = self._model_values[spec.target]
-            return State("constant", spec.target)
+            name = own_path(spec.target)
+            self._constants[name] = self._model_values[name]
+            return State("constant", name)
         if spec.kind is InputKind.CONSTANT_TENSOR:
-            name = f"_constants.{spec.target.replace('.', '_')}"
+            name = f"{_LIFTED}{own_path(spec.target).replace('.', '_')}"
             self._constants[name] = self._exported.constants[spec.target]
             return State("constant", name)
         raise UsageError(f"the network is given {spec.kind.name} {spec.target}: only tensors can be taken along")
@@ -295,30 +289,79 @@ class _Flat:
         draws = target != GETITEM and torch.Tag.nondeterministic_seeded in function.tags  # type: ignore[union-attr]
         out = self._new()
         self._ops.append(Op(len(self._ops), target, args, kwargs, out, tuple(writes), context, draws, source_of(node)))
+        self._bases[out] = tuple(refs_in(args[:1])) if target == GETITEM else _seen_through(function, args, kwargs)
         self._modules.append(path)
         return Ref(out)
 
-    def _refuse_written_parameters(self) -> None:
+    def _memory(self, value: int) -> set[int]:
+        """The value and all that it is a view of."""
+        found, waiting = set(), [value]
+        while waiting:
+            each = waiting.pop()
+            if each not in found:
+                found.add(each)
+                waiting += self._bases.get(each, ())
+        return found
+
+    def _refuse_writes(self) -> None:
+        """Refuses a forward that writes what has to stay: parameters, and tensors that are no state."""
         for op in self._ops:
-            for value in op.writes:
+            for value in sorted({each for written in op.writes for each in self._memory(written)}):
                 state = self._state.get(value)
-                if state is not None and state.kind == "parameter":
+                if state is None or state.kind == "buffer":
+                    continue
+                if state.kind == "parameter":
                     raise UsageError(
                         f"the network writes its parameter {state.name} at {op.source}: parameters change in updates "
                         "only. Compute with a changed copy"
                     )
+                if state.name.startswith(_LIFTED):
+                    raise UsageError(
+                        f"the network writes the tensor {state.name.removeprefix(_LIFTED)} at {op.source}, which is no "
+                        "buffer, so that no checkpoint would hold it and no later micro-batch see it. Make it state "
+                        "with register_buffer, or compute with a changed copy"
+                    )
+
+    def _added(self, target: str, args: tuple[Any, ...], source: str) -> Op:
+        """An operator that is not in the network's code. It has a number of its own: those of others key dropout."""
+        self._modules.append("")
+        return Op(len(self._modules) - 1, target, args, {}, self._new(), source=source)
+
+    def _with_assigned_buffers(self, ops: Sequence[Op]) -> list[Op]:
+        """A buffer that the forward assigns anew (``self.mean = ...``) is written where its new value is there.
+
+        `Assigning` writes all of them at the end, so that no cut could come after their first use. In the network a
+        use of the old value goes on with the old tensor: it gets a copy, which the backward may need unchanged.
+        """
+        ops, ends = list(ops), []
+        while ops and ops[-1].target == "aten.copy_.default" and ops[-1].args[0].value in self._state:
+            ends.append(ops.pop())
+        assigned = {op.args[0].value: op for op in reversed(ends) if op.args[0] != op.args[1]}  # else: self.calls += 1
+        copies = {}
+        for value in assigned:
+            first = next((place for place, op in enumerate(ops) if value in op.values), None)
+            if first is not None:
+                copy = self._added("aten.clone.default", (Ref(value),), ops[first].source)
+                copies[value] = copy.out
+                ops = [*ops[:first], copy, *(_renamed(op, {value: copy.out}) for op in ops[first:])]
+        for value, op in assigned.items():
+            new = _renamed(op, copies).args[1]
+            memory = self._memory(new.value)
+            places = [
+                place for place, each in enumerate(ops)
+                if each.out in memory or value in each.values
+                or any(self._memory(written) & memory for written in each.writes)
+            ]  # fmt: skip
+            place = max(places, default=-1) + 1
+            source = ops[place - 1].source if place else op.source
+            ops.insert(place, replace(op, args=(Ref(value), new), source=source))
+        return ops
 
     def _with_own_inputs(self, ops: list[Op]) -> list[Op]:
         """An input that the network writes is copied first: it is the data's own memory."""
-        written = {value for op in ops for value in op.writes} & set(self._inputs)
-        copies = {}
-        first = []
-        for value in sorted(written):
-            copies[value] = self._new()
-            self._modules.append("")
-            first.append(
-                Op(len(self._modules) - 1, "aten.clone.default", (Ref(value),), {}, copies[value], source="an input")
-            )
+        written = {each for op in ops for value in op.writes for each in self._memory(value)} & set(self._inputs)
+        first = [self._added("aten.clone.default", (Ref(value),), "an input") for value in sorted(written)]
+        copies = {op.args[0].value: op.out for op in first}
         return [*first, *(_renamed(op, copies) for op in ops)]
 
 
@@ -336,7 +379,7 @@ def _first_names(model: nn.Module) -> dict[int, str]:
 
 def _module_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
-    return str(next(reversed(stack.values()))[0]) if stack else ""
+    return own_path(str(next(reversed(stack.values()))[0])) if stack else ""
 
 
 def _plain(tree: Any) -> Any:
@@ -375,6 +418,19 @@ def _writes_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     return writes, result
 
 
+def _seen_through(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """The values that what an operator makes is a view of, by its schema."""
+    schema = target._schema
+    returned = {alias for each in schema.returns if each.alias_info is not None for alias in each.alias_info.before_set}
+    by_name = {each.name: value for each, value in zip(schema.arguments, args)} | dict(kwargs)
+    return tuple(
+        value
+        for each in schema.arguments
+        if each.alias_info is not None and returned & each.alias_info.before_set and each.name in by_name
+        for value in refs_in(by_name[each.name])
+    )
+
+
 def _renamed(op: Op, names: Mapping[int, int]) -> Op:
     def new(tree: Any) -> Any:
         if isinstance(tree, Ref):
@@ -385,10 +441,8 @@ def _renamed(op: Op, names: Mapping[int, int]) -> Op:
 
     if not names:
         return op
-    return Op(
-        op.number, op.target, new(op.args), new(dict(op.kwargs)), op.out,
-        tuple(names.get(value, value) for value in op.writes), op.context, op.draws, op.source,
-    )  # fmt: skip
+    writes = tuple(names.get(value, value) for value in op.writes)
+    return replace(op, args=new(op.args), kwargs=new(dict(op.kwargs)), writes=writes)
 
 
 def _pruned(ops: Sequence[Op], outputs: set[int]) -> list[Op]:

@@ -228,6 +228,34 @@ def test_a_tied_head_is_one_tensor_with_the_table() -> None:
     assert head.name == "lm_head" and head.ties == {"weight": "transformer.wte.weight"}
 
 
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_a_stored_head_that_is_not_the_table_is_kept(name: str, tmp_path: Path) -> None:
+    """A configuration may say that both are tied and the files that they are not: then transformers ties nothing."""
+    from safetensors.torch import load_file, save_file
+
+    model = original(config_of(name, tie_word_embeddings=True))
+    save(model, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["lm_head.weight"] = model.lm_head.weight.detach().clone()
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    same = elaswave.hf(tmp_path)  # equal values: they are tied, without a word
+    assert [dict(layer.ties) for layer in same if layer.ties] == [{"weight": model_table(name)}]
+
+    state["lm_head.weight"][-1, -1] += 1.0
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match=r"holds a head \(lm_head\.weight\) with other values than the token table"):
+        layers = elaswave.hf(tmp_path)
+    assert not any(layer.ties for layer in layers)
+    assert json.loads(layers.files["config.json"])["tie_word_embeddings"] is False, "an export is loaded alike"
+    theirs = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert not torch.equal(theirs.lm_head.weight, theirs.get_input_embeddings().weight)
+    torch.testing.assert_close(call(layers, tokens(2)), theirs(tokens(2)).logits, rtol=0, atol=1e-5)
+
+
+def model_table(name: str) -> str:
+    return "transformer.wte.weight" if name == "gpt2" else "model.embed_tokens.weight"
+
+
 def refused(source: Any, **options: Any) -> str:
     with pytest.raises(UsageError) as caught:
         elaswave.hf(source, **options)

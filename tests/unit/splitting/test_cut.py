@@ -1,6 +1,8 @@
 """The cuts are the best ones, and what cannot be cut is refused with the reason."""
 
 import itertools
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ from torch import Tensor, nn
 
 import elaswave
 from elaswave.errors import UsageError
+from elaswave.models.calls import Call, inside
 from elaswave.splitting.cut import Costs, best_cuts, bounds_of
+from elaswave.splitting.split import TracedNetwork
 
 
 def slowest(costs: Costs, cuts: tuple[int, ...]) -> float:
@@ -116,10 +120,89 @@ class Custom(nn.Module):
         return square(self.map(x))
 
 
+class WritingAView(Writing):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.map.weight[0].clamp_(-1, 1)
+        result: Tensor = self.map(x)
+        return result
+
+
+class Remembering(Writing):
+    """A tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        result: Tensor = self.map(x)
+        return result
+
+
+class CountingUses(Writing):
+    """The backward of the multiplication needs what is then written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.map(x) * self.calls
+        self.calls += 1
+        return result
+
+
+class Nothing(Writing):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Fields(Writing):
+    def forward(self, x: Tensor) -> Any:
+        return Answer(self.map(x))
+
+
+@dataclass
+class Answer:
+    """What `torch.export` does not know."""
+
+    value: Tensor
+
+
+class Hooked(Writing):
+    """A hook changes the only element of a gradient: no operator does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = self.gain * 1.0
+        if gain.requires_grad:
+            gain.register_hook(lambda gradient: 2 * gradient)
+        result: Tensor = self.map(x) * gain
+        return result
+
+
+class LongHalf(Writing):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.map(x.half())  # a trace lets it pass
+        return result
+
+
 REFUSED = {
     "control flow": (Chosen, r"test_cut\.py:\d+ \(if x\.sum\(\) > 0:.*depends on the data; write both ways"),
     "a number": (Counting, r"aten\.item.* at .*test_cut\.py:\d+ .*takes a number from a tensor"),
     "a shape": (Selected, r"test_cut\.py:\d+ .*shape depends on the data"),
+    "a parameter's view": (WritingAView, r"writes its parameter map\.weight at .*test_cut\.py:\d+"),
+    "an attribute": (Remembering, r"writes the tensor calls at .*test_cut\.py:\d+.*no\s+buffer.*register_buffer"),
+    "its own backward": (CountingUses, r"backward of the network fails at aten\.mul\.Tensor of .*test_cut\.py:\d+"),
+    "no operator": (Nothing, "computes nothing"),
+    "fields": (Fields, "returns something else than tensors.*Answer"),
+    "a hook": (Hooked, r"gradient of gain has other bits.*comes from aten\.mul\.Tensor at .*test_cut\.py:\d+"),
+    "other types": (LongHalf, r"fails with the example inputs: aten\.linear\.default at .*test_cut\.py:\d+.*dtype"),
     "another generator": (Lucky, "draws from Python's random"),
     "no tensors": (Cached, "returns something else than tensors"),
     "a parameter": (Writing, r"writes its parameter map\.weight at .*test_cut\.py:\d+"),
@@ -140,13 +223,24 @@ def test_wrong_arguments_are_refused() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.zeros(2, 4)
     for arguments, message in (
         ((x, x, 2), "given a Tensor, needed: an nn.Module"),
+        ((torch.jit.ScriptModule(), x, 2), "given a TorchScript module, needed: the nn.Module"),
         ((model, {"input": 3}, 2), "hold 3 of type int at .*made of tensors"),
         ((model, x, 0), "num_parts is 0, needed: a whole number of at least 1"),
         ((model, x, 3), "can be cut into at most 2 parts, and num_parts is 3"),
         ((nn.Linear(4, 4, device="meta"), x, 2), "weight is on the meta device"),
+        ((nn.LazyLinear(4), x, 2), r"weight has no shape yet \(a lazy module\): call the network once"),
+        ((model, None, 2), "hold None of type NoneType"),
+        ((model, [], 2), r"example_inputs is \[\], which holds no tensor; needed: the inputs of a micro-batch"),
+        ((model, {0: x}, 2), r"keys of example_inputs are \[0\], needed: names"),
+        ((model, x[:0], 2), r"example input float32 \[0, 4\] at \[0\] has no elements"),
+        ((model, x.to_sparse(), 2), r"float32 \[2, 4\] at \[0\] is of layout torch.sparse_coo on cpu; needed: a dense"),
+        ((model, torch.zeros(2, 5), 2), "cannot be traced at .*same reduction dim"),
+        ((model, x, 2, [0.5]), r"cuts is \[0\.5\], needed: a list of numbers of operators"),
+        ((model, x, 2, [7]), r"cannot be cut at \[7\]"),
+        ((model, x, 2, None, "fast"), "link_bytes_per_s is 'fast', needed: more than 0"),
     ):
         with pytest.raises(UsageError, match=message):
-            elaswave.split(*arguments)
+            elaswave.split(*arguments[:3], **dict(zip(("cuts", "link_bytes_per_s"), arguments[3:])))
 
 
 def test_a_module_that_is_frozen_may_be_used_twice() -> None:
@@ -154,3 +248,58 @@ def test_a_module_that_is_frozen_may_be_used_twice() -> None:
     model.norm.eval()
     layers = elaswave.split(model, torch.randn(3, 4), 3)
     assert len(layers) == 3
+
+
+class Moving(nn.Module):
+    """Evaluation uses the buffer that training writes first, after all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            result: Tensor = self.second(self.first(self.norm(x)))
+            return result
+        result = self.norm(self.second(self.first(x)))
+        return result
+
+
+class Exchanged(nn.Module):
+    """Evaluation uses two modules with running statistics in the other order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.one, self.two = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = (self.one, self.two) if self.training else (self.two, self.one)
+        result: Tensor = last(self.map(first(x)))
+        return result
+
+
+def test_where_evaluation_cannot_be_cut_training_is_not() -> None:
+    with pytest.raises(
+        UsageError, match=r"(?s)at most 1 parts.*places are none since evaluation .*another order.*test_cut\.py:\d+"
+    ):
+        elaswave.split(Exchanged(), torch.randn(3, 4), 2)
+    network = TracedNetwork(Exchanged(), torch.randn(3, 4), 1e9)
+    (place,) = [place for place, op in enumerate(network.train.ops) if op.target == "aten.linear.default"]
+    with pytest.raises(UsageError, match=rf"cannot be cut at \[{place}\].*in training or evaluation"):
+        network.checked_cuts([place])
+
+
+def test_a_part_uses_in_evaluation_the_buffers_that_it_writes_in_training() -> None:
+    model, x = Moving(), torch.randn(3, 4)
+    network = TracedNetwork(model, x, 1e9)
+    writes = max(place for place, op in enumerate(network.train.ops) if op.writes)
+    for place in range(writes + 1, len(network.train.ops)):
+        layers = network.layers((place,))
+        names = [sorted(layer.build().state_dict()) for layer in layers]
+        assert "norm.running_mean" in names[0] and not any("running" in name for name in names[1])
+        value: Any = x
+        for layer in layers:
+            with inside(Call(lambda: x)), torch.no_grad():
+                value = layer.build().eval()(value)
+        assert torch.equal(value, model.eval()(x).detach())
+        model.train()

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 from tests.networks import Texts, seeded, tokens
+from torch import Tensor, nn
 
 import elaswave
 
@@ -50,3 +52,58 @@ def test_the_graph_of_a_network_needs_no_cut() -> None:
     found = elaswave.operator_graph(seeded(Texts, blocks=1), tokens())
     assert found.cuts == () and len(found.parts()) == 1
     assert found.seconds == pytest.approx(sum(node.forward_s + node.backward_s for node in found))
+
+
+class Viewed(nn.Module):
+    """Memory that is written and read through views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.map(x)
+        early = base.transpose(0, 1)
+        left, right = base[:, :2], base[:, 2:]
+        left.mul_(3.0)  # read by all three below
+        whole = base.exp()
+        turned = early.sigmoid()
+        half = right.tanh()
+        return whole + turned + half.sum()
+
+
+def test_what_is_written_through_a_view_comes_before_what_reads_that_memory() -> None:
+    found = elaswave.operator_graph(seeded(Viewed), torch.randn(4, 4))
+    (write,) = [node for node in found if node.operator.startswith("aten.mul_")]
+    (made,) = [node for node in found if node.operator.startswith("aten.linear")]
+    for operator in ("aten.exp", "aten.sigmoid", "aten.tanh"):  # which half of the memory is not looked at
+        (reader,) = [node for node in found if node.operator.startswith(operator)]
+        assert write.number in reader.inputs, operator
+    (view,) = [node for node in found if node.operator.startswith("aten.transpose")]
+    assert view.inputs == (made.number,), "what comes before the write does not wait for it"
+    (last,) = [node for node in found if node.operator.startswith("aten.sum")]
+    assert write.number not in last.inputs, "it reads other memory"
+
+
+class Tracking(nn.Module):
+    """A buffer that is written through a view."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = self.seen.view(2, 2)
+        pairs.add_(1.0)
+        result: Tensor = self.map(x) + self.seen
+        return result
+
+
+def test_a_buffer_that_is_written_through_a_view_is_read_after_it() -> None:
+    found = elaswave.operator_graph(seeded(Tracking), torch.randn(3, 4))
+    (write,) = [node for node in found if node.operator.startswith("aten.add_")]
+    (reader,) = [node for node in found if node.operator == "aten.add.Tensor"]
+    assert write.number in reader.inputs and reader.parameters == ("seen",)

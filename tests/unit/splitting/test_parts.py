@@ -156,6 +156,170 @@ def test_modes_buffers_and_unused_parameters_come_along() -> None:
     assert torch.equal(inputs[0], kept) and not model.mean.any(), "splitting leaves inputs and buffers alone"
 
 
+class Scaled(nn.Module):
+    """A buffer that counts calls, assigned anew, and used before and after that."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.map(x) * self.calls  # its backward needs the old value
+        self.calls = self.calls + 1
+        return hidden / self.calls
+
+
+class Averaged(nn.Module):
+    """A buffer that is assigned what the data makes of it."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average = 0.9 * self.average + 0.1 * x.mean(0)
+        return x * self.average
+
+
+class Counters(nn.Module):
+    """Buffers that count calls: written in place and assigned anew."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scaled, self.norm = nn.Linear(4, 4), Scaled(), nn.BatchNorm1d(4)
+        self.averaged, self.last = Averaged(), nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        result: Tensor = self.last(self.averaged(self.norm(self.scaled(self.first(x)))))
+        return result
+
+
+def test_buffers_that_count_calls_are_written_where_they_are_used() -> None:
+    model, x = seeded(Counters), torch.randn(4, 4)
+    network = traced(model, x)
+    whole, places = network.layers(()), allowed(network)
+    behind = [network.train.modules[place - 1] for place in places]
+    assert {"first", "scaled", "norm", "averaged"} <= set(behind), "no write is left for the end of the network"
+    for place in places:
+        layers = network.layers((place,))
+        assert difference(model, layers, whole, x) is None, place
+    layers = elaswave.split(model, x, 2)
+    built = [layer.build() for layer in layers]
+    for calls in (1, 2):
+        value: Any = x
+        for part in built:
+            with inside(Call(lambda: x)):
+                value = part(value)
+        state = {name: each for part in built for name, each in part.state_dict().items()}
+        assert int(state["calls"]) == calls and float(state["scaled.calls"]) == 1 + calls
+        assert int(state["norm.num_batches_tracked"]) == calls
+
+
+class Swapped(nn.Module):
+    """Two buffers that change places, one of which another tensor of the forward is written into."""
+
+    one: Tensor
+    two: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("one", torch.arange(4.0))
+        self.register_buffer("two", -torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.one, self.two = self.two + 0.0, self.one * 2
+        view = self.two[:2]
+        hidden = self.first(x) + self.one
+        view.add_(hidden.detach().mean())  # after the assignment, and part of it
+        result: Tensor = self.second(hidden) + self.two
+        return result
+
+
+def test_assigned_buffers_may_change_places() -> None:
+    model, x = seeded(Swapped), torch.randn(3, 4)
+    network = traced(model, x)
+    for place in allowed(network):
+        assert difference(model, network.layers((place,)), network.layers(()), x) is None, place
+    (part,) = [layer.build() for layer in network.layers(())]
+    part(x)
+    model(x)
+    assert torch.equal(part.get_buffer("two"), model.two) and torch.equal(part.get_buffer("one"), model.one)
+
+
+class InputViews(nn.Module):
+    """An input that is written through a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, :2].mul_(0.5)
+        result: Tensor = self.second(self.first(x)) + x
+        return result
+
+
+def test_the_data_stays_where_a_view_of_it_is_written() -> None:
+    model, x = seeded(InputViews), torch.randn(3, 4)
+    before = x.clone()
+    network = traced(model, x)
+    for place in allowed(network):
+        layers = network.layers((place,))
+        assert difference(model, layers, network.layers(()), x) is None, place
+        run(layers, x, train=True)
+    assert torch.equal(x, before)
+
+
+class Spectral(nn.Module):
+    """Complex numbers between real ones, one of them conjugated, one transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.factor = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.fft.rfft(self.first(x))
+        mixed = (found * self.factor).t().conj() * found.t()
+        mixed = mixed + (found + 1j).t()
+        result: Tensor = self.second(torch.fft.irfft(mixed.t(), n=4))
+        return result
+
+
+def test_complex_numbers_cross_a_cut() -> None:
+    model, x = seeded(Spectral), torch.randn(3, 4)
+    network = traced(model, x)
+    whole, places, facts = network.layers(()), allowed(network), network._train_flow.facts
+    complex_places = 0
+    for place in places:
+        assert difference(model, network.layers((place,)), whole, x) is None, place
+        crossing = network._train_flow.crossing(place)
+        assert crossing is not None
+        complex_places += any(facts.values[value].dtype.is_complex for value in crossing.values)
+    assert complex_places >= 4
+    assert len(elaswave.split(model, x, 2)) == 2
+
+
+def test_spectral_norm_can_be_cut() -> None:
+    """Evaluation computes from buffers alone what training computes while it writes them."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    layers = elaswave.split(model, torch.randn(3, 4), 2)
+    assert "0.parametrizations.weight.0._u" in layers[0].build().state_dict()
+    with torch.no_grad():
+        assert torch.equal(run(layers, torch.ones(2 + 1, 4)), model.eval()(torch.ones(3, 4)))
+
+
 def test_layers_travel_to_other_processes() -> None:
     model = seeded(Texts)
     layers = list(elaswave.split(model, tokens(), 2))

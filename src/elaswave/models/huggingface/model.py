@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,9 +99,26 @@ def hf(folder_or_config: Any, *, dtype: Any = None, attn: str = "sdpa") -> Huggi
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"  # one expert after the other; kernels for all at once round otherwise
     stored = None if folder is None else stored_tensors(folder)
+    if stored is not None and config.tie_word_embeddings and _has_another_head(family, stored):
+        warnings.warn(
+            f"{folder} holds a head ({HEAD}.weight) with other values than the token table, although {CONFIG_FILE} "
+            "says that they are tied: both are taken as they are, not tied, as transformers does. Set "
+            f"tie_word_embeddings to false in {CONFIG_FILE} to say so, or leave the head out of the files to tie them",
+            stacklevel=2,
+        )
+        config.tie_word_embeddings = False
     names = tuple(family.parts(family, config))
     layers = _layers(family, config, kind, names, stored)
     return HuggingFaceModel(layers, config, kind, _files(folder, config, family, kind))
+
+
+def _has_another_head(family: Family, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether files hold a head whose values are not the token table's."""
+    head = stored.get(f"{HEAD}.weight")
+    table = stored.get(family.embedding) or stored.get(family.embedding.removeprefix(family.base))
+    if head is None or table is None:
+        return False
+    return head.shape != table.shape or not head.equals(table)
 
 
 def _require_transformers() -> None:
@@ -309,5 +327,6 @@ def _files(folder: Path | None, config: Any, family: Family, dtype: torch.dtype)
         paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
         found = {path.name: path.read_bytes() for path in paths if path.stat().st_size <= _COMPANION_BYTES_MAX}
     described |= {"architectures": [family.causal], "dtype": str(dtype).removeprefix("torch."), "use_cache": True}
+    described["tie_word_embeddings"] = bool(config.tie_word_embeddings)
     described.pop("torch_dtype", None)  # the name of dtype before transformers 5
     return found | {CONFIG_FILE: (json.dumps(described, indent=2) + "\n").encode()}

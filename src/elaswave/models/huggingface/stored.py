@@ -20,6 +20,7 @@ from elaswave.errors import UsageError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEADER_BYTES_MAX = 100_000_000  # as the safetensors package has it
+_COMPARED_BYTES = 1 << 24
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
@@ -41,11 +42,31 @@ class StoredTensor(NamedTuple):
             UsageError: the file is gone, or is shorter than its header said.
         """
         values = torch.empty(math.prod(self.shape), dtype=DTYPES[self.dtype])
-        buffer = memoryview(values.view(torch.uint8).numpy().data)
+        self._fill(memoryview(values.view(torch.uint8).numpy().data), self.start)
+        return values.view(self.shape)
+
+    def equals(self, other: "StoredTensor") -> bool:
+        """Whether another tensor of the same shape has the same values; stops reading where they differ.
+
+        Raises:
+            UsageError: as of `read`.
+        """
+        if self.dtype != other.dtype:
+            wide = {self.dtype, other.dtype} <= DTYPES.keys()
+            return wide and bool(self.read().double().equal(other.read().double()))
+        for at in range(0, self.stop - self.start, _COMPARED_BYTES):
+            ours, theirs = (bytearray(min(_COMPARED_BYTES, self.stop - self.start - at)) for _ in range(2))
+            self._fill(memoryview(ours), self.start + at)
+            other._fill(memoryview(theirs), other.start + at)
+            if ours != theirs:
+                return False
+        return True
+
+    def _fill(self, buffer: memoryview, start: int) -> None:
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                read_range(descriptor, buffer, self.start)
+                read_range(descriptor, buffer, start)
             finally:
                 os.close(descriptor)
         except EOFError as error:
@@ -55,7 +76,6 @@ class StoredTensor(NamedTuple):
             ) from error
         except OSError as error:
             raise UsageError(f"{self.path} cannot be read: {error.strerror}; bring the checkpoint back") from error
-        return values.view(self.shape)
 
 
 def read_range(descriptor: int, buffer: memoryview, start: int) -> None:
