@@ -44,6 +44,10 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.workers)
 
 
+Copies = Literal["", "outside", "inside"]
+"""Where the copies of a block are: nothing is known of sites, outside of its owner's, or inside."""
+
+
 class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """Everything about who runs what in a step.
 
@@ -61,6 +65,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict
     that is about to leave may still hold blocks."""
     domains: tuple[tuple[int, str], ...] = ()
     """(worker, where it runs) of every member, ascending, see `elaswave.state.domains`; empty: all are on one host."""
+    copies: Copies = ""
+    """Not empty: the coarsest domain of each label is a site that slow links join to the others, and followers are
+    outside of their owner's site, as far as they can be, or never outside of it."""
 
     @property
     def num_layers(self) -> int:

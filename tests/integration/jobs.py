@@ -13,6 +13,7 @@ import torch
 
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
+from elaswave.config.sites import labels_of
 from elaswave.control import launcher
 from elaswave.faults.injection import parse_faults
 from elaswave.observability.processes import read_processes
@@ -130,7 +131,7 @@ def run_job(
         workers=range(sum(config.widths)),
         num_steps=config.run.steps,
         respawns=config.elastic.respawns,
-        hosts=config.host_of,
+        hosts=labels_of(config),
     )
     with nothing_left():
         result = launcher.train(

@@ -34,6 +34,29 @@ def test_slow_links_and_losses_change_no_bit(alone: Any, tmp_path: Path, fault: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("copies", ["outside", "inside"])
+def test_a_site_that_is_lost_costs_no_bit(alone: Any, tmp_path: Path, copies: str) -> None:
+    """With copies elsewhere the others go on in place; else they go back to the last checkpoint. The coordinator is at
+    another site, so that all that it hears comes over slow links."""
+    settings = {
+        "sites.copies": copies,
+        "sites.coordinator": "tokyo",
+        "run.checkpoint_every": 2,
+        "elastic.respawn": False,
+    }
+    job = run_job(tmp_path, SETTINGS | APART | settings, faults=["kill-host:virginia@5:reduce"])
+    assert job.computation == alone
+    assert {each.worker for each in job.result.recoveries if each.is_failure} == {2, 3}
+    said = "\n".join(job.messages)
+    if copies == "outside":
+        assert "the job survives the loss of any one of 2 sites" in said
+        assert "until copies" not in said and "the only one that is left" in said
+    else:
+        assert "as sites.copies asks for: without it the job goes back to the last checkpoint" in said
+    assert ("checkpoint of step 4" in said) == (copies == "inside"), said
+
+
+@pytest.mark.slow
 def test_op_fences_plan_of_an_example_runs_with_equal_bits(tmp_path: Path) -> None:
     """The shape of GPT-2 over four regions; alone it has one worker, and the same fences."""
     from elaswave.config.load import load_config

@@ -7,7 +7,7 @@ from tests.property.layouts import layouts
 
 from elaswave.planning.recovery import choose_followers, promote, survivor_layout
 from elaswave.planning.target_placement import target_placement
-from elaswave.state.domains import hosts_of
+from elaswave.state.domains import hosts_of, sites_of
 from elaswave.state.placement import make_blocks, place_blocks
 
 
@@ -82,3 +82,41 @@ def test_a_target_keeps_each_block_on_two_hosts_and_is_its_own_target(job, data)
     assert survives_any_host(target, layout, len(blocks))
     if num_followers == 1:
         assert target == target_placement(layout, blocks, target, **arguments)
+
+
+@given(jobs(), st.data())
+def test_copies_inside_a_site_never_leave_it_and_are_as_many_as_it_has_room_for(job, data):
+    """From the start, once copies are made again after a loss, and as the target of a move."""
+    layout, blocks, num_followers, width = job
+    arguments = {"num_followers": num_followers, "scatter_width": width}
+    anywhere = place_blocks(layout, blocks, **arguments)
+    layout = replace(layout, copies="inside")
+
+    def is_right(placement, exactly):
+        sites = sites_of(layout)
+        for block in range(len(blocks)):
+            (here,) = (members for members in sites.values() if placement.owner[block] in members)
+            near = [worker for worker in placement.followers[block] if worker in here]
+            room = [worker for worker in here if worker != placement.owner[block] and worker in layout.active]
+            assert len(near) == min(num_followers, len(room)), block
+            assert not exactly or len(near) == len(placement.followers[block]), block
+
+    inside = place_blocks(layout, blocks, **arguments)
+    is_right(inside, exactly=True)
+    target = target_placement(layout, blocks, anywhere, **arguments)
+    is_right(target, exactly=True)
+    if num_followers == 1:
+        assert target == target_placement(layout, blocks, target, **arguments)
+    lost = {data.draw(st.sampled_from(layout.active), label="lost")}
+    layout = survivor_layout(layout, lost)
+    before = promote(anywhere, blocks, layout, lambda _, worker: worker not in lost).placement
+    assume(all(worker in layout.workers for worker in before.owner))
+    placement = None
+    while placement != before:
+        placement = before
+        before = choose_followers(placement, blocks, layout, max_elements=20, **arguments)
+    counts = [sum(w in s for w in (o, *f)) for o, f in zip(placement.owner, placement.followers, strict=True)
+              for s in sites_of(layout).values() if o in s]  # fmt: skip
+    sizes = [len([w for w in s if w in layout.active]) for o in placement.owner
+             for s in sites_of(layout).values() if o in s]  # fmt: skip
+    assert all(count >= min(num_followers + 1, size) for count, size in zip(counts, sizes, strict=True))

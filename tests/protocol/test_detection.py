@@ -31,8 +31,21 @@ def position(
 class Job:
     """A detector and its workers; time goes on as told, with heartbeats and ticks in between."""
 
-    def __init__(self, num_workers: int, *, learned_steps: int = 0, takes_over: bool = False, hosts: str = "") -> None:
-        self.detector = Detector(takes_over=takes_over, domains=dict(enumerate(hosts)))
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        learned_steps: int = 0,
+        takes_over: bool = False,
+        hosts: str = "",
+        held_up_s: Sequence[float] = (),
+    ) -> None:
+        held_up = dict(enumerate(held_up_s))
+        self.detector = Detector(
+            takes_over=takes_over,
+            domains=dict(enumerate(hosts)),
+            held_up_s=lambda worker: held_up.get(worker, 0.0),
+        )
         self.now_s = 1000.0
         self.workers = tuple(range(num_workers))
         self.doing: dict[int, Position] = {}
@@ -162,6 +175,16 @@ def test_a_coordinator_that_takes_over_learns_anew_what_a_busy_machine_is():
     assert after_beats(few, takes_over=True).go_on(2.5, silent=[0]) == []
     assert named(after_beats(few, takes_over=True).go_on(5.5, silent=[0])) == [(0, "heartbeat")]
     assert named(after_beats(many, takes_over=True).go_on(2.5, silent=[0])) == [(0, "heartbeat")]
+
+
+def test_a_slow_link_may_hold_back_what_a_worker_says():
+    """Silence of who is at another site is borne for longer, by what its link may hold back; that of others is not."""
+    near, far = Job(3, learned_steps=3), Job(3, learned_steps=3, held_up_s=[0.0, 0.0, 1.6])
+    assert far.silence_bound_s(1) == near.silence_bound_s(1)
+    bound_s = far.silence_bound_s(2)
+    assert bound_s == near.silence_bound_s(2) + 1.6
+    assert near.go_on(bound_s - 2 * BEAT_S, silent=[2]) and not far.go_on(bound_s - 2 * BEAT_S, silent=[2])
+    assert named(far.go_on(3 * BEAT_S, silent=[2])) == [(2, "heartbeat")]
 
 
 def test_when_most_are_silent_together_the_machine_is_suspected_first():

@@ -21,6 +21,7 @@ from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.fences import CODEC_WORDS, Codec, is_codec
 from elaswave.observability.wrapping import wrap
+from elaswave.planning.far_apart.copies import survival_of_plan
 from elaswave.planning.far_apart.job import Copies, FarJob, FarPlan, allocation_of_plan, without_devices
 from elaswave.planning.far_apart.objective import FAR_SCHEDULES
 from elaswave.planning.far_apart.op_fence import op_fence
@@ -304,6 +305,7 @@ def _entry(setting: _Setting, job: FarJob, plan: FarPlan) -> dict[str, Any]:
         "codec": plan.codec,
         "fences": list(plan.fences),
         "copies": job.copies,
+        "survival": survival_of_plan(job, plan),
         "left_out": [int(ids[device]) for device in range(len(ids)) if device not in used],
         "stages": [
             {
@@ -345,6 +347,8 @@ def _render(entry: dict[str, Any], title: str, width: int) -> list[str]:
     )
     fences = " ".join(map(str, entry["fences"])) or "none"
     lines += wrap(f"fences before the layers: {fences}; codec {entry['codec']}; copies {entry['copies']}", width)
+    if (survival := entry["survival"]) is not None:
+        lines += wrap(f"the job {survival.describe()}", width)
     if entry["left_out"]:
         lines += wrap(f"left out, they cost more than they bring: {' '.join(map(str, entry['left_out']))}", width)
     return lines

@@ -5,7 +5,8 @@ same index would be done. So a run's model has as many blocks as the described o
 tiny model, over emulated links where the run's workers are at several sites (`elaswave.config.sites`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -218,12 +219,15 @@ def power_limit_w(config: Config, num_workers: int) -> float | None:
     return max(num_workers, sum(config.widths)) * base_w if base_w > 0 else None
 
 
-def cluster_of(config: Config, workers: Sequence[int] | None = None) -> Cluster:
+def cluster_of(
+    config: Config, workers: Sequence[int] | None = None, labels: Mapping[int, str] = MappingProxyType({})
+) -> Cluster:
     """Workers of a job, as the planner sees them.
 
     Args:
         config: of the run, resolved.
         workers: ids, ascending; None: those that the job begins with.
+        labels: where they run, as far as that is known, see `elaswave.state.domains`.
     """
     ids = range(sum(config.widths)) if workers is None else workers
     num_workers = len(ids)
@@ -239,5 +243,5 @@ def cluster_of(config: Config, workers: Sequence[int] | None = None) -> Cluster:
         between_nodes=REAL_LINK if sites is None else sites.network.slowest,
         power_limit_w=power_limit_w(config, num_workers),
         network=None if sites is None else sites.network,
-        site=None if sites is None else np.array([sites.site_of(worker) for worker in ids], dtype=np.int64),
+        site=None if sites is None else np.array([sites.site_of(worker, labels) for worker in ids], dtype=np.int64),
     )

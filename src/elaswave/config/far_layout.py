@@ -86,6 +86,7 @@ def far_job(config: Config, codec: str) -> FarJob:
         element_bytes=element_bytes(config),
         codec=codec,
         followers=config.elastic.num_followers,
+        copies=sites.copies,
     )
 
 

@@ -18,7 +18,7 @@ from elaswave.config.layout import resolve
 from elaswave.config.own import OWN, OwnModel, free_keys, problems_with_own
 from elaswave.config.rules import SHAPE_KEYS, broken_rules
 from elaswave.config.schema import SECTIONS, Config
-from elaswave.config.sites import sites_of
+from elaswave.config.sites import labels_of
 from elaswave.config.toml import read_toml
 from elaswave.config_format import FORMAT_KEY, GONE_KEYS, format_problem, upgraded
 from elaswave.data.sources import known_vocabulary
@@ -154,7 +154,7 @@ def build_config(
         raise ConfigError(found)
     config = Config(**{name: struct(**sections[name]) for name, struct in SECTIONS.items()})  # type: ignore[arg-type]
     config = resolve(config, workers, None if own is None else own.layer_parameters)
-    sites_of(config)  # refuses what the file contradicts
+    labels_of(config)  # refuses what the network's file contradicts
     return config
 
 

@@ -342,6 +342,13 @@ class SitesConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     ``model.fences`` if there are none. Unset: no fences."""
     use_all: bool = False
     """Where OP-Fence plans the layout: leave out no worker, also where that were faster."""
+    copies: Literal["outside", "inside"] = "outside"
+    """Where followers are. "outside" of their owner's site, as far as there are other sites: the job goes on in place
+    when it loses a whole site; mean gradients cross slow links in each step. "inside": nothing crosses them for copies,
+    and the loss of a site, or of the only worker of one, leads back to the last durable checkpoint."""
+    coordinator: Name | None = None
+    """Site of the coordinator: what it and workers of other sites tell each other, heartbeats too, takes the links of
+    the network. Unset: it is near all of them."""
 
 
 class ControlConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

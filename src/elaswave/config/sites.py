@@ -1,13 +1,22 @@
 """Where the workers of a run are: the network of its file, with the run's rates and delays, and the site of each."""
 
 import functools
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from elaswave.config.network import NetworkFile, read_network
 from elaswave.config.schema import Config
 from elaswave.costs.network import Network
 from elaswave.errors import ConfigError
+from elaswave.state.domains import site_of
+
+SLOWED = 100
+"""A link that has become so many times as slow loses nobody."""
+CONTROL_BYTES = 16384
+"""What a worker may say to the coordinator at once: the report of a step is a few kilobytes."""
 
 
 class Sites(NamedTuple):
@@ -18,9 +27,18 @@ class Sites(NamedTuple):
     of_workers: tuple[int, ...]
     """By id, as positions in the network's sites."""
 
-    def site_of(self, worker: int) -> int:
-        """Where a worker is; those that have joined take their turn."""
-        return self.of_workers[worker % len(self.of_workers)]
+    coordinator: int | None
+    """Where the coordinator is; None: near all workers."""
+
+    def site_of(self, worker: int, labels: Mapping[int, str] = MappingProxyType({})) -> int:
+        """Where a worker is; those that have joined take their turn, as long as their labels are not known.
+
+        Args:
+            worker: its id.
+            labels: of members, see `elaswave.state.domains`.
+        """
+        name = site_of(labels.get(worker, ""))
+        return self.network.sites.index(name) if name else self.of_workers[worker % len(self.of_workers)]
 
 
 @functools.lru_cache(maxsize=8)
@@ -73,4 +91,76 @@ def sites_of(config: Config) -> Sites | None:
                 [f"sites.of_workers: {sites.network} has no site {unknown[0]!r}; there are {', '.join(network.sites)}"]
             )
         of_workers = [network.sites.index(name) for name in sites.of_workers]
-    return Sites(network, tuple(of_workers))
+    coordinator = sites.coordinator
+    if coordinator is not None and coordinator not in network.sites:
+        raise ConfigError(
+            [f"sites.coordinator: {sites.network} has no site {coordinator!r}; there are {', '.join(network.sites)}"]
+        )
+    home = None if coordinator is None else network.sites.index(coordinator)
+    return Sites(network, tuple(of_workers), home)
+
+
+def control_network(config: Config) -> Network:
+    """The links as control messages find them: with the run's delays, and the file's rates."""
+    sites = config.sites
+    assert sites.network is not None
+    return network_at(sites.network, 1.0, sites.delay)
+
+
+def control_delays_s(config: Config) -> dict[int, float]:
+    """Site -> by how much later a heartbeat from there may come than one from the coordinator's site.
+
+    It waits for the link's latency, and for other messages, at most `CONTROL_BYTES` of them, also where the link has
+    become `SLOWED` times as slow.
+    """
+    sites = sites_of(config)
+    if sites is None or sites.coordinator is None:
+        return {}
+    network = control_network(config)
+    found = {}
+    for site in range(len(network.sites)):
+        link = network.link(site, sites.coordinator)
+        found[site] = link.latency_s + SLOWED * CONTROL_BYTES / link.bandwidth_bytes_per_s
+    found[sites.coordinator] = 0.0
+    return found
+
+
+def labels_of(config: Config) -> dict[int, str]:
+    """Worker -> where it runs (`elaswave.state.domains`), of those that a run begins with; empty: all are on one host.
+
+    Of workers at several sites it is the site, or, where hosts are named too, a host of it (``oslo/a``): that with the
+    most room, or where hosts have no numbers, with the fewest workers.
+
+    Args:
+        config: resolved.
+    Raises:
+        ConfigError: hosts that are at no site, or have no room for their site's workers.
+    """
+    sites = sites_of(config)
+    if sites is None:
+        return config.host_of
+    names = [sites.network.sites[sites.site_of(worker)] for worker in range(sum(config.widths))]
+    if config.hosts is None:
+        return dict(enumerate(names))
+    known = set(names)
+    if strange := [host for host in config.hosts if "/" not in host or site_of(host) not in known]:
+        raise ConfigError(
+            [
+                f"elastic.hosts: {strange[0]} is at none of the sites of the workers ({', '.join(sorted(known))}); "
+                "name hosts SITE/HOST"
+            ]
+        )
+    counted = any("=" in entry for entry in config.elastic.hosts or ())
+    used: Counter[str] = Counter()
+    labels = {}
+    for worker, name in enumerate(names):
+        here = [host for host in config.hosts if site_of(host) == name]
+        free = [host for host in here if not counted or used[host] < config.hosts[host]]
+        if not free:
+            raise ConfigError(
+                [f"elastic.hosts: the hosts of {name} have no room for its {names.count(name)} workers; name more"]
+            )
+        room = {host: (config.hosts[host] if counted else 0) - used[host] for host in free}
+        labels[worker] = max(free, key=room.__getitem__)
+        used[labels[worker]] += 1
+    return labels

@@ -111,6 +111,7 @@ class ControlClient(Generic[_T]):
         max_unacknowledged_bytes: of durable messages that are kept for the coordinator.
         silence_timeout_s: a connection on which heartbeats are not answered for this long is made again; None: as
             long as fits the number of candidates.
+        dial: begins to connect to an address.
     Raises:
         ValueError: the key is too short, or TLS is asked for on a Unix socket.
         ConfigError: certificate files that cannot be used.
@@ -137,12 +138,14 @@ class ControlClient(Generic[_T]):
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         max_unacknowledged_bytes: int = MAX_UNACKNOWLEDGED_BYTES,
         silence_timeout_s: float | None = None,
+        dial: Callable[[str], socket.socket] = addresses.dial,
     ) -> None:
         if tls is not None and not address.startswith("tcp:"):
             raise ValueError(f"TLS is for tcp: addresses, but {address!r} is none: leave out the certificate")
         self.peer = peer
         self.trouble = ""
         """Why the last connection ended or could not be made."""
+        self._dial_address = dial
         self._targets = [(address, host), *others]
         self._target = 0
         """Index of the one that is dialled, or connected."""
@@ -469,7 +472,7 @@ class ControlClient(Generic[_T]):
         lookup, self._lookup = self._lookup, None
         try:
             self._num_dials += 1
-            sock = addresses.dial(address if lookup is None else lookup.result(self._num_dials))
+            sock = self._dial_address(address if lookup is None else lookup.result(self._num_dials))
         except OSError as error:
             self._drop(error)
             return

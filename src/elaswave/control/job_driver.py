@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
+from elaswave.config.sites import control_delays_s, sites_of
 from elaswave.control.agent_messages import (
     Awaited,
     BreakOffCommit,
@@ -65,6 +66,7 @@ from elaswave.protocol.messages import (
     CoreToWorker,
     Decision,
 )
+from elaswave.state.domains import site_of
 from elaswave.worker.identity import identity_of
 from elaswave.worker.messages import (
     Failed,
@@ -197,7 +199,11 @@ class JobDriver(CoordinatorDriver):
         )
         self._faults = OwnFaults(setup.faults, setup.run_dir, self)
         self._detector = Detector(
-            takes_over=self._has_begun, domains=self.core.domains, can_look=self._agents.can_look, awake=self._awake
+            takes_over=self._has_begun,
+            domains=self.core.domains,
+            can_look=self._agents.can_look,
+            held_up_s=self._held_up_s(),
+            awake=self._awake,
         )
         self._recovery_planning = RecoveryPlanning(
             self._planner, self._background, pause=self._detector.pause, answer=self.answer_plan
@@ -298,8 +304,19 @@ class JobDriver(CoordinatorDriver):
             broken=background.fail,
         )
 
+    def _held_up_s(self) -> Callable[[int], float]:
+        """For how long the link from a worker's site may hold back what it says."""
+        config, labels = self._setup.plan.config, self.core.domains
+        sites, delays_s = sites_of(config), control_delays_s(config)
+        if sites is None or not delays_s:
+            return lambda worker: 0.0
+        return lambda worker: delays_s[sites.site_of(worker, labels)]
+
     def _at_home(self) -> Collection[int]:
         """The workers that are lost together with this coordinator, which nobody on another host follows."""
+        config = self._setup.plan.config
+        if config.control.hosts == 1 and config.sites.coordinator is not None:
+            return [worker for worker, label in self.core.domains.items() if site_of(label) == config.sites.coordinator]
         host = self._hosts.find(self._setup.home) if self._setup.plan.config.control.hosts > 1 else None
         return () if host is None else host.workers
 

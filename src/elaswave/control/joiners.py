@@ -29,17 +29,17 @@ class Answer(NamedTuple):
 
 
 class JoinerHosts:
-    """On which of the configured hosts each joiner runs: a place that is taken again stays where it is, and a new one
-    is on the host with the fewest places. Follows from the records alone.
+    """On which of the configured hosts, or at which site, each joiner runs: a place that is taken again stays where it
+    is, and a new one is on the host with the fewest places. Follows from the records alone.
 
     Args:
         layout: of the start.
-        hosts: that are configured; None: there is only one.
+        hosts: that are configured, or sites; none: there is only one.
     """
 
-    def __init__(self, layout: Layout, hosts: Iterable[str] | None) -> None:
+    def __init__(self, layout: Layout, hosts: Iterable[str]) -> None:
         self._of_place = [host for _, host in layout.domains]
-        self._hosts = list(hosts or ())
+        self._hosts = list(hosts)
         self._of_worker: dict[int, str] = {}
 
     def placed(self, worker: int, place: int) -> None:
@@ -87,7 +87,7 @@ class Joiners:
         self._respawn = Respawn(plan.layout.workers, enabled=plan.config.elastic.respawns)
         self.started: list[int] = []
         """Ids of all joiners that there ever were, ascending."""
-        self._labels = JoinerHosts(plan.layout, plan.config.hosts)
+        self._labels = JoinerHosts(plan.layout, plan.config.hosts or dict.fromkeys(plan.layout.domain_of.values()))
         self._asked: dict[int, list[int]] = {}
         """Number of a person's request -> the joiners that were started for it."""
         self._were_members = set(plan.layout.workers)

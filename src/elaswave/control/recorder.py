@@ -100,8 +100,8 @@ class RunRecorder:
         self._terminal = terminal
         self._at_home = at_home
         self._started_s = started_s
-        self._said_of_hosts = ""
-        """What people were told last of the hosts whose loss is survived."""
+        self._said_of_domains = ""
+        """What people were told last of the sites and hosts whose loss is survived."""
         self._next_timings_s = 0.0
         """When the next `TimingsMeasured` may be written."""
         self._sampler = sampler
@@ -240,9 +240,10 @@ class RunRecorder:
         )
         for recovery in self.state.recoveries[num_known:]:  # they follow from what was entered
             self._write(Recovered(recovery=recovery))
-        if survival is not None and survival.num_hosts > 1 and survival.describe_hosts() != self._said_of_hosts:
-            self._said_of_hosts = survival.describe_hosts()
-            self._terminal.say(f"epoch {epoch}: the job {self._said_of_hosts}")
+        text = "" if survival is None else survival.describe_domains()
+        if text and text != self._said_of_domains:
+            self._said_of_domains = text
+            self._terminal.say(f"epoch {epoch}: the job {text}")
 
     def predicted(self, predicted_step_s: float) -> None:
         """What a step of the present layout should take, if that was not known when it was chosen.

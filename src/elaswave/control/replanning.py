@@ -16,6 +16,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, reduce
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -134,11 +135,16 @@ class Replanner:
         other._job = self._job._replace(cluster=dataclasses.replace(cluster, speed=cluster.speed * np.array(slowed)))
         return other
 
-    def _knowing(self, workers: Collection[int]) -> JobModel:
-        """The job with these workers, also those that have joined since it began: they are as configured."""
+    def _knowing(self, workers: Collection[int], labels: Mapping[int, str] = MappingProxyType({})) -> JobModel:
+        """The job with these workers, also those that have joined since it began: they are as configured.
+
+        Args:
+            workers: ids.
+            labels: where they run.
+        """
         new = sorted(set(workers).difference(self._job.cluster.ids.tolist()))
         if new:
-            cluster = self._job.cluster.joined_by(cluster_of(self._config, new))
+            cluster = self._job.cluster.joined_by(cluster_of(self._config, new, labels))
             self._job = self._job._replace(cluster=cluster)
         return self._job
 
@@ -154,7 +160,7 @@ class Replanner:
             layout, execution: in force.
             costs: of the layers.
         """
-        return self._knowing(layout.workers).step_s(layout, execution, costs)
+        return self._knowing(layout.workers, layout.domain_of).step_s(layout, execution, costs)
 
     def within_memory(self, layout: Layout, execution: ExecutionParameters) -> ExecutionParameters:
         """The execution with what emulated devices have room for under another layout, as far as it fits at all.
@@ -163,7 +169,7 @@ class Replanner:
             layout: from now on.
             execution: before.
         """
-        return self._knowing(layout.workers).within_memory(layout, execution)
+        return self._knowing(layout.workers, layout.domain_of).within_memory(layout, execution)
 
     def baseline(
         self, layout: Layout, execution: ExecutionParameters, lost: Collection[int], costs: Costs
@@ -225,7 +231,7 @@ class Replanner:
         workers = tuple(sorted(shifted))
         slowed = ClusterEvent(kind="slowed", workers=workers)  # the cluster has their speeds
         if self.is_own:  # which may go by the event's
-            cluster = self._knowing(present.workers).cluster
+            cluster = self._knowing(present.workers, present.domain_of).cluster
             slowed = msgspec.structs.replace(slowed, speed=float(cluster.speed[cluster.index_of(workers)].min()))
         return self._better(
             lambda: self._ask(self._asked, present, execution, slowed, costs), present, execution, costs
@@ -265,7 +271,7 @@ class Replanner:
             InfeasiblePlan: they have no room for it.
             ValueError: they cannot be one layout.
         """
-        job = self._knowing(present.workers)
+        job = self._knowing(present.workers, present.domain_of)
         cluster = job.cluster
         levels = [execution.levels.get(worker, cluster.base_level(worker)) for worker in cluster.ids.tolist()]
         shape = Shape(
@@ -345,7 +351,7 @@ class Replanner:
         self, policy: str, layout: Layout, execution: ExecutionParameters, event: ClusterEvent, costs: Costs
     ) -> Plan:
         there = set(layout.workers) - set(event.workers if event.kind in ("lost", "drained") else ())
-        known = self._knowing(layout.workers).cluster
+        known = self._knowing(layout.workers, layout.domain_of).cluster
         absent = [int(worker) for worker in known.ids if worker not in there]
         limit_w = power_limit_w(self._config, len(layout.workers))
         cluster = dataclasses.replace(known.without(absent), power_limit_w=limit_w)
@@ -364,10 +370,10 @@ class Replanner:
             InfeasiblePlan, ValueError: as of `to_layout`.
         """
         if not self.is_own:
-            found = to_layout(plan.allocation, self._knowing(present.workers), costs, present)
+            found = to_layout(plan.allocation, self._knowing(present.workers, present.domain_of), costs, present)
             return Replanned(found.layout, found.execution, f"{plan.policy}: {plan.reason}", found.predicted_step_s)
         try:
-            found = to_layout(plan.allocation, self._knowing(present.workers), costs, present)
+            found = to_layout(plan.allocation, self._knowing(present.workers, present.domain_of), costs, present)
             self._check_runs(found, present)
         except Exception as error:  # columns of any kind may be in it
             raise UsageError(f"policy {self.policy} has planned what this job cannot run: {error}") from error

@@ -16,10 +16,12 @@ import torch
 from elaswave.control.client import ControlClient
 from elaswave.control.memory_pressure import offer_to_kernel
 from elaswave.control.notices import hear_notices, hold_notices
+from elaswave.control.slow_dial import slow_control_of
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_messages import StartingPoint
 from elaswave.faults.injection import FAULTS_FILE, FaultProbe
 from elaswave.training.tokens import sampler_of
+from elaswave.transport import addresses
 from elaswave.worker.batches import BatchMaker
 from elaswave.worker.loader import serve
 from elaswave.worker.mailbox import Mailbox
@@ -53,6 +55,7 @@ def live(
         Exit status.
     """
     clients: list[ControlClient[ToWorker]] = []
+    slow_control = slow_control_of(setup.config, worker)
 
     def silence(machine: Any, *, close_links: bool) -> None:
         """The `cut` faults: from now on nothing goes in or out of this worker."""
@@ -65,6 +68,8 @@ def live(
         """The faults `slow` and `slow-link`: this worker computes at a share of its speed, or its links do."""
         context = machine.engine.context
         (context.slow_links if links else context.slow_down)(factor)
+        if links and slow_control is not None:
+            slow_control.slow_down(factor)
 
     probe: Probe = setup.probe or NoProbe()
     if setup.faults:
@@ -102,6 +107,7 @@ def live(
             interval_s=HEARTBEAT_S,
             tls=setup.network.tls,
             others=setup.network.others,
+            dial=addresses.dial if slow_control is None else slow_control.dial,
         )
         clients.append(client)
         client.start()

@@ -195,7 +195,7 @@ def _analytic_of_run(config: Config, chosen: LayoutChosen) -> Costs:
 
 
 def _cluster(config: Config, layout: Layout, measured: dict[int, float]) -> Cluster:
-    cluster = cluster_of(config, layout.workers)
+    cluster = cluster_of(config, layout.workers, layout.domain_of)
     slowed = np.array([measured.get(worker, 1.0) for worker in layout.workers])
     return replace(cluster, speed=cluster.speed * slowed)
 

@@ -14,7 +14,7 @@ from elaswave.errors import ConfigError
 from elaswave.planning.partition import split_layers
 from elaswave.state.domains import deal_over_hosts
 from elaswave.state.placement import Block, Placement, holders_of_layers
-from elaswave.types import Hop, Layout, Stage
+from elaswave.types import Copies, Hop, Layout, Stage
 
 DEFAULT_STAGES = 2
 DEFAULT_REPLICAS = 2
@@ -180,6 +180,8 @@ def make_layout(
     num_microbatches: int,
     shared: tuple[tuple[int, ...], ...] = (),
     hosts: Mapping[str, int] | None = None,
+    labels: Mapping[int, str] | None = None,
+    copies: Copies = "",
 ) -> Layout:
     """The layout with these stages, worker ids given stage by stage from 0.
 
@@ -191,7 +193,9 @@ def make_layout(
         layers_per_stage: number of layers of each stage.
         num_microbatches: micro-batches of the global batch.
         shared: as of `Layout.shared`.
-        hosts: host -> number of workers that it has; None: all workers are on one.
+        hosts: host -> number of workers that it has; each stage is dealt over them. None: all workers are on one.
+        labels: where each worker runs (`elaswave.state.domains`), in the place of hosts.
+        copies: as of `Layout.copies`.
     Raises:
         ConfigError: the layout is impossible; every problem is listed.
         ValueError: there are more workers than the hosts have room for.
@@ -217,8 +221,8 @@ def make_layout(
         )
         for microbatch in range(num_microbatches)
     )
-    domains = () if hosts is None else deal_over_hosts(widths, hosts)
-    return Layout(stages=stages, routes=routes, shared=shared, domains=domains)
+    domains = tuple((labels or {}).items()) if hosts is None else deal_over_hosts(widths, hosts)
+    return Layout(stages=stages, routes=routes, shared=shared, domains=domains, copies=copies)
 
 
 def evaluation_layout(layout: Layout, num_microbatches: int) -> Layout:

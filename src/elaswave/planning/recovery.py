@@ -8,7 +8,7 @@ everything is a deterministic function of its arguments.
 Deliberately absent: rebalancing of layers among stages that all have a survivor. That is a planned change.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from heapq import heapify, heapreplace
 from math import lcm
@@ -17,7 +17,7 @@ import msgspec
 
 from elaswave.planning.layout import exact_prefix
 from elaswave.planning.partition import split_within
-from elaswave.state.domains import domains_of
+from elaswave.state.domains import domains_of, realms_of
 from elaswave.state.placement import (
     Block,
     FollowerChooser,
@@ -73,6 +73,7 @@ def survivor_layout(layout: Layout, lost: Collection[int], layer_costs: Sequence
         shared=layout.shared,
         idle=idle,
         domains=tuple(entry for entry in layout.domains if entry[0] not in gone),
+        copies=layout.copies,
     )
 
 
@@ -117,7 +118,7 @@ def _of_idle(layout: Layout, idle: tuple[int, ...]) -> Layout:
         (Hop(idle[microbatch % len(idle)], 0, 0, layout.num_layers),) for microbatch in range(layout.num_microbatches)
     )
     domains = tuple(entry for entry in layout.domains if entry[0] in idle)
-    return Layout(stages=(stage,), routes=routes, shared=layout.shared, domains=domains)
+    return Layout(stages=(stage,), routes=routes, shared=layout.shared, domains=domains, copies=layout.copies)
 
 
 def _close_gaps(
@@ -293,7 +294,8 @@ def choose_followers(
         placement: owners and followers, all of them workers of the layout (as after `promote`).
         blocks: of the whole model, as `make_blocks` returns them.
         layout: who runs which layer, and where.
-        num_followers: copies wanted beside the owner; clamped to the number of workers minus one.
+        num_followers: copies wanted beside the owner; clamped to the number of workers minus one. Where copies stay
+            inside a site, those of other sites do not count.
         max_elements: the most that one owner sends, and that one worker receives, in this round.
         scatter_width: over how many partners the first followers of an owner's blocks are spread.
     Returns:
@@ -304,7 +306,11 @@ def choose_followers(
     workers, active = layout.workers, frozenset(layout.active)
     wanted = min(num_followers, len(workers) - 1)
     known = set(workers)
-    domains = domains_of(layout)
+    domains, realms = domains_of(layout), realms_of(layout)
+    active_in: dict[str | None, set[int]] = defaultdict(set)
+    for worker in active:
+        active_in[realms.get(worker)].add(worker)
+    several = {realm for realm, those in active_in.items() if domains and len({domains[0][each] for each in those}) > 1}
     lacking = []
     alike = _alike(placement, blocks)
     for (_, holders), those in alike.items():
@@ -313,9 +319,11 @@ def choose_followers(
                 f"block {those[0].id} is held by workers {_show(holders)}, but the layout has only {_show(workers)}: "
                 "promote the copies that are left before choosing new ones"
             )
-        if len(holders) <= wanted:
-            lacking += [] if active.issubset(holders) else those
-        elif wanted and domains and len({domains[0][worker] for worker in holders}) == 1:
+        realm = realms.get(holders[0])
+        near = [worker for worker in holders if realms.get(worker) == realm] if realms else holders
+        if len(near) <= wanted:
+            lacking += [] if active_in[realm].issubset(holders) else those
+        elif wanted and realm in several and len({domains[0][worker] for worker in near}) == 1:
             lacking += those
     if not lacking:
         return placement
@@ -323,7 +331,7 @@ def choose_followers(
     members_of_layer = holders_of_layers(layout)
     copies = zip(placement.owner, placement.followers, strict=True)
     partners = partners_under(layout, scatter_width, copies=copies, firm=True)
-    chooser = FollowerChooser(workers, partners, scatter_width, domains, layout.idle)
+    chooser = FollowerChooser(workers, partners, scatter_width, domains, layout.idle, realms)
     for (layer, holders), those in alike.items():
         chooser.count(members_of_layer[layer], holders, sum(block.num_elements for block in those), len(those))
     followers = list(placement.followers)

@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 
-from elaswave.state.domains import domains_of
+from elaswave.state.domains import domains_of, realms_of
 from elaswave.state.placement import (
     Block,
     FollowerChooser,
@@ -52,7 +52,8 @@ def target_placement(
         layout: who runs which layer; only the workers of its stages hold anything.
         blocks: of the whole model, as `make_blocks` returns them.
         placement: who holds them now, also workers that are in no stage.
-        num_followers: copies beside the owner; clamped to the number of workers that may hold any, minus one.
+        num_followers: copies beside the owner; clamped to the number of workers that may hold any (where copies stay
+            inside, at the owner's site), minus one.
         scatter_width: over how many partners the first followers of an owner's blocks are spread.
         excluded: workers that shall hold nothing, though they may be in a stage.
     Returns:
@@ -111,7 +112,7 @@ def _nearest(
         # A partner that follows nothing is forgotten: to break pairs then would go on and on.
         firm=any(num_owned[group, worker] < scatter_width for group in groups for worker in group.members),
     )
-    chooser = FollowerChooser(workers, partners, scatter_width, domains_of(layout, out))
+    chooser = FollowerChooser(workers, partners, scatter_width, domains_of(layout, out), realms=realms_of(layout))
     followers = _Followers(chooser, owners, options)
     for group in groups:
         followers.note_owners(group)
@@ -326,6 +327,8 @@ class _Followers:
         for block in group.blocks:
             owner = self._owners[block.id]
             fitting = self._chooser.candidates(group.members, owner, ())
+            if not fitting:  # it is alone at its site, which copies do not leave
+                continue
             of_owner[owner].append(([worker for worker in self._options[block.id] if worker in fitting], block))
         for owner, entries in of_owner.items():
             for options, block in sorted(entries, key=lambda entry: len(entry[0])):  # who has a choice, chooses last
@@ -359,7 +362,7 @@ class _Followers:
         num_blocks = Counter(self._owners[block.id] for block in group.blocks)
         for block in group.blocks:
             chosen, owner = self._chosen[block.id], self._owners[block.id]
-            if len(chosen) > num_chosen:
+            if len(chosen) > num_chosen or not self._chooser.candidates(group.members, owner, chosen):
                 continue
             full = frozenset() if chosen else self._full(group, owner, num_blocks[owner])
             follower = self._chooser.choose(group.members, owner, chosen, block.num_elements, full)

@@ -102,7 +102,7 @@ def to_layout(allocation: Allocation, job: JobModel, costs: Costs, present: Layo
     speeds = {worker: speed_of(worker) for worker in job.cluster.ids.tolist()}
     execution = execution_of(costs, speeds, schedule=allocation.schedule, levels=levels)
     found = []
-    same = {"shared": present.shared, "domains": present.domains}
+    same = {"shared": present.shared, "domains": present.domains, "copies": present.copies}
     for layout in (with_idle(msgspec.structs.replace(each, **same), present) for each in layouts):
         own = job.within_memory(layout, execution)
         found.append(RunningLayout(layout, own, job.step_s(layout, own, costs)))
@@ -123,7 +123,7 @@ def without_idle(layout: Layout) -> Layout:
     routes = tuple(
         tuple(Hop(hop.worker, numbers[hop.stage], hop.start, hop.stop) for hop in route) for route in layout.routes
     )
-    return Layout(stages=stages, routes=routes, shared=layout.shared, domains=layout.domains)
+    return Layout(stages=stages, routes=routes, shared=layout.shared, domains=layout.domains, copies=layout.copies)
 
 
 def with_idle(layout: Layout, present: Layout) -> Layout:

@@ -9,7 +9,9 @@ turned out to be harmless, and has a floor:
                                                                          twice that while others still compute;
                                                                          4 times that while most are silent together;
                                                                          time in which its process was seen to wait for
-                                                                         a processor does not count, up to 20 s
+                                                                         a processor does not count, up to 20 s;
+                                                                         longer by what the link of its site may hold
+                                                                         back a heartbeat
                 it has not registered, and uses no processor time        20 s
     host        nothing comes from any worker of a host, and its kernel  2 s (`host_silence`);
                 acknowledges nothing                                     4 times that while most are silent together
@@ -184,6 +186,7 @@ class Detector:
         domains: where workers run, as far as that is known, see `elaswave.state.domains`; looked up again each time.
         can_look: whether somebody can be expected to say of a worker how its process gets on, if it is one of `quiet`.
         awake: counts the time in which the coordinator is awake, for others too; None: for this detector alone.
+        held_up_s: for how long the link from a worker's site may hold back what it says.
     """
 
     def __init__(
@@ -193,8 +196,10 @@ class Detector:
         domains: Mapping[int, str] = MappingProxyType({}),
         can_look: Callable[[int], bool] = lambda worker: False,
         awake: AwakeTime | None = None,
+        held_up_s: Callable[[int], float] = lambda worker: 0.0,
     ) -> None:
         self._awake = AwakeTime() if awake is None else awake
+        self._held_up_s = held_up_s
         self._domains = domains
         self._can_look = can_look
         self._quiet: tuple[int, ...] = ()
@@ -495,6 +500,7 @@ class Detector:
             return SILENCE_STARTING_S
         gap_s = max(watched.gaps.value_s, common_gap_s)
         bound_s = max(SILENCE_FLOOR_S, min(SILENCE_FACTOR * gap_s, gap_s + SILENCE_MARGIN_S))
+        bound_s += self._held_up_s(watched.worker)
         if watched.gaps.count < self._learned_gaps or watched.beside_steps:
             return max(bound_s, SILENCE_UNLEARNED_S)
         return bound_s

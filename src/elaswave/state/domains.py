@@ -8,6 +8,11 @@ all members agree on in every vote, so all of them derive the same placements.
 Copies are kept apart at the coarsest level at which there is anything to keep apart: over racks where there are
 several, else over hosts. Where each worker has a domain of its own, losing a domain is losing a worker, and nothing is
 otherwise than without labels.
+
+Where workers are at several *sites*, which slow links join, the coarsest domain is the site (``oslo``,
+``oslo/host-3``). Copies outside of it are one more level of the same rule. Copies inside
+(`elaswave.types.Layout.copies`) never leave the owner's site, whose loss then takes state with it; within it they are
+kept apart as ever.
 """
 
 from collections import Counter
@@ -41,7 +46,7 @@ def domains_of(layout: Layout, excluded: Collection[int] = ()) -> Domains:
     holding = [worker for worker in layout.active if worker not in excluded]
     levels = [
         {worker: path[min(depth, len(path) - 1)] for worker, path in paths.items()}
-        for depth in range(max(map(len, paths.values()), default=0))
+        for depth in range(layout.copies == "inside", max(map(len, paths.values()), default=0))
     ]
     for depth, level in enumerate(levels):
         number = len({level[worker] for worker in holding})
@@ -50,8 +55,44 @@ def domains_of(layout: Layout, excluded: Collection[int] = ()) -> Domains:
     return ()
 
 
+def site_of(label: str) -> str:
+    """The coarsest domain of a label."""
+    return label.partition("/")[0]
+
+
+def sites_of(layout: Layout) -> dict[str, tuple[int, ...]]:
+    """The members at each site, sites in the order of their first workers; empty where nothing is known of sites."""
+    found: dict[str, list[int]] = {}
+    for worker in layout.workers if layout.copies else ():
+        found.setdefault(site_of(layout.domain_of.get(worker, "")), []).append(worker)
+    return {site: tuple(members) for site, members in found.items()}
+
+
+def realms_of(layout: Layout) -> Mapping[int, str]:
+    """Worker -> site, where copies do not leave their owner's site; else empty: they may be anywhere."""
+    if layout.copies != "inside":
+        return {}
+    return {worker: site for site, members in sites_of(layout).items() for worker in members}
+
+
+def num_followers_of(owner: int, workers: Collection[int], realms: Mapping[int, str], num_followers: int) -> int:
+    """How many followers an owner's blocks have, of so many that are wanted.
+
+    Args:
+        owner: of the blocks.
+        workers: that may follow, the owner perhaps among them.
+        realms: as of `realms_of`.
+        num_followers: as configured.
+    """
+    here = realms.get(owner)
+    return min(num_followers, sum(worker != owner and realms.get(worker) == here for worker in workers))
+
+
 def hosts_of(layout: Layout) -> dict[str, tuple[int, ...]]:
-    """The members of each host, hosts in the order of their first workers."""
+    """The members of each host, hosts in the order of their first workers. Where labels name sites and nothing finer,
+    nothing is known of hosts: all members are on one, without a name."""
+    if layout.copies and not any("/" in label for _, label in layout.domains):
+        return {"": layout.workers} if layout.workers else {}
     found: dict[str, list[int]] = {}
     for worker in layout.workers:
         found.setdefault(layout.domain_of.get(worker, ""), []).append(worker)

@@ -12,12 +12,13 @@ Block boundaries depend on the model alone, the placement also on the layout: ev
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from enum import IntEnum
+from types import MappingProxyType
 
 import msgspec
 
-from elaswave.state.domains import Domains, domains_of
+from elaswave.state.domains import Domains, domains_of, num_followers_of, realms_of
 from elaswave.state.partners import Partners, choose_partners
 from elaswave.types import Layout
 
@@ -134,7 +135,8 @@ def place_blocks(
     Args:
         layout: who runs which layer, and where.
         blocks: of the whole model, as `make_blocks` returns them.
-        num_followers: copies beside the owner; clamped to the number of workers of stages minus one.
+        num_followers: copies beside the owner; clamped to the number of workers of stages (where copies stay inside, of
+            the owner's site) minus one.
         scatter_width: over how many partners the first followers of an owner's blocks are spread.
     Returns:
         A placement with one entry per block; followers in the order in which they were chosen.
@@ -147,13 +149,15 @@ def place_blocks(
     members_of_layer = holders_of_layers(layout)
     owners = _deal_owners(members_of_layer, blocks)
     partners = partners_under(layout, scatter_width)
-    chooser = FollowerChooser(workers, partners, scatter_width, domains_of(layout))
+    realms = realms_of(layout)
+    chooser = FollowerChooser(workers, partners, scatter_width, domains_of(layout), realms=realms)
+    num_wanted = {owner: num_followers_of(owner, workers, realms, num_followers) for owner in set(owners)}
     for block, owner in zip(blocks, owners):
         chooser.count(members_of_layer[block.layer], (owner,), block.num_elements)
     followers = []
     for block, owner in zip(blocks, owners):
         chosen: tuple[int, ...] = ()
-        for _ in range(min(num_followers, len(workers) - 1)):
+        for _ in range(num_wanted[owner]):
             follower = chooser.choose(members_of_layer[block.layer], owner, chosen, block.num_elements)
             assert follower is not None
             chosen += (follower,)
@@ -187,11 +191,11 @@ def partners_under(
     for group in members:
         for worker in group:
             kin[worker].update(group)
-    domains = domains_of(layout, out)
+    domains, realms = domains_of(layout, out), realms_of(layout)
     hosts = domains[0] if domains else None
 
     def fits(owner: int, follower: int) -> bool:
-        if owner not in kin or follower not in kin:
+        if owner not in kin or follower not in kin or realms.get(owner) != realms.get(follower):
             return False
         if hosts is not None:
             return hosts[owner] != hosts[follower]
@@ -202,7 +206,11 @@ def partners_under(
         (owner, [worker for worker in followers if fits(owner, worker)], num_blocks)
         for (owner, followers), num_blocks in Counter(copies).items()
     )
-    return choose_partners(members, scatter_width, hosts=hosts, kept=kept, firm=firm)
+    found: Partners = {}
+    for realm in dict.fromkeys(realms.get(worker) for group in members for worker in group):
+        inside = [tuple(worker for worker in group if realms.get(worker) == realm) for group in members]
+        found |= choose_partners([group for group in inside if group], scatter_width, hosts=hosts, kept=kept, firm=firm)
+    return found
 
 
 def _cover(copies: Iterable[tuple[int, Collection[int], int]]) -> dict[int, list[int]]:
@@ -270,6 +278,7 @@ class FollowerChooser:
             those of another that runs the same layers.
         domains: by what copies are kept apart, level by level, see `elaswave.state.domains`.
         excluded: those among the workers that are never chosen.
+        realms: worker -> the site that its blocks' followers do not leave; empty: there is none.
     """
 
     def __init__(
@@ -279,8 +288,10 @@ class FollowerChooser:
         scatter_width: int,
         domains: Domains = (),
         excluded: Collection[int] = (),
+        realms: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._workers = workers
+        self._realms = realms
         self._ordered = partners
         self._partners = {worker: frozenset(others) for worker, others in partners.items()}
         self._width = scatter_width
@@ -392,7 +403,12 @@ class FollowerChooser:
         after_owner = self._workers.index(owner) + 1
         ring = (*self._workers[after_owner:], *self._workers[: after_owner - 1])
         in_stage = frozenset(members)
-        free = [worker for worker in ring if worker not in chosen and worker not in self._excluded]
+        here = self._realms.get(owner)
+        free = [
+            worker
+            for worker in ring
+            if worker not in chosen and worker not in self._excluded and self._realms.get(worker) == here
+        ]
         if lacks_partner := self.lacks_partner(owner, chosen):
             free = [worker for worker in free if worker in self._partners[owner]]
         else:

@@ -1,12 +1,12 @@
 """Which losses a placement survives. Pure: no torch, no IO."""
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from math import comb
 
 import msgspec
 
-from elaswave.state.domains import hosts_of
+from elaswave.state.domains import hosts_of, sites_of
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
 
@@ -26,6 +26,10 @@ class Survival(msgspec.Struct, frozen=True, kw_only=True):
     """That the workers are on, as far as they can be told apart."""
     fatal_hosts: dict[str, str] = {}
     """Host whose loss, with all of its workers, is not survived without a checkpoint -> why."""
+    num_sites: int = 1
+    """That the workers are at."""
+    fatal_sites: dict[str, str] = {}
+    """The same of sites."""
 
     @property
     def share(self) -> float:
@@ -34,16 +38,13 @@ class Survival(msgspec.Struct, frozen=True, kw_only=True):
 
     def describe(self) -> str:
         """For people."""
-        text = self._describe_workers()
-        return f"{text}; it {self.describe_hosts()}" if self.num_hosts > 1 else text
+        return "; it ".join(filter(None, (self._describe_workers(), self.describe_domains())))
 
-    def describe_hosts(self) -> str:
-        """For people: what becomes of the job when it loses a host. Of several hosts only."""
-        if not self.fatal_hosts:
-            return f"survives the loss of any one of {self.num_hosts} hosts"
-        why = "; ".join(f"host {host}: {reason}" for host, reason in self.fatal_hosts.items())
-        number = self.num_hosts - len(self.fatal_hosts)
-        return f"survives the loss of {number or 'none'} of {self.num_hosts} hosts ({why})"
+    def describe_domains(self) -> str:
+        """For people: what becomes of the job when it loses a site or a host; empty where there is one only."""
+        parts = [_of_domains("site", self.num_sites, self.fatal_sites)] if self.num_sites > 1 else []
+        parts += [_of_domains("host", self.num_hosts, self.fatal_hosts)] if self.num_hosts > 1 else []
+        return "; it ".join(parts)
 
     def _describe_workers(self) -> str:
         copies = self.num_copies
@@ -57,6 +58,13 @@ class Survival(msgspec.Struct, frozen=True, kw_only=True):
             f"survives the loss of {any_loss}, and at one instant of {100 * self.share:.1f} % of the {sets} "
             f"({self.num_fatal} of {comb(self.num_workers, copies)} hold all copies of some block)"
         )
+
+
+def _of_domains(kind: str, number: int, fatal: Mapping[str, str]) -> str:
+    if not fatal:
+        return f"survives the loss of any one of {number} {kind}s"
+    why = "; ".join(f"{kind} {name}: {reason}" for name, reason in fatal.items())
+    return f"survives the loss of {number - len(fatal) or 'none'} of {number} {kind}s ({why})"
 
 
 def survival_of(
@@ -75,26 +83,34 @@ def survival_of(
     if not sets:
         return None
     copies = min(map(len, sets))
-    hosts = hosts_of(layout)
+    hosts, sites = hosts_of(layout), sites_of(layout)
     return Survival(
         num_workers=len(set(layout.workers).union(*sets)),
         num_copies=copies,
         num_fatal=sum(len(s) == copies for s in sets),
         num_hosts=len(hosts),
-        fatal_hosts=_fatal_hosts(placement, hosts, problem_without) if len(hosts) > 1 else {},
+        fatal_hosts=_fatal(placement, hosts, problem_without) if len(hosts) > 1 else {},
+        num_sites=max(1, len(sites)),
+        fatal_sites=_fatal(placement, sites, problem_without, inside=layout.copies == "inside")
+        if len(sites) > 1
+        else {},
     )
 
 
-def _fatal_hosts(
+def _fatal(
     placement: Placement,
     hosts: dict[str, tuple[int, ...]],
     problem_without: Callable[[Collection[int]], str | None],
+    *,
+    inside: bool = False,
 ) -> dict[str, str]:
     alone = alone_on(placement, hosts)
     found = {}
     for host, members in hosts.items():
         if alone[host]:
             found[host] = f"{alone[host]} of {len(placement.owner)} blocks have all copies there"
+            if inside:
+                found[host] += ", as sites.copies asks for: without it the job goes back to the last checkpoint"
         elif problem := problem_without(members):
             found[host] = problem
     return found

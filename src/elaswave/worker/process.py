@@ -18,7 +18,6 @@ from msgspec.structs import replace
 
 from elaswave.config.devices import base_level, device_of, emulated_costs, speed_of
 from elaswave.config.schema import Config
-from elaswave.config.sites import sites_of
 from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, VoteError, WaitTimeoutError
 from elaswave.observability.trace import TraceRecorder
 from elaswave.planning.execution import programs_of
@@ -32,7 +31,6 @@ from elaswave.state.store import HeldBlock
 from elaswave.training.definition import Training
 from elaswave.training.raised import readable, said, traceback_of
 from elaswave.transport.addresses import Place
-from elaswave.transport.emulated import EmulatedLinks, EmulatedPath
 from elaswave.transport.interface import Transport
 from elaswave.transport.stream import StreamTransport
 from elaswave.types import ExecutionParameters, Layout, Program
@@ -53,6 +51,7 @@ from elaswave.worker.outbox import ControlOutbox, WorkerClient
 from elaswave.worker.pacing import ActionTimer, Pace
 from elaswave.worker.probe import Probe
 from elaswave.worker.shard_writer import ShardDisk, ShardWriter
+from elaswave.worker.site_links import SiteLinks, site_links
 from elaswave.worker.torch_engine import EngineContext, TorchEngine
 from elaswave.worker.traced import TracedTransport
 from elaswave.worker.watch import StepWatch
@@ -101,7 +100,7 @@ class Worker:
         client: the connection to the coordinator.
         mailbox: what arrives there.
         transport: listening, not yet connected.
-        emulated: the transport's links that are slower than they are; None: none is.
+        sites: the transport's links to other sites; None: there is only one.
     """
 
     machine_class: type[WorkerMachine[HeldBlock]] = WorkerMachine
@@ -112,7 +111,7 @@ class Worker:
         client: WorkerClient,
         mailbox: Mailbox,
         transport: Transport,
-        emulated: EmulatedLinks | None = None,
+        sites: SiteLinks | None = None,
     ) -> None:
         config = setup.config
         self._setup = setup
@@ -140,7 +139,8 @@ class Worker:
         self._must_end = False
         """Whether the coordinator has said that the job is over."""
         self._watch = StepWatch(setup.probe, mailbox, self._trace)
-        batches = Batches(self._make_supply(), mailbox.activity, self._watch.waited_for_data)
+        self._sites = sites
+        self._batches = batches = Batches(self._make_supply(), mailbox.activity, self._watch.waited_for_data)
         layers, store, progress = materialise(blueprint, setup.worker, layout, placement, setup.checkpoint)
         context = EngineContext(
             blueprint=blueprint,
@@ -151,10 +151,10 @@ class Worker:
             timer=self._timer,
             run_dir=setup.run_dir,
             on_execution=self._set_level,
-            on_layout=batches.use_layout,
+            on_layout=self._use_layout,
             on_begin=batches.begin,
             slow_down=self._slow_down,
-            slow_links=(lambda factor: None) if emulated is None else emulated.slow_down,
+            slow_links=(lambda factor: None) if sites is None else sites.links.slow_down,
         )
         self._links = TransportLinks(
             setup.worker,
@@ -216,6 +216,11 @@ class Worker:
             for layer in emulated_costs(config).layers
         ]
         return Pace(layer_s, speed_of(config, self._setup.worker), self._transport.rest)
+
+    def _use_layout(self, layout: Layout) -> None:
+        self._batches.use_layout(layout)
+        if self._sites is not None:
+            self._sites.use_layout(layout)
 
     def _set_level(self, execution: ExecutionParameters) -> None:
         """Sets the frequency level that a plan gives this worker."""
@@ -412,15 +417,19 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
     transport: StreamTransport | None = None
     client: ClosableClient | None = None
     try:
-        emulated = emulated_links(setup.config, setup.worker)
+        sites = site_links(setup.config, setup.worker)
         transport = StreamTransport(
-            setup.worker, key=setup.key, listen=setup.listen, epoch=FIRST_EPOCH, emulated=emulated
+            setup.worker,
+            key=setup.key,
+            listen=setup.listen,
+            epoch=FIRST_EPOCH,
+            emulated=None if sites is None else sites.links,
         )
         mailbox = Mailbox(setup.worker, transport)
         if setup.joins:
             mailbox.joining = first_words(setup, transport.address)
         client = make_client(mailbox)
-        worker = Worker(setup, client, mailbox, transport, emulated)
+        worker = Worker(setup, client, mailbox, transport, sites)
         worker.train()
         return 0
     except FencedError as error:
@@ -438,21 +447,6 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
             client.close(FLUSH_TIMEOUT_S)
         if transport is not None:
             transport.close()
-
-
-def emulated_links(config: Config, worker: int) -> EmulatedLinks | None:
-    """The links of a worker whose peers may be at other sites; None: it has only those that are there."""
-    sites = sites_of(config)
-    if sites is None:
-        return None
-    here = sites.site_of(worker)
-
-    def path_to(peer: int) -> EmulatedPath | None:
-        there = sites.site_of(peer)
-        link = sites.network.link(here, there)
-        return None if peer == worker else EmulatedPath(there, link.latency_s, link.bandwidth_bytes_per_s)
-
-    return EmulatedLinks(path_to)
 
 
 def _check_coordinator(client: WorkerClient, waited_for: str) -> None:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from elaswave.config.devices import cluster_of, element_bytes, emulated_costs, own_bytes
 from elaswave.config.own import OWN
 from elaswave.config.schema import Config
+from elaswave.config.sites import labels_of
 from elaswave.costs.schedules import bounds_within
 from elaswave.errors import ConfigError, InfeasiblePlan
 from elaswave.fences import adaptive, codecs_at
@@ -24,7 +25,7 @@ from elaswave.planning.recovery import choose_followers, survivor_layout
 from elaswave.planning.scatter_width import DEFAULT_SCATTER_WIDTH, smallest_scatter_width
 from elaswave.planning.validation import validate_programs
 from elaswave.protocol.moves import refilled
-from elaswave.state.domains import hosts_of
+from elaswave.state.domains import hosts_of, sites_of
 from elaswave.state.placement import Block, Placement, default_block_size, make_blocks, place_blocks
 from elaswave.state.shapes import LayerShape, StateShapes, TensorSlot, all_tensors
 from elaswave.state.survival import alone_on
@@ -85,7 +86,8 @@ class RunPlan:
             layers_per_stage=config.layers_per_stage,
             num_microbatches=config.batch.num_microbatches,
             shared=self.state.shared,
-            hosts=config.hosts,
+            labels=labels_of(config),
+            copies="" if config.sites.network is None else config.sites.copies,
         )
 
     @cached_property
@@ -120,18 +122,20 @@ class RunPlan:
         return refilled(self.blocks, layout, placement, num_followers, elements, self.scatter_width)
 
     def unprotected(self, layout: Layout, placement: Placement) -> str:
-        """For people: which blocks have all copies on one host after a loss, and for how long; empty if none has, or
-        if nothing is known of hosts.
+        """For people: which blocks have all copies on one host after a loss, or at one site, and for how long; empty if
+        none has, or if nothing is known of hosts, or if copies are to be inside of sites.
 
         Args:
             layout, placement: that the members go on with.
         """
-        hosts = hosts_of(layout)
+        hosts, at, kind = sites_of(layout), "at", "site"
+        if not hosts:
+            hosts, at, kind = hosts_of(layout), "on", "host"
         alone = alone_on(placement, hosts)
-        if not layout.domains or not alone:
+        if not layout.domains or layout.copies == "inside" or not alone:
             return ""
-        where = " and ".join(f"{number} on host {host}" for host, number in sorted(alone.items()))
-        text = f"of {len(self.blocks)} blocks all copies are on one host ({where})"
+        where = " and ".join(f"{number} {at} {kind} {host}" for host, number in sorted(alone.items()))
+        text = f"of {len(self.blocks)} blocks all copies are {at} one {kind} ({where})"
         if len(hosts) == 1:
             return f"{text}, the only one that is left"
         num_followers = self.config.elastic.num_followers
@@ -141,7 +145,7 @@ class RunPlan:
         if alone_on(rounds[-1], hosts):
             return f"{text}, until " + ("others work" if num_followers else "elastic.num_followers is 1 or more")
         steps = "step" if len(rounds) == 2 else f"{len(rounds) - 1} steps"
-        return f"{text}: until copies are made on others, within the next {steps}, that host must not be lost"
+        return f"{text}: until copies are made on others, within the next {steps}, that {kind} must not be lost"
 
     def _refilled_once(self, layout: Layout, placement: Placement, num_followers: int) -> Placement:
         return choose_followers(
@@ -183,7 +187,7 @@ class RunPlan:
             InfeasiblePlan: it is too little.
         """
         config = self.config
-        cluster, costs = cluster_of(config, layout.workers), emulated_costs(config)
+        cluster, costs = cluster_of(config, layout.workers, layout.domain_of), emulated_costs(config)
         return layout_limits(cluster, costs, layout, config.layout.schedule, followers=config.elastic.num_followers)
 
     @property
@@ -228,7 +232,7 @@ class RunPlan:
         # Of real devices it is not known what hides behind their computing.
         is_emulated = config.device.kind == "emulated"
         layer_s = emulated_costs(plain).layer_s if is_emulated else ((0.0, 0.0, 0.0),) * len(raw_bytes)
-        cluster = cluster_of(config, layout.workers)
+        cluster = cluster_of(config, layout.workers, layout.domain_of)
         return adapted_ratios(layout, largest, raw_bytes, layer_s, cluster, element_bytes=element_bytes(config))
 
     @cached_property

@@ -10,10 +10,13 @@ from elaswave.config.far_layout import far_job
 from elaswave.config.load import load_config
 from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
-from elaswave.config.sites import sites_of
+from elaswave.config.sites import control_delays_s, labels_of, sites_of
 from elaswave.errors import ConfigError
 from elaswave.fences import coded_bytes
-from elaswave.worker.process import emulated_links
+from elaswave.planning.layout import make_layout
+from elaswave.state.placement import make_blocks, place_blocks
+from elaswave.state.survival import survival_of
+from elaswave.worker.site_links import site_links
 
 FILE = "examples/far_apart/four_regions_small.toml"
 EXAMPLE = Path("examples/far_apart/gpt2.toml")
@@ -22,7 +25,7 @@ AT_SITES = [f"sites.network={FILE}"]
 
 def test_without_a_file_all_workers_are_at_one_place() -> None:
     config = load_config()
-    assert sites_of(config) is None and emulated_links(config, 0) is None
+    assert sites_of(config) is None and site_links(config, 0) is None
     assert cluster_of(config).network is None
 
 
@@ -99,11 +102,74 @@ def test_a_scripts_own_model_keeps_its_layout() -> None:
 
 def test_a_workers_links_are_those_from_its_site() -> None:
     config: Config = load_config(None, [*AT_SITES, "layout.widths=[1, 1, 1, 1]"])
-    links = emulated_links(config, 0)
+    links = site_links(config, 0)
     assert links is not None
     near, far, own = (links._path_to(peer) for peer in (1, 2, 0))
     assert own is None and near is not None and far is not None
     assert (near.latency_s, far.latency_s) == (0.005, 0.067) and near.site != far.site
+
+
+def test_who_has_joined_is_where_its_label_says() -> None:
+    """Worker 4 would be in Tokyo, as the fifth of the file; it has taken the place of one in London."""
+    config: Config = load_config(None, [*AT_SITES, "layout.widths=[1, 1, 1, 1]"])
+    sites, links = sites_of(config), site_links(config, 0)
+    assert sites is not None and links is not None
+    layout = make_layout(widths=[2], layers_per_stage=[1], num_microbatches=2, labels={0: "oregon", 4: "london/a"})
+    before = links._path_to(4)
+    links.use_layout(layout)
+    after = links._path_to(4)
+    assert before is not None and after is not None
+    assert (before.latency_s, after.latency_s) == (0.096, 0.136)
+    cluster = cluster_of(config, [0, 4], layout.domain_of)
+    assert cluster.site is not None and cluster.site.tolist() == [0, sites.network.sites.index("london")]
+
+
+def test_a_worker_runs_at_its_site_and_on_the_hosts_of_that() -> None:
+    settings = [*AT_SITES, "layout.widths=[1, 1, 1]", 'sites.of_workers=["oregon", "oregon", "london"]']
+    assert labels_of(load_config(None, settings)) == {0: "oregon", 1: "oregon", 2: "london"}
+    hosts = 'elastic.hosts=["oregon/a", "oregon/b", "london/a"]'
+    assert labels_of(load_config(None, [*settings, hosts])) == {0: "oregon/a", 1: "oregon/b", 2: "london/a"}
+    counted = 'elastic.hosts=["oregon/a=2", "london/a=1"]'
+    assert labels_of(load_config(None, [*settings, counted])) == {0: "oregon/a", 1: "oregon/a", 2: "london/a"}
+    with pytest.raises(ConfigError, match="b is at none of the sites of the workers"):
+        load_config(None, [*settings, 'elastic.hosts=["oregon/a", "oregon/b", "b"]'])
+    with pytest.raises(ConfigError, match="the hosts of oregon have no room for its 2 workers"):
+        load_config(None, [*settings, 'elastic.hosts=["oregon/a=1", "london/a=2"]'])
+
+
+@pytest.mark.parametrize("copies", ["outside", "inside"])
+def test_copies_are_where_a_run_asks_for_them(copies: str) -> None:
+    """Two workers in each of two sites; the layout says it to all members."""
+    at = 'sites.of_workers=["oregon", "oregon", "tokyo", "tokyo"]'
+    config = load_config(None, [*AT_SITES, "layout.widths=[2, 2]", at, f"sites.copies={copies}"])
+    layout = make_layout(
+        widths=[2, 2], layers_per_stage=[1, 1], num_microbatches=2, labels=labels_of(config), copies=config.sites.copies
+    )
+    placement = place_blocks(layout, make_blocks([40, 40], 5), num_followers=1, scatter_width=2)
+    crosses = {owner // 2 != follower // 2 for owner, (follower,) in zip(placement.owner, placement.followers)}
+    assert crosses == {copies == "outside"}
+    survival = survival_of(placement, layout)
+    assert survival is not None and survival.num_sites == 2
+    if copies == "outside":
+        assert survival.describe_domains() == "survives the loss of any one of 2 sites"
+    else:
+        assert survival.describe_domains() == (
+            "survives the loss of none of 2 sites (site oregon: 8 of 16 blocks have all copies there, as sites.copies "
+            "asks for: without it the job goes back to the last checkpoint; site tokyo: 8 of 16 blocks have all copies "
+            "there, as sites.copies asks for: without it the job goes back to the last checkpoint)"
+        )
+
+
+def test_heartbeats_of_other_sites_may_come_later() -> None:
+    """By the latency and by what else a worker may say, also where its link has become a hundred times as slow."""
+    config = load_config(None, [*AT_SITES, "layout.widths=[1]", "sites.coordinator=oregon", "sites.rate=0.001"])
+    assert control_delays_s(load_config(None, [*AT_SITES, "layout.widths=[1]"])) == {}
+    delays_s = control_delays_s(config)
+    assert delays_s[0] == 0.0 and len(delays_s) == 4
+    london_s = 0.136 + 100 * 16384 / (420e6 / 8)
+    assert delays_s[3] == pytest.approx(london_s)  # of the file's rate: these messages are as large as ever
+    with pytest.raises(ConfigError, match="sites.coordinator: .* has no site 'oslo'"):
+        load_config(None, [*AT_SITES, "layout.widths=[1]", "sites.coordinator=oslo"])
 
 
 def test_sites_may_change_when_a_run_goes_on() -> None:

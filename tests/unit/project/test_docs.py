@@ -14,6 +14,7 @@ import pytest
 
 from elaswave.cli.main import cli
 from elaswave.config.load import load_config
+from elaswave.config.sites import labels_of
 from elaswave.faults.injection import parse_faults
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -115,7 +116,7 @@ def check_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None
             workers=range(sum(config.widths)),
             num_steps=config.run.steps,
             respawns=config.elastic.respawns,
-            hosts=config.host_of,
+            hosts=labels_of(config),
         )
 
 

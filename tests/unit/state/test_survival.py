@@ -74,7 +74,7 @@ def test_hosts():
     assert "hosts" not in survival_of(careless, unlabelled).describe()
 
     problems = survival_of(placement, layout, lambda lost: "too few are left" if 0 in lost else None)
-    assert problems.describe_hosts() == "survives the loss of 1 of 2 hosts (host a: too few are left)"
+    assert problems.describe_domains() == "survives the loss of 1 of 2 hosts (host a: too few are left)"
 
 
 def test_blocks_that_are_on_one_host():
