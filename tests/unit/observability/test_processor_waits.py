@@ -21,7 +21,9 @@ LOOPS_BESIDE = (
     "    while True: pass\n"
     "threading.Thread(target=loop, daemon=True).start()\nprint(flush=True)\ntime.sleep(600)"
 )
-LOOK_S = 0.5
+LOOK_S = 0.1
+NUM_LOOKS = 5
+"""A wait shows while it lasts, or once it has ended: of a look between the end of one and the next, little does."""
 
 
 @contextlib.contextmanager
@@ -38,9 +40,12 @@ def python(code: str) -> Iterator[int]:
 
 def share(waits: ProcessorWaits, begun_s: float) -> float:
     """Share of the time since the last look in which a process has waited."""
-    time.sleep(LOOK_S)
-    now_s = time.monotonic()
-    return waits.look(now_s) / (now_s - begun_s)
+    waited_s, now_s = 0.0, begun_s
+    for _ in range(NUM_LOOKS):
+        time.sleep(LOOK_S)
+        now_s = time.monotonic()
+        waited_s += waits.look(now_s)
+    return waited_s / (now_s - begun_s)
 
 
 def look_at(pid: int) -> float:
