@@ -1,5 +1,7 @@
 """Workers that are started while a job runs: compared with those that began, and refused if they differ."""
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,11 @@ import pytest
 from tests.integration.jobs import Job, run_job
 from tests.integration.waits import WaitsFor, log_of
 
+from elaswave.control.client import ControlClient
 from elaswave.faults.injection import FAULTS_FILE, read_fault_records
+from elaswave.models.gpt import GPTMLP
+from elaswave.protocol.environment import ENVIRONMENT
+from elaswave.protocol.messages import PROTOCOL_VERSION, Joining
 from elaswave.worker import process
 
 SETTINGS = {"layout.widths": [1, 1], "run.steps": 60}
@@ -31,20 +37,117 @@ def test_a_joiner_of_the_same_kind_is_let_in(undisturbed: Job, tmp_path: Path) -
     assert (record.fault, record.worker) == ("join@3", None)
 
 
+def _other(words: Joining, **changes: Any) -> Joining:
+    return msgspec.structs.replace(words, **changes)
+
+
+def _other_canary(words: Joining, place: int, **changes: Any) -> Joining:
+    return _other(words, canaries={**words.canaries, place: words.canaries[place] + 1}, **changes)
+
+
+DIFFERENCES: list[Any] = [
+    pytest.param(
+        lambda words: _other(words, data_hash=1),
+        "its data are others: give it the files that the run trains on",
+        id="data",
+    ),
+    pytest.param(
+        lambda words: _other(words, config_hash=1),
+        "its configuration is another one: start it with the config.toml of the run's folder",
+        id="configuration",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        lambda words: _other(words, model_hash=1),
+        "its model or optimizer has other tensors: give it the script that the run was started with",
+        id="model",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        lambda words: _other(words, libraries="numpy 1.0, torch 1.0"),
+        "it has numpy 1.0, torch 1.0, and the job ",
+        id="libraries",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        lambda words: _other(words, protocol=words.protocol + 1),
+        f"it speaks protocol {PROTOCOL_VERSION + 1} and the job {PROTOCOL_VERSION}: install the job's elaswave",
+        id="protocol",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        lambda words: _other_canary(words, ENVIRONMENT, environment="Processor B"),
+        "it computes other bits: it has Processor B, and the job ",
+        id="processor",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        lambda words: _other_canary(words, ENVIRONMENT + 1),
+        "layers of the same kind as embedding give other bits there, forward or backward",
+        id="a layer",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("differ", "problem"), DIFFERENCES)
 def test_a_joiner_that_differs_is_refused_and_both_sides_say_why(
-    undisturbed: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    differ: Callable[[Joining], Joining],
+    problem: str,
 ) -> None:
     own = process.first_words
-    monkeypatch.setattr(
-        process, "first_words", lambda setup, address: msgspec.structs.replace(own(setup, address), data_hash=1)
-    )
-    problem = "its data are others: give it the files that the run trains on"
+    monkeypatch.setattr(process, "first_words", lambda setup, address: differ(own(setup, address)))
     log = tmp_path / "logs" / "worker-2.log"
     job = run_job(tmp_path, SETTINGS, faults=["join@3"], probe=WaitsFor(log, problem))
     assert job.computation == undisturbed.computation
+    assert job.result.recoveries == []
     assert f"worker 2 is not admitted and ends itself: {problem}" in log.read_text()
-    assert f"worker 2 is not admitted: {problem}" in job.messages
+    assert any(message.startswith(f"worker 2 is not admitted: {problem}") for message in job.messages)
     assert f"worker 2 is not admitted: {problem}" in log_of(tmp_path).read_text()
+
+
+@pytest.mark.slow
+def test_a_joiner_whose_layers_compute_other_bits_is_refused(
+    undisturbed: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says of itself is what it has computed."""
+    own = process.first_words
+
+    def with_another_code(setup: process.WorkerSetup, address: str) -> Joining:
+        with pytest.MonkeyPatch.context() as here:
+            forward = GPTMLP.forward
+            here.setattr(GPTMLP, "forward", lambda layer, x: 2 * forward(layer, x))
+            return own(setup, address)
+
+    monkeypatch.setattr(process, "first_words", with_another_code)
+    log, problem = tmp_path / "logs" / "worker-2.log", "layers of the same kind as block.0"
+    job = run_job(tmp_path, SETTINGS, faults=["join@3"], probe=WaitsFor(log, problem))
+    assert job.computation == undisturbed.computation
+    assert f"worker 2 is not admitted and ends itself: {problem}" in log.read_text()
+    assert any(message.startswith(f"worker 2 is not admitted: {problem}") for message in job.messages)
+
+
+@pytest.mark.slow
+def test_a_joiner_with_another_key_gets_no_connection_and_says_why(
+    undisturbed: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ControlClient.__init__
+
+    def with_another_key(self: Any, address: str, key: bytes, peer: int, *arguments: Any, **options: Any) -> None:
+        own(self, address, key if peer != 2 else b"another key" * 3, peer, *arguments, **options)
+
+    monkeypatch.setattr(ControlClient, "__init__", with_another_key)
+    # As outside of pytest, which has handlers of its own.
+    monkeypatch.setattr(logging.getLogger("elaswave.control"), "handlers", [logging.lastResort])
+    log, problem = tmp_path / "logs" / "worker-2.log", "does not hold this job's key: check the address"
+    job = run_job(tmp_path, SETTINGS, faults=["join@3"], probe=WaitsFor(log, problem))
+    assert job.computation == undisturbed.computation
+    assert job.result.recoveries == []
+    assert "worker 2 has no connection to the coordinator: the process that listens at" in log.read_text()
+    assert problem in log.read_text()
 
 
 def test_a_joiner_that_cannot_prepare_itself_disturbs_nobody(

@@ -15,25 +15,36 @@ def log_of(run_dir: Path) -> Path:
 
 
 class WaitsFor:
-    """A probe: worker 0 does something in a step; from then on each of its steps waits for a line, but not for long.
+    """A probe: worker 0 does something in a step; from then on each step waits for a line, but not for long.
 
     Args:
         path: of a log; need not exist yet.
         text: what it is to hold.
         do: done first.
         step: the first one that waits.
+        patience_s: of a step.
     """
 
-    def __init__(self, path: Path, text: str, do: Callable[[], None] = lambda: None, *, step: int = 6) -> None:
-        self.path, self.text, self.do, self.step = path, text, do, step
+    def __init__(
+        self,
+        path: Path,
+        text: str,
+        do: Callable[[], None] = lambda: None,
+        *,
+        step: int = 6,
+        patience_s: float = PATIENCE_OF_STEP_S,
+    ) -> None:
+        self.path, self.text, self.do, self.step, self.patience_s = path, text, do, step, patience_s
         self.is_done = False
 
     def reached(self, phase: str, index: int, machine: Any) -> None:
-        if (machine.worker, phase, index) != (0, "forward", 0) or machine.step < self.step:
+        if (phase, index) != ("forward", 0) or machine.step < self.step:
             return
-        if not self.is_done:
+        if machine.worker != min(machine.layout.workers):
+            return  # one that waits is enough; worker 0, unless it is lost
+        if machine.worker == 0 and not self.is_done:
             self.is_done = True
             self.do()
-        deadline_s = time.monotonic() + PATIENCE_OF_STEP_S
+        deadline_s = time.monotonic() + self.patience_s
         while not (self.path.exists() and self.text in self.path.read_text()) and time.monotonic() < deadline_s:
             time.sleep(0.01)  # a turn of the wait, which has a bound

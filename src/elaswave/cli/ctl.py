@@ -70,6 +70,8 @@ def ctl_group(ctx: click.Context, run: Path) -> None:
     elaswave ctl RUN checkpoint --wait
     elaswave ctl RUN rebalance
     elaswave ctl RUN migrate --layers 3,5
+    elaswave ctl RUN join 2
+    elaswave ctl RUN drain 1
     elaswave ctl RUN stop --wait
     elaswave ctl RUN ACTION --help
     """
@@ -170,8 +172,8 @@ def migrate_command(
 ) -> None:
     """Change to a layout with these layers and workers of the stages, while training goes on.
 
-    Workers stay in their stage as far as the widths permit; micro-batches go to the workers of a stage in turn. No
-    result depends on it.
+    Workers stay in their stage as far as the widths permit; micro-batches are divided by the workers' speeds. No result
+    depends on it.
     """
     if layers is None and widths is None:
         raise click.UsageError("give --layers, --widths, or both: what is the layout to be?")

@@ -159,6 +159,8 @@ JOINING_JOB = Job(widths=(2, 1), steps=8, join_step=1)
 """Worker 3 joins, and works in the last steps."""
 LEAVING_JOB = Job(widths=(2, 1), steps=8, leave_step=1, leaver=1)
 """Worker 1 leaves; another one of its stage stays."""
+LEAVING_JOB_OF_4 = Job(widths=(2, 2), steps=8, leave_step=1, leaver=1)
+"""The same with two workers in the other stage, so that one can be lost while another one leaves."""
 LAST_LEAVING_JOB = Job(widths=(2, 1), steps=8, leave_step=1, leaver=2)
 """Worker 2 leaves, the only one of its stage."""
 
@@ -204,6 +206,7 @@ SPACES = {
         Space("3-workers-tied-2-kills", TIED_JOB, (_PROMPT,), (("kill",), ("kill",))),
         Space("3-workers-join-1-kill", JOINING_JOB, _FEW, (("kill", "suspect"),)),
         Space("3-workers-leave-1-kill", LEAVING_JOB, _FEW, (("kill", "suspect"),)),
+        Space("4-workers-leave-1-kill", LEAVING_JOB_OF_4, _FEW, (("kill", "suspect"),)),
         Space("3-workers-last-leaves-1-kill", LAST_LEAVING_JOB, _FEW, (("kill", "suspect"),)),
         Space("3-workers-join-1-fault", JOINING_JOB, (_PROMPT,), (ALL_KINDS,)),
         Space("4-workers-2-hosts-1-fault", HOSTS_JOB, _FEW, (("kill", "suspect"),)),
