@@ -529,8 +529,9 @@ class StepLoop(Execution[C]):
         return verdict.change != 0
 
     def arrives(self, verdict: Verdict) -> bool:
-        """Whether the adopted change comes into force with a vote: its copies are proven in their places (M5)."""
-        if self.moving is None or not verdict.commits:
+        """Whether the adopted change comes into force with a vote: its copies are proven in their places, and none has
+        travelled in this attempt (M5)."""
+        if self.moving is None or not verdict.commits or self.traffic.changed:
             return False
         return verdict.next_residency == expected_residency(self.moving.placement, self.step)
 
