@@ -306,13 +306,14 @@ def choose_followers(
     workers, active = layout.workers, frozenset(layout.active)
     wanted = min(num_followers, len(workers) - 1)
     known = set(workers)
-    domains, realms = domains_of(layout), realms_of(layout)
+    alike = _alike(placement, blocks)
+    domains = domains_of(layout, holders=set(layout.idle) & {each for _, held in alike for each in held})
+    realms = realms_of(layout)
     active_in: dict[str | None, set[int]] = defaultdict(set)
     for worker in active:
         active_in[realms.get(worker)].add(worker)
     several = {realm for realm, those in active_in.items() if domains and len({domains[0][each] for each in those}) > 1}
     lacking = []
-    alike = _alike(placement, blocks)
     for (_, holders), those in alike.items():
         if not known.issuperset(holders):
             raise ValueError(

@@ -30,12 +30,13 @@ def prefixes(label: str) -> tuple[str, ...]:
     return tuple("/".join(parts[: depth + 1]) for depth in range(len(parts)))
 
 
-def domains_of(layout: Layout, excluded: Collection[int] = ()) -> Domains:
+def domains_of(layout: Layout, excluded: Collection[int] = (), holders: Collection[int] = ()) -> Domains:
     """By what the copies of a layout's blocks are kept apart.
 
     Args:
         layout: with the labels of its members.
         excluded: workers that hold nothing; idle ones hold nothing either.
+        holders: idle workers that hold blocks all the same, as when a move to another placement ends half-way.
     Returns:
         Domains of all members. Of one that has no label it is the empty one.
     """
@@ -43,7 +44,7 @@ def domains_of(layout: Layout, excluded: Collection[int] = ()) -> Domains:
         return ()
     labels = layout.domain_of
     paths = {worker: prefixes(labels.get(worker, "")) for worker in layout.workers}
-    holding = [worker for worker in layout.active if worker not in excluded]
+    holding = [worker for worker in {*layout.active, *holders} if worker not in excluded]
     levels = [
         {worker: path[min(depth, len(path) - 1)] for worker, path in paths.items()}
         for depth in range(layout.copies == "inside", max(map(len, paths.values()), default=0))

@@ -374,6 +374,16 @@ def test_idle_members_are_no_new_followers():
     )
 
 
+def test_copies_on_the_host_of_an_idle_worker_get_another_one():
+    """Each active worker has a host for itself; an idle one, beside one of them, holds what a move has brought."""
+    layout = with_idle(make_layout(widths=[1, 1], layers_per_stage=[1, 1], num_microbatches=2), 2)
+    layout = replace(layout, domains=((0, "h0"), (1, "h1"), (2, "h1")))
+    blocks = make_blocks([8, 8], 8)
+    together = Placement((0, 1), ((1,), (2,)))
+    after = choose_followers(together, blocks, layout, num_followers=1, max_elements=100, scatter_width=2)
+    assert after == Placement((0, 1), ((1,), (2, 0)))
+
+
 def test_blocks_with_the_same_holders_are_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model has ten thousand blocks and some dozen kinds of holders; survivors and coordinator choose in a turn."""
     layout = make_layout(widths=[4, 4], layers_per_stage=[1, 1], num_microbatches=8)
