@@ -150,12 +150,12 @@ def test_enough_copies():
     checker = EnoughCopies(2)
     layout = MODEL.layout
     holders = tuple(tuple(worker for worker in range(3) if worker != owner) for owner in P.owner)
-    checker.settled(0, layout, Placement(P.owner, holders))
+    checker.switched(0, 1, 2, layout, Placement(P.owner, holders))
     with pytest.raises(Violation, match="block 0 is left with holders .*: 3 are needed"):
-        checker.settled(0, layout, P)
+        checker.switched(0, 1, 2, layout, P)
     with pytest.raises(Violation, match="block 0 is left with holders"):
         twice = tuple((owner, other[0]) for owner, other in zip(P.owner, holders))
-        checker.settled(0, layout, Placement(P.owner, twice))
+        checker.switched(0, 1, 2, layout, Placement(P.owner, twice))
 
 
 def test_hosts_apart():
@@ -183,7 +183,7 @@ def test_hosts_apart():
     checker.began(1, 2, 3, 1, together)  # copies are still made
     with pytest.raises(Violation, match="all copies of block 0 are on host h0"):
         checker.began(1, 2, 4, 1, together)
-    checker.switched(1, 2, 6, model.layout)
+    checker.switched(1, 2, 6, model.layout, together)
     checker.began(1, 2, 6, 1, together)
     with pytest.raises(Violation, match="in step 7 of epoch 2"):
         checker.began(1, 2, 7, 1, together)
@@ -336,7 +336,7 @@ def test_progress():
 
 def test_an_observer_may_ignore_everything():
     calls = [name for name in vars(Observer) if not name.startswith("_")]
-    assert len(calls) == 26
+    assert len(calls) == 25
     seen = []
 
     class Listens(Observer):
@@ -367,11 +367,11 @@ def test_an_observer_may_ignore_everything():
 def test_one_layout():
     see = together([OneLayout()])
     other = other_layout(MODEL.layout)
-    see.switched(0, 1, 2, other)
-    see.switched(1, 1, 2, other)
-    see.switched(0, 2, 2, MODEL.layout)  # the vote of epoch 1 was known to no member that is left
+    see.switched(0, 1, 2, other, P)
+    see.switched(1, 1, 2, other, P)
+    see.switched(0, 2, 2, MODEL.layout, P)  # the vote of epoch 1 was known to no member that is left
     with pytest.raises(Violation, match="worker 1 goes on after step 2 with another layout than a peer"):
-        see.switched(1, 2, 2, other)
+        see.switched(1, 2, 2, other, P)
 
 
 def test_checkpoints_that_a_vote_asked_for_are_kept():

@@ -517,10 +517,7 @@ class StepObserver:
         """The own vote is complete, and what follows from it is taken over."""
 
     def switched(self) -> None:
-        """A planned change of layout is in force."""
-
-    def settled(self) -> None:
-        """The copies that it does not need have been dropped."""
+        """A planned change of layout is in force, and the copies that it does not need have been dropped."""
 
     def moved(self) -> None:
         """The worker has left its epoch and made its promise."""

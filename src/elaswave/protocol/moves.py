@@ -138,23 +138,19 @@ def num_in_place(placement: Placement, target: Placement) -> tuple[int, int]:
     return found, total
 
 
-def merged_into(target: Placement, placement: Placement) -> Placement:
-    """A target's roles, with the other present holders as followers: the placement once a change is in force.
+def followed_by(placement: Placement, target: Placement) -> Placement:
+    """Present roles, with the holders that a target has in addition as followers: the placement once all copies are in
+    their places, before the target comes into force.
 
     Args:
-        target: all of its holders hold their blocks.
-        placement: before.
+        placement: in force.
+        target: where blocks will be.
     """
     followers = tuple(
-        (*after, *(worker for worker in before if worker != owner and worker not in after))
-        for owner, after, before in zip(
-            target.owner,
-            target.followers,
-            map(placement.holders, range(len(placement.owner))),
-            strict=True,
-        )
+        (*here, *(worker for worker in target.holders(block) if worker != owner and worker not in here))
+        for block, (owner, here) in enumerate(zip(placement.owner, placement.followers, strict=True))
     )
-    return Placement(target.owner, followers)
+    return Placement(placement.owner, followers)
 
 
 def held_keys(

@@ -51,7 +51,7 @@ from elaswave.protocol.environment import pairs_of
 from elaswave.protocol.execution import Execution, Life
 from elaswave.protocol.ledger import Ledger
 from elaswave.protocol.messages import LayoutChange
-from elaswave.protocol.moves import CopyBudget, held_keys, merged_into, next_placement, num_in_place
+from elaswave.protocol.moves import CopyBudget, held_keys, next_placement, num_in_place
 from elaswave.protocol.salvage import Keep, Partial, keep_of
 from elaswave.protocol.traffic import Shipment, Traffic, agreement_hash, traffic_of
 from elaswave.state.placement import Placement, Role
@@ -104,8 +104,6 @@ class StepLoop(Execution[C]):
         """The one that all members have adopted: blocks move to those that will hold them (M4)."""
         self.coming: LayoutChange | None = None
         """The one that has come into force with the vote of the step in hand, until its GATHER (M5)."""
-        self.settling: Placement | None = None
-        """That of the change in force, until the copies that it does not need are dropped (M6)."""
         self.budget = CopyBudget(terms.move_elements)
         self.request = request
         self.sums: Partial | None = None
@@ -163,16 +161,18 @@ class StepLoop(Execution[C]):
         """Holds a planned change, whose links are there, until it is adopted; None forgets all changes (W8, M7)."""
         self.held_change, self._change_hash = change, 0
         if change is None:
-            self.moving = self.coming = self.settling = None  # of one that is in force the decision knows
+            self.moving = self.coming = None  # of one that is in force the decision knows
             self.engine.forget_layout()
         else:
             content = (struct_hash(change.layout), struct_hash(change.execution), struct_hash(change.placement))
             self._change_hash = key64("change", change.number, *content) >> 2
 
     def switch(self, change: LayoutChange) -> None:
-        """The next layout is in force, and its owners serve GATHER (M5). What is not held here comes with GATHER."""
-        self.coming, self.settling = None, change.placement
-        self.placement = merged_into(change.placement, self.placement)
+        """The next layout is in force, and its owners serve GATHER (M5). What is not held here comes with GATHER. The
+        copies that it does not need are dropped (M6)."""
+        self.coming, self.placement = None, change.placement
+        holders = self.placement.holders
+        self.copies = {block: copy for block, copy in self.copies.items() if self.worker in holders(block)}
         self._take_roles()
         new = self._use_layout(change.layout, change.execution)
         self._use_placement(self.placement)
@@ -189,16 +189,6 @@ class StepLoop(Execution[C]):
     def move_progress(self) -> tuple[int, int]:
         """Of the adopted change: how many copies are in their places, and how many there will be; (0, 0) if none is."""
         return (0, 0) if self.moving is None else num_in_place(self.placement, self.moving.placement)
-
-    def settle(self) -> None:
-        """Drops the copies that the change in force does not need (M6): all members have voted since it came into
-        force, so all have learned it, and count the copies that it needs."""
-        placement, self.settling = self.settling, None
-        assert placement is not None
-        self.placement = placement
-        self.copies = {block: copy for block, copy in self.copies.items() if self.worker in placement.holders(block)}
-        self._use_placement(placement)
-        self.observer.settled()
 
     # --------------------------------------------------------------------------------------------------------- a step
 
@@ -519,8 +509,6 @@ class StepLoop(Execution[C]):
             self.copies, self.arriving = self.voting_copies, {}
             self.placement = self.voting
         self.take(verdict)
-        if verdict.commits and self.settling is not None and self.moving is self.coming is None:
-            self.settle()  # else the next change may count on these copies; it drops what it does not need
         self.observer.learned(evidence)
 
     def adopts(self, verdict: Verdict) -> bool:

@@ -57,7 +57,7 @@ from elaswave.protocol.messages import (
     Registered,
     Report,
 )
-from elaswave.protocol.moves import CopyBudget, merged_into
+from elaswave.protocol.moves import CopyBudget, followed_by
 from elaswave.protocol.position import PAUSED, WRITE
 from elaswave.protocol.step import StepLoop
 from elaswave.protocol.traffic import deliveries_of
@@ -303,7 +303,8 @@ class WorkerMachine(StepLoop[C]):
             return
         action = self.member.handle(change)
         if isinstance(action, Hold):
-            self.links.connect(change.layout, merged_into(change.placement, self.placement))
+            self.links.connect(self.layout, followed_by(self.placement, change.placement))  # while copies travel
+            self.links.connect(change.layout, change.placement)
             self.hold(change)
 
     def pause(self) -> None:

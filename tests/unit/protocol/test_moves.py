@@ -5,7 +5,7 @@ import pytest
 from elaswave.planning.layout import make_layout
 from elaswave.planning.target_placement import target_placement
 from elaswave.protocol.ballot import expected_residency, residency_of
-from elaswave.protocol.moves import CopyBudget, held_keys, merged_into, next_placement, num_in_place, refilled, towards
+from elaswave.protocol.moves import CopyBudget, followed_by, held_keys, next_placement, num_in_place, refilled, towards
 from elaswave.state.partners import EVERYBODY
 from elaswave.state.placement import Placement, Role, make_blocks, place_blocks
 
@@ -81,18 +81,17 @@ def test_how_far_a_move_has_come():
     total = 2 * len(BLOCKS)
     assert num_in_place(here, target) == (0, total)
     assert num_in_place(towards(here, target, BLOCKS, 20), target) == (8, total)
-    assert num_in_place(merged_into(target, towards(here, target, BLOCKS, 1000)), target) == (total, total)
+    assert num_in_place(towards(here, target, BLOCKS, 1000), target) == (total, total)
 
 
-def test_a_target_in_force_keeps_the_other_holders_as_followers():
+def test_all_that_a_target_asks_for_follow_until_it_is_in_force():
     here, target = exchanged()
-    complete = towards(here, target, BLOCKS, 1000)
-    merged = merged_into(target, complete)
-    assert merged.owner == target.owner
+    after = followed_by(here, target)
+    assert after.owner == here.owner
     for block in range(len(BLOCKS)):
-        holders = merged.holders(block)
-        assert len(holders) == len(set(holders)) == 4
-        assert merged.followers[block][: len(target.followers[block])] == target.followers[block]
+        assert set(after.holders(block)) == {*here.holders(block), *target.holders(block)}
+        assert len(set(after.holders(block))) == len(after.holders(block)) == 4
+    assert sorted(copies(here, after)) == sorted(copies(here, towards(here, target, BLOCKS, 1000)))
 
 
 @pytest.mark.parametrize("is_complete", [False, True])

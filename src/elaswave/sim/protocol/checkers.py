@@ -157,7 +157,7 @@ class EnoughCopies(Observer):
     def __init__(self, num_followers: int) -> None:
         self._num_followers = num_followers
 
-    def settled(self, worker: int, layout: Layout, placement: Placement) -> None:
+    def switched(self, worker: int, epoch: int, step: int, layout: Layout, placement: Placement) -> None:
         needed = 1 + min(self._num_followers, len(layout.active) - 1)
         for block in range(len(placement.owner)):
             holders = placement.holders(block)
@@ -173,7 +173,7 @@ class OneLayout(Observer):
     def __init__(self) -> None:
         self._layouts: dict[tuple[int, int], Layout] = {}
 
-    def switched(self, worker: int, epoch: int, step: int, layout: Layout) -> None:
+    def switched(self, worker: int, epoch: int, step: int, layout: Layout, placement: Placement) -> None:
         known = self._layouts.setdefault((epoch, step), layout)
         _require(known == layout, f"worker {worker} goes on after step {step} with another layout than a peer")
 

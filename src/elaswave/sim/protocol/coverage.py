@@ -9,6 +9,7 @@ from elaswave.protocol.events import PlanRecovery
 from elaswave.protocol.messages import Decision
 from elaswave.sim.protocol.job import BlockState, Exponents
 from elaswave.sim.protocol.observer import Observer
+from elaswave.state.placement import Placement
 from elaswave.types import Layout
 
 
@@ -38,7 +39,7 @@ class CoverageCounter(Observer):
     def adopted(self, worker: int) -> None:
         self._moving = True
 
-    def switched(self, worker: int, epoch: int, step: int, layout: Layout) -> None:
+    def switched(self, worker: int, epoch: int, step: int, layout: Layout, placement: Placement) -> None:
         self._moving = False
         if step not in self._switched.values():
             self.counts["planned changes of the layout"] += 1

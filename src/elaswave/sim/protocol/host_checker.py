@@ -47,7 +47,7 @@ class HostsApart(Observer):
                     f"{self._hosts(holders).pop()}, of workers {holders}"
                 )
 
-    def switched(self, worker: int, epoch: int, step: int, layout: Layout) -> None:
+    def switched(self, worker: int, epoch: int, step: int, layout: Layout, placement: Placement) -> None:
         self._due[epoch] = layout, step + 1
 
     def decided(self, decision: Decision) -> None:

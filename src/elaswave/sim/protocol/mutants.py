@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from elaswave.protocol.ballot import Request, Verdict
+from elaswave.protocol.ballot import Request, Verdict, expected_residency
 from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.engine import FrameKind
@@ -317,13 +317,13 @@ class DropsUnproven(_Machine):
         super().replicate()
 
 
-class DropsAtOnce(_Machine):
-    """Copies that a change does not need are dropped as the next attempt begins (the core once had it)."""
+class SwitchesWhileCopying(_Machine):
+    """A change comes into force with the vote with which its last copies count (the core once had it)."""
 
-    def replicate(self) -> None:
-        if self.settling is not None:
-            self.settle()
-        super().replicate()
+    def arrives(self, verdict: Verdict) -> bool:
+        if self.moving is None or not verdict.commits:
+            return False
+        return verdict.next_residency == expected_residency(self.moving.placement, self.step)
 
 
 class KeepsOldChanges(_Machine):
@@ -686,9 +686,9 @@ MUTANTS = {
             "steps=6 change_step=1",
         ),
         Mutant(
-            "drop-at-once",
-            "copies that a change does not need are dropped before all members have learned that it is in force",
-            Build(machine=DropsAtOnce),
+            "switch-while-copying",
+            "a change comes into force, and copies are dropped, with the vote that the last of its copies came with",
+            Build(machine=SwitchesWhileCopying),
             "steps=8 leave_step=1 leaver=1 link_delay=6 slow_worker=1 slow_by=40 suspect:0@170",
             real=True,
         ),

@@ -45,11 +45,9 @@ class Observer:
     def adopted(self, worker: int) -> None:
         """A worker has learned that all members hold a planned change: blocks move from now on."""
 
-    def switched(self, worker: int, epoch: int, step: int, layout: Layout) -> None:
-        """A planned change of layout has come into force for a worker, with the vote of a step."""
-
-    def settled(self, worker: int, layout: Layout, placement: Placement) -> None:
-        """A worker has dropped the copies that a change which is in force does not need."""
+    def switched(self, worker: int, epoch: int, step: int, layout: Layout, placement: Placement) -> None:
+        """A planned change has come into force for a worker, with the vote of a step; it has dropped the copies that
+        the change does not need."""
 
     def applied(self, worker: int, block: int, step: int, state: BlockState) -> None:
         """A worker has applied a step to its copy of a block."""

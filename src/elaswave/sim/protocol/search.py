@@ -136,9 +136,9 @@ JOB_OF_3 = Job(widths=(2, 1), steps=2, checkpoint_every=1, retry_step=2)
 JOB_OF_4 = Job(widths=(2, 2), steps=2, retry_step=2)
 TIED_JOB = Job(widths=(1, 2), steps=2, tied=True)
 """Two stages share a unit, owned in either of them."""
-CHANGING_JOB = Job(widths=(2, 1), steps=5, change_step=1)
-"""A change is adopted with its second step, blocks move in the third, which brings it into force, and the fourth drops
-copies."""
+CHANGING_JOB = Job(widths=(2, 1), steps=6, change_step=1)
+"""A change is adopted with its second step, blocks move in the third and fourth, and the fifth brings it into force and
+drops copies."""
 
 LONG_JOB = Job(widths=(2, 2), layers_per_stage=2, blocks_per_layer=1, num_microbatches=6, steps=1)
 """Several micro-batches are on their way at once, and a loss may strike in the midst of any."""
@@ -155,13 +155,13 @@ def _in_the_midst(seeds: Iterable[int]) -> tuple[Conditions, ...]:
     )
 
 
-JOINING_JOB = Job(widths=(2, 1), steps=8, join_step=1)
+JOINING_JOB = Job(widths=(2, 1), steps=9, join_step=1)
 """Worker 3 joins, and works in the last steps."""
-LEAVING_JOB = Job(widths=(2, 1), steps=8, leave_step=1, leaver=1)
+LEAVING_JOB = Job(widths=(2, 1), steps=9, leave_step=1, leaver=1)
 """Worker 1 leaves; another one of its stage stays."""
-LEAVING_JOB_OF_4 = Job(widths=(2, 2), steps=8, leave_step=1, leaver=1)
+LEAVING_JOB_OF_4 = Job(widths=(2, 2), steps=9, leave_step=1, leaver=1)
 """The same with two workers in the other stage, so that one can be lost while another one leaves."""
-LAST_LEAVING_JOB = Job(widths=(2, 1), steps=8, leave_step=1, leaver=2)
+LAST_LEAVING_JOB = Job(widths=(2, 1), steps=9, leave_step=1, leaver=2)
 """Worker 2 leaves, the only one of its stage."""
 
 
@@ -180,7 +180,7 @@ def _weathers(num_workers: int) -> tuple[Conditions, ...]:
 
 HOSTS_JOB = Job(widths=(2, 2), steps=3, checkpoint_every=1, retry_step=2, num_hosts=2)
 """Two hosts with a worker of each stage."""
-UNEVEN_HOSTS_JOB = Job(widths=(2, 1), steps=9, blocks_per_round=8, num_hosts=2, join_step=1)
+UNEVEN_HOSTS_JOB = Job(widths=(2, 1), steps=10, blocks_per_round=8, num_hosts=2, join_step=1)
 """Three workers on two hosts; worker 3 joins on the second one."""
 
 _FEW = (

@@ -355,14 +355,9 @@ class _Watch(StepObserver):
 
     def switched(self) -> None:
         machine = self._host.machine
-        self._see.switched(self._host.id, self._host.links.epoch, machine.step, machine.layout)
-        self._see.placed(self._host.id, machine.placement)
-
-    def settled(self) -> None:
-        machine = self._host.machine
+        self._see.switched(self._host.id, self._host.links.epoch, machine.step, machine.layout, machine.placement)
         self.known = set(machine.copies)
         self._see.placed(self._host.id, machine.placement)
-        self._see.settled(self._host.id, machine.layout, machine.placement)
 
     def installed(self, decision: Decision) -> None:
         machine = self._host.machine
