@@ -28,13 +28,13 @@ def exchanged() -> Layout:
 
 CHANGES: dict[int, tuple[Layout, str]] = {
     2: (exchanged(), ""),
-    4: (shared_boundary(), "gpipe"),
-    6: (pipelines_of_unequal_depth(), "zero-bubble"),
-    9: (START, "1f1b"),
+    5: (shared_boundary(), "gpipe"),
+    8: (pipelines_of_unequal_depth(), "zero-bubble"),
+    11: (START, "1f1b"),
 }
-"""Step with whose vote it is adopted -> layout and schedule. With the next step's it is in force at the latest, and the
-step after that drops copies."""
-STEPS = 11
+"""Step with whose vote it is adopted -> layout and schedule. Copies travel in the next one, and with the vote of the one
+after that it is in force."""
+STEPS = 14
 
 
 class Changing:
@@ -77,8 +77,8 @@ class Changing:
                     )
                 )
             result = yield from run(step, attempt)
-            if step - 1 in self._changes:
-                assert loop.layout == self._changes[step - 1][0]
+            if step - 2 in self._changes:
+                assert loop.layout == self._changes[step - 2][0]
             return result
 
         loop.run_step = run_step  # type: ignore[method-assign]
