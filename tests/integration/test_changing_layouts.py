@@ -32,8 +32,8 @@ CHANGES: dict[int, tuple[Layout, str]] = {
     8: (pipelines_of_unequal_depth(), "zero-bubble"),
     11: (START, "1f1b"),
 }
-"""Step with whose vote it is adopted -> layout and schedule. Copies travel in the next one, and with the vote of the one
-after that it is in force."""
+"""Step with whose vote it is adopted -> layout and schedule. Copies travel in the next one, and with the vote of the
+one after that it is in force."""
 STEPS = 14
 
 
