@@ -2,7 +2,8 @@
 
 import pytest
 
-from elaswave.protocol.messages import Decision
+from elaswave.protocol.events import NewEpochRecord, TermRecord
+from elaswave.protocol.messages import Decision, Fenced, LayoutChange, Prepare
 from elaswave.sim.protocol.checkers import (
     Agreement,
     CheckpointsKept,
@@ -23,7 +24,9 @@ from elaswave.sim.protocol.checkers import (
 from elaswave.sim.protocol.host_checker import HostsApart
 from elaswave.sim.protocol.job import Job, model_of, other_layout, parameter, undisturbed
 from elaswave.sim.protocol.observer import Observer, together
+from elaswave.sim.protocol.one_coordinator import OneCoordinator
 from elaswave.state.placement import Placement
+from elaswave.types import ExecutionParameters
 
 JOB = Job(steps=2)
 TRUTH = undisturbed(JOB)
@@ -115,6 +118,45 @@ def test_exactly_once():
         checker.applied(0, 5, 3, (0, 0))
     checker.loaded(0, 5, 7, (0, 0))
     checker.applied(0, 5, 8, (0, 0))
+
+
+def test_one_coordinator():
+    checker = OneCoordinator()
+    prepare = Prepare(term=1, epoch=2, members=(0, 1), lost=(2,), reason="worker 2 was lost")
+    began = TermRecord(term=1)
+    raised = NewEpochRecord(term=1, epoch=2, members=(0, 1), lost=(2,), reason="worker 2 was lost")
+    change = LayoutChange(
+        term=1,
+        epoch=2,
+        number=4,
+        layout=MODEL.layout,
+        placement=P,
+        execution=ExecutionParameters(),
+        reason="another layout",
+    )
+    checker.claimed(1)
+    checker.persisted(1, 1, began)
+    checker.persisted(1, 2, raised)
+    checker.spoke(1, prepare, [began, raised])
+    checker.spoke(1, decision(), [raised, decision()])
+    checker.spoke(1, change, [change])
+    checker.spoke(1, Fenced(term=1, epoch=2, reason="worker 2 was lost"), [])
+    for message in (prepare, decision(), change):
+        with pytest.raises(Violation, match="is sent before it is durable"):
+            checker.spoke(1, message, [began, decision(epoch=3)])
+    with pytest.raises(Violation, match="NewEpochRecord of term 1 is written twice"):
+        checker.persisted(1, 2, raised)
+    with pytest.raises(Violation, match="two coordinators write in term 1"):
+        checker.persisted(2, 1, raised)
+    with pytest.raises(Violation, match="term 1 is claimed although 1 was"):
+        checker.claimed(1)
+    checker.claimed(2)
+    checker.persisted(2, 1, TermRecord(term=2))
+    with pytest.raises(Violation, match="a record of term 1 is written after term 2 has begun"):
+        checker.persisted(1, 3, raised)
+    checker.fenced(1)
+    with pytest.raises(Violation, match="a coordinator that was replaced, and knows it, sends Prepare"):
+        checker.spoke(1, prepare, [raised])
 
 
 def test_one_ratio():

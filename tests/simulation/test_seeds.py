@@ -38,6 +38,8 @@ def test_seeded_schedules_have_no_violation(first):
         "steps of which something is kept",
         "steps of which something is kept twice",
         "micro-batches kept on their way",
+        "coordinators followed by a candidate",
+        "coordinators that learned that they were replaced",
     ):
         assert summary.counts[what] > 0, what
 
@@ -52,6 +54,8 @@ def test_seeded_schedules_have_no_violation(first):
         ("4-workers-1-fault", 160),
         ("3-workers-slow-plan-2-faults", 100),
         ("3-workers-slow-commit-2-faults", 100),
+        ("3-workers-2-candidates-1-fault", 40),
+        ("3-workers-2-candidates-2-faults", 400),
         ("4-workers-2-hosts-1-fault", 10),
         ("3-workers-2-hosts-join-1-kill", 10),
         ("4-workers-2-kills", 60),
@@ -144,6 +148,27 @@ def test_a_schedule_decides_everything():
         assert logs[0] == logs[1]
         assert len(logs[0]) > 30
         assert run_schedule(random_schedule(seed)) == outcomes[0], "watching changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_claims", "num_replaced"),
+    [
+        ("candidates=2 kill:h@20", 2, 0),
+        ("candidates=2 kill:c@0", 2, 0),
+        ("candidates=2 kill:c@1 late:s@1+30", 2, 0),
+        ("candidates=2 kill:1@20 shut:c@20+90", 2, 1),
+        ("candidates=2 kill:1@20 usurp:c@30+90", 2, 0),
+        ("candidates=2 kill:1@20 lost:s@20+150", 1, 0),
+        ("candidates=2 kill:1@20 mute:s@20+15", 1, 0),
+    ],
+)
+def test_a_coordinator_is_followed_when_its_beat_stands_still_and_the_store_answers(schedule, num_claims, num_replaced):
+    """Its host is lost; it is killed before it has written; it cannot reach the store, or is stopped, while others can.
+    Nobody is elected while the store is gone."""
+    outcome = run_schedule(parse_schedule(schedule))
+    assert (outcome.violation, outcome.ended) == (None, "finished")
+    assert outcome.counts["coordinators followed by a candidate"] == num_claims - 1
+    assert outcome.counts["coordinators that learned that they were replaced"] == num_replaced
 
 
 def test_the_undisturbed_job_ends():

@@ -1,7 +1,7 @@
 """The simulated coordinator's process: the real machine and driver, a store that survives it, detectors, and what it
 keeps of the run."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from elaswave.protocol.events import (
     CoordinatorEffect,
     Decided,
     End,
+    EvidenceSeen,
     FindCheckpoint,
     JoinerCame,
     JoinerGone,
@@ -26,6 +27,7 @@ from elaswave.protocol.events import (
     NewEpoch,
     Note,
     PendingWork,
+    Persist,
     PlanRecovery,
     Record,
     RecoveryPlan,
@@ -43,6 +45,7 @@ from elaswave.protocol.messages import (
 )
 from elaswave.protocol.moves import refilled
 from elaswave.protocol.shards import Complete, GivenUp, Shards
+from elaswave.sim.protocol.candidates import Seat
 from elaswave.sim.protocol.job import BlockState, Exponents, model_of, other_layout
 from elaswave.sim.protocol.messages import CheckpointSettled, FinishedReport, PeerLost, Shard, StepDone
 from elaswave.sim.protocol.store import StaleTermError
@@ -59,14 +62,17 @@ class SimCoordinator(CoordinatorDriver):
 
     Args:
         world: time, network and observers.
+        seat: its right to write, where there are candidates.
     """
 
     core_class = Coordinator
     shards_class: type[Shards[int, BlockState]] = Shards
     id = -1
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, seat: Seat | None = None) -> None:
         self.world = world
+        self.seat = seat
+        records = world.store.records if seat is None else seat.records
         self.dead = False
         model = model_of(world.job)
         self.core = self.core_class(
@@ -75,7 +81,7 @@ class SimCoordinator(CoordinatorDriver):
             blocks=model.blocks,
             num_followers=world.job.num_followers,
             scatter_width=world.job.scatter_width,
-            records=tuple(world.store.records),
+            records=tuple(records),
         )
         self.links: dict[int, ControlLink] = {}
         self._finished: dict[int, FinishedReport] = {}
@@ -87,7 +93,7 @@ class SimCoordinator(CoordinatorDriver):
         self._grids: dict[int, Exponents] = {}
         """Step -> the grid after it, of checkpoints that are being written."""
         self.shards = self.shards_class(lambda step: len(model.blocks), lambda state: 1, model.layout.workers)
-        for record in world.store.records:
+        for record in records:
             if isinstance(record, Decision):
                 self.shards.follow(record)
         for step in (*world.written, *world.given_up):
@@ -114,6 +120,13 @@ class SimCoordinator(CoordinatorDriver):
                 self.world.say(f"coordinator of term {self.core.term} ends: {error}")
                 self.world.end_coordinator(self)
                 return
+            if isinstance(effect, Persist) and self.world.postponed(self, self.carry_out, effects[index + 1 :]):
+                return
+
+    def _then(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Goes on, once nothing is waited for."""
+        if not self.world.postponed(self, call, *arguments):
+            call(*arguments)
 
     def now_s(self) -> float:
         """Virtual time."""
@@ -121,6 +134,9 @@ class SimCoordinator(CoordinatorDriver):
 
     def persist(self, record: Record) -> None:
         """Into the store, which refuses replaced coordinators."""
+        if self.seat is not None:
+            self.seat.persist(self, record)
+            return
         self.world.store.append(record)
         if isinstance(record, Decision):
             self.world.see.decided(record)
@@ -265,7 +281,7 @@ class SimCoordinator(CoordinatorDriver):
     def _take_suspicions(self) -> None:
         suspicions, self._suspicions = self._suspicions, []
         self.suspect(suspicions)
-        self._end_if_finished()
+        self._then(self._end_if_finished)
 
     # ------------------------------------------------------------------------------------------------------- messages
 
@@ -285,7 +301,7 @@ class SimCoordinator(CoordinatorDriver):
             self._on_shard(message)
         elif isinstance(message, FinishedReport):
             self._finished[message.worker] = message
-        self._end_if_finished()
+        self._then(self._end_if_finished)
 
     def on_peer_lost(self, message: PeerLost) -> None:
         """A worker's link to a peer has closed."""
@@ -295,7 +311,11 @@ class SimCoordinator(CoordinatorDriver):
 
     def _on_step_done(self, message: StepDone) -> None:
         self.world.see.heard(self.core.term, message.epoch, message.evidence)
-        is_member = self.hears_vote(message.worker, message.evidence, message.epoch)
+        self.feed(EvidenceSeen(message.evidence, message.epoch))
+        self._then(self._after_vote, message)
+
+    def _after_vote(self, message: StepDone) -> None:
+        is_member = self.hears(message.worker)
         if self._is_replaced() or not is_member:
             return
         self.world.publish(message.evidence)
@@ -315,12 +335,16 @@ class SimCoordinator(CoordinatorDriver):
         if 0 < job.leave_step <= step:
             for worker in range(job.leaver, job.leaver + job.leavers):
                 if worker in core.members and len(set(core.members) - core.admissions.leaving - {worker}) > 0:
-                    self.feed(LeaveWanted(worker))
+                    self._then(self.feed, LeaveWanted(worker))
+        self._then(self._plan_change, message)
+
+    def _plan_change(self, message: StepDone) -> None:
+        core, step = self.core, message.evidence.step
         if message.epoch == core.epoch and not core.is_changing and not self._is_planning:
             planned = self._next_plan(step)
             if planned is not None:
                 self._is_planning = True
-                world.after(world.delay(), self, self._on_planned, planned)
+                self.world.after(self.world.delay(), self, self._on_planned, planned)
 
     def _next_plan(self, step: int) -> ChangePlanned | None:
         """Who is to leave becomes idle, who is idle works; another layout once in every epoch, where the job asks for
@@ -405,6 +429,10 @@ class SimCoordinator(CoordinatorDriver):
 
     def _is_replaced(self) -> bool:
         """Whether the journal has another writer; then nothing can be made durable any more, and this one ends."""
+        if self.seat is not None:
+            if self.seat.is_taken:
+                self.world.end_coordinator(self)
+            return self.seat.is_taken
         try:
             self.world.store.check(self.core.term)
         except StaleTermError:

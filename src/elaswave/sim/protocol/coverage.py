@@ -36,6 +36,13 @@ class CoverageCounter(Observer):
         if not commits:
             self.counts["votes that asked for another attempt"] += 1
 
+    def claimed(self, term: int) -> None:
+        if term > 1:
+            self.counts["coordinators followed by a candidate"] += 1
+
+    def fenced(self, writer: int) -> None:
+        self.counts["coordinators that learned that they were replaced"] += 1
+
     def adopted(self, worker: int) -> None:
         self._moving = True
 

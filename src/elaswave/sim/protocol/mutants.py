@@ -50,6 +50,7 @@ from elaswave.sim.protocol.salvage_mutants import (
     KeepsTooLong,
 )
 from elaswave.sim.protocol.store import SimStore
+from elaswave.sim.protocol.store_mutants import STORE_MUTANTS
 from elaswave.state.placement import Block, Placement, Role
 from elaswave.types import ExecutionParameters, Layout
 
@@ -831,6 +832,7 @@ MUTANTS = {
             "widths=2,1,1 kill:1@53 kill:c@75",
             real=True,
         ),
+        *STORE_MUTANTS,
     )
 }
 """All of them by name."""

@@ -4,9 +4,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from elaswave.protocol.events import PlanRecovery
-from elaswave.protocol.messages import Decision, Evidence
+from elaswave.protocol.events import PlanRecovery, Record
+from elaswave.protocol.messages import CoreToWorker, Decision, Evidence
 from elaswave.sim.protocol.job import BlockState, Exponents
+from elaswave.sim.protocol.messages import CheckpointSettled
 from elaswave.state.placement import Placement
 from elaswave.types import Layout
 
@@ -81,6 +82,18 @@ class Observer:
 
     def given_up(self, step: int, members: Collection[int]) -> None:
         """A coordinator with these members has given up a step's durable checkpoint, and said so."""
+
+    def claimed(self, term: int) -> None:
+        """With candidates: the store has carried out a claim, which makes this the term."""
+
+    def persisted(self, writer: int, number: int, record: Record) -> None:
+        """With candidates: a record stands in the store, a coordinator's write of that number."""
+
+    def spoke(self, writer: int, message: CoreToWorker | CheckpointSettled, durable: Sequence[Record]) -> None:
+        """With candidates: a coordinator sends a message while these records stand in the store."""
+
+    def fenced(self, writer: int) -> None:
+        """With candidates: a coordinator has learned that another one has taken over."""
 
     def gone(self, worker: int) -> None:
         """A worker has ended."""

@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 from elaswave.protocol.facts import Facts
 from elaswave.protocol.worker import WorkerMachine
+from elaswave.sim.protocol.candidates import Crew, Seat, SimCandidate
 from elaswave.sim.protocol.checkers import Violation, all_checkers
 from elaswave.sim.protocol.coordinator import SimCoordinator
 from elaswave.sim.protocol.coverage import CoverageCounter
 from elaswave.sim.protocol.host_checker import HostsApart
 from elaswave.sim.protocol.job import asks_checkpoint, model_of, undisturbed
+from elaswave.sim.protocol.one_coordinator import OneCoordinator
 from elaswave.sim.protocol.schedule import Schedule, ScheduledFault
 from elaswave.sim.protocol.store import SimStore
 from elaswave.sim.protocol.worker import SimMachine, SimWorker
@@ -25,6 +27,8 @@ class Build(NamedTuple):
     facts: type[Facts] = Facts
     coordinator: type[SimCoordinator] = SimCoordinator
     store: type[SimStore] = SimStore
+    candidate: type[SimCandidate] = SimCandidate
+    seat: type[Seat] = Seat
 
 
 PRODUCT = Build()
@@ -78,6 +82,8 @@ def run_schedule(
         job.num_followers,
     )
     checkers.append(HostsApart(job))
+    if schedule.conditions.candidates:
+        checkers.append(OneCoordinator())
     counter = CoverageCounter(job.steps)
     world = World(
         schedule,
@@ -85,6 +91,12 @@ def run_schedule(
         worker_class=partial(SimWorker, machine_class=build.machine, facts_class=build.facts),
         coordinator_class=build.coordinator,
         store=build.store(),
+        make_crew=lambda world: Crew(
+            world,
+            candidate_class=build.candidate,
+            seat_class=build.seat,
+            make_coordinator=lambda seat: build.coordinator(world, seat),
+        ),
         log=log,
     )
     world.instants = instants

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from elaswave.sim.protocol.job import Job
 from elaswave.state.domains import deal_over_hosts
 
-COORDINATOR = "c"
+COORDINATOR, HOST, STORE = "c", "h", "s"
+"""Targets that are no workers: the coordinator's process, its host with the candidate there, and the store."""
 KINDS = {
     "kill": "the target ends at once; several workers, those of a host say, at one instant",
     "suspect": "the coordinator is told that a worker is lost, which is not true",
@@ -21,7 +22,11 @@ KINDS = {
     "cut": "the link between two workers closes; both say so",
     "delay": "what two workers send each other is held back for a while",
     "disconnect": "the control connection of a worker closes; it connects again",
-    "usurp": "the coordinator stops for a while; a second one starts meanwhile",
+    "usurp": "the coordinator stops for a while; a second one starts meanwhile, with candidates if its beat is missed",
+    "lost": "with candidates: requests to the store are lost for a while",
+    "mute": "with candidates: the store does what it is asked, and its answers are lost for a while",
+    "late": "with candidates: what the store is asked for a while arrives after its senders have given up",
+    "shut": "with candidates: the coordinator alone cannot reach the store for a while",
 }
 """ScheduledFault kinds."""
 
@@ -42,7 +47,7 @@ class ScheduledFault(NamedTuple):
     @property
     def workers(self) -> tuple[int, ...]:
         """The workers that it names."""
-        return () if self.target == COORDINATOR else tuple(map(int, self.target.split("-")))
+        return () if self.target in (COORDINATOR, HOST, STORE) else tuple(map(int, self.target.split("-")))
 
 
 def parse_fault(text: str) -> ScheduledFault:
@@ -89,6 +94,11 @@ class Conditions(NamedTuple):
     """How long a complete checkpoint is committed; 0: it is durable in the same turn."""
     mid_action: int = 0
     """How many layers of the action at hand a worker still runs before it does what the coordinator asks; 0: none."""
+    candidates: int = 0
+    """Hosts that watch the coordinator's beat in a store on other machines; 0: a killed coordinator is started again,
+    and its store is a file."""
+    store_delay: int = 0
+    """How much longer a request to that store takes."""
     replans: bool = False
     """Whether a recovery also moves survivors and micro-batches; else they stay where they are."""
 
@@ -203,6 +213,10 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         mid_action=_drawn_for(f"layers of {seed}").choice((0, 0, 1, 1, 2)),
         replans=_drawn_for(f"recovery of {seed}").random() < 0.3,
     )
+    candidates = _drawn_for(f"candidates of {seed}")
+    has_candidates = candidates.random() < 0.25
+    if has_candidates:
+        conditions = conditions._replace(candidates=2, store_delay=candidates.choice((0, 0, 2, 8)))
     span = 8 * num_workers * steps * (job.num_microbatches // max(job.widths))
     at = rng.randrange(span)
     faults = []
@@ -213,6 +227,8 @@ def random_schedule(seed: int, job: Job | None = None) -> Schedule:
         faults.append(_random_fault(rng, num_workers + (job.join_step > 0), at))
         if host and index == 0:
             faults[0] = ScheduledFault("kill", host, at)
+    if has_candidates:
+        faults += [_random_store_fault(candidates, span) for _ in range(candidates.choice((0, 1, 1, 2)))]
     return Schedule(job, conditions, tuple(sorted(faults, key=lambda fault: fault.instant)))
 
 
@@ -272,6 +288,12 @@ def _random_job(rng: random.Random) -> Job:
         retry_step=rng.choice((0, 0, 2, 2, 3)),
         blocks_per_round=rng.choice((1, 1, 8)),
     )
+
+
+def _random_store_fault(rng: random.Random, span: int) -> ScheduledFault:
+    kind = rng.choice(("lost", "mute", "late", "shut", "kill", "kill"))
+    target = {"kill": rng.choice((HOST, COORDINATOR)), "shut": COORDINATOR}.get(kind, STORE)
+    return ScheduledFault(kind, target, rng.randrange(span), 0 if kind == "kill" else rng.choice((5, 20, 60, 150)))
 
 
 def _random_fault(rng: random.Random, num_workers: int, instant: int) -> ScheduledFault:

@@ -16,7 +16,9 @@ from elaswave.sim.protocol.job import Job
 from elaswave.sim.protocol.run import PRODUCT, Build, RunOutcome, run_schedule
 from elaswave.sim.protocol.schedule import (
     COORDINATOR,
+    HOST,
     LAYOUTS,
+    STORE,
     Conditions,
     Schedule,
     ScheduledFault,
@@ -28,10 +30,15 @@ MAX_FAILURES = 20
 """Failures that a summary keeps."""
 
 ALL_KINDS = ("kill", "suspect", "hang", "isolate", "cut", "delay", "disconnect", "usurp")
+"""Of every job."""
+STORE_KINDS = ("lost", "mute", "late", "shut")
+"""Of jobs with candidates."""
 MAIN_KINDS = ("kill", "suspect", "disconnect")
 """Of workers and, for kill, the coordinator."""
-_DURATIONS = {"hang": (20, 150), "isolate": (20, 150), "delay": (20,), "usurp": (5, 60)}
-"""Shorter and longer than the silence after which a worker is suspected."""
+_DURATIONS = {"hang": (20, 150), "isolate": (20, 150), "delay": (20,), "usurp": (5, 60)} | dict.fromkeys(
+    STORE_KINDS, (10, 60)
+)
+"""Shorter and longer than the silence after which a worker is suspected, and a coordinator followed."""
 
 
 class Failure(NamedTuple):
@@ -192,6 +199,12 @@ _FEW = (
 )
 """For jobs in which much happens."""
 
+_STORES = tuple(
+    _PROMPT._replace(candidates=2, store_delay=delay, restart_delay=restart)
+    for delay, restart in ((0, 10), (0, 1), (8, 30))
+)
+"""Two candidates; at last requests that are answered late, so that all that is written is said again."""
+
 SPACES = {
     space.name: space
     for space in (
@@ -211,6 +224,13 @@ SPACES = {
         Space("3-workers-join-1-fault", JOINING_JOB, (_PROMPT,), (ALL_KINDS,)),
         Space("4-workers-2-hosts-1-fault", HOSTS_JOB, _FEW, (("kill", "suspect"),)),
         Space("3-workers-2-hosts-join-1-kill", UNEVEN_HOSTS_JOB, _FEW, (("kill",),)),
+        Space("3-workers-2-candidates-1-fault", JOB_OF_3, _STORES, ((*ALL_KINDS, *STORE_KINDS),)),
+        Space(
+            "3-workers-2-candidates-2-faults",
+            JOB_OF_3,
+            _STORES[:1],
+            (("kill", "suspect"), ("kill", "usurp", *STORE_KINDS)),
+        ),
         Space("4-workers-2-kills", JOB_OF_4, (_PROMPT,), (("kill",), ("kill",))),
         Space("4-workers-salvage-1-fault", LONG_JOB, _in_the_midst(range(1, 9)), (("kill", "suspect"),)),
         Space("3-workers-salvage-2-kills", LONG_JOB_OF_3, _in_the_midst((1,)), (("kill",), ("kill", "suspect"))),
@@ -257,7 +277,7 @@ def _with_one_more(schedule: Schedule, kinds: Collection[str], build: Build) -> 
     kills = [fault for fault in schedule.faults if fault.kind == "kill"]
     dead = {str(worker) for fault in kills for worker in fault.workers}
     for kind in kinds:
-        for target, workers in _targets(kind, schedule.job):
+        for target, workers in _targets(kind, schedule.job, schedule.conditions):
             if dead & set(target.split("-")):
                 continue
             for instant in strike_points(instants, workers, start):
@@ -267,18 +287,21 @@ def _with_one_more(schedule: Schedule, kinds: Collection[str], build: Build) -> 
                         yield schedule._replace(faults=(*schedule.faults, fault))
 
 
-def _targets(kind: str, job: Job) -> list[tuple[str, tuple[int, ...]]]:
+def _targets(kind: str, job: Job, conditions: Conditions) -> list[tuple[str, tuple[int, ...]]]:
     """Targets of a kind, with the actors that they are (-1 for the coordinator)."""
     num_workers = job.num_workers + (job.join_step > 0)
-    if kind == "usurp":
+    if kind in ("usurp", "shut"):
         return [(COORDINATOR, (-1,))]
+    if kind in STORE_KINDS:
+        return [(STORE, (-1,))]
     if kind in ("cut", "delay"):
         return [(f"{a}-{b}", (a, b)) for a, b in combinations(range(num_workers), 2)]
     targets: list[tuple[str, tuple[int, ...]]] = [(str(worker), (worker,)) for worker in range(num_workers)]
     if kind != "kill":
         return targets
     hosts = [("-".join(map(str, workers)), workers) for workers in workers_of_hosts(job) if len(workers) > 1]
-    return [*targets, *hosts, (COORDINATOR, (-1,))]
+    targets += [*hosts, (COORDINATOR, (-1,))]
+    return [*targets, (HOST, (-1,))] if conditions.candidates else targets
 
 
 def strike_points(instants: Sequence[tuple[int, int]], actors: Collection[int], start: int) -> list[int]:

@@ -13,10 +13,11 @@ from elaswave.protocol.coordinator import Coordinator
 from elaswave.protocol.engine import Key
 from elaswave.protocol.events import JoinerCame
 from elaswave.protocol.messages import CoreToWorker, Evidence, Registered
+from elaswave.sim.protocol.candidates import Crew, Seat
 from elaswave.sim.protocol.job import BlockState, Exponents, Job, losses_of, model_of
 from elaswave.sim.protocol.messages import CheckpointSettled, SimFrame
 from elaswave.sim.protocol.observer import Observer, together
-from elaswave.sim.protocol.schedule import COORDINATOR, Schedule, ScheduledFault
+from elaswave.sim.protocol.schedule import COORDINATOR, HOST, Schedule, ScheduledFault
 from elaswave.sim.protocol.store import SimStore
 
 MAX_TIME = 20_000
@@ -73,6 +74,7 @@ class CoordinatorActor(Protocol):
     id: int
     dead: bool
     core: Coordinator
+    seat: "Seat | None"
 
     def begin(self) -> None:
         """It starts."""
@@ -115,6 +117,7 @@ class World:
         observers: are told everything.
         worker_class, coordinator_class: of the processes.
         store: what coordinators persist.
+        make_crew: makes candidates with a store on other machines, if the conditions ask for them.
         log: takes one line per event, for people; None for silence.
     """
 
@@ -126,6 +129,7 @@ class World:
         worker_class: "Callable[[World, int, Job, bool], WorkerActor]",
         coordinator_class: "Callable[[World], CoordinatorActor]",
         store: SimStore,
+        make_crew: "Callable[[World], Crew]",
         log: Callable[[str], None] | None = None,
     ) -> None:
         self.schedule = schedule
@@ -172,7 +176,10 @@ class World:
         """The newest control connection of each worker."""
         self._hung_until: dict[Any, int] = {}
         self._backlog: dict[Any, list[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
+        self._waits: set[Any] = set()
+        """Processes that do nothing until the store has answered."""
         self.coordinators: list[CoordinatorActor] = []
+        self.crew = make_crew(self) if self.conditions.candidates else None
 
     def _set_delays(self) -> None:
         """A circle of delays; drawn as they are asked for, since most runs end before it closes."""
@@ -185,7 +192,7 @@ class World:
     def lost(self) -> list[int]:
         """Workers that were struck and then held for lost; while coordinators are struck it can be any worker."""
         struck = {worker for fault in self.fired for worker in fault.workers}
-        if any(fault.target == COORDINATOR for fault in self.fired):
+        if any(not fault.workers for fault in self.fired):
             return sorted(self.suspected)
         return sorted(self.suspected & struck)
 
@@ -198,7 +205,10 @@ class World:
 
     def run(self) -> None:
         """Runs until the job is over, or nothing happens any more."""
-        self.start_coordinator()
+        if self.crew is None:
+            self.start_coordinator()
+        else:
+            self.crew.start()
         queue = self._queue
         while queue and not self.outcome:
             self.now, _, call, arguments = heappop(queue)
@@ -206,6 +216,10 @@ class World:
                 break
             call(*arguments)
         self.see.stopped(self.outcome or "stuck", self.now)
+
+    def at(self, delay: int, call: Callable[..., None], *arguments: Any) -> None:
+        """Lets something happen later, whoever lives then."""
+        self._at(delay, call, *arguments)
 
     def _at(self, delay: int, call: Callable[..., None], *arguments: Any) -> None:
         self._sequence += 1
@@ -230,13 +244,43 @@ class World:
         """A process does something: unless it is dead, and not before it wakes up."""
         if actor.dead:
             return
-        if actor in self._hung_until:
-            self._backlog[actor].append((call, arguments))
+        if actor in self._hung_until or actor in self._waits:
+            self._backlog.setdefault(actor, []).append((call, arguments))
             return
         try:
             call(*arguments)
         except ActorDead:
             pass
+
+    def is_stopped(self, actor: Any) -> bool:
+        """Whether a process does nothing at all for a while."""
+        return actor in self._hung_until
+
+    def hold(self, actor: Any) -> None:
+        """A process waits for the store: all else that it is to do follows after that."""
+        self._waits.add(actor)
+
+    def release(self, actor: Any) -> None:
+        """It does not wait any more."""
+        self._waits.discard(actor)
+        self._catch_up(actor)
+
+    def deliver(self, actor: Any, call: Callable[..., None], *arguments: Any) -> None:
+        """The store's answer to a process, which may wait for it."""
+        if actor in self._hung_until and not actor.dead:
+            self._at(1, self.deliver, actor, call, *arguments)
+            return
+        if not actor.dead:
+            try:
+                call(*arguments)
+            except ActorDead:
+                pass
+
+    def _catch_up(self, actor: Any) -> None:
+        """A process does what has come while it did nothing."""
+        if actor not in self._hung_until and actor not in self._waits:
+            for call, arguments in self._backlog.pop(actor, ()):
+                self._act(actor, call, arguments)
 
     def tick(self, actor: Any) -> None:
         """An instant passes, just before the actor does something that others can see.
@@ -255,10 +299,10 @@ class World:
                 raise ActorDead
 
     def postponed(self, actor: Any, call: Callable[..., None], *arguments: Any) -> bool:
-        """Whether a process has been stopped just now; then it goes on with this call when it wakes up."""
-        if actor not in self._hung_until:
+        """Whether a process has been stopped just now, or waits; then it goes on with this call afterwards."""
+        if actor not in self._hung_until and actor not in self._waits:
             return False
-        self._backlog[actor].append((call, arguments))
+        self._backlog.setdefault(actor, []).append((call, arguments))
         return True
 
     def finish(self, outcome: str, reason: str = "") -> None:
@@ -311,8 +355,16 @@ class World:
     # -------------------------------------------------------------------------------------------------- control plane
 
     def start_coordinator(self) -> None:
-        """Starts a coordinator from the store; workers without a connection find it."""
-        coordinator = self._coordinator_class(self)
+        """Starts a coordinator from the store."""
+        self.serve(self._coordinator_class(self))
+
+    def serve(self, coordinator: CoordinatorActor) -> None:
+        """A coordinator begins; workers without a connection find it. Who still has one to a coordinator that was
+        replaced, and does not know it, loses it: the new one's agent says so."""
+        if self.crew is not None:
+            for replaced in self.coordinators:
+                if not replaced.dead:
+                    self._at(3 * self.delay(), self._abandon, replaced)
         self.coordinators.append(coordinator)
         self.say(f"coordinator of term {coordinator.core.term} starts")
         self._act(coordinator, coordinator.begin, ())
@@ -329,15 +381,15 @@ class World:
     @property
     def coordinator(self) -> CoordinatorActor | None:
         """The one that new connections reach."""
-        newest = self.coordinators[-1]
-        return None if newest.dead else newest
+        newest = self.coordinators[-1] if self.coordinators else None
+        return None if newest is None or newest.dead else newest
 
     def _connect(self, worker: WorkerActor) -> None:
         if worker.dead:
             return
         link = self.links.get(worker.id)
         if worker in self._hung_until:
-            self._backlog[worker].append((self._connect, (worker,)))
+            self._backlog.setdefault(worker, []).append((self._connect, (worker,)))
             return
         if link is not None and link.open:
             return
@@ -387,6 +439,9 @@ class World:
     ) -> None:
         """A message of a coordinator's; None tells to start. Its instant has passed."""
         worker = link.worker
+        if self.crew is not None and message is not None:
+            assert coordinator.seat is not None
+            self.see.spoke(coordinator.seat.writer, message, self.crew.records)
         if self._log is not None:
             what = "Start" if message is None else type(message).__name__
             at = message.step if isinstance(message, CheckpointSettled) else getattr(message, "epoch", "")
@@ -468,10 +523,8 @@ class World:
     def _strike(self, fault: ScheduledFault) -> None:
         self.fired.append(fault)
         self.say(f"*** {fault}")
-        if fault.target == COORDINATOR:
-            coordinator = self.coordinator
-            if coordinator is not None:
-                self._strike_coordinator(coordinator, fault)
+        if not fault.workers:
+            self._strike_coordination(fault)
             return
         workers = [self.workers[worker] for worker in fault.workers if worker in self.workers]
         alive = [worker for worker in workers if not worker.dead]
@@ -480,6 +533,23 @@ class World:
                 self._end_worker(worker)
         elif len(alive) == len(fault.workers):
             getattr(self, f"_{fault.kind}")(*alive, fault.duration)
+
+    def _strike_coordination(self, fault: ScheduledFault) -> None:
+        """The coordinator, its host, or the store."""
+        coordinator = self.coordinator
+        if self.crew is None:
+            if coordinator is not None and fault.target == COORDINATOR and fault.kind in ("kill", "usurp"):
+                self._strike_coordinator(coordinator, fault)
+        elif fault.kind == "kill" and fault.target == HOST:
+            self.crew.kill_host(coordinator)
+        elif fault.kind == "kill" and coordinator is not None:
+            self.end_coordinator(coordinator)
+        elif fault.kind == "kill":
+            self.crew.kill_process()
+        elif fault.kind != "usurp":
+            self.crew.strike(fault)
+        elif coordinator is not None and coordinator not in self._hung_until:
+            self._hang_actor(coordinator, fault.duration)
 
     def _strike_coordinator(self, coordinator: CoordinatorActor, fault: ScheduledFault) -> None:
         conditions = self.conditions
@@ -499,7 +569,11 @@ class World:
 
     def end_coordinator(self, coordinator: CoordinatorActor) -> None:
         """A coordinator's process is gone, and its connections with it."""
+        if coordinator.dead:
+            return
         coordinator.dead = True
+        if self.crew is not None:
+            self.crew.ended(coordinator)
         for link in self.links.values():
             if link.coordinator is coordinator and link.open:
                 self._at(self.delay(), self.close_link, link)
@@ -532,14 +606,12 @@ class World:
 
     def _hang_actor(self, actor: Any, duration: int) -> None:
         self._hung_until[actor] = self.now + duration
-        self._backlog[actor] = []
         self._at(duration, self._wake, actor)
 
     def _wake(self, actor: Any) -> None:
         if self._hung_until.pop(actor, None) is not None:
             self.say("*** a process wakes up")
-            for call, arguments in self._backlog.pop(actor):
-                self._act(actor, call, arguments)
+            self._catch_up(actor)
 
     def _miss_heartbeats(self, worker: WorkerActor) -> None:
         silent = worker in self._hung_until or self._isolated_until.get(worker.id, 0) > self.now

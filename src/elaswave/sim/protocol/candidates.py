@@ -1,0 +1,405 @@
+"""The store as one more party that fails, and candidates that follow a coordinator: rules H4 to H8.
+
+The transactions, what their answers mean, and when to claim are the product's (`elaswave.protocol.store_writes`,
+`elaswave.protocol.election`). Here is what carries them: requests that are lost, slow, late or not answered. A
+coordinator that writes waits for the answer: whatever comes meanwhile happens afterwards. Its beat does not wait.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from elaswave.protocol.election import BEAT_S, POLL_S, Seen, Watch
+from elaswave.protocol.events import Record
+from elaswave.protocol.messages import Decision
+from elaswave.protocol.store_writes import (
+    BEAT,
+    TERM,
+    Claim,
+    EntryWrite,
+    Holder,
+    KeyValue,
+    Outcome,
+    Transaction,
+    Written,
+    holder_of,
+)
+from elaswave.sim.protocol.schedule import ScheduledFault
+
+if TYPE_CHECKING:
+    from elaswave.sim.protocol.coordinator import SimCoordinator
+    from elaswave.sim.protocol.world import CoordinatorActor, World
+
+UNIT_S = 0.05
+"""A unit of virtual time, by the clocks of candidates."""
+TIMEOUT = 20
+"""After so long a request counts as not answered: a second."""
+RETRY = 2
+"""Between two looks of a candidate if the store does not answer."""
+_POLL, _BEAT = round(POLL_S / UNIT_S), round(BEAT_S / UNIT_S)
+_ENTRIES = "rec/"
+_T = TypeVar("_T")
+
+
+class RemoteStore:
+    """A store on other machines: keys with revisions, and one order of transactions."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, KeyValue] = {}
+        self.revision = 1
+        self.on_entry: Callable[[bytes], None] = lambda value: None
+        """Called with the value of each entry that is written."""
+        self.on_claim: Callable[[Holder], None] = lambda holder: None
+        """Called with each claim that is carried out."""
+
+    def transact(self, transaction: Transaction) -> Outcome:
+        """Carries one out, whole or not at all."""
+        holds = all(self._revision(key) == revision for key, revision in transaction.unwritten_since)
+        holds = holds and all(key in self.keys for key in transaction.exist)
+        if holds and transaction.puts:
+            self.revision += 1
+            for key, value in transaction.puts:
+                self.keys[key] = KeyValue(key, value, self.revision)
+                if key.startswith(_ENTRIES):
+                    self.on_entry(value)
+                elif key == TERM:
+                    self.on_claim(holder_of(self.keys[key]))
+            return Outcome(True, self.revision)
+        return Outcome(holds, self.revision, tuple(map(self.keys.get, transaction.reads)))
+
+    def entries(self) -> list[bytes]:
+        """All entries, in their order."""
+        return [self.keys[key].value for key in sorted(self.keys) if key.startswith(_ENTRIES)]
+
+    def _revision(self, key: str) -> int:
+        found = self.keys.get(key)
+        return 0 if found is None else found.revision
+
+
+class _Request:
+    """One request; its answer counts until it is given up."""
+
+    __slots__ = ("is_over",)
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+
+class Seat:
+    """A coordinator's right to write, and how it does.
+
+    Args:
+        crew: store and network.
+        candidate: whose process the coordinator was.
+        term: what it holds.
+        entries: that stand in the store.
+    """
+
+    entry_class = EntryWrite
+
+    def __init__(self, crew: "Crew", candidate: "SimCandidate", term: Holder, entries: list[bytes]) -> None:
+        self.candidate = candidate
+        self.term = term
+        self.writer = crew.number_of_writer()
+        self.records = [crew.contents[value][2] for value in entries]
+        self._crew = crew
+        self._length = len(entries)
+        self._num_written = 0
+
+    def persist(self, coordinator: "SimCoordinator", record: Record) -> None:
+        """Writes a record; the coordinator waits until it stands in the store (H5)."""
+        self._crew.world.hold(coordinator)
+        self.write(coordinator, record)
+
+    def write(self, coordinator: "SimCoordinator", record: Record) -> None:
+        """Sends an entry, once and again."""
+        entry = self.entry_class(self.term, f"{_ENTRIES}{self._length:08d}", self._value(record))
+        self._ask(coordinator, entry, record)
+
+    def _value(self, record: Record) -> bytes:
+        """With a nonce that no other entry has."""
+        self._num_written += 1
+        value = f"{self.writer}.{self._num_written}".encode()
+        self._crew.contents[value] = (self.writer, self._num_written, record)
+        return value
+
+    def _ask(self, coordinator: "SimCoordinator", entry: EntryWrite, record: Record) -> None:
+        crew = self._crew
+        asked = partial(crew.store.transact, entry.transaction())
+        crew.ask(coordinator, asked, partial(self._on_answer, coordinator, entry, record))
+
+    def _on_answer(
+        self, coordinator: "SimCoordinator", entry: EntryWrite, record: Record, outcome: Outcome | None
+    ) -> None:
+        if outcome is None:
+            self.not_answered(coordinator, entry, record)
+            return
+        written = entry.judge(outcome)
+        if written is Written.FENCED:
+            self._crew.fenced(coordinator)
+            return
+        assert written is Written.YES, f"entry {self._length} of term {self.term.term}: {written.value}"
+        self._length += 1
+        self._crew.world.release(coordinator)
+
+    def not_answered(self, coordinator: "SimCoordinator", entry: EntryWrite, record: Record) -> None:
+        """The same is said again (H6)."""
+        self._ask(coordinator, entry, record)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether another coordinator has taken over; the coordinator itself may not know it yet."""
+        standing = self._crew.store.keys.get(TERM)
+        return standing is None or standing.revision != self.term.revision
+
+
+class SimCandidate:
+    """A candidate's agent with its process, which waits, claims the job, and becomes a coordinator.
+
+    Args:
+        crew: store and network.
+        number: the first one's agent has founded the job.
+    """
+
+    id = -1
+    claim_class = Claim
+
+    def __init__(self, crew: "Crew", number: int) -> None:
+        self.dead = False
+        self.is_claiming = False
+        self._crew = crew
+        self._number = number
+        self._name = f"{number}/1"
+        self._process = 0
+        self._num_claims = 0
+
+    def start(self) -> None:
+        """Starts another process."""
+        self._process += 1
+        self.is_claiming = False
+        if not self.dead:
+            self._watch = Watch(self._name, founds=self._number == 0)
+            self._look(self._process)
+
+    def kill(self) -> None:
+        """Its process ends; another one is started."""
+        self._process += 1
+        self.is_claiming = False
+        world = self._crew.world
+        world.after(world.conditions.restart_delay, self, self.start)
+
+    def _ask(self, process: int, do: Callable[[], _T], answered: Callable[[int, _T | None], None]) -> None:
+        if process == self._process:
+            self._crew.ask(self, do, partial(self._on_answer, process, answered), is_instant=self.is_claiming)
+
+    def _on_answer(self, process: int, answered: Callable[[int, _T | None], None], found: _T | None) -> None:
+        if process == self._process:
+            answered(process, found)
+
+    def _look(self, process: int) -> None:
+        asked = self._crew.world.now
+        looking = Transaction(reads=(TERM, BEAT))
+        self._ask(process, partial(self._crew.store.transact, looking), partial(self._looked, asked))
+
+    def _looked(self, asked: int, process: int, outcome: Outcome | None) -> None:
+        world, watch = self._crew.world, self._watch
+        if outcome is None:
+            watch.missed()
+            world.after(RETRY, self, self._look, process)
+            return
+        term, beat = outcome.found
+        seen = Seen(holder_of(term), 0 if beat is None else beat.revision)
+        watch.looked(seen, asked * UNIT_S, world.now * UNIT_S)
+        if not watch.is_due(world.now * UNIT_S):
+            world.after(_POLL, self, self._look, process)
+            return
+        self._num_claims += 1
+        self.is_claiming = True
+        self._claim(self.claim_class(self._name, f"{self._process}.{self._num_claims}", watch.holder), process)
+
+    def _claim(self, claim: Claim, process: int) -> None:
+        asked = partial(self._crew.store.transact, claim.transaction())
+        self._ask(process, asked, partial(self._claimed, claim))
+
+    def _claimed(self, claim: Claim, process: int, outcome: Outcome | None) -> None:
+        if outcome is None:
+            self._claim(claim, process)
+            return
+        won = claim.judge(outcome)
+        if won is not None:
+            self._read(won, process)
+            return
+        self.is_claiming = False
+        self._watch.failed(self._crew.world.now * UNIT_S)
+        self._look(process)
+
+    def _read(self, won: Holder, process: int) -> None:
+        self._ask(process, self.entries, partial(self._found, won))
+
+    def entries(self) -> list[bytes]:
+        """What a linearizable read finds."""
+        return self._crew.store.entries()
+
+    def _found(self, won: Holder, process: int, entries: list[bytes] | None) -> None:
+        if entries is None:
+            self._read(won, process)
+            return
+        self.is_claiming = False
+        self._crew.lead(self, won, entries)
+
+
+class Crew:
+    """The candidates of a job, their store, and the way to it.
+
+    Args:
+        world: time and processes.
+        candidate_class, seat_class: of each.
+        make_coordinator: starts a coordinator's life.
+    """
+
+    def __init__(
+        self,
+        world: "World",
+        *,
+        candidate_class: type[SimCandidate],
+        seat_class: type[Seat],
+        make_coordinator: Callable[[Seat], "SimCoordinator"],
+    ) -> None:
+        self.world = world
+        self.store = RemoteStore()
+        self.store.on_entry = self._on_entry
+        self.store.on_claim = lambda holder: world.see.claimed(holder.term)
+        self.contents: dict[bytes, tuple[int, int, Record]] = {}
+        """Value of an entry -> number of its writer, which of its writes, and the record."""
+        self._seat_class = seat_class
+        self._make_coordinator = make_coordinator
+        self._until = {"lost": 0, "mute": 0, "late": 0}
+        """Kind of fault -> until when it lasts."""
+        self._num_writers = 0
+        self._shut: dict[Any, int] = {}
+        """Process -> until when it cannot reach the store."""
+        self.candidates = [candidate_class(self, number) for number in range(world.conditions.candidates)]
+
+    def start(self) -> None:
+        """The job begins."""
+        for candidate in self.candidates:
+            self.world.after(0, candidate, candidate.start)
+
+    @property
+    def records(self) -> list[Record]:
+        """That stand in the store."""
+        return [self.contents[value][2] for value in self.store.entries()]
+
+    def _on_entry(self, value: bytes) -> None:
+        writer, number, record = self.contents[value]
+        self.world.see.persisted(writer, number, record)
+        if isinstance(record, Decision):
+            self.world.see.decided(record)
+
+    # ---------------------------------------------------------------------------------------------------- the network
+
+    def ask(
+        self, asker: Any, do: Callable[[], _T], answered: Callable[[_T | None], None], *, is_instant: bool = True
+    ) -> None:
+        """Asks the store for something.
+
+        Args:
+            asker: the process.
+            do: what the store does when the request arrives.
+            answered: called with the answer; None: there was none in time.
+            is_instant: whether a fault may strike just before.
+        """
+        world, now = self.world, self.world.now
+        if is_instant:
+            world.tick(asker)
+        request = _Request()
+        world.at(TIMEOUT, self._time_out, asker, request, answered)
+        if max(self._until["lost"], self._shut.get(asker, 0)) > now:
+            return
+        is_late = self._until["late"] > now
+        arrives = self._until["late"] - now + TIMEOUT if is_late else world.delay() + world.conditions.store_delay
+        is_heard = not is_late and self._until["mute"] <= now
+        world.at(arrives, self._arrive, asker, do, request, answered, is_heard)
+
+    def _arrive(
+        self, asker: Any, do: Callable[[], _T], request: _Request, answered: Callable[[_T], None], is_heard: bool
+    ) -> None:
+        answer = do()
+        if is_heard:
+            self.world.at(self.world.delay(), self._answer, asker, request, answered, answer)
+
+    def _answer(self, asker: Any, request: _Request, answered: Callable[[_T], None], answer: _T) -> None:
+        if not request.is_over:
+            request.is_over = True
+            self.world.deliver(asker, answered, answer)
+
+    def _time_out(self, asker: Any, request: _Request, answered: Callable[[None], None]) -> None:
+        self._answer(asker, request, answered, None)
+
+    # --------------------------------------------------------------------------------------------------- coordinators
+
+    def lead(self, candidate: SimCandidate, term: Holder, entries: list[bytes]) -> None:
+        """A candidate's process is the coordinator from now on, and has read these entries."""
+        seat = self._seat_class(self, candidate, term, entries)
+        coordinator = self._make_coordinator(seat)
+        self._beat(coordinator, seat)
+        self.world.serve(coordinator)
+
+    def number_of_writer(self) -> int:
+        """Of a new coordinator."""
+        self._num_writers += 1
+        return self._num_writers
+
+    def _beat(self, coordinator: "SimCoordinator", seat: Seat) -> None:
+        """In a thread of its own: it goes on while the coordinator waits for the store."""
+        world = self.world
+        if coordinator.dead or world.outcome:
+            return
+        if not world.is_stopped(coordinator):
+            value = f"{seat.term.term}@{world.now}".encode()
+            beat = Transaction(((TERM, seat.term.revision),), puts=((BEAT, value),), reads=(TERM,))
+            asked = partial(self.store.transact, beat)
+            self.ask(coordinator, asked, partial(self._on_beat, coordinator), is_instant=False)
+        world.at(_BEAT, self._beat, coordinator, seat)
+
+    def _on_beat(self, coordinator: "SimCoordinator", outcome: Outcome | None) -> None:
+        if outcome is not None and not outcome.succeeded:
+            self.fenced(coordinator)
+
+    def fenced(self, coordinator: "SimCoordinator") -> None:
+        """A coordinator has learned that another one has taken over."""
+        assert coordinator.seat is not None
+        self.world.say(f"coordinator of term {coordinator.core.term} ends: the store takes nothing of it")
+        self.world.see.fenced(coordinator.seat.writer)
+        self.world.end_coordinator(coordinator)
+
+    def ended(self, coordinator: "CoordinatorActor") -> None:
+        """A coordinator's process has ended; its agent starts another one."""
+        assert coordinator.seat is not None
+        world, candidate = self.world, coordinator.seat.candidate
+        world.after(world.conditions.restart_delay, candidate, candidate.start)
+
+    # --------------------------------------------------------------------------------------------------------- faults
+
+    def strike(self, fault: ScheduledFault) -> None:
+        """Something happens to the store, or to the way to it."""
+        until = self.world.now + fault.duration
+        if fault.kind == "shut":
+            coordinator = self.world.coordinator
+            if coordinator is not None:
+                self._shut[coordinator] = until
+        else:
+            self._until[fault.kind] = max(self._until[fault.kind], until)
+
+    def kill_process(self) -> None:
+        """The process of a candidate that claims the job ends."""
+        for candidate in self.candidates:
+            if candidate.is_claiming:
+                candidate.kill()
+
+    def kill_host(self, coordinator: "CoordinatorActor | None") -> None:
+        """The coordinator's host is lost, if there is another candidate."""
+        if coordinator is not None and sum(not candidate.dead for candidate in self.candidates) > 1:
+            assert coordinator.seat is not None
+            coordinator.seat.candidate.dead = True
+            self.world.end_coordinator(coordinator)
