@@ -25,7 +25,7 @@ from elaswave.control.job_spec import check_data, check_shared, config_digest
 from elaswave.control.key_files import JobKey
 from elaswave.control.launcher import open_data, outcome_of
 from elaswave.control.local_job import LocalJob, refusal
-from elaswave.control.open_store import find_earlier, remove_earlier
+from elaswave.control.open_store import FILE, find_earlier, remove_earlier
 from elaswave.control.post import Post, new_incarnation
 from elaswave.control.wire import agent_id
 from elaswave.data.fingerprint import fingerprint_of_all
@@ -214,7 +214,7 @@ def _found(host: _Host, held: HeldPort, prepare: Callable[[], None]) -> None:
         job=options.job,
         network=agent_network(config.net, host.seeds, 0),
         kept_port=held.port,
-        is_candidate=len(host.seeds) > 1,
+        is_candidate=len(host.seeds) > 1 and config.control.store != FILE,
         leave_s=options.leave_s if len(host.seeds) > 1 else None,
     )
     job_options = JobOptions(
@@ -258,7 +258,7 @@ def _follow(
         founds=False,
         network=network,
         kept_port=None if held is None else held.port,
-        is_candidate=held is not None,
+        is_candidate=held is not None and config.control.store != FILE,
         leave_s=options.leave_s,
     )
     lost_output = run_dir / LOGS_DIR / f"{options.node}-{TERMINAL_LOG}"
