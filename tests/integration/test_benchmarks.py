@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.etcd_processes import needs_etcd
 
 from elaswave.planning.policies import POLICIES, PREDICTED_ONLY
 
@@ -45,6 +46,13 @@ def test_throughput_is_compared_with_plain_transformers_which_learns_the_same() 
     for row in document["rows"]:
         assert row["plain_tokens_per_s"] > 0 and row["elaswave_tokens_per_s"] > 0
         assert abs(row["plain_loss"] - row["elaswave_loss"]) < 1e-4, "dropout is off"
+
+
+@pytest.mark.slow
+@needs_etcd
+def test_new_coordinators_are_waited_for() -> None:
+    document = run("new_coordinator.py", "--rounds", "1", "--kinds", "process", "leader")
+    assert [(row["kind"], row["median_s"] > 0) for row in document["rows"]] == [("process", True), ("leader", True)]
 
 
 @pytest.mark.slow
