@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.property.layouts import layouts
 
+from elaswave.planning.layout import make_layout
 from elaswave.planning.recovery import choose_followers, promote, survivor_layout
 from elaswave.planning.target_placement import target_placement
 from elaswave.state.domains import hosts_of, sites_of
@@ -37,7 +38,9 @@ def test_any_host_can_be_lost_and_then_any_other(job, data):
     assert survives_any_host(placement, layout, len(blocks))
     while len(hosts := hosts_of(layout)) > 1:
         lost = set(hosts[data.draw(st.sampled_from(sorted(hosts)), label="lost")])
+        left = {worker: host for worker, host in layout.domain_of.items() if worker not in lost}
         layout = survivor_layout(layout, lost)
+        assert layout.domain_of == left, "survivors are where they were"
         found = promote(placement, blocks, layout, lambda _, worker, lost=lost: worker not in lost)
         assert not found.orphans
         placement, before = found.placement, None
@@ -82,6 +85,18 @@ def test_a_target_keeps_each_block_on_two_hosts_and_is_its_own_target(job, data)
     assert survives_any_host(target, layout, len(blocks))
     if num_followers == 1:
         assert target == target_placement(layout, blocks, target, **arguments)
+
+
+def test_a_target_has_copies_on_three_hosts_where_there_are_three():
+    """Partners alone put a block on two of them."""
+    layout = make_layout(widths=[3, 3], layers_per_stage=[1, 1], num_microbatches=3)
+    blocks = make_blocks([60, 60], 5)
+    before = place_blocks(layout, blocks, num_followers=2, scatter_width=2)
+    names = dict(enumerate("abcabc"))
+    target = target_placement(
+        replace(layout, domains=tuple(names.items())), blocks, before, num_followers=2, scatter_width=2
+    )
+    assert all(len({names[worker] for worker in target.holders(block.id)}) == 3 for block in blocks)
 
 
 @given(jobs(), st.data())

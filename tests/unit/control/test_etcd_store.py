@@ -122,6 +122,27 @@ def test_what_a_replaced_coordinator_has_sent_is_not_written_when_it_arrives_lat
     assert world.texts() == ["one", "two"]
 
 
+def test_a_replaced_coordinator_writes_nothing_though_its_successor_has_written_nothing_yet(world: World) -> None:
+    """Its place in the journal is still free: only the term says that it must not write."""
+    gateway = FakeGateway(world.etcd)
+    first = world.open(gateway)
+    first.append(Said("one"))
+    successors: list[EtcdStore[Record]] = []
+
+    def taken_over_meanwhile(gateway: FakeGateway, path: str, body: bytes) -> None:
+        gateway.late.append((path, body))
+        successors.append(world.open())
+        raise TimeoutError
+
+    gateway.faults = [taken_over_meanwhile]
+    with pytest.raises(SupersededError):
+        first.append(Said("late"))
+    gateway.arrive()
+    (successor,) = successors
+    successor.append(Said("two"))
+    assert world.texts() == ["one", "two"]
+
+
 def test_a_record_that_arrived_before_the_take_over_is_read_by_the_successor(world: World) -> None:
     gateway = FakeGateway(world.etcd)
     first = world.open(gateway)

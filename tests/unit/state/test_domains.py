@@ -7,7 +7,7 @@ import pytest
 
 from elaswave.planning.layout import make_layout
 from elaswave.state.domains import deal_over_hosts, domains_of, hosts_of, label_members
-from elaswave.state.placement import FollowerChooser, make_blocks, partners_under, place_blocks
+from elaswave.state.placement import FollowerChooser, make_blocks, place_blocks
 
 
 def layout_of(widths, labels=None, **values):
@@ -72,7 +72,8 @@ def test_copies_are_in_two_racks_where_there_are_two():
 def test_a_domain_without_a_copy_comes_before_the_stage():
     """The one host without a copy is that of a worker inside of the stage, where a second copy does not belong."""
     layout = layout_of([3, 2], ["a", "b", "c", "a", "b"])
-    chooser = FollowerChooser(layout.workers, partners_under(layout, 1), 1, domains_of(layout))
+    chooser = FollowerChooser(layout.workers, {0: (1,)}, 1, domains_of(layout))
+    assert not chooser.lacks_partner(0, (1,)), "it is about a second copy"
     assert chooser.candidates((0, 1, 2), 0, (1,)) == (2,)
 
 
