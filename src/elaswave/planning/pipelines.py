@@ -129,7 +129,7 @@ def mixed_pipelines(
                 except InfeasiblePlan:
                     continue
                 found = sorted([*found, (seconds, allocation, str(mix))], key=lambda each: each[0])[:most]
-    return [(allocation, f"pipelines x workers of each: {mix}") for _, allocation, mix in found]
+    return [(_joined(allocation), f"pipelines x workers of each: {mix}") for _, allocation, mix in found]
 
 
 def _mixes(crew: Crew, speeds: Sequence[float], num_layers: int, *, leave_out: bool) -> list[_Mix]:
@@ -394,6 +394,26 @@ class _Placing:
             for worker, (_, group, stage) in zip(pool, sorted(wanted), strict=True):
                 columns[group][stage].append(worker)
         return [[np.sort(np.array(own, dtype=np.int64)) for own in stages] for stages in columns]
+
+
+def _joined(allocation: Allocation) -> Allocation:
+    """Pipelines of a single stage as one chain: whatever their workers' speeds, a layout has one such stage, whose
+    workers take its micro-batches in any order."""
+    single = [chain for chain in allocation.chains if len(chain.stages) == 1]
+    if len(single) < 2:
+        return allocation
+    shares = [chain.stages[0] for chain in single]
+    workers = np.concatenate([share.workers for share in shares])
+    order = np.argsort(workers)
+    share = replace(
+        shares[0],
+        workers=workers[order],
+        num_microbatches=np.concatenate([share.num_microbatches for share in shares])[order],
+        levels=np.concatenate([share.levels for share in shares])[order],
+    )
+    one = replace(single[0], stages=(share,), num_microbatches=sum(chain.num_microbatches for chain in single))
+    chains = [one if chain is single[0] else chain for chain in allocation.chains if chain not in single[1:]]
+    return replace(allocation, chains=tuple(chains))
 
 
 def _one_of_each_s(cluster: Cluster, costs: Costs, allocation: Allocation, followers: int, within_s: float) -> float:

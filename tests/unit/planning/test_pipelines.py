@@ -12,14 +12,17 @@ from tests.property.clusters import make_cluster, make_costs
 from tests.unit.planning_cases import plan
 
 from elaswave.costs.machines import ClusterEvent
+from elaswave.costs.step_time.exact import time_programs
+from elaswave.costs.step_time.work import durations_of
 from elaswave.planning.apportionment import apportion_pipelines
 from elaswave.planning.fault_free import fault_free
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.options import Options
 from elaswave.planning.pipelines import Crew, mixed_pipelines, ranges_of
-from elaswave.planning.plan import Allocation, Chain, StageShare
+from elaswave.planning.plan import Allocation, Chain, StageShare, levels_of
 from elaswave.planning.prediction import time_within_memory
-from elaswave.planning.routes import make_routes
+from elaswave.planning.programs import compile_programs
+from elaswave.planning.routes import allocation_of, make_routes
 from elaswave.planning.templates import template_beside, template_of_few
 
 
@@ -180,6 +183,35 @@ def test_a_pipelines_layers_are_split_by_the_speeds_of_its_workers():
     assert found == (((0, 4), (4, 6)), (1.0, 0.5))
     front_heavy = make_costs([4.0, 1.0, 1.0])
     assert template_beside(front_heavy, (1.0, 0.5), frozenset()) == (((0, 1), (1, 3)), (1.0, 0.5))
+
+
+def test_pipelines_of_one_stage_are_one_chain():
+    """A layout has one such stage, and its micro-batches go to all of its workers in turn: what was predicted chain by
+    chain would be of another order."""
+    cluster, costs = make_cluster([0.5, 0.5, 0.5, 0.5, 0.75]), make_costs([0.25] * 5)
+    before = fault_free(cluster, costs, 5, 1, 5)
+    left, event = cluster.without((0,)), ClusterEvent(kind="lost", workers=(0,))
+    found = plan(left, costs, before, event, options=Options(share_layers=False), axes=frozenset({"graph"}))
+    (chain,) = found.allocation.chains
+    (stage,) = chain.stages
+    assert stage.workers.tolist() == [1, 2, 3, 4] and stage.num_microbatches.tolist() == [1, 1, 1, 2]
+    assert chain.num_microbatches == 5 and chain.cuts == ()
+    layout = make_routes(found.allocation, costs, left)
+    again = allocation_of(layout, found.allocation.schedule, levels_of(found.allocation))
+    assert make_routes(again, costs, left) == layout
+    programs = compile_programs(layout, found.allocation.schedule)
+    durations = durations_of(costs.layer_s, left.speed_of())
+    assert time_programs(layout, programs, durations).step_s == pytest.approx(found.predicted_step_s)
+
+
+def test_single_stages_are_joined_beside_deeper_pipelines():
+    cluster, costs = make_cluster([1.0, 0.5, 0.25, 1.0, 1.0]), make_costs([1.0] * 4)
+    before = fault_free(make_cluster([1.0] * 5), costs, 1, 5, 20)
+    _, found = mixes_after(cluster, costs, before, [], most=200)
+    for allocation, _ in found:
+        allocation.check()
+        assert sum(len(chain.stages) == 1 for chain in allocation.chains) <= 1
+    assert any(len(allocation.chains) > 1 for allocation, _ in found)
 
 
 def test_workers_may_be_left_over():
