@@ -13,6 +13,7 @@ from elaswave.costs.machines import Cluster, ClusterEvent
 from elaswave.costs.recovery_times import RecoveryTimes
 from elaswave.errors import InfeasiblePlan, UsageError
 from elaswave.planning.baselines.common import make_plan, rectangle
+from elaswave.planning.placed_blocks import num_blocks
 from elaswave.planning.plan import Allocation, Plan
 from elaswave.planning.policies import OWN_STEPS, POLICIES, SPARES
 from elaswave.sim.cluster.failures import DAY_S, ClusterChange, Rates, Scenario, draw
@@ -122,7 +123,7 @@ def test_the_effective_training_time_ratio_by_hand():
     assert waits.ettr == pytest.approx(0, abs=1e-6)  # what was done in the hour was lost with all copies
     half = run(scenario(lost(5000.0, 0)), "recycle_rerouting")
     assert half.ettr == pytest.approx(
-        1 - (NO_STALL.at(7, COSTS.state_bytes).recover_s + half.undisturbed_step_s / 2) / 36_000
+        1 - (NO_STALL.at(7, num_blocks(COSTS)).recover_s + half.undisturbed_step_s / 2) / 36_000
     )
 
 
@@ -133,7 +134,7 @@ def test_half_of_an_interrupted_step_is_lost_and_none_of_a_drained_one():
     assert run(scenario(drained), "recycle_rerouting").lost_work_s == 0
     during_the_pause = run(scenario(lost(5000.0, 0), lost(5000.01, 5)), "recycle_rerouting")
     assert during_the_pause.lost_work_s == pytest.approx(outcome.undisturbed_step_s / 2)
-    assert during_the_pause.pauses_s["lost"] == pytest.approx(0.01 + NO_STALL.at(6, COSTS.state_bytes).recover_s)
+    assert during_the_pause.pauses_s["lost"] == pytest.approx(0.01 + NO_STALL.at(6, num_blocks(COSTS)).recover_s)
 
 
 def test_torchft_does_less_with_a_smaller_batch():

@@ -244,9 +244,10 @@ class ElasticConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     devices' memory asks for."""
     block_size: Annotated[int, Meta(ge=32, multiple_of=32)] | None = None
     """Elements of a block, the unit of ownership and verification; unset: 16384, in models of 4 M parameters and more
-    up to 65536."""
+    up to 65536, and above 17 billion more, so that there are at most some 262144 blocks."""
     refill_bytes_per_step: Annotated[int, Meta(ge=1)] = 4 << 20
-    """After a loss, bytes of state that a worker sends during one step, and receives, to make new copies of blocks."""
+    """After a loss, bytes of state that a worker sends during one step, and receives, to make new copies of blocks; at
+    least a block."""
     copy_bytes_per_step: Annotated[int, Meta(ge=1)] | None = None
     """Bytes of state that a worker sends during one step, and receives, when blocks move to other workers by plan;
     unset: what makes a step at most 5 % longer, as measured."""

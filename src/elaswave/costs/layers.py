@@ -153,11 +153,6 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         sums["busy_s"] = sums["forward_s"] + sums["input_gradient_s"] + sums["weight_gradient_s"]
         return sums
 
-    @property
-    def state_bytes(self) -> float:
-        """Masters and optimizer slots of the model, once."""
-        return float(self.prefix["optimizer_bytes"][-1])
-
     @cached_property
     def border_bytes(self) -> np.ndarray:
         """What goes to each layer from the one before it, float64 [num_layers + 1]; 0 at both ends of the model."""

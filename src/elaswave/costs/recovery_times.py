@@ -23,9 +23,9 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True):
     agree_s: float = 19e-6
     """Of the one coordinator for every worker: it hears all survivors' reports, decides, and sends the decision.
     Measured with benchmarks/agreement.py: 75 ms at 4,096 workers, 34 ms at 1,024."""
-    agree_state_s: float = 2.3e-12
-    """The same for every byte of masters and optimizer slots: it looks at every block, of 65,536 elements of 12 bytes,
-    for 1.8 us. The same benchmark, Llama-2 70B at 1,024 workers: 1.9 s."""
+    agree_block_s: float = 1.8e-6
+    """The same for every block of the model, all of which it looks at. The same benchmark, a million blocks at 1,024
+    workers: 1.9 s."""
     agree_send_s: float = 1.6e-9
     """For every pair of workers: a decision goes to each, over a link of 100 Gbit/s of the coordinator's (an
     assumption), and is 20 bytes long for each that it names. The same benchmark: 87 KB, compressed, at 4,096."""
@@ -75,20 +75,20 @@ class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True):
         if problems:
             raise ValueError("pauses are impossible: " + "; ".join(problems))
 
-    def at(self, num_workers: int, state_bytes: float = 0.0) -> "RecoveryTimes":
+    def at(self, num_workers: int, num_blocks: int = 0) -> "RecoveryTimes":
         """The pauses of a job of so many workers, all in the constants.
 
         Args:
             num_workers: that agree.
-            state_bytes: masters and optimizer slots of the model, once.
+            num_blocks: of the model.
         """
-        grown_s = num_workers * (self.agree_s + self.agree_send_s * num_workers) + self.agree_state_s * state_bytes
+        grown_s = num_workers * (self.agree_s + self.agree_send_s * num_workers) + self.agree_block_s * num_blocks
         return msgspec.structs.replace(
             self,
             recover_s=self.recover_s + grown_s,
             join_s=self.join_s + grown_s,
             agree_s=0.0,
-            agree_state_s=0.0,
+            agree_block_s=0.0,
             agree_send_s=0.0,
         )
 

@@ -12,19 +12,34 @@ long, and second followers are dealt in turn among those who may be one.
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 
+from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster
 from elaswave.costs.memory import DEFAULT_FOLLOWERS
 from elaswave.planning.plan import Allocation
 from elaswave.planning.replication import LayerRange, has, layer_ranges, place_of
 from elaswave.planning.scatter_width import DEFAULT_SCATTER_WIDTH
 from elaswave.state.partners import Partners, choose_partners
-from elaswave.state.placement import FollowerChooser
+from elaswave.state.placement import FollowerChooser, default_block_size
 
 CHOSEN_MAX = 1024
 """Workers up to which further followers are chosen as the engine does."""
+_ELEMENT_BYTES = 12
+"""Of master and optimizer slots of an element, with AdamW."""
+
+
+def num_blocks(costs: Costs) -> int:
+    """How many blocks the engine cuts a model into whose configuration gives no size of them.
+
+    Args:
+        costs: of its layers.
+    """
+    elements = [layer.optimizer_bytes / _ELEMENT_BYTES for layer in costs.layers]
+    size = default_block_size(round(sum(elements)))
+    return sum(ceil(each / size) for each in elements)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from elaswave.planning import planner
 from elaswave.planning.baselines import full_restart, oobleck, recycle, torchft
 from elaswave.planning.declared import declared_replication
 from elaswave.planning.options import Options
+from elaswave.planning.placed_blocks import num_blocks
 from elaswave.planning.plan import Allocation, Plan, Planner
 from elaswave.planning.prediction import EXACT_WORKERS
 from elaswave.planning.replication import Replication
@@ -125,8 +126,8 @@ def _by_number(
     planner: Callable[..., Plan],
     times: RecoveryTimes,
 ) -> Plan:
-    """A baseline with the pauses of as many workers, and as much state, as there are."""
-    return planner(cluster, costs, allocation, event, times=times.at(cluster.num_workers, costs.state_bytes))
+    """A baseline with the pauses of as many workers, and as many blocks, as there are."""
+    return planner(cluster, costs, allocation, event, times=times.at(cluster.num_workers, num_blocks(costs)))
 
 
 def _elaswave(
@@ -140,7 +141,7 @@ def _elaswave(
     times: RecoveryTimes,
 ) -> Plan:
     """ElasWave's planner, with the baselines' plans as candidates where there is time for them."""
-    times = times.at(cluster.num_workers, costs.state_bytes)
+    times = times.at(cluster.num_workers, num_blocks(costs))
     options = replace(options, pause_s=times.recover_s, join_pause_s=times.join_s)
     few = cluster.num_workers <= BASELINES_UP_TO
     return planner.plan(cluster, costs, allocation, event, options=options, baselines=baselines if few else ())

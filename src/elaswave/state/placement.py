@@ -27,6 +27,8 @@ DEFAULT_BLOCK_SIZE = 16384
 _LARGEST_DEFAULT_BLOCK_SIZE = 4 * DEFAULT_BLOCK_SIZE
 """A block's gradient, master and optimizer state just fit a core's own cache."""
 _ENOUGH_BLOCKS = 128
+_MANY_BLOCKS = 1 << 18
+"""The coordinator looks at every block when a worker is lost: at so many for half a second."""
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
@@ -75,13 +77,16 @@ def default_block_size(num_elements: int) -> int:
     """The block size of a model of which none was asked for.
 
     Small blocks are dealt out evenly; large ones cost less, since all that is done per block is done less often (an
-    update takes 1.5 instead of 2.4 ms per million parameters). So: as large as leaves enough blocks to deal out.
+    update takes 1.5 instead of 2.4 ms per million parameters). So: as large as leaves enough blocks to deal out, and
+    as fits a core's cache. Models of more than 17 billion elements have larger ones, so that their number is bounded.
 
     Args:
         num_elements: of all layers' flat storage.
     """
     size = DEFAULT_BLOCK_SIZE
     while size < _LARGEST_DEFAULT_BLOCK_SIZE and num_elements >= 2 * size * _ENOUGH_BLOCKS:
+        size *= 2
+    while num_elements > size * _MANY_BLOCKS:
         size *= 2
     return size
 

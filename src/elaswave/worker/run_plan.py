@@ -193,21 +193,29 @@ class RunPlan:
     @property
     def refill_elements(self) -> int:
         """The most elements of new copies that an owner sends, and a worker receives, in a step, to make up for missing
-        followers."""
-        return self.config.elastic.refill_bytes_per_step // self._element_bytes
+        followers; at least a block, so that all owners can send at once."""
+        return max(self.config.elastic.refill_bytes_per_step // self._element_bytes, self._block_elements)
 
     @property
     def move_elements(self) -> int:
         """The same when blocks move as a plan asks for, to begin with."""
         elastic = self.config.elastic
-        return (elastic.copy_bytes_per_step or elastic.refill_bytes_per_step) // self._element_bytes
+        given = (elastic.copy_bytes_per_step or elastic.refill_bytes_per_step) // self._element_bytes
+        return max(given, self._block_elements)
 
     @property
     def move_bounds(self) -> tuple[int, int]:
         """What that may become by what is measured."""
         fixed = self.config.elastic.copy_bytes_per_step
         least, most = (MOVE_BYTES_MIN, MOVE_BYTES_MAX) if fixed is None else (fixed, fixed)
-        return least // self._element_bytes, most // self._element_bytes
+        return max(least // self._element_bytes, self._block_elements), max(
+            most // self._element_bytes, self._block_elements
+        )
+
+    @property
+    def _block_elements(self) -> int:
+        """Of the largest block."""
+        return max((block.num_elements for block in self.blocks), default=0)
 
     @property
     def _element_bytes(self) -> int:

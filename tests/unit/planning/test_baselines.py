@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.planning_cases import layers, machines, predict
 
+from elaswave.config.presets import device_preset, model_shape
+from elaswave.costs.analytic import PARAMETER_BYTES, analytic_costs
 from elaswave.costs.layers import Costs
 from elaswave.costs.machines import Cluster, ClusterEvent, FrequencyLevel
 from elaswave.costs.recovery_times import WORKER_S_BETWEEN_LOSSES, RecoveryTimes
@@ -21,12 +23,14 @@ from elaswave.planning.baselines import full_restart, oobleck, recycle, torchft
 from elaswave.planning.baselines.common import balanced_ranges, copy_s, rectangle
 from elaswave.planning.layout import validate_layout
 from elaswave.planning.pipelines import ranges_of
+from elaswave.planning.placed_blocks import num_blocks
 from elaswave.planning.plan import Allocation, Plan, StateTransfer, at_levels, levels_of
 from elaswave.planning.policies import CANDIDATES, POLICIES, PREDICTED_ONLY, make_policies
 from elaswave.planning.prediction import estimate
 from elaswave.planning.programs import compile_programs
 from elaswave.planning.routes import make_routes
 from elaswave.planning.validation import validate_programs
+from elaswave.state.placement import default_block_size, make_blocks
 
 BASELINES = {name: planner for name, planner in make_policies().items() if name != "elaswave"}
 normalized = partial(recycle.plan, staggered_optimizer=False)
@@ -586,8 +590,7 @@ def test_pauses_grow_with_the_number_of_workers_for_all_that_run_on_this_engine(
     """With what the coordinator does for each worker and block, and sends to each; torchft has its own."""
     times, fixed = RecoveryTimes(), RecoveryTimes().recover_s
     assert times.at(4096).recover_s - fixed == pytest.approx(0.075 + 4096 * 4096 * 20 / 12.5e9, rel=0.05), "measured"
-    state_bytes = 1_052_561 * 65_536 * 12
-    assert times.at(1024, state_bytes).recover_s - fixed == pytest.approx(1.915, rel=0.05), "measured"
+    assert times.at(1024, 1_052_561).recover_s - fixed == pytest.approx(1.915, rel=0.05), "measured"
     assert times.at(4096).join_s - times.join_s == pytest.approx(times.at(4096).recover_s - fixed)
     assert RecoveryTimes().at(4).at(8) == RecoveryTimes().at(4)
     costs = layers(1, 1, 1, 1)
@@ -595,13 +598,22 @@ def test_pauses_grow_with_the_number_of_workers_for_all_that_run_on_this_engine(
         cluster, before = begin(number, 2, 2 * number, costs)
         event = ClusterEvent(kind="lost", workers=(1,))
         left = cluster.without([1])
-        expected_s = RecoveryTimes().at(number - 1, costs.state_bytes).recover_s
+        expected_s = RecoveryTimes().at(number - 1, num_blocks(costs)).recover_s
         for name in ("elaswave", "recycle_rerouting"):
             found = POLICIES[name](left, costs, before, event)
             moves_s = RecoveryTimes().move_s if found.transfers else 0.0
             assert found.predicted_pause_s == pytest.approx(expected_s + moves_s)
         assert POLICIES["oobleck"](left, costs, before, event).predicted_pause_s > expected_s
         assert POLICIES["torchft"](left, costs, before, event).predicted_pause_s == RecoveryTimes().torchft_recover_s
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"), [("gpt2-small", 2_498), ("llama-2-13b", 198_641), ("llama-2-70b", 131_641)]
+)
+def test_pauses_count_the_blocks_that_the_engine_cuts(model, expected):
+    costs = analytic_costs(model_shape(model), device_preset("h100"))
+    sizes = [int(layer.parameter_bytes // PARAMETER_BYTES) for layer in costs.layers]
+    assert num_blocks(costs) == len(make_blocks(sizes, default_block_size(sum(sizes)))) == expected
 
 
 def test_power_that_lost_workers_leave_raises_everybodys_clocks():

@@ -60,8 +60,16 @@ def test_impossible_blocks_are_refused(sizes, block_size, message):
 def test_larger_models_have_larger_blocks_but_enough_of_them():
     sizes = {num_elements: default_block_size(num_elements) for num_elements in (0, 870_000, 5_000_000, 10_000_000)}
     assert list(sizes.values()) == [DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE, 2 * DEFAULT_BLOCK_SIZE, 65536]
-    assert default_block_size(10**12) == 65536
+    assert default_block_size(17 * 10**9) == 65536
     assert all(num_elements / size >= 128 for num_elements, size in sizes.items() if size > DEFAULT_BLOCK_SIZE)
+
+
+def test_the_number_of_blocks_of_the_largest_models_is_bounded():
+    """The coordinator looks at each of them after a loss."""
+    for num_elements in (18 * 10**9, 70 * 10**9, 10**12, 10**13):
+        size = default_block_size(num_elements)
+        assert 2**17 <= num_elements / size <= 2**18
+        assert size % 65536 == 0
 
 
 def test_a_layer_is_interleaved_over_all_workers_of_its_stage():

@@ -34,7 +34,7 @@ from elaswave.costs.schedules import Schedule
 from elaswave.errors import InfeasiblePlan
 from elaswave.planning.baselines.common import make_plan, rectangle
 from elaswave.planning.baselines.full_restart import num_pipelines
-from elaswave.planning.placed_blocks import Placing
+from elaswave.planning.placed_blocks import Placing, num_blocks
 from elaswave.planning.plan import Plan, Planner
 from elaswave.planning.policies import (
     OWN_STEPS,
@@ -350,7 +350,7 @@ class _SimulatedJob:
         self._migrated_bytes += sum(each * stage.width for each, stage in zip(loaded, stages, strict=True))
         seconds = self._pauses.restart_s
         if self._replication.rolls_back_in_place:
-            agreed = self._pauses.at(self._there.num_workers, self._costs.state_bytes)
+            agreed = self._pauses.at(self._there.num_workers, num_blocks(self._costs))
             seconds = agreed.recover_s + self._pauses.load_s(max(loaded))
         self._pause("rollback", seconds)
         self._held.begin(plan, self._there)
