@@ -8,13 +8,15 @@ From the outside in: TLS where it is asked for (``elaswave.transport.tls``); the
 The payload is one msgpack message of the agreed union, or nothing; a long one is compressed by zlib (decisions, which
 name every worker and block, to a tenth or less). The mac covers the frame, its place in the stream
 and its direction, under secrets of this connection alone, so that a frame that was changed, replayed, left out or moved
-ends the connection. Nothing is decoded before its mac is right, and nothing is ever pickled. Before a peer has
+ends the connection. Of a long payload it covers the hash, so that a decision that goes to every worker is read once and
+not once for each. Nothing is decoded before its mac is right, and nothing is ever pickled. Before a peer has
 proved anything, we hold a few hundred bytes for it.
 
 With TLS the handshake's key also depends on the listener's certificate: a process that terminates TLS in the middle
 fails the handshake, also with a certificate of the job's authority.
 """
 
+import functools
 import hashlib
 import hmac
 import os
@@ -51,6 +53,8 @@ _HEADER = struct.Struct("<BBIIQ")
 _AGE_MS_MAX = 2**32 - 1
 _PLACE = struct.Struct("<Q")
 _MAC_BYTES = 16
+_HASHED_FROM_BYTES = 1 << 12
+"""Payloads from here on stand in macs by their hash."""
 _T = TypeVar("_T")
 
 
@@ -280,7 +284,7 @@ class Session(Generic[_T]):
         assert self.open and len(payload) <= 0xFFFFFFFF
         age_ms = min(_AGE_MS_MAX, max(0, round(age_s * 1e3)))
         header = _HEADER.pack(PROTOCOL_VERSION, kind, age_ms, len(payload), number)
-        self._leaving += (header, payload, _mac(self._keys[0], self._num_written, header, payload))
+        self._leaving += (header, payload, _mac(self._keys[0], self._num_written, header, _shared_content(payload)))
         self._num_written += 1
 
     def take(self) -> bytes:
@@ -330,7 +334,7 @@ class Session(Generic[_T]):
                 break
             frame = bytes(memoryview(self._arrived)[at : end + _MAC_BYTES])
             header, payload, mac = frame[: _HEADER.size], frame[_HEADER.size : -_MAC_BYTES], frame[-_MAC_BYTES:]
-            if not hmac.compare_digest(mac, _mac(self._keys[1], self._num_read, header, payload)):
+            if not hmac.compare_digest(mac, _mac(self._keys[1], self._num_read, header, _content(payload))):
                 raise AuthenticationError(
                     f"a frame that {peer_name(self.peer)} did not send in this place: it was changed, replayed or "
                     "moved on its way"
@@ -394,8 +398,17 @@ def _is_worth_compressing(payload: bytes) -> bool:
 _encoder = msgspec.msgpack.Encoder()
 
 
-def _mac(key: bytes, place: int, header: bytes, payload: bytes) -> bytes:
+def _content(payload: bytes) -> bytes:
+    """What a mac covers of a payload, whose length is in the header: a short one itself."""
+    return payload if len(payload) < _HASHED_FROM_BYTES else hashlib.blake2b(payload, digest_size=32).digest()
+
+
+_shared_content = functools.lru_cache(maxsize=1)(_content)
+"""One message goes to one peer after the other."""
+
+
+def _mac(key: bytes, place: int, header: bytes, content: bytes) -> bytes:
     mac = hashlib.blake2b(_PLACE.pack(place), digest_size=_MAC_BYTES, key=key)
     mac.update(header)
-    mac.update(payload)
+    mac.update(content)
     return mac.digest()

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elaswave.control import wire
 from elaswave.control.wire import (
     COMPRESSED_FROM_BYTES,
     COORDINATOR,
@@ -18,7 +19,7 @@ from elaswave.control.wire import (
     encode,
     peer_name,
 )
-from elaswave.errors import FrameError
+from elaswave.errors import AuthenticationError, FrameError
 
 KEY = b"a key of sixteen bytes or more"
 
@@ -93,6 +94,30 @@ def test_no_two_connections_say_the_same_bytes():
     assert ours[:-16] == theirs[:-16] and ours[-16:] != theirs[-16:]
     first.write(Kind.MESSAGE, 1, encode(Note("the same")))
     assert first.take()[-16:] != ours[-16:]
+
+
+@pytest.mark.parametrize("size", [100, 4096, 20_000], ids=["short", "hashed", "compressed"])
+def test_a_changed_byte_of_a_payload_ends_the_connection(size):
+    """Long payloads stand in the mac by their hash."""
+    message = Note(random.Random(1).randbytes(size // 2).hex())
+    for at in (0, size // 2, size):
+        speaker, hearer = joined()
+        speaker.write(Kind.MESSAGE, 1, encode(message))
+        data = bytearray(speaker.take())
+        data[22 + at * (len(data) - 40) // size] ^= 1
+        with pytest.raises(AuthenticationError, match="a frame that worker 5 did not send in this place"):
+            hearer.feed(bytes(data))
+
+
+def test_one_message_for_many_is_hashed_once():
+    message = encode(Note(random.Random(2).randbytes(5000).hex()))
+    hashed = wire._shared_content.cache_info().misses
+    for _ in range(5):
+        speaker, hearer = joined()
+        speaker.write(Kind.MESSAGE, 1, message)
+        (frame,) = hearer.feed(speaker.take())
+        assert encode(frame.message) == message
+    assert wire._shared_content.cache_info().misses == hashed + 1
 
 
 def test_a_message_may_be_as_large_as_agreed_and_not_a_byte_larger():
