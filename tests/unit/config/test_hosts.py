@@ -60,6 +60,6 @@ def test_joiners_are_on_the_hosts_of_their_places():
     hosts.placed(4, 3)  # one more
     hosts.placed(5, 4)
     assert [hosts.of(worker) for worker in (3, 4, 5, 9)] == ["b", "b", "a", ""]
-    alone = JoinerHosts(make_layout(widths=[2], layers_per_stage=[1], num_microbatches=2), None)
+    alone = JoinerHosts(make_layout(widths=[2], layers_per_stage=[1], num_microbatches=2), ())
     alone.placed(2, 5)
     assert alone.of(2) == ""
