@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.integration.jobs import run_job
 from tests.integration.waits import log_of
 from tests.starving import busy_core, feed, starve
@@ -26,8 +27,11 @@ def _wait_for_excuse(run_dir: Path) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_who_gets_no_processor_is_waited_for_and_who_is_stopped_is_lost(tmp_path: Path) -> None:
-    """Worker 1 is silent for longer than its bound, in the middle of a step; three steps later it hangs."""
+    """Worker 1 is silent for longer than its bound, in the middle of a step; three steps later it hangs.
+
+    What the kernel gives to whom decides here: beside other work a slow test, not one of every change."""
     undisturbed = run_job(tmp_path / "undisturbed", SETTINGS)
 
     class Starves:
