@@ -22,8 +22,13 @@ from elaswave.worker import process
 from elaswave.worker.messages import StepReport
 from elaswave.worker.probe import Probes
 
-SETTINGS: dict[str, Any] = {"layout.widths": [2, 2], "run.steps": 100, "elastic.copy_bytes_per_step": 60_000}
-"""What moves does so over several steps."""
+SETTINGS: dict[str, Any] = {
+    "layout.widths": [2, 2],
+    "run.steps": 100,
+    "elastic.copy_bytes_per_step": 60_000,
+    "elastic.drain_deadline_s": 600,
+}
+"""What moves does so over several steps, and nobody who leaves is lost because the machine is busy."""
 PATIENCE_S = 0.25
 """For what goes on, of each step that it takes."""
 BETTER = make_layout(widths=[2, 2], layers_per_stage=[1, 3], num_microbatches=5)
