@@ -2,6 +2,7 @@
 
     python benchmarks/fences.py codecs [--json]
     python benchmarks/fences.py training [--steps 120] [--seeds 1 2 3] [--codecs int8 topk10] [--json]
+    python benchmarks/fences.py absent [--rounds 200] [--json]
 
 `codecs` takes an activation and a gradient of the default GPT at the boundary behind its second block, after some
 steps, and normal numbers: relative error (norm of the difference over norm), bytes beside float32, and how fast a
@@ -11,18 +12,24 @@ boundary of the default size is coded and decoded, one thread, in gigabytes of f
 train` does, and compares the loss on held-out text with that of the same seed without fences: the mean difference in
 percent over the seeds, with its 95 % interval (Student's t of paired differences). Needed: int8 or int4 within 1 %;
 topk is shown as it is, with gradients at the places of the activations and at their own (`-own`).
+
+`absent` says what fences cost a computation: processor time of forward and backward of a micro-batch of the default
+GPT, as it is, as if there were no fences in the product (`elaswave.worker.compute` without its questions for them), and
+with one fence of each codec; by turns, as medians of what each round has beside the first.
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,7 +38,10 @@ from harness import machine, print_header
 from elaswave.config.load import load_config
 from elaswave.models.layers import build_layer
 from elaswave.models.registry import build_model
+from elaswave.state.flat import FlatLayer, model_shapes
+from elaswave.state.sums import ExactAccumulator
 from elaswave.training.tokens import TokenSamples, open_tokens, sampler_of
+from elaswave.worker import compute
 from elaswave.worker.codecs import decode, encode
 
 CODECS = ("bf16", "int8", "int4", "topk10", "topk10-own", "topk100", "topk100-own")
@@ -147,6 +157,90 @@ def trainings(codecs: list[str], seeds: list[int], num_steps: int, sizes: tuple[
             }
 
 
+def without_fences() -> ModuleType:
+    """`elaswave.worker.compute` as if a model could have no fences: what it asks about them is answered beforehand."""
+    source = Path(compute.__file__).read_text()
+    for question, answer in (("self.fences is None", "True"), ("self.fences is not None", "False")):
+        assert question in source
+        source = source.replace(question, answer)
+    module = ModuleType("compute_without_fences")
+    sys.modules[module.__name__] = module
+    exec(compile(source, "compute without fences", "exec"), vars(module))
+    return module
+
+
+def stepper(module: ModuleType, fences: dict[int, str]) -> Callable[[], None]:
+    """Forward and backward of one micro-batch of the default GPT.
+
+    Args:
+        module: `elaswave.worker.compute`, or what `without_fences` makes of it.
+        fences: codec by position of the layer before the boundary.
+    """
+    config = load_config(None, [])
+    model = config.model
+    vocabulary = config.data.resolved_vocab_size
+    spec = build_model(
+        "gpt", vocab_size=vocabulary, num_layers=model.num_layers, hidden_size=model.hidden_size,
+        num_heads=model.num_heads, context_length=model.context_length, dropout=0.0,
+    )  # fmt: skip
+    spec = dataclasses.replace(spec, fences=fences)
+    shapes = model_shapes(spec)
+    layers = {
+        index: FlatLayer(layer, shapes[index], torch.float32, units={}, seed=1)
+        for index, layer in enumerate(spec.layers)
+    }
+    sums = {index: ExactAccumulator(shapes[index]) for index in layers}
+    computed = module.Compute(spec, layers, sums, seed=1, recompute=False, between_layers=lambda: None)
+    computed.begin(1, [[40] * len(shape.tensors) for shape in shapes])
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, vocabulary, (config.batch.microbatch_size, model.context_length + 1), generator=generator)
+    tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def step() -> None:
+        computed.forward(range(len(layers)), 0, tokens, targets)
+        computed.backward(range(len(layers)), 0, None)
+
+    return step
+
+
+def measure_absent(rounds: int, codecs: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each of what is compared."""
+    kinds = {
+        "no fence": stepper(compute, {}),
+        "no fence, and none in the product": stepper(without_fences(), {}),
+        **{f"one fence, {codec}": stepper(compute, {2: codec}) for codec in codecs},
+    }
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for step in kinds.values():
+        step()
+    for turn in range(rounds):
+        names = list(kinds)
+        for kind in names[turn % len(names) :] + names[: turn % len(names)]:
+            begin_s = time.thread_time()
+            kinds[kind]()
+            found[kind].append(time.thread_time() - begin_s)
+    rows = []
+    for kind, seconds_each in found.items():
+        shares = sorted(each / base for each, base in zip(seconds_each, found["no fence"], strict=True))
+        rows.append(
+            {
+                "what": kind,
+                "cpu_s": statistics.median(seconds_each),
+                "share": statistics.median(shares),
+                "quartiles": [shares[len(shares) // 4], shares[3 * len(shares) // 4]],
+            }
+        )
+    return rows
+
+
+def print_absent(rows: list[dict[str, Any]]) -> None:
+    """As a Markdown table."""
+    print("| | processor time of a micro-batch | beside no fence, median and quartiles |\n|---|---|---|")
+    for row in rows:
+        low, high = row["quartiles"]
+        print(f"| {row['what']} | {1e3 * row['cpu_s']:.2f} ms | {row['share']:.3f} ({low:.3f} to {high:.3f}) |")
+
+
 def print_codecs(rows: list[dict[str, Any]]) -> None:
     """As a Markdown table."""
     print("| codec | bytes | error, normal numbers | activation | gradient | coded, GB/s | decoded, GB/s |")
@@ -169,11 +263,11 @@ def print_training(row: dict[str, Any]) -> None:
 def main() -> int:
     """Runs what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("codecs", "training"))
+    parser.add_argument("what", choices=("codecs", "training", "absent"))
     parser.add_argument("--steps", type=int, default=120, help="of a training; codecs: before the values are taken")
-    parser.add_argument("--rounds", type=int, default=200, help="of coding a boundary")
+    parser.add_argument("--rounds", type=int, default=200, help="of coding a boundary, or of `absent`")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--codecs", nargs="+", default=list(CODECS), help="of trainings")
+    parser.add_argument("--codecs", nargs="+", default=list(CODECS), help="of trainings and fences")
     parser.add_argument("--size", action="append", default=[], help="section.key=value of the trainings")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -184,6 +278,11 @@ def main() -> int:
         rows = measure_codecs(arguments.steps, arguments.rounds)
         if not arguments.json:
             print_codecs(rows)
+        missed = False
+    elif arguments.what == "absent":
+        rows = measure_absent(arguments.rounds, arguments.codecs)
+        if not arguments.json:
+            print_absent(rows)
         missed = False
     else:
         rows = []

@@ -13,7 +13,7 @@ import torch
 
 from elaswave.config.load import load_config
 from elaswave.config.schema import Config
-from elaswave.config.sites import labels_of
+from elaswave.config.sites import labels_of, sites_that_may_part
 from elaswave.control import launcher
 from elaswave.faults.injection import parse_faults
 from elaswave.observability.processes import read_processes
@@ -132,6 +132,7 @@ def run_job(
         num_steps=config.run.steps,
         respawns=config.elastic.respawns,
         hosts=labels_of(config),
+        sites=sites_that_may_part(config),
     )
     with nothing_left():
         result = launcher.train(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.integration.jobs import run_job
+from tests.integration.waits import WaitsFor, log_of
 
 SETTINGS: dict[str, Any] = {
     "model.num_layers": 4,
@@ -54,6 +55,31 @@ def test_a_site_that_is_lost_costs_no_bit(alone: Any, tmp_path: Path, copies: st
     else:
         assert "as sites.copies asks for: without it the job goes back to the last checkpoint" in said
     assert ("checkpoint of step 4" in said) == (copies == "inside"), said
+
+
+@pytest.mark.slow
+def test_who_joins_over_slow_links_loses_nobody(tmp_path: Path) -> None:
+    """Those that pause for it have frames under way, which others wait for."""
+    settings = SETTINGS | {"run.steps": 20}
+    alone = run_job(tmp_path / "alone", settings | ONE).computation
+    job = run_job(tmp_path / "apart", settings | APART, faults=["join@3", "join@9"])
+    assert job.computation == alone
+    assert [each.worker for each in job.result.recoveries if each.kind in ("lost", "joined")] == [4, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_site_that_is_away_for_a_while_is_done_without_and_comes_back(tmp_path: Path) -> None:
+    """Its workers are lost and end when they are back; others take their places, at that site."""
+    settings = SETTINGS | {"run.steps": 40}
+    alone = run_job(tmp_path / "alone", settings | ONE).computation
+    apart = APART | {"sites.coordinator": "tokyo", "elastic.respawn": True, "sites.rate": 0.05}
+    probe = WaitsFor(log_of(tmp_path / "apart"), "worker 5 has joined", step=8)
+    job = run_job(tmp_path / "apart", settings | apart, probe=probe, faults=["away:virginia@3:15"])
+    assert job.computation == alone
+    kinds = {(each.kind, each.worker) for each in job.result.recoveries if each.kind in ("lost", "joined")}
+    assert kinds == {("lost", 2), ("lost", 3), ("joined", 4), ("joined", 5)}
+    assert {each.layout.domain_of.get(5) for each in job.result.epochs if 5 in each.layout.workers} == {"virginia"}
 
 
 @pytest.mark.slow

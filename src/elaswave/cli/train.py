@@ -36,7 +36,7 @@ from elaswave.observability.run_folder import is_fine_tuning, resume_command
     "WORKER: a number, random, or, to be killed, coordinator. PHASE: forward, backward, reduce, vote, apply, gather, "
     "any. slow:2@18:0.5 makes a worker slow, here by half, slow:2@30:1 ends it; join@8 has one more worker join, "
     "drain:0@14 has one leave; kill-host:a@5 kills all workers of a host of elastic.hosts; slow-link:1@3:0.01 makes a "
-    "worker's links to other sites slow.",
+    "worker's links to other sites slow, away:oslo@5:60 cuts a site off for a minute.",
 )
 @click.option(
     "--hf",

@@ -100,6 +100,14 @@ def sites_of(config: Config) -> Sites | None:
     return Sites(network, tuple(of_workers), home)
 
 
+def sites_that_may_part(config: Config) -> tuple[str, ...]:
+    """Sites whose links to the others are emulated, so that they can be cut: all but the coordinator's."""
+    sites = sites_of(config)
+    if sites is None:
+        return ()
+    return tuple(name for number, name in enumerate(sites.network.sites) if number != sites.coordinator)
+
+
 def control_network(config: Config) -> Network:
     """The links as control messages find them: with the run's delays, and the file's rates."""
     sites = config.sites

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elaswave.config.schema import Config
-from elaswave.config.sites import labels_of
+from elaswave.config.sites import labels_of, sites_that_may_part
 from elaswave.control.key_files import JobKey, own_key
 from elaswave.control.machine import check_memory
 from elaswave.control.post import Post
@@ -112,6 +112,7 @@ def run_job(
         num_steps=config.run.steps,
         respawns=config.elastic.respawns,
         hosts=labels_of(config),
+        sites=sites_that_may_part(config),
     )
     if post is not None and post.job and any(fault.kind == KILL_HOST for fault in faults):
         raise UsageError(

@@ -113,6 +113,7 @@ class JobDriver(CoordinatorDriver):
         domain_of = plan.layout.domain_of
         founders = [labels.index(domain_of[worker]) if labels else 0 for worker in workers]
         self._hosts = Hosts(founders, labels, home=setup.home)
+        self._faults = OwnFaults(setup.faults, setup.run_dir, self)
         self._joiners = Joiners(
             plan,
             lambda: identity_of(plan, data_facts(setup.run_dir)),
@@ -120,6 +121,7 @@ class JobDriver(CoordinatorDriver):
             self._store.append,
             self._terminal.say,
             self._hosts,
+            self._faults.away_until_s,
         )
         self._events = EventLog(setup.run_dir / EVENTS_FILE, on_trouble=self._terminal.say_trouble)
         self._recorder = RunRecorder(
@@ -197,7 +199,6 @@ class JobDriver(CoordinatorDriver):
             num_steps=plan.config.run.steps,
             coordinator_ends_s=self._ends_to_tell(),
         )
-        self._faults = OwnFaults(setup.faults, setup.run_dir, self)
         self._detector = Detector(
             takes_over=self._has_begun,
             domains=self.core.domains,

@@ -65,6 +65,7 @@ class Joiners:
         persist: writes one more.
         say: tells people.
         hosts: where they are started; None: on the one host that there is.
+        away_until_s: until when nobody can be started in a lost worker's place, since its site is cut off.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class Joiners:
         persist: Callable[[JoinersRecord], None],
         say: Callable[[str], None],
         hosts: Hosts | None = None,
+        away_until_s: Callable[[int], float] = lambda worker: 0.0,
     ) -> None:
+        self._away_until_s = away_until_s
         self._plan = plan
         self._identity = identity
         self._persist = persist
@@ -107,7 +110,8 @@ class Joiners:
                 self.leave_at_s[record.worker] = record.at_s + record.within_s
             elif isinstance(record, NewEpochRecord):
                 for worker in sorted(self._were_members.difference(record.members)):
-                    self._respawn.ended(worker, record.at_s)  # people were told if that has closed a place
+                    at_s = max(record.at_s, self._away_until_s(worker))
+                    self._respawn.ended(worker, at_s)  # people were told if that has closed a place
                 self._were_members.update(record.members)
             elif isinstance(record, Decision):
                 members = record.members
@@ -214,7 +218,7 @@ class Joiners:
         self._waiting.pop(worker, None)
         if self._hosts is not None:
             self._hosts.ended(worker)
-        for answer in self._respawn.ended(worker, now_s):
+        for answer in self._respawn.ended(worker, max(now_s, self._away_until_s(worker))):
             if isinstance(answer, PlaceClosed):
                 self._say(answer.text)
 

@@ -7,6 +7,7 @@ from elaswave.faults.injection import (
     FAULTS_FILE,
     Fault,
     Requests,
+    away_until_s,
     coordinator_fault,
     never_struck,
     read_fault_records,
@@ -36,6 +37,10 @@ class OwnFaults:
         while (due := coordinator_fault(self._faults, step, struck)) is not None:
             struck.add(due.position)
             strike_coordinator(due, self._requests, step=step, record=self._record)
+
+    def away_until_s(self, worker: int) -> float:
+        """When a worker's site is back that a fault has cut off, or was; 0 if none has."""
+        return away_until_s(self._faults, read_fault_records(self._record), worker) if self._faults else 0.0
 
     def never_struck(self) -> list[str]:
         """One line for each that has not struck."""

@@ -4,10 +4,12 @@ Beside it, that of its loaders.
 Loads torch; only the template process and its children import this.
 """
 
+import math
 import os
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from elaswave.control.notices import hear_notices, hold_notices
 from elaswave.control.slow_dial import slow_control_of
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_messages import StartingPoint
-from elaswave.faults.injection import FAULTS_FILE, FaultProbe
+from elaswave.faults.injection import FAULTS_FILE, AwayWatch, FaultProbe
 from elaswave.training.tokens import sampler_of
 from elaswave.transport import addresses
 from elaswave.worker.batches import BatchMaker
@@ -28,6 +30,7 @@ from elaswave.worker.mailbox import Mailbox
 from elaswave.worker.messages import ToWorker
 from elaswave.worker.probe import NoProbe, Probe, Probes
 from elaswave.worker.process import WorkerSetup, run_worker
+from elaswave.worker.site_links import site_links
 
 HEARTBEAT_S = 0.25
 COMPUTE_NICENESS = 5
@@ -56,6 +59,9 @@ def live(
     """
     clients: list[ControlClient[ToWorker]] = []
     slow_control = slow_control_of(setup.config, worker)
+    sites = site_links(setup.config, worker)
+    parted: set[tuple[str, float]] = set()
+    lock = threading.Lock()
 
     def silence(machine: Any, *, close_links: bool) -> None:
         """The `cut` faults: from now on nothing goes in or out of this worker."""
@@ -71,11 +77,26 @@ def live(
         if links and slow_control is not None:
             slow_control.slow_down(factor)
 
+    def part(site: str, until_s: float) -> None:
+        """The fault `away`: frames to and from a site stand still, and who is there is cut off from the coordinator."""
+        assert sites is not None
+        with lock:  # the one that strikes is told by the record too
+            if (site, until_s) in parted or until_s <= time.monotonic():
+                return
+            parted.add((site, until_s))
+        if not sites.part(site, until_s):
+            return
+        clients[0].silence(True)
+        if until_s < math.inf:
+            back = threading.Timer(max(0.0, until_s - time.monotonic()), clients[0].silence, [False])
+            back.daemon = True
+            back.start()
+
     probe: Probe = setup.probe or NoProbe()
+    record = setup.run_dir / FAULTS_FILE
     if setup.faults:
         seed = setup.config.run.seed
-        record = setup.run_dir / FAULTS_FILE
-        faults = FaultProbe(setup.faults, seed=seed, record=record, silence=silence, slow=slow)
+        faults = FaultProbe(setup.faults, seed=seed, record=record, silence=silence, slow=slow, part=part)
         probe = Probes(probe, faults)
     worker_setup = WorkerSetup(
         config=setup.config,
@@ -90,6 +111,7 @@ def live(
         loaders=loaders,
         frozen=setup.frozen,
         joins=joins,
+        sites=sites,
     )
 
     def make_client(mailbox: Mailbox) -> ControlClient[ToWorker]:
@@ -111,6 +133,7 @@ def live(
         )
         clients.append(client)
         client.start()
+        AwayWatch(setup.faults, record, part)
 
         def tell() -> None:
             client.send(mailbox.leaving_within(setup.config.elastic.drain_deadline_s))

@@ -4,6 +4,9 @@
                                 any more), cut-close (the same, and its links are closed)
     kill-host:H@STEP[:PHASE[+N]]  kills all workers that the run begins with on a host (elastic.hosts), or in a rack or
                                 other domain of that name, at one instant: when the first of them is at that point
+    away:SITE@STEP[:SECONDS]    a site (sites.network) is cut off from all others for so long, or for good: no frame and
+                                no control message goes in or out, once the first of the workers that the run begins
+                                with there begins STEP
     slow:W@STEP:FACTOR          from STEP on W computes at this share of its speed: 0.5 at half of it, 1 as before
     slow-link:W@STEP:FACTOR     from STEP on the emulated links of W carry this share of what they did: 0.01 a hundredth
     drain:W@STEP                when a worker begins STEP, W is asked to leave, as by a spot notice
@@ -18,9 +21,11 @@ Just before a fault strikes, a line with the time is appended to the run's ``fau
 recovery are counted.
 """
 
+import math
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -35,11 +40,14 @@ from elaswave.observability.clock import clock_here
 from elaswave.observability.processes import read_processes, signal_process
 from elaswave.observability.result import FAULTS_FILE as FAULTS_FILE
 from elaswave.protocol.engine import PHASES, Phase
-from elaswave.state.domains import prefixes
+from elaswave.state.domains import prefixes, site_of
 
-Kind = Literal["kill", "hang", "cut", "cut-close", "kill-host", "slow", "slow-link", "drain", "join"]
+Kind = Literal["kill", "hang", "cut", "cut-close", "kill-host", "away", "slow", "slow-link", "drain", "join"]
 KILL_HOST: Kind = "kill-host"
-LOSING: tuple[Kind, ...] = ("kill", "hang", "cut", "cut-close", KILL_HOST)
+AWAY: Kind = "away"
+OF_DOMAINS: tuple[Kind, ...] = (KILL_HOST, AWAY)
+"""Kinds that strike all workers of a host, or of a site."""
+LOSING: tuple[Kind, ...] = ("kill", "hang", "cut", "cut-close", *OF_DOMAINS)
 """Kinds after which the worker is lost; they strike at a point of a step."""
 SLOW: Kind = "slow"
 SLOW_LINK: Kind = "slow-link"
@@ -54,14 +62,17 @@ SUPPORTED: tuple[Kind, ...] = (*LOSING, *SLOWING, *ASKING)
 COORDINATOR = "coordinator"
 RANDOM = "random"
 ANY = "any"
+_LOOK_S = 0.01
 
 _FORMS: dict[Kind, str] = {
     **dict.fromkeys(LOSING, "{kind}:W@STEP[:PHASE[+N]]"),
     "kill-host": "kill-host:H@STEP[:PHASE[+N]]",
+    "away": "away:SITE@STEP[:SECONDS]",
     **dict.fromkeys(SLOWING, "{kind}:W@STEP:FACTOR"),
     "drain": "drain:W@STEP",
     "join": "join@STEP",
 }
+_STRUCK = {KILL_HOST: "host", AWAY: "site"}
 _SPEC = re.compile(
     r"(?P<kind>[^:@]*)(?::(?P<worker>[^@]*))?(?:@(?P<step>[^:]*)(?P<colon>:(?P<detail>.*))?)?", re.DOTALL
 )
@@ -83,9 +94,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """``slow``: the worker's speed from then on, as a share of what it was at first: above 0, at most 1; ``slow-link``:
     the same of its links' bandwidth."""
     host: str = ""
-    """``kill-host``: which, or a rack or other domain."""
+    """``kill-host``: which, or a rack or other domain; ``away``: the site."""
     others: tuple[int, ...] = ()
-    """``kill-host``: the other workers that it strikes."""
+    """Of those: the other workers that it strikes."""
+    seconds: float | None = None
+    """``away``: for how long; None: for good."""
 
     @property
     def victims(self) -> tuple[int, ...]:
@@ -98,6 +111,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         text += f"@{self.step}"
         if self.factor is not None:
             text += f":{self.factor:g}" if float(f"{self.factor:g}") == self.factor else f":{self.factor!r}"
+        elif self.seconds is not None:
+            text += f":{self.seconds!r}"
         elif self.phase != ANY or self.skip:
             text += f":{self.phase}" + (f"+{self.skip}" if self.skip else "")
         return text
@@ -123,6 +138,7 @@ def parse_faults(
     num_steps: int,
     respawns: bool = False,
     hosts: Mapping[int, str] = MappingProxyType({}),
+    sites: Collection[str] = (),
 ) -> tuple[Fault, ...]:
     """Reads the faults of a job and draws its random workers.
 
@@ -133,6 +149,7 @@ def parse_faults(
         num_steps: the job's last step.
         respawns: whether the places of lost workers are taken again.
         hosts: where the workers run that the job begins with, see `elaswave.state.domains`.
+        sites: that may be cut off from the coordinator and from others; none where links are not emulated.
     Returns:
         One fault per spec, each with a worker's id, ``coordinator``, or None for ``join``. Drawn are workers that are
         there from the beginning, and none that another fault loses or drains.
@@ -141,7 +158,7 @@ def parse_faults(
     """
     there = sorted(workers)
     kinds = [spec.partition(":")[0].partition("@")[0] for spec in specs]
-    num_lost = sum(len(there) if kind == KILL_HOST else kind in LOSING for kind in kinds)
+    num_lost = sum(len(there) if kind in OF_DOMAINS else kind in LOSING for kind in kinds)
     num_joiners = kinds.count(JOIN) + (num_lost if respawns else 0)
     known = range(there[-1] + 1 + num_joiners) if num_joiners else there
     problems: list[str] = []
@@ -149,7 +166,7 @@ def parse_faults(
     for position, spec in enumerate(specs):
         fault, wrong = _parse(spec)
         if fault is not None:
-            wrong = list(_misfits(fault, known, num_steps, hosts))
+            wrong = list(_misfits(fault, known, num_steps, hosts, sites))
             faults.append((position, spec, fault if wrong or not fault.host else _on_host(fault, hosts)))
         problems += [f"--fault {spec}: {problem}" for problem in wrong]
     lost: dict[int, str] = {}
@@ -185,13 +202,13 @@ def _parse(spec: str) -> tuple[Fault | None, list[str]]:
     problems = []
     worker: int | str | None = None
     host = ""
-    if kind == KILL_HOST and match["worker"]:
+    if kind in OF_DOMAINS and match["worker"]:
         host = match["worker"]
     elif kind == "join":
         if match["worker"] is not None:
             problems.append(f"a new worker has no number yet; expected {form}")
     elif not match["worker"]:
-        problems.append(f"no {'host' if kind == KILL_HOST else 'worker'} is given; expected {form}")
+        problems.append(f"no {_STRUCK.get(kind, 'worker')} is given; expected {form}")
     elif _NUMBER.fullmatch(match["worker"]):
         worker = int(match["worker"])
     elif match["worker"] == RANDOM or (match["worker"] == COORDINATOR and kind == "kill"):
@@ -208,9 +225,13 @@ def _parse(spec: str) -> tuple[Fault | None, list[str]]:
         problems.append(f"step {match['step']!r} is no whole number of at least 1")
     else:
         step = int(match["step"])
-    phase, skip, factor = ANY, 0, None
+    phase, skip, factor, seconds = ANY, 0, None, None
     detail = match["detail"]
-    if kind in LOSING and worker != COORDINATOR:
+    if kind == AWAY:
+        seconds = _parse_seconds(detail) if match["colon"] else None
+        if match["colon"] and seconds is None:
+            problems.append(f"{detail!r} is no number of seconds above 0; expected {form}, such as away:oslo@5:60")
+    elif kind in LOSING and worker != COORDINATOR:
         if match["colon"]:
             phase, skip, wrong = _parse_phase(detail)
             problems += wrong
@@ -226,7 +247,7 @@ def _parse(spec: str) -> tuple[Fault | None, list[str]]:
     if problems:
         return None, problems
     values = {"kind": kind, "worker": worker, "step": step, "phase": phase, "skip": skip, "factor": factor}
-    return Fault(**values, host=host), []  # type: ignore[arg-type]
+    return Fault(**values, host=host, seconds=seconds), []  # type: ignore[arg-type]
 
 
 def _parse_phase(detail: str) -> tuple[str, int, list[str]]:
@@ -249,19 +270,39 @@ def _parse_factor(detail: str | None) -> float | None:
     return factor if 0.0 < factor <= 1.0 else None
 
 
+def _parse_seconds(detail: str) -> float | None:
+    try:
+        seconds = float(detail)
+    except ValueError:
+        return None
+    return seconds if 0.0 < seconds < math.inf else None
+
+
 def _on_host(fault: Fault, hosts: Mapping[int, str]) -> Fault:
     """The fault with the workers that it strikes."""
     first, *others = sorted(worker for worker, label in hosts.items() if fault.host in prefixes(label))
     return msgspec.structs.replace(fault, worker=first, others=tuple(others))
 
 
-def _misfits(fault: Fault, workers: Sequence[int], num_steps: int, hosts: Mapping[int, str]) -> Iterable[str]:
+def _misfits(
+    fault: Fault, workers: Sequence[int], num_steps: int, hosts: Mapping[int, str], sites: Collection[str]
+) -> Iterable[str]:
     if fault.kind == KILL_HOST:
         known = dict.fromkeys(domain for label in hosts.values() for domain in prefixes(label))
         if not known:
             yield "all workers are on one host; say with elastic.hosts which of them share one"
         elif fault.host not in known:
             yield f"there is no host {fault.host!r}; the job has {', '.join(known)}"
+    if fault.kind == AWAY:
+        here = dict.fromkeys(site_of(label) for label in hosts.values())
+        if not sites:
+            yield "there are no emulated links that it could cut; give sites.network"
+        elif fault.host not in here:
+            yield f"there is no site {fault.host!r} with workers; the job has {', '.join(here)}"
+        elif fault.host not in sites:
+            yield "the coordinator is there, and all others would be cut off from it; put it elsewhere"
+        elif len(here) == 1:
+            yield f"all workers are at {fault.host}: nobody could go on"
     if isinstance(fault.worker, int) and fault.worker not in workers:
         yield f"there is no worker {fault.worker}; the job has {', '.join(map(str, workers))}"
     if fault.step > num_steps:
@@ -353,6 +394,19 @@ class Slower(Protocol):
         ...
 
 
+class Parting(Protocol):
+    """Cuts a site off from all others."""
+
+    def __call__(self, site: str, until_s: float) -> None:
+        """From now on nothing goes between workers of this site and others, the coordinator among them.
+
+        Args:
+            site: its name.
+            until_s: monotonic time at which that ends; infinite: it does not.
+        """
+        ...
+
+
 class FaultProbe:
     """Injects faults into the workers: a probe (see `elaswave.worker.probe`) that strikes where it is told to.
 
@@ -364,9 +418,13 @@ class FaultProbe:
         record: file to which a line is appended before a fault strikes.
         silence: carries out cut and cut-close.
         slow: carries out slow and slow-link.
+        part: carries out away.
     """
 
-    def __init__(self, faults: Sequence[Fault], *, seed: int, record: Path, silence: Silencer, slow: Slower) -> None:
+    def __init__(
+        self, faults: Sequence[Fault], *, seed: int, record: Path, silence: Silencer, slow: Slower, part: Parting
+    ) -> None:
+        self._part = part
         self._seed = seed
         self._record = record
         self._silence = silence
@@ -387,7 +445,7 @@ class FaultProbe:
                 return
 
     def _is_due(self, position: int, fault: Fault, phase: Phase, index: int, step: int) -> bool:
-        if fault.kind in SLOWING:
+        if fault.kind in (*SLOWING, AWAY):
             return True
         if fault.phase == ANY:
             # A worker may have nothing to do in the phase drawn; then the beginning of its next step will do.
@@ -409,6 +467,9 @@ class FaultProbe:
         _record(self._record, record)
         for other in fault.others:
             _record(self._record, msgspec.structs.replace(record, worker=other))
+        if fault.kind == AWAY:
+            self._part(fault.host, end_of(fault, record.time_s))
+            return
         if fault.others:
             _kill_workers(self._record.parent, fault.others)
         if fault.kind in ("kill", KILL_HOST):
@@ -419,6 +480,61 @@ class FaultProbe:
             self._slow(machine, fault.factor, links=fault.kind == SLOW_LINK)
         else:
             self._silence(machine, close_links=fault.kind == "cut-close")
+
+
+def end_of(fault: Fault, time_s: float) -> float:
+    """When a site is back that has been away since a time; infinite: it never is."""
+    return math.inf if fault.seconds is None else time_s + fault.seconds
+
+
+class AwayWatch:
+    """Tells a worker of sites that have gone, whichever worker cut them off: on a thread of its own, from the record.
+    There is none where there is no such fault.
+
+    Args:
+        faults: of `parse_faults`.
+        record: file of those that have struck.
+        part: is called for each, perhaps again by the worker itself.
+    """
+
+    def __init__(self, faults: Sequence[Fault], record: Path, part: Parting) -> None:
+        self._faults = faults
+        self._record = record
+        self._part = part
+        self._told: set[int] = set()
+        self._size = 0
+        if any(fault.kind == AWAY for fault in faults):
+            threading.Thread(target=self._run, name="sites that are away", daemon=True).start()
+
+    def _run(self) -> None:
+        while len(self._told) < sum(fault.kind == AWAY for fault in self._faults):
+            self.look()
+            time.sleep(_LOOK_S)
+
+    def look(self) -> None:
+        """Looks once."""
+        try:
+            size = self._record.stat().st_size
+        except FileNotFoundError:
+            return
+        if size == self._size:
+            return
+        self._size = size
+        for record in read_fault_records(self._record):
+            fault = self._faults[record.position]
+            if fault.kind == AWAY and record.position not in self._told:
+                self._told.add(record.position)
+                self._part(fault.host, end_of(fault, record.time_s))
+
+
+def away_until_s(faults: Sequence[Fault], records: Iterable[FaultRecord], worker: int) -> float:
+    """When a worker's site is back that a fault has cut off, or was; 0 if none has."""
+    ends = [
+        end_of(faults[record.position], record.time_s)
+        for record in records
+        if faults[record.position].kind == AWAY and record.worker == worker
+    ]
+    return max(ends, default=0.0)
 
 
 def _kill_workers(run_dir: Path, workers: Collection[int]) -> None:

@@ -62,9 +62,11 @@ class EmulatedLinks:
         """By site, in order."""
         self._free_s: dict[int, float] = {}
         """By site, when the frame before has left."""
-        self._under_way: list[tuple[float, Arrival]] = []
-        """With the times of arrival."""
+        self._under_way: list[tuple[float, int, Arrival]] = []
+        """With the times of arrival, and sites."""
         self._left_bytes = 0
+        self._partings: list[tuple[Callable[[int], bool], float]] = []
+        """Which sites cannot be reached, and until when."""
 
     def put(self, handle: Handle, views: Sequence[memoryview], now_s: float) -> bool:
         """Takes a frame.
@@ -90,8 +92,12 @@ class EmulatedLinks:
         """
         has_left = False
         next_s = math.inf
+        back_s = {site: back for site in self._leaving if (back := self._back_s(site, now_s))}
         for site, queue in self._leaving.items():
             while queue:
+                if site in back_s:
+                    next_s = min(next_s, back_s[site] - now_s)
+                    break
                 frame = queue[0]
                 if frame.begin_s == math.inf:
                     frame.begin_s = max(frame.put_s, self._free_s.get(site, 0.0))
@@ -102,16 +108,26 @@ class EmulatedLinks:
                 queue.popleft()
                 self._free_s[site] = end_s
                 copy = memoryview(b"".join(frame.views))
-                self._under_way.append((end_s + frame.path.latency_s, Arrival(frame.handle.peer, copy)))
+                self._under_way.append((end_s + frame.path.latency_s, site, Arrival(frame.handle.peer, copy)))
                 self._left_bytes += frame.num_bytes
                 complete(frame.handle)
                 has_left = True
-        arrived = sorted((each for each in self._under_way if each[0] <= now_s), key=lambda each: each[0])
-        if arrived:
-            self._under_way = [each for each in self._under_way if each[0] > now_s]
-        for at_s, _ in self._under_way:
-            next_s = min(next_s, at_s - now_s)
-        return [arrival for _, arrival in arrived], next_s, has_left
+        arrived, still = [], []
+        for each in self._under_way:
+            due_s = max(each[0], back_s.get(each[1], 0.0))
+            if due_s <= now_s:
+                arrived.append(each)
+            else:
+                still.append(each)
+                next_s = min(next_s, due_s - now_s)
+        self._under_way = still
+        arrived.sort(key=lambda each: each[0])
+        return [arrival for _, _, arrival in arrived], next_s, has_left
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether any frame has not arrived yet: somebody has to let time pass."""
+        return bool(self._under_way) or any(self._leaving.values())
 
     def slow_down(self, factor: float) -> None:
         """Leaves every link this share of its bandwidth, also for the frame that is leaving.
@@ -120,6 +136,21 @@ class EmulatedLinks:
             factor: above 0; 1 ends it.
         """
         self._factor = factor
+
+    def part(self, is_away: Callable[[int], bool], until_s: float) -> None:
+        """Holds back what is on its way to some sites, or goes there; it follows later. Called from any thread.
+
+        Args:
+            is_away: which sites.
+            until_s: monotonic time.
+        """
+        self._partings.append((is_away, until_s))
+
+    def _back_s(self, site: int, now_s: float) -> float:
+        """When a site can be reached again; 0 if it can."""
+        if not self._partings:
+            return 0.0
+        return max((until_s for is_away, until_s in self._partings if until_s > now_s and is_away(site)), default=0.0)
 
     def moved_bytes(self, now_s: float) -> int:
         """Bytes that have left so far, those of frames that are leaving included. Called from any thread."""
@@ -132,7 +163,7 @@ class EmulatedLinks:
 
     def drop(self, peer: int, make_error: Callable[[], CommError]) -> None:
         """The link to a peer has ended: what was to go there is lost."""
-        self._under_way = [each for each in self._under_way if each[1].peer != peer]
+        self._under_way = [each for each in self._under_way if each[2].peer != peer]
         for site, queue in self._leaving.items():
             for frame in queue:
                 if frame.handle.peer == peer:

@@ -51,7 +51,7 @@ from elaswave.worker.outbox import ControlOutbox, WorkerClient
 from elaswave.worker.pacing import ActionTimer, Pace
 from elaswave.worker.probe import Probe
 from elaswave.worker.shard_writer import ShardDisk, ShardWriter
-from elaswave.worker.site_links import SiteLinks, site_links
+from elaswave.worker.site_links import SiteLinks
 from elaswave.worker.torch_engine import EngineContext, TorchEngine
 from elaswave.worker.traced import TracedTransport
 from elaswave.worker.watch import StepWatch
@@ -59,7 +59,8 @@ from elaswave.worker.watch import StepWatch
 TURN_S = 5.0
 """How long a message of the coordinator is waited for before it is checked whether there is one."""
 DIAL_TURN_S = 0.01
-"""The same while links are made in the background, which move only while they are looked at."""
+"""The same while links are made in the background, or emulated ones have frames: they move only while they are looked
+at, and others may wait for a frame."""
 NO_COORDINATOR_S = 120.0
 """Bound of waiting without a coordinator: for the start, for links, for a decision, for the end of the job. While there
 is one it watches all that are waited for, and bounds the wait: by what it sees of them, not by a constant."""
@@ -88,6 +89,8 @@ class WorkerSetup(NamedTuple):
     """Frozen parameters that the checkpoint has otherwise than they are built; None: they are still to be compared."""
     joins: bool = False
     """Whether it joins a job that runs: it begins without state, and says `Joining` before it registers."""
+    sites: SiteLinks | None = None
+    """The transport's links to other sites; None: there is only one."""
     domain: str = ""
     """Where it runs, as a joiner says it, see `elaswave.state.domains`; empty: the coordinator knows, or nobody."""
 
@@ -100,7 +103,6 @@ class Worker:
         client: the connection to the coordinator.
         mailbox: what arrives there.
         transport: listening, not yet connected.
-        sites: the transport's links to other sites; None: there is only one.
     """
 
     machine_class: type[WorkerMachine[HeldBlock]] = WorkerMachine
@@ -111,7 +113,6 @@ class Worker:
         client: WorkerClient,
         mailbox: Mailbox,
         transport: Transport,
-        sites: SiteLinks | None = None,
     ) -> None:
         config = setup.config
         self._setup = setup
@@ -139,7 +140,6 @@ class Worker:
         self._must_end = False
         """Whether the coordinator has said that the job is over."""
         self._watch = StepWatch(setup.probe, mailbox, self._trace)
-        self._sites = sites
         self._batches = batches = Batches(self._make_supply(), mailbox.activity, self._watch.waited_for_data)
         layers, store, progress = materialise(blueprint, setup.worker, layout, placement, setup.checkpoint)
         context = EngineContext(
@@ -154,7 +154,7 @@ class Worker:
             on_layout=self._use_layout,
             on_begin=batches.begin,
             slow_down=self._slow_down,
-            slow_links=(lambda factor: None) if sites is None else sites.links.slow_down,
+            slow_links=(lambda factor: None) if setup.sites is None else setup.sites.links.slow_down,
         )
         self._links = TransportLinks(
             setup.worker,
@@ -219,8 +219,8 @@ class Worker:
 
     def _use_layout(self, layout: Layout) -> None:
         self._batches.use_layout(layout)
-        if self._sites is not None:
-            self._sites.use_layout(layout)
+        if self._setup.sites is not None:
+            self._setup.sites.use_layout(layout)
 
     def _set_level(self, execution: ExecutionParameters) -> None:
         """Sets the frequency level that a plan gives this worker."""
@@ -335,11 +335,11 @@ class Worker:
         if self._must_end and not machine.is_done:
             has_begun = machine.is_started and self._mailbox.joining is None
             raise FencedError("the job has ended" if has_begun else "the job has ended before it began")
-        is_dialling = self._links.is_dialling
-        if is_dialling:
+        moves = self._links.is_dialling or (self._setup.sites is not None and self._setup.sites.links.has_frames)
+        if moves:
             self._transport.poll()
         try:
-            self._hand_over(self._mailbox.next(DIAL_TURN_S if is_dialling else TURN_S))
+            self._hand_over(self._mailbox.next(DIAL_TURN_S if moves else TURN_S))
         except WaitTimeoutError:
             _check_coordinator(self._client, waited_for)
 
@@ -417,19 +417,18 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
     transport: StreamTransport | None = None
     client: ClosableClient | None = None
     try:
-        sites = site_links(setup.config, setup.worker)
         transport = StreamTransport(
             setup.worker,
             key=setup.key,
             listen=setup.listen,
             epoch=FIRST_EPOCH,
-            emulated=None if sites is None else sites.links,
+            emulated=None if setup.sites is None else setup.sites.links,
         )
         mailbox = Mailbox(setup.worker, transport)
         if setup.joins:
             mailbox.joining = first_words(setup, transport.address)
         client = make_client(mailbox)
-        worker = Worker(setup, client, mailbox, transport, sites)
+        worker = Worker(setup, client, mailbox, transport)
         worker.train()
         return 0
     except FencedError as error:

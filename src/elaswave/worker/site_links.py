@@ -30,11 +30,32 @@ class SiteLinks:
         """Members are where their labels say."""
         self._labels = layout.domain_of
 
+    def part(self, site: str, until_s: float) -> bool:
+        """From now on nothing goes between a site and the others.
+
+        Args:
+            site: its name.
+            until_s: monotonic time at which that ends.
+        Returns:
+            Whether this worker is there.
+        """
+        away = self._sites.network.sites.index(site)
+
+        def is_cut(there: int) -> bool:
+            return (there == away) != (self._here == away)
+
+        self.links.part(is_cut, until_s)
+        return self._here == away
+
+    @property
+    def _here(self) -> int:
+        return self._sites.site_of(self._worker, self._labels)
+
     def _path_to(self, peer: int) -> EmulatedPath | None:
         if peer == self._worker:
             return None
-        here, there = (self._sites.site_of(worker, self._labels) for worker in (self._worker, peer))
-        link = self._sites.network.link(here, there)
+        there = self._sites.site_of(peer, self._labels)
+        link = self._sites.network.link(self._here, there)
         return EmulatedPath(there, link.latency_s, link.bandwidth_bytes_per_s)
 
 

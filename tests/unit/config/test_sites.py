@@ -11,6 +11,7 @@ from elaswave.config.load import load_config
 from elaswave.config.own import OwnModel
 from elaswave.config.schema import Config
 from elaswave.config.sites import control_delays_s, labels_of, sites_of
+from elaswave.control.slow_dial import slow_control_of
 from elaswave.errors import ConfigError
 from elaswave.fences import coded_bytes
 from elaswave.planning.layout import make_layout
@@ -176,3 +177,20 @@ def test_sites_may_change_when_a_run_goes_on() -> None:
     config = load_config(None, [*AT_SITES, "layout.widths=[1, 2]"])
     other = msgspec.structs.replace(config.sites, rate=0.5)
     assert load_config(None, ["sites.rate=0.5"], base=config).sites == other
+
+
+def test_a_link_may_be_slower_one_way(tmp_path: Path) -> None:
+    """Frames and control messages take the way that they go."""
+    file = tmp_path / "uneven.toml"
+    site = "[sites.{}]\nworkers = 1\nbandwidth_mbit_per_s = 2000\ndelay_ms = 5\n"
+    link = 'between = ["oslo", "quito"]\nbandwidth_mbit_per_s = 100\ndelay_ms = 120\nback_bandwidth_mbit_per_s = 20\n'
+    file.write_text('source = "a test"\n' + site.format("oslo") + site.format("quito") + "[[links]]\n" + link)
+    config = load_config(None, [f"sites.network={file}", "layout.widths=[1, 1]", "sites.coordinator=oslo"])
+    forth, back = (site_links(config, worker) for worker in (0, 1))
+    assert forth is not None and back is not None
+    there, here = forth._path_to(1), back._path_to(0)
+    assert there is not None and here is not None
+    assert (there.bandwidth_bytes_per_s, here.bandwidth_bytes_per_s) == (100e6 / 8, 20e6 / 8)
+    control = slow_control_of(config, 1)
+    assert control is not None
+    assert [path.bandwidth_bytes_per_s for path in control._paths] == [20e6 / 8, 100e6 / 8]

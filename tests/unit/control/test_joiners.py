@@ -15,6 +15,7 @@ from elaswave.protocol.ballot import Ballot, Request, VoteShape, encode_certific
 from elaswave.protocol.environment import pairs_of
 from elaswave.protocol.events import LeavingRecord, NewEpochRecord
 from elaswave.protocol.messages import PROTOCOL_VERSION, Decision, Joining
+from elaswave.protocol.respawn import BACKOFF_S_MIN
 from elaswave.protocol.scores import Scores
 from elaswave.state.placement import Placement
 from elaswave.state.shapes import StateShapes
@@ -36,6 +37,7 @@ class Job:
         self.identity = identity_of(self.plan, FACTS)
         self.journal: list[JournalRecord] = []
         self.told: list[str] = []
+        self.away_until_s: dict[int, float] = {}
         self.take_over()
 
     def take_over(self) -> Joiners:
@@ -43,8 +45,13 @@ class Job:
         written = [msgspec.json.encode(record) for record in self.journal]
         self.journal = [msgspec.json.decode(line, type=JournalRecord) for line in written]
         self.joiners = Joiners(
-            self.plan, lambda: self.identity, self.journal, self.journal.append, self.told.append
-        )  # fmt: skip
+            self.plan,
+            lambda: self.identity,
+            self.journal,
+            self.journal.append,
+            self.told.append,
+            away_until_s=lambda worker: self.away_until_s.get(worker, 0.0),
+        )
         return self.joiners
 
     def publish(self, step: int, members: tuple[int, ...] = (0, 1)) -> list[Answer]:
@@ -265,3 +272,19 @@ def test_a_successor_counts_with_what_is_left_of_the_time_of_those_that_leave():
     assert job.take_over().leave_at_s == {1: 130.0}
     job.joiners.left(1, 5.0, 104.0)
     assert job.take_over().leave_at_s == {1: 109.0}, "a notice has come in between"
+
+
+def test_nobody_takes_a_place_at_a_site_that_is_away():
+    """Until it is back; a successor knows it as well."""
+    job = Job()
+    job.publish(1)
+    job.away_until_s[1] = 70.0
+    job.joiners.ended(1, 10.0)
+    assert job.joiners.next_s == 70.0 + BACKOFF_S_MIN
+    assert job.joiners.due(70.0) == [] and job.joiners.due(71.0) == [2]
+
+    job = Job()
+    job.publish(1)
+    job.away_until_s[1] = 70.0
+    job.journal.append(NewEpochRecord(term=1, epoch=2, members=(0,), lost=(1,), reason="it is silent", at_s=10.0))
+    assert job.take_over().next_s == 70.0 + BACKOFF_S_MIN

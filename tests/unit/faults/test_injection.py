@@ -1,9 +1,11 @@
 """Faults: what their specs mean, what is refused, what is drawn, and that they strike once, where they should."""
 
+import math
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +15,13 @@ from elaswave.control.own_faults import OwnFaults
 from elaswave.errors import ConfigError, UsageError
 from elaswave.faults import injection as module
 from elaswave.faults.injection import (
+    AwayWatch,
     Fault,
     FaultProbe,
+    away_until_s,
     coordinator_fault,
     drawn_phase,
+    end_of,
     never_struck,
     parse_fault,
     parse_faults,
@@ -44,6 +49,8 @@ SPECS = {
     "slow:random@30:1": Fault(kind="slow", worker="random", step=30, factor=1.0),
     "drain:1@5": Fault(kind="drain", worker=1, step=5),
     "kill-host:a@5": Fault(kind="kill-host", worker=None, step=5, host="a"),
+    "away:oslo@5": Fault(kind="away", worker=None, step=5, host="oslo"),
+    "away:oslo@5:2.5": Fault(kind="away", worker=None, step=5, host="oslo", seconds=2.5),
     "kill-host:rack-1/a@5:vote+1": Fault(kind="kill-host", worker=None, step=5, phase="vote", skip=1, host="rack-1/a"),
     "join@5": Fault(kind="join", worker=None, step=5),
 }
@@ -71,7 +78,7 @@ def test_other_ways_to_write_a_spec(spec, fault):
     assert parse_fault(str(fault)) == fault
 
 
-KINDS_THAT_WORK = "kill, hang, cut, cut-close, kill-host, slow, slow-link, join, drain"
+KINDS_THAT_WORK = "kill, hang, cut, cut-close, kill-host, away, slow, slow-link, join, drain"
 BAD = {
     "": [f"unknown kind ''; there are {KINDS_THAT_WORK}"],
     "explode:1@5": [f"unknown kind 'explode'; there are {KINDS_THAT_WORK}"],
@@ -152,9 +159,16 @@ def of_job(
     num_steps: int = 20,
     respawns: bool = False,
     hosts: dict[int, str] | None = None,
+    sites: Sequence[str] = (),
 ) -> tuple[Fault, ...]:
     return parse_faults(
-        specs, seed=seed, workers=range(num_workers), num_steps=num_steps, respawns=respawns, hosts=hosts or {}
+        specs,
+        seed=seed,
+        workers=range(num_workers),
+        num_steps=num_steps,
+        respawns=respawns,
+        hosts=hosts or {},
+        sites=sites,
     )
 
 
@@ -177,6 +191,35 @@ def test_hosts_that_cannot_be_killed():
     ]
     with pytest.raises(UsageError, match="all workers are on one host; say with elastic.hosts which of them share one"):
         of_job("kill-host:a@5")
+
+
+AT = {0: "oslo", 1: "quito/a", 2: "quito/b", 3: "lima"}
+
+
+def test_a_site_that_is_away_is_all_of_its_workers():
+    (fault,) = of_job("away:quito@5:60", hosts=AT, sites=["oslo", "quito"])
+    assert fault.victims == (1, 2) and str(fault) == "away:quito@5:60.0"
+    assert end_of(fault, 100.0) == 160.0
+    (gone,) = of_job("away:oslo@5", hosts=AT, sites=["oslo", "quito"])
+    assert end_of(gone, 100.0) == math.inf
+
+
+def test_sites_that_cannot_be_away():
+    with pytest.raises(UsageError) as error:
+        of_job("away:rome@5", "away:lima@5:3", "away:oslo@5:soon", "away:oslo@5:0", "away:@4", hosts=AT, sites=["oslo"])
+    assert str(error.value).splitlines() == [
+        "--fault away:rome@5: there is no site 'rome' with workers; the job has oslo, quito, lima",
+        "--fault away:lima@5:3: the coordinator is there, and all others would be cut off from it; put it elsewhere",
+        "--fault away:oslo@5:soon: 'soon' is no number of seconds above 0; expected away:SITE@STEP[:SECONDS], such as "
+        "away:oslo@5:60",
+        "--fault away:oslo@5:0: '0' is no number of seconds above 0; expected away:SITE@STEP[:SECONDS], such as "
+        "away:oslo@5:60",
+        "--fault away:@4: no site is given; expected away:SITE@STEP[:SECONDS]",
+    ]
+    with pytest.raises(UsageError, match="there are no emulated links that it could cut; give sites.network"):
+        of_job("away:oslo@5", hosts=AT)
+    with pytest.raises(UsageError, match="all workers are at oslo: nobody could go on"):
+        of_job("away:oslo@5", hosts={0: "oslo"}, sites=["oslo"])
 
 
 def test_a_job_without_faults():
@@ -254,11 +297,14 @@ class Bench:
         *specs: str,
         seed: int = 0,
         hosts: dict[int, str] | None = None,
+        sites: Sequence[str] = (),
     ) -> None:
-        self.faults = of_job(*specs, seed=seed, hosts=hosts)
+        self.faults = of_job(*specs, seed=seed, hosts=hosts, sites=sites)
         self.file = tmp_path / module.FAULTS_FILE
         self.events: list[object] = []
-        self.probe = FaultProbe(self.faults, seed=seed, record=self.file, silence=self._silence, slow=self._slow)
+        self.probe = FaultProbe(
+            self.faults, seed=seed, record=self.file, silence=self._silence, slow=self._slow, part=self.part
+        )
 
         def kill(pid: int, number: int) -> None:
             assert pid == os.getpid()
@@ -273,6 +319,10 @@ class Bench:
     def _slow(self, engine, factor, *, links):
         assert read_fault_records(self.file)
         self.events.append(("slow-link" if links else "slow", engine.worker, engine.step, factor))
+
+    def part(self, site, until_s):
+        assert read_fault_records(self.file)
+        self.events.append(("away", site, until_s))
 
     def step(self, worker: int, step: int, attempt: int = 1, counts: dict[str, int] | None = None) -> None:
         engine = SimpleNamespace(worker=worker, step=step, attempt=attempt)
@@ -312,6 +362,26 @@ def test_a_host_is_killed_by_its_first_worker(tmp_path, monkeypatch):
     records = read_fault_records(bench.file)
     assert [(record.worker, record.loses, record.phase) for record in records] == [(0, True, "vote"), (2, True, "vote")]
     assert records[0].time_s == records[1].time_s and never_struck(bench.faults, records) == []
+
+
+def test_a_site_is_cut_off_by_its_first_worker_and_the_others_read_of_it(tmp_path, monkeypatch):
+    bench = Bench(tmp_path, monkeypatch, "drain:3@2", "away:quito@5:60", hosts=AT, sites=["quito"])
+    faults = bench.faults
+    told: list[tuple[str, float]] = []
+    watch = AwayWatch((), bench.file, lambda site, until_s: told.append((site, until_s)))
+    watch._faults = faults  # without its thread
+    watch.look()
+    bench.step(1, 4)
+    assert not bench.events and not told
+    bench.step(1, 5)
+    records = read_fault_records(bench.file)
+    until_s = records[0].time_s + 60
+    assert bench.events == [("away", "quito", until_s)]
+    assert [(record.worker, record.loses, record.action) for record in records] == [(1, True, 0), (2, True, 0)]
+    watch.look()
+    watch.look()
+    assert told == [("quito", until_s)], "once"
+    assert [away_until_s(faults, records, worker) for worker in range(4)] == [0.0, until_s, until_s, 0.0]
 
 
 def test_other_workers_are_left_alone(tmp_path, monkeypatch):
@@ -494,7 +564,12 @@ assert "torch" not in sys.modules
 if due := coordinator_fault(faults, 2):
     strike_coordinator(due, None, step=2, record=record)
 probe = FaultProbe(
-    faults, seed=0, record=record, silence=lambda engine, close_links: None, slow=lambda engine, factor, links: None
+    faults,
+    seed=0,
+    record=record,
+    silence=lambda engine, close_links: None,
+    slow=lambda engine, factor, links: None,
+    part=lambda site, until_s: None,
 )
 probe.reached("vote", 0, SimpleNamespace(worker=1, step=2, attempt=1))
 print("went on")

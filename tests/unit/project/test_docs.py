@@ -14,7 +14,7 @@ import pytest
 
 from elaswave.cli.main import cli
 from elaswave.config.load import load_config
-from elaswave.config.sites import labels_of
+from elaswave.config.sites import labels_of, sites_that_may_part
 from elaswave.faults.injection import parse_faults
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -117,6 +117,7 @@ def check_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None
             num_steps=config.run.steps,
             respawns=config.elastic.respawns,
             hosts=labels_of(config),
+            sites=sites_that_may_part(config),
         )
 
 

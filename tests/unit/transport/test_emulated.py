@@ -27,12 +27,15 @@ def frame(num_bytes: int) -> list[memoryview]:
 def test_a_frame_takes_its_bytes_over_the_bandwidth_and_then_the_latency() -> None:
     links = EmulatedLinks(PATHS.get)
     sent = handle(1)
+    assert not links.has_frames
     assert links.put(sent, frame(100), 10.0) and not links.put(handle(9), frame(1), 10.0)
     assert links.turn(10.0) == ([], 1.0, False) and not sent.done
     arrived, next_s, has_left = links.turn(11.0)
     assert (arrived, next_s, has_left, sent.done) == ([], 0.5, True, True)
+    assert links.has_frames, "it is under way"
     ((peer, content),), next_s, has_left = links.turn(11.5)
     assert (peer, bytes(content), next_s, has_left) == (1, bytes(frame(100)[0]), math.inf, False)
+    assert not links.has_frames
 
 
 def test_what_goes_to_one_site_goes_one_after_the_other_and_other_sites_do_not_wait() -> None:
@@ -63,6 +66,25 @@ def test_a_link_that_slows_down_goes_on_at_the_new_rate_and_is_seen_to_move() ->
     assert moved == sorted(set(moved)) and moved[-1] == 90
     links.turn(100.0)
     assert links.moved_bytes(100.0) == links.moved_bytes(200.0) == 100
+
+
+def test_what_goes_to_a_site_that_is_away_stands_still_until_it_is_back() -> None:
+    """What is on its way and what has not left; other sites notice nothing. One that is away for good stays so."""
+    links = EmulatedLinks(PATHS.get)
+    first, second = handle(1), handle(2)
+    for each in (first, second, handle(3)):
+        links.put(each, frame(100), 0.0)
+    assert [arrival.peer for arrival in links.turn(1.0)[0]] == [3]
+    links.part(lambda site: site == 0, 9.0)
+    links.put(handle(3), frame(100), 1.0)
+    assert first.done and not second.done
+    assert [arrival.peer for arrival in links.turn(1.6)[0]] == [3]
+    assert links.turn(4.0) == ([], 5.0, False) and not second.done
+    arrived, next_s, has_left = links.turn(9.0)
+    assert [arrival.peer for arrival in arrived] == [1, 2] and second.done and has_left and next_s == math.inf
+    links.part(lambda site: site == 0, math.inf)
+    links.put(handle(1), frame(100), 9.0)
+    assert links.turn(99.0) == ([], math.inf, False)
 
 
 def test_what_was_to_go_to_a_lost_peer_is_lost_and_an_epoch_frees_the_link() -> None:
