@@ -348,7 +348,9 @@ def _render(entry: dict[str, Any], title: str, width: int) -> list[str]:
     fences = " ".join(map(str, entry["fences"])) or "none"
     lines += wrap(f"fences before the layers: {fences}; codec {entry['codec']}; copies {entry['copies']}", width)
     if (survival := entry["survival"]) is not None:
-        lines += wrap(f"the job {survival.describe()}", width)
+        sites = {site for stage in entry["stages"] for site in stage["sites"]}
+        only = f"; it does not survive the loss of {', '.join(sites)}, its only site" if len(sites) == 1 else ""
+        lines += wrap(f"the job {survival.describe()}{only}", width)
     if entry["left_out"]:
         lines += wrap(f"left out, they cost more than they bring: {' '.join(map(str, entry['left_out']))}", width)
     return lines

@@ -42,6 +42,18 @@ def test_plan_for_people_uses_all_sites_when_told(capsys):
     assert "lost" not in text
 
 
+def test_plan_says_which_sites_may_be_lost(capsys):
+    """With copies outside any of them, with copies inside none, and where all workers are at one, not that one."""
+    arguments = ["plan", "--network", FOUR, "--model", "gpt2-small", "--lose", "0"]
+    of_all = [*arguments, "--use-all", "--copies"]
+    outside, inside = (" ".join(output(capsys, *of_all, copies).split()) for copies in ("outside", "inside"))
+    assert "it survives the loss of any one of 4 sites" in outside
+    assert "it survives the loss of none of 4 sites (site" in inside
+    assert "without it the job goes back to the last checkpoint" in inside
+    one = " ".join(output(capsys, *arguments, "--copies", "outside").split())
+    assert "; it does not survive the loss of " in one and ", its only site" in one
+
+
 def test_compare(capsys):
     names = ["op_fence", "equal_number", "equal_compute"]
     arguments = ["compare", "--network", FOUR, "--policies", ",".join(names), "--codec", "int4"]
