@@ -17,4 +17,3 @@ def test_a_block_may_be_larger_than_what_is_copied_in_a_step() -> None:
     fixed = plan("elastic.block_size=4096", "elastic.copy_bytes_per_step=1000")
     assert fixed.move_bounds == (4096, 4096) and fixed.move_elements == 4096
     assert fixed.refill_elements == (4 << 20) // 12, "as configured: more than a block"
-
