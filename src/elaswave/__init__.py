@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from elaswave.api.result import Result
     from elaswave.api.trainer import Trainer
     from elaswave.data.sampler import sample_order
+    from elaswave.foreign.layer import Foreign
     from elaswave.models.calls import LossOutput, aux_loss, batch
     from elaswave.models.huggingface.model import hf
     from elaswave.models.layers import Layer
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from elaswave.splitting.split import operator_graph, split
 
 __all__ = [
+    "Foreign",
     "Layer",
     "LossOutput",
     "OperatorGraph",
@@ -31,6 +33,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _PLACES = {
+    "Foreign": "elaswave.foreign.layer",
     "Layer": "elaswave.models.layers",
     "LossOutput": "elaswave.models.calls",
     "OperatorGraph": "elaswave.splitting.graph",

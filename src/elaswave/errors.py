@@ -15,6 +15,8 @@ ElaswaveError
 │   ├── InterruptedWaitError   a wait was woken on purpose (a new epoch, the end of the job)
 │   ├── WaitTimeoutError       a bounded wait has run out
 │   └── BacklogError           more is waiting to be acknowledged than may be kept
+├── ForeignError               a foreign part's server that is late, has ended, or answers what it must not
+│   └── ForeignPartError       what the code of a foreign part has raised there
 ├── FrequencyError             a device whose speed cannot be set here
 ├── StoreError                 a coordinator's store that is damaged, held by another one, or cannot be written
 │   ├── StoreGoneError         it does not answer: exit code 75
@@ -111,6 +113,14 @@ class WaitTimeoutError(CommError):
 
 class BacklogError(CommError):
     """More messages wait for the coordinator's acknowledgement than may be kept."""
+
+
+class ForeignError(ElaswaveError):
+    """The server of a foreign part is late, has ended, or answers what it must not. It is its worker's loss."""
+
+
+class ForeignPartError(ForeignError):
+    """The code of a foreign part has raised an exception, in its server."""
 
 
 class FrequencyError(ElaswaveError):

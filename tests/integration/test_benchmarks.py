@@ -64,6 +64,13 @@ def test_the_tax_of_every_part_is_measured() -> None:
 
 
 @pytest.mark.slow
+def test_a_foreign_part_is_compared_with_the_same_layer() -> None:
+    document = run("foreign.py", "--widths", "16", "--rows", "8", "--rounds", "2")
+    (row,) = document["rows"]
+    assert row["same_s"] > 0 and row["here_s"] > 0 and row["new_s"] > 0
+
+
+@pytest.mark.slow
 def test_codecs_and_trainings_with_fences_are_measured() -> None:
     document = run("fences.py", "codecs", "--steps", "2", "--rounds", "2")
     codecs = [row["codec"] for row in document["rows"]]

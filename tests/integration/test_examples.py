@@ -56,4 +56,4 @@ def test_the_examples_are_listed() -> None:
     for example in EXAMPLES:
         assert f"]({example})" in page
         assert f"examples/{example}\n" in (ROOT / "examples" / example).read_text()
-    assert len(EXAMPLES) == 8
+    assert len(EXAMPLES) == 9

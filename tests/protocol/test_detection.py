@@ -630,7 +630,7 @@ def test_ten_times_the_longest_is_still_slow_and_not_lost():
     assert named(job.go_on(2.0)) == [(1, "progress")]
 
 
-@pytest.mark.parametrize("label", ["recover", "checkpoint", "evaluate"])
+@pytest.mark.parametrize("label", ["recover", "checkpoint", "evaluate", "data", "foreign"])
 def test_what_is_no_part_of_a_step_may_take_long(label):
     job = Job(2, learned_steps=3)
     assert job.detector.busy_bound_s(label) == detection.UNLEARNED_S

@@ -9,6 +9,7 @@ import torch
 
 from elaswave.config.schema import Config
 from elaswave.errors import CheckpointError
+from elaswave.foreign.connection import close_all
 from elaswave.protocol.scores import Means, means_of, score_words
 from elaswave.state.checkpoint import CheckpointRef, checkpoint_of_step, find_newest_checkpoint, verify_checkpoint
 from elaswave.training.dataset import UserDataError
@@ -91,7 +92,7 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def _as_in_a_worker() -> Iterator[None]:
-    """One thread, as in every worker; leaves the script's generators as they were."""
+    """One thread, as in every worker; leaves the script's generators as they were, and no server of a foreign part."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -99,3 +100,4 @@ def _as_in_a_worker() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
+        close_all()

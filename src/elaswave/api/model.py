@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from elaswave.errors import UsageError
+from elaswave.foreign.layer import foreign_in, kind_line
 from elaswave.models.admission import check_hooks, check_module, check_sizes_known, check_values
 from elaswave.models.builders import problems_with_captured, problems_with_layer_fields
 from elaswave.models.instances import (
@@ -63,6 +64,12 @@ class OwnModelSpec:
         """That all layers compute in."""
         self.layer_parameters = tuple(sum(each.numel() for each in module.parameters()) for module in modules)
         """Number of parameters of each layer."""
+        self.foreign = tuple(
+            kind_line(where, part.kind)
+            for layer, module in zip(layers, modules, strict=True)
+            for where, part in foreign_in(layer.name, module).items()
+        )
+        """Kinds of foreign parts."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

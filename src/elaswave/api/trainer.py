@@ -176,6 +176,7 @@ class Trainer:
             float(self._grad_clip),
             () if self._network is None else self._network.cuts,
             "" if self._network is None else self._network.fingerprint,
+            model.foreign,
         )
         config = load_config(None, overrides, workers, base=options.saved_config(), settings=self._config, own=own)
         if config.run.eval_every and not self._samples.num_samples("validation"):

@@ -13,7 +13,7 @@ TOKENS_PER_S, SAMPLES_PER_S = "tokens/s", "samples/s"
 """Units of throughput: of the built-in models, and of a script's own, whose samples are not counted in tokens."""
 
 _MODEL_KEYS = ("family", "num_layers", "dtype")
-_SET_KEYS = ("fences", "fence_ratios", "cuts", "network")
+_SET_KEYS = ("fences", "fence_ratios", "cuts", "network", "foreign")
 """Kept as far as they say anything."""
 _OPTIMIZER_KEYS = ("name", "grad_clip", "ema_decay")
 _FREE_KEYS = ("optimizer.ema_decay", "model.fences", "model.fence_ratios")
@@ -44,6 +44,8 @@ class OwnModel(NamedTuple):
     """Of a network that `elaswave.split` has cut."""
     network: str = ""
     """Fingerprint of that network."""
+    foreign: tuple[str, ...] = ()
+    """``LAYER: KIND`` of each foreign part."""
 
     @property
     def values(self) -> dict[str, dict[str, Any]]:
@@ -51,6 +53,8 @@ class OwnModel(NamedTuple):
         model: dict[str, Any] = {"family": OWN, "num_layers": len(self.layer_parameters), "dtype": self.dtype}
         if self.network:
             model |= {"cuts": self.cuts, "network": self.network}
+        if self.foreign:
+            model["foreign"] = self.foreign
         optimizer = {"optimizer": {"name": OWN, "grad_clip": self.grad_clip}} if self.has_optimizer else {}
         return {"model": model, **optimizer}
 

@@ -134,6 +134,9 @@ class ModelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     same parts, whatever is measured then."""
     network: str = ""
     """own: fingerprint of the operators of that network; set by ``elaswave.Trainer``."""
+    foreign: tuple[str, ...] = ()
+    """own: ``LAYER: KIND`` of each foreign part: software, versions, code and processor of its server
+    (docs/foreign.md); set by ``elaswave.Trainer``. Every server of the run is of this kind."""
 
 
 class DataConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

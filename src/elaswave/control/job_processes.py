@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from elaswave.control.forking import Child, fork, how_it_ended
-from elaswave.control.parent_death import end_orphan, parent_of_orphans
+from elaswave.control.parent_death import ORPHAN_S_MAX, end_group, end_orphan, parent_of_orphans
 from elaswave.control.template import TemplateSetup
 from elaswave.control.template_link import TemplateProcess
 from elaswave.control.template_messages import (
@@ -73,6 +73,8 @@ class JobProcesses:
         self._pids: dict[int | Loader, int] = {}
         """Of the template's children that live."""
         self._processes: dict[int | Loader, RunProcess] = {_LAUNCHER: described("launcher", 0, os.getpid())}
+        self._groups: set[int] = set()
+        """Process groups of workers that have ended, of which there may be something left."""
         self._has_changed = True
         self._orphans = contextlib.ExitStack()
         self._orphans.enter_context(parent_of_orphans())
@@ -120,8 +122,11 @@ class JobProcesses:
                 self._note(loader, None)
             elif isinstance(message, ChildGone | CommitDone):
                 child = message.child if isinstance(message, ChildGone) else COMMITTER
-                self._pids.pop(child, None)
+                pid = self._pids.pop(child, None)
                 self._note(child, None)
+                if pid is not None and child >= 0:
+                    self._groups.add(pid)
+        self._groups = {group for group in self._groups if not end_group(group, 0.0)}
         return messages
 
     def _described(self, message: Spawned) -> RunProcess:
@@ -264,6 +269,8 @@ class JobProcesses:
             self._coordinator = None
         for pid in {*self._pids.values(), *orphans}:
             end_orphan(pid)
+        for group in {*self._groups, *self._pids.values(), *orphans}:
+            end_group(group, ORPHAN_S_MAX)
         self.selector.close()
         self._orphans.close()
         remove_processes(self._run_dir, self._suffix)

@@ -266,6 +266,7 @@ class Joiners:
             config_hash=identity.config_hash,
             model_hash=identity.model_hash,
             data_hash=identity.data_hash,
+            foreign=plan.config.model.foreign,
             canaries=dict(canaries),
         )
         self._persist(self._founders)

@@ -44,6 +44,29 @@ def parent_of_orphans() -> Iterator[None]:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
+def end_group(group: int, wait_s: float) -> bool:
+    """Kills and reaps what is left of a process group, as far as it has become this process's children: what a worker
+    has started, and left when it was killed.
+
+    Args:
+        group: its number, the process id of the worker.
+        wait_s: how long the killed may take to end; 0: one look.
+    Returns:
+        Whether none is left.
+    """
+    deadline_s = time.monotonic() + wait_s
+    try:
+        while True:
+            if os.waitpid(-group, os.WNOHANG)[0] == 0:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+                if time.monotonic() >= deadline_s:
+                    return False
+                time.sleep(0.002)
+    except ChildProcessError:
+        return True
+
+
 def end_orphan(pid: int) -> None:
     """Kills and reaps a process whose parent has ended, if this process is its parent now; else does nothing.
 

@@ -143,6 +143,8 @@ def live(
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         return client
 
+    if setup.config.model.foreign:
+        os.setpgid(0, 0)  # so that the launcher finds the servers that are left when this process is killed
     offer_to_kernel()
     hold_notices()
     return run_worker(worker_setup, make_client)

@@ -6,6 +6,7 @@ ordinary PyTorch, an auxiliary loss goes nowhere and there is no batch.
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,10 +34,14 @@ class Call:
     Args:
         inputs: fetches the micro-batch's inputs.
         key: of draws in this micro-batch: run seed, step, micro-batch; None: there is none.
+        check: called while the layer waits for another process; it may raise, and the layer is run again later.
+        elsewhere: stands around such a wait.
     """
 
     inputs: Callable[[], Any]
     key: tuple[int, ...] | None = None
+    check: Callable[[], None] = lambda: None
+    elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext
     aux_losses: list[torch.Tensor] = field(default_factory=list)
     """In the order in which they were given."""
 
@@ -106,6 +111,17 @@ def batch() -> Any:
 def draw_key() -> tuple[int, ...] | None:
     """What keys the draws of the present micro-batch; None where elaswave runs no layer."""
     return None if _HERE.call is None else _HERE.call.key
+
+
+def check_wait() -> None:
+    """To be called while a layer waits: lets the worker's transfers move, and leaves the layer if its step is over."""
+    if _HERE.call is not None:
+        _HERE.call.check()
+
+
+def computed_elsewhere() -> AbstractContextManager[None]:
+    """Stands around a wait for another process, which is to take as long as the layer permits."""
+    return nullcontext() if _HERE.call is None else _HERE.call.elsewhere()
 
 
 def describe(value: object) -> str:

@@ -23,6 +23,8 @@ class Founders(msgspec.Struct, frozen=True, kw_only=True, tag="founders"):
     config_hash: int
     model_hash: int
     data_hash: int
+    foreign: tuple[str, ...] = ()
+    """``LAYER: KIND`` of each foreign part."""
     canaries: dict[int, int]
     """That all have agreed on in the first vote, by place."""
 
@@ -72,9 +74,21 @@ def admission_problem(joining: Joining, founders: Founders, layer_names: Sequenc
         problems.append("its model or optimizer has other tensors: give it the script that the run was started with")
     if joining.data_hash != founders.data_hash:
         problems.append("its data are others: give it the files that the run trains on")
-    if joining.model_hash == founders.model_hash:  # else its layers are others anyway
+    if joining.foreign != founders.foreign:
+        problems += _other_parts(joining.foreign, founders.foreign)
+    elif joining.model_hash == founders.model_hash:  # else its layers are others anyway
         problems += _other_bits(joining, founders, layer_names)
     return "; ".join(problems) or None
+
+
+def _other_parts(there: Sequence[str], here: Sequence[str]) -> list[str]:
+    found, needed = (dict(line.partition(": ")[::2] for line in lines) for lines in (there, here))
+    return [
+        f"its foreign part {name} is served by {found.get(name, 'nothing')}, and the job's by "
+        f"{needed.get(name, 'nothing')}: install the same software, with the same code of the part"
+        for name in sorted(found.keys() | needed.keys())
+        if found.get(name) != needed.get(name)
+    ] or ["its foreign parts stand in another order than the job's"]
 
 
 def _other_bits(joining: Joining, founders: Founders, layer_names: Sequence[str]) -> list[str]:

@@ -274,8 +274,11 @@ class Joining(msgspec.Struct, frozen=True, kw_only=True, tag="joining"):
     data_hash: int
     domain: str = ""
     """Where it runs, see `elaswave.state.domains`; empty: it cannot say."""
+    foreign: tuple[str, ...] = ()
+    """``LAYER: KIND`` of each foreign part, as its server is there (`Config.model.foreign`)."""
     canaries: dict[int, int]
-    """By place, see `elaswave.protocol.environment`: of the environment, and of the first layer of each kind."""
+    """By place, see `elaswave.protocol.environment`: of the environment, and of the first layer of each kind. None
+    where foreign parts are of other kinds."""
 
 
 CoreToWorker = Prepare | Decision | Fenced | LayoutChange | Dial | AskPause | GoOn | Released

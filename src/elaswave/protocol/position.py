@@ -16,6 +16,9 @@ WRITE = "write"
 DATA = "data"
 """Label of a worker that makes a micro-batch, or waits for its loaders to make it: a person's own code, which may take
 far longer for one sample than for all before."""
+FOREIGN = "foreign"
+"""Label of a worker that waits for the server of a foreign part: it bounds that wait itself, and the first answers,
+for which the server loads its software, may take far longer than all before."""
 PAUSED = "paused"
 """Label of a worker that waits between two steps, because the membership is about to change."""
 IDLE = ("idle", "end", START, PAUSED)

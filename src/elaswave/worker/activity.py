@@ -6,7 +6,8 @@ Written by one thread and read by another: each change is one assignment of one 
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from elaswave.observability.processor_waits import ProcessorWaits
@@ -85,6 +86,19 @@ class Activity:
     def compute(self, label: str) -> None:
         """The worker computes: it cannot be waiting for another worker."""
         self.doing = Doing(label, True, (), time.monotonic())
+
+    @contextmanager
+    def during(self, label: str) -> Iterator[None]:
+        """For a while the worker does something else than it has said; then it goes on with that, from anew."""
+        before = self.doing
+        self.compute(label)
+        try:
+            yield
+        finally:
+            if before.computing:
+                self.compute(before.label)
+            else:
+                self.doing = before
 
     def wait(self, label: str, peers: tuple[int, ...] = ()) -> None:
         """The worker waits for others."""

@@ -9,6 +9,7 @@ from torch import nn
 from elaswave.config.schema import Config
 from elaswave.data.sampler import Sampler
 from elaswave.errors import UsageError
+from elaswave.foreign.layer import check_kinds
 from elaswave.models.layers import ModelSpec
 from elaswave.state.checkpoint_format import EMA, MASTER
 from elaswave.state.flat import FlatLayer, FlatUnit, model_shapes
@@ -67,9 +68,13 @@ class Blueprint(RunPlan):
         Args:
             index: its position in the model.
         Raises:
-            UsageError: it cannot be built, or is another one than for its shapes.
+            UsageError: it cannot be built, is another one than for its shapes, or has foreign parts of another kind
+                than the run was begun with.
         """
-        return build_as_described(self.model.layers[index], self.config.run.seed, index, self.shapes)
+        layer = self.model.layers[index]
+        module = build_as_described(layer, self.config.run.seed, index, self.shapes)
+        check_kinds(layer.name, module, self.config.model.foreign)
+        return module
 
     def flat_layer(self, index: int, units: Mapping[int, FlatUnit], module: nn.Module | None = None) -> FlatLayer:
         """A layer, as `FlatLayer` makes it.

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from elaswave.errors import UsageError
+from elaswave.errors import ForeignError, ForeignPartError, InterruptedWaitError, UsageError
 from elaswave.hashing import key64
 from elaswave.models.kernels import linear
 from elaswave.protocol.environment import Environment
@@ -259,6 +259,12 @@ def _probe(module: nn.Module, given: Given, run: Run, from_scratch: Again) -> in
     with with_parameters(module, lambda name, values: made_up(values, key64("canary", name))):
         try:
             made, gradients = from_scratch(_with(given, lambda leaf: next(inputs)), reached)
+        except InterruptedWaitError:  # the layer is left, and proved anew when it is run again
+            raise
+        except ForeignError as error:
+            if not isinstance(error, ForeignPartError):
+                raise  # nothing was found out
+            return 0
         except (Exception, SystemExit):  # a layer may refuse made-up numbers; its shapes are still compared
             return 0
         return hash_of([*made.leaves, *gradients]) or 1

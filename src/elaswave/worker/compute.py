@@ -10,7 +10,7 @@ input gets copies of it. Which layers do is found out at the first micro-batch, 
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -110,6 +110,7 @@ class Compute:
         inputs: fetches the inputs of a micro-batch for layers that ask for them.
         has_canary: run each layer's first micro-batch again, and a made-up one (`elaswave.worker.canary`).
         lowest_trained: the first layer with a parameter that is trained; those below run forward only.
+        elsewhere: stands around waits for foreign parts.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Compute:
         inputs: FetchInputs = no_inputs,
         has_canary: bool = False,
         lowest_trained: int = 0,
+        elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.model = model
         self.layers = layers
@@ -148,6 +150,7 @@ class Compute:
         self._seed = seed
         self._recompute = recompute
         self._between_layers = between_layers
+        self._elsewhere = elsewhere
         self._lowest_trained = lowest_trained
         self._fetch = inputs
         self._step = 0
@@ -475,7 +478,10 @@ class Compute:
 
     def _call(self, microbatch: int, train: bool) -> Call:
         """For one run of a layer; what a part that is run again says goes to a call of its own, which is forgotten."""
-        return Call(lambda: self._fetch(self._step, microbatch, train=train), (self._seed, self._step, microbatch))
+        key = (self._seed, self._step, microbatch)
+        return Call(
+            lambda: self._fetch(self._step, microbatch, train=train), key, self._between_layers, self._elsewhere
+        )
 
     @contextmanager
     def _argument(self, index: int, given: Given, train: bool) -> Iterator[Any]:

@@ -12,6 +12,7 @@ import msgspec
 from torch import nn
 
 from elaswave.data.fingerprint import fingerprint_of_all
+from elaswave.foreign.layer import kinds_here
 from elaswave.protocol.environment import ENVIRONMENT
 from elaswave.protocol.messages import PROTOCOL_VERSION, Joining
 from elaswave.state.flat import FlatLayer, FlatUnit
@@ -35,14 +36,18 @@ def first_words(setup: "WorkerSetup", address: str) -> Joining:
     Raises:
         BatchError, DataError: the data cannot be read.
         LayerError: a layer cannot be run.
+        ForeignError: a foreign part's server does not say what it is.
     """
     blueprint = Blueprint(setup.config, setup.training)
     identity = identity_of(blueprint, _data_facts(setup, blueprint))
     text, canaries = "", {}
+    pinned = setup.config.model.foreign
+    foreign = kinds_here(blueprint.model.layers) if pinned else ()
     if setup.config.elastic.verify:
         own = environment_of(blueprint)
         text = own.text
-        canaries = {ENVIRONMENT: own.canary, **layer_canaries(blueprint, _first_inputs(setup, blueprint))}
+        if foreign == pinned:  # else it is refused for that
+            canaries = {ENVIRONMENT: own.canary, **layer_canaries(blueprint, _first_inputs(setup, blueprint))}
     return Joining(
         worker=setup.worker,
         address=address,
@@ -53,6 +58,7 @@ def first_words(setup: "WorkerSetup", address: str) -> Joining:
         model_hash=identity.model_hash,
         data_hash=identity.data_hash,
         domain=setup.domain,
+        foreign=foreign,
         canaries=canaries,
     )
 

@@ -19,12 +19,13 @@ from msgspec.structs import replace
 from elaswave.config.devices import base_level, device_of, emulated_costs, speed_of
 from elaswave.config.schema import Config
 from elaswave.errors import FencedError, InterruptedWaitError, PeerLostError, VoteError, WaitTimeoutError
+from elaswave.foreign.connection import close_all
 from elaswave.observability.trace import TraceRecorder
 from elaswave.planning.execution import programs_of
 from elaswave.protocol.ballot import BufferTensor
 from elaswave.protocol.engine import JobTerms, Pause, Wait
 from elaswave.protocol.messages import FIRST_EPOCH, CoreToWorker
-from elaswave.protocol.position import START
+from elaswave.protocol.position import FOREIGN, START
 from elaswave.protocol.worker import WorkerMachine
 from elaswave.state.checkpoint_format import CheckpointMeta
 from elaswave.state.store import HeldBlock
@@ -153,6 +154,7 @@ class Worker:
             on_execution=self._set_level,
             on_layout=self._use_layout,
             on_begin=batches.begin,
+            elsewhere=lambda: mailbox.activity.during(FOREIGN),
             slow_down=self._slow_down,
             slow_links=(lambda factor: None) if setup.sites is None else setup.sites.links.slow_down,
         )
@@ -442,6 +444,7 @@ def run_worker(setup: WorkerSetup, make_client: MakeClient) -> int:
     finally:
         if worker is not None:
             worker.close()
+        close_all()
         if client is not None:
             client.close(FLUSH_TIMEOUT_S)
         if transport is not None:

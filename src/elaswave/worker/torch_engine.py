@@ -5,6 +5,7 @@
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -59,6 +60,8 @@ class EngineContext(NamedTuple):
     """Told of the layout in force."""
     on_begin: Callable[[int], None] = lambda step: None
     """Told of each step that begins, perhaps again."""
+    elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Stands around waits for foreign parts."""
     slow_down: Callable[[float], None] = lambda factor: None
     """Makes the worker compute at a share of its speed (fault injection)."""
     slow_links: Callable[[float], None] = lambda factor: None
@@ -106,6 +109,7 @@ class TorchEngine:
             inputs=self._microbatches.inputs,
             has_canary=elastic.verify,
             lowest_trained=blueprint.state.lowest_trained,
+            elsewhere=context.elsewhere,
         )
         self._num_microbatches = blueprint.layout.num_microbatches
         self._began_ns = time.monotonic_ns()

@@ -124,3 +124,24 @@ def test_what_founders_have_in_common_is_read_off_a_vote(num_buffers):
     vector = shape.merge(*map(shape.vector_of, ballots))
     found = canaries_in(vector, num_layers=len(NAMES), num_tensors=5, num_buffers=num_buffers)
     assert found == {0: 100, 1: 101, 2: 102}, "they differ in layer 2, which ends the job anyway"
+
+
+def test_foreign_parts_must_be_of_the_founders_kinds():
+    founders = msgspec.structs.replace(FOUNDERS, foreign=("a: numpy 2.4", "b: jax 0.10"))
+    for there, told in (
+        (("a: numpy 2.4", "b: jax 0.10"), None),
+        (
+            ("a: numpy 2.5", "b: jax 0.10"),
+            "its foreign part a is served by numpy 2.5, and the job's by numpy 2.4: install the same software, with "
+            "the same code of the part",
+        ),
+        (
+            ("a: numpy 2.4",),
+            "its foreign part b is served by nothing, and the job's by jax 0.10: install the same software, with "
+            "the same code of the part",
+        ),
+        (("b: jax 0.10", "a: numpy 2.4"), "its foreign parts stand in another order than the job's"),
+    ):
+        canaries = JOINING.canaries if told is None else {}  # it does not run servers of other kinds
+        joining = msgspec.structs.replace(JOINING, foreign=there, canaries=canaries)
+        assert admission_problem(joining, founders, NAMES) == told

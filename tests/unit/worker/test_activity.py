@@ -160,3 +160,19 @@ def test_a_heartbeat_tells_how_long_an_action_has_waited_for_a_processor():
             assert ask("next\n") == 0.0
         finally:
             process.kill()
+
+
+def test_what_a_worker_did_before_goes_on_from_anew():
+    """So that neither a wait for a foreign part nor what it interrupts is taken for one long action."""
+    activity = Activity(lambda: 0.0)
+    activity.compute("2F0")
+    before = activity.doing
+    with pytest.raises(ValueError), activity.during("foreign"):
+        assert activity.doing[:3] == ("foreign", True, ())
+        raise ValueError
+    assert activity.doing[:3] == before[:3] and activity.doing is not before
+    activity.wait("recover", (1,))
+    before = activity.doing
+    with activity.during("foreign"):
+        pass
+    assert activity.doing is before
