@@ -7,7 +7,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,11 +19,14 @@ needs_etcd = pytest.mark.skipif(
 
 
 class Member:
-    """One member."""
+    """One member; `before` are words before its command, that put it on another host."""
 
-    def __init__(self, name: str, folder: Path, options: list[str], endpoint: str) -> None:
+    def __init__(
+        self, name: str, folder: Path, options: list[str], endpoint: str, before: Sequence[str] = ()
+    ) -> None:
         self.endpoint = endpoint
-        self._command = [str(ETCD), "--name", name, "--data-dir", str(folder / name), *options]
+        self._is_elsewhere = bool(before)
+        self._command = [*before, str(ETCD), "--name", name, "--data-dir", str(folder / name), *options]
         self._log = folder / f"{name}.log"
         self.start()
 
@@ -43,6 +46,8 @@ class Member:
         self.process.send_signal(signal.SIGCONT)
 
     def is_ready(self) -> bool:
+        if self._is_elsewhere:
+            return "ready to serve client requests" in self._log.read_text(errors="replace")
         host, port = self.endpoint.rsplit(":", 1)
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1.0):
             return "ready to serve client requests" in self._log.read_text(errors="replace")
@@ -56,20 +61,25 @@ def free_ports(number: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def cluster(num_members: int, *options: str, scheme: str = "http") -> Iterator[list[Member]]:
+def cluster(
+    num_members: int, *options: str, scheme: str = "http", places: Sequence[tuple[str, Sequence[str]]] = ()
+) -> Iterator[list[Member]]:
     """A cluster that serves; its processes and files are gone afterwards.
 
     Args:
         options: more of each member.
         scheme: of client addresses.
+        places: address of each member's host, and words before a command that is to run there; none: all are here.
     """
     folder = Path(tempfile.mkdtemp(prefix="etcd-"))
     ports = free_ports(2 * num_members)
-    peers = {f"m{at}": f"http://127.0.0.1:{ports[2 * at]}" for at in range(num_members)}
+    places = places or [("127.0.0.1", ())] * num_members
+    peers = {f"m{at}": f"http://{places[at][0]}:{ports[2 * at]}" for at in range(num_members)}
     members: list[Member] = []
     try:
         for at, (name, peer) in enumerate(peers.items()):
-            endpoint = f"127.0.0.1:{ports[2 * at + 1]}"
+            address, before = places[at]
+            endpoint = f"{address}:{ports[2 * at + 1]}"
             own = [
                 "--listen-client-urls",
                 f"{scheme}://{endpoint}",
@@ -78,7 +88,7 @@ def cluster(num_members: int, *options: str, scheme: str = "http") -> Iterator[l
             ]
             own += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
             own += ["--initial-cluster", ",".join(f"{each}={url}" for each, url in peers.items())]
-            members.append(Member(name, folder, [*own, *options], endpoint))
+            members.append(Member(name, folder, [*own, *options], endpoint, before))
         deadline_s = time.monotonic() + 60
         while not all(member.is_ready() for member in members):
             assert time.monotonic() < deadline_s, [path.read_text()[-2000:] for path in folder.glob("*.log")]

@@ -1,11 +1,15 @@
-"""Jobs on hosts that die and are cut off: namespaces with a network, a process table and a clock of their own each."""
+"""Jobs on hosts that die, are cut off, slow down and come back: namespaces with a network of their own each."""
 
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.agents import Agents
-from tests.hosts.world import World, lacking
+from tests.agents import AgentProcess, Agents
+from tests.etcd_processes import cluster, needs_etcd
+from tests.hosts.world import Host, World, lacking
 from tests.integration.jobs import SMALL, run_job
 
 from elaswave.observability.result import read_digests, read_result
@@ -33,9 +37,26 @@ def computation(run_dir: Path) -> tuple[list[Any], str, dict[str, str] | None]:
     return result.losses, result.state_digest, read_digests(run_dir)
 
 
-def start_three(agents: Agents, hosts: list[Any]) -> list[Any]:
-    """The same command on each host: who founds the job follows from where the coordinator is dialled."""
-    return [agents.start(f"h{number}", founds=True, before=host.enter()) for number, host in enumerate(hosts, 1)]
+@contextmanager
+def job_of_three(folder: Path, **settings: Any) -> Iterator[tuple[World, Agents, list[AgentProcess]]]:
+    """A job on three hosts that has begun.
+
+    The same command is given on each host: who founds the job follows from where the coordinator is dialled.
+    """
+    with World(3) as world:
+        values = {**SIX, "control.hosts": 3, **settings}
+        with Agents(folder, values, f"{world.hosts[0].address}:7077") as agents:
+            started = [start(agents, host) for host in world.hosts]
+            agents.wait_for_step(3)
+            yield world, agents, started
+
+
+def start(agents: Agents, host: Host, **options: Any) -> AgentProcess:
+    return agents.start(f"h{host.number}", founds=True, before=host.enter(), **options)
+
+
+def one_event(losses: Sequence[dict[str, Any]], num_workers: int) -> bool:
+    return len(losses) == num_workers and len({each["epoch"] for each in losses}) == 1
 
 
 @pytest.fixture(scope="module")
@@ -45,27 +66,118 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_host_is_killed_and_survivors_go_on_to_the_same_bits(tmp_path: Path, reference: Any) -> None:
-    with World(3) as hosts, Agents(tmp_path, {**SIX, "control.hosts": 3}, f"{hosts[0].address}:7077") as agents:
-        first, _, third = start_three(agents, hosts)
-        agents.wait_for_step(5)
-        hosts[1].kill()
+    with job_of_three(tmp_path) as (world, agents, (first, _, third)):
+        world.hosts[1].kill()
         assert (first.end(), third.end()) == (0, 0)
     losses = lost(agents)
-    assert len(losses) == 2 and len({each["epoch"] for each in losses}) == 1, f"one event: {losses}"
+    assert one_event(losses, 2), losses
     assert {each["critical_bytes"] for each in losses} == {0}
     assert computation(agents.run_dir) == reference
 
 
-def test_a_host_that_is_cut_off_is_one_loss_and_may_not_come_back_as_it_was(tmp_path: Path, reference: Any) -> None:
-    settings = {**SIX, "control.hosts": 3, "run.steps": 60}
-    with World(3) as hosts, Agents(tmp_path, settings, f"{hosts[0].address}:7077") as agents:
-        first, second, third = start_three(agents, hosts)
-        agents.wait_for_step(5)
-        hosts[1].cut()
+@pytest.mark.parametrize("direction", ["both", "to it", "from it"])
+def test_a_host_that_is_cut_off_is_one_loss_and_may_not_come_back_as_it_was(
+    tmp_path: Path, reference: Any, direction: str
+) -> None:
+    with job_of_three(tmp_path) as (world, agents, (first, second, third)):
+        host = world.hosts[1]
+        others = world.beside(host)
+        to_it, from_it = world.wires(others, [host]), world.wires([host], others)
+        for wire in {"both": to_it + from_it, "to it": to_it, "from it": from_it}[direction]:
+            wire.is_cut = True
         agents.wait_for(lambda: len(lost(agents)) == 2, "the loss of the host")
-        hosts[1].heal()
+        world.heal()
         assert (first.end(), third.end()) == (0, 0)
         assert second.end() in (75, 0), second.text
     losses = lost(agents)
-    assert len({each["epoch"] for each in losses}) == 1, f"one event: {losses}"
+    assert one_event(losses, 2), losses
+    assert {each["detected_by"] for each in losses} == {"host"}, losses
     assert computation(agents.run_dir) == reference
+
+
+def test_a_host_that_loses_half_of_its_packets_changes_no_bit(tmp_path: Path, reference: Any) -> None:
+    with job_of_three(tmp_path) as (world, agents, (first, second, third)):
+        for wire in world.around(world.hosts[2]):
+            wire.loss = 0.5
+        agents.wait_for(lambda: first.process.poll() is not None or lost(agents), "the loss of the host, or the end")
+        world.heal()
+        assert (first.end(), second.end()) == (0, 0)
+        assert third.end() in (75, 0), third.text
+    assert {each["worker"] for each in lost(agents)} <= {2, 5}
+    assert computation(agents.run_dir) == reference
+
+
+def test_a_host_behind_a_slow_network_is_waited_for(tmp_path: Path, reference: Any) -> None:
+    with job_of_three(tmp_path) as (world, agents, started):
+        slow = world.around(world.hosts[2])
+        for wire in slow:
+            wire.delay_s, wire.rate_bytes_per_s = 0.03, 2e6
+        agents.wait_for_step(10)
+        for wire in slow:
+            wire.delay_s, wire.rate_bytes_per_s = 0.0, float("inf")
+        assert [agent.end() for agent in started] == [0, 0, 0]
+    assert lost(agents) == []
+    assert computation(agents.run_dir) == reference
+
+
+def test_a_host_comes_back_with_another_address(tmp_path: Path) -> None:
+    settings = {"run.steps": 100_000, "optimizer.schedule": "constant"}
+    with job_of_three(tmp_path, **settings) as (world, agents, (first, second, third)):
+        host = world.hosts[1]
+        world.cut(host)
+        agents.wait_for(lambda: len(lost(agents)) == 2, "the loss of the host")
+        host.take_address("10.77.0.99")
+        world.heal()
+        assert second.end() == 75, second.text
+        again = start(agents, host)
+        joined = lambda: [each for each in agents.events("recovery") if each["recovery"]["kind"] == "joined"]  # noqa: E731
+        agents.wait_for(lambda: len(joined()) == 2, "its workers")
+        first.signal(15)
+        assert first.end() == 143, first.text
+        assert third.end() == again.end() == 143, (third.text, again.text)
+    assert one_event(lost(agents), 2)
+    steps = max(event["step"] for event in agents.events("step"))
+    resumed = run_job(agents.run_dir, {**SIX, **settings, "net.trusted": False, "run.steps": steps}, resume=True)
+    one = run_job(tmp_path / "one", {**SIX, **settings, "net.trusted": False, "run.steps": steps})
+    assert resumed.computation == one.computation
+
+
+def test_the_coordinators_side_goes_on_even_if_it_is_the_smaller_one(tmp_path: Path, reference: Any) -> None:
+    with job_of_three(tmp_path) as (world, agents, (first, *others)):
+        world.cut(world.hosts[0])
+        agents.wait_for(lambda: len(lost(agents)) == 4, "the loss of both other hosts")
+        world.heal()
+        assert first.end() == 0, first.text
+        assert all(agent.end() in (75, 0) for agent in others), [agent.text for agent in others]
+    assert computation(agents.run_dir) == reference
+
+
+def test_a_partition_that_heals_within_a_second_costs_nobody(tmp_path: Path, reference: Any) -> None:
+    with job_of_three(tmp_path) as (world, agents, started):
+        for host in world.hosts:
+            world.cut(host)
+            time.sleep(0.5)  # the network's, which no event ends
+            world.heal()
+        assert [agent.end() for agent in started] == [0, 0, 0]
+    assert lost(agents) == []
+    assert computation(agents.run_dir) == reference
+
+
+@needs_etcd
+def test_the_coordinators_host_is_cut_off_and_another_candidate_goes_on(tmp_path: Path, reference: Any) -> None:
+    with World(4) as world:
+        *hosts, keeper = world.hosts
+        before = ["nsenter", f"--net=/proc/{keeper.pid}/ns/net", "--"]
+        with cluster(1, places=[(keeper.address, before)]) as (member,):
+            settings = {**SIX, "control.hosts": 3, "control.store": f"etcd://{member.endpoint}"}
+            candidates = ",".join(f"{host.address}:7077" for host in hosts[:2])
+            with Agents(tmp_path, settings, candidates) as agents:
+                first, second, third = [start(agents, host) for host in hosts]
+                agents.wait_for_step(3)
+                world.cut(hosts[0])
+                assert (second.end(), third.end()) == (0, 0), (second.text, third.text)
+                world.heal()
+                assert first.end() in (75, 0), first.text
+            losses = lost(agents)
+            assert {each["worker"] for each in losses} == {0, 3}, losses
+            assert computation(agents.run_dir) == reference

@@ -1,16 +1,19 @@
-"""Hosts for tests: namespaces of the kernel, joined by a switch. Needs root, and util-linux and iproute2.
+"""Hosts for tests: namespaces of the kernel, and a network between them. Needs root, util-linux and iproute2.
 
-A host has its own network, its own process table and its own monotonic clock, which shows another time than every other
-host's. Ending its first process ends all of them at once. A cable that is pulled is silence: nobody is told anything.
-Nothing of it has a name outside, so nothing of it outlives the processes that hold it.
+A host has its own network, its own process table, its own view of folders and its own monotonic clock, which shows
+another time than every other host's. Ending its first process ends all of them at once. The network is a relay
+(`tests.hosts.relay`): what is cut is silent, and nobody is told anything. Nothing of it has a name outside, so nothing
+of it outlives the processes that hold it.
 """
 
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
+
+from tests.hosts.relay import MTU_BYTES, Relay, Wire, open_tun
 
 CLOCK_STEP_S = 100_000
 """Between the monotonic clocks of two hosts."""
@@ -21,9 +24,11 @@ def lacking() -> str:
     """Why there can be no hosts here; empty if there can."""
     if os.geteuid() != 0:
         return "hosts are namespaces: needs root"
-    missing = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
+    missing = [name for name in ("unshare", "nsenter", "ip", "mount") if shutil.which(name) is None]
     if missing:
         return f"hosts are namespaces: needs {', '.join(missing)} (util-linux, iproute2)"
+    if not Path("/dev/net/tun").exists():
+        return "hosts are joined by TUN devices: needs /dev/net/tun"
     trial = subprocess.run(
         ["unshare", "--net", "--mount", "--pid", "--fork", "--time", "--monotonic", "1", "true"],
         capture_output=True,
@@ -58,84 +63,112 @@ class _Namespaces:
 
 
 class Host:
-    """A host on the switch.
+    """A host on the network.
 
     Args:
-        number: from 1; its address is 10.77.0.<number>.
-        switch: the switch's namespaces.
+        number: from 1; its address is 10.77.0.<number>, and fd77::<number>.
+        relay: the network.
     """
 
-    def __init__(self, number: int, switch: _Namespaces) -> None:
+    def __init__(self, number: int, relay: Relay) -> None:
+        self.number = number
         self.address = f"10.77.0.{number}"
-        self._switch = switch
-        self._port = f"port{number}"
+        self.address6 = f"fd77::{number}"
+        self._relay = relay
         clock = ("--time", "--monotonic", str(number * CLOCK_STEP_S))
         self._namespaces = _Namespaces("--net", "--mount", *clock)
-        first = str(self._namespaces.first)
-        link = ["type", "veth", "peer", "name", self._port, "netns", str(switch.first)]
-        _run("ip", "link", "add", "eth0", "netns", first, *link)
-        self._inside("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
+        relay.attach(number, open_tun(self._namespaces.first, "net0"))
         self._inside("ip", "link", "set", "lo", "up")
-        self._inside("ip", "link", "set", "eth0", "up")
-        self._at_switch("ip", "link", "set", self._port, "master", "br0", "up")
+        self._inside("ip", "link", "set", "net0", "mtu", str(MTU_BYTES), "up")
+        self.take_address(self.address)
+
+    def take_address(self, address: str) -> None:
+        """Has this address from now on instead of its IPv4 address, as a machine that comes back may."""
+        self._inside("ip", "address", "flush", "dev", "net0", "scope", "global")
+        self._inside("ip", "address", "add", f"{address}/24", "dev", "net0")
+        self._inside("ip", "address", "add", f"{self.address6}/64", "dev", "net0", "nodad")
+        self.address = address
+        self._relay.give(self.number, address, self.address6)
+
+    @property
+    def pid(self) -> int:
+        """Its first process."""
+        return self._namespaces.first
 
     def enter(self) -> list[str]:
         """Words before a command that is to run on the host."""
         return self._namespaces.enter("-n", "-m", "-p", "-T")
 
+    def mount(self, folder: Path, seen_as: Path) -> None:
+        """On this host a path shows another folder; both are there."""
+        _run(*self._namespaces.enter("-m"), "mount", "--bind", str(folder), str(seen_as))
+
     def kill(self) -> None:
         """All of its processes, in one instant; its kernel lives, and closes their connections."""
         self._namespaces.end()
 
-    def cut(self) -> None:
-        """Pulls its cable: nothing goes in or out any more, and nobody is told."""
-        self._at_switch("ip", "link", "set", self._port, "down")
-
-    def heal(self) -> None:
-        """Puts its cable back."""
-        self._at_switch("ip", "link", "set", self._port, "up")
-
     def _inside(self, *command: str) -> None:
         _run(*self._namespaces.enter("-n"), *command)
 
-    def _at_switch(self, *command: str) -> None:
-        _run(*self._switch.enter("-n"), *command)
-
 
 class World:
-    """Hosts on one switch; use as a context.
+    """Hosts on one network; use as a context.
 
     Args:
         num_hosts: how many.
+        delay_s: of every wire.
     """
 
-    def __init__(self, num_hosts: int) -> None:
-        self._switch = _Namespaces("--net")
+    def __init__(self, num_hosts: int, *, delay_s: float = 0.0) -> None:
+        self._relay = Relay()
         self.hosts: list[Host] = []
         try:
-            _run(*self._switch.enter("-n"), "ip", "link", "add", "br0", "type", "bridge")
-            _run(*self._switch.enter("-n"), "ip", "link", "set", "br0", "up")
             for number in range(1, num_hosts + 1):
-                self.hosts.append(Host(number, self._switch))
+                self.hosts.append(Host(number, self._relay))
         except BaseException:
             self._end()
             raise
+        for wire in self.wires(self.hosts, self.hosts):
+            wire.delay_s = delay_s
 
-    def __enter__(self) -> list[Host]:
-        return self.hosts
+    def __enter__(self) -> "World":
+        return self
 
     def __exit__(self, *exception: object) -> None:
         self._end()
 
+    def wires(self, sources: Iterable[Host], targets: Collection[Host]) -> list[Wire]:
+        """All wires from some hosts to some others."""
+        return [
+            self._relay.wire(source.number, target.number)
+            for source in sources
+            for target in targets
+            if source is not target
+        ]
+
+    def beside(self, *hosts: Host) -> list[Host]:
+        """All other hosts."""
+        return [host for host in self.hosts if host not in hosts]
+
+    def around(self, *hosts: Host) -> list[Wire]:
+        """All wires between some hosts and the others, in both directions."""
+        others = self.beside(*hosts)
+        return self.wires(hosts, others) + self.wires(others, hosts)
+
+    def cut(self, *hosts: Host) -> None:
+        """Some hosts are on a network of their own: nothing goes between them and the others, and nobody is told."""
+        for wire in self.around(*hosts):
+            wire.is_cut = True
+
+    def heal(self) -> None:
+        """All wires carry again."""
+        for wire in self.wires(self.hosts, self.hosts):
+            wire.is_cut, wire.loss = False, 0.0
+
     def _end(self) -> None:
         for host in self.hosts:
             host.kill()
-        self._switch.end()
-
-
-def children_of(pid: int) -> Iterable[int]:
-    """The processes that a process has started."""
-    return map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        self._relay.end()
 
 
 def _is_sleep(pid: int) -> bool:
