@@ -76,10 +76,14 @@ class Agents:
         folder: for everything; the run folder, which all hosts share, is in it.
         settings: of the configuration, by dotted key; given to agents that are not told to find them out.
         coordinator: ``HOST:PORT``.
+        run_dir: that of an earlier job; None: a new one.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], coordinator: str) -> None:
-        self.run_dir = folder / "run"
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], coordinator: str, run_dir: Path | None = None
+    ) -> None:
+        folder.mkdir(exist_ok=True)
+        self.run_dir = run_dir or folder / "run"
         self._folder = folder
         self._settings = [word for key, value in settings.items() for word in ("--set", f"{key}={_toml(value)}")]
         self._coordinator = coordinator

@@ -21,9 +21,7 @@ needs_etcd = pytest.mark.skipif(
 class Member:
     """One member; `before` are words before its command, that put it on another host."""
 
-    def __init__(
-        self, name: str, folder: Path, options: list[str], endpoint: str, before: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, name: str, folder: Path, options: list[str], endpoint: str, before: Sequence[str] = ()) -> None:
         self.endpoint = endpoint
         self._is_elsewhere = bool(before)
         self._command = [*before, str(ETCD), "--name", name, "--data-dir", str(folder / name), *options]

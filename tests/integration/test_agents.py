@@ -1,9 +1,12 @@
 """Jobs of several hosts, whose agents are processes on this machine: they meet at a loopback address, by TCP."""
 
+import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.agents import Agents, free_port
 from tests.etcd_processes import cluster, needs_etcd
 from tests.integration.jobs import SMALL, Job, run_job
@@ -101,3 +104,37 @@ def test_hosts_that_are_lost_come_and_leave_change_no_bit(tmp_path: Path) -> Non
     resumed = run_job(agents.run_dir, settings, resume=True)
     assert "nothing is trained" in "".join(resumed.messages)
     assert resumed.computation == run_job(tmp_path / "reference", settings).computation
+
+
+@pytest.mark.slow
+def test_hosts_share_only_checkpoints_and_one_folder_tells_of_all_workers(tmp_path: Path) -> None:
+    settings = {**FOUR, "run.steps": 100_000, "optimizer.schedule": "constant", "control.hosts": 2}
+    shared = ("--checkpoints", str(tmp_path / "shared"))
+    own = ("--run-dir", str(tmp_path / "own"))
+    with Agents(tmp_path, settings, f"127.0.0.1:{free_port()}") as agents:
+        founder, other = agents.start("a", *shared, founds=True), agents.start("b", *own, *shared)
+        agents.wait_for_step(3)
+        (log,) = (tmp_path / "own" / "logs").glob("worker-1.log")
+        with log.open("a") as file:
+            file.write("this is\nthe end\n")
+        copy = agents.run_dir / "logs" / "worker-1.log"
+        agents.wait_for(lambda: copy.exists() and "the end" in copy.read_text(), "the log of worker 1")
+        processes = json.loads((tmp_path / "own" / "processes-b.json").read_text())["processes"]
+        os.kill(next(each["pid"] for each in processes if (each["role"], each["id"]) == ("worker", 1)), signal.SIGKILL)
+        agents.wait_for(lambda: recoveries(agents, "lost"), "the loss of worker 1")
+        stranger = agents.start("c", "--run-dir", str(tmp_path / "stranger"))
+        assert stranger.end() == 2 and "has no agents.json, so it is not the folder" in stranger.text, stranger.text
+        founder.signal(signal.SIGTERM)
+        assert (founder.end(), other.end()) == (143, 143), (founder.text, other.text)
+        (loss,) = recoveries(agents, "lost")
+        assert loss["last_lines"] == ["this is", "the end"]
+        steps = max(event["step"] for event in agents.events("step"))
+    assert (tmp_path / "shared" / f"step-{steps:08d}").is_dir()
+    settings["run.steps"] = steps + 5
+    again = Agents(tmp_path / "again", settings, f"127.0.0.1:{free_port()}", run_dir=agents.run_dir)
+    with again:
+        founder, other = again.start("a", *shared, founds=True), again.start("b", *own, *shared)
+        assert (founder.end(), other.end()) == (0, 0), (founder.text, other.text)
+    assert "its result is in the run folder of the coordinator's host" in other.text
+    reference = run_job(tmp_path / "reference", {**settings, "control.hosts": 1})
+    assert finished(agents.run_dir).computation == reference.computation

@@ -68,7 +68,13 @@ def _name(context: click.Context, option: click.Parameter, value: str | None) ->
     "--run-dir",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="The run's folder, which all hosts share.  [default: runs/JOB; elsewhere, the path where it was founded]",
+    help="The run's folder, of this host or shared.  [default: runs/JOB; elsewhere, the path where it was founded]",
+)
+@click.option(
+    "--checkpoints",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where checkpoints are, which all hosts must share.  [default: checkpoints in the run's folder]",
 )
 @click.option("--join", "joins", is_flag=True, help="Only take part: never found the job.")
 @click.option(
@@ -106,6 +112,7 @@ def agent_command(
     slots: int | None,
     node: str | None,
     run_dir: Path | None,
+    checkpoints: Path | None,
     joins: bool,
     wait_s: float,
     grace_s: float,
@@ -131,6 +138,7 @@ def agent_command(
         overrides=overrides,
         slots=slots,
         run_dir=run_dir,
+        checkpoints=checkpoints,
         fault_specs=fault_specs,
         joins=joins,
         wait_s=wait_s,

@@ -32,7 +32,7 @@ class JobSpec(Message, frozen=True, kw_only=True):
     """Where the coordinator runs, for people."""
     run_dir: str
     mark: str
-    """What stands in the run folder's `agents.json`: who reads the same there has the same folder."""
+    """What stands in `agents.json` in the folder of checkpoints: who reads the same there has the same folder."""
     data: dict[str, Any]
     """What is known of the data there; see `elaswave.data.fingerprint`."""
     faults: list[str]
@@ -65,6 +65,13 @@ class CpuTimes(Message, frozen=True, kw_only=True):
     """By worker that is silent: seconds since the message before in which its process has waited for a processor."""
 
 
+class LogPart(Message, frozen=True, kw_only=True):
+    """The next part of a worker's log, of a host whose run folder is not the coordinator's."""
+
+    worker: int
+    text: str
+
+
 class StopJob(Message, frozen=True, kw_only=True):
     """A person wants the job to end after the step in hand, with a checkpoint of it."""
 
@@ -95,6 +102,9 @@ class AgentHello(Message, frozen=True, kw_only=True):
     called_step: int = 0
     """The newest step that a script's callbacks were called for: of later ones that are committed already, the agent
     is told again."""
+    folder: str = ""
+    """The mark of its run folder, as `JobSpec.mark`: where it is not the coordinator's own, the logs of its workers are
+    wanted."""
     leaving_s: float | None = None
     """Seconds within which its workers are to leave, if it has had a notice."""
 
@@ -125,6 +135,10 @@ class Awaited(Message, frozen=True, kw_only=True):
     """These have not registered."""
     silent: tuple[int, ...] = ()
     """These have been silent for a while: whether they wait for a processor has to be known quickly."""
+
+
+class SendLogs(Message, frozen=True, kw_only=True):
+    """From now on send what workers print: the coordinator has another run folder."""
 
 
 class CommitCheckpoint(Message, frozen=True, kw_only=True):
@@ -220,11 +234,22 @@ class Ended(Message, frozen=True, kw_only=True):
     """Whether the job may be tried again as it is: too few hosts have come, or its store cannot be reached."""
 
 
-FromAgent = AskJob | AgentHello | AgentLeaving | Exited | StopJob | CpuTimes | CheckpointCommitted | TermTaken
+FromAgent = (
+    AskJob
+    | AgentHello
+    | AgentLeaving
+    | Exited
+    | StopJob
+    | CpuTimes
+    | LogPart
+    | CheckpointCommitted
+    | TermTaken
+)
 ToAgent = (
     JobSpec
     | AgentRefused
     | Awaited
+    | SendLogs
     | CommitCheckpoint
     | BreakOffCommit
     | SpawnFirst

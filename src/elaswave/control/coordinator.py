@@ -20,6 +20,8 @@ from elaswave.control.agent_messages import (
     Ended,
     Exited,
     FromAgent,
+    LogPart,
+    SendLogs,
     StepLosses,
     TermTaken,
     ToCoordinator,
@@ -27,10 +29,12 @@ from elaswave.control.agent_messages import (
 from elaswave.control.candidate import Progress, Stage
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.job_driver import JobDriver
+from elaswave.control.job_spec import mark_of
 from elaswave.control.open_store import claim
 from elaswave.control.operator_messages import FromOperator
 from elaswave.control.wire import is_agent, is_operator
 from elaswave.errors import ElaswaveError, StoreGoneError, SupersededError
+from elaswave.observability.worker_logs import add_to_copy
 from elaswave.protocol import events
 from elaswave.protocol.coordinator_table import State
 from elaswave.protocol.detection import Position
@@ -237,6 +241,8 @@ class CoordinatorProcess(JobDriver):
             if not self._end.is_there and not self._agents.came(peer, message):
                 return
             self._terminal.agent_came(peer)
+            if message.folder != mark_of(self._setup.run_dir):
+                self._server.send(peer, SendLogs())
             self._membership.spawn_again()
             self._ask_agents()
             for exited in message.exited:
@@ -266,6 +272,11 @@ class CoordinatorProcess(JobDriver):
                 self._membership.used(worker, cpu_s, time.monotonic())
             for worker, waited_s in message.waited_s.items():
                 self._detector.looked(worker, waited_s, time.monotonic())
+        elif isinstance(message, LogPart):
+            try:
+                add_to_copy(self._setup.run_dir, message.worker, message.text)
+            except OSError as error:
+                _log.warning("the log of worker %d cannot be copied: %s", message.worker, error)
         elif isinstance(message, CheckpointCommitted):
             if not self._end.is_there:
                 self._publishing.committed(message)

@@ -21,13 +21,13 @@ from elaswave.errors import UsageError
 from elaswave.faults.injection import KILL_HOST, parse_faults
 from elaswave.observability.result import RunResult
 from elaswave.observability.run_folder import (
-    LOGS_DIR,
     TERMINAL_LOG,
     default_run_dir,
     keep_huggingface,
     open_run_dir,
     saved_config,
 )
+from elaswave.observability.worker_logs import LOGS_DIR
 
 
 class JobOptions(NamedTuple):

@@ -30,6 +30,8 @@ from elaswave.control.agent_messages import (
     Ended,
     EndJoiner,
     Exited,
+    LogPart,
+    SendLogs,
     ShowEvaluation,
     ShowStep,
     ShowText,
@@ -51,9 +53,10 @@ from elaswave.control.forking import how_it_ended
 from elaswave.control.job_folder import JobFolder
 from elaswave.control.job_network import open_network
 from elaswave.control.job_processes import COORDINATOR_EXIT, TEMPLATE, TEMPLATE_EXIT, TICK_S, JobProcesses
-from elaswave.control.job_spec import write_mark
+from elaswave.control.job_spec import mark_of, write_marks
 from elaswave.control.key_files import JOB_KEY_FILE, JobKey
 from elaswave.control.launcher_waits import LauncherWaits, how_it_stands_still
+from elaswave.control.log_sending import LogSending
 from elaswave.control.open_store import JobStore
 from elaswave.control.post import Post, own_post
 from elaswave.control.script import Script
@@ -94,6 +97,7 @@ from elaswave.faults.injection import Fault
 from elaswave.observability.processor_waits import ProcessorWaits
 from elaswave.observability.progress import Reporter
 from elaswave.observability.result import RESULT_FILE
+from elaswave.observability.run_folder import CHECKPOINTS_DIR
 from elaswave.protocol.agent import (
     Agent,
     AgentEvent,
@@ -222,6 +226,7 @@ class LocalJob:
         self._committing: int | None = None
         """Number of the commit that the template has been asked for and has not answered."""
         self._waits = LauncherWaits()
+        self._logs = LogSending(run_dir, self._send_log)
         self._key = key.secret
         self._job_folder = JobFolder()
         self._folder = self._job_folder.path
@@ -263,7 +268,7 @@ class LocalJob:
         self._selector = self._processes.selector
         if post.founds:
             if post.job:
-                write_mark(run_dir, post.job)
+                write_marks(run_dir, post.job)
             self._write_control_file()
 
     def _write_control_file(self) -> None:
@@ -418,6 +423,7 @@ class LocalJob:
                 raise RecoveryError(f"{overdue}; see {self._run_dir / 'logs'}; {self._way_on()}")
             self._look_at_awaited()
             self._look_at_silent()
+            self._logs.turn(time.monotonic())
             disconnected_s = self._client.disconnected_s
             if self._leads:
                 assert self._store is not None
@@ -562,6 +568,7 @@ class LocalJob:
     def _hello(self) -> AgentHello:
         exited = [Exited(worker=end.worker, text=end.text) for end in self._agent.worker_ends]
         post = self._post
+        self._logs.connected()
         stop = (self.stop_signal is not None or self._calls.error is not None) and not self._is_leaving
         return AgentHello(
             node=post.node,
@@ -570,6 +577,7 @@ class LocalJob:
             exited=exited,
             stop=stop,
             called_step=self._calls.last_step,
+            folder=mark_of(self._run_dir) if post.job else "",
             leaving_s=post.leave_s if self._is_leaving else None,
         )
 
@@ -600,6 +608,8 @@ class LocalJob:
             self._silent = {
                 worker: self._silent.get(worker) or ProcessorWaits(pid, now_s) for worker, pid in pids.items()
             }
+        elif isinstance(message, SendLogs):
+            self._logs.wanted()
         elif isinstance(message, CommitCheckpoint):
             self._committing = message.number
             self._processes.ask_template(CommitShards(number=message.number, request=message.request))
@@ -611,13 +621,17 @@ class LocalJob:
             self._first_workers.update(unknown)
             if unknown:
                 first = tuple(sorted(unknown))
-                self._processes.ask_template(SpawnWorkers(workers=first, checkpoint=message.checkpoint))
+                for worker in first:
+                    self._logs.started(worker)
+                checkpoint = _as_seen_from(self._run_dir, message.checkpoint)
+                self._processes.ask_template(SpawnWorkers(workers=first, checkpoint=checkpoint))
                 self._waits.for_forks(first, time.monotonic())
         elif isinstance(message, AgentRefused):
             self._refused = message
         elif isinstance(message, SpawnJoiner):
             for effect in self._agent.handle(JoinerWanted(message.worker)):
                 assert isinstance(effect, StartJoiner)
+                self._logs.started(effect.worker)
                 self._processes.ask_template(template_messages.SpawnJoiner(worker=effect.worker))
         elif isinstance(message, EndJoiner):
             if message.worker in self._agent.joiners:
@@ -740,8 +754,12 @@ class LocalJob:
     def _on_worker_end(self, event: AgentEvent) -> None:
         for effect in self._agent.handle(event):
             assert isinstance(effect, ReportEnd)
+            self._logs.ended(effect.end.worker)
             if self._client is not None:
                 self._client.send(Exited(worker=effect.end.worker, text=effect.end.text))
+
+    def _send_log(self, part: LogPart) -> bool:
+        return self._client is not None and self._client.send(part)
 
     def _on_commit_done(self, message: CommitDone) -> None:
         if message.number == self._committing:
@@ -816,6 +834,14 @@ def _tell(writes: int, progress: Progress) -> None:
     """In a candidate's process: a report to its agent, which may have ended, and with it this process."""
     with contextlib.suppress(OSError):
         os.write(writes, progress.line())
+
+
+def _as_seen_from(run_dir: Path, checkpoint: StartingPoint | None) -> StartingPoint | None:
+    """A checkpoint that the coordinator names by its own path, as this host has it."""
+    if checkpoint is None:
+        return None
+    folder = run_dir / CHECKPOINTS_DIR / Path(checkpoint.folder).name
+    return StartingPoint(folder=str(folder), meta=checkpoint.meta)
 
 
 def _gave_up(text: str) -> bool:

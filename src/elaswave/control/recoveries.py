@@ -10,6 +10,7 @@ from elaswave.faults.injection import FAULTS_FILE, FaultRecord, read_fault_recor
 from elaswave.observability.clock import clock_here
 from elaswave.observability.events import LayoutChosen
 from elaswave.observability.result import Recovery
+from elaswave.observability.worker_logs import last_lines
 from elaswave.protocol.detection import Position
 from elaswave.protocol.events import NewEpoch, Suspected
 from elaswave.protocol.messages import Decision, Installed
@@ -49,7 +50,7 @@ class RecoveryLog:
     """Collects what a recovery report needs as it happens.
 
     Args:
-        run_dir: where injected faults leave their time stamps.
+        run_dir: where injected faults leave their time stamps, and workers their logs.
         num_steps: of the run.
     """
 
@@ -193,6 +194,7 @@ class RecoveryLog:
                 total_s=pending.resumed_s - begin_s + redo_s,
                 critical_bytes=sum(installed.critical_bytes for installed in pending.installed.values()),
                 num_microbatches_recomputed=_num_recomputed(decision) if retried else 0,
+                last_lines=last_lines(self._run_dir, suspicion.worker),
             )
             stage = pending.stages.get(suspicion.worker, -1)
             self._details[entry.epoch, entry.worker] = (stage, pending.rerouted, pending.promoted)
@@ -242,7 +244,7 @@ class RecoveryLog:
             f"worker {recovery.worker} (stage {stage}) lost in {place}step {recovery.step} "
             f"({recovery.detected_by}): epoch {recovery.epoch}, {rerouted} micro-batches rerouted, "
             f"{promoted} blocks promoted, {recovery.critical_bytes} B moved, going on after "
-            f"{waited_s * 1e3:.0f} ms{redone}"
+            f"{waited_s * 1e3:.0f} ms{redone}{_last_words(recovery.last_lines)}"
         )
 
     def restarted(self, ended_s: float, now_s: float, step: int, epoch: int) -> Recovery:
@@ -306,6 +308,10 @@ def layout_changed(event: LayoutChosen, before: Layout, speeds: Mapping[int, flo
         )
         for kind, worker in causes
     ]
+
+
+def _last_words(lines: list[str]) -> str:
+    return f"; its last line: {lines[-1]}" if lines else ""
 
 
 def _is_redo(pending: _OpenRecovery, report: StepReport) -> bool:

@@ -21,7 +21,7 @@ from elaswave.control.descriptors import provide_descriptors
 from elaswave.control.host_network import HeldPort, Seed, agent_network, hold, seeds_of, tls_here, where_to_listen
 from elaswave.control.job import JobOptions, run_job
 from elaswave.control.job_folder import sweep_dead
-from elaswave.control.job_spec import check_data, check_shared, config_digest
+from elaswave.control.job_spec import check_data, check_shared, config_digest, link_checkpoints, own_folder
 from elaswave.control.key_files import JobKey
 from elaswave.control.launcher import open_data, outcome_of
 from elaswave.control.local_job import LocalJob, refusal
@@ -34,7 +34,8 @@ from elaswave.faults.injection import parse_fault
 from elaswave.observability.output import say_error
 from elaswave.observability.progress import make_reporter
 from elaswave.observability.result import RESULT_FILE
-from elaswave.observability.run_folder import LOGS_DIR, TERMINAL_LOG, is_run, saved_config
+from elaswave.observability.run_folder import TERMINAL_LOG, is_run, saved_config
+from elaswave.observability.worker_logs import LOGS_DIR
 from elaswave.state.checkpoint import newest_committed_step
 from elaswave.worker.run_plan import RunPlan
 
@@ -66,6 +67,8 @@ class AgentOptions(NamedTuple):
     slots: int | None = None
     """Workers that may run here; None: an even share of those with which the job begins."""
     run_dir: Path | None = None
+    checkpoints: Path | None = None
+    """Folder that all hosts share; None: it is in the run folder."""
     fault_specs: tuple[str, ...] = ()
     joins: bool = False
     """It never founds the job."""
@@ -202,6 +205,8 @@ def _found(host: _Host, held: HeldPort, prepare: Callable[[], None]) -> None:
     options, config = host.options, host.config
     run_dir = _run_dir(options)
     has_checkpoint = False
+    if options.checkpoints is not None:
+        link_checkpoints(run_dir, options.checkpoints)
     if is_run(run_dir):
         try:
             has_checkpoint = newest_committed_step(run_dir) is not None
@@ -246,6 +251,9 @@ def _follow(
     spec = answer
     config = build_config({**spec.config})
     run_dir = Path(os.path.abspath(options.run_dir)) if options.run_dir is not None else Path(spec.run_dir)
+    own_folder(run_dir, spec.job)
+    if options.checkpoints is not None:
+        link_checkpoints(run_dir, options.checkpoints)
     check_shared(run_dir, spec, options.node)
     provide_descriptors(sum(config.widths), 0)
     sweep_dead()
@@ -285,10 +293,18 @@ def _follow(
             ended = job.run(
                 plan, data.sampler, spec.checkpoint, lambda: "start the agent again when the coordinator is back"
             )
-            result = outcome_of(ended, job.stop_signal, run_dir)
+            result = None
+            if ended.outcome != "finished" or (run_dir / RESULT_FILE).exists():
+                result = outcome_of(ended, job.stop_signal, run_dir)
         finally:
             job.end()
-        reporter.finished(result, run_dir)
+        if result is not None:
+            reporter.finished(result, run_dir)
+        else:
+            reporter.message(
+                f"the job is finished: its result is in the run folder of the coordinator's host; {run_dir} "
+                "has what this host's workers have printed"
+            )
     finally:
         reporter.close()
 

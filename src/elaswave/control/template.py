@@ -57,6 +57,7 @@ from elaswave.control.template_messages import (
 from elaswave.data.fingerprint import SampleHash
 from elaswave.errors import CheckpointError, LaunchError, UsageError
 from elaswave.faults.injection import Fault
+from elaswave.observability.worker_logs import worker_log
 from elaswave.protocol.events import CoordinatorEffect
 from elaswave.protocol.template import (
     COMMITTER,
@@ -316,7 +317,7 @@ class _Serving:
     def _fork_worker(self, worker: int, *, joins: bool) -> None:
         checkpoint = self._checkpoint
         line = self._loader_lines.open(worker) if self._num_loaders else None
-        what, log = f"worker {worker}", f"worker-{worker}.log"
+        what, log = f"worker {worker}", worker_log(worker)
         with holding_notices():
             self._fork(worker, what, log, lambda: self._live(self._setup, worker, checkpoint, line, joins))
         if line is not None:

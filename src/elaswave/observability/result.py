@@ -121,6 +121,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     critical_bytes: int
     """State moved before training went on; the step's own gather is not counted."""
     num_microbatches_recomputed: int
+    last_lines: list[str] = []
+    """What a lost worker had printed last."""
 
     @property
     def is_failure(self) -> bool:

@@ -33,16 +33,16 @@ from elaswave.observability.result import (
     TRACE_FILE,
     atomic_write,
 )
+from elaswave.observability.worker_logs import LOGS_DIR
 
 MARKER_FILE = "run.json"
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
 CONTROL_FILE = "control.json"
 AGENTS_FILE = "agents.json"
-"""Shows agents of other hosts that they have the same folder."""
+"""In a run's folder and in its folder of checkpoints: shows agents of other hosts that they have the same one."""
 CHECKPOINTS_DIR = "checkpoints"
 DATA_FILE = "data.json"
-LOGS_DIR = "logs"
 TERMINAL_LOG = "terminal.log"
 """In the folder of logs: what the terminal would not show any more."""
 DATA_DIR = "data"
@@ -186,7 +186,7 @@ def open_run_dir(
             if not isinstance(error, ConfigError | DataError):
                 raise
             # Bad input, so nothing has been computed: the next try should not find a run in its way.
-            if not resume and not any((path / CHECKPOINTS_DIR).glob("*")):
+            if not resume and not any((path / CHECKPOINTS_DIR).glob("step-*")):
                 with contextlib.suppress(OSError):
                     _remove_run(path)
                     if is_new:
@@ -256,7 +256,7 @@ def _check_usable(path: Path, *, resume: bool, overwrite: bool) -> None:
             return
         if resume:
             raise RunFolderError(f"{path} holds no run that could be resumed; start one without --resume")
-        in_the_way = [name for name in WRITTEN_NAMES if name != LOCK_FILE and os.path.lexists(path / name)]
+        in_the_way = [name for name in WRITTEN_NAMES if name != LOCK_FILE and _is_in_the_way(path / name)]
     except OSError as error:
         raise _not_writable(path, error) from error
     if in_the_way:
@@ -264,6 +264,14 @@ def _check_usable(path: Path, *, resume: bool, overwrite: bool) -> None:
             f"{path} is not the folder of a run, but holds {', '.join(in_the_way)}, where a run would write; "
             "choose another --run-dir, or move them away"
         )
+
+
+def _is_in_the_way(item: Path) -> bool:
+    """Whether a run's own name is taken by what no run has written. A folder of checkpoints may be somewhere else, and
+    empty: all hosts share it."""
+    if item.name == CHECKPOINTS_DIR and item.is_symlink() and item.is_dir():
+        return any(item.glob("step-*"))
+    return os.path.lexists(item)
 
 
 def _check_same_model(saved: Config, config: Config, path: Path) -> None:
@@ -291,6 +299,9 @@ def _remove_run(path: Path) -> None:
     for item in [*found, path / MARKER_FILE]:
         if item.is_dir() and not item.is_symlink():
             shutil.rmtree(item)
+        elif item.name == CHECKPOINTS_DIR and item.is_dir():  # it is somewhere else, and stays there, empty
+            for folder in item.glob("step-*"):
+                shutil.rmtree(folder)
         else:
             item.unlink(missing_ok=True)
 

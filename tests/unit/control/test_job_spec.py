@@ -7,7 +7,15 @@ from tests.integration.jobs import small_config
 
 from elaswave.control.agent_messages import JobSpec
 from elaswave.control.job import JobOptions, run_job
-from elaswave.control.job_spec import check_data, check_shared, config_digest, write_mark
+from elaswave.control.job_spec import (
+    check_data,
+    check_shared,
+    config_digest,
+    link_checkpoints,
+    mark_of,
+    own_folder,
+    write_marks,
+)
 from elaswave.errors import ConfigError, DataError, RunFolderError, UsageError
 
 DATA = {"num_bytes": 100, "sample": "ab", "content": ""}
@@ -26,14 +34,50 @@ def test_a_digest_is_of_all_that_hosts_have_in_common() -> None:
     assert config_digest(here) == config_digest(there) != config_digest(small_config({"run.steps": 13}))
 
 
-def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"on b has no agents\.json, so it is not the run folder /shared/run that"):
-        check_shared(tmp_path, spec("5a"), "b")
-    write_mark(tmp_path, "demo")
-    with pytest.raises(RunFolderError, match=r"on b is another folder, .* mount the same folder on all hosts"):
-        check_shared(tmp_path, spec("5a"), "b")
-    mark = (tmp_path / "agents.json").read_text().split('"mark":"')[1].split('"')[0]
-    check_shared(tmp_path, spec(mark), "b")
+def test_checkpoints_that_are_not_shared_are_refused(tmp_path: Path) -> None:
+    founder, other = tmp_path / "founder", tmp_path / "other"
+    for folder in (founder, other):
+        own_folder(folder, "demo")
+    with pytest.raises(
+        RunFolderError, match=r"checkpoints on b has no agents\.json, so it is not the folder /shared/run/"
+    ):
+        check_shared(other, spec("5a"), "b")
+    write_marks(founder, "demo")
+    write_marks(other, "demo")
+    mark = mark_of(founder / "checkpoints")
+    with pytest.raises(
+        RunFolderError, match=r"on b is another folder, .* mount the same folder on all hosts and name it"
+    ):
+        check_shared(other, spec(mark), "b")
+    check_shared(founder, spec(mark), "b")
+    assert [path.name for path in (founder / "checkpoints").iterdir()] == ["agents.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    write_marks(tmp_path, "demo")
+    mark = mark_of(tmp_path / "checkpoints")
+    with pytest.raises(RunFolderError, match=r"on no/such cannot be written \(No such file or directory\), but every"):
+        check_shared(tmp_path, spec(mark), "no/such")
+
+
+def test_a_run_folder_may_have_its_checkpoints_somewhere_else(tmp_path: Path) -> None:
+    shared, here = tmp_path / "shared", tmp_path / "here"
+    for _ in range(2):
+        link_checkpoints(here, shared)
+    write_marks(here, "demo")
+    assert mark_of(shared) == mark_of(here / "checkpoints") != mark_of(here)
+    with pytest.raises(RunFolderError, match=r"here/checkpoints is there already, and is not .*/other: leave"):
+        link_checkpoints(here, tmp_path / "other")
+    own_folder(here, "demo")
+    mark = mark_of(here)
+    own_folder(here, "demo")
+    assert mark_of(here) == mark, "who shares a folder finds the same mark"
+    own_folder(here, "another job")
+    assert mark_of(here) != mark
+    (tmp_path / "file").touch()
+    for fails in (lambda: own_folder(tmp_path / "file", "demo"), lambda: link_checkpoints(tmp_path / "file", shared)):
+        with pytest.raises(RunFolderError, match="cannot be"):
+            fails()
 
 
 def test_other_data_are_refused_with_both_sides_named() -> None:

@@ -46,7 +46,7 @@ def test_result_json_has_the_promised_keys_and_shapes(tmp_path: Path) -> None:
     assert document["recoveries"][0].keys() == {
         *["kind", "worker", "step", "phase", "detected_by", "epoch", "attempt", "outcome"],
         *["detect_s", "agree_s", "plan_s", "edit_s", "promote_s", "redo_s", "total_s"],
-        *["critical_bytes", "num_microbatches_recomputed"],
+        *["critical_bytes", "num_microbatches_recomputed", "last_lines"],
     }
 
 

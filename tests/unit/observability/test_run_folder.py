@@ -374,3 +374,21 @@ def test_differing_keys_hold_both_values() -> None:
         "layout.widths": ((2, 2), (4,)),
         "layout.layers": ((3, 3), (6,)),
     }
+
+
+def test_checkpoints_may_be_somewhere_else_and_are_all_that_is_removed_there(tmp_path: Path) -> None:
+    shared, path = tmp_path / "shared", tmp_path / "run"
+    shared.mkdir()
+    (shared / "precious").touch()
+    path.mkdir()
+    (path / "checkpoints").symlink_to(shared)
+    with opened(path):
+        (path / "checkpoints" / "step-00000004").mkdir()
+    with opened(path, overwrite=True):
+        assert [item.name for item in (path / "checkpoints").iterdir()] == ["precious"]
+        (path / "checkpoints" / "step-00000004").mkdir()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "checkpoints").symlink_to(shared)
+    with pytest.raises(RunFolderError, match="holds checkpoints, where a run would write"), opened(other):
+        pass
