@@ -103,7 +103,7 @@ def test_a_host_that_loses_half_of_its_packets_changes_no_bit(tmp_path: Path, re
         world.heal()
         assert (first.end(), second.end()) == (0, 0)
         assert third.end() in (75, 0), third.text
-    assert {each["worker"] for each in lost(agents)} <= {2, 5}
+    assert len({each["worker"] % 3 for each in lost(agents)}) <= 1, "of one host"
     assert computation(agents.run_dir) == reference
 
 
@@ -125,7 +125,7 @@ def test_a_host_comes_back_with_another_address(tmp_path: Path) -> None:
     with job_of_three(tmp_path, **settings) as (world, agents, (first, second, third)):
         host = world.hosts[1]
         world.cut(host)
-        agents.wait_for(lambda: len(lost(agents)) == 2, "the loss of the host")
+        agents.wait_for(lambda: "h2 is gone: its agent has not been connected" in first.text, "the host to be given up")
         host.take_address("10.77.0.99")
         world.heal()
         assert second.end() == 75, second.text

@@ -74,6 +74,21 @@ def test_one_sign_of_life_is_enough_and_without_knowledge_the_usual_bounds_count
     assert cut(job_of("aabb"), "b", 6.0, look)[0] == []
 
 
+def test_a_starved_host_is_borne_with_as_long_as_a_busy_machine_and_not_for_ever():
+    job = Job(4, hosts="aabb")
+    acknowledging = lambda after_s: [Counters(0, 500, 300 + int(1000 * after_s), True)]  # noqa: E731
+    found, after_s = cut(job, "b", 60.0, acknowledging)
+    assert named(found) == [(2, "heartbeat"), (3, "heartbeat")]
+    bound_s = detection.CROWD_FACTOR * detection.SILENCE_FLOOR_S
+    assert bound_s < after_s <= bound_s + 3 * BEAT_S
+
+
+def test_workers_that_hang_while_their_agent_is_heard_are_lost_as_soon_as_ever():
+    found, after_s = cut(Job(4, hosts="aabb"), "b", 60.0, lambda after_s: [Counters(0, int(10 * after_s), 300, False)])
+    assert named(found) == [(2, "heartbeat"), (3, "heartbeat")]
+    assert after_s <= detection.SILENCE_FLOOR_S + 3 * BEAT_S
+
+
 def test_what_is_outstanding_only_since_shortly_condemns_nobody():
     began_s = 5.0
     look = lambda after_s: [Counters(0, 500, 300, after_s >= began_s)]  # noqa: E731

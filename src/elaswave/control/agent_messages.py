@@ -234,17 +234,7 @@ class Ended(Message, frozen=True, kw_only=True):
     """Whether the job may be tried again as it is: too few hosts have come, or its store cannot be reached."""
 
 
-FromAgent = (
-    AskJob
-    | AgentHello
-    | AgentLeaving
-    | Exited
-    | StopJob
-    | CpuTimes
-    | LogPart
-    | CheckpointCommitted
-    | TermTaken
-)
+FromAgent = AskJob | AgentHello | AgentLeaving | Exited | StopJob | CpuTimes | LogPart | CheckpointCommitted | TermTaken
 ToAgent = (
     JobSpec
     | AgentRefused

@@ -43,6 +43,7 @@ class Agents:
         send: sends a message to a peer; returns whether it is connected.
         heard_s: gives the seconds since something came from a peer; None: it is not connected. As all times in here, of
             those in which the coordinator was awake.
+        hang_up: ends a peer's connection.
         say: tells people.
         founded: called once all hosts are there with which the job begins.
         ended: called with workers whose host is gone, and that nobody else will say to have ended.
@@ -60,6 +61,7 @@ class Agents:
         persist: Callable[[HostCame], None],
         send: Callable[[int, ToAgent], bool],
         heard_s: Callable[[int], float | None],
+        hang_up: Callable[[int], None],
         say: Callable[[str], None],
         founded: Callable[[], None],
         ended: Callable[[int], object],
@@ -72,6 +74,7 @@ class Agents:
         self._persist = persist
         self._send = send
         self._heard_s = heard_s
+        self._hang_up = hang_up
         self._say = say
         self._founded = founded
         self._ended = ended
@@ -212,6 +215,13 @@ class Agents:
             if worker in set(members)
         ]
         return [*suspicions, *others]
+
+    def hang_up_on_lost(self, suspicions: Iterable[Suspected]) -> None:
+        """Ends the connections of agents that are lost with their hosts, which the kernel would keep for many minutes.
+        Until its agent has connected again no worker is started there, and without it the host is given up."""
+        hosts = [self._hosts.of(each.worker) for each in suspicions if each.detected_by == "host"]
+        for incarnation in {host.incarnation for host in hosts if host is not None}:
+            self._hang_up(agent_id(incarnation))
 
     def can_look(self, worker: int) -> bool:
         """Whether a worker's agent can be expected to say how its process gets on. That of this host waits for the same

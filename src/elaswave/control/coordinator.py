@@ -185,7 +185,8 @@ class CoordinatorProcess(JobDriver):
         ):
             return
         elif not self._end.is_there and not isinstance(message, Failed | Linked) and not self.hears(message.worker):
-            _log.info("%s of worker %d, which is no member, does not count", type(message).__name__, message.worker)
+            if not isinstance(message, Heartbeat):  # who was cut off sends them until it hears that it is none
+                _log.info("%s of worker %d, which is no member, does not count", type(message).__name__, message.worker)
         elif isinstance(message, Heartbeat):
             pass  # after the end, of a worker that is no member
         elif isinstance(message, Registered):

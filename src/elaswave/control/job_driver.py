@@ -178,6 +178,7 @@ class JobDriver(CoordinatorDriver):
             persist=self._store.append,
             send=self._server.send,
             heard_s=self._server.heard_s,
+            hang_up=self._server.hang_up,
             say=self._terminal.say,
             founded=self._expect_members,
             ended=lambda worker: self._note_end(worker, "has ended with its host"),
@@ -628,7 +629,9 @@ class JobDriver(CoordinatorDriver):
 
     def _take_suspicions(self, suspicions: Sequence[Suspicion]) -> None:
         if suspicions and not self._end.is_there:
-            self.suspect(self._agents.with_their_hosts(suspicions, self.core.members))
+            lost = self._agents.with_their_hosts(suspicions, self.core.members)
+            self.suspect(lost)
+            self._agents.hang_up_on_lost(lost)
 
 
 def _named(workers: Iterable[int]) -> str:

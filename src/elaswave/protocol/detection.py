@@ -522,7 +522,9 @@ class Detector:
         for watched, silence_s, bound_s in known:
             spare = self._num_computing > watched.computing and not watched.starting
             hurry = NO_HURRY if spare else 1.0
-            allowed_s = bound_s * hurry * crowd
+            silent_host = self._silent_hosts.get(self._host_of(watched.worker))
+            is_mute = silent_host is not None and silent_host[0].is_mute(self._now_s)
+            allowed_s = bound_s * hurry * (CROWD_FACTOR if is_mute else crowd)
             if silence_s <= allowed_s:
                 continue
             if watched.starvation.condemns(silence_s, allowed_s, self._now_s, self._can_look(watched.worker)):

@@ -6,7 +6,9 @@ its own kernel's counters (TCP_INFO) once all workers of another host have been 
 on every connection there, so that there is something to acknowledge. Only silent hosts are looked at: thousands of
 others cost nothing.
 
-    something new has come, or was acknowledged      the host lives; how its workers are judged does not change
+    something new has come, from its agent           the host lives, and its workers are judged one by one
+    something was acknowledged, and nothing came     it lives, but is very busy: the bounds on its workers' silence are
+                                                     as long as where most workers are silent together
     nothing of either, on any connection             it is cut off, in both directions or in one: its workers are lost
     nothing is outstanding, or nobody can look       nothing is known
 
@@ -24,6 +26,8 @@ HOST_SILENT_S = 2.0
 UNACKNOWLEDGED_S = 1.5
 """For so long of that, at least, something must have waited for an acknowledgement: the first retransmissions, after
 0.2, 0.6 and 1.4 s, may be lost too."""
+MUTE_S = 1.0
+"""A host of which nothing has come for so long, from its agent either, is silent as a whole."""
 FRESH_S = 0.5
 """How old the newest look may be when a host is held for lost."""
 
@@ -48,10 +52,10 @@ class HostSilence:
         heard_s: time of the newest sign of life of its workers, as of all methods by the detector's clock.
     """
 
-    __slots__ = ("_asked_s", "_known", "_lives_s", "_looked_s")
+    __slots__ = ("_asked_s", "_came_s", "_known", "_lives_s", "_looked_s")
 
     def __init__(self, heard_s: float) -> None:
-        self._lives_s = heard_s
+        self._lives_s = self._came_s = heard_s
         self._known: dict[int, Counters] | None = None
         self._asked_s: float | None = None
         """Since when something has been outstanding."""
@@ -66,12 +70,22 @@ class HostSilence:
         """
         known, self._known = self._known, {each.connection: each for each in counters}
         self._looked_s = now_s
-        if known is not None and any(_is_news(each, known.get(each.connection)) for each in self._known.values()):
-            self._lives_s, self._asked_s = now_s, None
+        if known is not None:
+            before = [(each, known.get(each.connection)) for each in self._known.values()]
+            if any(_has_come(each, then) for each, then in before):
+                self._came_s = self._lives_s = now_s
+                self._asked_s = None
+            elif any(_is_acknowledged(each, then) for each, then in before):
+                self._lives_s, self._asked_s = now_s, None
         if not any(each.is_outstanding for each in self._known.values()):
             self._asked_s = None
         elif self._asked_s is None:
             self._asked_s = now_s
+
+    def is_mute(self, now_s: float) -> bool:
+        """Whether its agent is silent too, and what its kernel does is known: it is lost by that, or starved."""
+        is_known = bool(self._known) and self._looked_s is not None and now_s - self._looked_s <= FRESH_S
+        return is_known and now_s - self._came_s > MUTE_S
 
     def finding(self, now_s: float, factor: float = 1.0) -> str:
         """Why the host is lost; empty if it is not, as far as anybody knows.
@@ -91,8 +105,10 @@ class HostSilence:
         )
 
 
-def _is_news(now: Counters, before: Counters | None) -> bool:
-    """Whether something that the host has done shows on a connection since the look before; a new one shows it too."""
-    if before is None:
-        return True
-    return now.num_received > before.num_received or now.num_acknowledged > before.num_acknowledged
+def _has_come(now: Counters, before: Counters | None) -> bool:
+    """Whether anything has come on a connection since the look before; a new one has come itself."""
+    return before is None or now.num_received > before.num_received
+
+
+def _is_acknowledged(now: Counters, before: Counters | None) -> bool:
+    return before is not None and now.num_acknowledged > before.num_acknowledged

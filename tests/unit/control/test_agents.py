@@ -23,6 +23,7 @@ class World:
     def __init__(self) -> None:
         self.hosts = Hosts((0, 1, 0, 1), ("a", "b"), home=11)
         self.ended: list[int] = []
+        self.hung_up: list[int] = []
         self.heard_s = 0.0
         self.agents = Agents(
             self.hosts,
@@ -32,6 +33,7 @@ class World:
             persist=lambda record: None,
             send=lambda peer, message: True,
             heard_s=lambda peer: self.heard_s,
+            hang_up=self.hung_up.append,
             say=lambda text: None,
             founded=lambda: None,
             ended=self._end,
@@ -96,6 +98,17 @@ def test_a_local_job_goes_on_however_long_its_own_agent_is_away() -> None:
     assert world.agents.with_their_hosts(late, range(4)) == late
     other = world.agents.with_their_hosts([Suspected(1, "exit", "worker 1 has ended")], range(4))
     assert [suspicion.worker for suspicion in other] == [1, 3]
+
+
+def test_the_agent_of_a_lost_host_is_hung_up_on_and_that_of_a_lost_worker_is_not() -> None:
+    world = World()
+    alone = world.agents.with_their_hosts([Suspected(1, "exit", "worker 1 has ended")], range(4))
+    world.agents.hang_up_on_lost(alone)
+    assert [each.worker for each in alone] == [1] and world.hung_up == []
+    world.heard_s = 5.0
+    together = world.agents.with_their_hosts([Suspected(1, "heartbeat", "worker 1 is silent")], range(4))
+    world.agents.hang_up_on_lost(together)
+    assert [each.worker for each in together] == [1, 3] and world.hung_up == [agent_id(22)]
 
 
 def test_what_ends_an_agent_that_may_not_take_part() -> None:
