@@ -178,3 +178,48 @@ def test_a_host_that_leaves_gives_way_before_the_job_begins_wherever_the_coordin
     came(hosts, "b", 22)
     assert came(hosts, "c", 33).number == a.number and a.state is HostState.GONE
     assert hosts.is_founded
+
+
+def fall(hosts: Hosts, host: Host) -> None:
+    """A host's agent ends, and the others go on without it."""
+    hosts.disconnected(host.incarnation, 0.0)
+    hosts.give_up(host)
+
+
+def test_a_node_that_never_commits_is_turned_away_after_three_agents():
+    hosts, _, b = two()
+    records = []
+    for incarnation in (23, 24):
+        fall(hosts, b)
+        answer = hosts.hello("b", incarnation, 2)
+        assert isinstance(answer, Came) and answer.num_fruitless == incarnation - 22
+        records.append(answer)
+        b = hosts.add(answer, 0.0)
+        hosts.connected(b)
+        hosts.placed(incarnation, b.number)
+        hosts.committed([0, 2])
+    fall(hosts, b)
+    turned = hosts.hello("b", 25, 2)
+    assert isinstance(turned, Turned) and turned.verdict == "misused"
+    assert "3 agents of node b have ended before any of their workers" in turned.reason
+    successor = Hosts((0, 1, 0, 1), LABELS, home=11)
+    last = successor.restore(records[-1], 0.0)
+    successor.placed(24, last.number)
+    fall(successor, last)
+    assert isinstance(successor.hello("b", 25, 2), Turned), "a later coordinator knows it too"
+    assert isinstance(successor.hello("c", 33, 2), Came)
+
+
+def test_a_committed_step_a_notice_and_a_host_without_workers_do_not_count_against_a_node():
+    hosts, _, b = two()
+    for incarnation in range(23, 33):
+        fall(hosts, b)
+        b = came(hosts, "b", incarnation)
+        if incarnation % 2:
+            hosts.placed(incarnation, b.number)
+            hosts.leaving(incarnation)
+    assert b.num_fruitless <= 1
+    hosts.placed(50, b.number)
+    hosts.committed([0, 50])
+    fall(hosts, b)
+    assert came(hosts, "b", 40).num_fruitless == 0

@@ -82,7 +82,8 @@ class Agents:
         self._gone_s = GONE_S
         for record in records:
             if isinstance(record, HostCame):
-                hosts.restore(Came(record.number, record.node, record.incarnation, record.slots), now_s)
+                came = Came(record.number, record.node, record.incarnation, record.slots, record.num_fruitless)
+                hosts.restore(came, now_s)
                 self._gone_s = GONE_AGAIN_S
             elif isinstance(record, PlaceTaken):
                 hosts.placed(record.worker, record.host)

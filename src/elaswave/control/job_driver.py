@@ -464,6 +464,7 @@ class JobDriver(CoordinatorDriver):
     def _after_step(self, message: StepReport) -> None:
         """Looks at what a published step says of layouts, and of what joiners must have in common."""
         self._planner.measurements.add_step(message)
+        self._hosts.committed(self.core.members)
         answers = self._joiners.committed(self.core.members, message.vector, self._publishing.environment)
         self._membership.answer(answers, time.monotonic())
         change = self.core.change_in_force(message.change)

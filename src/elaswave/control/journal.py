@@ -58,6 +58,8 @@ class HostCame(msgspec.Struct, frozen=True, kw_only=True, tag="host"):
     node: str
     incarnation: int
     slots: int
+    num_fruitless: int = 0
+    """Agents of this node before it, in a row, that had no part in a committed step."""
 
 
 class LeaveAsked(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):

@@ -170,8 +170,8 @@ class RunPlanner:
             before: what is in force.
             leaving: members that are to leave.
         """
-        layout = before.layout
-        wanted = (layout, frozenset(leaving))
+        layout, leaving = before.layout, frozenset(leaving)  # it may grow while the search goes on beside
+        wanted = (layout, leaving)
         going, new = set(leaving) & set(layout.active), set(layout.idle) - set(leaving)
         loaded = [worker for worker in layout.idle if worker in leaving and before.placement.holds(worker)]
         if going == set(layout.active) or not (going or new or loaded) or (wanted == self._planned_for and not loaded):

@@ -7,7 +7,7 @@ given to an incarnation is never given to another one: what an agent may have fo
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from typing import Literal, NamedTuple
 
@@ -15,6 +15,11 @@ GONE_S = 5.0
 """An agent that has not been connected for this long is gone, with all workers that are no members."""
 GONE_AGAIN_S = 30.0
 """The same for a coordinator that takes over: agents have to find it first."""
+
+
+FRUITLESS_MAX = 3
+"""So many agents of a node in a row, none of whose workers had a part in a committed step, and the next one is turned
+away for good: what ended them would end it too, and a launcher that starts it again would do so for ever."""
 
 
 class HostState(Enum):
@@ -35,13 +40,16 @@ class Host:
     """One host, as long as its agent lives."""
 
     def __init__(self, came: "Came", label: str, away_since_s: float) -> None:
-        self.number, self.node, self.incarnation, self.slots = came
+        self.number, self.node, self.incarnation, self.slots, self.num_fruitless = came
         self.label = label
         """Its failure domain, see `elaswave.state.domains`."""
         self.state = HostState.EXPECTED
         self.away_since_s = away_since_s
         self.workers: set[int] = set()
         """Those that its agent was asked to start and that have not ended."""
+        self.is_fruitless = False
+        """Whether it was asked to start workers, and none of them has had a part in a committed step."""
+        self.had_notice = False
 
     @property
     def room(self) -> float:
@@ -59,6 +67,8 @@ class Came(NamedTuple):
     incarnation: int
     slots: int
     """Workers that may run there; 0: as many as are asked for."""
+    num_fruitless: int = 0
+    """Agents of this node before it, in a row, that were fruitless."""
 
 
 class Turned(NamedTuple):
@@ -90,6 +100,10 @@ class Hosts:
         self._host_of: dict[int, int] = {}
         self._label_of: dict[str, str] = {}
         """Of every node that there ever was."""
+        self._newest: dict[str, Host] = {}
+        """The last host of every node."""
+        self._unproven: set[Host] = set()
+        """Those that are fruitless so far."""
         self._was_founded = False
 
     # --------------------------------------------------------------------------------------------------- what happens
@@ -108,6 +122,7 @@ class Hosts:
                 self.give_up(other)
         host = Host(came, self._label(came), now_s)
         self._label_of[came.node] = host.label
+        self._newest[came.node] = host
         self._hosts[came.number] = host
         for worker, number in enumerate(self._founders):
             if number == came.number:
@@ -118,7 +133,17 @@ class Hosts:
         """A worker is to be started on a host."""
         self._host_of[worker] = number
         if number in self._hosts:
-            self._hosts[number].workers.add(worker)
+            host = self._hosts[number]
+            if not host.workers and not host.is_fruitless:
+                host.is_fruitless = True
+                self._unproven.add(host)
+            host.workers.add(worker)
+
+    def committed(self, members: Collection[int]) -> None:
+        """A step has been committed by these members."""
+        for host in [host for host in self._unproven if not host.workers.isdisjoint(members)]:
+            host.is_fruitless = False
+            self._unproven.discard(host)
 
     def ended(self, worker: int) -> None:
         """A worker's process has ended; may be said again."""
@@ -141,6 +166,13 @@ class Hosts:
         for other in self._hosts.values():
             if other.node == node and self._must_be_here(other):
                 return Turned(f"node {node} has an agent of this job already", "needless")
+        num_fruitless = self._num_fruitless(node)
+        if num_fruitless >= FRUITLESS_MAX:
+            return Turned(
+                f"{num_fruitless} agents of node {node} have ended before any of their workers had a part in a "
+                "committed step: see what they have said; once the node is mended, give its agent another --node-name",
+                "misused",
+            )
         number, share = self._free_number(node), 0
         holder = self._hosts.get(number)
         if holder is not None and self._must_be_here(holder) and holder.state is not HostState.LEAVING:
@@ -150,7 +182,7 @@ class Hosts:
             if slots and slots < share:
                 text = f"node {node} takes {slots} workers, but the job begins with {share} on each of its hosts"
                 return Turned(f"{text}: raise --workers there, or the number of hosts", "misused")
-        return Came(number, node, incarnation, slots or 0)
+        return Came(number, node, incarnation, slots or 0, num_fruitless)
 
     def connected(self, host: Host) -> None:
         """Its agent is connected. The job begins once the agents of all first hosts are: those that have gone, or had a
@@ -170,7 +202,7 @@ class Hosts:
         """An agent has had a notice."""
         host = self.find(incarnation)
         if host is not None:
-            host.state = HostState.LEAVING
+            host.state, host.had_notice = HostState.LEAVING, True
 
     def give_up(self, host: Host) -> None:
         """The others go on without a host."""
@@ -263,6 +295,13 @@ class Hosts:
             if host.state is HostState.AWAY or is_silent(host.incarnation):
                 found.setdefault(host.node, set()).update(host.workers)
         return found
+
+    def _num_fruitless(self, node: str) -> int:
+        """Of the next agent of a node. One that had a notice has ended for another reason, and proves nothing."""
+        last = self._newest.get(node)
+        if last is None or not (last.is_fruitless or last.had_notice):
+            return 0
+        return last.num_fruitless + (last.is_fruitless and not last.had_notice)
 
     def _must_be_here(self, host: Host) -> bool:
         """Whether a host's agent is connected, or is about to be: it lives as long as this coordinator."""

@@ -141,6 +141,16 @@ def test_an_idle_worker_that_is_to_leave_is_relieved_of_what_a_loss_has_left_wit
     assert run.for_members(before._replace(placement=change.placement), {1}) is None
 
 
+def test_others_that_are_asked_to_leave_during_a_search_do_not_disturb_it():
+    given = plan()
+    leaving = {1}
+    search = RunPlanner(given).for_members(InForce(given.layout, given.placement, given.execution, 0), leaving)
+    assert search is not None
+    leaving.update(given.layout.workers)
+    found = search()
+    assert found.better is not None and found.better.layout.idle == (1,)
+
+
 def far_plan() -> RunPlan:
     config = build_config(
         {
