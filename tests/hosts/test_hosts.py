@@ -12,6 +12,7 @@ from tests.etcd_processes import cluster, needs_etcd
 from tests.hosts.world import Host, World, lacking
 from tests.integration.jobs import SMALL, run_job
 
+from elaswave.control.key_making import make_keys
 from elaswave.observability.result import read_digests, read_result
 
 REASON = lacking()
@@ -51,8 +52,8 @@ def job_of_three(folder: Path, **settings: Any) -> Iterator[tuple[World, Agents,
             yield world, agents, started
 
 
-def start(agents: Agents, host: Host, **options: Any) -> AgentProcess:
-    return agents.start(f"h{host.number}", founds=True, before=host.enter(), **options)
+def start(agents: Agents, host: Host, *options: str) -> AgentProcess:
+    return agents.start(f"h{host.number}", *options, founds=True, before=host.enter())
 
 
 def one_event(losses: Sequence[dict[str, Any]], num_workers: int) -> bool:
@@ -91,7 +92,7 @@ def test_a_host_that_is_cut_off_is_one_loss_and_may_not_come_back_as_it_was(
         assert second.end() in (75, 0), second.text
     losses = lost(agents)
     assert one_event(losses, 2), losses
-    assert {each["detected_by"] for each in losses} == {"host"}, losses
+    assert {each["detected_by"] for each in losses} <= {"host", "heartbeat"}, losses
     assert computation(agents.run_dir) == reference
 
 
@@ -161,6 +162,27 @@ def test_a_partition_that_heals_within_a_second_costs_nobody(tmp_path: Path, ref
         assert [agent.end() for agent in started] == [0, 0, 0]
     assert lost(agents) == []
     assert computation(agents.run_dir) == reference
+
+
+@pytest.mark.parametrize("network", ["IPv6", "TLS"])
+def test_hosts_meet_by_ipv6_and_inside_tls(tmp_path: Path, reference: Any, network: str) -> None:
+    settings = {**SIX, "control.hosts": 3, "run.steps": 60}
+    with World(3) as world:
+        founder = world.hosts[0]
+        coordinator, options = f"[{founder.address6}]:7077", {host.number: () for host in world.hosts}
+        if network == "TLS":
+            del settings["net.trusted"]
+            settings["net.tls"] = "required"
+            make_keys(tmp_path / "keys", [[host.address] for host in world.hosts], 1)
+            coordinator = f"{founder.address}:7077"
+            folders = {host.number: tmp_path / "keys" / host.address for host in world.hosts}
+            options = {number: ("--set", f"net.keys={folder}") for number, folder in folders.items()}
+        with Agents(tmp_path / "job", settings, coordinator) as agents:
+            started = [start(agents, host, *options[host.number]) for host in world.hosts]
+            assert [agent.end() for agent in started] == [0, 0, 0], [agent.text for agent in started]
+        addresses = (agents.run_dir / "logs" / "coordinator.log").read_text()
+        assert ("are authenticated but not encrypted" in addresses) == (network == "IPv6")
+        assert computation(agents.run_dir) == reference
 
 
 @needs_etcd

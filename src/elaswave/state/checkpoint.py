@@ -5,7 +5,7 @@ Every worker writes its own shard into the checkpoint's temporary folder in the 
 (``checkpoint_commit.commit_checkpoint``). A folder without the final name was never committed; a folder with it is
 whole unless the disk lied, which its checksums show.
 
-All workers must see the run folder (one machine, or a shared file system).
+All workers must see the folder of checkpoints (one machine, or a shared file system).
 """
 
 import contextlib
