@@ -21,6 +21,7 @@ from elaswave.control.agent_messages import (
 )
 from elaswave.control.launcher_waits import LauncherWaits
 from elaswave.control.local_job import STOP_GRACE_S, LocalJob
+from elaswave.control.log_sending import LogSending
 from elaswave.control.open_store import JobStore
 from elaswave.control.post import own_post
 from elaswave.control.template_messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
@@ -45,6 +46,7 @@ class Launcher(LocalJob):
             ask_template=self.asked.append,
             template_end=lambda: "was killed by SIGKILL",
         )
+        self._logs = LogSending(tmp_path, self._send_log)
         self._way_on = lambda: "so it goes on"
 
     def _turn(self, max_wait_s: float = 0.0) -> float:
