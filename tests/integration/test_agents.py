@@ -55,6 +55,7 @@ def test_agents_compute_what_one_launcher_does(tmp_path: Path) -> None:
 
 
 @needs_etcd
+@pytest.mark.slow
 def test_the_host_of_the_coordinator_is_lost_and_another_candidate_goes_on(tmp_path: Path) -> None:
     settings = {**FOUR, "run.steps": 40, "control.hosts": 2}
     ports = free_port(), free_port()
