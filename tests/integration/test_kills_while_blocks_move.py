@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
     "elastic.drain_deadline_s": 600,
 }
 """What moves does so over several steps, and nobody who leaves is lost because the machine is busy."""
-PATIENCE_S = 0.25
+PATIENCE_S = 1.0
 """For what goes on, of each step that it takes."""
 BETTER = make_layout(widths=[2, 2], layers_per_stage=[1, 3], num_microbatches=5)
 """A layer changes its stage, and its blocks go to other owners."""

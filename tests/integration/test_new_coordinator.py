@@ -1,6 +1,7 @@
 """What a new coordinator finds: workers that its predecessor has lost sight of, and a job that has already ended."""
 
 import asyncio
+import functools
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ from tests.integration.jobs import coordinator_of, run_job
 from elaswave.control import checkpoint_search, local_job
 from elaswave.control.checkpoint_search import CheckpointFinder
 from elaswave.control.checkpoints import Checkpoints
+from elaswave.control.client import ControlClient
 from elaswave.control.coordinator import CoordinatorProcess
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.recorder import RunRecorder
@@ -85,7 +87,7 @@ def test_a_loss_is_reported_though_the_coordinator_that_dealt_with_it_is_gone(tm
 
 def test_a_coordinator_that_hangs_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hung = tmp_path / "hung"
-    monkeypatch.setattr(local_job, "COORDINATOR_SILENCE_S", 1.0)
+    monkeypatch.setattr(local_job, "ControlClient", functools.partial(ControlClient, silence_timeout_s=1.0))
     monkeypatch.setattr(local_job, "COORDINATOR_HUNG_S", 2.0)
 
     def hang(effect: events.CoordinatorEffect) -> None:

@@ -61,6 +61,8 @@ LINGER_S = 5.0
 """After the end, how long workers and agent may take to hear of it."""
 SUPERSEDED = 3
 """Exit status of a coordinator that another one has replaced."""
+STORE_GONE = 4
+"""Of one that cannot read the job's records."""
 SWITCH_INTERVAL_S = 0.001
 """How long a planning thread may hold the interpreter while a message waits."""
 
@@ -356,7 +358,8 @@ def run_coordinator(setup: CoordinatorSetup) -> int:
 
     Returns:
         Exit status: 0 once the job is over, however it ended; `SUPERSEDED` if another host's coordinator has taken
-        over; 1 after an error that another one would meet too; else the agent starts another coordinator.
+        over; `STORE_GONE` if the store does not answer; 1 after an error that another one would meet too; else the
+        agent starts another coordinator.
     """
     return _live(lambda: setup)
 
@@ -389,6 +392,9 @@ def _live(begin: Callable[[], CoordinatorSetup]) -> int:
     except SupersededError as error:
         _log.warning("%s", error)
         return SUPERSEDED
+    except StoreGoneError:
+        _log.exception("the coordinator cannot read the job's records")
+        return STORE_GONE
     except ElaswaveError:
         _log.exception("the coordinator has ended with an error")
         return 1

@@ -556,10 +556,21 @@ def found(client: EtcdClient, spec: bytes, patience_s: float) -> None:
         raise StoreError(f"{client.name} holds another job: remove its keys, or give this one another name")
 
 
-def remove(client: EtcdClient, patience_s: float) -> None:
+def remove(client: EtcdClient, patience_s: float, name: str = "") -> None:
     """Removes a job's keys; no coordinator can write to it from then on.
 
+    Args:
+        client: of the job.
+        patience_s: how long to wait for an answer.
+        name: of who asks, where several may claim the job: the keys stay if another one holds it.
     Raises:
         StoreError: etcd does not answer or refuses.
     """
-    Patience(client.name, patience_s, _sleep).ask(lambda: client.transact([], [client.delete_all()]))
+    waiting, compared = Patience(client.name, patience_s, _sleep), []
+    if name:
+        (standing,) = waiting.ask(lambda: client.carry_out(Transaction(reads=(TERM,)))).found
+        holder = holder_of(standing)
+        if holder.term and holder.name != name:
+            return
+        compared = [client.unwritten_since(TERM, holder.revision)]
+    waiting.ask(lambda: client.transact(compared, [client.delete_all()]))

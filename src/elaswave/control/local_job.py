@@ -46,7 +46,7 @@ from elaswave.control.agent_messages import (
 from elaswave.control.candidate import Progress, Stage, progress_of
 from elaswave.control.client import ControlClient
 from elaswave.control.control_file import remove_control_file, write_control_file
-from elaswave.control.coordinator import SUPERSEDED, run_candidate, run_coordinator
+from elaswave.control.coordinator import STORE_GONE, SUPERSEDED, run_candidate, run_coordinator
 from elaswave.control.coordinator_setup import CoordinatorSetup
 from elaswave.control.death_watch import DeathWatch
 from elaswave.control.forking import how_it_ended
@@ -126,6 +126,7 @@ STARTING_S = 10.0
 OUTCOME_S = 1.5
 """After this long without a coordinator an agent looks in the run's folder whether the job is over."""
 STAND_BY_AGAIN_S = 1.0
+STAND_BY_AGAIN_S_MAX = 60.0
 """After the end of a candidate that never had the job, or of a coordinator that another host's has replaced, the next
 one is started so much later."""
 ORPHAN_S = 60.0
@@ -201,10 +202,13 @@ class LocalJob:
         self._refused: AgentRefused | None = None
         self._leads = post.founds and not post.is_candidate
         """Whether the coordinator is this agent's."""
+        self._had_it = self._leads
+        """Whether it ever was."""
         self._reports: int | None = None
         """Where a candidate's process says how far it is."""
         self._stand_by_at_s: float | None = None
         """When the next one is to be started."""
+        self._stand_by_wait_s = STAND_BY_AGAIN_S
         self._missed_since_s: float | None = None
         """Since when the last coordinator is missed."""
         self._key_of_job = key
@@ -260,8 +264,8 @@ class LocalJob:
         try:
             self._processes = JobProcesses(setup, None if script is None else script.environment)
         except BaseException:
-            if self._store is not None:
-                self._store.end()
+            if self._store is not None and post.founds:
+                self._store.end(post.name if post.is_candidate else "")
             self._close_folder()
             raise
         self.template_pid = self._processes.template_pid
@@ -457,21 +461,27 @@ class LocalJob:
 
     def _hear_candidate(self) -> None:
         """A candidate's process has the job, or can be dialled; or its end of the pipe is closed."""
-        assert self._reports is not None and self._client is not None
-        said = progress_of(os.read(self._reports, 4096))
+        assert self._client is not None
+        if self._reports is None:
+            return
+        try:
+            said = progress_of(os.read(self._reports, 4096))
+        except BlockingIOError:
+            return  # what was to be read was of the candidate before
         if not said:
             self._close_reports()
         for stage, term in said:
             if stage is Stage.HOLDS:
-                self._leads = True
+                self._leads = self._had_it = True
+                self._stand_by_wait_s = STAND_BY_AGAIN_S
                 self._coordinator_since_s = time.monotonic()
                 self._processes.has_taken_over()
                 if term > 1:
                     self._reporter.message(f"this host has the job's coordinator from now on, its number {term}")
                     self._write_control_file()
-            elif self._client.connected:
-                # To one that was replaced, and may not know it: it may not reach the store.
-                self._client.send(TermTaken(term=term))
+            else:
+                if self._client.connected:  # to one that was replaced, and may not know it: it may not reach the store
+                    self._client.send(TermTaken(term=term))
                 self._client.dial_first()
 
     def _close_reports(self) -> None:
@@ -691,6 +701,8 @@ class LocalJob:
             return
         self._close_reports()
         self._reports, writes = os.pipe()
+        os.set_blocking(self._reports, False)
+        self._selector.register(self._reports, selectors.EVENT_READ, CANDIDATE)
 
         def stand_by() -> int:
             name, founds = self._post.name, self._post.founds
@@ -700,7 +712,6 @@ class LocalJob:
             self._processes.start_coordinator(number, stand_by, waits=True)
         finally:
             os.close(writes)
-        self._selector.register(self._reports, selectors.EVENT_READ, CANDIDATE)
 
     def _on_coordinator_exit(self, text: str, at_s: float) -> None:
         assert self._client is not None
@@ -709,8 +720,12 @@ class LocalJob:
         had_it, self._leads = self._leads, self._leads and not self._post.is_candidate
         if self._post.is_candidate and (not had_it or text.endswith(f"with status {SUPERSEDED}")):
             self._missed_since_s = None
-            self._stand_by_at_s = at_s + STAND_BY_AGAIN_S
+            self._stand_by_at_s = at_s + self._stand_by_wait_s
+            self._stand_by_wait_s = min(2 * self._stand_by_wait_s, STAND_BY_AGAIN_S_MAX)
             return
+        if text.endswith(f"with status {STORE_GONE}"):
+            log = self._run_dir / "logs" / "coordinator.log"
+            raise RetryError(f"the coordinator was lost, and the store does not answer the next one; see {log}")
         self._missed_since_s = at_s
         for effect in self._agent.handle(CoordinatorEnded(text, _gave_up(text), at_s)):
             if not isinstance(effect, StartCoordinator):
@@ -809,14 +824,17 @@ class LocalJob:
         if self._is_over:
             return
         self._is_over = True
-        if self._leads:
+        is_ours = self._leads or (self._post.founds and not self._had_it)
+        if is_ours:
             remove_control_file(self._run_dir)
         self._close_reports()
         self._processes.end()
         if self._client is not None:
             self._client.close(0.0)
-        may_go_on = bool(self._post.job) and self._ended is None  # then others need what is in the store
-        trouble = "" if self._store is None or not self._leads or may_go_on else self._store.end()
+        # Of a job that may go on others need what is in the store.
+        may_go_on = bool(self._post.job) and self._ended is None and self._had_it
+        name = self._post.name if self._post.is_candidate else ""
+        trouble = "" if self._store is None or not is_ours or may_go_on else self._store.end(name)
         if trouble:
             self._reporter.message(trouble)
         self._close_folder()

@@ -131,9 +131,11 @@ class JobStore:
                 "ran; keep what cleans temporary folders away from there"
             )
 
-    def end(self) -> str:
+    def end(self, name: str = "") -> str:
         """The job is over: removes its keys. (The launcher removes files.)
 
+        Args:
+            name: of the agent in a job of several hosts: the keys stay if another one's coordinator has the job.
         Returns:
             What people should know of it; empty if all went well.
         """
@@ -141,7 +143,7 @@ class JobStore:
             return ""
         client, self._client = self._client, None
         try:
-            remove(client, REMOVE_S)
+            remove(client, REMOVE_S, name)
             return ""
         except StoreError as error:
             return f"the job is over, but its keys below {client.prefix} stay in etcd: {error}"

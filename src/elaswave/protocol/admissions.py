@@ -75,9 +75,6 @@ class Admissions:
     def released(self, members: Collection[int], layout: Layout, placement: Placement) -> tuple[int, ...]:
         """The leaving members that can be let go now, while others stay: those that run and hold nothing.
 
-        A member may still have copies that a change has made needless. It drops them with the next commit, which is not
-        later than that of the vote with which all members pause.
-
         Args:
             members: of the epoch.
             layout, placement: in force.

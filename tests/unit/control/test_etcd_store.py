@@ -17,6 +17,7 @@ from elaswave.control.etcd_store import EtcdStore, found, remove
 from elaswave.control.store import Owner
 from elaswave.errors import StoreError, SupersededError
 from elaswave.protocol.messages import Decision
+from elaswave.protocol.store_writes import NOBODY, Claim
 from elaswave.state.placement import Placement
 
 PREFIX = "/elaswave/job/"
@@ -406,6 +407,20 @@ def test_a_job_whose_keys_were_removed_is_written_by_nobody(world: World) -> Non
     assert world.etcd.keys == {}
     with pytest.raises(SupersededError, match="the job's keys were removed"):
         store.append(Said("one"))
+
+
+@pytest.mark.parametrize(("name", "is_removed"), [("host", True), ("other", False), ("", True)])
+def test_keys_stay_if_another_candidate_has_the_job(world: World, name: str, is_removed: bool) -> None:
+    term = Claim("host", "nonce", NOBODY).transaction().puts[0][1]
+    client = world.client(FakeGateway(world.etcd))
+    client.transact([], [client.put("term", term)])
+    remove(client, 1.0, name)
+    assert bool(world.etcd.keys) is not is_removed
+
+
+def test_keys_of_a_job_that_nobody_has_are_removed(world: World) -> None:
+    remove(world.client(FakeGateway(world.etcd)), 1.0, "host")
+    assert world.etcd.keys == {}
 
 
 def test_a_job_is_founded_once(world: World) -> None:

@@ -19,13 +19,14 @@ from elaswave.control.agent_messages import (
     SpawnJoiner,
     StopAsked,
 )
+from elaswave.control.coordinator import STORE_GONE
 from elaswave.control.launcher_waits import LauncherWaits
 from elaswave.control.local_job import STOP_GRACE_S, LocalJob
 from elaswave.control.log_sending import LogSending
 from elaswave.control.open_store import JobStore
 from elaswave.control.post import own_post
 from elaswave.control.template_messages import AbandonCommits, CommitDone, CommitShards, SpawnCoordinator
-from elaswave.errors import LaunchError, RecoveryError
+from elaswave.errors import LaunchError, RecoveryError, RetryError
 from elaswave.observability.processes import ProcessFacts
 from elaswave.protocol.agent import Agent
 
@@ -37,7 +38,7 @@ class Launcher(LocalJob):
         self.asked: list[object] = []
         self.sent: list[object] = []
         self.num_started = 0
-        self._leads = True
+        self._leads, self._stand_by_wait_s = True, local_job.STAND_BY_AGAIN_S
         self._committing, self._waits, self._ended = None, LauncherWaits(), None
         self.last_words: Ended | None = None
         self._agent, self._run_dir, self._post = Agent(), tmp_path, own_post()
@@ -85,9 +86,17 @@ def test_a_candidate_stands_by_again_after_one_that_never_had_the_job_or_was_rep
     launcher._on_coordinator_exit(how, 50.0)
     assert (launcher.num_started, launcher._leads) == (0, False)
     assert launcher._stand_by_at_s == 50.0 + local_job.STAND_BY_AGAIN_S
+    launcher._on_coordinator_exit(how, 60.0)
+    assert launcher._stand_by_at_s == 60.0 + 2 * local_job.STAND_BY_AGAIN_S, "no log fills with what it is refused for"
     launcher._leads = True
     launcher._on_coordinator_exit("was killed by SIGKILL", 51.0)
     assert (launcher.num_started, launcher._leads) == (1, False), "its own coordinator is followed at once"
+
+
+def test_a_store_that_does_not_answer_the_next_coordinator_ends_the_part_and_not_the_job(launcher: Launcher) -> None:
+    with pytest.raises(RetryError, match="the store does not answer the next one; see .*coordinator.log"):
+        launcher._on_coordinator_exit(f"ended with status {STORE_GONE}", 50.0)
+    assert launcher.num_started == 0
 
 
 def test_a_coordinator_waits_for_the_end_of_the_commit_in_hand_and_of_no_other(launcher: Launcher) -> None:
