@@ -37,14 +37,22 @@ FAILURE_BYTES_MAX = 1 << 20
 """What an answer may hold beside arrays: what went wrong, as text."""
 TURN_S = 0.05
 """How long a wait lasts before it is checked whether it is to be left."""
-END_S_MAX = 5.0
+END_S_MAX = 60.0
 """How long a killed server may take to end."""
 _PIPE_BYTES = 1 << 20
 _F_SETPIPE_SZ = 1031
 _BUFFERS_MAX = 256
 """Written at once."""
 
-_OPEN: "weakref.WeakSet[Connection]" = weakref.WeakSet()
+
+class _Here(threading.local):
+    """What the present thread has started, and ends: no other thread changes it while this one looks through it."""
+
+    def __init__(self) -> None:
+        self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+_HERE = _Here()
 
 
 class _Awaited(NamedTuple):
@@ -68,8 +76,6 @@ class Connection:
         self.who = who
         self.process_id = os.getpid()
         """Of the process that has started it; a forked child must start its own."""
-        self.thread = threading.get_ident()
-        """That has started it, and whose end ends it."""
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         except OSError as error:
@@ -90,7 +96,7 @@ class Connection:
         self._room = memoryview(bytearray(HEADER_BYTES))
         self._filled = 0
         self._close = weakref.finalize(self, _end, self._process, self.process_id)
-        _OPEN.add(self)
+        _HERE.connections.add(self)
 
     @property
     def pid(self) -> int:
@@ -229,8 +235,8 @@ def is_failure(message: Message) -> bool:
 
 def close_all() -> None:
     """Ends all servers that this thread has started."""
-    for connection in list(_OPEN):
-        if connection.thread == threading.get_ident() and connection.is_open:
+    for connection in list(_HERE.connections):
+        if connection.is_open:
             connection.close()
 
 

@@ -1,6 +1,7 @@
 """A layer whose forward and backward another process computes: `Foreign`, and the kinds of those of a model."""
 
 import json
+import operator
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from elaswave.errors import UsageError
 from elaswave.foreign.connection import SERVER
-from elaswave.foreign.part import Part, Place, Service, as_array, check_types, same_bits
+from elaswave.foreign.part import Part, Place, Service, check_types, same_bits
 from elaswave.foreign.server import ADAPTERS, Array
 from elaswave.models.calls import check_wait, computed_elsewhere, describe, draw_key
 from elaswave.models.instances import without_values
@@ -68,8 +69,10 @@ class Foreign(nn.Module):
         for option, seconds in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
                 raise UsageError(f"{option} = {seconds!r}, needed: seconds, more than 0")
-        self.input_shape = None if input_shape is None else tuple(input_shape)
-        self.output_shape = None if output_shape is None else tuple(output_shape)
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise UsageError(f"seed = {seed!r}, needed: a whole number from 0 to 2^63 - 1")
+        self.input_shape = _sizes("input_shape", input_shape)
+        self.output_shape = _sizes("output_shape", output_shape)
         service = Service(words, part or " ".join(words), float(timeout_s), float(start_timeout_s), bool(duplicate))
         with torch.device("cpu"):  # a build for shapes asks a server too
             asking = Part(service._replace(duplicate=False))
@@ -120,8 +123,13 @@ class Foreign(nn.Module):
                 f"the foreign part {self._part.service.name} is given {describe(value)}, needed: a tensor, or a tuple "
                 "of tensors; take other trees apart in the layer before"
             )
-        check_types(f"the foreign part {self._part.service.name}", inputs)
+        check_types(f"the foreign part {self._part.service.name} is given", inputs)
         self._check_shape("is given", self.input_shape, inputs)
+        if self.output_shape is not None and not inputs[0].dim():
+            raise UsageError(
+                f"the foreign part {self._part.service.name} is given a tensor without dimensions, needed: the samples "
+                "as its first one, because output_shape is of one sample"
+            )
         if inputs[0].is_meta:
             if self.output_shape is None:
                 raise UsageError(
@@ -131,12 +139,13 @@ class Foreign(nn.Module):
             return torch.empty((inputs[0].shape[0], *self.output_shape), dtype=inputs[0].dtype, device="meta")
         is_one: list[bool] = []
         parameters = [self.get_parameter(name) for name in self._names]
+        check_types(f"the foreign part {self._part.service.name} has as a parameter", parameters)
         outputs = _Remote.apply(self, is_one, len(inputs), *inputs, *parameters)
         self._check_shape("has returned", self.output_shape, outputs)
         return outputs[0] if is_one[0] else outputs
 
     def _check_shape(self, what: str, shape: tuple[int, ...] | None, tensors: Sequence[torch.Tensor]) -> None:
-        if shape is not None and (len(tensors) != 1 or tuple(tensors[0].shape[1:]) != shape):
+        if shape is not None and (len(tensors) != 1 or not tensors[0].dim() or tuple(tensors[0].shape[1:]) != shape):
             found = ", ".join(str(list(each.shape)) for each in tensors)
             raise UsageError(
                 f"the foreign part {self._part.service.name} {what} {found}, needed: one tensor of shape "
@@ -205,7 +214,7 @@ def _command(
         return tuple(command)
     if not isinstance(part, str) or not all(part.rpartition(":")[::2]):
         raise UsageError(f"part = {part!r}, needed: FILE.py:NAME or MODULE:NAME of what is served")
-    if software not in ADAPTERS:
+    if not isinstance(software, str) or software not in ADAPTERS:
         raise UsageError(f"software = {software!r}, needed: one of {', '.join(sorted(ADAPTERS))}, or a command")
     where, _, name = part.rpartition(":")
     if where.endswith(".py"):
@@ -231,7 +240,9 @@ def _given(
     Raises:
         UsageError: they are not those that the part has.
     """
-    found = {name: (as_array(value).type, list(value.shape)) for name, value in values.items()}
+    if not isinstance(values, Mapping):
+        raise UsageError(f"parameters of the foreign part {part} are {describe(values)}, needed: tensors by name")
+    found = {name: _seen(value) for name, value in values.items()}
     needed = {name: (kind, shape) for name, kind, shape in wanted}
     problems = [
         f"{name} is {_shown(found.get(name))}, needed: {_shown(needed.get(name))}"
@@ -243,8 +254,36 @@ def _given(
     return {name: values[name] for name in needed}
 
 
-def _shown(parameter: tuple[str, list[int]] | None) -> str:
-    return "none" if parameter is None else f"{parameter[0]} of shape {parameter[1]}"
+def _seen(value: object) -> tuple[str, list[int]] | str:
+    """Type and shape of a tensor that travels; else what the value is, for errors."""
+    if not isinstance(value, torch.Tensor):
+        return f"{type(value).__module__}.{type(value).__qualname__}, no tensor of torch"
+    if value.layout is not torch.strided:
+        return f"a tensor of layout {value.layout}"
+    return str(value.dtype).removeprefix("torch."), list(value.shape)
+
+
+def _shown(parameter: tuple[str, list[int]] | str | None) -> str:
+    if parameter is None or isinstance(parameter, str):
+        return parameter or "none"
+    return f"{parameter[0]} of shape {parameter[1]}"
+
+
+def _sizes(option: str, sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The sizes of one sample.
+
+    Raises:
+        UsageError: they are none.
+    """
+    if sizes is None:
+        return None
+    try:
+        found = tuple(map(operator.index, sizes))
+    except TypeError:
+        found = (-1,)
+    if min(found, default=0) < 0:
+        raise UsageError(f"{option} = {sizes!r}, needed: the sizes of one sample, such as (64,)")
+    return found
 
 
 def _register(module: nn.Module, part: str, name: str, parameter: nn.Parameter) -> None:

@@ -130,14 +130,18 @@ def as_tensor(array: Array) -> torch.Tensor:
 def check_types(who: str, tensors: Sequence[torch.Tensor]) -> None:
     """Refuses what does not travel.
 
+    Args:
+        who: has them, and how, for errors.
+        tensors: inputs or parameters.
     Raises:
-        UsageError: names the type.
+        UsageError: names the type or layout.
     """
     for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise UsageError(f"{who} a tensor of layout {tensor.layout}, needed: a dense one, as to_dense() returns it")
         if tensor.dtype not in _NAMES:
             raise UsageError(
-                f"{who} is given a tensor of type {tensor.dtype}, needed: one of {', '.join(_TORCH_TYPES)}; convert it "
-                "in the layer before"
+                f"{who} a tensor of type {tensor.dtype}, needed: one of {', '.join(_TORCH_TYPES)}; convert it before"
             )
 
 
@@ -238,7 +242,11 @@ class Part:
         request = Message(FORWARD, arrays=list(map(as_array, inputs)), hash=self._held or b"", **place._asdict())
         most = ANSWER_BYTES_MAX if output is None else _body_bytes([output])
         answer = self._result(request, most, check, f"a forward of {_at(place)}")
-        return Returned(tuple(map(as_tensor, answer.arrays)), bool(answer.flags & ONE))
+        is_one = bool(answer.flags & ONE)
+        if not answer.arrays or (is_one and len(answer.arrays) != 1):
+            needed = "one" if is_one else "at least one"
+            raise self._wrong(f"answered with {len(answer.arrays)} arrays, needed: {needed}")
+        return Returned(tuple(map(as_tensor, answer.arrays)), is_one)
 
     def backward(
         self,

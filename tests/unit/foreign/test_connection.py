@@ -155,6 +155,7 @@ def test_a_thread_ends_its_own_servers_only() -> None:
     assert done.wait(WAIT_S)
     close_all()
     assert has_ended(mine) and theirs[0].is_open
+    assert theirs[0] not in connection._HERE.connections, "what one thread adds, another does not look through"
     close.set()
     thread.join(WAIT_S)
     assert has_ended(theirs[0])

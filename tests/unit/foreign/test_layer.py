@@ -243,6 +243,8 @@ def test_what_does_not_fit_is_refused(layer):
         (inputs().double(), r"is given a tensor of type torch.float64, needed: one of float32"),
         (inputs(4, 3), r"is given \[4, 3\], needed: one tensor of shape \[samples, 8\]"),
         ((inputs(), inputs()), r"is given \[4, 8\], \[4, 8\], needed: one tensor"),
+        (inputs().to_sparse(), r"is given a tensor of layout torch.sparse_coo, needed: a dense one"),
+        (torch.tensor(1.0), r"is given \[\], needed: one tensor of shape \[samples, 8\]"),
     ):
         with pytest.raises(UsageError, match=error):
             layer(value)
@@ -250,6 +252,10 @@ def test_what_does_not_fit_is_refused(layer):
         middle(output_shape=(9,))(inputs())
     with pytest.raises(UsageError, match="asked for without values: give its output_shape"):
         middle()(inputs().to("meta"))
+    with pytest.raises(UsageError, match="is given a tensor without dimensions, needed: the samples"):
+        middle(output_shape=())(torch.tensor(1.0))
+    with pytest.raises(UsageError, match="has as a parameter a tensor of type torch.float64, needed: one of float32"):
+        copy.deepcopy(layer).double()(inputs())
 
 
 @pytest.mark.parametrize(
@@ -265,6 +271,12 @@ def test_what_does_not_fit_is_refused(layer):
         ({"command": "python server.py"}, "needed: the words of a command, as a list"),
         ({"part": "json:x", "software": "numpy", "options": {"x": {1, 2}}}, "cannot be written as JSON"),
         ({"part": "json:x", "software": "numpy", "timeout_s": 0}, "timeout_s = 0, needed: seconds, more than 0"),
+        ({"part": "json:x", "software": ["numpy"]}, r"software = \['numpy'\], needed: one of jax, numpy, torch"),
+        ({"part": "json:x", "software": "numpy", "input_shape": 8}, "input_shape = 8, needed: the sizes of one sample"),
+        ({"part": "json:x", "software": "numpy", "output_shape": (-1,)}, r"output_shape = \(-1,\), needed: the sizes"),
+        ({"part": "json:x", "software": "numpy", "seed": -1}, "seed = -1, needed: a whole number from 0"),
+        ({"part": "json:x", "software": "numpy", "seed": 2**63}, "seed = 9223372036854775808, needed: a whole number"),
+        ({"part": "json:x", "software": "numpy", "seed": 1.0}, "seed = 1.0, needed: a whole number"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_named(options, error):
@@ -277,6 +289,28 @@ def test_first_values_must_be_those_of_the_part():
         UsageError, match=r"bias is none, needed: float32 of shape \[8\]; weight is .* \[3\], needed: .*8, 8"
     ):
         middle(parameters={"weight": torch.ones(3)})
+    right = {"weight": torch.eye(WIDTH), "bias": torch.ones(WIDTH)}
+    for bias, error in (
+        (right["bias"].double(), r"bias is float64 of shape \[8\], needed: float32 of shape \[8\]"),
+        (right["bias"].numpy(), r"bias is numpy.ndarray, no tensor of torch, needed: float32"),
+        (right["bias"].to_sparse(), r"bias is a tensor of layout torch.sparse_coo, needed: float32"),
+    ):
+        with pytest.raises(UsageError, match=error):
+            middle(parameters={**right, "bias": bias})
+    with pytest.raises(UsageError, match="are list, needed: tensors by name"):
+        middle(parameters=[torch.ones(3)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "number", "needed"), [(server.ONE, 0, "one"), (server.ONE, 2, "one"), (0, 0, "at least one")]
+)
+def test_a_result_of_no_array_or_of_two_called_one_is_refused(flags, number, needed, monkeypatch):
+    layer = middle()
+    answer = server.Message(server.RESULT, arrays=[server.Array("uint8", (0,), b"")] * number, flags=flags)
+    monkeypatch.setattr(layer._part, "_result", lambda *arguments: answer)
+    with pytest.raises(ForeignError, match=f"answered with {number} arrays, needed: {needed}"):
+        layer(inputs())
+    assert layer.pids() == []
 
 
 STRANGE = '''

@@ -8,6 +8,7 @@ from tests.networks import Texts, seeded, tokens
 from torch import Tensor, nn
 
 import elaswave
+from elaswave.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +108,33 @@ def test_a_buffer_that_is_written_through_a_view_is_read_after_it() -> None:
     (write,) = [node for node in found if node.operator.startswith("aten.add_")]
     (reader,) = [node for node in found if node.operator == "aten.add.Tensor"]
     assert write.number in reader.inputs and reader.parameters == ("seen",)
+
+
+class Late(nn.Module):
+    """A buffer that is there from the first call on: declared before, or not even that."""
+
+    def __init__(self, declared: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.inner = nn.Module()
+        self.declared = declared
+        if declared:
+            self.inner.register_buffer("before", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if getattr(self.inner, "before", None) is None:
+            if self.declared:
+                self.inner.before = y.detach()
+            else:
+                self.inner.register_buffer("before", y.detach())
+            return y
+        return y + self.inner.before
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_buffer_that_the_first_call_makes_is_refused(declared: bool) -> None:
+    model = Late(declared)
+    with pytest.raises(UsageError, match=r"makes the buffer inner\.before in its first call.*register it"):
+        elaswave.operator_graph(model, torch.ones(2, 4))
+    assert model.inner._buffers == ({"before": None} if declared else {}), "the network is as it was"
